@@ -1,0 +1,62 @@
+"""HSTU attention for generative recommenders, as a PyTorch extension.
+
+    hstu_attention             the operator: packed sequences, a mask object, a bias object
+    Mask                       what each query row sees
+    DenseBias, RelativeBias    what is added to the scores
+    PagedKV                    a paged KV cache, for inference
+    hstu_attn_varlen_func      the operator as FBGEMM's users call it
+    hstu_attn_qkvpacked_func   the same for q, k and v in one tensor
+    HSTULayer, HSTUStack       the transduction layer around the operator
+    compat                     the operator as users of other libraries call it
+    reference, testing         its definition in plain PyTorch, and how to compare with that
+
+The formula is that of Zhai et al. 2024, "Actions Speak Louder than Words" (arXiv 2402.17152).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .bias import DenseBias, RelativeBias
+from .interface import hstu_attention, hstu_attn_qkvpacked_func, hstu_attn_varlen_func
+from .mask import Mask
+from .paged import PagedKV
+
+if TYPE_CHECKING:
+    from . import compat, reference, testing
+    from .layer import HSTULayer, HSTULayerConfig, HSTUStack
+
+__all__ = [
+    "DenseBias",
+    "HSTULayer",
+    "HSTULayerConfig",
+    "HSTUStack",
+    "Mask",
+    "PagedKV",
+    "RelativeBias",
+    "__version__",
+    "compat",
+    "hstu_attention",
+    "hstu_attn_qkvpacked_func",
+    "hstu_attn_varlen_func",
+    "reference",
+    "testing",
+]
+
+_LAZY_NAMES = {"HSTULayer": "layer", "HSTULayerConfig": "layer", "HSTUStack": "layer"}
+_LAZY_MODULES = {"compat", "reference", "testing"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _LAZY_MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _LAZY_NAMES:
+        value = getattr(import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,157 @@
+"""What is added to the scores: a dense bias, or a relative one that the kernel computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Bias",
+    "DenseBias",
+    "RelativeBias",
+    "default_bucket_thresholds",
+    "default_thresholds_tensor",
+    "time_bucket",
+]
+
+# Width of a time bucket in units of ln(seconds), as in the public research HSTU.
+BUCKET_LOG_WIDTH = 0.301
+_INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBias:
+    """A dense relative attention bias.
+
+    Attributes:
+        rab: `(batch, bias heads, max_seqlen_k, max_seqlen_k)`, of q's dtype or fp32, last dimension
+            contiguous. `rab[b, n, i, j]` is added to the score of the query at absolute position
+            `i` and the key at position `j`. The number of heads must be a multiple of the number of
+            bias heads; head `x` uses bias head `x // (heads / bias heads)`. If it requires a
+            gradient it gets one, of the same shape, 0 outside the mask.
+    """
+
+    rab: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rab, Tensor):
+            raise ValueError(f"rab: expected a tensor, got {type(self.rab).__name__}")
+        if self.rab.dim() != 4:
+            raise ValueError(
+                "rab: expected shape (batch, bias heads, max_seqlen_k, max_seqlen_k), got "
+                f"{tuple(self.rab.shape)}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """A bias of position and time differences, computed in the kernel from two small tables.
+
+    bias[n, i, j] = pos_weight[n, clamp(j - i, -(R-1), R-1) + R - 1]
+                  + ts_weight[n, bucket(|row_time[i] - timestamps[j]|)]
+
+    This is the relative bias of Zhai et al. 2024 (arXiv 2402.17152, section 3.2) with no
+    `(batch, heads, N, N)` tensor in memory. Either table may be left out.
+
+    Attributes:
+        pos_weight: `(1 or a divisor of heads, 2R - 1)`, fp32 or q's dtype.
+        ts_weight: `(1 or a divisor of heads, buckets)`, fp32 or q's dtype; needs `timestamps`.
+        timestamps: int64 `(total_k,)`: the time of each key's event, in seconds or any other unit.
+        row_timestamps: int64 `(total_q,)`: the time of each query row. Left out, it is the time of
+            the event after the row (of the last event, for the last row).
+        thresholds: int64, non-decreasing: `bucket(d)` counts the entries that are `<= d` and is
+            clamped to the last bucket. Left out, it is `floor(ln(max(d, 1)) / 0.301)`, exactly.
+
+    Raises:
+        ValueError: if no table is given, or one without what it needs.
+    """
+
+    pos_weight: Tensor | None = None
+    ts_weight: Tensor | None = None
+    timestamps: Tensor | None = None
+    row_timestamps: Tensor | None = None
+    thresholds: Tensor | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.pos_weight is None and self.ts_weight is None:
+            raise ValueError("pos_weight: expected pos_weight or ts_weight or both, got neither")
+        for name, table in (("pos_weight", self.pos_weight), ("ts_weight", self.ts_weight)):
+            if table is not None and table.dim() != 2:
+                raise ValueError(
+                    f"{name}: expected shape (1 or a divisor of heads, entries), got "
+                    f"{tuple(table.shape)}"
+                )
+        if self.pos_weight is not None and self.pos_weight.shape[1] % 2 == 0:
+            raise ValueError(
+                "pos_weight: expected an odd number of entries 2R - 1, got "
+                f"{self.pos_weight.shape[1]}"
+            )
+        if self.ts_weight is None:
+            for name, value in (
+                ("timestamps", self.timestamps),
+                ("row_timestamps", self.row_timestamps),
+                ("thresholds", self.thresholds),
+            ):
+                if value is not None:
+                    raise ValueError(f"{name}: expected None without ts_weight, got a tensor")
+            return
+        if self.timestamps is None:
+            raise ValueError("timestamps: expected an int64 tensor with ts_weight, got None")
+        if self.thresholds is None:
+            thresholds = default_thresholds_tensor(self.ts_weight.device)
+            object.__setattr__(self, "thresholds", thresholds)
+
+
+Bias = DenseBias | RelativeBias
+
+
+@lru_cache(maxsize=1)
+def default_bucket_thresholds() -> tuple[int, ...]:
+    """The smallest time difference of each bucket from 1 on, up to the largest int64.
+
+    With these, counting the entries `<= d` gives `floor(ln(max(d, 1)) / 0.301)` as fp64 computes
+    it, for every `d >= 0`. The list is non-decreasing: bucket 1 holds no integer, so its entry
+    equals that of bucket 2.
+    """
+    return tuple(
+        _first_difference_of_bucket(bucket) for bucket in range(1, _log_bucket(_INT64_MAX) + 1)
+    )
+
+
+def _log_bucket(difference: int) -> int:
+    return math.floor(math.log(float(max(difference, 1))) / BUCKET_LOG_WIDTH)
+
+
+def _first_difference_of_bucket(bucket: int) -> int:
+    low, high = 1, _INT64_MAX  # _log_bucket(low) < bucket <= _log_bucket(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _log_bucket(middle) >= bucket:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+_thresholds_by_device: dict[torch.device, Tensor] = {}
+
+
+def default_thresholds_tensor(device: torch.device) -> Tensor:
+    """`default_bucket_thresholds` as an int64 tensor on `device`, made once for each device."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(default_bucket_thresholds(), dtype=torch.int64, device=device)
+    thresholds = _thresholds_by_device.get(device)
+    if thresholds is None:
+        thresholds = torch.tensor(default_bucket_thresholds(), dtype=torch.int64, device=device)
+        _thresholds_by_device[device] = thresholds
+    return thresholds
+
+
+def time_bucket(difference: Tensor, thresholds: Tensor, num_buckets: int) -> Tensor:
+    """The bucket of each time difference: the number of thresholds `<= d`, at most the last."""
+    bucket = torch.searchsorted(thresholds, difference.contiguous(), right=True)
+    return bucket.clamp(max=num_buckets - 1)

@@ -1,0 +1,187 @@
+"""`hstu_mha` and `delta_hstu_mha` as Meta's generative-recommenders has them.
+
+A call written for `generative_recommenders.ops.hstu_attention` runs unchanged but for its import.
+The mask is the one of that library's PyTorch reference, in its terms: `max_attn_len = l` is the
+window `(l, 0)`, and `contextual_seq_len` is the same number of contextual tokens in every sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..interface import hstu_attention
+from ..mask import Mask
+
+__all__ = ["delta_hstu_mha", "hstu_mha"]
+
+
+def hstu_mha(
+    max_seq_len: int,
+    alpha: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    causal: bool = True,
+    dropout_pr: float = 0.0,
+    training: bool = True,
+    num_targets: Tensor | None = None,
+    attn_scale: Tensor | None = None,
+    max_attn_len: int = 0,
+    contextual_seq_len: int = 0,
+    min_full_attn_seq_len: int = 0,
+    sort_by_length: bool = False,
+    kernel: Any = None,
+    enable_tma: bool = False,
+) -> Tensor:
+    """Causal HSTU attention over packed sequences (Zhai et al. 2024, arXiv 2402.17152, 3.2).
+
+    Args:
+        max_seq_len: longest sequence, in tokens; the scale is `1 / max_seq_len`.
+        alpha: factor of the scores, before silu.
+        q: `(total, heads, D)`, bf16 or fp16; also fp32 and fp64 on CPU.
+        k: like q.
+        v: `(total, heads, Dv)`.
+        seq_offsets: `(batch + 1,)` int32 or int64 offsets of the sequences.
+        causal: must be True.
+        dropout_pr: must be 0.
+        training: decides about dropout alone, so here about nothing.
+        num_targets: `(batch,)` candidates, last in each sequence; a candidate sees the history and
+            itself.
+        attn_scale: the scale instead of `1 / max_seq_len`: a scalar tensor, or one factor for each
+            row, `(total,)`. It gets no gradient and must not require one.
+        max_attn_len: how far back a row sees; 0 means everything.
+        contextual_seq_len: contextual tokens, first in each sequence; they see everything but the
+            candidates. In a sequence whose tokens before the candidates are fewer than these, each
+            row sees itself alone.
+        min_full_attn_seq_len: with `max_attn_len`, the last so many tokens of the history, and the
+            candidates, see everything before them.
+        sort_by_length, kernel, enable_tma: hints about scheduling and the implementation. They cannot
+            change the result; this library decides both by itself, so they are not used.
+
+    Returns:
+        `(total, heads, Dv)` of q's dtype.
+
+    Raises:
+        ValueError: for `causal=False`, `dropout_pr > 0`, a negative length, and as
+            `hstu_attn.hstu_attention`.
+    """
+    del training, sort_by_length, kernel, enable_tma
+    if not causal:
+        raise ValueError("causal: expected True (only causal attention is supported), got False")
+    if dropout_pr > 0:
+        raise ValueError(f"dropout_pr: expected 0 (dropout is not supported), got {dropout_pr}")
+    _check_max_seq_len(max_seq_len)
+    if k.shape != q.shape:
+        raise ValueError(f"k: expected the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    return hstu_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=seq_offsets,
+        max_seqlen_q=max_seq_len,
+        mask=_mask(
+            seq_offsets, num_targets, max_attn_len, contextual_seq_len, min_full_attn_seq_len
+        ),
+        alpha=alpha,
+        attn_scale=attn_scale if attn_scale is None else attn_scale.to(torch.float32),
+    )
+
+
+def delta_hstu_mha(
+    max_seq_len: int,
+    alpha: float,
+    delta_q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    num_targets: Tensor | None = None,
+    max_attn_len: int = 0,
+    contextual_seq_len: int = 0,
+    kernel: Any = None,
+    enable_tma: bool = False,
+) -> Tensor:
+    """`hstu_mha` for the newest rows of each sequence, over all of its keys.
+
+    Args:
+        max_seq_len: longest sequence, in tokens; the scale is `1 / max_seq_len`.
+        alpha: factor of the scores, before silu.
+        delta_q: `(batch * delta, heads, D)`: the last `delta` rows of each sequence, candidates
+            included; every sequence has at least so many.
+        k: `(total, heads, D)`.
+        v: `(total, heads, Dv)`.
+        seq_offsets: `(batch + 1,)` offsets of the sequences in k and v.
+        num_targets, max_attn_len, contextual_seq_len: as for `hstu_mha`.
+        kernel, enable_tma: hints that cannot change the result and are not used, as for `hstu_mha`.
+
+    Returns:
+        `(batch * delta, heads, Dv)` of delta_q's dtype.
+
+    Raises:
+        ValueError: if the rows of `delta_q` are not the same number for every sequence, and as
+            `hstu_attn.hstu_attention`.
+    """
+    del kernel, enable_tma
+    _check_max_seq_len(max_seq_len)
+    rows, batch = delta_q.shape[0], seq_offsets.shape[0] - 1
+    if batch == 0:
+        delta = 0
+    elif rows % batch != 0:
+        raise ValueError(
+            f"delta_q: expected the same number of rows for each of {batch} sequences, got {rows}"
+        )
+    else:
+        delta = rows // batch
+    offsets_q = torch.arange(batch + 1, dtype=seq_offsets.dtype, device=seq_offsets.device) * delta
+    return hstu_attention(
+        delta_q,
+        k,
+        v,
+        cu_seqlens_q=offsets_q,
+        max_seqlen_q=delta,
+        cu_seqlens_k=seq_offsets,
+        max_seqlen_k=max_seq_len,
+        mask=_mask(seq_offsets, num_targets, max_attn_len, contextual_seq_len, 0),
+        alpha=alpha,
+        scaling_seqlen=max_seq_len,
+    )
+
+
+def _check_max_seq_len(max_seq_len: int) -> None:
+    if max_seq_len < 1:
+        raise ValueError(f"max_seq_len: expected at least 1, got {max_seq_len}")
+
+
+def _mask(
+    seq_offsets: Tensor,
+    num_targets: Tensor | None,
+    max_attn_len: int,
+    contextual_seq_len: int,
+    min_full_attn_seq_len: int,
+) -> Mask:
+    for name, value in (
+        ("max_attn_len", max_attn_len),
+        ("contextual_seq_len", contextual_seq_len),
+        ("min_full_attn_seq_len", min_full_attn_seq_len),
+    ):
+        if value < 0:
+            raise ValueError(f"{name}: expected 0 or more, got {value}")
+    num_contexts = None
+    if contextual_seq_len > 0:
+        lengths = seq_offsets.diff()
+        history = lengths if num_targets is None else lengths - num_targets
+        # A sequence too short for its contextual tokens falls apart into rows that see themselves,
+        # which is what candidates without history do.
+        complete = history >= contextual_seq_len
+        num_contexts = complete.to(lengths.dtype) * contextual_seq_len
+        num_targets = torch.where(complete, 0 if num_targets is None else num_targets, lengths)
+    return Mask(
+        (max_attn_len if max_attn_len > 0 else -1, 0),
+        num_contexts,
+        num_targets,
+        1,
+        min_full_attn_seq_len if max_attn_len > 0 else 0,
+    )

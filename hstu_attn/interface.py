@@ -1,0 +1,431 @@
+"""The public functions: `hstu_attention`, and the two that FBGEMM's users know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor
+from .mask import Mask
+from .paged import PagedKV
+
+__all__ = ["hstu_attention", "hstu_attn_qkvpacked_func", "hstu_attn_varlen_func"]
+
+_FULL = Mask.full()
+_NO_BIAS: tuple[None, None, None] = (None, None, None)
+_QUANT_MODES = {
+    0: "plain cast",
+    1: "per row",
+    2: "per block",
+    3: "per sequence and head",
+    4: "per sequence",
+    5: "per tensor",
+}
+
+
+def hstu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
+    alpha: float = 1.0,
+    scaling_seqlen: int = -1,
+    attn_scale: Tensor | None = None,
+    paged_kv: PagedKV | None = None,
+    quant_mode: int = -1,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """HSTU attention over a packed batch of sequences of different lengths.
+
+    The pointwise aggregated attention of Zhai et al. 2024, "Actions Speak Louder than Words"
+    (arXiv 2402.17152, section 3.2): for each sequence and head,
+
+        out = (M * silu(alpha * (Q K^T + bias)) * scale) V
+
+    with `silu(x) = x * sigmoid(x)`, the mask `M` in {0, 1}, and no softmax: a row that sees no key
+    gives exactly 0. Differentiable in q, k, v and the bias, once.
+
+    Sequence `b` owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q, and likewise of k and v.
+    Its query rows are the last of its key positions, so fewer queries than keys ("delta q") means
+    that the queries are the newest tokens. Rows outside every sequence, or past `seqused`, give 0
+    in the output and in every gradient, and what they hold does not matter.
+
+    Args:
+        q: `(total_q, heads, D)`, bf16 or fp16; also fp32 and fp64 on CPU. `D` is a multiple of 8 up
+            to 256. q, k and v may be strided views, with the last dimension contiguous.
+        k: `(total_k, heads, D)`, q's dtype.
+        v: `(total_k, heads, Dv)`, q's dtype; `Dv` may differ from `D`.
+        cu_seqlens_q: int32 or int64 `(batch + 1,)`: offsets of the sequences in q, from 0 up.
+        max_seqlen_q: at least the longest query sequence, in tokens.
+        cu_seqlens_k: offsets of the sequences in k and v; None means `cu_seqlens_q`.
+        max_seqlen_k: at least the longest key sequence, and `max_seqlen_q`; None means that.
+        seqused_q: int32 or int64 `(batch,)`: valid query rows of each sequence; None means all.
+        seqused_k: the same for keys.
+        mask: what each row sees; None means everything in its sequence (`Mask.full()`).
+        bias: a `DenseBias`, or its tensor as such; a `RelativeBias`, computed in the kernel; or
+            None. A bias tensor that requires a gradient gets one.
+        alpha: factor of the biased scores, before silu. Any finite value.
+        scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means `max_seqlen_q`.
+        attn_scale: the scale itself instead: fp32, of one element or `(total_q,)`, one factor for
+            each query row. It gets no gradient and must not require one.
+        paged_kv: a paged KV cache, for inference: see `PagedKV` for what q, k and v then hold.
+        quant_mode: -1. Other values name FP8 modes, which are not built yet.
+        deterministic: whether equal inputs must give bitwise equal gradients in every run. Also on
+            under `torch.use_deterministic_algorithms(True)`; always so on CPU.
+        sm_margin: streaming multiprocessors to leave free on a GPU, for overlapping communication.
+
+    Returns:
+        `(total_q, heads, Dv)`, contiguous, of q's dtype.
+
+    Raises:
+        ValueError: for a wrong device, dtype, shape, stride, offset or combination of arguments; it
+            names the argument, what was expected and what came. Offsets that live on a GPU are
+            clamped by the kernels and checked only with `HSTU_ATTN_CHECK=1`.
+        NotImplementedError: for what this build or this GPU has no kernel for.
+        ImportError: if the operator library has not been built.
+
+    Example:
+        >>> lengths = torch.tensor([3, 5])
+        >>> cu_seqlens = torch.tensor([0, 3, 8])
+        >>> q, k, v = torch.randn(3, 8, 2, 32).unbind(0)
+        >>> out = hstu_attention(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=5,
+        ...                      mask=Mask.causal(), alpha=32**-0.5)
+    """
+    if mask is None:
+        mask = _FULL
+    biases, times = _bias_arguments(bias)
+    _check_call(q, attn_scale, quant_mode)
+    geometry = _geometry(
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_q if max_seqlen_k is None else max_seqlen_k,
+        scaling_seqlen,
+        attn_scale,
+        alpha,
+        mask,
+    )
+    if paged_kv is None:
+        pages: tuple[Any, ...] = ops.NO_PAGES
+    else:
+        pages = (
+            paged_kv.kv_cache,
+            paged_kv.page_offsets,
+            paged_kv.page_ids,
+            paged_kv.last_page_lens,
+        )
+    quant = (quant_mode, None, None, None, sm_margin)
+    try:
+        return ops.attention(q, k, v, geometry, biases, times, pages, quant, deterministic)
+    except (AttributeError, RuntimeError, TypeError):
+        _explain_types({"q": q, "k": k, "v": v}, geometry, biases)
+        raise
+
+
+def hstu_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling_seqlen: int,
+    num_contexts: Tensor | None = None,
+    num_targets: Tensor | None = None,
+    target_group_size: int | None = 1,
+    window_size: tuple[int, int] = (-1, -1),
+    alpha: float = 1.0,
+    rab: Tensor | None = None,
+    has_drab: bool = False,
+    kv_cache: Tensor | None = None,
+    page_offsets: Tensor | None = None,
+    page_ids: Tensor | None = None,
+    last_page_lens: Tensor | None = None,
+    func: Tensor | None = None,
+    quant_mode: int | None = -1,
+) -> Tensor:
+    """`hstu_attention` under the name and the argument order of FBGEMM's `hstu` package.
+
+    The formula is that of `hstu_attention`, after Zhai et al. 2024 (arXiv 2402.17152, section 3.2).
+
+    Args:
+        q: `(total_q, heads, D)`.
+        k: `(total_k, heads, D)`.
+        v: `(total_k, heads, Dv)`.
+        cu_seqlens_q: `(batch + 1,)` offsets of the sequences in q.
+        cu_seqlens_k: `(batch + 1,)` offsets of the sequences in k and v.
+        seqused_q: `(batch,)` valid query rows of each sequence, or None.
+        seqused_k: `(batch,)` valid keys of each sequence, or None.
+        max_seqlen_q: longest query sequence, in tokens.
+        max_seqlen_k: longest key sequence, in tokens.
+        scaling_seqlen: the output is divided by this; -1 means `max_seqlen_q`.
+        num_contexts: `(batch,)` contextual tokens of each sequence, or None. With `func`, ignored.
+        num_targets: `(batch,)` candidates of each sequence, or None. With `func`, ignored.
+        target_group_size: candidates that see each other causally; None means 1.
+        window_size: `(left, right)`; `(-1, -1)` is full and `(-1, 0)` causal. With `func`,
+            `(-1, 0)` makes the visible set the intersection of `func` and causal.
+        alpha: factor of the biased scores, before silu.
+        rab: `(batch, bias heads, max_seqlen_k, max_seqlen_k)` dense bias, or None.
+        has_drab: whether `rab` gets a gradient. Without it, none is computed even if `rab` requires
+            one.
+        kv_cache: `(num_pages, 2, page_size, heads, D)` paged keys and values, or None.
+        page_offsets: `(batch + 1,)` offsets into `page_ids`.
+        page_ids: the pages of each sequence, in order.
+        last_page_lens: `(batch,)` tokens in the last page of each sequence.
+        func: int32 `(1 or heads, n, >= total_q)`, odd `n`: row `i` of the packed queries sees keys
+            `[0, F0) U [F1, F2) U ...`. Columns past `total_q` are not read; none are needed.
+        quant_mode: -1 or None. Other values name FP8 modes, which are not built yet.
+
+    Returns:
+        `(total_q, heads, Dv)` of q's dtype.
+
+    Raises:
+        ValueError: as for `hstu_attention`; and if `has_drab` is set without `rab`.
+        NotImplementedError: for what this build or this GPU has no kernel for.
+    """
+    paged_kv = None
+    if kv_cache is not None:
+        paged_kv = PagedKV(kv_cache, page_offsets, page_ids, last_page_lens)
+    return hstu_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        mask=_fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func),
+        bias=_fbgemm_bias(rab, has_drab),
+        alpha=alpha,
+        scaling_seqlen=scaling_seqlen,
+        paged_kv=paged_kv,
+        quant_mode=-1 if quant_mode is None else quant_mode,
+    )
+
+
+def hstu_attn_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling_seqlen: int = -1,
+    num_contexts: Tensor | None = None,
+    num_targets: Tensor | None = None,
+    target_group_size: int | None = 1,
+    window_size: tuple[int, int] = (-1, -1),
+    alpha: float = 1.0,
+    rab: Tensor | None = None,
+    has_drab: bool | None = False,
+    func: Tensor | None = None,
+) -> Tensor:
+    """`hstu_attn_varlen_func` for q, k and v in one tensor, as FBGEMM's `hstu` package has it.
+
+    Args:
+        qkv: `(total, 3, heads, D)`; its gradient is written packed.
+
+    The other arguments, the result and the errors are those of `hstu_attn_varlen_func`.
+    """
+    _check_qkv(qkv)
+    mask = _fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func)
+    biases, times = _bias_arguments(_fbgemm_bias(rab, bool(has_drab)))
+    _check_call(qkv, None, -1)
+    geometry = _geometry(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        scaling_seqlen,
+        None,
+        alpha,
+        mask,
+    )
+    quant = (-1, None, None, None, 0)
+    try:
+        return ops.attention_packed(qkv, geometry, biases, times, quant, False)
+    except (AttributeError, RuntimeError, TypeError):
+        _explain_types({"qkv": qkv}, geometry, biases)
+        raise
+
+
+# ---------------------------------------------------------------------------------------------
+# From the public arguments to the operator's
+# ---------------------------------------------------------------------------------------------
+
+
+def _geometry(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling_seqlen: int,
+    attn_scale: Tensor | None,
+    alpha: float,
+    mask: Mask,
+) -> ops.Geometry:
+    left, right = mask.window_size
+    if mask.func_causal:
+        right = 0
+    return ops.Geometry(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        scaling_seqlen,
+        attn_scale,
+        alpha,
+        mask.num_contexts,
+        mask.num_targets,
+        mask.target_group_size,
+        left,
+        right,
+        mask.min_full_attn_seq_len,
+        mask.row_spans,
+        mask.func,
+    )
+
+
+def _bias_arguments(
+    bias: Bias | Tensor | None,
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], tuple[Tensor | None, ...]]:
+    """`((rab, pos_weight, ts_weight), (timestamps, row_timestamps, thresholds))`."""
+    if bias is None:
+        return _NO_BIAS, ops.NO_TIMES
+    if isinstance(bias, RelativeBias):
+        thresholds = bias.thresholds
+        if thresholds is None and bias.ts_weight is not None:
+            thresholds = default_thresholds_tensor(bias.ts_weight.device)
+        tables = (None, bias.pos_weight, bias.ts_weight)
+        return tables, (bias.timestamps, bias.row_timestamps, thresholds)
+    if isinstance(bias, DenseBias):
+        return (bias.rab, None, None), ops.NO_TIMES
+    if isinstance(bias, Tensor):
+        return (bias, None, None), ops.NO_TIMES
+    raise ValueError(
+        f"bias: expected a DenseBias, a RelativeBias, a tensor or None, got {type(bias).__name__}"
+    )
+
+
+def _fbgemm_mask(
+    num_contexts: Tensor | None,
+    num_targets: Tensor | None,
+    target_group_size: int | None,
+    window_size: tuple[int, int],
+    func: Tensor | None,
+) -> Mask:
+    window = (window_size[0], window_size[1])
+    if func is None:
+        group = 1 if target_group_size is None else target_group_size
+        return Mask(window, num_contexts, num_targets, group)
+    if window not in ((-1, -1), (-1, 0)):
+        raise ValueError(f"window_size: expected (-1, -1) or (-1, 0) with func, got {window}")
+    return Mask(func=func, func_causal=window == (-1, 0))
+
+
+def _fbgemm_bias(rab: Tensor | None, has_drab: bool) -> Tensor | None:
+    if rab is None:
+        if has_drab:
+            raise ValueError("rab: expected a tensor with has_drab=True, got None")
+        return None
+    return rab if has_drab else rab.detach()
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks that the operator cannot make
+# ---------------------------------------------------------------------------------------------
+
+
+def _check_call(q: Tensor, attn_scale: Tensor | None, quant_mode: int) -> None:
+    if quant_mode != -1:
+        _refuse_quant_mode(quant_mode)
+    if attn_scale is not None and attn_scale.requires_grad:
+        raise ValueError(
+            "attn_scale: expected a tensor that does not require a gradient (it gets none), got "
+            "requires_grad=True"
+        )
+    if isinstance(q, Tensor) and q.is_cuda and not ops.has_cuda_kernels():
+        raise NotImplementedError(
+            f"q: this build of hstu_attn has no CUDA kernels, got a tensor on {q.device}; build it "
+            "with HSTU_ATTN_CUDA=1 and a CUDA toolkit"
+        )
+
+
+def _refuse_quant_mode(quant_mode: int) -> None:
+    if quant_mode not in _QUANT_MODES:
+        raise ValueError(
+            f"quant_mode: expected -1 or one of {sorted(_QUANT_MODES)}, got {quant_mode}"
+        )
+    raise NotImplementedError(
+        f"quant_mode: {quant_mode} ({_QUANT_MODES[quant_mode]}) needs FP8 kernels, which are not "
+        "built; only -1 (no quantisation) is"
+    )
+
+
+def _check_qkv(qkv: Tensor) -> None:
+    if not isinstance(qkv, Tensor):
+        raise ValueError(f"qkv: expected a tensor, got {type(qkv).__name__}")
+    if qkv.dim() != 4 or qkv.shape[1] != 3:
+        raise ValueError(f"qkv: expected shape (total, 3, heads, D), got {tuple(qkv.shape)}")
+
+
+_INT_FIELDS = {
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "scaling_seqlen",
+    "target_group_size",
+    "window_left",
+    "window_right",
+    "min_full_attn_seq_len",
+}
+_REQUIRED_TENSORS = {"cu_seqlens_q", "cu_seqlens_k"}
+
+
+def _explain_types(
+    tensors: dict[str, Any], geometry: ops.Geometry, biases: tuple[Any, ...]
+) -> None:
+    """After a failed call: a ValueError if an argument is of a type that the operator cannot take.
+
+    Here rather than before the call, which is the hot path.
+    """
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+    for name, value in zip(("rab", "pos_weight", "ts_weight"), biases, strict=True):
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name}: expected a tensor or None, got {type(value).__name__}")
+    for name, value in geometry._asdict().items():
+        if name == "alpha":
+            if not isinstance(value, (int, float)):
+                raise ValueError(f"alpha: expected a float, got {type(value).__name__}")
+        elif name in _INT_FIELDS:
+            if not isinstance(value, (int, torch.SymInt)):
+                raise ValueError(f"{name}: expected an int, got {type(value).__name__}")
+        elif not isinstance(value, Tensor) and (value is not None or name in _REQUIRED_TENSORS):
+            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")

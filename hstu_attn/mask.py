@@ -1,0 +1,491 @@
+"""Which keys a query sees: the `Mask` object and the definition of its row spans.
+
+Every mask is, for each query row, a union of half-open key intervals; all but `func` with five or
+more bounds need at most two, `[a0, a1) U [b0, b1)`, called a *row span*. This module is the Python
+definition; `csrc/common/mask.h` is the same definition for the kernels, and the tests hold the two
+equal. No other Python module compares a row with a column.
+
+Notation, for one sequence: `q_len` query rows are the last of `k_len` positions, so row `r` sits at
+position `i = r + k_len - q_len`. Of the positions, the first `c` are contextual, the last `T` are
+targets (candidates), and `h = k_len - T` is the first target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Mask",
+    "TileKind",
+    "batch_row_spans",
+    "dense_mask",
+    "kv_tiles",
+    "q_tiles",
+    "row_intervals",
+    "row_spans",
+    "tile_kinds",
+]
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What each query row may see, for a whole batch.
+
+    Use a constructor (`Mask.full`, `Mask.causal`, `Mask.local`, `Mask.from_row_spans`,
+    `Mask.from_func`) or the fields below. The masks are those of Zhai et al. 2024, "Actions Speak
+    Louder than Words" (arXiv 2402.17152, sections 3 and 4: causal attention over a user's history,
+    and candidates that see the history but not each other) and of the public HSTU libraries.
+
+    Attributes:
+        window_size: `(left, right)` in positions: row `i` sees keys `[i - left, i + right]`. `-1`
+            is unlimited and `0` means 0, so `(-1, -1)` is full attention and `(-1, 0)` causal.
+        num_contexts: int32 or int64 `(batch,)`: contextual tokens, first in each sequence. They see
+            everything before the targets. Needs a window `(-1, 0)` or `(left, 0)`.
+        num_targets: int32 or int64 `(batch,)`: candidates, last in each sequence. A candidate sees
+            what comes before the targets and, causally, its own group. Same window rule.
+        target_group_size: candidates that see each other causally; at least 1.
+        min_full_attn_seq_len: with a window `(left, 0)`, the last so many positions before the
+            targets, and the targets, attend as if there were no window. 0 turns it off.
+        row_spans: int32 `(total_q, 4)` or `(heads, total_q, 4)`: `a0, a1, b0, b1` of each query
+            row, which sees `[a0, a1) U [b0, b1)`. Excludes every other field.
+        func: int32 `(1 or heads, n, >= total_q)` with odd `n`: each query row sees
+            `[0, F0) U [F1, F2) U ...`, as FBGEMM defines it. Excludes every other field.
+        func_causal: with `func`: intersect what it gives with the causal mask.
+
+    Raises:
+        ValueError: for a combination that has no meaning, a wrong dtype or a wrong shape.
+    """
+
+    window_size: tuple[int, int] = (-1, -1)
+    num_contexts: Tensor | None = None
+    num_targets: Tensor | None = None
+    target_group_size: int = 1
+    min_full_attn_seq_len: int = 0
+    row_spans: Tensor | None = None
+    func: Tensor | None = None
+    func_causal: bool = False
+
+    def __post_init__(self) -> None:
+        _check_window(self.window_size)
+        if self.target_group_size < 1:
+            raise ValueError(
+                f"target_group_size: expected at least 1, got {self.target_group_size}"
+            )
+        if self.min_full_attn_seq_len < 0:
+            raise ValueError(
+                f"min_full_attn_seq_len: expected 0 or more, got {self.min_full_attn_seq_len}"
+            )
+        if self.row_spans is not None or self.func is not None:
+            self._check_arbitrary()
+            return
+        if self.func_causal:
+            raise ValueError("func_causal: expected False without func, got True")
+        self._check_composed()
+
+    def _check_arbitrary(self) -> None:
+        name = "row_spans" if self.row_spans is not None else "func"
+        if self.row_spans is not None and self.func is not None:
+            raise ValueError("row_spans: expected only one of row_spans and func, got both")
+        for other, given in (
+            ("num_contexts", self.num_contexts is not None),
+            ("num_targets", self.num_targets is not None),
+            ("min_full_attn_seq_len", self.min_full_attn_seq_len > 0),
+            ("window_size", tuple(self.window_size) != (-1, -1)),
+        ):
+            if given:
+                value = getattr(self, other)
+                came = "a tensor" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(
+                    f"{other}: expected its default beside {name}, which is the whole mask, "
+                    f"got {came}"
+                )
+        if self.row_spans is not None:
+            _check_tensor("row_spans", self.row_spans, (torch.int32,), (2, 3))
+            if self.row_spans.shape[-1] != 4:
+                raise ValueError(
+                    "row_spans: expected shape (total_q, 4) or (heads, total_q, 4), got "
+                    f"{tuple(self.row_spans.shape)}"
+                )
+            if self.func_causal:
+                raise ValueError("func_causal: expected False with row_spans, got True")
+        if self.func is not None:
+            _check_tensor("func", self.func, (torch.int32,), (3,))
+            if self.func.shape[1] % 2 == 0:
+                raise ValueError(
+                    "func: expected an odd number of bounds n in (1 or heads, n, >= total_q), got "
+                    f"n = {self.func.shape[1]}"
+                )
+
+    def _check_composed(self) -> None:
+        left, right = self.window_size
+        for name, lengths in (
+            ("num_contexts", self.num_contexts),
+            ("num_targets", self.num_targets),
+        ):
+            if lengths is None:
+                continue
+            _check_tensor(name, lengths, _INDEX_DTYPES, (1,))
+            if right != 0:
+                raise ValueError(
+                    f"{name}: expected window_size (-1, 0) or (left, 0) beside it, got "
+                    f"window_size {(left, right)}"
+                )
+        if self.min_full_attn_seq_len > 0 and (left < 0 or right != 0):
+            raise ValueError(
+                "min_full_attn_seq_len: expected window_size (left, 0) with left >= 0 beside it, "
+                f"got window_size {(left, right)}"
+            )
+
+    @staticmethod
+    def full() -> Mask:
+        """Every row sees every key of its sequence."""
+        return Mask()
+
+    @staticmethod
+    def causal(
+        *,
+        num_contexts: Tensor | None = None,
+        num_targets: Tensor | None = None,
+        target_group_size: int = 1,
+    ) -> Mask:
+        """Row `i` sees keys up to `i`, with contextual and candidate tokens where given."""
+        return Mask((-1, 0), num_contexts, num_targets, target_group_size)
+
+    @staticmethod
+    def local(
+        left: int,
+        right: int = 0,
+        *,
+        num_contexts: Tensor | None = None,
+        num_targets: Tensor | None = None,
+        target_group_size: int = 1,
+        min_full_attn_seq_len: int = 0,
+    ) -> Mask:
+        """Row `i` sees keys `i - left` to `i + right`; with any option, `right` must be 0."""
+        return Mask(
+            (left, right), num_contexts, num_targets, target_group_size, min_full_attn_seq_len
+        )
+
+    @staticmethod
+    def from_row_spans(spans: Tensor) -> Mask:
+        """Row spans given by the caller: int32 `(total_q, 4)` or `(heads, total_q, 4)`."""
+        return Mask(row_spans=spans)
+
+    @staticmethod
+    def from_func(func: Tensor, causal: bool = False) -> Mask:
+        """FBGEMM's arbitrary mask, int32 `(1 or heads, n, >= total_q)`, optionally made causal."""
+        return Mask(func=func, func_causal=causal)
+
+    @property
+    def is_arbitrary(self) -> bool:
+        """Whether the caller gives each row's intervals (`row_spans` or `func`)."""
+        return self.row_spans is not None or self.func is not None
+
+
+def _check_window(window: tuple[int, int]) -> None:
+    if len(window) != 2:
+        raise ValueError(f"window_size: expected (left, right), got {window!r}")
+    if window[0] < -1 or window[1] < -1:
+        raise ValueError(
+            f"window_size: expected -1 (unlimited) or more on each side, got {tuple(window)}"
+        )
+
+
+def _check_tensor(
+    name: str, value: object, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]
+) -> None:
+    wanted = " or ".join(str(dtype) for dtype in dtypes)
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a {wanted} tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise ValueError(f"{name}: expected dtype {wanted}, got {value.dtype}")
+    if value.dim() not in dims:
+        ranks = " or ".join(f"{dim}-D" for dim in dims)
+        raise ValueError(f"{name}: expected a {ranks} tensor, got shape {tuple(value.shape)}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Row spans: the definition
+# ---------------------------------------------------------------------------------------------
+
+
+def _closed_form_spans(
+    mask: Mask, row: Tensor, q_len: Tensor, k_len: Tensor, contexts: Tensor, targets: Tensor
+) -> Tensor:
+    """Intervals `(rows, 2, 2)` of every mask but the arbitrary ones; all arguments broadcast."""
+    left, right = mask.window_size
+    position = row + (k_len - q_len)
+    first_target = k_len - targets.clamp(min=0).minimum(k_len)
+    contexts = contexts.clamp(min=0).minimum(first_target)
+    zero = torch.zeros_like(position)
+
+    if right != 0:  # full, or a window with a right side: nothing can be composed with it
+        begin = position - left if left >= 0 else zero
+        end = position + right + 1 if right > 0 else zero + k_len
+        group_begin = group_end = zero
+    else:
+        is_target = position >= first_target
+        # A target's window is counted from the end of the history.
+        begin = torch.minimum(position, first_target) - left if left >= 0 else zero
+        begin = torch.where(begin < contexts, 0, begin)
+        if mask.min_full_attn_seq_len > 0:
+            unwindowed = position >= first_target - mask.min_full_attn_seq_len
+            begin = torch.where(unwindowed, 0, begin)
+        end = torch.minimum(position + 1, first_target)
+        group = torch.div(position - first_target, mask.target_group_size, rounding_mode="floor")
+        group_begin = torch.where(is_target, first_target + group * mask.target_group_size, 0)
+        group_end = torch.where(is_target, position + 1, 0)
+        is_context = position < contexts
+        begin = torch.where(is_context, 0, begin)
+        end = torch.where(is_context, first_target, end)
+
+    intervals = torch.stack([begin, end, group_begin, group_end], -1).view(-1, 2, 2)
+    return _clip(intervals, position, row, q_len, k_len)
+
+
+def _func_intervals(bounds: Tensor, causal: bool, position: Tensor) -> Tensor:
+    """`(n, rows)` bounds to intervals `(rows, (n + 1) / 2, 2)`."""
+    bounds = bounds.to(torch.int64)
+    starts = torch.cat([torch.zeros_like(bounds[:1]), bounds[1::2]])
+    intervals = torch.stack([starts, bounds[0::2]], -1).transpose(0, 1)
+    if causal:
+        intervals = torch.minimum(intervals, (position + 1)[:, None, None])
+    return intervals
+
+
+def _clip(intervals: Tensor, position: Tensor, row: Tensor, q_len: Tensor, k_len: Tensor) -> Tensor:
+    """Clip to `[0, k_len)`; rows past `q_len` or before the first key see nothing."""
+    intervals = torch.minimum(intervals.clamp(min=0), torch.as_tensor(k_len)[..., None, None])
+    sees = (position >= 0) & (row < q_len)
+    empty = (intervals[..., :1] >= intervals[..., 1:]) | ~sees[:, None, None]
+    return intervals.masked_fill(empty, 0)
+
+
+def row_intervals(
+    mask: Mask,
+    q_len: int,
+    k_len: int,
+    *,
+    num_contexts: int = 0,
+    num_targets: int = 0,
+    first_row: int = 0,
+    head: int = 0,
+) -> Tensor:
+    """The key intervals that each query row of one sequence sees.
+
+    Args:
+        mask: the mask; of its `num_contexts` and `num_targets` only the two arguments below count.
+        q_len: query rows of the sequence.
+        k_len: keys of the sequence.
+        num_contexts: contextual tokens of the sequence, 0 if `mask` has none.
+        num_targets: candidates of the sequence, 0 if `mask` has none.
+        first_row: the sequence's first row in `row_spans` or `func`.
+        head: the head whose `row_spans` or `func` to use, where these differ by head.
+
+    Returns:
+        int64 `(q_len, m, 2)`: half-open intervals, clipped to `[0, k_len)`, empty ones `(0, 0)`.
+        They may touch or overlap; a key is visible if it is in any of them.
+    """
+    device = _mask_device(mask)
+    row = torch.arange(q_len, device=device)
+    q_length, k_length, contexts, targets = (
+        torch.tensor(value, device=device) for value in (q_len, k_len, num_contexts, num_targets)
+    )
+    if not mask.is_arbitrary:
+        return _closed_form_spans(mask, row, q_length, k_length, contexts, targets)
+    intervals = _arbitrary_intervals(mask, first_row + row, row + (k_len - q_len), head)
+    return _clip(intervals, row + (k_len - q_len), row, q_length, k_length)
+
+
+def _arbitrary_intervals(mask: Mask, packed_row: Tensor, position: Tensor, head: int) -> Tensor:
+    if mask.row_spans is not None:
+        spans = mask.row_spans if mask.row_spans.dim() == 2 else mask.row_spans[head]
+        return spans[packed_row].to(torch.int64).view(-1, 2, 2)
+    assert mask.func is not None
+    bounds = mask.func[head if mask.func.shape[0] > 1 else 0]
+    return _func_intervals(bounds[:, packed_row], mask.func_causal, position)
+
+
+def _mask_device(mask: Mask) -> torch.device:
+    for tensor in (mask.row_spans, mask.func):
+        if tensor is not None:
+            return tensor.device
+    return torch.device("cpu")
+
+
+def row_spans(
+    mask: Mask,
+    q_len: int,
+    k_len: int,
+    num_contexts: int = 0,
+    num_targets: int = 0,
+    *,
+    first_row: int = 0,
+    head: int = 0,
+) -> Tensor:
+    """Row spans of one sequence, int32 `(q_len, 4)`; arguments as for `row_intervals`.
+
+    Raises:
+        ValueError: for a `func` of five or more bounds: a row may need more than two intervals.
+    """
+    intervals = row_intervals(
+        mask,
+        q_len,
+        k_len,
+        num_contexts=num_contexts,
+        num_targets=num_targets,
+        first_row=first_row,
+        head=head,
+    )
+    return _as_spans(intervals)
+
+
+def _as_spans(intervals: Tensor) -> Tensor:
+    count = intervals.shape[1]
+    if count > 2:
+        raise ValueError(
+            f"func: expected at most 3 bounds for a row span, got n = {2 * count - 1}; "
+            "use row_intervals"
+        )
+    spans = intervals.new_zeros((intervals.shape[0], 4), dtype=torch.int32)
+    spans[:, : 2 * count] = intervals.flatten(1)
+    return spans
+
+
+def batch_row_spans(
+    mask: Mask,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    total_q: int | None = None,
+    head: int = 0,
+) -> Tensor:
+    """Row spans of a packed batch, int32 `(total_q, 4)`, without a loop over the sequences.
+
+    Rows of no sequence, and rows at or past `seqused_q`, see nothing. Keys are numbered within
+    their sequence.
+
+    Args:
+        mask: the mask of the batch.
+        cu_seqlens_q: `(batch + 1,)` query offsets.
+        cu_seqlens_k: `(batch + 1,)` key offsets.
+        seqused_q: `(batch,)` valid query rows of each sequence; None means all.
+        seqused_k: `(batch,)` valid keys of each sequence; None means all.
+        total_q: query rows of the batch; None means `cu_seqlens_q[-1]`.
+        head: as for `row_intervals`.
+    """
+    device = cu_seqlens_q.device
+    starts_q = cu_seqlens_q.to(torch.int64)
+    starts_k = cu_seqlens_k.to(torch.int64)
+    lengths_q = _used_lengths(starts_q, seqused_q)
+    lengths_k = _used_lengths(starts_k, seqused_k)
+    batch = lengths_q.shape[0]
+    rows = int(starts_q[-1]) if total_q is None else total_q
+    if batch == 0 or rows == 0:
+        return torch.zeros((rows, 4), dtype=torch.int32, device=device)
+
+    packed_row = torch.arange(rows, device=device)
+    sequence = torch.searchsorted(starts_q, packed_row, right=True) - 1
+    inside = (sequence >= 0) & (sequence < batch)
+    sequence = sequence.clamp(0, batch - 1)
+    row = packed_row - starts_q[sequence]
+    # A row of no sequence is given the length 0, of which it is past the end.
+    q_len = torch.where(inside, lengths_q[sequence], 0)
+    k_len = lengths_k[sequence]
+    if mask.is_arbitrary:
+        position = row + (k_len - q_len)
+        intervals = _arbitrary_intervals(mask, packed_row, position, head)
+        return _as_spans(_clip(intervals, position, row, q_len, k_len))
+    zeros = torch.zeros(batch, dtype=torch.int64, device=device)
+    contexts = zeros if mask.num_contexts is None else mask.num_contexts.to(torch.int64)
+    targets = zeros if mask.num_targets is None else mask.num_targets.to(torch.int64)
+    return _as_spans(
+        _closed_form_spans(mask, row, q_len, k_len, contexts[sequence], targets[sequence])
+    )
+
+
+def _used_lengths(starts: Tensor, seqused: Tensor | None) -> Tensor:
+    lengths = starts.diff()
+    return lengths if seqused is None else seqused.to(torch.int64).clamp(min=0).minimum(lengths)
+
+
+def dense_mask(
+    mask: Mask,
+    q_len: int,
+    k_len: int,
+    *,
+    num_contexts: int = 0,
+    num_targets: int = 0,
+    first_row: int = 0,
+    head: int = 0,
+) -> Tensor:
+    """Bool `(q_len, k_len)`: True where the row sees the key; arguments as for `row_intervals`."""
+    intervals = row_intervals(
+        mask,
+        q_len,
+        k_len,
+        num_contexts=num_contexts,
+        num_targets=num_targets,
+        first_row=first_row,
+        head=head,
+    )
+    column = torch.arange(k_len, device=intervals.device)
+    visible = torch.zeros((q_len, k_len), dtype=torch.bool, device=intervals.device)
+    for begin, end in zip(*intervals.permute(2, 1, 0).unbind(0), strict=True):
+        visible |= (column >= begin[:, None]) & (column < end[:, None])
+    return visible
+
+
+# ---------------------------------------------------------------------------------------------
+# Tiles
+# ---------------------------------------------------------------------------------------------
+
+
+class TileKind(IntEnum):
+    """What a kernel does with a tile: skip it, mask its elements, or take it whole."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+def tile_kinds(visible: Tensor, tile_q: int, tile_k: int) -> Tensor:
+    """The `TileKind` of each tile of a dense mask, int8 `(q tiles, k tiles)`.
+
+    A tile that reaches past the last key is never full. Rows past the last one do not count.
+    """
+    q_len, k_len = visible.shape
+    tiles_q, tiles_k = -(-q_len // tile_q), -(-k_len // tile_k)
+    padded = visible.new_zeros((tiles_q * tile_q, tiles_k * tile_k))
+    padded[:q_len, :k_len] = visible
+    seen = padded.view(tiles_q, tile_q, tiles_k, tile_k).sum((1, 3))
+    rows = torch.full((tiles_q, 1), tile_q, dtype=torch.int64, device=visible.device)
+    if tiles_q:
+        rows[-1] = q_len - (tiles_q - 1) * tile_q
+    return (seen > 0).to(torch.int8) + (seen == rows * tile_k).to(torch.int8)
+
+
+def kv_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
+    """For each tile of rows, the key tiles that it works on, in order: the forward's tile lists."""
+    kinds = tile_kinds(visible, tile_q, tile_k)
+    return [
+        [(n, TileKind(kind)) for n, kind in enumerate(row) if kind != TileKind.EMPTY]
+        for row in kinds.tolist()
+    ]
+
+
+def q_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
+    """For each tile of keys, the row tiles it works on, in order: the backward's tile lists."""
+    kinds = tile_kinds(visible, tile_q, tile_k)
+    return [
+        [(m, TileKind(kind)) for m, kind in enumerate(column) if kind != TileKind.EMPTY]
+        for column in kinds.t().tolist()
+    ]

@@ -1,0 +1,392 @@
+"""The dispatcher operators: loading them, their fake kernels, and their gradients.
+
+`torch.ops.hstu_attn.hstu_varlen_fwd`, `..._fwd_out`, `..._bwd` and `..._bwd_out` come from
+`_C.abi3.so`. Gradients are recorded in one of two ways. Eager calls go through
+`torch.autograd.Function`s that call the raw operators below autograd, because
+`torch.library.register_autograd` costs a call 140 us or more of host time when gradients are
+recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["LIBRARY_PATH", "Geometry", "attention", "attention_packed", "has_cuda_kernels"]
+
+LIBRARY_PATH = Path(__file__).with_name("_C.abi3.so")
+
+_BUILD_HINT = (
+    "Build it with `pip install .` (or `pip install -e .` for development) in the repository, "
+    "with g++ and torch >= 2.10 installed."
+)
+
+SINGLE_BACKWARD = (
+    "hstu_attn: the backward of HSTU attention cannot be differentiated again "
+    "(create_graph=True is not supported)"
+)
+
+
+class Geometry(NamedTuple):
+    """The arguments of the forward operator between `v` and `rab`, in the schema's order."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scaling_seqlen: int
+    attn_scale: Tensor | None
+    alpha: float
+    num_contexts: Tensor | None
+    num_targets: Tensor | None
+    target_group_size: int
+    window_left: int
+    window_right: int
+    min_full_attn_seq_len: int
+    row_spans: Tensor | None
+    func: Tensor | None
+
+
+# Positions in the forward schema: q, k, v, the geometry, then the three biases.
+_Q, _K, _V = 0, 1, 2
+_RAB = 3 + len(Geometry._fields)
+_POS, _TS = _RAB + 1, _RAB + 2
+_TIMES = slice(_TS + 1, _TS + 4)  # timestamps, row_timestamps, ts_thresholds
+_PAGED = slice(_TS + 4, _TS + 8)  # kv_cache, page_offsets, page_ids, last_page_lens
+_QUANT = slice(_TS + 8, _TS + 13)  # quant_mode, q_descale, k_descale, v_descale, sm_margin
+_NUM_ARGS = _TS + 13
+
+NO_TIMES: tuple[None, ...] = (None,) * 3
+NO_PAGES: tuple[None, ...] = (None,) * 4
+
+
+# ---------------------------------------------------------------------------------------------
+# Loading
+# ---------------------------------------------------------------------------------------------
+
+
+def _missing(*_: Any, **__: Any) -> Any:
+    raise ImportError(_load_error)
+
+
+_load_error = ""
+_fwd: Callable[..., Tensor] = _missing
+_bwd: Callable[..., tuple[Tensor, ...]] = _missing
+_bwd_out: Callable[..., None] = _missing
+_has_cuda_kernels = False
+
+
+def load(path: Path = LIBRARY_PATH) -> bool:
+    """Load the operator library and register its Python side; False, with a reason, if absent."""
+    global _load_error
+    if not path.exists():
+        _load_error = f"hstu_attn: the operator library {path} does not exist. {_BUILD_HINT}"
+        return False
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"hstu_attn: the operator library {path} does not load into torch "
+            f"{torch.__version__}: {error}. {_BUILD_HINT}"
+        ) from error
+    register()
+    return True
+
+
+def register() -> None:
+    """Register fake kernels and gradients for the loaded operators, and bind them."""
+    global _fwd, _bwd, _bwd_out, _has_cuda_kernels
+    namespace = torch.ops.hstu_attn
+    _fwd = namespace.hstu_varlen_fwd.default
+    _bwd = namespace.hstu_varlen_bwd.default
+    _bwd_out = namespace.hstu_varlen_bwd_out.default
+    torch.library.register_fake("hstu_attn::hstu_varlen_fwd", _fwd_fake)
+    torch.library.register_fake("hstu_attn::hstu_varlen_bwd", _bwd_fake)
+    torch.library.register_fake("hstu_attn::hstu_varlen_fwd_out", _out_fake)
+    torch.library.register_fake("hstu_attn::hstu_varlen_bwd_out", _out_fake)
+    torch.library.register_autograd(
+        "hstu_attn::hstu_varlen_fwd", _fwd_gradients, setup_context=_save_for_gradients
+    )
+    torch.library.register_autograd("hstu_attn::hstu_varlen_bwd", _no_second_gradients)
+    _has_cuda_kernels = torch._C._dispatch_has_kernel_for_dispatch_key(
+        "hstu_attn::hstu_varlen_fwd", "CUDA"
+    )
+
+
+def has_cuda_kernels() -> bool:
+    """Whether this build has kernels for CUDA tensors."""
+    return _has_cuda_kernels
+
+
+# ---------------------------------------------------------------------------------------------
+# Fake kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+
+
+def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    rab, pos_weight, ts_weight = args[_RAB - 3 : _TS - 2]
+    has_drab, has_dtables = args[-2:]
+
+    def table_gradient(table: Tensor | None) -> Tensor:
+        wanted = has_dtables and table is not None
+        return q.new_empty(table.shape if wanted and table is not None else (0,), dtype=torch.float)
+
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        rab.new_empty(rab.shape) if has_drab and rab is not None else q.new_empty((0,)),
+        table_gradient(pos_weight),
+        table_gradient(ts_weight),
+    )
+
+
+def _out_fake(*_: Any) -> None:
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Gradients for torch.compile, torch.export and direct callers
+# ---------------------------------------------------------------------------------------------
+
+
+def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.tensor_slots = [n for n, value in enumerate(inputs) if isinstance(value, Tensor)]
+    ctx.save_for_backward(*[inputs[n] for n in ctx.tensor_slots])
+    ctx.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
+
+
+def _fwd_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    args = list(ctx.inputs)
+    for slot, tensor in zip(ctx.tensor_slots, ctx.saved_tensors, strict=True):
+        args[slot] = tensor
+    if args[_PAGED][0] is not None:
+        raise NotImplementedError(_NO_PAGED_GRADIENTS)
+    needs = ctx.needs_input_grad
+    has_dtables = needs[_POS] or needs[_TS]
+    gradients = torch.ops.hstu_attn.hstu_varlen_bwd(
+        dout.contiguous(),
+        *args[: _PAGED.start],
+        *args[_QUANT],
+        torch.are_deterministic_algorithms_enabled(),
+        needs[_RAB],
+        has_dtables,
+    )
+    result: list[Tensor | None] = [None] * _NUM_ARGS
+    for slot, gradient in zip((_Q, _K, _V, _RAB, _POS, _TS), gradients, strict=True):
+        if needs[slot]:
+            result[slot] = gradient.to(args[slot].dtype)
+    return tuple(result)
+
+
+def _no_second_gradients(ctx: Any, *_: Tensor) -> None:
+    del ctx
+    raise RuntimeError(SINGLE_BACKWARD)
+
+
+_NO_PAGED_GRADIENTS = (
+    "paged_kv: attention over a paged KV cache has no backward; call it under torch.no_grad()"
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# Gradients for eager calls
+# ---------------------------------------------------------------------------------------------
+
+
+def _below_autograd() -> Any:
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+class _Attention(torch.autograd.Function):
+    """Eager gradients for separate q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rab: Tensor | None,
+        pos_weight: Tensor | None,
+        ts_weight: Tensor | None,
+        geometry: Geometry,
+        times: Sequence[Any],
+        quant: Sequence[Any],
+        deterministic: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
+        ctx.rest = (geometry, times, quant, deterministic)
+        with _below_autograd():
+            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *quant)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, rab, pos_weight, ts_weight = ctx.saved_tensors
+        geometry, times, quant, deterministic = ctx.rest
+        _, _, _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
+        with _below_autograd():
+            dq, dk, dv, drab, dpos, dts = _bwd(
+                dout if dout.stride(-1) == 1 else dout.contiguous(),
+                q,
+                k,
+                v,
+                *geometry,
+                rab,
+                pos_weight,
+                ts_weight,
+                *times,
+                *quant,
+                deterministic or torch.are_deterministic_algorithms_enabled(),
+                has_drab,
+                has_dpos or has_dts,
+            )
+        return (
+            dq,
+            dk,
+            dv,
+            drab if has_drab else None,
+            dpos.to(pos_weight.dtype) if has_dpos else None,
+            dts.to(ts_weight.dtype) if has_dts else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _AttentionPacked(torch.autograd.Function):
+    """Eager gradients for one `(total, 3, heads, D)` tensor, written packed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        rab: Tensor | None,
+        pos_weight: Tensor | None,
+        ts_weight: Tensor | None,
+        geometry: Geometry,
+        times: Sequence[Any],
+        quant: Sequence[Any],
+        deterministic: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(qkv, rab, pos_weight, ts_weight)
+        ctx.rest = (geometry, times, quant, deterministic)
+        q, k, v = qkv.unbind(1)
+        with _below_autograd():
+            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *quant)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, rab, pos_weight, ts_weight = ctx.saved_tensors
+        geometry, times, quant, deterministic = ctx.rest
+        _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
+        dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        drab = rab.new_empty(rab.shape) if has_drab else None
+        dpos = pos_weight.new_empty(pos_weight.shape, dtype=torch.float) if has_dpos else None
+        dts = ts_weight.new_empty(ts_weight.shape, dtype=torch.float) if has_dts else None
+        with _below_autograd():
+            _bwd_out(
+                dout if dout.stride(-1) == 1 else dout.contiguous(),
+                *qkv.unbind(1),
+                *geometry,
+                rab,
+                pos_weight,
+                ts_weight,
+                *times,
+                *quant,
+                deterministic or torch.are_deterministic_algorithms_enabled(),
+                *dqkv.unbind(1),
+                drab,
+                dpos,
+                dts,
+            )
+        return (
+            dqkv,
+            drab,
+            None if dpos is None else dpos.to(pos_weight.dtype),
+            None if dts is None else dts.to(ts_weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    geometry: Geometry,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    times: Sequence[Any],
+    pages: Sequence[Any],
+    quant: Sequence[Any],
+    deterministic: bool,
+) -> Tensor:
+    """One call of the operator, with gradients where an input requires one.
+
+    Args:
+        q, k, v: `(total, heads, head dim)`.
+        geometry: lengths, scale and mask.
+        biases: `(rab, pos_weight, ts_weight)`.
+        times: `(timestamps, row_timestamps, ts_thresholds)`.
+        pages: `(kv_cache, page_offsets, page_ids, last_page_lens)`.
+        quant: `(quant_mode, q_descale, k_descale, v_descale, sm_margin)`.
+        deterministic: whether the backward must be bitwise reproducible.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.hstu_attn.hstu_varlen_fwd(  # type: ignore[no-any-return]
+            q, k, v, *geometry, *biases, *times, *pages, *quant
+        )
+    if torch.is_grad_enabled() and _any_requires_grad(q, k, v, *biases):
+        if pages[0] is not None:
+            raise NotImplementedError(_NO_PAGED_GRADIENTS)
+        return _Attention.apply(  # type: ignore[no-any-return]
+            q, k, v, *biases, geometry, times, quant, deterministic
+        )
+    with _below_autograd():
+        return _fwd(q, k, v, *geometry, *biases, *times, *pages, *quant)
+
+
+def attention_packed(
+    qkv: Tensor,
+    geometry: Geometry,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    times: Sequence[Any],
+    quant: Sequence[Any],
+    deterministic: bool,
+) -> Tensor:
+    """`attention` of `qkv.unbind(1)`; the gradient is written packed, without a copy."""
+    records = torch.is_grad_enabled() and _any_requires_grad(qkv, *biases)
+    if records and not torch.compiler.is_compiling():
+        return _AttentionPacked.apply(  # type: ignore[no-any-return]
+            qkv, *biases, geometry, times, quant, deterministic
+        )
+    q, k, v = qkv.unbind(1)
+    return attention(q, k, v, geometry, biases, times, NO_PAGES, quant, deterministic)
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    # A plain loop: a generator costs twice as much on this path, which every call takes.
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+load()

@@ -1,0 +1,84 @@
+"""Keys and values in pages: the KV cache of inference."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["PAGE_SIZES", "PagedKV"]
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+class PagedKV:
+    """The cached keys and values of a batch, in pages of equal size.
+
+    A call that is given one packs q, k and v all by `cu_seqlens_q` and holds, of each sequence,
+    `[new history | targets]`; `cu_seqlens_k` counts cached, new and target tokens together. The new
+    history has already been appended to the pages, so keys `[0, h)` are read from pages and keys
+    `[h, h + targets)` from the last rows of the sequence in k and v.
+
+    Args:
+        kv_cache: `(num_pages, 2, page_size, heads, head dim)`, index 0 keys, index 1 values; page
+            sizes 16, 32, 64, 128 and 256.
+        page_offsets: `(batch + 1,)` offsets into `page_ids`. The serving name is `kv_indptr`.
+        page_ids: `(page_offsets[-1],)` the pages of each sequence, in order; `kv_indices`.
+        last_page_lens: `(batch,)` tokens in each sequence's last page, `(h - 1) % page_size + 1`,
+            0 where `h` is 0; `kv_last_page_len`.
+
+    Raises:
+        ValueError: if an argument is missing, given by both its names, or of a wrong shape.
+    """
+
+    __slots__ = ("kv_cache", "last_page_lens", "page_ids", "page_offsets")
+
+    kv_cache: Tensor
+    page_offsets: Tensor
+    page_ids: Tensor
+    last_page_lens: Tensor
+
+    def __init__(
+        self,
+        kv_cache: Tensor,
+        page_offsets: Tensor | None = None,
+        page_ids: Tensor | None = None,
+        last_page_lens: Tensor | None = None,
+        *,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_last_page_len: Tensor | None = None,
+    ) -> None:
+        if not isinstance(kv_cache, Tensor):
+            raise ValueError(f"kv_cache: expected a tensor, got {type(kv_cache).__name__}")
+        if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+            raise ValueError(
+                "kv_cache: expected shape (num_pages, 2, page_size, heads, head dim), got "
+                f"{tuple(kv_cache.shape)}"
+            )
+        if kv_cache.shape[2] not in PAGE_SIZES:
+            raise ValueError(
+                f"kv_cache: expected a page size in {PAGE_SIZES}, got {kv_cache.shape[2]}"
+            )
+        self.kv_cache = kv_cache
+        self.page_offsets = _one_of("page_offsets", page_offsets, "kv_indptr", kv_indptr)
+        self.page_ids = _one_of("page_ids", page_ids, "kv_indices", kv_indices)
+        self.last_page_lens = _one_of(
+            "last_page_lens", last_page_lens, "kv_last_page_len", kv_last_page_len
+        )
+        if self.page_offsets.shape[0] != self.last_page_lens.shape[0] + 1:
+            raise ValueError(
+                f"page_offsets: expected {self.last_page_lens.shape[0] + 1} entries, one more "
+                f"than last_page_lens, got {self.page_offsets.shape[0]}"
+            )
+
+
+def _one_of(name: str, value: Tensor | None, alias: str, alias_value: Tensor | None) -> Tensor:
+    if value is not None and alias_value is not None:
+        raise ValueError(f"{name}: expected only one of {name} and {alias}, got both")
+    chosen = alias_value if value is None else value
+    if not isinstance(chosen, Tensor):
+        raise ValueError(
+            f"{name}: expected a tensor (also accepted as {alias}), got {type(chosen).__name__}"
+        )
+    if chosen.dim() != 1:
+        raise ValueError(f"{name}: expected a 1-D tensor, got shape {tuple(chosen.shape)}")
+    return chosen

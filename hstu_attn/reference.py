@@ -1,0 +1,211 @@
+"""HSTU attention in the plainest PyTorch: what every kernel of this library has to reproduce.
+
+Dense, one sequence at a time, differentiable by plain autograd, on any device. It is meant to be
+read and to be compared with, not to be fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor, time_bucket
+from .mask import Mask, dense_mask
+from .paged import PagedKV
+
+__all__ = ["hstu_attention"]
+
+
+def hstu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
+    alpha: float = 1.0,
+    scaling_seqlen: int = -1,
+    attn_scale: Tensor | None = None,
+    paged_kv: PagedKV | None = None,
+    quant_mode: int = -1,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`hstu_attn.hstu_attention`, by definition; arguments as there, and one more.
+
+    Args:
+        compute_dtype: the dtype of every intermediate. None means fp64 for fp64 inputs and fp32 for
+            all others. The truth of a test is this function on inputs cast to fp64; the yardstick
+            of its tolerance is this function with `compute_dtype=q.dtype`.
+
+    Returns:
+        `(total_q, heads, Dv)` in q's dtype.
+
+    `deterministic` and `sm_margin` are accepted and mean nothing here.
+    """
+    del deterministic, sm_margin
+    if quant_mode != -1:
+        raise NotImplementedError(f"quant_mode: expected -1 (no quantisation), got {quant_mode}")
+    mask = Mask.full() if mask is None else mask
+    if isinstance(bias, Tensor):
+        bias = DenseBias(bias)
+    if compute_dtype is None:
+        compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    offsets_q, offsets_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+
+    pieces: list[Tensor] = []
+    written = 0
+    for b in range(len(offsets_q) - 1):
+        begin_q, begin_k = offsets_q[b], offsets_k[b]
+        q_len = _length(offsets_q, seqused_q, b)
+        k_len = _length(offsets_k, seqused_k, b)
+        targets = min(_entry(mask.num_targets, b), k_len)
+        queries = q[begin_q : begin_q + q_len].to(compute_dtype)
+        if paged_kv is None:
+            keys, values = k[begin_k : begin_k + k_len], v[begin_k : begin_k + k_len]
+        else:
+            keys, values = _paged_keys_values(
+                paged_kv, k, v, b, history=k_len - targets, targets=targets, end=begin_q + q_len
+            )
+
+        scores = torch.einsum("ihd,jhd->hij", queries, keys.to(compute_dtype))
+        if isinstance(bias, DenseBias):
+            scores = scores + _dense_bias(bias, b, q_len, k_len, q.shape[1]).to(compute_dtype)
+        elif bias is not None:
+            scores = scores + _relative_bias(
+                bias, begin_q, begin_k, q_len, k_len, q.shape[1], compute_dtype
+            )
+        x = alpha * scores
+        activated = x * torch.sigmoid(x)
+        visible = _visible(mask, q_len, k_len, b, targets, begin_q).to(q.device)
+        weights = torch.where(visible, activated, 0)
+        weights = weights * _scale(
+            attn_scale, scaling_seqlen, max_seqlen_q, slice(begin_q, begin_q + q_len), compute_dtype
+        )
+        output = torch.einsum("hij,jhd->ihd", weights, values.to(compute_dtype))
+
+        pieces.append(q.new_zeros((begin_q - written, q.shape[1], v.shape[2])))
+        pieces.append(output.to(q.dtype))
+        written = begin_q + q_len
+    pieces.append(q.new_zeros((q.shape[0] - written, q.shape[1], v.shape[2])))
+    return torch.cat(pieces)
+
+
+def _length(offsets: list[int], seqused: Tensor | None, b: int) -> int:
+    length = offsets[b + 1] - offsets[b]
+    return length if seqused is None else max(0, min(int(seqused[b]), length))
+
+
+def _entry(values: Tensor | None, b: int) -> int:
+    return 0 if values is None else max(0, int(values[b]))
+
+
+def _visible(mask: Mask, q_len: int, k_len: int, b: int, targets: int, begin_q: int) -> Tensor:
+    """Bool `(heads or 1, q_len, k_len)`."""
+    heads = 1
+    if mask.row_spans is not None and mask.row_spans.dim() == 3:
+        heads = mask.row_spans.shape[0]
+    elif mask.func is not None:
+        heads = mask.func.shape[0]
+    return torch.stack(
+        [
+            dense_mask(
+                mask,
+                q_len,
+                k_len,
+                num_contexts=_entry(mask.num_contexts, b),
+                num_targets=targets,
+                first_row=begin_q,
+                head=head,
+            )
+            for head in range(heads)
+        ]
+    )
+
+
+def _scale(
+    attn_scale: Tensor | None,
+    scaling_seqlen: int,
+    max_seqlen_q: int,
+    rows: slice,
+    compute_dtype: torch.dtype,
+) -> Tensor | float:
+    if attn_scale is None:
+        return 1.0 / (max_seqlen_q if scaling_seqlen == -1 else scaling_seqlen)
+    if attn_scale.numel() == 1:
+        return attn_scale.to(compute_dtype).reshape(())
+    return attn_scale[rows].to(compute_dtype)[:, None]
+
+
+def _positions(q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Absolute positions of the rows, as a column, and of the keys, as a row."""
+    rows = torch.arange(q_len, device=device) + (k_len - q_len)
+    return rows[:, None].clamp(min=0), torch.arange(k_len, device=device)[None, :]
+
+
+def _dense_bias(bias: DenseBias, b: int, q_len: int, k_len: int, heads: int) -> Tensor:
+    rows, columns = _positions(q_len, k_len, bias.rab.device)
+    return bias.rab[b][:, rows, columns].repeat_interleave(heads // bias.rab.shape[1], 0)
+
+
+def _relative_bias(
+    bias: RelativeBias,
+    begin_q: int,
+    begin_k: int,
+    q_len: int,
+    k_len: int,
+    heads: int,
+    compute_dtype: torch.dtype,
+) -> Tensor:
+    """`(heads, q_len, k_len)`."""
+    table = bias.pos_weight if bias.pos_weight is not None else bias.ts_weight
+    assert table is not None
+    rows, columns = _positions(q_len, k_len, table.device)
+    total = torch.zeros((heads, q_len, k_len), dtype=compute_dtype, device=table.device)
+    if bias.pos_weight is not None:
+        reach = bias.pos_weight.shape[1] // 2
+        index = (columns - rows).clamp(-reach, reach) + reach
+        weights = bias.pos_weight.to(compute_dtype)[:, index]
+        total = total + weights.repeat_interleave(heads // weights.shape[0], 0)
+    if bias.ts_weight is not None:
+        assert bias.timestamps is not None
+        times = bias.timestamps[begin_k : begin_k + k_len]
+        if bias.row_timestamps is not None:
+            row_times = bias.row_timestamps[begin_q : begin_q + q_len]
+        else:
+            # The time of the event that follows the row; the last event follows itself.
+            row_times = torch.cat([times[1:], times[-1:]])[rows[:, 0]]
+        thresholds = bias.thresholds
+        if thresholds is None:
+            thresholds = default_thresholds_tensor(times.device)
+        bucket = time_bucket(
+            (row_times[:, None] - times[None, :]).abs(), thresholds, bias.ts_weight.shape[1]
+        )
+        weights = bias.ts_weight.to(compute_dtype)[:, bucket]
+        total = total + weights.repeat_interleave(heads // weights.shape[0], 0)
+    return total
+
+
+def _paged_keys_values(
+    paged: PagedKV, k: Tensor, v: Tensor, b: int, *, history: int, targets: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values `[0, history)` from the sequence's pages, its targets from k and v.
+
+    The targets are the last rows before row `end`.
+    `last_page_lens` repeats what the lengths already say, so it is not read.
+    """
+    first, last = int(paged.page_offsets[b]), int(paged.page_offsets[b + 1])
+    target_rows = slice(end - targets, end)
+    pages = paged.kv_cache[paged.page_ids[first:last].to(torch.int64)]
+    keys = torch.cat([pages[:, 0].flatten(0, 1)[:history], k[target_rows]])
+    values = torch.cat([pages[:, 1].flatten(0, 1)[:history], v[target_rows]])
+    return keys, values
