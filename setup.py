@@ -1,19 +1,19 @@
 """Builds the two libraries of hstu_attn with one ninja file.
 
-    hstu_attn/_C.abi3.so   every kernel and op, on torch's stable ABI: one file for torch >= 2.10 and any CPython
-    hstu_attn/_host*.so    masks, scheduling and page tables for Python, by pybind11: built per CPython
+    hstu_attn/_C.abi3.so   kernels and ops, on torch's stable ABI: for torch >= 2.10, any CPython
+    hstu_attn/_host*.so    masks, scheduling and page tables, by pybind11: built per CPython
 
-Neither torch nor a GPU is needed to run this file, only torch's headers. Metadata is in pyproject.toml.
+It reads torch's headers but does not import torch, and needs no GPU. Metadata: pyproject.toml.
 Environment variables, all optional:
 
-    CXX, CXXFLAGS, LDFLAGS   C++ compiler (g++), and flags added to this file's own
-    MAX_JOBS                 compile jobs; the default is every core, and for nvcc what the memory allows
-    HSTU_ATTN_SANITIZE       comma-separated -fsanitize= list, e.g. "address", into a build folder of its own
-    HSTU_ATTN_CUDA           1: build the CUDA kernels, 0: do not; the default is whether a GPU is visible
-    HSTU_ATTN_ARCHS          kernels to build: "80,90" (the default) or a part of it
-    HSTU_ATTN_HEAD_DIMS      head dims to build, e.g. "64,128"; the default is all
+    CXX, CXXFLAGS, LDFLAGS   the C++ compiler (g++), and flags added to those below
+    MAX_JOBS                 compile jobs; by default one a core, and for nvcc what memory allows
+    HSTU_ATTN_SANITIZE       a list for -fsanitize=, such as "address"; built in its own folder
+    HSTU_ATTN_CUDA           1: build the CUDA kernels, 0: do not; by default, if a GPU is visible
+    HSTU_ATTN_ARCHS          which kernels: "80,90" (the default) or a part of it
+    HSTU_ATTN_HEAD_DIMS      which head dims, such as "64,128"; by default all
     HSTU_ATTN_DTYPES         "bf16,fp16" (the default) or one of them
-    CUDA_HOME                CUDA toolkit; the default is the one of nvcc on PATH, /usr/local/cuda, or pip's packages
+    CUDA_HOME                the toolkit; by default nvcc's on PATH, /usr/local/cuda, or pip's
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from functools import cache
 from pathlib import Path
 
 import pybind11
-from ninja.ninja_syntax import Writer
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+PYTHON_INCLUDE = Path(sysconfig.get_path("include"))
 
 TORCH_MINIMUM = (2, 10)  # as in pyproject.toml
-TORCH_TARGET_VERSION = "0x020a000000000000"  # the same in torch's encoding: newer API stays hidden
+TORCH_TARGET_VERSION = "0x020a000000000000"  # the same in torch's encoding: hides all newer API
 
 # A CPU source named *_<key>.cpp is compiled for that instruction set, any other for the baseline.
-# NOTE: this is also the link order, baseline first. Of an inline function that several objects hold
-# the linker keeps the first copy, so no copy asks for more than its callers have already checked.
+# NOTE: this is also the link order, the baseline first. Of an inline function that several objects
+# hold, the linker keeps the first copy: so none needs more than what its callers checked for.
 X86_FLAGS = {
     "avx2": "-march=x86-64-v3",
     "avx512": "-march=x86-64-v4",
+    "avx512bf16": "-march=x86-64-v4 -mavx512bf16",
     "amx": "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
 }
 
-# Device code of csrc/sm<key>/. Hopper gets sm80 kernels too (HSTU_ATTN_FORCE_ARCH=80), and later
-# GPUs compile them from PTX; wgmma and TMA exist in sm_90a alone.
+# Device code for csrc/sm<key>/. Hopper can run sm80 kernels too (HSTU_ATTN_FORCE_ARCH=80), and
+# later GPUs compile them from PTX; wgmma and TMA exist in sm_90a alone.
 GENCODE = {
     "80": "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90",
     "90": "-gencode=arch=compute_90a,code=sm_90a",
@@ -61,176 +62,26 @@ DTYPES = ("bf16", "fp16")
 NVCC_GIB = 5  # memory that one nvcc may take on a CuTe kernel
 
 OPTIMIZE = "-O3 -DNDEBUG"
-SANITIZE = "-O1 -g -fno-omit-frame-pointer"
+SANITIZE = "-O1 -g -fno-omit-frame-pointer"  # in place of OPTIMIZE
 CXX_FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Wno-psabi"
 NVCC_FLAGS = (
-    "-std=c++20 -O3 -DNDEBUG --expt-relaxed-constexpr --expt-extended-lambda "
-    "-Xcompiler=-fPIC,-fvisibility=hidden"
+    "-std=c++20 -O3 -DNDEBUG --expt-relaxed-constexpr --expt-extended-lambda"
+    " -Xcompiler=-fPIC,-fvisibility=hidden"
 )
+
+# --- what was asked for ---------------------------------------------------------------------------
 
 
 def env_list(name: str, default: Iterable[str] = ()) -> list[str]:
-    """The comma- or semicolon-separated values of an environment variable."""
+    """The comma-, semicolon- or space-separated values of an environment variable."""
     return re.findall(r"[^\s,;]+", os.environ.get(name, "")) or list(default)
 
 
 def env_choice(name: str, known: Iterable[str]) -> list[str]:
-    """As `env_list`, where every value must be a known one; by default all of them."""
+    """As `env_list`, where each value must be a known one; by default all of them."""
     if unknown := set(chosen := env_list(name, known)) - set(known):
-        sys.exit(f"{name}: expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+        raise CompileError(f"{name}: expected {', '.join(known)}; got {', '.join(sorted(unknown))}")
     return chosen
-
-
-def installed(path: str) -> Path | None:
-    """A file that some installed package holds.
-
-    Within pip's isolated build the import path leads only to the build requirements;
-    `site` still names the environment that the wheel is for, so that its torch serves here too.
-    """
-    roots = [*filter(None, sys.path), *site.getsitepackages()]
-    return next((found for root in roots if (found := Path(root, path)).exists()), None)
-
-
-@cache
-def torch_dir() -> Path | None:
-    """The folder of a torch that is new enough, or None."""
-    version_file = installed("torch/version.py")
-    match = version_file and re.search(r"= '(\d+)\.(\d+)", version_file.read_text())
-    if not version_file or not match or (int(match[1]), int(match[2])) < TORCH_MINIMUM:
-        return None
-    return version_file.parent
-
-
-@cache
-def cuda_wanted() -> bool:
-    if choice := os.environ.get("HSTU_ATTN_CUDA"):
-        return choice != "0"
-    if not cuda_sources() or not shutil.which("nvidia-smi"):
-        return False
-    return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
-
-
-@cache
-def cuda_home() -> Path | None:
-    """The CUDA toolkit: the one asked for, else the system's, else the one of pip's packages."""
-    on_path = shutil.which("nvcc")
-    candidates = [
-        Path(os.environ["CUDA_HOME"]) if "CUDA_HOME" in os.environ else None,
-        Path(on_path).resolve().parent.parent if on_path else None,
-        Path("/usr/local/cuda"),
-        installed("nvidia/cu13"),
-    ]
-    parts = ("bin/nvcc", "include/cuda_runtime.h")  # nvcc on PATH may be a script of another home
-    return next((h for h in candidates if h and all((h / part).exists() for part in parts)), None)
-
-
-@cache
-def cutlass_include() -> Path | None:
-    checkout = ROOT / "third_party/cutlass/include"
-    return checkout if checkout.exists() else installed("cutlass_library/source/include")
-
-
-def missing_requirements() -> list[str]:
-    """What the build needs beside pyproject.toml's list and is not installed yet."""
-    missing = [] if torch_dir() else ["torch>={}.{}".format(*TORCH_MINIMUM)]
-    if cuda_wanted():
-        listed = (ROOT / "third_party/cuda-build.txt").read_text().split("\n")
-        packages = [line for line in listed if line and not line.startswith("#")]
-        have = {"nvidia-cutlass": cutlass_include(), "nvidia-cuda": cuda_home()}
-        have["nvidia-nvvm"] = have["nvidia-cuda"]
-        missing += [p for p in packages if not any(p.startswith(k) for k, v in have.items() if v)]
-    return missing
-
-
-def host_sources() -> list[Path]:
-    return sorted(CSRC.glob("host/*.cpp"))
-
-
-def cpu_sources() -> list[tuple[Path, str]]:
-    """Each C++ source of _C with its instruction-set flags, in link order."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    order = ["", *X86_FLAGS]
-    sources = []
-    for path in sorted([*CSRC.glob("*.cpp"), *CSRC.glob("cpu/*.cpp")]):
-        suffix = path.stem.rpartition("_")[2]
-        isa = suffix if suffix in X86_FLAGS else ""
-        if x86 or not isa:
-            sources.append((order.index(isa), path, X86_FLAGS.get(isa, "")))
-    return [(path, flags) for _, path, flags in sorted(sources)]
-
-
-def cuda_sources() -> list[tuple[Path, str]]:
-    """Each CUDA source with its -gencode flags.
-
-    csrc/sm<arch>/instantiations/ holds kernels, one head dim a file (*_d<head dim>*.cu);
-    sources in other folders are small and serve every architecture.
-    """
-    archs = env_choice("HSTU_ATTN_ARCHS", GENCODE)
-    head_dims = env_list("HSTU_ATTN_HEAD_DIMS")
-    sources = []
-    for path in sorted([*CSRC.glob("sm*/instantiations/*.cu"), *CSRC.glob("*/*.cu")]):
-        arch = re.match(r"sm(\d+)/", path.relative_to(CSRC).as_posix())
-        head_dim = re.search(r"_d(\d+)", path.stem)
-        if arch and arch[1] not in archs:
-            continue
-        if head_dims and head_dim and head_dim[1] not in head_dims:
-            continue
-        sources.append((path, GENCODE[arch[1] if arch else "80"]))
-    return sources
-
-
-def cuda_defines() -> str:
-    """What csrc/dispatch.h may dispatch to."""
-    chosen = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", GENCODE)]
-    chosen += [f"HEAD_DIM_{dim}" for dim in env_list("HSTU_ATTN_HEAD_DIMS", ["ALL"])]
-    chosen += [f"DTYPE_{dtype.upper()}" for dtype in env_choice("HSTU_ATTN_DTYPES", DTYPES)]
-    return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in chosen)])
-
-
-class NinjaBuild(build_ext):
-    """setuptools' build_ext, with the compiling left to ninja."""
-
-    def build_extensions(self) -> None:
-        self.check_headers()
-        sanitize = "-".join(env_list("HSTU_ATTN_SANITIZE"))
-        name = "-".join(filter(None, ["ninja", sys.implementation.cache_tag, sanitize]))
-        folder = ROOT / "build" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {ext.name: Path(self.get_ext_filename(ext.name)).name for ext in self.extensions}
-        with open(folder / "build.ninja", "w") as stream:
-            write_ninja(Writer(stream, width=100), files["hstu_attn._C"], files["hstu_attn._host"])
-
-        verbose = ["-v"] if self.verbose > 1 else []
-        command = [sys.executable, "-m", "ninja", "-C", str(folder), f"-j{jobs()}", *verbose]
-        if subprocess.run(command).returncode:
-            raise CompileError(f"ninja: a target of {folder}/build.ninja failed; see the output above")
-        self.force = True  # a library of another configuration may lie there, and be newer
-        for ext_name, file in files.items():
-            target = self.get_ext_fullpath(ext_name)
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            self.copy_file(str(folder / file), target)
-
-    @staticmethod
-    def check_headers() -> None:
-        """Says now, in one line, what would otherwise be a compiler's page of errors."""
-        if not torch_dir():
-            found = installed("torch/version.py") or "none"
-            raise CompileError(f"torch: expected >= {TORCH_MINIMUM} on the import path; got {found}")
-        if not (python_include() / "Python.h").exists():
-            raise CompileError(
-                f"Python.h: expected in {python_include()}; not found (Debian: apt install python3-dev)"
-            )
-        if cuda_wanted() and not cuda_sources():
-            raise CompileError("HSTU_ATTN_CUDA: expected CUDA sources under csrc/; none is chosen")
-        if cuda_wanted() and not (cuda_home() and cutlass_include()):
-            raise CompileError(
-                f"CUDA build: expected nvcc and CUTLASS; got {cuda_home()} and {cutlass_include()} "
-                "(pip install -r third_party/cuda-build.txt, or set HSTU_ATTN_CUDA=0)"
-            )
-
-
-def python_include() -> Path:
-    return Path(sysconfig.get_path("include"))
 
 
 def jobs() -> int:
@@ -243,51 +94,210 @@ def nvcc_jobs() -> int:
     return jobs() if os.environ.get("MAX_JOBS") else max(1, min(jobs(), memory_gib // NVCC_GIB))
 
 
-def write_ninja(ninja: Writer, library: str, host_module: str) -> None:
-    """Two libraries, each from its objects; every object's headers are in its depfile."""
-    torch, cuda = torch_dir(), cuda_home() if cuda_wanted() else None
-    sanitize = ",".join(env_list("HSTU_ATTN_SANITIZE"))
-    mode = f"{SANITIZE} -fsanitize={sanitize}" if sanitize else OPTIMIZE
-    ccache = shutil.which("ccache") or ""
-    cxx = os.environ.get("CXX", "g++")
+@cache
+def cuda_wanted() -> bool:
+    if choice := os.environ.get("HSTU_ATTN_CUDA"):
+        return choice != "0"
+    if not cuda_sources() or not shutil.which("nvidia-smi"):
+        return False
+    return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
 
-    ninja.variable("cxx", f"{ccache} {cxx}")
-    ninja.variable("cxxflags", f"{mode} {CXX_FLAGS} -I{CSRC} {os.environ.get('CXXFLAGS', '')}")
-    ninja.variable("ldflags", f"-shared {mode} {os.environ.get('LDFLAGS', '')}")
-    ninja.rule("cxx", "$cxx $cxxflags $flags -MMD -MF $out.d -c $in -o $out", "C++ $name", "$out.d")
-    ninja.rule("link", "$cxx $in -o $out $ldflags $libs", "link $out")
-    if cuda:
-        ninja.pool("nvcc", nvcc_jobs())
-        ninja.rule(
-            "nvcc",
-            f"{ccache} {cuda}/bin/nvcc -ccbin {cxx} {NVCC_FLAGS} -I{CSRC} -isystem {cutlass_include()} "
-            "$flags -MD -MF $out.d -c $in -o $out",
-            "CUDA $name",
-            "$out.d",
-            pool="nvcc",
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def installed(path: str) -> Path | None:
+    """The file or folder `path` of an installed package.
+
+    Within pip's isolated build, the import path leads to the build requirements alone. `site` still
+    names the environment that is installed into, so that its torch serves to build with, too.
+    """
+    roots = [*filter(None, sys.path), *site.getsitepackages()]
+    return next((found for root in roots if (found := Path(root, path)).exists()), None)
+
+
+@cache
+def torch_dir() -> Path | None:
+    """The folder of a torch that is new enough, or None."""
+    version_file = installed("torch/version.py")
+    version = version_file and re.search(r"= '(\d+)\.(\d+)", version_file.read_text())
+    if version_file and version and (int(version[1]), int(version[2])) >= TORCH_MINIMUM:
+        return version_file.parent
+    return None
+
+
+@cache
+def cuda_home() -> Path | None:
+    """The CUDA toolkit: the one asked for, else the system's, else the one of pip's packages."""
+    asked_for, on_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
+    homes = [
+        Path(asked_for) if asked_for else None,
+        Path(on_path).resolve().parents[1] if on_path else None,
+        Path("/usr/local/cuda"),
+        installed("nvidia/cu13"),
+    ]
+    parts = ("bin/nvcc", "include/cuda_runtime.h")  # nvcc on PATH may be a script that calls nvcc
+    return next((h for h in homes if h and all((h / part).exists() for part in parts)), None)
+
+
+@cache
+def cutlass_include() -> Path | None:
+    checkout = ROOT / "third_party/cutlass/include"
+    return checkout if checkout.exists() else installed("cutlass_library/source/include")
+
+
+def missing_requirements() -> list[str]:
+    """The packages that the build needs beside those in pyproject.toml, and does not find."""
+    missing = [] if torch_dir() else ["torch>={}.{}".format(*TORCH_MINIMUM)]
+    if cuda_wanted():
+        lines = (ROOT / "third_party/cuda-build.txt").read_text().splitlines()
+        for package in filter(None, (line.partition("#")[0].strip() for line in lines)):
+            found = cutlass_include() if "cutlass" in package else cuda_home()
+            missing += [] if found else [package]
+    return missing
+
+
+def check_prerequisites() -> None:
+    """Says in one line what would otherwise be a page of compiler errors."""
+    if not torch_dir():
+        found = installed("torch/version.py") or "no torch"
+        raise CompileError("torch: expected >= {}.{}; got {}".format(*TORCH_MINIMUM, found))
+    if not (PYTHON_INCLUDE / "Python.h").exists():
+        hint = "on Debian and Ubuntu: apt install python3-dev"
+        raise CompileError(f"Python.h: expected in {PYTHON_INCLUDE}; got no such file ({hint})")
+    if cuda_wanted() and not cuda_sources():
+        raise CompileError("HSTU_ATTN_CUDA=1: expected CUDA sources in csrc/*/; got none")
+    if cuda_wanted() and not (cuda_home() and cutlass_include()):
+        raise CompileError(
+            f"HSTU_ATTN_CUDA: expected nvcc and CUTLASS; got {cuda_home()} and {cutlass_include()}"
+            " (pip install -r third_party/cuda-build.txt, or HSTU_ATTN_CUDA=0)"
         )
 
-    def compile(rule: str, source: Path, flags: str) -> str:
-        name = source.relative_to(CSRC).as_posix()
-        variables = {"flags": flags, "name": name}
-        return ninja.build(f"{name}.o", rule, str(source), variables=variables)[0]
 
-    defines = cuda_defines() if cuda else ""
-    flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {defines} -isystem {torch}/include"
-    # NOTE: libtorch.so only leads to the libraries that hold the symbols, so Ubuntu's default,
-    # --as-needed, would drop it; and what those are called is torch's business, not ours.
-    libs = f"-L{torch}/lib -Wl,--no-as-needed -ltorch"
-    if cuda:
-        flags += f" -isystem {cuda}/include"
-        libs += f" -Wl,--exclude-libs,ALL -L{cuda}/lib64 -L{cuda}/lib -lcudart_static -ldl -lrt -lpthread"
-    objects = [compile("cxx", path, f"{flags} {isa}") for path, isa in cpu_sources()]
-    if cuda:
-        objects += [compile("nvcc", path, f"{defines} {arch}") for path, arch in cuda_sources()]
-    ninja.build(library, "link", objects, variables={"libs": libs})
+# --- what is compiled, each with its flags --------------------------------------------------------
 
-    flags = f"-isystem {pybind11.get_include()} -isystem {python_include()}"
-    objects = [compile("cxx", path, flags) for path in host_sources()]
-    ninja.build(host_module, "link", objects)
+
+def cpu_sources() -> list[tuple[Path, str]]:
+    """The C++ sources of _C with their instruction-set flags, in link order."""
+    paths = sorted([*CSRC.glob("*.cpp"), *CSRC.glob("cpu/*.cpp")])
+    suffix = {path: path.stem.rpartition("_")[2] for path in paths}
+    sources = [(path, "") for path in paths if suffix[path] not in X86_FLAGS]
+    if platform.machine() == "x86_64":
+        for isa, flags in X86_FLAGS.items():
+            sources += [(path, flags) for path in paths if suffix[path] == isa]
+    return sources
+
+
+def cuda_sources() -> list[tuple[Path, str]]:
+    """The CUDA sources of _C with their -gencode flags.
+
+    Those in sm<arch>/instantiations/ hold the kernels, a head dim each (*_d<head dim>*.cu); those
+    in other folders are small and serve every architecture.
+    """
+    archs = env_choice("HSTU_ATTN_ARCHS", GENCODE)
+    head_dims = env_list("HSTU_ATTN_HEAD_DIMS")
+    sources = [(path, GENCODE["80"]) for path in sorted(CSRC.glob("*/*.cu"))]
+    for arch in archs:
+        for path in sorted(CSRC.glob(f"sm{arch}/instantiations/*.cu")):
+            head_dim = re.search(r"_d(\d+)", path.stem)
+            if not (head_dims and head_dim) or head_dim[1] in head_dims:
+                sources.append((path, GENCODE[arch]))
+    return sources
+
+
+def cuda_defines() -> str:
+    """What csrc/dispatch.h may dispatch to."""
+    names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", GENCODE)]
+    names += [f"HEAD_DIM_{head_dim}" for head_dim in env_list("HSTU_ATTN_HEAD_DIMS", ["ALL"])]
+    names += [f"DTYPE_{dtype.upper()}" for dtype in env_choice("HSTU_ATTN_DTYPES", DTYPES)]
+    return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)])
+
+
+class NinjaFile:
+    """A ninja file: rules, then one edge an object (its headers are in its depfile), then links."""
+
+    def __init__(self) -> None:
+        sanitize = ",".join(env_list("HSTU_ATTN_SANITIZE"))
+        mode = f"{SANITIZE} -fsanitize={sanitize}" if sanitize else OPTIMIZE
+        ccache = shutil.which("ccache") or ""
+        cxx = os.environ.get("CXX", "g++")
+        cxxflags, ldflags = os.environ.get("CXXFLAGS", ""), os.environ.get("LDFLAGS", "")
+        depfile = "-MF $out.d -c $in -o $out"
+        self.text = f"""\
+pool nvcc
+  depth = {nvcc_jobs()}
+rule cxx
+  command = {ccache} {cxx} {mode} {CXX_FLAGS} -I{CSRC} $flags {cxxflags} -MMD {depfile}
+  depfile = $out.d
+  description = C++ $in
+rule nvcc
+  command = {ccache} {cuda_home()}/bin/nvcc -ccbin {cxx} {NVCC_FLAGS} -I{CSRC} $flags -MD {depfile}
+  depfile = $out.d
+  description = nvcc $in
+  pool = nvcc
+rule link
+  command = {cxx} -shared {mode} $in -o $out {ldflags} $flags
+  description = link $out
+"""
+
+    def build(self, rule: str, output: str, inputs: Iterable[str | Path], flags: str = "") -> str:
+        paths = " ".join(str(path).replace(" ", "$ ") for path in inputs)
+        self.text += f"build {output}: {rule} {paths}\n  flags = {flags}\n"
+        return output
+
+    def compile(self, rule: str, source: Path, flags: str) -> str:
+        return self.build(rule, source.relative_to(CSRC).as_posix() + ".o", [source], flags)
+
+    def library(self, output: str) -> None:
+        """_C: ops and kernels."""
+        cuda, torch = cuda_wanted(), torch_dir()
+        defines = cuda_defines() if cuda else ""
+        includes = f"-isystem {torch}/include"
+        # NOTE: libtorch.so holds no symbol itself but leads to the libraries that do, so without
+        # --no-as-needed, a linker whose default is --as-needed (Ubuntu's) would drop it.
+        libraries = f"-L{torch}/lib -Wl,--no-as-needed -ltorch"
+        if cuda:
+            includes += f" -isystem {cuda_home()}/include"
+            libraries += f" -L{cuda_home()}/lib64 -L{cuda_home()}/lib -lcudart_static -lrt -ldl"
+            libraries += " -lpthread -Wl,--exclude-libs,ALL"
+        cpp_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {defines} {includes}"
+        objects = [self.compile("cxx", path, f"{cpp_flags} {isa}") for path, isa in cpu_sources()]
+        if cuda:
+            cu_flags = f"{defines} -isystem {cutlass_include()}"
+            for path, gencode in cuda_sources():
+                objects.append(self.compile("nvcc", path, f"{cu_flags} {gencode}"))
+        self.build("link", output, objects, libraries)
+
+    def host_module(self, output: str) -> None:
+        """_host: the same masks and scheduler, for Python."""
+        flags = f"-isystem {pybind11.get_include()} -isystem {PYTHON_INCLUDE}"
+        sources = sorted(CSRC.glob("host/*.cpp"))
+        self.build("link", output, [self.compile("cxx", path, flags) for path in sources])
+
+
+class NinjaBuild(build_ext):
+    """setuptools' build_ext with the compiling left to ninja."""
+
+    def build_extensions(self) -> None:
+        check_prerequisites()
+        library, host_module = (self.get_ext_filename(ext.name) for ext in self.extensions)
+        ninja = NinjaFile()
+        ninja.library(Path(library).name)
+        ninja.host_module(Path(host_module).name)
+
+        config = [sys.implementation.cache_tag, *env_list("HSTU_ATTN_SANITIZE")]
+        folder = ROOT / "build" / "-".join(["ninja", *config])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "build.ninja").write_text(ninja.text)
+        command = [sys.executable, "-m", "ninja", "-C", str(folder), f"-j{jobs()}"]
+        if subprocess.run(command + ["-v"] * (self.verbose > 1)).returncode:
+            raise CompileError(f"ninja: expected {folder} to build; it failed as shown above")
+
+        self.force = True  # a library of another configuration may lie there, and be newer
+        for ext in self.extensions:
+            target = Path(self.get_ext_fullpath(ext.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(folder / target.name), str(target))
 
 
 setup(
