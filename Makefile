@@ -1,0 +1,94 @@
+# On Debian or Ubuntu with python3 (3.10 or later), g++ and make, each command installs what it needs
+# into $(VENV) and is quick the second time:
+#
+#   make demo        train the example recommender, with a report at the end   (DEMO_ARGS="...")
+#   make test        run the tests                                             (PYTEST_ARGS="...")
+#   make bench-cpu   compare the CPU kernels with plain torch
+#   make lint        what continuous integration checks;  make format  mends what can be mended
+#   make asan        run the tests on libraries built with AddressSanitizer
+#   make wheel       sdist, and the wheel built from it, into dist/;  make sdist  the sdist alone
+#   make clean       remove everything that was built; the environment stays
+#
+# NOTE: where `python3` has a CUDA build of torch already and sees a GPU, $(VENV) uses that torch and
+# nothing is pinned; otherwise versions are those of constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
+
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+PYTHON_SOURCES := $(wildcard setup.py tools hstu_attn tests benchmarks examples)
+
+.PHONY: demo test bench-cpu install lint mypy format asan wheel sdist clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.built
+	$(BIN)/python examples/train_retrieval.py $(DEMO_ARGS)
+
+test: $(VENV)/.built
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench-cpu: $(VENV)/.built
+	$(BIN)/python -m benchmarks.cpu
+
+install: $(VENV)/.built
+
+# --- environment and build -----------------------------------------------------------------------
+
+$(VENV)/.created: tools/make_venv.py constraints.txt third_party/cuda-build.txt
+	$(PYTHON) tools/make_venv.py $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml
+	$(PIP) --no-build-isolation -e '.[train,test]'
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed setup.py $(CXX_SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.installed
+	$(PIP) build 'hstu_attn[lint]'
+	touch $@
+
+# --- checks --------------------------------------------------------------------------------------
+
+lint: $(VENV)/.tools mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+mypy: $(VENV)/.tools
+	$(BIN)/mypy $(PYTHON_SOURCES)
+
+format: $(VENV)/.tools
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+# A tree of its own, so that tests find the instrumented libraries and nothing else. python itself
+# is not instrumented, hence LD_PRELOAD (libstdc++ with it, for the C++ exceptions).
+ASAN := build/asan
+asan: $(VENV)/.installed
+	rm -rf $(ASAN) && mkdir -p $(ASAN)
+	cp -r $(filter-out hstu_attn,$(PYTHON_SOURCES)) pyproject.toml $(ASAN)
+	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
+	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  $(abspath $(BIN))/python -m pytest --ignore=tests/test_build.py $(PYTEST_ARGS)
+
+# --- distributions -------------------------------------------------------------------------------
+
+wheel: $(VENV)/.tools
+	$(BIN)/python -m build --no-isolation
+
+sdist: $(VENV)/.tools
+	$(BIN)/python -m build --no-isolation --sdist
+
+clean:
+	rm -rf build dist *.egg-info hstu_attn/*.so $(VENV)/.built

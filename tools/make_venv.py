@@ -1,0 +1,86 @@
+"""Makes the environment that the Makefile works in: `python3 tools/make_venv.py FOLDER`.
+
+Where this python3 has a CUDA build of torch and sees a GPU, the environment uses that torch and
+pins nothing else; otherwise it gets the versions of constraints.txt. FOLDER/constraints.txt
+records which.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def check_prerequisites() -> None:
+    """What a fresh machine may lack, said in one line."""
+    if sys.version_info < (3, 10):  # noqa: UP036
+        version = "{}.{}".format(*sys.version_info)
+        sys.exit(f"python3: expected 3.10 or later; got {version} (make PYTHON=python3.12 ...)")
+    missing = []
+    try:
+        import ensurepip  # noqa: F401  (Debian ships venv without it)
+    except ImportError:
+        missing.append("python3-venv")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        missing.append("python3-dev")
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        missing.append("g++")
+    if missing:
+        sys.exit(
+            f"{', '.join(missing)}: expected; not found (sudo apt install {' '.join(missing)})"
+        )
+
+
+def cuda_torch() -> tuple[Path, str] | None:
+    """The site-packages folder and the version of a torch that can use this machine's GPU."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if version < (2, 10) or not torch.cuda.is_available():
+        return None
+    return Path(torch.__file__).parents[1], torch.__version__
+
+
+def main(folder: Path) -> None:
+    check_prerequisites()
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin/python"
+    pins = (ROOT / "constraints.txt").read_text()
+    if found := cuda_torch():
+        site_packages, version = found
+        print(f"using torch {version} of {site_packages}")
+        # NOTE: --system-site-packages would not do: from within another venv it skips that venv.
+        where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        purelib = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
+        Path(purelib, "torch-of-this-machine.pth").write_text(f"{site_packages}\n")
+        pins = f"torch=={version}\n"
+    (folder / "constraints.txt").write_text(pins)
+
+    def install(*packages: str) -> None:
+        options = ["--quiet", "--disable-pip-version-check", "-c", str(folder / "constraints.txt")]
+        subprocess.run([str(python), "-m", "pip", "install", *options, *packages], check=True)
+
+    # setup.py names the rest, once it can run: torch, and CUDA packages where a GPU is visible.
+    install("setuptools", "wheel", "ninja", "pybind11")
+    ask = (
+        "import setuptools.build_meta as backend\n"
+        "for name in backend.get_requires_for_build_wheel(): print('needs', name)"
+    )
+    command = [str(python), "-W", "ignore", "-c", ask]
+    answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if names := re.findall(r"^needs (.+)$", answer, re.MULTILINE):
+        print("installing", *names, flush=True)
+        install(*names)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
