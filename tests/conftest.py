@@ -1,0 +1,71 @@
+"""Fixtures of the whole suite: a fresh seed, the device, and a count of what needed a GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis
+import pytest
+import torch
+
+_SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
+_skipped_for_gpu = 0
+
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = os.environ.get(_SEED_VARIABLE) or str(random.SystemRandom().randrange(2**31))
+    os.environ[_SEED_VARIABLE] = seed
+    torch.set_num_threads(min(torch.get_num_threads(), 4))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"inputs: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]}"
+
+
+def _why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    from hstu_attn import ops
+
+    return None if ops.has_cuda_kernels() else "needs a build with CUDA kernels"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _skipped_for_gpu
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        _skipped_for_gpu += 1
+        pytest.skip(reason)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _skipped_for_gpu:
+        terminalreporter.write_line(f"{_skipped_for_gpu} tests skipped: {_why_no_gpu()}")
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """Fresh inputs in every run of the suite; each test's depend on the seed and its name alone."""
+    torch.manual_seed(hash_of(os.environ[_SEED_VARIABLE] + request.node.nodeid))
+
+
+def hash_of(text: str) -> int:
+    """A hash that is the same in every process."""
+    value = 0
+    for byte in text.encode():
+        value = (value * 1000003 + byte) % 2**63
+    return value
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every test that asks for a device runs on the CPU and on a GPU."""
+    return str(request.param)
