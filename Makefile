@@ -43,7 +43,7 @@ $(VENV)/.created: tools/make_venv.py constraints.txt third_party/cuda-build.txt
 	$(PYTHON) tools/make_venv.py $(VENV)
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.created pyproject.toml
+$(VENV)/.installed: $(VENV)/.created pyproject.toml hstu_attn/_version.py
 	$(PIP) --no-build-isolation -e '.[train,test]'
 	touch $@
 

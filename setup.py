@@ -300,11 +300,15 @@ class NinjaBuild(build_ext):
             self.copy_file(str(folder / target.name), str(target))
 
 
+# NOTE: a build frontend asks for requirements by this command. In any other, setuptools would
+# itself download what is missing (torch, say), where check_prerequisites had better speak.
+asks_requirements = sys.argv[1:] == ["egg_info"]
+
 setup(
     ext_modules=[
         Extension("hstu_attn._C", sources=[], py_limited_api=True),
         Extension("hstu_attn._host", sources=[]),
     ],
     cmdclass={"build_ext": NinjaBuild},
-    setup_requires=missing_requirements(),
+    setup_requires=missing_requirements() if asks_requirements else [],
 )
