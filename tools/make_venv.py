@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
         subprocess.run([str(python), "-m", "pip", "install", *options, *packages], check=True)
 
     # setup.py names the rest, once it can run: torch, and CUDA packages where a GPU is visible.
-    install("setuptools", "wheel", "ninja", "pybind11")
+    install("setuptools>=77", "wheel", "ninja>=1.11", "pybind11>=2.13")  # as in pyproject.toml
     ask = (
         "import setuptools.build_meta as backend\n"
         "for name in backend.get_requires_for_build_wheel(): print('needs', name)"
