@@ -63,7 +63,10 @@ NVCC_GIB = 5  # memory that one nvcc may take on a CuTe kernel
 
 OPTIMIZE = "-O3 -DNDEBUG"
 SANITIZE = "-O1 -g -fno-omit-frame-pointer"  # in place of OPTIMIZE
-CXX_FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Wno-psabi"
+CXX_FLAGS = (
+    "-std=c++20 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Wno-psabi"
+    " -Wno-maybe-uninitialized"  # gcc 12's own AVX-512 headers set it off
+)
 NVCC_FLAGS = (
     "-std=c++20 -O3 -DNDEBUG --expt-relaxed-constexpr --expt-extended-lambda"
     " -Xcompiler=-fPIC,-fvisibility=hidden"
