@@ -128,9 +128,10 @@ def hstu_attention(
             paged_kv.page_ids,
             paged_kv.last_page_lens,
         )
-    quant = (quant_mode, None, None, None, sm_margin)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    options = (quant_mode, None, None, None, deterministic, sm_margin)
     try:
-        return ops.attention(q, k, v, geometry, biases, times, pages, quant, deterministic)
+        return ops.attention(q, k, v, geometry, biases, times, pages, options)
     except (AttributeError, RuntimeError, TypeError):
         _explain_types({"q": q, "k": k, "v": v}, geometry, biases)
         raise
@@ -263,9 +264,10 @@ def hstu_attn_qkvpacked_func(
         alpha,
         mask,
     )
-    quant = (-1, None, None, None, 0)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = (-1, None, None, None, deterministic, 0)
     try:
-        return ops.attention_packed(qkv, geometry, biases, times, quant, False)
+        return ops.attention_packed(qkv, geometry, biases, times, options)
     except (AttributeError, RuntimeError, TypeError):
         _explain_types({"qkv": qkv}, geometry, biases)
         raise

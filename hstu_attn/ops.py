@@ -60,8 +60,8 @@ _RAB = 3 + len(Geometry._fields)
 _POS, _TS = _RAB + 1, _RAB + 2
 _TIMES = slice(_TS + 1, _TS + 4)  # timestamps, row_timestamps, ts_thresholds
 _PAGED = slice(_TS + 4, _TS + 8)  # kv_cache, page_offsets, page_ids, last_page_lens
-_QUANT = slice(_TS + 8, _TS + 13)  # quant_mode, q_descale, k_descale, v_descale, sm_margin
-_NUM_ARGS = _TS + 13
+_OPTIONS = slice(_TS + 8, _TS + 14)  # quant_mode, three descales, deterministic, sm_margin
+_NUM_ARGS = _TS + 14
 
 NO_TIMES: tuple[None, ...] = (None,) * 3
 NO_PAGES: tuple[None, ...] = (None,) * 4
@@ -139,8 +139,9 @@ def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tupl
     has_drab, has_dtables = args[-2:]
 
     def table_gradient(table: Tensor | None) -> Tensor:
-        wanted = has_dtables and table is not None
-        return q.new_empty(table.shape if wanted and table is not None else (0,), dtype=torch.float)
+        if not has_dtables or table is None:
+            return q.new_empty((0,))
+        return table.new_empty(table.shape, dtype=torch.float)
 
     return (
         q.new_empty(q.shape),
@@ -179,8 +180,7 @@ def _fwd_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.hstu_attn.hstu_varlen_bwd(
         dout.contiguous(),
         *args[: _PAGED.start],
-        *args[_QUANT],
-        torch.are_deterministic_algorithms_enabled(),
+        *args[_OPTIONS],
         needs[_RAB],
         has_dtables,
     )
@@ -224,19 +224,18 @@ class _Attention(torch.autograd.Function):
         ts_weight: Tensor | None,
         geometry: Geometry,
         times: Sequence[Any],
-        quant: Sequence[Any],
-        deterministic: bool,
+        options: Sequence[Any],
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
-        ctx.rest = (geometry, times, quant, deterministic)
+        ctx.rest = (geometry, times, options)
         with _below_autograd():
-            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *quant)
+            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, rab, pos_weight, ts_weight = ctx.saved_tensors
-        geometry, times, quant, deterministic = ctx.rest
+        geometry, times, options = ctx.rest
         _, _, _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
         with _below_autograd():
             dq, dk, dv, drab, dpos, dts = _bwd(
@@ -249,8 +248,7 @@ class _Attention(torch.autograd.Function):
                 pos_weight,
                 ts_weight,
                 *times,
-                *quant,
-                deterministic or torch.are_deterministic_algorithms_enabled(),
+                *options,
                 has_drab,
                 has_dpos or has_dts,
             )
@@ -261,7 +259,6 @@ class _Attention(torch.autograd.Function):
             drab if has_drab else None,
             dpos.to(pos_weight.dtype) if has_dpos else None,
             dts.to(ts_weight.dtype) if has_dts else None,
-            None,
             None,
             None,
             None,
@@ -280,20 +277,19 @@ class _AttentionPacked(torch.autograd.Function):
         ts_weight: Tensor | None,
         geometry: Geometry,
         times: Sequence[Any],
-        quant: Sequence[Any],
-        deterministic: bool,
+        options: Sequence[Any],
     ) -> Tensor:
         ctx.save_for_backward(qkv, rab, pos_weight, ts_weight)
-        ctx.rest = (geometry, times, quant, deterministic)
+        ctx.rest = (geometry, times, options)
         q, k, v = qkv.unbind(1)
         with _below_autograd():
-            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *quant)
+            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         qkv, rab, pos_weight, ts_weight = ctx.saved_tensors
-        geometry, times, quant, deterministic = ctx.rest
+        geometry, times, options = ctx.rest
         _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         drab = rab.new_empty(rab.shape) if has_drab else None
@@ -308,8 +304,7 @@ class _AttentionPacked(torch.autograd.Function):
                 pos_weight,
                 ts_weight,
                 *times,
-                *quant,
-                deterministic or torch.are_deterministic_algorithms_enabled(),
+                *options,
                 *dqkv.unbind(1),
                 drab,
                 dpos,
@@ -320,7 +315,6 @@ class _AttentionPacked(torch.autograd.Function):
             drab,
             None if dpos is None else dpos.to(pos_weight.dtype),
             None if dts is None else dts.to(ts_weight.dtype),
-            None,
             None,
             None,
             None,
@@ -335,8 +329,7 @@ def attention(
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     times: Sequence[Any],
     pages: Sequence[Any],
-    quant: Sequence[Any],
-    deterministic: bool,
+    options: Sequence[Any],
 ) -> Tensor:
     """One call of the operator, with gradients where an input requires one.
 
@@ -346,21 +339,20 @@ def attention(
         biases: `(rab, pos_weight, ts_weight)`.
         times: `(timestamps, row_timestamps, ts_thresholds)`.
         pages: `(kv_cache, page_offsets, page_ids, last_page_lens)`.
-        quant: `(quant_mode, q_descale, k_descale, v_descale, sm_margin)`.
-        deterministic: whether the backward must be bitwise reproducible.
+        options: `(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin)`.
     """
     if torch.compiler.is_compiling():
         return torch.ops.hstu_attn.hstu_varlen_fwd(  # type: ignore[no-any-return]
-            q, k, v, *geometry, *biases, *times, *pages, *quant
+            q, k, v, *geometry, *biases, *times, *pages, *options
         )
     if torch.is_grad_enabled() and _any_requires_grad(q, k, v, *biases):
         if pages[0] is not None:
             raise NotImplementedError(_NO_PAGED_GRADIENTS)
         return _Attention.apply(  # type: ignore[no-any-return]
-            q, k, v, *biases, geometry, times, quant, deterministic
+            q, k, v, *biases, geometry, times, options
         )
     with _below_autograd():
-        return _fwd(q, k, v, *geometry, *biases, *times, *pages, *quant)
+        return _fwd(q, k, v, *geometry, *biases, *times, *pages, *options)
 
 
 def attention_packed(
@@ -368,17 +360,16 @@ def attention_packed(
     geometry: Geometry,
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     times: Sequence[Any],
-    quant: Sequence[Any],
-    deterministic: bool,
+    options: Sequence[Any],
 ) -> Tensor:
     """`attention` of `qkv.unbind(1)`; the gradient is written packed, without a copy."""
     records = torch.is_grad_enabled() and _any_requires_grad(qkv, *biases)
     if records and not torch.compiler.is_compiling():
         return _AttentionPacked.apply(  # type: ignore[no-any-return]
-            qkv, *biases, geometry, times, quant, deterministic
+            qkv, *biases, geometry, times, options
         )
     q, k, v = qkv.unbind(1)
-    return attention(q, k, v, geometry, biases, times, NO_PAGES, quant, deterministic)
+    return attention(q, k, v, geometry, biases, times, NO_PAGES, options)
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:
