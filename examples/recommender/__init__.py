@@ -1,0 +1,1 @@
+"""What the training examples share: models, losses, evaluation, baselines and checkpoints."""

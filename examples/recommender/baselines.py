@@ -1,0 +1,107 @@
+"""What a sequence model has to beat: popularity, and item-to-item co-occurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hstu_attn.data import EventLog, JaggedBatch
+from hstu_attn.data.split import HELD_OUT
+
+__all__ = ["CoOccurrence", "Popularity", "co_occurrence_candidates"]
+
+REACHES = (1, 5, 20)
+BACKWARD_WEIGHTS = (0.0, 0.5, 1.0)
+RECENCY_DECAYS = (0.3, 0.6, 0.8, 0.95)
+
+
+class Popularity:
+    """Scores every item by how often it occurs in the training events."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.counts = _training_counts(log)
+
+    def __call__(self, batch: JaggedBatch) -> Tensor:
+        return self.counts.expand(len(batch.users), -1)
+
+
+@dataclass(frozen=True)
+class CoOccurrence:
+    """Scores item j for a user by the sum over the user's events i of
+    ``recency_decay ** (events since i) * similarity[i, j]``.
+
+    Attributes:
+        similarity: ``(num_items, num_items)`` sparse CSR, transposed: rows are j.
+        reach: events at most so far apart co-occur, with weight ``1 / distance``.
+        backward_weight: how much j before i counts, where j after i counts 1.
+        recency_decay: per event.
+    """
+
+    similarity: Tensor
+    reach: int
+    backward_weight: float
+    recency_decay: float
+
+    def __call__(self, batch: JaggedBatch) -> Tensor:
+        lengths = batch.seq_offsets.diff()
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        age = batch.seq_offsets[1:][sequence] - 1 - torch.arange(len(sequence))
+        weights = torch.zeros(self.similarity.shape[0], len(lengths))
+        weights.index_put_(
+            (batch.items, sequence), self.recency_decay ** age.float(), accumulate=True
+        )
+        return (self.similarity @ weights).T
+
+    def describe(self) -> str:
+        """The settings, for a table."""
+        return (
+            f"reach {self.reach}, backward {self.backward_weight:g}, "
+            f"decay {self.recency_decay:g}"
+        )
+
+
+def co_occurrence_candidates(log: EventLog) -> Iterator[CoOccurrence]:
+    """The baseline in several settings, to choose from on the validation events. The similarity is
+    the co-occurrence in the training events over the geometric mean of the items' counts."""
+    counts = _training_counts(log).clamp(min=1)
+    for reach, forward in _forward_co_occurrence(log):
+        for backward_weight in BACKWARD_WEIGHTS:
+            both = (forward.T + backward_weight * forward).coalesce()
+            j, i = both.indices()
+            values = both.values() / (counts[i] * counts[j]).sqrt()
+            similarity = torch.sparse_coo_tensor(both.indices(), values, both.shape).to_sparse_csr()
+            for recency_decay in RECENCY_DECAYS:
+                yield CoOccurrence(similarity, reach, backward_weight, recency_decay)
+
+
+def _training_events(log: EventLog) -> tuple[Tensor, Tensor]:
+    """Item and user of each event that may be trained on, ``(n,)`` int64 each, in order."""
+    counts = np.diff(log.offsets)
+    users = np.repeat(np.arange(log.num_users), counts)
+    from_end = np.repeat(log.offsets[1:], counts) - np.arange(log.num_events)
+    keep = from_end > HELD_OUT["validation"]
+    return torch.from_numpy(log.items[keep].astype(np.int64)), torch.from_numpy(users[keep])
+
+
+def _training_counts(log: EventLog) -> Tensor:
+    items, _ = _training_events(log)
+    return torch.bincount(items, minlength=log.num_items).float()
+
+
+def _forward_co_occurrence(log: EventLog) -> Iterator[tuple[int, Tensor]]:
+    """For each reach, the sum of ``1 / distance`` over the pairs (i, later j) of a user's events,
+    ``(num_items, num_items)`` sparse COO."""
+    items, users = _training_events(log)
+    shape = (log.num_items, log.num_items)
+    total = torch.sparse_coo_tensor(size=shape)
+    for distance in range(1, max(REACHES) + 1):
+        same_user = users[distance:] == users[:-distance]
+        pairs = torch.stack([items[:-distance][same_user], items[distance:][same_user]])
+        weights = torch.full((pairs.shape[1],), 1 / distance)
+        total = (total + torch.sparse_coo_tensor(pairs, weights, shape)).coalesce()
+        if distance in REACHES:
+            yield distance, total

@@ -1,0 +1,98 @@
+"""Leave-one-out evaluation over the whole catalogue: HR@10, HR@50 and NDCG@10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hstu_attn.data import EventLog, JaggedBatch, Windows, consecutive_batches, jagged_batch
+
+__all__ = ["Metrics", "Scorer", "evaluate", "mask_seen", "metrics_of_ranks", "ranks_of_targets"]
+
+Scorer = Callable[[JaggedBatch], Tensor]
+"""Scores of all items after the last row of each sequence, ``(batch, num_items)``."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Means over users. ``hit_rate_10`` is the share whose target is among the first ten;
+    ``ndcg_10`` weighs each such hit by ``1 / log2(rank + 1)``."""
+
+    hit_rate_10: float
+    hit_rate_50: float
+    ndcg_10: float
+
+
+def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
+    """The rank of each row's target, from 1: one more than the items above it, plus half of those
+    tied with it. NaN ranks last.
+
+    Args:
+        scores: ``(batch, num_items)``.
+        targets: ``(batch,)`` int64.
+
+    Returns:
+        ``(batch,)`` fp32.
+    """
+    target_scores = scores.gather(1, targets[:, None])
+    not_below = (~(scores < target_scores)).sum(dim=1)
+    ties = ((scores == target_scores).sum(dim=1) - 1).clamp(min=0)
+    return not_below - ties / 2
+
+
+def metrics_of_ranks(ranks: Tensor) -> Metrics:
+    """The metrics of ranks ``(num_users,)``."""
+    gains = torch.where(ranks <= 10, 1 / torch.log2(ranks.double() + 1), 0.0)
+    return Metrics(
+        hit_rate_10=(ranks <= 10).double().mean().item(),
+        hit_rate_50=(ranks <= 50).double().mean().item(),
+        ndcg_10=gains.mean().item(),
+    )
+
+
+def mask_seen(scores: Tensor, log: EventLog, windows: Windows) -> Tensor:
+    """Scores ``(batch, num_items)`` with -inf for all that each user did before the window's last
+    event, the oldest events included."""
+    starts, ends = log.offsets[windows.users], windows.ends - 1
+    rows = np.repeat(np.arange(len(windows)), ends - starts)
+    items = np.concatenate([log.items[start:end] for start, end in zip(starts, ends, strict=True)])
+    indices = torch.from_numpy(rows), torch.from_numpy(items.astype(np.int64))
+    return scores.index_put(
+        tuple(index.to(scores.device) for index in indices),
+        torch.tensor(float("-inf"), device=scores.device),
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    scorer: Scorer,
+    log: EventLog,
+    windows: Windows,
+    *,
+    tokens_per_batch: int,
+    exclude_seen: bool,
+    device: torch.device,
+) -> Metrics:
+    """Ranks the last target of each window among all items.
+
+    Args:
+        scorer: scores the items.
+        log: the events.
+        windows: one per user, as :func:`hstu_attn.data.held_out_windows` makes them.
+        tokens_per_batch: rows scored at a time.
+        exclude_seen: leaves out of the ranking what the user did before.
+        device: where to score.
+    """
+    ranks = []
+    for indices in consecutive_batches(windows.lengths, tokens_per_batch):
+        chosen = windows.take(indices)
+        batch = jagged_batch(log, chosen).to(device)
+        scores = scorer(batch)
+        if exclude_seen:
+            scores = mask_seen(scores, log, chosen)
+        ranks.append(ranks_of_targets(scores, batch.target_items[batch.seq_offsets[1:] - 1]))
+    return metrics_of_ranks(torch.cat(ranks).cpu())

@@ -1,0 +1,99 @@
+"""A retrieval model: item and position embeddings, a stack of HSTU layers, and a dot product with
+the item embeddings; and the loss it is trained with."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hstu_attn.data import JaggedBatch
+from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
+
+__all__ = ["RetrievalModel", "sampled_softmax_loss"]
+
+
+class RetrievalModel(nn.Module):
+    """Predicts each row's next item (arXiv 2402.17152, section 4.1.1).
+
+    Args:
+        num_items: size of the catalogue.
+        config: of the layers; its ``embedding_dim`` is the width of the item embeddings.
+        num_layers: how many layers.
+        max_seq_len: no sequence is longer.
+        dropout_ratio: of the embedded inputs.
+        l2_normalise: compares by cosine; False compares by dot product, with the states
+            layer-normalised.
+        compute_dtype: of the layers; embeddings and scores are fp32.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        config: HSTULayerConfig,
+        num_layers: int,
+        max_seq_len: int,
+        dropout_ratio: float,
+        l2_normalise: bool = True,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.l2_normalise = l2_normalise
+        self.compute_dtype = compute_dtype
+        self.item_embedding = nn.Embedding(num_items, config.embedding_dim)
+        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02)
+        self.position = PositionalEmbedding(max_seq_len, config.embedding_dim, dropout_ratio)
+        self.stack = HSTUStack(config, num_layers)
+
+    def forward(self, batch: JaggedBatch) -> Tensor:
+        """The state of each row, ``(total, embedding_dim)`` fp32, to be compared with items."""
+        x = self.position(self.item_embedding(batch.items), batch.seq_offsets)
+        x = self.stack(
+            x.to(self.compute_dtype),
+            batch.seq_offsets,
+            self.max_seq_len,
+            timestamps=batch.timestamps,
+            row_timestamps=batch.target_timestamps,
+        ).float()
+        return F.normalize(x, dim=1) if self.l2_normalise else F.layer_norm(x, x.shape[1:])
+
+    def item_vectors(self, items: Tensor | None = None) -> Tensor:
+        """What states are compared with, ``(n, embedding_dim)`` fp32: of the given items, or of
+        all."""
+        table = self.item_embedding.weight
+        vectors = table if items is None else F.embedding(items, table)
+        return F.normalize(vectors, dim=1) if self.l2_normalise else vectors
+
+    def scores(self, batch: JaggedBatch) -> Tensor:
+        """Scores of all items after the last row of each sequence, ``(batch, num_items)``."""
+        return self(batch)[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
+
+
+def sampled_softmax_loss(
+    model: RetrievalModel,
+    states: Tensor,
+    target_items: Tensor,
+    num_negatives: int,
+    temperature: float,
+) -> Tensor:
+    """Mean cross-entropy of each row's next item against negatives drawn uniformly and shared by
+    all rows of the batch; a negative that is a row's target does not count in that row.
+
+    Args:
+        model: gives the item vectors.
+        states: ``(total, embedding_dim)`` fp32.
+        target_items: ``(total,)`` int64.
+        num_negatives: how many to draw.
+        temperature: divides the scores.
+
+    Returns:
+        A scalar.
+    """
+    num_items = model.item_embedding.num_embeddings
+    negatives = torch.randint(num_items, (num_negatives,), device=states.device)
+    positive = (states * model.item_vectors(target_items)).sum(dim=1, keepdim=True)
+    negative = states @ model.item_vectors(negatives).T
+    negative = negative.masked_fill(target_items[:, None] == negatives, float("-inf"))
+    logits = torch.cat([positive, negative], dim=1) / temperature
+    return F.cross_entropy(logits, torch.zeros_like(target_items))

@@ -1,0 +1,26 @@
+"""Event logs for training recommenders: reading, preprocessing, splitting and batching.
+
+    log = open_event_log("ml-1m/ratings.dat")           # parsed once, memory-mapped afterwards
+    windows = training_windows(log, max_seq_len=200)    # leave-one-out: the last two are held out
+    sampler = BatchSampler(windows.lengths, tokens_per_batch=8192, seed=0)
+    batch = jagged_batch(log, windows.take(next(sampler)))
+
+It needs numpy and tqdm beside torch.
+"""
+
+from hstu_attn.data.batches import BatchSampler, JaggedBatch, consecutive_batches, jagged_batch
+from hstu_attn.data.events import EventLog, open_event_log
+from hstu_attn.data.split import HELD_OUT, Windows, held_out_windows, training_windows
+
+__all__ = [
+    "HELD_OUT",
+    "BatchSampler",
+    "EventLog",
+    "JaggedBatch",
+    "Windows",
+    "consecutive_batches",
+    "held_out_windows",
+    "jagged_batch",
+    "open_event_log",
+    "training_windows",
+]

@@ -1,0 +1,141 @@
+"""Packed batches without padding, drawn by length in an order that can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hstu_attn.data.events import EventLog
+from hstu_attn.data.split import Windows
+
+__all__ = ["BatchSampler", "JaggedBatch", "SamplerState", "consecutive_batches", "jagged_batch"]
+
+BATCHES_PER_POOL = 16
+
+
+@dataclass(frozen=True)
+class JaggedBatch:
+    """Packed sequences of events and what comes after each; sequence ``b`` owns the rows
+    ``seq_offsets[b] .. seq_offsets[b + 1]``.
+
+    Attributes:
+        users: ``(batch,)`` int64, indices into the log's users.
+        seq_offsets: ``(batch + 1,)`` int64.
+        items: ``(total,)`` int64, the events seen.
+        timestamps: ``(total,)`` int64, when they happened.
+        target_items: ``(total,)`` int64, the next event of each row.
+        target_timestamps: ``(total,)`` int64, when that happens: the time of the prediction.
+    """
+
+    users: Tensor
+    seq_offsets: Tensor
+    items: Tensor
+    timestamps: Tensor
+    target_items: Tensor
+    target_timestamps: Tensor
+
+    def to(self, device: torch.device) -> JaggedBatch:
+        """The batch on another device."""
+        return JaggedBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def jagged_batch(log: EventLog, windows: Windows) -> JaggedBatch:
+    """Packs the windows, in their order."""
+    lengths = windows.lengths
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    rows = np.arange(offsets[-1]) + np.repeat(windows.starts - offsets[:-1], lengths)
+    columns = (
+        windows.users,
+        offsets,
+        log.items[rows],
+        log.timestamps[rows],
+        log.items[rows + 1],
+        log.timestamps[rows + 1],
+    )
+    return JaggedBatch(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
+
+
+class SamplerState(TypedDict):
+    """Where a :class:`BatchSampler` stands."""
+
+    epoch: int
+    batch: int
+
+
+class BatchSampler(Iterator[NDArray[np.int64]]):
+    """Draws batches of sequences without end, each sequence once an epoch.
+
+    Sequences are shuffled, sorted by length within pools of some batches, and cut where a batch
+    would exceed ``tokens_per_batch`` rows; then the batches are shuffled. So the sequences of a
+    batch are about as long as each other and each batch holds about the same number of rows. The
+    order depends on ``seed`` and the epoch alone.
+
+    Args:
+        lengths: ``(n,)``, rows of each sequence.
+        tokens_per_batch: a batch has no more rows than this, but for a single longer sequence.
+        seed: of the order.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], tokens_per_batch: int, seed: int) -> None:
+        if not len(lengths):
+            raise ValueError("lengths must name at least one sequence, got none")
+        if tokens_per_batch <= 0:
+            raise ValueError(f"tokens_per_batch must be positive, got {tokens_per_batch}")
+        self.lengths = lengths
+        self.tokens_per_batch = tokens_per_batch
+        self.seed = seed
+        self._start(epoch=0, batch=0)
+
+    def __next__(self) -> NDArray[np.int64]:
+        if self.batch == len(self._batches):
+            self._start(self.epoch + 1, batch=0)
+        self.batch += 1
+        return self._batches[self.batch - 1]
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of the epoch under way."""
+        return len(self._batches)
+
+    def state_dict(self) -> SamplerState:
+        """The position: the epoch, and how many of its batches have been drawn."""
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Continues from a position of a sampler with the same arguments."""
+        self._start(state["epoch"], state["batch"])
+
+    def _start(self, epoch: int, batch: int) -> None:
+        self.epoch, self.batch = epoch, batch
+        generator = np.random.default_rng((self.seed, epoch))
+        order = generator.permutation(len(self.lengths))
+        per_batch = max(1.0, self.tokens_per_batch / self.lengths.mean())
+        pool = np.arange(len(order)) // max(1, int(BATCHES_PER_POOL * per_batch))
+        order = order[np.lexsort((self.lengths[order], pool))]
+        batches = list(_cut(order, self.lengths, self.tokens_per_batch))
+        self._batches = [batches[index] for index in generator.permutation(len(batches))]
+
+
+def consecutive_batches(
+    lengths: NDArray[np.int64], tokens_per_batch: int
+) -> Iterator[NDArray[np.int64]]:
+    """Batches of indices in order, each cut before it would exceed ``tokens_per_batch`` rows."""
+    return _cut(np.arange(len(lengths)), lengths, tokens_per_batch)
+
+
+def _cut(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], tokens_per_batch: int
+) -> Iterator[NDArray[np.int64]]:
+    start = tokens = 0
+    for end, length in enumerate(lengths[order].tolist()):
+        if end > start and tokens + length > tokens_per_batch:
+            yield order[start:end]
+            start, tokens = end, 0
+        tokens += length
+    yield order[start:]

@@ -1,0 +1,69 @@
+"""Leave-one-out: of each user the last event is for testing, the one before it for validation, and
+the rest is for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hstu_attn.data.events import EventLog
+
+__all__ = ["HELD_OUT", "Windows", "held_out_windows", "training_windows"]
+
+HELD_OUT: dict[str, int] = {"validation": 2, "test": 1}
+"""The event that each split predicts, counted from the end of the user's events."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Runs of consecutive events of one user each. A run of n events makes a sequence of n - 1
+    rows: each of its events but the last is an input, and the event after it is its target.
+
+    Attributes:
+        users: ``(n,)`` int64, whose events.
+        starts: ``(n,)`` int64, the first event of each run.
+        ends: ``(n,)`` int64, one past its last.
+    """
+
+    users: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Rows of each sequence, ``(n,)`` int64."""
+        return self.ends - self.starts - 1
+
+    def take(self, indices: NDArray[np.int64]) -> Windows:
+        """The runs at the indices, in their order."""
+        return Windows(self.users[indices], self.starts[indices], self.ends[indices])
+
+
+def training_windows(log: EventLog, max_seq_len: int) -> Windows:
+    """All that may be trained on, in sequences of at most ``max_seq_len`` rows. A longer history is
+    cut from its recent end, so that only its oldest sequence is short; the target of each cut's
+    last row is the first input of the next."""
+    limits = log.offsets[1:] - HELD_OUT["validation"]
+    rows = np.maximum(limits - log.offsets[:-1] - 1, 0)
+    pieces = -(-rows // max_seq_len)
+    users = np.repeat(np.arange(log.num_users), pieces)
+    piece = np.arange(len(users)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    ends = limits[users] - piece * max_seq_len
+    starts = np.maximum(ends - 1 - max_seq_len, log.offsets[users])
+    return Windows(users, starts, ends)
+
+
+def held_out_windows(
+    log: EventLog, split: Literal["validation", "test"], max_seq_len: int
+) -> Windows:
+    """One sequence per user whose last target is the event held out by ``split`` and whose inputs
+    are the at most ``max_seq_len`` events before that one."""
+    ends = log.offsets[1:] - HELD_OUT[split] + 1
+    starts = np.maximum(ends - 1 - max_seq_len, log.offsets[:-1])
+    return Windows(np.arange(log.num_users), starts, ends)

@@ -1,0 +1,264 @@
+"""Writes a made-up data set in the layout of MovieLens 1M: `ratings.dat` and `movies.dat`.
+
+Its viewers behave like this, so that there is something to learn:
+
+* Films have one or two genres, a year, and a popularity that falls off as a power of their rank.
+  Some belong to a series.
+* A viewer has a taste in genres and a favourite period. The taste drifts: towards what is watched,
+  and now and then to something new.
+* Viewing comes in sessions, days apart. A session has a genre, drawn from the taste or carried over
+  from the last one, and wanders through the years of that genre, forwards or backwards at its own
+  pace, starting from about the favourite period. Each film is one of the session's genre from about
+  the year reached, the better known the likelier; or the sequel of the last; or just a popular one.
+  No film is seen twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+__all__ = ["write_synthetic_movielens"]
+
+GENRES = (
+    "Drama Comedy Action Thriller Romance Horror Adventure Sci-Fi Children's Crime War "
+    "Documentary Musical Mystery Animation Fantasy Western Film-Noir"
+).split()
+ADJECTIVES = (
+    "Silent Broken Crimson Distant Hidden Golden Restless Frozen Burning Secret Lonely Electric "
+    "Midnight Paper Velvet Wandering Hollow Savage Gentle Forgotten Invisible Wicked Northern "
+    "Borrowed Endless Stolen Painted Iron Glass Scarlet Honest Tangled Fallen Bitter Lucky Quiet"
+).split()
+NOUNS = (
+    "River Garden Letter Harbour Winter Stranger Crown Mirror Orchard Station Promise Shadow "
+    "Voyage Lantern Island Empire Witness Carnival Summer Bridge Detective Orchestra Highway "
+    "Kingdom Valley Train Circus Outlaw Machine Daughter Hotel Forest Game Planet Soldier Waltz"
+).split()
+ROMAN = ("", " II", " III", " IV")
+
+FIRST_YEAR, LAST_YEAR = 1930, 2000
+FIRST_TIMESTAMP = 956_700_000  # April 2000
+DAY, MINUTE = 86_400, 60
+FEWEST_EVENTS = 20  # of a viewer, as in MovieLens
+
+POPULARITY_EXPONENT = 0.8
+SERIES_PROBABILITY = 0.04  # of each new title
+GENRE_EXPONENT = 0.7
+SEQUEL_PROBABILITY = 0.5  # once a film is seen that has one
+POPULAR_PROBABILITY = 0.2  # whatever the session's genre
+CARRY_OVER_PROBABILITY = 0.3
+SESSION_END_PROBABILITY = 0.1
+NEW_INTEREST_PROBABILITY = 0.1  # each session
+FASTEST_PACE = 5.0  # years a film
+YEAR_SPREAD = 1.5
+PERIOD_SPREAD = 12.0
+DAYS_BETWEEN_SESSIONS = 9
+ATTEMPTS = 12
+
+
+@dataclass(frozen=True)
+class _Film:
+    title: str
+    genres: tuple[int, ...]
+    year: int
+    weight: float
+    quality: float
+    sequel: int | None
+
+
+class _Catalogue:
+    """The films, and ways to draw one."""
+
+    def __init__(self, films: list[_Film]) -> None:
+        self.films = films
+        self._cumulative = list(itertools.accumulate(film.weight for film in films))
+        self._by_genre = [
+            sorted(
+                (index for index, film in enumerate(films) if genre in film.genres),
+                key=lambda index: films[index].year,
+            )
+            for genre in range(len(GENRES))
+        ]
+        self._years = [[films[index].year for index in members] for members in self._by_genre]
+
+    def draw(self, generator: random.Random) -> int:
+        """Any film, by popularity."""
+        return bisect(self._cumulative, generator.random() * self._cumulative[-1])
+
+    def draw_near(self, genre: int, year: float, generator: random.Random) -> int:
+        """A film of the genre from about the year, the better known of two."""
+        members = self._by_genre[genre]
+        if not members:
+            return self.draw(generator)
+        chosen = []
+        for _ in range(2):
+            place = bisect(self._years[genre], generator.gauss(year, YEAR_SPREAD))
+            chosen.append(members[min(max(place - 1 + generator.randrange(2), 0), len(members) - 1)])
+        return max(chosen, key=lambda index: self.films[index].weight)
+
+
+@dataclass
+class _Session:
+    """What a viewer is after at the moment."""
+
+    genre: int
+    year: float
+    pace: float
+
+    @staticmethod
+    def begin(genre: int, period: float, generator: random.Random) -> _Session:
+        year = min(max(generator.gauss(period, PERIOD_SPREAD), FIRST_YEAR), LAST_YEAR)
+        return _Session(genre, year, generator.uniform(-FASTEST_PACE, FASTEST_PACE))
+
+    def advance(self) -> None:
+        self.year += self.pace
+        if not FIRST_YEAR <= self.year <= LAST_YEAR:
+            self.pace = -self.pace
+            self.year += 2 * self.pace
+
+
+def write_synthetic_movielens(
+    directory: str | Path,
+    num_users: int = 2000,
+    num_items: int = 1000,
+    mean_events: int = 90,
+    seed: int = 0,
+) -> Path:
+    """Writes `ratings.dat` and `movies.dat` into ``directory``, each under another name first and
+    `ratings.dat` last, so that an interrupted writer leaves no `ratings.dat`.
+
+    Args:
+        directory: made if absent.
+        num_users: viewers.
+        num_items: films; not every one need be seen by someone.
+        mean_events: films seen per viewer, on average; each sees at least 20.
+        seed: the same arguments write the same files.
+
+    Returns:
+        The path of `ratings.dat`.
+
+    Raises:
+        ValueError: more films, or more events per viewer, than can be made.
+    """
+    if not 0 < num_items <= len(ADJECTIVES) * len(NOUNS):
+        raise ValueError(
+            f"num_items must be from 1 to {len(ADJECTIVES) * len(NOUNS)}, got {num_items}"
+        )
+    if not FEWEST_EVENTS <= mean_events <= num_items // 4:
+        raise ValueError(
+            f"mean_events must be from {FEWEST_EVENTS} to a quarter of num_items = {num_items}, "
+            f"got {mean_events}"
+        )
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(seed)
+    catalogue = _Catalogue(_make_films(num_items, generator))
+
+    def write_films(file: TextIO) -> None:
+        for number, film in enumerate(catalogue.films, start=1):
+            genres = "|".join(GENRES[genre] for genre in film.genres)
+            file.write(f"{number}::{film.title} ({film.year})::{genres}\n")
+
+    def write_ratings(file: TextIO) -> None:
+        for user in range(1, num_users + 1):
+            spread = generator.lognormvariate(-0.32, 0.8)  # its mean is 1
+            events = FEWEST_EVENTS + round((mean_events - FEWEST_EVENTS) * spread)
+            for film, rating, timestamp in _view(catalogue, min(events, num_items // 2), generator):
+                file.write(f"{user}::{film + 1}::{rating}::{timestamp}\n")
+
+    _write(directory / "movies.dat", write_films)
+    _write(directory / "ratings.dat", write_ratings)
+    return directory / "ratings.dat"
+
+
+def _write(path: Path, write: Callable[[TextIO], None]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="latin-1") as file:
+        write(file)
+    os.replace(temporary, path)
+
+
+def _make_films(num_items: int, generator: random.Random) -> list[_Film]:
+    names = [f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS]
+    generator.shuffle(names)
+    genre_weights = [1 / (rank + 1) ** GENRE_EXPONENT for rank in range(len(GENRES))]
+    weights = [1 / (rank + 5) ** POPULARITY_EXPONENT for rank in range(num_items)]
+    generator.shuffle(weights)
+
+    films: list[_Film] = []
+    while len(films) < num_items:
+        parts = generator.choice((2, 3, 4)) if generator.random() < SERIES_PROBABILITY else 1
+        parts = min(parts, num_items - len(films))
+        genres = tuple(dict.fromkeys(generator.choices(range(len(GENRES)), genre_weights, k=2)))
+        year = round(generator.triangular(FIRST_YEAR, LAST_YEAR, LAST_YEAR - 8))
+        name = names.pop()
+        for part in range(parts):
+            films.append(
+                _Film(
+                    title=f"The {name}{ROMAN[part]}",
+                    genres=genres,
+                    year=min(year + 2 * part, LAST_YEAR),
+                    weight=weights[len(films)],
+                    quality=generator.gauss(0, 0.5),
+                    sequel=len(films) + 1 if part + 1 < parts else None,
+                )
+            )
+    return films
+
+
+def _view(
+    catalogue: _Catalogue, num_events: int, generator: random.Random
+) -> Iterator[tuple[int, int, int]]:
+    """One viewer's film, rating and timestamp, event by event."""
+    genres = range(len(GENRES))
+    taste = [generator.gammavariate(0.25, 1.0) for _ in genres]
+    period = generator.triangular(FIRST_YEAR, LAST_YEAR, LAST_YEAR - 8)
+    session = _Session.begin(generator.choices(genres, taste)[0], period, generator)
+    now = FIRST_TIMESTAMP + generator.uniform(0, 365 * DAY)
+    seen: set[int] = set()
+    last: int | None = None
+    for _ in range(num_events):
+        if seen and generator.random() < SESSION_END_PROBABILITY:
+            total = sum(taste)
+            taste = [weight / total for weight in taste]
+            taste[session.genre] += 0.15
+            if generator.random() < NEW_INTEREST_PROBABILITY:
+                taste[generator.randrange(len(GENRES))] += 0.5
+            carried_over = generator.random() < CARRY_OVER_PROBABILITY
+            genre = session.genre if carried_over else generator.choices(genres, taste)[0]
+            session = _Session.begin(genre, period, generator)
+            now += DAY / 3 + generator.expovariate(1 / (DAYS_BETWEEN_SESSIONS * DAY))
+        session.advance()
+        last = _next_film(catalogue, session, last, seen, generator)
+        seen.add(last)
+        now += MINUTE / 2 + generator.expovariate(1 / (3 * MINUTE))
+        film = catalogue.films[last]
+        liking = 3.3 + film.quality + 0.5 * (session.genre in film.genres)
+        yield last, min(5, max(1, round(generator.gauss(liking, 0.8)))), int(now)
+
+
+def _next_film(
+    catalogue: _Catalogue,
+    session: _Session,
+    last: int | None,
+    seen: set[int],
+    generator: random.Random,
+) -> int:
+    """An unseen film, for one of the three reasons that the module's text gives."""
+    sequel = None if last is None else catalogue.films[last].sequel
+    if sequel is not None and sequel not in seen and generator.random() < SEQUEL_PROBABILITY:
+        return sequel
+    popular = generator.random() < POPULAR_PROBABILITY
+    for _ in range(0 if popular else ATTEMPTS):
+        film = catalogue.draw_near(session.genre, session.year, generator)
+        if film not in seen:
+            return film
+    while (film := catalogue.draw(generator)) in seen:
+        pass
+    return film
