@@ -70,16 +70,13 @@ format: $(VENV)/.tools
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-# A tree of its own, so that tests find the instrumented libraries and nothing else. python itself
-# is not instrumented, hence LD_PRELOAD (libstdc++ with it, for the C++ exceptions).
+# A tree of its own, so that tests find the instrumented libraries and nothing else.
 ASAN := build/asan
 asan: $(VENV)/.installed
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
 	cp -r $(filter-out hstu_attn,$(PYTHON_SOURCES)) pyproject.toml $(ASAN)
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
-	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) \
-	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest --ignore=tests/test_build.py $(PYTEST_ARGS)
 
 # --- distributions -------------------------------------------------------------------------------
