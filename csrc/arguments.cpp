@@ -1,0 +1,392 @@
+#include "arguments.h"
+
+#include <algorithm>
+#include <climits>
+#include <limits>
+
+namespace hstu {
+namespace {
+
+// Windows and lengths beyond any sequence are cut to this, so that sums of two of them fit an int.
+constexpr int64_t kMaxLength = 1 << 30;
+
+void check_tensors(const Arguments& args, ForwardParams& params) {
+  const Tensor& q = args.q;
+  params.dtype = to_dtype("q", q);
+  if (q.dim() != 3) fail("q", "shape (total_q, heads, head_dim)", describe_shape(q));
+  if (args.v.dim() != 3) fail("v", "shape (total_k, heads, head_dim_v)", describe_shape(args.v));
+  const int64_t total_q = q.size(0), heads = q.size(1), head_dim = q.size(2);
+  if (heads < 1) fail("q", "at least one head", describe_shape(q));
+  for (const auto& [name, tensor] : {std::pair("q", &args.q), std::pair("v", &args.v)}) {
+    const int64_t d = tensor->size(2);
+    if (d < 8 || d > 256 || d % 8)
+      fail(name, "a head_dim that is a multiple of 8, 8 to 256", std::to_string(d));
+  }
+  const int64_t rows_k = args.kv_cache ? total_q : args.v.size(0);
+  const char* meaning_k =
+      args.kv_cache ? "(total_q, heads, head_dim)" : "(total_k, heads, head_dim)";
+  params.heads = static_cast<int>(heads);
+  params.q = to_packed("q", q, q, -1, heads, head_dim, "(total_q, heads, head_dim)", false);
+  params.k = to_packed("k", args.k, q, rows_k, heads, head_dim, meaning_k, false);
+  params.v = to_packed("v", args.v, q, rows_k, heads, -1, meaning_k, false);
+  params.batch.total_q = total_q;
+  params.batch.total_k = args.kv_cache ? std::numeric_limits<int64_t>::max() : rows_k;
+}
+
+void check_batch(const Arguments& args, BatchParams& batch) {
+  const Tensor& q = args.q;
+  batch.cu_seqlens_q = to_index_array("cu_seqlens_q", args.cu_seqlens_q, q, -1, "(batch + 1)");
+  const int64_t offsets = args.cu_seqlens_q.size(0);
+  if (offsets < 1) fail("cu_seqlens_q", "at least one offset", describe_shape(args.cu_seqlens_q));
+  check_range("cu_seqlens_q", offsets - 1, 0, INT_MAX, "at most 2^31 - 1 sequences");
+  batch.batch = static_cast<int>(offsets - 1);
+  const int64_t b = batch.batch;
+  batch.cu_seqlens_k = to_index_array("cu_seqlens_k", args.cu_seqlens_k, q, b + 1, "(batch + 1)");
+  batch.seqused_q = to_index_array("seqused_q", args.seqused_q, q, b, "(batch)");
+  batch.seqused_k = to_index_array("seqused_k", args.seqused_k, q, b, "(batch)");
+  batch.num_contexts = to_index_array("num_contexts", args.num_contexts, q, b, "(batch)");
+  batch.num_targets = to_index_array("num_targets", args.num_targets, q, b, "(batch)");
+  check_range("max_seqlen_k", args.max_seqlen_k, 0, kMaxLength, "a length from 0 to 2^30");
+  check_range("max_seqlen_q", args.max_seqlen_q, 0, args.max_seqlen_k,
+              join("a length from 0 to max_seqlen_k (", args.max_seqlen_k, ")"));
+}
+
+void check_scale(const Arguments& args, ForwardParams& params) {
+  if (args.scaling_seqlen < -1 || args.scaling_seqlen == 0) {
+    fail("scaling_seqlen", "-1 (max_seqlen_q) or a positive length",
+         std::to_string(args.scaling_seqlen));
+  }
+  const int64_t length = args.scaling_seqlen == -1 ? args.max_seqlen_q : args.scaling_seqlen;
+  params.scale = length > 0 ? 1.0 / static_cast<double>(length) : 0.0;
+  params.alpha = args.alpha;
+  if (!args.attn_scale) return;
+  const Tensor& scale = *args.attn_scale;
+  check_device("attn_scale", scale, args.q);
+  check_dtype("attn_scale", scale, ScalarType::Float, "float32");
+  const bool per_row = scale.dim() == 1 && scale.size(0) == args.q.size(0) && scale.size(0) != 1;
+  if (!per_row && scale.numel() != 1) {
+    fail("attn_scale", join("a scalar or shape (total_q) = (", args.q.size(0), ")"),
+         describe_shape(scale));
+  }
+  if (per_row) check_last_stride("attn_scale", scale);
+  params.attn_scale = static_cast<const float*>(scale.const_data_ptr());
+  params.attn_scale_per_row = per_row;
+}
+
+std::string describe_window(const Arguments& args) {
+  return join("(", args.window_left, ", ", args.window_right, ")");
+}
+
+void check_arbitrary_mask(const Arguments& args, MaskParams& mask) {
+  const int64_t total_q = args.q.size(0), heads = args.q.size(1);
+  if (args.row_spans && args.func) fail("func", "None beside row_spans", "a tensor");
+  const char* name = args.row_spans ? "row_spans" : "func";
+  const bool causal = args.window_left == -1 && args.window_right == 0;
+  const bool full = args.window_left == -1 && args.window_right == -1;
+  if (!full && !(args.func && causal)) {
+    fail("window_size", join("(-1, -1) beside ", name, args.func ? ", or (-1, 0)" : ""),
+         describe_window(args));
+  }
+  for (const auto& [other, given] :
+       {std::pair("num_contexts", args.num_contexts.has_value()),
+        std::pair("num_targets", args.num_targets.has_value()),
+        std::pair("min_full_attn_seq_len", args.min_full_attn_seq_len != 0)}) {
+    if (given) fail(other, join("nothing beside ", name), "a value");
+  }
+  const Tensor& tensor = args.row_spans ? *args.row_spans : *args.func;
+  check_device(name, tensor, args.q);
+  check_dtype(name, tensor, ScalarType::Int, "int32");
+  if (args.row_spans) {
+    const bool per_head = tensor.dim() == 3;
+    if (per_head) {
+      check_shape(name, tensor, {heads, total_q, 4}, "(heads, total_q, 4)");
+    } else {
+      check_shape(name, tensor, {total_q, 4}, "(total_q, 4) or (heads, total_q, 4)");
+    }
+    check_last_stride(name, tensor);
+    mask.row_spans = static_cast<const int32_t*>(tensor.const_data_ptr());
+    mask.row_spans_head_stride = per_head ? tensor.stride(0) : 0;
+    mask.row_spans_row_stride = tensor.stride(per_head ? 1 : 0);
+    return;
+  }
+  const bool good = tensor.dim() == 3 && (tensor.size(0) == 1 || tensor.size(0) == heads) &&
+                    tensor.size(1) % 2 == 1 && tensor.size(2) >= total_q;
+  if (!good) {
+    fail(name, join("shape (1 or heads = ", heads, ", an odd n, at least total_q = ", total_q, ")"),
+         describe_shape(tensor));
+  }
+  check_range(name, tensor.size(1), 1, kMaxLength, "an odd n below 2^30");
+  check_last_stride(name, tensor);
+  mask.func = static_cast<const int32_t*>(tensor.const_data_ptr());
+  mask.func_length = static_cast<int>(tensor.size(1));
+  mask.func_head_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
+  mask.func_entry_stride = tensor.stride(1);
+  mask.func_causal = causal;
+}
+
+void check_mask(const Arguments& args, MaskParams& mask) {
+  const char* window = "window_size";
+  if (args.window_left < -1 || args.window_right < -1) {
+    fail(window, "entries of at least -1", describe_window(args));
+  }
+  check_range("target_group_size", args.target_group_size, 1, INT64_MAX, "at least 1");
+  check_range("min_full_attn_seq_len", args.min_full_attn_seq_len, 0, INT64_MAX, "at least 0");
+  if (args.row_spans || args.func) return check_arbitrary_mask(args, mask);
+  if (args.num_contexts && args.window_right != 0) {
+    fail(window, "(-1, 0) or (left, 0) beside num_contexts", describe_window(args));
+  }
+  if (args.num_targets && args.window_right != 0) {
+    fail(window, "(-1, 0) or (left, 0) beside num_targets", describe_window(args));
+  }
+  if (args.min_full_attn_seq_len > 0 && (args.window_left < 0 || args.window_right != 0)) {
+    fail(window, "(left, 0) beside min_full_attn_seq_len", describe_window(args));
+  }
+  mask.window_left = static_cast<int>(std::min(args.window_left, kMaxLength));
+  mask.window_right = static_cast<int>(std::min(args.window_right, kMaxLength));
+  mask.target_group_size = static_cast<int>(std::min(args.target_group_size, kMaxLength));
+  mask.min_full_attn_seq_len = static_cast<int>(std::min(args.min_full_attn_seq_len, kMaxLength));
+}
+
+BiasTable to_table(const char* name, const Tensor& weight, const Arguments& args) {
+  check_device(name, weight, args.q);
+  const DType dtype = bias_dtype(name, weight, args.q);
+  const int64_t heads = args.q.size(1);
+  const bool good = weight.dim() == 2 && weight.size(0) >= 1 && heads % weight.size(0) == 0 &&
+                    weight.size(1) >= 1 && weight.size(1) <= kMaxLength;
+  if (!good) {
+    fail(name, join("shape (a divisor of heads = ", heads, ", at least 1)"),
+         describe_shape(weight));
+  }
+  check_last_stride(name, weight);
+  return {weight.const_data_ptr(), dtype, static_cast<int>(weight.size(0)),
+          static_cast<int>(weight.size(1)), weight.stride(0)};
+}
+
+const int64_t* to_times(const char* name, const Tensor& tensor, const Arguments& args, int64_t size,
+                        const char* meaning) {
+  check_device(name, tensor, args.q);
+  check_dtype(name, tensor, ScalarType::Long, "int64");
+  check_shape(name, tensor, {size}, meaning);
+  check_last_stride(name, tensor);
+  return static_cast<const int64_t*>(tensor.const_data_ptr());
+}
+
+void check_bias(const Arguments& args, ForwardParams& params) {
+  const int64_t heads = args.q.size(1);
+  if (args.rab) {
+    const Tensor& rab = *args.rab;
+    check_device("rab", rab, args.q);
+    const DType dtype = bias_dtype("rab", rab, args.q);
+    check_shape("rab", rab, {params.batch.batch, -1, args.max_seqlen_k, args.max_seqlen_k},
+                "(batch, rab_heads, max_seqlen_k, max_seqlen_k)");
+    if (rab.size(1) < 1 || heads % rab.size(1)) {
+      fail("rab", join("a number of heads that divides ", heads), describe_shape(rab));
+    }
+    check_last_stride("rab", rab);
+    if (args.pos_weight) fail("pos_weight", "None beside rab", "a tensor");
+    if (args.ts_weight) fail("ts_weight", "None beside rab", "a tensor");
+    params.rab = to_dense_bias(rab, dtype, false);
+  }
+  RelativeBias& bias = params.relative_bias;
+  if (args.pos_weight) {
+    bias.position = to_table("pos_weight", *args.pos_weight, args);
+    if (bias.position.size % 2 == 0) {
+      fail("pos_weight", "an odd last size, 2 * R - 1", describe_shape(*args.pos_weight));
+    }
+  }
+  if (!args.ts_weight) {
+    if (args.timestamps) fail("timestamps", "None without ts_weight", "a tensor");
+    if (args.row_timestamps) fail("row_timestamps", "None without ts_weight", "a tensor");
+    return;
+  }
+  bias.time = to_table("ts_weight", *args.ts_weight, args);
+  if (!args.timestamps) fail("timestamps", "a tensor beside ts_weight", "None");
+  if (!args.ts_thresholds) fail("ts_thresholds", "a tensor beside ts_weight", "None");
+  const int64_t times = args.kv_cache ? -1 : args.k.size(0);
+  bias.timestamps = to_times("timestamps", *args.timestamps, args, times, "(total_k)");
+  bias.thresholds = to_times("ts_thresholds", *args.ts_thresholds, args, -1, "(thresholds)");
+  bias.num_thresholds = static_cast<int>(args.ts_thresholds->size(0));
+  if (args.row_timestamps) {
+    bias.row_timestamps =
+        to_times("row_timestamps", *args.row_timestamps, args, args.q.size(0), "(total_q)");
+  }
+}
+
+void check_paged(const Arguments& args, ForwardParams& params) {
+  if (!args.kv_cache) {
+    for (const auto& [name, given] :
+         {std::pair("page_offsets", args.page_offsets.has_value()),
+          std::pair("page_ids", args.page_ids.has_value()),
+          std::pair("last_page_lens", args.last_page_lens.has_value())}) {
+      if (given) fail(name, "None without kv_cache", "a tensor");
+    }
+    return;
+  }
+  const Tensor& cache = *args.kv_cache;
+  check_device("kv_cache", cache, args.q);
+  check_dtype("kv_cache", cache, args.q);
+  check_shape("kv_cache", cache, {-1, 2, -1, args.q.size(1), args.q.size(2)},
+              "(num_pages, 2, page_size, heads, head_dim)");
+  check_last_stride("kv_cache", cache);
+  if (args.v.size(2) != args.q.size(2)) {
+    fail("v", join("the head_dim of q beside kv_cache (", args.q.size(2), ")"),
+         describe_shape(args.v));
+  }
+  const int64_t size = cache.size(2);
+  if (size != 16 && size != 32 && size != 64 && size != 128 && size != 256) {
+    fail("kv_cache", "a page size of 16, 32, 64, 128 or 256", std::to_string(size));
+  }
+  for (const auto& [name, given] : {std::pair("page_offsets", args.page_offsets.has_value()),
+                                    std::pair("page_ids", args.page_ids.has_value()),
+                                    std::pair("last_page_lens", args.last_page_lens.has_value())}) {
+    if (!given) fail(name, "a tensor beside kv_cache", "None");
+  }
+  const int64_t b = params.batch.batch;
+  PagedParams& paged = params.paged;
+  paged.kv_cache = cache.const_data_ptr();
+  paged.num_pages = cache.size(0);
+  paged.page_size = static_cast<int>(size);
+  paged.page_stride = cache.stride(0);
+  paged.kv_stride = cache.stride(1);
+  paged.slot_stride = cache.stride(2);
+  paged.head_stride = cache.stride(3);
+  paged.page_offsets =
+      to_index_array("page_offsets", *args.page_offsets, args.q, b + 1, "(batch + 1)");
+  paged.page_ids = to_index_array("page_ids", *args.page_ids, args.q, -1, "(pages of the batch)");
+  paged.last_page_lens =
+      to_index_array("last_page_lens", *args.last_page_lens, args.q, b, "(batch)");
+}
+
+}  // namespace
+
+void to_params(const Arguments& args, ForwardParams& params) {
+  check_tensors(args, params);
+  check_batch(args, params.batch);
+  check_scale(args, params);
+  check_mask(args, params.mask);
+  check_bias(args, params);
+  check_paged(args, params);
+  const bool descaled = args.q_descale || args.k_descale || args.v_descale;
+  if (args.quant_mode != -1 || descaled) {
+    fail("quant_mode", "-1 without descales: FP8 is not built", std::to_string(args.quant_mode));
+  }
+  check_range("sm_margin", args.sm_margin, 0, INT_MAX, "at least 0");
+}
+
+// ------------------------------------------------------------------------------- values on the CPU
+
+namespace {
+
+void check_offsets(const char* name, const IndexArray& offsets, int batch, int64_t total,
+                   const char* total_name) {
+  int64_t previous = 0;
+  for (int b = 0; b <= batch; ++b) {
+    const int64_t offset = offsets[b];
+    if (offset < previous) {
+      fail(name, "non-negative, non-decreasing offsets", join(offset, " at index ", b));
+    }
+    if (offset > total) {
+      fail(name, join("offsets up to ", total_name, " (", total, ")"),
+           join(offset, " at index ", b));
+    }
+    previous = offset;
+  }
+}
+
+// What sequence b has, in the words of the caller's arguments.
+struct Lengths {
+  int64_t q, k;
+};
+
+Lengths check_lengths(const BatchParams& batch, const Arguments& args, int b) {
+  const int64_t room_q = batch.cu_seqlens_q[b + 1] - batch.cu_seqlens_q[b];
+  const int64_t room_k = batch.cu_seqlens_k[b + 1] - batch.cu_seqlens_k[b];
+  const std::string at = join(" in sequence ", b);
+  const auto used = [&](const char* name, const IndexArray& array, int64_t room) {
+    if (!array) return room;
+    if (array[b] < 0 || array[b] > room) {
+      fail(name, join("a length from 0 to ", room, at), std::to_string(array[b]));
+    }
+    return array[b];
+  };
+  const int64_t q = used("seqused_q", batch.seqused_q, room_q);
+  const int64_t k = used("seqused_k", batch.seqused_k, room_k);
+  if (q > args.max_seqlen_q) {
+    fail("max_seqlen_q", join("at least the longest query length, ", q, at),
+         std::to_string(args.max_seqlen_q));
+  }
+  if (k > args.max_seqlen_k) {
+    fail("max_seqlen_k", join("at least the longest key length, ", k, at),
+         std::to_string(args.max_seqlen_k));
+  }
+  if (q > k) {
+    fail("cu_seqlens_q", join("no more queries than keys (", k, ")", at), join(q, " queries"));
+  }
+  return {q, k};
+}
+
+void check_pages(const ForwardParams& params, int b, int64_t cached, int64_t new_rows) {
+  const PagedParams& paged = params.paged;
+  const std::string at = join(" in sequence ", b);
+  const int64_t targets = params.batch.num_targets ? params.batch.num_targets[b] : 0;
+  if (targets > new_rows) {
+    fail("num_targets", join("at most the query length (", new_rows, ") beside kv_cache", at),
+         std::to_string(targets));
+  }
+  const int64_t first = paged.page_offsets[b];
+  const int64_t count = paged.page_offsets[b + 1] - first;
+  const int64_t expected = (cached + paged.page_size - 1) / paged.page_size;
+  if (count != expected) {
+    fail("page_offsets", join(expected, " pages for ", cached, " cached keys", at),
+         std::to_string(count));
+  }
+  const int64_t last = cached == 0 ? 0 : (cached - 1) % paged.page_size + 1;
+  if (paged.last_page_lens[b] != last) {
+    fail("last_page_lens", join(last, at), std::to_string(paged.last_page_lens[b]));
+  }
+  for (int64_t n = first; n < first + count; ++n) {
+    if (paged.page_ids[n] < 0 || paged.page_ids[n] >= paged.num_pages) {
+      fail("page_ids", join("ids from 0 to ", paged.num_pages - 1),
+           join(paged.page_ids[n], " at index ", n));
+    }
+  }
+}
+
+}  // namespace
+
+void check_values(const ForwardParams& params, const Arguments& args) {
+  const BatchParams& batch = params.batch;
+  check_offsets("cu_seqlens_q", batch.cu_seqlens_q, batch.batch, batch.total_q, "total_q");
+  check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k, "total_k");
+  if (params.paged.kv_cache) {
+    check_offsets("page_offsets", params.paged.page_offsets, batch.batch, args.page_ids->size(0),
+                  "the number of page_ids");
+  }
+  if (params.paged.kv_cache && params.relative_bias.timestamps &&
+      args.timestamps->size(0) < batch.cu_seqlens_k[batch.batch]) {
+    fail("timestamps", join("a time for each of ", batch.cu_seqlens_k[batch.batch], " keys"),
+         describe_shape(*args.timestamps));
+  }
+  for (int b = 0; b < batch.batch; ++b) {
+    const Lengths lengths = check_lengths(batch, args, b);
+    const int64_t contexts = batch.num_contexts ? batch.num_contexts[b] : 0;
+    const int64_t targets = batch.num_targets ? batch.num_targets[b] : 0;
+    if (contexts < 0)
+      fail("num_contexts", join("at least 0 in sequence ", b), std::to_string(contexts));
+    if (targets < 0 || targets > lengths.k) {
+      fail("num_targets",
+           join("a count from 0 to the key length (", lengths.k, ") in sequence ", b),
+           std::to_string(targets));
+    }
+    if (params.paged.kv_cache) check_pages(params, b, lengths.k - targets, lengths.q);
+  }
+  const RelativeBias& bias = params.relative_bias;
+  for (int n = 0; n < bias.num_thresholds; ++n) {
+    if (bias.thresholds[n] < (n ? bias.thresholds[n - 1] : 0)) {
+      fail("ts_thresholds", "non-negative, non-decreasing values",
+           join(bias.thresholds[n], " at index ", n));
+    }
+  }
+}
+
+}  // namespace hstu

@@ -1,0 +1,328 @@
+// What each query row may see: the only place in C++ that compares a row with a column.
+//
+// Every mask is, for each row, the union of at most two half-open key intervals (a RowSpan). Only a
+// `func` mask of more than two intervals needs more; its RowSpan is the hull and row_bits() is
+// exact.
+//
+//   class Mask   row(r)                      the span of query row r
+//                row_bits(r, k0)             keys k0 .. k0 + 63 as bits
+//                kv_intervals(r0, r1)        keys that some row of [r0, r1) sees
+//                q_intervals(k0, k1)         rows that see some key of [k0, k1)
+//                classify(r0, r1, k0, k1)    whether a tile is empty, partial or full
+//   tiles(...)   an interval list in tiles of a given size
+//
+// Rows are query rows 0 .. Lq-1 of the sequence; positions i = r + offset and keys j are absolute.
+#pragma once
+
+#include "sequence.h"
+
+namespace hstu {
+
+struct Interval {
+  int begin = 0;
+  int end = 0;
+
+  HSTU_HOST_DEVICE bool empty() const { return end <= begin; }
+};
+
+// Keys [a0, a1) and [b0, b1). An empty interval has end <= begin.
+struct RowSpan {
+  int a0 = 0, a1 = 0, b0 = 0, b1 = 0;
+};
+
+// A short list of disjoint intervals in ascending order.
+template <int kCapacity>
+struct IntervalList {
+  int count = 0;
+  Interval interval[kCapacity];
+
+  // Appends `next`, which must not begin before the last one does; merges the two where they meet.
+  HSTU_HOST_DEVICE void append(Interval next) {
+    if (next.empty()) return;
+    if (count > 0 && next.begin <= interval[count - 1].end) {
+      if (next.end > interval[count - 1].end) interval[count - 1].end = next.end;
+    } else {
+      interval[count++] = next;
+    }
+  }
+};
+
+using KeyIntervals = IntervalList<2>;
+using RowIntervals = IntervalList<4>;
+
+// The tiles of `size` that the intervals touch.
+template <int kCapacity>
+HSTU_HOST_DEVICE IntervalList<kCapacity> tiles(const IntervalList<kCapacity>& list, int size) {
+  IntervalList<kCapacity> result;
+  for (int n = 0; n < list.count; ++n) {
+    result.append({list.interval[n].begin / size, (list.interval[n].end + size - 1) / size});
+  }
+  return result;
+}
+
+enum class TileKind : int { kEmpty, kPartial, kFull };
+
+class Mask {
+ public:
+  HSTU_HOST_DEVICE Mask(const MaskParams& params, const Sequence& sequence, int head)
+      : params_(params), sequence_(sequence) {
+    if (params.row_spans) row_spans_ = params.row_spans + head * params.row_spans_head_stride;
+    if (params.func) func_ = params.func + head * params.func_head_stride;
+  }
+
+  // True where the spans are given row by row and have no closed form.
+  HSTU_HOST_DEVICE bool arbitrary() const { return row_spans_ || func_; }
+
+  HSTU_HOST_DEVICE RowSpan row(int r) const {
+    const int i = r + sequence_.offset;
+    if (i < 0) return {};
+    if (row_spans_) return given_span(r);
+    if (func_) return func_hull(r);
+
+    const int h = sequence_.history_end;
+    if (i < sequence_.contexts) return {0, h, 0, 0};
+    const int low = window_begin(i);
+    if (i < h) return {low, window_end(i), 0, 0};
+    return {low, h, group_begin(i), i + 1};
+  }
+
+  // Bit n tells whether row r sees key k0 + n, n < 64.
+  HSTU_HOST_DEVICE uint64_t row_bits(int r, int k0) const {
+    if (func_ && params_.func_length > 3) return func_bits(r, k0);
+    const RowSpan span = row(r);
+    return bits({span.a0, span.a1}, k0) | bits({span.b0, span.b1}, k0);
+  }
+
+  // Keys outside the result are invisible to all rows of [r0, r1). For masks in closed form every
+  // key inside is visible to one of them; for arbitrary masks it is a hull.
+  HSTU_HOST_DEVICE KeyIntervals kv_intervals(int r0, int r1) const {
+    KeyIntervals result;
+    if (arbitrary()) {
+      Interval a, b;
+      for (int r = r0; r < r1; ++r) {
+        const RowSpan span = row(r);
+        widen(a, {span.a0, span.a1});
+        widen(b, {span.b0, span.b1});
+      }
+      const bool a_first = !a.empty() && (b.empty() || a.begin <= b.begin);
+      result.append(a_first ? a : b);
+      result.append(a_first ? b : a);
+      return result;
+    }
+    const Positions p = positions(r0, r1);
+    Interval shared, own;  // up to the history's end; of the target groups
+    if (!p.context.empty()) widen(shared, {0, sequence_.history_end});
+    if (!p.history.empty()) widen(shared, {lowest(p.history), window_end(p.history.end - 1)});
+    if (!p.target.empty()) {
+      widen(shared, {window_begin(p.target.begin), sequence_.history_end});
+      own = {group_begin(p.target.begin), p.target.end};
+    }
+    result.append(shared);
+    result.append(own);
+    return result;
+  }
+
+  // Rows outside the result see no key of [k0, k1). For masks in closed form every row inside sees
+  // one of them; for arbitrary masks every row is inside, and classify() tells which tiles are
+  // empty.
+  HSTU_HOST_DEVICE RowIntervals q_intervals(int k0, int k1) const {
+    RowIntervals result;
+    if (k1 > sequence_.k_len) k1 = sequence_.k_len;
+    if (k1 <= k0) return result;
+    if (arbitrary()) {
+      append_rows(result, {0, sequence_.k_len});
+      return result;
+    }
+    const int c = sequence_.contexts;
+    const int h = sequence_.history_end;
+    const int full = full_begin();
+    const int left = params_.window_left;
+    const int right = params_.window_right;
+    if (k0 < h) {
+      append_rows(result, {0, c});
+      // History rows: the window's end passes k0, and its begin has not passed k1.
+      const int first = larger(c, right < 0 ? 0 : k0 - right);
+      const int last = left < 0 ? full : smaller(full, larger(k1, c) + left);
+      append_rows(result, {first, last});
+      append_rows(result, {larger(first, full), h});
+    }
+    const bool targets_see_history = k0 < h && k1 > window_begin(h);
+    if (targets_see_history) {
+      append_rows(result, {h, sequence_.k_len});
+    } else if (k1 > h) {
+      const int group = params_.target_group_size;
+      const int last_group_end = h + ((k1 - 1 - h) / group + 1) * group;
+      append_rows(result, {larger(k0, h), smaller(last_group_end, sequence_.k_len)});
+    }
+    return result;
+  }
+
+  // Exact for every mask, but that a wide `func` tile may be called partial where it is full or
+  // empty.
+  HSTU_HOST_DEVICE TileKind classify(int r0, int r1, int k0, int k1) const {
+    if (arbitrary()) return classify_by_row(r0, r1, k0, k1);
+    const KeyIntervals visible = kv_intervals(r0, r1);
+    bool touched = false;
+    for (int n = 0; n < visible.count; ++n) {
+      touched |= visible.interval[n].begin < k1 && k0 < visible.interval[n].end;
+    }
+    if (!touched) return TileKind::kEmpty;
+    return every_row_sees(positions(r0, r1), k0, k1) ? TileKind::kFull : TileKind::kPartial;
+  }
+
+ private:
+  // The absolute positions of a range of rows, by kind of token.
+  struct Positions {
+    Interval context, history, target;
+  };
+
+  static HSTU_HOST_DEVICE int smaller(int x, int y) { return x < y ? x : y; }
+  static HSTU_HOST_DEVICE int larger(int x, int y) { return x > y ? x : y; }
+
+  static HSTU_HOST_DEVICE Interval intersect(Interval x, Interval y) {
+    return {larger(x.begin, y.begin), smaller(x.end, y.end)};
+  }
+
+  // Grows `hull` to take in `other`.
+  static HSTU_HOST_DEVICE void widen(Interval& hull, Interval other) {
+    if (other.empty()) return;
+    if (hull.empty()) {
+      hull = other;
+    } else {
+      hull = {smaller(hull.begin, other.begin), larger(hull.end, other.end)};
+    }
+  }
+
+  static HSTU_HOST_DEVICE uint64_t bits(Interval keys, int k0) {
+    const int begin = larger(keys.begin - k0, 0);
+    const int end = smaller(keys.end - k0, 64);
+    if (begin >= end) return 0;
+    const uint64_t below_end = end == 64 ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
+    return below_end & ~((uint64_t{1} << begin) - 1);
+  }
+
+  HSTU_HOST_DEVICE Interval clip(int begin, int end) const {
+    return {larger(begin, 0), smaller(end, sequence_.k_len)};
+  }
+
+  HSTU_HOST_DEVICE void append_rows(RowIntervals& list, Interval positions) const {
+    list.append({larger(positions.begin - sequence_.offset, 0),
+                 smaller(positions.end - sequence_.offset, sequence_.q_len)});
+  }
+
+  HSTU_HOST_DEVICE Positions positions(int r0, int r1) const {
+    const Interval all = {larger(r0 + sequence_.offset, 0), r1 + sequence_.offset};
+    return {intersect(all, {0, sequence_.contexts}),
+            intersect(all, {sequence_.contexts, sequence_.history_end}),
+            intersect(all, {sequence_.history_end, sequence_.k_len})};
+  }
+
+  // First position whose row ignores the window; h where no history row does.
+  HSTU_HOST_DEVICE int full_begin() const {
+    const int h = sequence_.history_end;
+    if (params_.min_full_attn_seq_len <= 0) return h;
+    return larger(h - params_.min_full_attn_seq_len, 0);
+  }
+
+  // First key of the window of position i; a target stands where the first target does.
+  HSTU_HOST_DEVICE int window_begin(int i) const {
+    const int h = sequence_.history_end;
+    const bool full = params_.min_full_attn_seq_len > 0 && i >= full_begin();
+    if (params_.window_left < 0 || full) return 0;
+    const int low = smaller(i, h) - params_.window_left;
+    return low < larger(sequence_.contexts, 1) ? 0 : low;
+  }
+
+  // End of the window of position i, which is not a target.
+  HSTU_HOST_DEVICE int window_end(int i) const {
+    const int k_len = sequence_.k_len;
+    const int right = params_.window_right;
+    return right < 0 || right >= k_len - i ? k_len : i + right + 1;
+  }
+
+  // First key of the target group of position i >= h.
+  HSTU_HOST_DEVICE int group_begin(int i) const {
+    const int h = sequence_.history_end;
+    return h + (i - h) / params_.target_group_size * params_.target_group_size;
+  }
+
+  // The window's begin grows with the position until the rows that ignore the window.
+  HSTU_HOST_DEVICE int lowest(Interval history) const {
+    return smaller(window_begin(history.begin), window_begin(history.end - 1));
+  }
+
+  HSTU_HOST_DEVICE bool every_row_sees(const Positions& p, int k0, int k1) const {
+    const int h = sequence_.history_end;
+    if (!p.context.empty() && k1 > h) return false;
+    if (!p.history.empty()) {
+      if (k1 > window_end(p.history.begin)) return false;
+      const int last_windowed = smaller(p.history.end, full_begin()) - 1;
+      if (last_windowed >= p.history.begin && k0 < window_begin(last_windowed)) return false;
+    }
+    if (!p.target.empty()) {
+      // The last row's group begins latest, the first row ends earliest.
+      const int low = window_begin(h);
+      const int own_begin = group_begin(p.target.end - 1);
+      const int first_key = k0 < h ? low : own_begin;
+      const int last_key = k1 > h ? p.target.begin + 1 : h;
+      if (k0 < first_key || k1 > last_key) return false;
+      if (k0 < h && k1 > h && own_begin > h) return false;
+    }
+    return true;
+  }
+
+  HSTU_HOST_DEVICE TileKind classify_by_row(int r0, int r1, int k0, int k1) const {
+    const bool exact = !(func_ && params_.func_length > 3);
+    bool any = false;
+    bool all = exact;
+    for (int r = r0; r < r1; ++r) {
+      const RowSpan span = row(r);
+      const Interval a = intersect({span.a0, span.a1}, {k0, k1});
+      const Interval b = intersect({span.b0, span.b1}, {k0, k1});
+      any |= !a.empty() || !b.empty();
+      Interval both = a;
+      const bool connected = a.empty() || b.empty() || (b.begin <= a.end && a.begin <= b.end);
+      widen(both, b);
+      all &= connected && both.begin == k0 && both.end == k1;
+    }
+    return !any ? TileKind::kEmpty : (all ? TileKind::kFull : TileKind::kPartial);
+  }
+
+  HSTU_HOST_DEVICE RowSpan given_span(int r) const {
+    const int32_t* span = row_spans_ + (sequence_.q_begin + r) * params_.row_spans_row_stride;
+    const Interval a = clip(span[0], span[1]);
+    const Interval b = clip(span[2], span[3]);
+    return {a.begin, a.end, b.begin, b.end};
+  }
+
+  // Interval n of the func of row r: n = 0 is [0, F0), n > 0 is [F(2n-1), F(2n)).
+  HSTU_HOST_DEVICE Interval func_interval(int r, int n) const {
+    const int32_t* entry = func_ + sequence_.q_begin + r;
+    const int64_t stride = params_.func_entry_stride;
+    Interval keys =
+        n == 0 ? clip(0, entry[0]) : clip(entry[(2 * n - 1) * stride], entry[2 * n * stride]);
+    if (params_.func_causal) keys.end = smaller(keys.end, r + sequence_.offset + 1);
+    return keys;
+  }
+
+  HSTU_HOST_DEVICE RowSpan func_hull(int r) const {
+    const Interval a = func_interval(r, 0);
+    Interval b;
+    for (int n = 1; n <= params_.func_length / 2; ++n) widen(b, func_interval(r, n));
+    return {a.begin, a.end, b.begin, b.end};
+  }
+
+  HSTU_HOST_DEVICE uint64_t func_bits(int r, int k0) const {
+    if (r + sequence_.offset < 0) return 0;
+    uint64_t result = 0;
+    for (int n = 0; n <= params_.func_length / 2; ++n) result |= bits(func_interval(r, n), k0);
+    return result;
+  }
+
+  MaskParams params_;
+  Sequence sequence_;
+  const int32_t* row_spans_ = nullptr;
+  const int32_t* func_ = nullptr;
+};
+
+}  // namespace hstu

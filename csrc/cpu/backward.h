@@ -1,0 +1,392 @@
+// The fused CPU backward: scores recomputed, dQ, dK, dV and the bias gradient in one pass.
+//
+// A work item is a chunk of keys of one head (of all heads of a bias head, where a dense bias has a
+// gradient). dK and dV of the chunk stay in scratch; each row tile's dQ is summed over the chunk
+// and then added, chunk after chunk in ascending order, so that results do not depend on timing.
+// Everything is computed transposed (keys by rows): P^T and dS^T are then operands as they stand.
+#pragma once
+
+#include <sched.h>
+
+#include <new>
+
+#include "tile.h"
+
+namespace hstu::cpu::HSTU_CPU_ISA {
+
+template <typename Arithmetic, typename T>
+class Backward {
+  using Unit = typename Arithmetic::Unit;
+  using Accum = typename Arithmetic::Accum;
+  using Pack = Packer<Arithmetic, T>;
+  static constexpr int kPair = Arithmetic::kPair;
+  static constexpr int kPanel = Arithmetic::kPanel;
+
+ public:
+  static constexpr int kChunk = 512;  // keys: packing a row tile costs about as much as 20 keys
+
+  static int64_t scratch_bytes(const BackwardParams& params, int heads_per_item) {
+    Arena arena(nullptr);
+    Scratch(arena, params);
+    arena.take<Head>(heads_per_item);
+    for (int n = 0; n < heads_per_item; ++n) HeadScratch(arena, params);
+    return arena.used();
+  }
+
+  static int64_t dq_tile_bytes(const BackwardParams& params) {
+    return int64_t{round_up(params.q.head_dim, kRowBlock)} * kTileRows * sizeof(Accum);
+  }
+
+  static void run(const BackwardParams& params, const BackwardShared& shared,
+                  const TableGradients& tables, const WorkItem& item, int heads_per_item,
+                  char* scratch) {
+    Backward(params, shared, tables, item, heads_per_item, scratch).run();
+  }
+
+ private:
+  // Tiles that one head after another uses.
+  struct Scratch {
+    Unit* staging;           // [kTileRows][D or Dv]
+    Accum* scores;           // S^T [kTileKeys][kTileRows]
+    Accum* score_gradients;  // dP^T, then dS^T where the bias has a gradient
+    Accum* bias_gradient;    // dS^T summed over the heads of a bias head
+    Accum* dq_rows;          // [kTileRows][D]
+    Unit* weights;           // P^T, row form
+    Unit* weight_gradients;  // dS^T, row form
+    Panels<Unit> paired;     // dS^T, panel form: k = key, n = row
+
+    Scratch(Arena& arena, const BackwardParams& params) {
+      const int widest =
+          params.q.head_dim > params.v.head_dim ? params.q.head_dim : params.v.head_dim;
+      staging = arena.take<Unit>(kTileRows * round_up(widest, kDepthBlock));
+      scores = arena.take<Accum>(kTileKeys * kTileRows);
+      score_gradients = arena.take<Accum>(kTileKeys * kTileRows);
+      bias_gradient = arena.take<Accum>(kTileKeys * kTileRows);
+      dq_rows = arena.take<Accum>(kTileRows * round_up(params.q.head_dim, kRowBlock));
+      weights = arena.take<Unit>(kTileKeys * kTileRows / kPair);
+      weight_gradients = arena.take<Unit>(kTileKeys * kTileRows / kPair);
+      if (kPair == 1) {
+        paired = {weight_gradients, kPanel, kTileRows};
+      } else {
+        paired = {arena.take<Unit>(kTileKeys * kTileRows / kPair), kPanel, kTileRows};
+      }
+    }
+  };
+
+  // What is kept for each head: the chunk's keys, and the row tile being worked on.
+  struct HeadScratch {
+    Unit* k;                     // row form [kChunk][D]
+    Unit* v;                     // row form [kChunk][Dv]
+    Unit* k_transposed;          // row form [D][kChunk]
+    Accum* dk;                   // [kChunk][D]
+    Accum* dv;                   // [kChunk][Dv]
+    Panels<Unit> q_transposed;   // k = d, n = row
+    Panels<Unit> q;              // k = row, n = d
+    Panels<Unit> do_transposed;  // k = column of v, n = row
+    Panels<Unit> dout;           // k = row, n = column of v
+    Accum* dq;                   // transposed: [D][kTileRows]
+
+    HeadScratch(Arena& arena, const BackwardParams& params) {
+      const int d = round_up(params.q.head_dim, kDepthBlock);
+      const int dv_columns = round_up(params.v.head_dim, kDepthBlock);
+      k = arena.take<Unit>(int64_t{kChunk} * d / kPair);
+      v = arena.take<Unit>(int64_t{kChunk} * dv_columns / kPair);
+      k_transposed = arena.take<Unit>(int64_t{kChunk} * d / kPair);
+      dk = arena.take<Accum>(int64_t{kChunk} * d);
+      dv = arena.take<Accum>(int64_t{kChunk} * dv_columns);
+      q_transposed = {arena.take<Unit>(kTileRows * d / kPair), int64_t{kPanel} * d / kPair, kPanel};
+      q = {arena.take<Unit>(kTileRows * d / kPair), int64_t{kPanel} * kTileRows / kPair, kPanel};
+      do_transposed = {arena.take<Unit>(kTileRows * dv_columns / kPair),
+                       int64_t{kPanel} * dv_columns / kPair, kPanel};
+      dout = {arena.take<Unit>(kTileRows * dv_columns / kPair), int64_t{kPanel} * kTileRows / kPair,
+              kPanel};
+      dq = arena.take<Accum>(int64_t{d} * kTileRows);
+    }
+  };
+
+  // One head of the item, and what its current row tile sees.
+  struct Head {
+    HeadView<T> view;
+    RowSource<T> dout;
+    HeadScratch scratch;
+    int number;
+    bool active = false;  // the row tile sees keys of this chunk
+    int chunks_before = 0;
+    int chunks_seen = 0;
+
+    Head(const BackwardParams& params, int b, int head, Arena& arena)
+        : view(params, b, head),
+          dout(row_source<T>(params.dout, view.sequence.q_begin, head)),
+          scratch(arena, params),
+          number(head) {}
+  };
+
+  Backward(const BackwardParams& params, const BackwardShared& shared, const TableGradients& tables,
+           const WorkItem& item, int heads, char* scratch)
+      : params_(params),
+        shared_(shared),
+        tables_(tables),
+        item_(item),
+        head_count_(heads),
+        arena_(scratch),
+        scratch_(arena_, params),
+        heads_(arena_.take<Head>(heads)),
+        sequence_(load_sequence(params.batch, item.sequence)),
+        depth_(round_up(params.q.head_dim, kDepthBlock)),
+        value_depth_(round_up(params.v.head_dim, kDepthBlock)),
+        has_bias_(params.rab.data || params.relative_bias),
+        has_bias_gradient_(params.drab.data || tables.position || tables.time) {
+    for (int n = 0; n < heads; ++n)
+      new (heads_ + n) Head(params, item.sequence, item.head + n, arena_);
+  }
+
+  void run() {
+    for (Head& head : heads()) load_keys(head);
+    for (int r0 = 0; r0 < sequence_.q_len; r0 += kTileRows) {
+      row_tile(r0, smaller(r0 + kTileRows, sequence_.q_len));
+    }
+    for (Head& head : heads()) {
+      const Accum alpha = static_cast<Accum>(params_.alpha);
+      store_rows(params_.dk, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
+                 head.scratch.dk, depth_, alpha);
+      store_rows(params_.dv, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
+                 head.scratch.dv, value_depth_, Accum{1});
+    }
+  }
+
+  // Packs the chunk's K and V and zeroes its dK and dV.
+  void load_keys(Head& head) {
+    const int keys = item_.end - item_.begin;
+    Pack::rows(head.view.k, item_.begin, keys, head.scratch.k, depth_ / kPair);
+    Pack::rows(head.view.v, item_.begin, keys, head.scratch.v, value_depth_ / kPair);
+    for (int k0 = 0; k0 < keys; k0 += kTileKeys) {
+      Pack::columns(head.view.k, item_.begin + k0, smaller(kTileKeys, keys - k0),
+                    head.scratch.k_transposed + k0 / kPair, kChunk / kPair, scratch_.staging);
+    }
+    const int64_t padded_keys = round_up(keys, kRowBlock);
+    std::memset(head.scratch.dk, 0, padded_keys * depth_ * sizeof(Accum));
+    std::memset(head.scratch.dv, 0, padded_keys * value_depth_ * sizeof(Accum));
+  }
+
+  // Rows [r0, r1) against every key tile of the chunk that they see.
+  void row_tile(int r0, int r1) {
+    bool any_active = false;
+    for (Head& head : heads()) {
+      find_chunks(head, r0, r1);
+      any_active |= head.active;
+      if (head.active) load_rows(head, r0, r1);
+      if (head.chunks_seen == 0 && item_.begin == 0) store_zero_dq(head, r0, r1);
+    }
+    if (!any_active) return;
+    for (int k0 = item_.begin; k0 < item_.end; k0 += kTileKeys) {
+      key_tile(r0, r1, k0, smaller(k0 + kTileKeys, item_.end));
+    }
+    for (Head& head : heads()) {
+      if (head.active) finish_dq(head, r0, r1);
+    }
+  }
+
+  // Which chunks the row tile sees: they add to its dQ one after another.
+  void find_chunks(Head& head, int r0, int r1) const {
+    const int chunk = item_.begin / kChunk;
+    const KeyIntervals chunks = tiles(head.view.mask.kv_intervals(r0, r1), kChunk);
+    head.active = false;
+    head.chunks_before = head.chunks_seen = 0;
+    for (int n = 0; n < chunks.count; ++n) {
+      const Interval seen = chunks.interval[n];
+      head.active |= seen.begin <= chunk && chunk < seen.end;
+      head.chunks_before += larger(smaller(seen.end, chunk) - seen.begin, 0);
+      head.chunks_seen += seen.end - seen.begin;
+    }
+  }
+
+  // Packs Q and dO of the row tile, both ways, and zeroes its dQ.
+  void load_rows(Head& head, int r0, int r1) {
+    HeadScratch& s = head.scratch;
+    Pack::column_panels(head.view.q, r0, r1 - r0, s.q_transposed, scratch_.staging);
+    Pack::row_panels(head.view.q, r0, r1 - r0, s.q);
+    Pack::column_panels(head.dout, r0, r1 - r0, s.do_transposed, scratch_.staging);
+    Pack::row_panels(head.dout, r0, r1 - r0, s.dout);
+    std::memset(s.dq, 0, int64_t{depth_} * kTileRows * sizeof(Accum));
+  }
+
+  void key_tile(int r0, int r1, int k0, int k1) {
+    const TileShape shape = {r0, r1 - r0, k0, k1 - k0, 1, kTileRows};
+    bool any_visible = false;
+    for (Head& head : heads()) {
+      if (!head.active) continue;
+      const TileKind kind = head.view.mask.classify(r0, r1, k0, k1);
+      if (kind == TileKind::kEmpty) continue;
+      tile(head, shape, kind == TileKind::kPartial);
+      if (params_.drab.data) sum_bias_gradient(shape, any_visible);
+      any_visible = true;
+    }
+    if (!any_visible || !has_bias_gradient_) return;
+    const Accum alpha = static_cast<Accum>(params_.alpha);
+    if (params_.drab.data) {
+      const int bias_head = item_.head / (params_.heads / params_.drab.heads);
+      store_dense_gradient(params_.drab, sequence_, item_.sequence, bias_head, shape,
+                           scratch_.bias_gradient, alpha);
+    } else {
+      add_table_gradients(tables_, params_.relative_bias, sequence_, shape,
+                          scratch_.score_gradients, alpha);
+    }
+  }
+
+  void tile(Head& head, const TileShape& shape, bool partial) {
+    HeadScratch& s = head.scratch;
+    const int rows = shape.rows;
+    const int keys = shape.keys;
+    const int padded_rows = round_up(rows, kDepthBlock);
+    const int first_key = shape.k0 - item_.begin;
+
+    // S^T = K Q^T
+    Arithmetic::gemm(keys, padded_rows, params_.q.head_dim, s.k + first_key * (depth_ / kPair),
+                     depth_ / kPair, s.q_transposed, scratch_.scores, kTileRows, false);
+    if (has_bias_) {
+      add_bias(params_, sequence_, item_.sequence, head.number, shape, scratch_.scores);
+    }
+    // dP^T = V dO^T
+    Arithmetic::gemm(keys, padded_rows, params_.v.head_dim,
+                     s.v + first_key * (value_depth_ / kPair), value_depth_ / kPair,
+                     s.do_transposed, scratch_.score_gradients, kTileRows, false);
+    // P^T and dS^T
+    activate(head, shape, padded_rows, partial);
+    // dV += P^T dO
+    Arithmetic::gemm(keys, round_up(params_.v.head_dim, kPanel), rows, scratch_.weights,
+                     kTileRows / kPair, s.dout, s.dv + int64_t{first_key} * value_depth_,
+                     value_depth_, true);
+    // dK += dS^T Q
+    Arithmetic::gemm(keys, round_up(params_.q.head_dim, kPanel), rows, scratch_.weight_gradients,
+                     kTileRows / kPair, s.q, s.dk + int64_t{first_key} * depth_, depth_, true);
+    // dQ^T += K^T dS^T
+    Arithmetic::gemm(params_.q.head_dim, padded_rows, keys, s.k_transposed + first_key / kPair,
+                     kChunk / kPair, scratch_.paired, s.dq, kTileRows, true);
+  }
+
+  // P = M * silu(X) * scale and dX = M * dP * scale * silu'(X), with X = alpha * (S + bias). The
+  // factor alpha of dS = alpha * dX waits for the end.
+  void activate(const Head& head, const TileShape& shape, int padded_rows, bool partial) {
+    uint64_t bits[kTileKeys];  // of each key: the rows that see it
+    for (int row = 0; row < kTileRows; ++row) {
+      const bool real = row < shape.rows;
+      bits[row] = !partial ? ~uint64_t{0}
+                  : real   ? head.view.mask.row_bits(shape.r0 + row, shape.k0)
+                           : 0;
+    }
+    if (partial) transpose_bits(bits);
+
+    alignas(64) Accum scale[kTileRows] = {};
+    for (int row = 0; row < shape.rows; ++row) {
+      scale[row] = row_scale<Accum>(params_, sequence_.q_begin + shape.r0 + row);
+    }
+    // NOTE: products of bf16 pairs read a multiple of kDepthBlock keys.
+    const int keys = kPair == 1 ? shape.keys : round_up(shape.keys, kDepthBlock);
+    for (int key = 0; key < keys; key += kPair) {
+      for (int row = 0; row < padded_rows; row += kLanes<Accum>) {
+        Vector<Accum> gradient[kPair];
+#pragma GCC unroll 2
+        for (int n = 0; n < kPair; ++n) {
+          gradient[n] = activate_vector(key + n, row, bits[key + n] >> row, load(scale + row));
+        }
+        if constexpr (kPair == 2) {
+          const int64_t panel = row / kPanel * scratch_.paired.panel_stride + row % kPanel;
+          store_row_pair<Arithmetic>(
+              scratch_.paired.data + panel + key / kPair * scratch_.paired.k_stride, gradient[0],
+              gradient[kPair - 1]);
+        }
+      }
+    }
+  }
+
+  HSTU_INLINE Vector<Accum> activate_vector(int key, int row, uint64_t bits, Vector<Accum> scale) {
+    const int element = key * kTileRows + row;
+    const Vector<Accum> x = static_cast<Accum>(params_.alpha) * load(scratch_.scores + element);
+    const Vector<Accum> s = sigmoid<Arithmetic::kAccuracy>(x);
+    const Vector<Accum> p = keep(bits, silu(x, s) * scale);
+    const Vector<Accum> dp = load(scratch_.score_gradients + element) * scale;
+    const Vector<Accum> gradient = keep(bits, dp * silu_derivative(x, s));
+    const int unit_row = key * (kTileRows / kPair);
+    store_operand<Arithmetic>(scratch_.weights + unit_row, row, p);
+    store_operand<Arithmetic>(scratch_.weight_gradients + unit_row, row, gradient);
+    if (has_bias_gradient_) store(scratch_.score_gradients + element, gradient);
+    return gradient;
+  }
+
+  // The dense bias gradient of the tile: dX summed over heads.
+  void sum_bias_gradient(const TileShape& shape, bool accumulate) {
+    for (int n = 0; n < shape.keys * kTileRows; n += kLanes<Accum>) {
+      const Vector<Accum> part = load(scratch_.score_gradients + n);
+      Accum* sum = scratch_.bias_gradient + n;
+      store(sum, accumulate ? load(sum) + part : part);
+    }
+  }
+
+  // Adds the chunk's part of dQ to those of the chunks before it; the last one stores the sum.
+  void finish_dq(Head& head, int r0, int r1) {
+    Accum* sum = head.scratch.dq;
+    int* turn = nullptr;
+    if (head.chunks_seen > 1) {
+      const int64_t tile =
+          (shared_.first_row_tile[item_.sequence] + r0 / kTileRows) * params_.heads + head.number;
+      turn = shared_.turn + tile;
+      while (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != head.chunks_before) sched_yield();
+      sum = reinterpret_cast<Accum*>(shared_.dq_sum + tile * dq_tile_bytes(params_));
+      for (int n = 0; n < depth_ * kTileRows; n += kLanes<Accum>) {
+        const Vector<Accum> part = load(head.scratch.dq + n);
+        store(sum + n, head.chunks_before == 0 ? part : load(sum + n) + part);
+      }
+    }
+    if (head.chunks_before + 1 == head.chunks_seen) store_dq(head, sum, r0, r1);
+    if (turn) __atomic_store_n(turn, head.chunks_before + 1, __ATOMIC_RELEASE);
+  }
+
+  void store_dq(const Head& head, const Accum* dq, int r0, int r1) {
+    for (int d = 0; d < depth_; d += kLanes<Accum>) {
+      transpose(dq + d * kTileRows, kTileRows, round_up(r1 - r0, kLanes<Accum>),
+                scratch_.dq_rows + d, depth_);
+    }
+    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, scratch_.dq_rows, depth_,
+               static_cast<Accum>(params_.alpha));
+  }
+
+  void store_zero_dq(const Head& head, int r0, int r1) {
+    std::memset(scratch_.dq_rows, 0, int64_t{kTileRows} * depth_ * sizeof(Accum));
+    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, scratch_.dq_rows, depth_,
+               Accum{1});
+  }
+
+  static void store_rows(const PackedTensor& tensor, int64_t begin, int count, int head,
+                         const Accum* rows, int64_t stride, Accum factor) {
+    for (int r = 0; r < count; ++r) {
+      T* out = static_cast<T*>(tensor.data) + (begin + r) * tensor.row_stride +
+               head * tensor.head_stride;
+      for (int d = 0; d < tensor.head_dim; ++d)
+        out[d] = from_float<T>(factor * rows[r * stride + d]);
+    }
+  }
+
+  struct HeadRange {
+    Head* first;
+    Head* last;
+    Head* begin() const { return first; }
+    Head* end() const { return last; }
+  };
+  HeadRange heads() const { return {heads_, heads_ + head_count_}; }
+
+  const BackwardParams& params_;
+  const BackwardShared& shared_;
+  const TableGradients& tables_;
+  const WorkItem& item_;
+  int head_count_;
+  Arena arena_;
+  Scratch scratch_;
+  Head* heads_;
+  Sequence sequence_;
+  int depth_;        // D, padded
+  int value_depth_;  // Dv, padded
+  bool has_bias_;
+  bool has_bias_gradient_;
+};
+
+}  // namespace hstu::cpu::HSTU_CPU_ISA

@@ -1,0 +1,156 @@
+// The fused CPU forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
+//
+// A work item is a chunk of query rows of one head. Key tiles are packed once per chunk and used by
+// each of its row tiles; scores exist only as one tile of scratch.
+#pragma once
+
+#include "tile.h"
+
+namespace hstu::cpu::HSTU_CPU_ISA {
+
+template <typename Arithmetic, typename T>
+class Forward {
+  using Unit = typename Arithmetic::Unit;
+  using Accum = typename Arithmetic::Accum;
+  static constexpr int kPair = Arithmetic::kPair;
+  static constexpr int kPanel = Arithmetic::kPanel;
+
+ public:
+  static constexpr int kChunk = 256;  // rows: packing a key tile costs about as much as 10 rows
+
+  static int64_t scratch_bytes(const ForwardParams& params) {
+    return Scratch(nullptr, params).bytes;
+  }
+
+  static void run(const ForwardParams& params, const WorkItem& item, char* scratch) {
+    Forward(params, item, scratch).run();
+  }
+
+ private:
+  struct Scratch {
+    Unit* q;                    // row form [kChunk][D]
+    Panels<Unit> k_transposed;  // k = d, n = key
+    Panels<Unit> v;             // k = key, n = column of v
+    Unit* staging;              // [kTileKeys][D]
+    Accum* scores;              // [kTileRows][kTileKeys]
+    Unit* weights;              // P, row form [kTileRows][kTileKeys]
+    Accum* out;                 // [kChunk][Dv]
+    int64_t bytes;
+
+    Scratch(char* base, const ForwardParams& params) {
+      const int depth = round_up(params.q.head_dim, kDepthBlock) / kPair;
+      const int columns = round_up(params.v.head_dim, kRowBlock);
+      Arena arena(base);
+      q = arena.take<Unit>(int64_t{kChunk} * depth);
+      k_transposed = {arena.take<Unit>(kTileKeys * depth), int64_t{kPanel} * depth, kPanel};
+      v = {arena.take<Unit>(kTileKeys / kPair * columns), int64_t{kPanel} * kTileKeys / kPair,
+           kPanel};
+      staging = arena.take<Unit>(kTileKeys * depth);
+      scores = arena.take<Accum>(kTileRows * kTileKeys);
+      weights = arena.take<Unit>(kTileRows * kTileKeys / kPair);
+      out = arena.take<Accum>(int64_t{kChunk} * columns);
+      bytes = arena.used();
+    }
+  };
+
+  Forward(const ForwardParams& params, const WorkItem& item, char* scratch)
+      : params_(params),
+        item_(item),
+        head_(params, item.sequence, item.head),
+        scratch_(scratch, params),
+        depth_(round_up(params.q.head_dim, kDepthBlock)),
+        out_stride_(round_up(params.v.head_dim, kRowBlock)),
+        has_bias_(params.rab.data || params.relative_bias) {}
+
+  void run() {
+    const int rows = item_.end - item_.begin;
+    Packer<Arithmetic, T>::rows(head_.q, item_.begin, rows, scratch_.q, depth_ / kPair);
+    std::memset(scratch_.out, 0, round_up(rows, kRowBlock) * out_stride_ * sizeof(Accum));
+
+    const KeyIntervals visible = tiles(head_.mask.kv_intervals(item_.begin, item_.end), kTileKeys);
+    for (int n = 0; n < visible.count; ++n) {
+      for (int tile = visible.interval[n].begin; tile < visible.interval[n].end; ++tile) {
+        key_tile(tile * kTileKeys);
+      }
+    }
+    store_out();
+  }
+
+  // All row tiles of the chunk that see some of keys k0 .. k0 + kTileKeys - 1.
+  void key_tile(int k0) {
+    const int k1 = k0 + kTileKeys < head_.sequence.k_len ? k0 + kTileKeys : head_.sequence.k_len;
+    bool packed = false;
+    for (int r0 = item_.begin; r0 < item_.end; r0 += kTileRows) {
+      const int r1 = r0 + kTileRows < item_.end ? r0 + kTileRows : item_.end;
+      const TileKind kind = head_.mask.classify(r0, r1, k0, k1);
+      if (kind == TileKind::kEmpty) continue;
+      if (!packed) {
+        Packer<Arithmetic, T>::column_panels(head_.k, k0, k1 - k0, scratch_.k_transposed,
+                                             scratch_.staging);
+        Packer<Arithmetic, T>::row_panels(head_.v, k0, k1 - k0, scratch_.v);
+        packed = true;
+      }
+      tile(r0, r1, k0, k1, kind == TileKind::kPartial);
+    }
+  }
+
+  void tile(int r0, int r1, int k0, int k1, bool partial) {
+    const int rows = r1 - r0;
+    const int keys = k1 - k0;
+    const int padded_keys = round_up(keys, kDepthBlock);
+
+    // S = Q K^T
+    const Unit* q = scratch_.q + int64_t{r0 - item_.begin} * (depth_ / kPair);
+    Arithmetic::gemm(rows, padded_keys, params_.q.head_dim, q, depth_ / kPair,
+                     scratch_.k_transposed, scratch_.scores, kTileKeys, false);
+    if (has_bias_) {
+      add_bias(params_, head_.sequence, item_.sequence, item_.head,
+               TileShape{r0, rows, k0, keys, kTileKeys, 1}, scratch_.scores);
+    }
+
+    // P = M * silu(alpha * (S + bias)); the scale waits for the end
+    for (int row = 0; row < rows; ++row) {
+      const uint64_t bits = partial ? head_.mask.row_bits(r0 + row, k0) : ~uint64_t{0};
+      activate_row(bits, padded_keys, row);
+    }
+
+    // O += P V
+    Accum* out = scratch_.out + int64_t{r0 - item_.begin} * out_stride_;
+    Arithmetic::gemm(rows, round_up(params_.v.head_dim, kPanel), keys, scratch_.weights,
+                     kTileKeys / kPair, scratch_.v, out, out_stride_, true);
+  }
+
+  HSTU_INLINE void activate_row(uint64_t bits, int keys, int row) {
+    const Accum alpha = static_cast<Accum>(params_.alpha);
+    const Accum* scores = scratch_.scores + row * kTileKeys;
+    Unit* weights = scratch_.weights + row * (kTileKeys / kPair);
+    for (int key = 0; key < keys; key += kLanes<Accum>) {
+      const Vector<Accum> x = alpha * load(scores + key);
+      const Vector<Accum> p = silu(x, sigmoid<Arithmetic::kAccuracy>(x));
+      store_operand<Arithmetic>(weights, key, keep(bits >> key, p));
+    }
+  }
+
+  // O = scale * O, rounded once
+  void store_out() {
+    const PackedTensor& tensor = params_.out;
+    for (int r = item_.begin; r < item_.end; ++r) {
+      const int64_t row = head_.sequence.q_begin + r;
+      const Accum scale = row_scale<Accum>(params_, row);
+      const Accum* sum = scratch_.out + int64_t{r - item_.begin} * out_stride_;
+      T* out =
+          static_cast<T*>(tensor.data) + row * tensor.row_stride + item_.head * tensor.head_stride;
+      for (int d = 0; d < tensor.head_dim; ++d) out[d] = from_float<T>(scale * sum[d]);
+    }
+  }
+
+  const ForwardParams& params_;
+  const WorkItem& item_;
+  HeadView<T> head_;
+  Scratch scratch_;
+  int depth_;       // D, padded
+  int out_stride_;  // Dv, padded
+  bool has_bias_;
+};
+
+}  // namespace hstu::cpu::HSTU_CPU_ISA

@@ -1,0 +1,211 @@
+#include "runner.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "select.h"
+
+namespace hstu::cpu {
+namespace {
+
+struct FreeMemory {
+  void operator()(void* p) const { std::free(p); }
+};
+
+template <typename T>
+using Memory = std::unique_ptr<T[], FreeMemory>;
+
+// Uninitialised, aligned to cache lines.
+template <typename T>
+Memory<T> allocate(int64_t count) {
+  const int64_t bytes = (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+  void* p = std::aligned_alloc(64, bytes > 0 ? bytes : 64);
+  if (!p) throw std::bad_alloc();
+  return Memory<T>(static_cast<T*>(p));
+}
+
+// Hands the items out one by one, in order, to as many threads as there are.
+template <typename Work>
+void run_items(const Kernel& kernel, const std::vector<WorkItem>& items, int64_t scratch_bytes,
+               const Parallel& parallel, Work work) {
+  std::atomic<size_t> next{0};
+  const int threads = std::min<int64_t>(parallel.threads, items.size());
+  const auto worker = [&](int) {
+    size_t n = next.fetch_add(1);
+    if (n >= items.size()) return;
+    const Memory<char> scratch = allocate<char>(scratch_bytes);
+    kernel.begin_thread();
+    for (; n < items.size(); n = next.fetch_add(1)) work(n, scratch.get());
+    kernel.end_thread();
+  };
+  if (threads == 1) {
+    worker(0);
+  } else if (threads > 1) {
+    parallel.run(threads, worker);
+  }
+}
+
+int element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return 4;
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat16:
+      return 2;
+    case DType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
+
+void zero_rows(const PackedTensor& tensor, DType dtype, int heads, int64_t begin, int64_t end) {
+  const int64_t size = element_size(dtype);
+  char* data = static_cast<char*>(tensor.data);
+  for (int64_t row = begin; row < end; ++row) {
+    for (int head = 0; head < heads; ++head) {
+      std::memset(data + (row * tensor.row_stride + head * tensor.head_stride) * size, 0,
+                  tensor.head_dim * size);
+    }
+  }
+}
+
+// Zeroes the rows that belong to no sequence, or lie past its used length.
+void zero_unused_rows(const PackedTensor& tensor, const ForwardParams& params, bool keys) {
+  int64_t covered = 0;
+  for (int b = 0; b < params.batch.batch; ++b) {
+    const Sequence sequence = load_sequence(params.batch, b);
+    const int64_t begin = keys ? sequence.k_begin : sequence.q_begin;
+    zero_rows(tensor, params.dtype, params.heads, covered, begin);
+    covered = begin + (keys ? sequence.k_len : sequence.q_len);
+  }
+  const int64_t total = keys ? params.batch.total_k : params.batch.total_q;
+  zero_rows(tensor, params.dtype, params.heads, covered, total);
+}
+
+// Where sequences of several key chunks sum their dQ.
+class DqSums {
+ public:
+  DqSums(const BackwardParams& params, const Kernel& kernel) {
+    int64_t row_tiles = 0;
+    for (int b = 0; b < params.batch.batch; ++b) {
+      const Sequence sequence = load_sequence(params.batch, b);
+      const bool several_chunks = sequence.k_len > kernel.backward_chunk;
+      first_row_tile_.push_back(several_chunks ? row_tiles : -1);
+      if (several_chunks) row_tiles += (sequence.q_len + kTileRows - 1) / kTileRows;
+    }
+    turn_.resize(row_tiles * params.heads);
+    dq_sum_ = allocate<char>(row_tiles * params.heads * kernel.dq_tile_bytes(params));
+  }
+
+  BackwardShared shared() { return {first_row_tile_.data(), turn_.data(), dq_sum_.get()}; }
+
+ private:
+  std::vector<int64_t> first_row_tile_;
+  std::vector<int> turn_;
+  Memory<char> dq_sum_;
+};
+
+// The partial table gradients of every item, summed in the items' order.
+class TableSums {
+ public:
+  TableSums(const BackwardParams& params, const std::vector<WorkItem>& items)
+      : params_(params), items_(items) {
+    if (!params.dpos_weight && !params.dts_weight) return;
+    for (const WorkItem& item : items) {
+      offsets_.push_back(static_cast<int64_t>(sums_.size()));
+      sums_.resize(sums_.size() + position_size(item) + time_size());
+    }
+  }
+
+  TableGradients item(size_t n) {
+    TableGradients gradients;
+    if (offsets_.empty()) return gradients;
+    double* sum = sums_.data() + offsets_[n];
+    gradients.reach = reach(items_[n]);
+    if (params_.dpos_weight) gradients.position = sum;
+    if (params_.dts_weight) gradients.time = sum + position_size(items_[n]);
+    return gradients;
+  }
+
+  void store() {
+    if (offsets_.empty()) return;
+    const BiasTable& position = params_.relative_bias.position;
+    const BiasTable& time = params_.relative_bias.time;
+    std::vector<double> position_sum(static_cast<size_t>(position.heads) * position.size);
+    std::vector<double> time_sum(static_cast<size_t>(time.heads) * time.size);
+    for (size_t n = 0; n < items_.size(); ++n) {
+      const TableGradients part = item(n);
+      if (part.position) {
+        const int head = items_[n].head / (params_.heads / position.heads);
+        const int first = (position.size + 1) / 2 - part.reach;
+        double* sum = position_sum.data() + static_cast<int64_t>(head) * position.size + first;
+        for (int d = 0; d < 2 * part.reach - 1; ++d) sum[d] += part.position[d];
+      }
+      if (part.time) {
+        const int head = items_[n].head / (params_.heads / time.heads);
+        double* sum = time_sum.data() + static_cast<int64_t>(head) * time.size;
+        for (int d = 0; d < time.size; ++d) sum[d] += part.time[d];
+      }
+    }
+    if (params_.dpos_weight) {
+      for (size_t n = 0; n < position_sum.size(); ++n) params_.dpos_weight[n] = position_sum[n];
+    }
+    if (params_.dts_weight) {
+      for (size_t n = 0; n < time_sum.size(); ++n) params_.dts_weight[n] = time_sum[n];
+    }
+  }
+
+ private:
+  // No distance within a sequence is larger than its length, nor does the table hold more.
+  int reach(const WorkItem& item) const {
+    const int k_len = load_sequence(params_.batch, item.sequence).k_len;
+    return std::min((params_.relative_bias.position.size + 1) / 2, std::max(k_len, 1));
+  }
+  int64_t position_size(const WorkItem& item) const {
+    return params_.dpos_weight ? 2 * reach(item) - 1 : 0;
+  }
+  int64_t time_size() const { return params_.dts_weight ? params_.relative_bias.time.size : 0; }
+
+  const BackwardParams& params_;
+  const std::vector<WorkItem>& items_;
+  std::vector<int64_t> offsets_;
+  std::vector<double> sums_;
+};
+
+}  // namespace
+
+void run_forward(const ForwardParams& params, const Parallel& parallel) {
+  const Kernel& kernel = select_kernel(params.dtype);
+  zero_unused_rows(params.out, params, false);
+  const ScheduleConfig config = {params.heads, 1, kTileRows, kTileKeys, kernel.forward_chunk};
+  const std::vector<WorkItem> items = forward_schedule(params.batch, params.mask, config);
+  run_items(kernel, items, kernel.forward_scratch_bytes(params), parallel,
+            [&](size_t n, char* scratch) { kernel.forward(params, items[n], scratch); });
+}
+
+void run_backward(const BackwardParams& params, const Parallel& parallel) {
+  const Kernel& kernel = select_kernel(params.dtype);
+  zero_unused_rows(params.dq, params, false);
+  zero_unused_rows(params.dk, params, true);
+  zero_unused_rows(params.dv, params, true);
+  // The gradient of a dense bias sums over the heads that share a bias head, within one item.
+  const int heads_per_item = params.drab.data ? params.heads / params.drab.heads : 1;
+  const ScheduleConfig config = {params.heads, heads_per_item, kTileRows, kTileKeys,
+                                 kernel.backward_chunk};
+  const std::vector<WorkItem> items = backward_schedule(params.batch, params.mask, config);
+  DqSums dq_sums(params, kernel);
+  TableSums tables(params, items);
+  const BackwardShared shared = dq_sums.shared();
+  run_items(kernel, items, kernel.backward_scratch_bytes(params, heads_per_item), parallel,
+            [&](size_t n, char* scratch) {
+              kernel.backward(params, shared, tables.item(n), items[n], heads_per_item, scratch);
+            });
+  tables.store();
+}
+
+}  // namespace hstu::cpu

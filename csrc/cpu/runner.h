@@ -1,0 +1,23 @@
+// Runs a forward or a backward call on the CPU.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "../params.h"
+
+namespace hstu::cpu {
+
+// Calls function(0) .. function(count - 1), in parallel where it can.
+using ParallelFor = std::function<void(int count, const std::function<void(int)>& function)>;
+
+struct Parallel {
+  int threads = 1;
+  ParallelFor run;
+};
+
+// Outputs are written wholly: rows outside every sequence get zeros.
+void run_forward(const ForwardParams& params, const Parallel& parallel);
+void run_backward(const BackwardParams& params, const Parallel& parallel);
+
+}  // namespace hstu::cpu

@@ -1,0 +1,93 @@
+// What a tile of scores goes through between the products: bias, activation, mask.
+#pragma once
+
+#include "../common/activation.h"
+#include "../common/mask.h"
+#include "bias.h"
+#include "pack.h"
+
+namespace hstu::cpu::HSTU_CPU_ISA {
+
+constexpr int smaller(int x, int y) { return x < y ? x : y; }
+constexpr int larger(int x, int y) { return x > y ? x : y; }
+
+// Transposes a 64 x 64 matrix of bits: bit m of word n becomes bit n of word m.
+inline void transpose_bits(uint64_t (&words)[64]) {
+  uint64_t mask = 0x00000000ffffffff;
+  for (int size = 32; size > 0; size /= 2, mask ^= mask << size) {
+    for (int n = 0; n < 64; n = (n + size + 1) & ~size) {
+      const uint64_t swapped = (words[n] >> size ^ words[n + size]) & mask;
+      words[n] ^= swapped << size;
+      words[n + size] ^= swapped;
+    }
+  }
+}
+
+// Stores one vector of results as an operand in row form. `units` counts from the row's start.
+template <typename Arithmetic>
+HSTU_INLINE void store_operand(typename Arithmetic::Unit* row, int element,
+                               Vector<typename Arithmetic::Accum> value) {
+  if constexpr (Arithmetic::kPair == 1) {
+    store(row + element, value);
+  } else {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+    std::memcpy(row + element / 2, &rounded, sizeof(rounded));
+#endif
+  }
+}
+
+// Stores two neighbouring rows of results as the units that pair them.
+template <typename Arithmetic>
+HSTU_INLINE void store_row_pair(typename Arithmetic::Unit* units,
+                                Vector<typename Arithmetic::Accum> even,
+                                Vector<typename Arithmetic::Accum> odd) {
+#if defined(__AVX512BF16__)
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
+  const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
+  store(units, (Vector<uint32_t>)_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+#endif
+}
+
+// The sequence, mask and tensors of one head, as both directions need them.
+template <typename T>
+struct HeadView {
+  Sequence sequence;
+  Mask mask;
+  RowSource<T> q, k, v;
+
+  HeadView(const ForwardParams& params, int b, int head)
+      : sequence(load_sequence(params.batch, b)), mask(params.mask, sequence, head) {
+    q = row_source<T>(params.q, sequence.q_begin, head);
+    if (!params.paged.kv_cache) {
+      k = row_source<T>(params.k, sequence.k_begin, head);
+      v = row_source<T>(params.v, sequence.k_begin, head);
+      return;
+    }
+    // Only the targets' keys lie in k and v: the last rows of the sequence.
+    const int64_t begin = sequence.q_begin - sequence.offset;
+    k = paged_source(params, params.k, begin, b, head, 0);
+    v = paged_source(params, params.v, begin, b, head, params.paged.kv_stride);
+  }
+
+ private:
+  RowSource<T> paged_source(const ForwardParams& params, const PackedTensor& tensor, int64_t begin,
+                            int b, int head, int64_t kv_offset) const {
+    RowSource<T> source = row_source<T>(tensor, begin, head);
+    source.paged_rows = sequence.history_end;
+    source.paged = &params.paged;
+    source.pages =
+        static_cast<const T*>(params.paged.kv_cache) + kv_offset + head * params.paged.head_stride;
+    source.first_page = params.paged.page_offsets[b];
+    return source;
+  }
+};
+
+// The factor of each row of a tile: attn_scale or 1 / scaling_seqlen.
+template <typename Accum>
+HSTU_INLINE Accum row_scale(const ForwardParams& params, int64_t packed_row) {
+  if (!params.attn_scale) return static_cast<Accum>(params.scale);
+  return params.attn_scale[params.attn_scale_per_row ? packed_row : 0];
+}
+
+}  // namespace hstu::cpu::HSTU_CPU_ISA

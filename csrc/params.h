@@ -1,0 +1,146 @@
+// The plain structs that kernels receive. No torch, no CUTLASS: any backend can include this file.
+//
+// Every pointer says its [shape] and whether it may be null. Strides count elements, not bytes.
+// SPEC names used throughout: B batch, H heads, D head dim of q and k, Dv head dim of v.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+
+namespace hstu {
+
+enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
+
+// A read-only array of int32 or int64 values.
+struct IndexArray {
+  const void* data = nullptr;
+  bool is_int64 = false;
+
+  HSTU_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  HSTU_HOST_DEVICE int64_t operator[](int64_t i) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[i]
+                    : static_cast<int64_t>(static_cast<const int32_t*>(data)[i]);
+  }
+};
+
+// A packed tensor [rows, heads, head_dim]; head_dim is contiguous.
+struct PackedTensor {
+  void* data = nullptr;
+  int64_t row_stride = 0;
+  int64_t head_stride = 0;
+  int head_dim = 0;
+};
+
+// Where each sequence of the batch lies and what it consists of.
+struct BatchParams {
+  int batch = 0;
+  int64_t total_q = 0;
+  int64_t total_k = 0;
+  IndexArray cu_seqlens_q;  // [B + 1]
+  IndexArray cu_seqlens_k;  // [B + 1]
+  IndexArray seqused_q;     // [B] or null: the whole sequence
+  IndexArray seqused_k;     // [B] or null
+  IndexArray num_contexts;  // [B] or null: 0
+  IndexArray num_targets;   // [B] or null: 0
+};
+
+// Which mask; common/mask.h gives it its meaning.
+struct MaskParams {
+  int window_left = -1;   // -1: unlimited
+  int window_right = -1;  // -1: unlimited
+  int min_full_attn_seq_len = 0;
+  int target_group_size = 1;
+
+  const int32_t* row_spans = nullptr;  // [row_span_heads, total_q, 4] or null
+  int64_t row_spans_head_stride = 0;   // 0 where all heads share them
+  int64_t row_spans_row_stride = 0;
+
+  const int32_t* func = nullptr;  // [Hf, func_length, >= total_q] or null
+  int func_length = 0;            // odd
+  int64_t func_head_stride = 0;   // 0 where all heads share it
+  int64_t func_entry_stride = 0;
+  bool func_causal = false;  // intersect with causal
+};
+
+// Dense bias: element (b, n, i, j) is data[b * batch_stride + n * head_stride + i * row_stride +
+// j].
+struct DenseBias {
+  void* data = nullptr;  // [B, heads, length, length] or null
+  DType dtype = DType::kFloat32;
+  int heads = 0;
+  int length = 0;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+};
+
+// A table of relative-bias weights [heads, size], size contiguous.
+struct BiasTable {
+  const void* data = nullptr;  // may be null: no such term
+  DType dtype = DType::kFloat32;
+  int heads = 0;
+  int size = 0;
+  int64_t head_stride = 0;
+};
+
+// Bias computed in the kernel from positions and event times.
+struct RelativeBias {
+  BiasTable position;                       // size 2R - 1, indexed j - i + R - 1, clamped
+  BiasTable time;                           // size num_buckets
+  const int64_t* timestamps = nullptr;      // [total_k] or null
+  const int64_t* row_timestamps = nullptr;  // [total_q] or null: the next event's time
+  const int64_t* thresholds = nullptr;      // [num_thresholds], increasing
+  int num_thresholds = 0;
+
+  HSTU_HOST_DEVICE explicit operator bool() const {
+    return position.data != nullptr || time.data != nullptr;
+  }
+};
+
+// Keys and values [0, Lk - T) of each sequence in pages [num_pages, 2, page_size, H, D].
+struct PagedParams {
+  const void* kv_cache = nullptr;  // may be null: k and v hold every key
+  int64_t num_pages = 0;
+  int page_size = 0;
+  int64_t page_stride = 0;
+  int64_t kv_stride = 0;  // from K to V within a page
+  int64_t slot_stride = 0;
+  int64_t head_stride = 0;
+  IndexArray page_offsets;    // [B + 1]
+  IndexArray page_ids;        // [page_offsets[B]]
+  IndexArray last_page_lens;  // [B]
+};
+
+struct ForwardParams {
+  PackedTensor q;    // [total_q, H, D]
+  PackedTensor k;    // [total_k, H, D]; with pages [total_q, H, D]
+  PackedTensor v;    // [total_k, H, Dv]; with pages [total_q, H, Dv]
+  PackedTensor out;  // [total_q, H, Dv]
+  DType dtype = DType::kFloat32;
+  int heads = 0;
+
+  BatchParams batch;
+  MaskParams mask;
+  DenseBias rab;
+  RelativeBias relative_bias;
+  PagedParams paged;
+
+  double alpha = 1.0;
+  double scale = 1.0;                 // used where attn_scale is null
+  const float* attn_scale = nullptr;  // [1] or [total_q], or null
+  bool attn_scale_per_row = false;
+};
+
+struct BackwardParams : ForwardParams {
+  PackedTensor dout;  // [total_q, H, Dv]
+  PackedTensor dq;    // [total_q, H, D]
+  PackedTensor dk;    // [total_k, H, D]
+  PackedTensor dv;    // [total_k, H, Dv]
+
+  DenseBias drab;                // shape of rab, zeroed by the caller, or null
+  float* dpos_weight = nullptr;  // [position.heads, position.size], zeroed by the caller, or null
+  float* dts_weight = nullptr;   // [time.heads, time.size], zeroed by the caller, or null
+};
+
+}  // namespace hstu
