@@ -153,7 +153,9 @@ def test_intervals_are_clipped_and_ordered(name):
     assert (begin < end).any(), "a mask that shows nothing tests nothing"
 
 
-@pytest.mark.parametrize("name", [name for name in MASK_NAMES if "5" not in name and "9" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in MASK_NAMES if "5" not in name and "9" not in name]
+)
 @pytest.mark.parametrize("use_part", [False, True], ids=["all-rows", "seqused"])
 def test_batch_row_spans_equal_each_sequence(name, use_part):
     lengths_k, lengths_q = [9, 0, 21, 4, 30], [9, 0, 1, 2, 17]
@@ -208,7 +210,9 @@ def test_rows_before_the_first_key_see_nothing():
 
 
 def test_counts_past_the_sequence_are_clamped():
-    everything_is_target = dense_mask(Mask.causal(num_targets=torch.tensor([9])), 4, 4, num_targets=9)
+    everything_is_target = dense_mask(
+        Mask.causal(num_targets=torch.tensor([9])), 4, 4, num_targets=9
+    )
     assert torch.equal(everything_is_target, torch.eye(4, dtype=torch.bool))
     mask = Mask.causal(num_contexts=torch.tensor([9]), num_targets=torch.tensor([1]))
     visible = dense_mask(mask, 4, 4, num_contexts=9, num_targets=1)

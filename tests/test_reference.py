@@ -98,7 +98,9 @@ def test_every_mask(name):
 
 @pytest.mark.parametrize("name", BIAS_NAMES)
 def test_every_bias(name):
-    batch = make_batch([6, 9], [2, 9], dim=8, dim_v=16, dtype=torch.float64, mask="causal", bias=name)
+    batch = make_batch(
+        [6, 9], [2, 9], dim=8, dim_v=16, dtype=torch.float64, mask="causal", bias=name
+    )
     assert_by_hand(batch)
 
 
@@ -149,7 +151,9 @@ def test_fewer_keys_in_pages_equal_all_keys_packed():
             found += tokens
     out = reference.hstu_attention(batch.q, batch.k, batch.v, **batch.options())
     options = {**batch.options(), "paged_kv": None}
-    packed_out = reference.hstu_attention(batch.q, torch.stack(keys), torch.stack(values), **options)
+    packed_out = reference.hstu_attention(
+        batch.q, torch.stack(keys), torch.stack(values), **options
+    )
     assert torch.isfinite(out).all()
     assert torch.equal(out, packed_out)
 
@@ -166,7 +170,8 @@ def test_gradients_are_those_of_the_formula(bias):
         x = torch.tensor(
             [
                 [
-                    batch.alpha * (float(q[r] @ k[j]) + bias_by_hand(batch, 0, head, r, r + 2, j, 7))
+                    batch.alpha
+                    * (float(q[r] @ k[j]) + bias_by_hand(batch, 0, head, r, r + 2, j, 7))
                     for j in range(7)
                 ]
                 for r in range(5)
