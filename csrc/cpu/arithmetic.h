@@ -30,6 +30,14 @@ struct Panels {
   Unit* data;
   int64_t panel_stride;
   int64_t k_stride;
+
+  // The same matrix from column n (a multiple of kPanel), or from step k / kPair, onwards.
+  HSTU_INLINE Panels from_column(int n, int panel) const {
+    return {data + n / panel * panel_stride, panel_stride, k_stride};
+  }
+  HSTU_INLINE Panels from_step(int step) const {
+    return {data + step * k_stride, panel_stride, k_stride};
+  }
 };
 
 constexpr int kRowBlock = 32;

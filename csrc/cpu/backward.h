@@ -77,7 +77,7 @@ class Backward {
   struct HeadScratch {
     Unit* k;                     // row form [kChunk][D]
     Unit* v;                     // row form [kChunk][Dv]
-    Unit* k_transposed;          // row form [D][kChunk]
+    Unit* k_transposed;          // row form [D][kTileKeys] of each key tile
     Accum* dk;                   // [kChunk][D]
     Accum* dv;                   // [kChunk][Dv]
     Panels<Unit> q_transposed;   // k = d, n = row
@@ -161,7 +161,7 @@ class Backward {
     Pack::rows(head.view.v, item_.begin, keys, head.scratch.v, value_depth_ / kPair);
     for (int k0 = 0; k0 < keys; k0 += kTileKeys) {
       Pack::columns(head.view.k, item_.begin + k0, smaller(kTileKeys, keys - k0),
-                    head.scratch.k_transposed + k0 / kPair, kChunk / kPair, scratch_.staging);
+                    transposed_keys(head, k0), kTileKeys / kPair, scratch_.staging);
     }
     const int64_t padded_keys = round_up(keys, kRowBlock);
     std::memset(head.scratch.dk, 0, padded_keys * depth_ * sizeof(Accum));
@@ -179,7 +179,7 @@ class Backward {
     }
     if (!any_active) return;
     for (int k0 = item_.begin; k0 < item_.end; k0 += kTileKeys) {
-      key_tile(r0, r1, k0, smaller(k0 + kTileKeys, item_.end));
+      key_tile({r0, r1}, {k0, smaller(k0 + kTileKeys, item_.end)});
     }
     for (Head& head : heads()) {
       if (head.active) finish_dq(head, r0, r1);
@@ -210,58 +210,78 @@ class Backward {
     std::memset(s.dq, 0, int64_t{depth_} * kTileRows * sizeof(Accum));
   }
 
-  void key_tile(int r0, int r1, int k0, int k1) {
-    const TileShape shape = {r0, r1 - r0, k0, k1 - k0, 1, kTileRows};
+  void key_tile(Interval rows, Interval keys) {
     bool any_visible = false;
     for (Head& head : heads()) {
       if (!head.active) continue;
-      const TileKind kind = head.view.mask.classify(r0, r1, k0, k1);
+      const TileKind kind = head.view.mask.classify(rows.begin, rows.end, keys.begin, keys.end);
       if (kind == TileKind::kEmpty) continue;
-      tile(head, shape, kind == TileKind::kPartial);
-      if (params_.drab.data) sum_bias_gradient(shape, any_visible);
+      if (kind == TileKind::kFull || params_.drab.data) {
+        tile(head, rows, rows, keys, kind == TileKind::kPartial);
+      } else {
+        for_each_visible_block(head.view.mask, rows, keys, [&](Interval block, Interval seen) {
+          tile(head, rows, block, seen, true);
+        });
+      }
+      if (params_.drab.data) sum_bias_gradient(keys.end - keys.begin, any_visible);
       any_visible = true;
     }
-    if (!any_visible || !has_bias_gradient_) return;
-    const Accum alpha = static_cast<Accum>(params_.alpha);
-    if (params_.drab.data) {
-      const int bias_head = item_.head / (params_.heads / params_.drab.heads);
-      store_dense_gradient(params_.drab, sequence_, item_.sequence, bias_head, shape,
-                           scratch_.bias_gradient, alpha);
-    } else {
-      add_table_gradients(tables_, params_.relative_bias, sequence_, shape,
-                          scratch_.score_gradients, alpha);
+    if (!any_visible || !params_.drab.data) return;
+    const int bias_head = item_.head / (params_.heads / params_.drab.heads);
+    store_dense_gradient(params_.drab, sequence_, item_.sequence, bias_head, shape(rows, keys),
+                         scratch_.bias_gradient, static_cast<Accum>(params_.alpha));
+  }
+
+  static TileShape shape(Interval rows, Interval keys) {
+    return {rows.begin, rows.end - rows.begin, keys.begin, keys.end - keys.begin, 1, kTileRows};
+  }
+
+  // Some rows of the row tile `packed` against some keys of the chunk.
+  void tile(Head& head, Interval packed, Interval rows, Interval keys, bool partial) {
+    HeadScratch& s = head.scratch;
+    const int row_count = rows.end - rows.begin;
+    const int key_count = keys.end - keys.begin;
+    const int padded_rows = round_up(row_count, kDepthBlock);
+    const int first_row = rows.begin - packed.begin;
+    const int64_t first_key = keys.begin - item_.begin;
+    const int d = params_.q.head_dim;
+    const int dv = params_.v.head_dim;
+
+    // S^T = K Q^T
+    Arithmetic::gemm(key_count, padded_rows, d, s.k + first_key * (depth_ / kPair), depth_ / kPair,
+                     s.q_transposed.from_column(first_row, kPanel), scratch_.scores, kTileRows,
+                     false);
+    if (has_bias_) {
+      add_bias(params_, sequence_, item_.sequence, head.number, shape(rows, keys), scratch_.scores);
+    }
+    // dP^T = V dO^T
+    Arithmetic::gemm(key_count, padded_rows, dv, s.v + first_key * (value_depth_ / kPair),
+                     value_depth_ / kPair, s.do_transposed.from_column(first_row, kPanel),
+                     scratch_.score_gradients, kTileRows, false);
+    // P^T and dS^T
+    activate(head, shape(rows, keys), padded_rows, partial);
+    // dV += P^T dO
+    Arithmetic::gemm(key_count, round_up(dv, kPanel), row_count, scratch_.weights,
+                     kTileRows / kPair, s.dout.from_step(first_row / kPair),
+                     s.dv + first_key * value_depth_, value_depth_, true);
+    // dK += dS^T Q
+    Arithmetic::gemm(key_count, round_up(d, kPanel), row_count, scratch_.weight_gradients,
+                     kTileRows / kPair, s.q.from_step(first_row / kPair), s.dk + first_key * depth_,
+                     depth_, true);
+    // dQ^T += K^T dS^T
+    Arithmetic::gemm(d, padded_rows, key_count, transposed_keys(head, first_key), kTileKeys / kPair,
+                     scratch_.paired, s.dq + first_row, kTileRows, true);
+
+    if (tables_.position || tables_.time) {
+      add_table_gradients(tables_, params_.relative_bias, sequence_, shape(rows, keys),
+                          scratch_.score_gradients, static_cast<Accum>(params_.alpha));
     }
   }
 
-  void tile(Head& head, const TileShape& shape, bool partial) {
-    HeadScratch& s = head.scratch;
-    const int rows = shape.rows;
-    const int keys = shape.keys;
-    const int padded_rows = round_up(rows, kDepthBlock);
-    const int first_key = shape.k0 - item_.begin;
-
-    // S^T = K Q^T
-    Arithmetic::gemm(keys, padded_rows, params_.q.head_dim, s.k + first_key * (depth_ / kPair),
-                     depth_ / kPair, s.q_transposed, scratch_.scores, kTileRows, false);
-    if (has_bias_) {
-      add_bias(params_, sequence_, item_.sequence, head.number, shape, scratch_.scores);
-    }
-    // dP^T = V dO^T
-    Arithmetic::gemm(keys, padded_rows, params_.v.head_dim,
-                     s.v + first_key * (value_depth_ / kPair), value_depth_ / kPair,
-                     s.do_transposed, scratch_.score_gradients, kTileRows, false);
-    // P^T and dS^T
-    activate(head, shape, padded_rows, partial);
-    // dV += P^T dO
-    Arithmetic::gemm(keys, round_up(params_.v.head_dim, kPanel), rows, scratch_.weights,
-                     kTileRows / kPair, s.dout, s.dv + int64_t{first_key} * value_depth_,
-                     value_depth_, true);
-    // dK += dS^T Q
-    Arithmetic::gemm(keys, round_up(params_.q.head_dim, kPanel), rows, scratch_.weight_gradients,
-                     kTileRows / kPair, s.q, s.dk + int64_t{first_key} * depth_, depth_, true);
-    // dQ^T += K^T dS^T
-    Arithmetic::gemm(params_.q.head_dim, padded_rows, keys, s.k_transposed + first_key / kPair,
-                     kChunk / kPair, scratch_.paired, s.dq, kTileRows, true);
+  // K^T from a key of the chunk on: row form of each key tile, [D][kTileKeys].
+  Unit* transposed_keys(const Head& head, int64_t key) const {
+    const int64_t tile = key / kTileKeys * depth_ * kTileKeys;
+    return head.scratch.k_transposed + (tile + key % kTileKeys) / kPair;
   }
 
   // P = M * silu(X) * scale and dX = M * dP * scale * silu'(X), with X = alpha * (S + bias). The
@@ -314,8 +334,8 @@ class Backward {
   }
 
   // The dense bias gradient of the tile: dX summed over heads.
-  void sum_bias_gradient(const TileShape& shape, bool accumulate) {
-    for (int n = 0; n < shape.keys * kTileRows; n += kLanes<Accum>) {
+  void sum_bias_gradient(int keys, bool accumulate) {
+    for (int n = 0; n < keys * kTileRows; n += kLanes<Accum>) {
       const Vector<Accum> part = load(scratch_.score_gradients + n);
       Accum* sum = scratch_.bias_gradient + n;
       store(sum, accumulate ? load(sum) + part : part);

@@ -16,7 +16,7 @@ class Forward {
   static constexpr int kPanel = Arithmetic::kPanel;
 
  public:
-  static constexpr int kChunk = 256;  // rows: packing a key tile costs about as much as 10 rows
+  static constexpr int kChunk = 512;  // rows that share the packing of a key tile
 
   static int64_t scratch_bytes(const ForwardParams& params) {
     return Scratch(nullptr, params).bytes;
@@ -78,10 +78,10 @@ class Forward {
 
   // All row tiles of the chunk that see some of keys k0 .. k0 + kTileKeys - 1.
   void key_tile(int k0) {
-    const int k1 = k0 + kTileKeys < head_.sequence.k_len ? k0 + kTileKeys : head_.sequence.k_len;
+    const int k1 = smaller(k0 + kTileKeys, head_.sequence.k_len);
     bool packed = false;
     for (int r0 = item_.begin; r0 < item_.end; r0 += kTileRows) {
-      const int r1 = r0 + kTileRows < item_.end ? r0 + kTileRows : item_.end;
+      const int r1 = smaller(r0 + kTileRows, item_.end);
       const TileKind kind = head_.mask.classify(r0, r1, k0, k1);
       if (kind == TileKind::kEmpty) continue;
       if (!packed) {
@@ -90,34 +90,45 @@ class Forward {
         Packer<Arithmetic, T>::row_panels(head_.v, k0, k1 - k0, scratch_.v);
         packed = true;
       }
-      tile(r0, r1, k0, k1, kind == TileKind::kPartial);
+      if (kind == TileKind::kFull) {
+        tile({r0, r1}, {k0, k1}, k0, false);
+      } else {
+        for_each_visible_block(head_.mask, {r0, r1}, {k0, k1},
+                               [&](Interval rows, Interval keys) { tile(rows, keys, k0, true); });
+      }
     }
   }
 
-  void tile(int r0, int r1, int k0, int k1, bool partial) {
-    const int rows = r1 - r0;
-    const int keys = k1 - k0;
-    const int padded_keys = round_up(keys, kDepthBlock);
+  // Some rows against some keys of the key tile that begins with k0 and is packed.
+  void tile(Interval rows, Interval keys, int k0, bool partial) {
+    const int row_count = rows.end - rows.begin;
+    const int key_count = keys.end - keys.begin;
+    const int padded_keys = round_up(key_count, kDepthBlock);
+    const int first_row = rows.begin - item_.begin;
+    const int first_key = keys.begin - k0;
 
     // S = Q K^T
-    const Unit* q = scratch_.q + int64_t{r0 - item_.begin} * (depth_ / kPair);
-    Arithmetic::gemm(rows, padded_keys, params_.q.head_dim, q, depth_ / kPair,
-                     scratch_.k_transposed, scratch_.scores, kTileKeys, false);
+    Arithmetic::gemm(row_count, padded_keys, params_.q.head_dim,
+                     scratch_.q + int64_t{first_row} * (depth_ / kPair), depth_ / kPair,
+                     scratch_.k_transposed.from_column(first_key, kPanel), scratch_.scores,
+                     kTileKeys, false);
     if (has_bias_) {
       add_bias(params_, head_.sequence, item_.sequence, item_.head,
-               TileShape{r0, rows, k0, keys, kTileKeys, 1}, scratch_.scores);
+               TileShape{rows.begin, row_count, keys.begin, key_count, kTileKeys, 1},
+               scratch_.scores);
     }
 
     // P = M * silu(alpha * (S + bias)); the scale waits for the end
-    for (int row = 0; row < rows; ++row) {
-      const uint64_t bits = partial ? head_.mask.row_bits(r0 + row, k0) : ~uint64_t{0};
+    for (int row = 0; row < row_count; ++row) {
+      const uint64_t bits =
+          partial ? head_.mask.row_bits(rows.begin + row, keys.begin) : ~uint64_t{0};
       activate_row(bits, padded_keys, row);
     }
 
     // O += P V
-    Accum* out = scratch_.out + int64_t{r0 - item_.begin} * out_stride_;
-    Arithmetic::gemm(rows, round_up(params_.v.head_dim, kPanel), keys, scratch_.weights,
-                     kTileKeys / kPair, scratch_.v, out, out_stride_, true);
+    Arithmetic::gemm(row_count, round_up(params_.v.head_dim, kPanel), key_count, scratch_.weights,
+                     kTileKeys / kPair, scratch_.v.from_step(first_key / kPair),
+                     scratch_.out + int64_t{first_row} * out_stride_, out_stride_, true);
   }
 
   HSTU_INLINE void activate_row(uint64_t bits, int keys, int row) {

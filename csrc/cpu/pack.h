@@ -53,18 +53,27 @@ RowSource<T> row_source(const PackedTensor& tensor, int64_t begin, int head) {
       tensor.row_stride, tensor.head_dim};
 }
 
-// to[n][m] = from[m][n] for m < kLanes and n < columns, a multiple of kLanes.
+// to[n][m] = rows[m][n] for m < kLanes and n < columns, a multiple of kLanes.
 template <typename Unit>
-HSTU_INLINE void transpose(const Unit* from, int64_t from_stride, int columns, Unit* to,
+HSTU_INLINE void transpose(const Unit* const (&rows)[kLanes<Unit>], int columns, Unit* to,
                            int64_t to_stride) {
   for (int column = 0; column < columns; column += kLanes<Unit>) {
     Vector<Unit> square[kLanes<Unit>];
 #pragma GCC unroll 16
-    for (int n = 0; n < kLanes<Unit>; ++n) square[n] = load(from + n * from_stride + column);
+    for (int n = 0; n < kLanes<Unit>; ++n) square[n] = load(rows[n] + column);
     transpose_square<Unit>(square);
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes<Unit>; ++n) store(to + (column + n) * to_stride, square[n]);
   }
+}
+
+// The same from rows that lie from_stride apart.
+template <typename Unit>
+HSTU_INLINE void transpose(const Unit* from, int64_t from_stride, int columns, Unit* to,
+                           int64_t to_stride) {
+  const Unit* rows[kLanes<Unit>];
+  for (int n = 0; n < kLanes<Unit>; ++n) rows[n] = from + n * from_stride;
+  transpose(rows, columns, to, to_stride);
 }
 
 template <typename Arithmetic, typename T>
@@ -112,25 +121,35 @@ struct Packer {
   static void row_panels(const RowSource<T>& source, int begin, int count, Panels<Unit> panels) {
     const int steps = round_up(count, kDepthBlock) / kPair;
     for (int step = 0; step < steps; ++step) {
-      for (int column = 0; column < source.columns; column += kPanel) {
-        Unit* units = panels.data + column / kPanel * panels.panel_stride + step * panels.k_stride;
-        const int columns = source.columns - column < kPanel ? source.columns - column : kPanel;
-        pair_of_rows(source, begin, count, step, column, columns, units);
-        std::memset(units + columns, 0, (kPanel - columns) * sizeof(Unit));
+      Unit* units = panels.data + step * panels.k_stride;
+      int column = 0;
+      for (; column + kPanel <= source.columns; column += kPanel, units += panels.panel_stride) {
+        pair_of_rows(source, begin, count, step, column, kPanel, units);
       }
+      if (column == source.columns) continue;
+      const int rest = source.columns - column;
+      pair_of_rows(source, begin, count, step, column, rest, units);
+      std::memset(units + rest, 0, (kPanel - rest) * sizeof(Unit));
     }
   }
 
-  // Panel form of the transpose: k is the column, n the row. `staging` holds the row form.
+  // Panel form of the transpose: k is the column, n the row. `staging` may receive the row form.
   static void column_panels(const RowSource<T>& source, int begin, int count, Panels<Unit> panels,
                             Unit* staging) {
     const int depth = round_up(source.columns, kDepthBlock) / kPair;
-    rows(source, begin, count, staging, depth);
-    for (int row = 0; row < count; row += kPanel) {
-      Unit* panel = panels.data + row / kPanel * panels.panel_stride;
-      for (int half = 0; half < kPanel; half += kLanes<Unit>) {
-        transpose(staging + (row + half) * depth, depth, depth, panel + half, panels.k_stride);
+    // Whole squares of rows that already consist of units need no copy.
+    constexpr bool kUnitRows = std::is_same_v<T, Unit> || kPair == 2;
+    const int in_place =
+        kUnitRows && source.columns % kDepthBlock == 0 ? count / kLanes<Unit> * kLanes<Unit> : 0;
+    rows(source, begin + in_place, count - in_place, staging, depth);
+    for (int row = 0; row < round_up(count, kRowBlock); row += kLanes<Unit>) {
+      const Unit* square[kLanes<Unit>];
+      for (int n = 0; n < kLanes<Unit>; ++n) {
+        square[n] = row < in_place ? reinterpret_cast<const Unit*>(source.row(begin + row + n))
+                                   : staging + (row - in_place + n) * depth;
       }
+      Unit* panel = panels.data + row / kPanel * panels.panel_stride + row % kPanel;
+      transpose(square, depth, panel, panels.k_stride);
     }
   }
 

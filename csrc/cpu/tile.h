@@ -11,6 +11,28 @@ namespace hstu::cpu::HSTU_CPU_ISA {
 constexpr int smaller(int x, int y) { return x < y ? x : y; }
 constexpr int larger(int x, int y) { return x > y ? x : y; }
 
+// Calls `function(rows, keys)` for the blocks of a partial tile that hold everything visible in it:
+// kRowBlock rows each, and the keys that those rows see, from a multiple of kDepthBlock on.
+template <typename Function>
+HSTU_INLINE void for_each_visible_block(const Mask& mask, Interval rows, Interval keys,
+                                        Function function) {
+  for (int r0 = rows.begin; r0 < rows.end; r0 += kRowBlock) {
+    const int r1 = smaller(r0 + kRowBlock, rows.end);
+    const KeyIntervals visible = mask.kv_intervals(r0, r1);
+    int begin = keys.end;
+    int end = keys.begin;
+    for (int n = 0; n < visible.count; ++n) {
+      const Interval seen = visible.interval[n];
+      if (seen.begin >= keys.end || seen.end <= keys.begin) continue;
+      begin = smaller(begin, larger(seen.begin, keys.begin));
+      end = larger(end, smaller(seen.end, keys.end));
+    }
+    if (begin >= end) continue;
+    begin -= (begin - keys.begin) % kDepthBlock;
+    function(Interval{r0, r1}, Interval{begin, end});
+  }
+}
+
 // Transposes a 64 x 64 matrix of bits: bit m of word n becomes bit n of word m.
 inline void transpose_bits(uint64_t (&words)[64]) {
   uint64_t mask = 0x00000000ffffffff;
