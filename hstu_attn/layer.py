@@ -3,10 +3,10 @@
 The unit is the one of "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers
 for Generative Recommendations" (arXiv 2402.17152, section 3). For the rows ``x`` of a batch:
 
-    u, v, q, k = split(silu(linear(norm(x))))      u, v: hidden_dim a head; q, k: attention_dim a head
-    a          = hstu_attention(q, k, v)
-    y          = norm(a) * u                       optionally beside u and a
-    output     = x + linear(dropout(y))
+    u, v, q, k = split(silu(linear(norm(x))))
+    a = hstu_attention(q, k, v)
+    y = norm(a) * u                      optionally beside u and a
+    output = x + linear(dropout(y))
 
 Two public implementations of it differ in details. Every such detail is a field of
 :class:`HSTULayerConfig`; :meth:`HSTULayerConfig.research` and :meth:`HSTULayerConfig.stu` set them
@@ -257,6 +257,10 @@ class HSTULayer(nn.Module):
         dtype: floating dtype of the parameters.
     """
 
+    output_norm: nn.LayerNorm | nn.GroupNorm
+    position_weight: nn.Parameter | None
+    time_weight: nn.Parameter | None
+
     def __init__(
         self,
         config: HSTULayerConfig,
@@ -280,7 +284,6 @@ class HSTULayer(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.output_norm: nn.LayerNorm | nn.GroupNorm
         if config.use_group_norm:
             self.output_norm = nn.GroupNorm(
                 config.num_heads,
@@ -451,7 +454,9 @@ class HSTULayer(nn.Module):
             min_full_attn_seq_len=config.min_full_attn_seq_len,
         )
 
-    def _bias(self, timestamps: Tensor | None, row_timestamps: Tensor | None) -> RelativeBias | None:
+    def _bias(
+        self, timestamps: Tensor | None, row_timestamps: Tensor | None
+    ) -> RelativeBias | None:
         if timestamps is not None and self.time_weight is None:
             raise ValueError(
                 "timestamps must be None in a layer without a time table "
@@ -538,9 +543,7 @@ class PositionalEmbedding(nn.Module):
         """``x`` is ``(total, embedding_dim)``, ``seq_offsets`` ``(batch + 1,)``; returns the shape
         and dtype of ``x``."""
         positions = self.embedding(jagged_positions(seq_offsets, x.shape[0])).to(x.dtype)
-        return F.dropout(
-            x * math.sqrt(x.shape[1]) + positions, self.dropout_ratio, self.training
-        )
+        return F.dropout(x * math.sqrt(x.shape[1]) + positions, self.dropout_ratio, self.training)
 
 
 def _cast(parameter: Tensor, like: Tensor) -> Tensor:

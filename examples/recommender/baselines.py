@@ -59,8 +59,7 @@ class CoOccurrence:
     def describe(self) -> str:
         """The settings, for a table."""
         return (
-            f"reach {self.reach}, backward {self.backward_weight:g}, "
-            f"decay {self.recency_decay:g}"
+            f"reach {self.reach}, backward {self.backward_weight:g}, decay {self.recency_decay:g}"
         )
 
 
@@ -97,7 +96,7 @@ def _forward_co_occurrence(log: EventLog) -> Iterator[tuple[int, Tensor]]:
     ``(num_items, num_items)`` sparse COO."""
     items, users = _training_events(log)
     shape = (log.num_items, log.num_items)
-    total = torch.sparse_coo_tensor(size=shape)
+    total = torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0), shape)
     for distance in range(1, max(REACHES) + 1):
         same_user = users[distance:] == users[:-distance]
         pairs = torch.stack([items[:-distance][same_user], items[distance:][same_user]])

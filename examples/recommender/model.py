@@ -67,7 +67,7 @@ class RetrievalModel(nn.Module):
 
     def scores(self, batch: JaggedBatch) -> Tensor:
         """Scores of all items after the last row of each sequence, ``(batch, num_items)``."""
-        return self(batch)[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
+        return self.forward(batch)[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
 
 
 def sampled_softmax_loss(

@@ -119,7 +119,9 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
         pool = np.arange(len(order)) // max(1, int(BATCHES_PER_POOL * per_batch))
         order = order[np.lexsort((self.lengths[order], pool))]
         batches = list(_cut(order, self.lengths, self.tokens_per_batch))
-        self._batches = [batches[index] for index in generator.permutation(len(batches))]
+        self._batches: list[NDArray[np.int64]] = [
+            batches[index] for index in generator.permutation(len(batches))
+        ]
 
 
 def consecutive_batches(

@@ -178,7 +178,7 @@ def _preprocess(
         )
     user_ids, counts = np.unique(users[keep], return_counts=True)
     item_ids, item_of_event = np.unique(items[keep], return_inverse=True)
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "user_ids": user_ids,
         "item_ids": item_ids,
         "offsets": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),

@@ -26,20 +26,25 @@ from typing import TextIO
 
 __all__ = ["write_synthetic_movielens"]
 
-GENRES = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+GENRES = _words(
     "Drama Comedy Action Thriller Romance Horror Adventure Sci-Fi Children's Crime War "
     "Documentary Musical Mystery Animation Fantasy Western Film-Noir"
-).split()
-ADJECTIVES = (
+)
+ADJECTIVES = _words(
     "Silent Broken Crimson Distant Hidden Golden Restless Frozen Burning Secret Lonely Electric "
     "Midnight Paper Velvet Wandering Hollow Savage Gentle Forgotten Invisible Wicked Northern "
     "Borrowed Endless Stolen Painted Iron Glass Scarlet Honest Tangled Fallen Bitter Lucky Quiet"
-).split()
-NOUNS = (
+)
+NOUNS = _words(
     "River Garden Letter Harbour Winter Stranger Crown Mirror Orchard Station Promise Shadow "
     "Voyage Lantern Island Empire Witness Carnival Summer Bridge Detective Orchestra Highway "
     "Kingdom Valley Train Circus Outlaw Machine Daughter Hotel Forest Game Planet Soldier Waltz"
-).split()
+)
 ROMAN = ("", " II", " III", " IV")
 
 FIRST_YEAR, LAST_YEAR = 1930, 2000
@@ -99,7 +104,9 @@ class _Catalogue:
         chosen = []
         for _ in range(2):
             place = bisect(self._years[genre], generator.gauss(year, YEAR_SPREAD))
-            chosen.append(members[min(max(place - 1 + generator.randrange(2), 0), len(members) - 1)])
+            chosen.append(
+                members[min(max(place - 1 + generator.randrange(2), 0), len(members) - 1)]
+            )
         return max(chosen, key=lambda index: self.films[index].weight)
 
 

@@ -1,0 +1,61 @@
+"""The picture of a training run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from recommender.evaluation import Metrics
+
+__all__ = ["plot_curves"]
+
+SMOOTHING = 0.05  # the share of the run that one point of the smooth curve averages over
+METRICS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
+
+
+def plot_curves(
+    path: Path,
+    losses: list[float],
+    validation: dict[int, Metrics],
+    baselines: dict[str, Metrics],
+) -> None:
+    """Draws the loss of each step, and the validation metrics beside those of the baselines.
+
+    Args:
+        path: of the PNG, replaced as a whole.
+        losses: of each step, from the first.
+        validation: metrics by step.
+        baselines: validation metrics by name.
+    """
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    loss_axes, metric_axes = figure.subplots(1, 2)
+    steps = np.arange(1, len(losses) + 1)
+    loss_axes.plot(steps, losses, color="C0", alpha=0.25, linewidth=0.8, label="each step")
+    window = max(1, round(SMOOTHING * len(losses)))
+    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+    loss_axes.plot(steps[window - 1 :], smooth, color="C0", label=f"mean of {window} steps")
+    loss_axes.set(title="Training loss", xlabel="step", ylabel="sampled softmax cross-entropy")
+    loss_axes.legend(frameon=False)
+
+    for color, (name, label) in enumerate(METRICS.items()):
+        values = [getattr(metrics, name) for metrics in validation.values()]
+        metric_axes.plot(list(validation), values, f"C{color}.-", label=label)
+        for style, (baseline, metrics) in zip(("--", ":"), baselines.items(), strict=False):
+            metric_axes.axhline(
+                getattr(metrics, name),
+                color=f"C{color}",
+                linestyle=style,
+                linewidth=1,
+                label=f"{label}, {baseline}",
+            )
+    metric_axes.set(title="Validation", xlabel="step", ylim=(0, None))
+    metric_axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in (loss_axes, metric_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    temporary = path.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=120)
+    os.replace(temporary, path)
