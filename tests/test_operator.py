@@ -335,11 +335,12 @@ import sys, torch
 from hstu_attn import hstu_attention
 from hstu_attn.testing import check_against_reference, make_batch
 torch.manual_seed(int(sys.argv[1]))
+masks = (("causal", None), ("context-target", "position-time"), ("spans", "rab"))
 for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
     for dim, dim_v in ((32, 32), (40, 24), (128, 64), (256, 256)):
-        for mask, bias in (("causal", None), ("context-target", "position-time"), ("spans", "rab")):
-            batch = make_batch([131, 3], [70, 3], dim=dim, dim_v=dim_v, dtype=dtype, mask=mask, bias=bias)
-            check_against_reference(hstu_attention, batch)
+        for mask, bias in masks:
+            kind = {"dim": dim, "dim_v": dim_v, "dtype": dtype, "mask": mask, "bias": bias}
+            check_against_reference(hstu_attention, make_batch([131, 3], [70, 3], **kind))
 print("all as in the reference")
 """
 
