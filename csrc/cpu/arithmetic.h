@@ -4,6 +4,7 @@
 //             neighbours in the direction summed over
 //   kPair     elements in a unit
 //   Accum     what sums are kept in
+//   kRows     gemm() takes this many rows of A and C at a time
 //   kPanel    columns of a panel (below)
 //
 // and gives gemm(): C[m][n] (+)= sum_k A[m][k] B[k][n]. Operands lie in one of two forms:
@@ -51,6 +52,7 @@ struct VectorArithmetic {
   static constexpr int kPair = Traits::kPair;
   static constexpr Accuracy kAccuracy = Traits::kAccuracy;
   static constexpr int kVectorsPerPanel = 2;
+  static constexpr int kRows = kGemmRows;
   static constexpr int kPanel = kVectorsPerPanel * kLanes<Accum>;
 
   static void begin_thread() {}
@@ -125,6 +127,7 @@ struct TileArithmetic {
   using Accum = float;
   static constexpr int kPair = 2;
   static constexpr Accuracy kAccuracy = Accuracy::kBFloat16;
+  static constexpr int kRows = 32;
   static constexpr int kPanel = 32;
 
   static void begin_thread() {

@@ -300,8 +300,8 @@ class Backward {
     for (int row = 0; row < shape.rows; ++row) {
       scale[row] = row_scale<Accum>(params_, sequence_.q_begin + shape.r0 + row);
     }
-    // NOTE: products of bf16 pairs read a multiple of kDepthBlock keys.
-    const int keys = kPair == 1 ? shape.keys : round_up(shape.keys, kDepthBlock);
+    // Products take whole blocks of keys: those past the last one must add nothing.
+    const int keys = round_up(shape.keys, Arithmetic::kRows);
     for (int key = 0; key < keys; key += kPair) {
       for (int row = 0; row < padded_rows; row += kLanes<Accum>) {
         Vector<Accum> gradient[kPair];
