@@ -33,7 +33,7 @@ from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from tqdm import tqdm
 
-from hstu_attn import HSTULayerConfig, hstu_attention
+from hstu_attn import HSTULayerConfig
 from hstu_attn.data import (
     BatchSampler,
     EventLog,
@@ -43,6 +43,7 @@ from hstu_attn.data import (
     training_windows,
 )
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.ops import has_cuda_kernels
 
 Split = Literal["validation", "test"]
 
@@ -170,14 +171,9 @@ def choose_device(name: str) -> torch.device:
     if name != "auto":
         return torch.device(name)
     if torch.cuda.is_available():
-        try:
-            probe = torch.zeros(1, 1, 32, device="cuda", dtype=torch.bfloat16)
-            offsets = torch.tensor([0, 1], device="cuda")
-            hstu_attention(probe, probe, probe, cu_seqlens_q=offsets, max_seqlen_q=1)
-        except NotImplementedError as error:
-            print(f"Training on the CPU: {error}")
-        else:
+        if has_cuda_kernels():
             return torch.device("cuda")
+        print("Training on the CPU: this build of hstu_attn has no kernels for the GPU")
     return torch.device("cpu")
 
 

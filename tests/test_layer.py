@@ -1,0 +1,410 @@
+"""The HSTU layer against a plain restatement, one sequence at a time in fp64, and what must hold
+whatever the numbers are."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hstu_attn.layer import (
+    HSTULayer,
+    HSTULayerConfig,
+    HSTUStack,
+    PositionalEmbedding,
+    jagged_positions,
+)
+from hstu_attn.testing import assert_matches
+
+LENGTHS = (7, 0, 1, 12, 5)
+MAX_SEQ_LEN = 12
+TARGETS = (2, 0, 0, 4, 5)
+BASE = HSTULayerConfig(embedding_dim=24, num_heads=4, hidden_dim=16, attention_dim=8)
+BIASED: dict[str, Any] = {"enable_relative_attention_bias": True, "relative_bias_max_seq_len": 6}
+RESEARCH = HSTULayerConfig.research(
+    embedding_dim=24, num_heads=2, linear_dim=8, attention_dim=16, max_sequence_len=MAX_SEQ_LEN
+)
+STU = HSTULayerConfig.stu(
+    embedding_dim=24, num_heads=2, hidden_dim=16, attention_dim=8, output_dropout_ratio=0.0
+)
+
+CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
+    "base": (BASE, set()),
+    "research": (RESEARCH, {"timestamps"}),
+    "research row times": (RESEARCH, {"timestamps", "row_timestamps"}),
+    "research, positions only": (RESEARCH, set()),
+    "research, concat_ua": (replace(RESEARCH, concat_ua=True), {"timestamps"}),
+    "research, no bias": (replace(RESEARCH, enable_relative_attention_bias=False), set()),
+    "stu": (STU, {"num_targets"}),
+    "stu, group norm": (replace(STU, use_group_norm=True), {"num_targets"}),
+    "group norm": (replace(BASE, use_group_norm=True), set()),
+    "group norm without weights": (replace(BASE, use_group_norm=True, norm_affine=False), set()),
+    "no activation": (replace(BASE, linear_activation="none"), set()),
+    "alpha": (replace(BASE, attn_alpha=0.7), set()),
+    "scaling": (replace(BASE, scaling_seqlen=100), set()),
+    "no biases": (replace(BASE, linear_bias=False, output_bias=False), set()),
+    "concat_u": (replace(BASE, concat_u=True), set()),
+    "concat_x": (replace(BASE, concat_x=True), set()),
+    "full": (replace(BASE, causal=False), set()),
+    "two-sided window": (replace(BASE, causal=False, max_attn_len=3), set()),
+    "window": (replace(BASE, max_attn_len=3), set()),
+    "window, recent rows without": (replace(BASE, max_attn_len=2, min_full_attn_seq_len=2), set()),
+    "target groups": (replace(BASE, target_group_size=2), {"num_targets"}),
+    "target unaware": (replace(BASE, target_aware=False), {"num_targets"}),
+    "contexts": (BASE, {"num_contexts", "num_targets"}),
+    "window, targets": (replace(BASE, max_attn_len=3), {"num_targets"}),
+    "bias of several heads": (replace(BASE, **BIASED, relative_bias_heads=2), {"timestamps"}),
+    "bias, few buckets": (replace(BASE, **BIASED, num_buckets=7), {"timestamps", "num_targets"}),
+}
+
+
+def make_inputs(config: HSTULayerConfig, names: set[str], dtype: torch.dtype) -> dict[str, Any]:
+    """A call of the layer on the lengths above."""
+    lengths = torch.tensor(LENGTHS)
+    total = int(lengths.sum())
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    times = torch.randint(0, 10**6, (total,)).sort().values
+    optional = {
+        "num_targets": torch.tensor(TARGETS),
+        "num_contexts": torch.tensor([1, 0, 0, 2, 0]),
+        "timestamps": times,
+        "row_timestamps": times + torch.randint(1, 10**5, (total,)),
+    }
+    return {
+        "x": torch.randn(total, config.embedding_dim, dtype=dtype),
+        "seq_offsets": offsets,
+        "max_seq_len": MAX_SEQ_LEN,
+        **{name: optional[name] for name in names},
+    }
+
+
+def make_layer(config: HSTULayerConfig, dtype: torch.dtype = torch.float64) -> HSTULayer:
+    """A layer whose every parameter is random."""
+    layer = HSTULayer(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def visible(config: HSTULayerConfig, i: int, j: int, length: int, c: int, targets: int) -> bool:
+    """Whether row i of a sequence sees key j, said pair by pair."""
+    history = length - targets
+    window = config.max_attn_len
+    if not config.causal:
+        return window == 0 or abs(i - j) <= window
+    if i < c:
+        return j < history
+    if j > i:
+        return False
+    if i >= history and j >= history:
+        group = config.target_group_size
+        return (i - history) // group == (j - history) // group
+    unlimited = config.min_full_attn_seq_len > 0 and i >= history - config.min_full_attn_seq_len
+    if window == 0 or unlimited:
+        return True
+    first = min(i, history) - window
+    return j >= (0 if first < c else first)
+
+
+def plain_bias(layer: HSTULayer, head: int, i: int, j: int, gap: int | None) -> Tensor:
+    """The relative bias between row i and key j of a head; ``gap`` in seconds."""
+    config = layer.config
+    assert layer.position_weight is not None
+    table = head * config.relative_bias_heads // config.num_heads
+    reach = config.relative_bias_max_seq_len - 1
+    bias = layer.position_weight[table, min(max(j - i, -reach), reach) + reach]
+    if gap is not None:
+        assert layer.time_weight is not None
+        bucket = math.floor(math.log(max(abs(gap), 1)) / 0.301)
+        bias = bias + layer.time_weight[table, min(bucket, config.num_buckets)]
+    return bias
+
+
+def normalise(x: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(dim=-1, keepdim=True)
+    return centred / (centred.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+
+
+def plain_layer(
+    layer: HSTULayer,
+    x: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    num_targets: Tensor | None = None,
+    num_contexts: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    row_timestamps: Tensor | None = None,
+) -> Tensor:
+    """The layer without dropout, sequence by sequence and head by head."""
+    config, results = layer.config, []
+    heads, hidden, attention = config.num_heads, config.hidden_dim, config.attention_dim
+    for b, (start, end) in enumerate(pairwise(seq_offsets)):
+        rows, length = x[start:end], int(end - start)
+        if length == 0:
+            continue
+        targets = int(num_targets[b]) if num_targets is not None and config.target_aware else 0
+        contexts = config.contextual_seq_len if num_contexts is None else int(num_contexts[b])
+        normed = normalise(rows, config.norm_eps)
+        if config.norm_affine:
+            normed = normed * layer.input_norm.weight + layer.input_norm.bias
+        uvqk = normed @ layer.uvqk.weight.T
+        if config.linear_bias:
+            uvqk = uvqk + layer.uvqk.bias
+        if config.linear_activation == "silu":
+            uvqk = uvqk * torch.sigmoid(uvqk)
+        u, v = uvqk[:, : heads * hidden], uvqk[:, heads * hidden : 2 * heads * hidden]
+        q, k = uvqk[:, 2 * heads * hidden :].chunk(2, dim=1)
+        if config.linear_activation == "silu_u":
+            u = u * torch.sigmoid(u)
+        mask = torch.tensor(
+            [[visible(config, i, j, length, contexts, targets) for j in range(length)]
+             for i in range(length)]
+        )  # fmt: skip
+        outputs, normed_outputs = [], []
+        for head in range(heads):
+            qk = slice(head * attention, (head + 1) * attention)
+            scores = q[:, qk] @ k[:, qk].T
+            if config.enable_relative_attention_bias:
+                gaps: list[list[int | None]] = [[None] * length] * length
+                if timestamps is not None:
+                    times = timestamps[start:end]
+                    asked = (
+                        torch.cat([times[1:], times[-1:]])
+                        if row_timestamps is None
+                        else row_timestamps[start:end]
+                    )
+                    gaps = (asked[:, None] - times).tolist()
+                scores = scores + torch.stack(
+                    [torch.stack([plain_bias(layer, head, i, j, gaps[i][j])
+                                  for j in range(length)]) for i in range(length)]
+                )  # fmt: skip
+            scores = config.alpha * scores
+            scale = max_seq_len if config.scaling_seqlen == -1 else config.scaling_seqlen
+            weights = torch.where(mask, scores * torch.sigmoid(scores) / scale, 0.0)
+            outputs.append(weights @ v[:, head * hidden : (head + 1) * hidden])
+            if config.use_group_norm:
+                one = normalise(outputs[-1], config.norm_eps)
+                if config.norm_affine:
+                    one = one * layer.output_norm.weight[head] + layer.output_norm.bias[head]
+                normed_outputs.append(one)
+        a = torch.cat(outputs, dim=1)
+        if config.use_group_norm:
+            normed_a = torch.cat(normed_outputs, dim=1)
+        else:
+            normed_a = normalise(a, config.norm_eps)
+            if config.norm_affine:
+                normed_a = normed_a * layer.output_norm.weight + layer.output_norm.bias
+        parts = [normed_a * u]
+        if config.concat_x:
+            parts.insert(0, a)
+        if config.concat_u:
+            parts.insert(0, u)
+        if config.concat_ua:
+            parts = [u, normed_a, normed_a * u]
+        y = torch.cat(parts, dim=1) @ layer.output.weight.T
+        results.append(rows + (y + layer.output.bias if config.output_bias else y))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_computes_what_it_says(name: str) -> None:
+    config, names = CASES[name]
+    layer, inputs = make_layer(config), make_inputs(config, names, torch.float64)
+    leaves = [inputs["x"].requires_grad_(), *layer.parameters()]
+    output, expected = layer(**inputs), plain_layer(layer, **inputs)
+    torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
+    cotangent = torch.randn_like(output)
+    # Without timestamps the time table has no part in the result.
+    gradients = torch.autograd.grad(output, leaves, cotangent, allow_unused=True)
+    expected_gradients = torch.autograd.grad(expected, leaves, cotangent, allow_unused=True)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [RESEARCH, STU, replace(STU, use_group_norm=True)])
+def test_layer_follows_the_dtype_of_its_input(config: HSTULayerConfig, dtype: torch.dtype) -> None:
+    layer = make_layer(config, torch.float32)
+    inputs = make_inputs(config, set(), dtype)
+    output = layer(**inputs)
+    assert output.dtype == dtype
+    exact = plain_layer(deepcopy(layer).double(), **{**inputs, "x": inputs["x"].double()})
+    yardstick = plain_layer(deepcopy(layer).to(dtype), **inputs)
+    assert_matches("output", output, exact, yardstick)
+    output.float().sum().backward()
+    gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("config", [RESEARCH, STU])
+def test_sequences_do_not_touch_each_other(config: HSTULayerConfig) -> None:
+    stack = HSTUStack(config, 2).double()
+    names = {"timestamps"} if config is RESEARCH else {"num_targets"}
+    inputs = make_inputs(config, names, torch.float64)
+    together = stack(**inputs)
+    offsets = inputs["seq_offsets"].tolist()
+    for b, (start, end) in enumerate(pairwise(offsets)):
+        alone = {
+            "x": inputs["x"][start:end],
+            "seq_offsets": torch.tensor([0, end - start]),
+            "max_seq_len": MAX_SEQ_LEN,
+        }
+        if "timestamps" in names:
+            alone["timestamps"] = inputs["timestamps"][start:end]
+        else:
+            alone["num_targets"] = inputs["num_targets"][b : b + 1]
+        torch.testing.assert_close(together[start:end], stack(**alone), rtol=1e-12, atol=1e-12)
+
+    spoiled = inputs["x"].clone()
+    spoiled[offsets[3] : offsets[4]] = float("nan")
+    others = torch.ones(len(spoiled), dtype=torch.bool)
+    others[offsets[3] : offsets[4]] = False
+    output = stack(**{**inputs, "x": spoiled})
+    torch.testing.assert_close(output[others], together[others], rtol=0, atol=0)
+
+
+def test_no_row_sees_what_comes_later() -> None:
+    stack = HSTUStack(RESEARCH, 3).double()
+    inputs = make_inputs(RESEARCH, {"timestamps", "row_timestamps"}, torch.float64)
+    before = stack(**inputs)
+    place = 15  # in the sequence of 12 rows, which starts at row 8
+    changed = {name: value.clone() if isinstance(value, Tensor) else value
+               for name, value in inputs.items()}  # fmt: skip
+    changed["x"][place] += 1
+    changed["timestamps"][place] += 10_000
+    after = stack(**changed)
+    torch.testing.assert_close(after[8:place], before[8:place], rtol=0, atol=0)
+    assert not torch.allclose(after[place:20], before[place:20])
+
+
+def test_q_k_and_v_are_views_of_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        seen.extend((v, q, k))
+        return v
+
+    monkeypatch.setattr("hstu_attn.layer.hstu_attention", attention)
+    layer = HSTULayer(BASE)
+    layer(**make_inputs(BASE, set(), torch.float32))
+    columns = sum(BASE.split_sizes)
+    assert len({part.untyped_storage().data_ptr() for part in seen}) == 1
+    assert all(part.stride(0) == columns for part in seen)
+    offsets = [part.storage_offset() for part in seen]
+    u, v, q, _ = BASE.split_sizes
+    assert offsets == [u, u + v, u + v + q]
+
+
+def test_dropout_is_before_the_output_linear_and_only_in_training() -> None:
+    layer = make_layer(replace(BASE, output_dropout_ratio=0.5))
+    inputs = make_inputs(BASE, set(), torch.float64)
+    torch.manual_seed(1)
+    first = layer(**inputs)
+    assert not torch.equal(first, layer(**inputs))
+    torch.manual_seed(1)
+    torch.testing.assert_close(layer(**inputs), first, rtol=0, atol=0)
+    layer.eval()
+    torch.testing.assert_close(layer(**inputs), plain_layer(layer, **inputs))
+
+
+def test_stack_applies_its_layers_in_turn() -> None:
+    stack = HSTUStack(STU, 3).double()
+    inputs = make_inputs(STU, {"num_targets"}, torch.float64)
+    x = inputs["x"]
+    for layer in stack.layers:
+        x = layer(**{**inputs, "x": x})
+    torch.testing.assert_close(stack(**inputs), x, rtol=0, atol=0)
+
+
+def test_empty_batches() -> None:
+    for config in (RESEARCH, STU, replace(STU, use_group_norm=True)):
+        layer = HSTULayer(config)
+        for offsets in ([0], [0, 0, 0]):
+            x = torch.zeros(0, config.embedding_dim, requires_grad=True)
+            output = layer(x, torch.tensor(offsets), MAX_SEQ_LEN)
+            assert output.shape == x.shape
+            output.sum().backward()
+
+
+def test_compiled_stack_is_the_same() -> None:
+    stack = HSTUStack(replace(RESEARCH, output_dropout_ratio=0.0), 2)
+    inputs = make_inputs(RESEARCH, {"timestamps"}, torch.float32)
+    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
+    output, expected = compiled(**inputs), stack(**inputs)
+    torch.testing.assert_close(output, expected)
+    parameters = list(stack.parameters())
+    for gradient, wanted in zip(
+        torch.autograd.grad(output.square().sum(), parameters),
+        torch.autograd.grad(expected.square().sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_positions_and_their_embedding() -> None:
+    offsets = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    assert jagged_positions(offsets, 5).tolist() == [0, 1, 2, 0, 1]
+    assert jagged_positions(torch.tensor([0]), 0).tolist() == []
+    embedding = PositionalEmbedding(max_seq_len=4, embedding_dim=16)
+    x = torch.randn(5, 16)
+    table = embedding.embedding.weight
+    expected = 4 * x + table[[0, 1, 2, 0, 1]]
+    torch.testing.assert_close(embedding(x, offsets), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 0}, "num_heads must be a positive number, got 0"),
+        ({"max_attn_len": -1}, "max_attn_len must be zero or a positive number, got -1"),
+        ({"linear_activation": "relu"}, "linear_activation must be"),
+        ({"output_dropout_ratio": 1.0}, "output_dropout_ratio must be"),
+        ({"concat_ua": True, "concat_u": True}, "concat_ua must be False beside"),
+        ({"scaling_seqlen": 0}, "scaling_seqlen must be -1 or positive, got 0"),
+        ({"enable_relative_attention_bias": True}, "relative_bias_max_seq_len must be"),
+        ({**BIASED, "relative_bias_heads": 3}, "relative_bias_heads must be a divisor"),
+        ({"causal": False, "contextual_seq_len": 2}, "causal must be True"),
+    ],
+)
+def test_config_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(BASE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (BASE, {"x": torch.zeros(25, 8)}, r"x must have shape \(total, 24\), got \(25, 8\)"),
+        (BASE, {"timestamps": torch.zeros(25, dtype=torch.int64)}, "without a time table"),
+        (RESEARCH, {"row_timestamps": torch.zeros(25, dtype=torch.int64)}, "without timestamps"),
+        (replace(BASE, causal=False), {"num_targets": torch.zeros(5)}, "need causal=True"),
+        (BASE, {"num_targets": torch.zeros(3, dtype=torch.int64)}, "num_targets"),
+        (BASE, {"seq_offsets": torch.tensor([0, 30])}, "cu_seqlens_q"),
+    ],
+)
+def test_call_refuses(config: HSTULayerConfig, changes: dict[str, Any], message: str) -> None:
+    inputs = make_inputs(config, set(), torch.float32)
+    with pytest.raises(ValueError, match=message):
+        HSTULayer(config)(**{**inputs, **changes})
+
+
+def test_stack_refuses_no_layers() -> None:
+    with pytest.raises(ValueError, match="num_layers must be a positive number, got 0"):
+        HSTUStack(BASE, 0)
+
+
+def test_public_names_and_settings() -> None:
+    assert (RESEARCH.linear_dim, RESEARCH.dqk, RESEARCH.alpha) == (8, 16, 1.0)
+    assert STU.alpha == 1 / math.sqrt(8)
+    assert STU.output_features == 3 * 2 * 16
+    assert HSTULayer(RESEARCH).uvqk.bias is None
+    assert HSTULayer(STU).output.bias is None
+    assert HSTULayer(RESEARCH).input_norm.weight is None
