@@ -81,13 +81,13 @@ class EventLog:
         ]
         if manifest["dropped_users"]:
             lines.append(
-                f"{manifest['dropped_users']:,} users with fewer than {LEAST_USER_EVENTS} events "
-                f"left out ({manifest['dropped_events']:,} events)"
+                f"Left out: {manifest['dropped_users']:,} users with fewer than "
+                f"{LEAST_USER_EVENTS} events ({manifest['dropped_events']:,} events)"
             )
         if manifest["malformed_lines"]:
             lines.append(
-                f"{manifest['malformed_lines']:,} malformed lines left out, "
-                f"all listed in {self.malformed_report}:"
+                f"Left out: {manifest['malformed_lines']:,} malformed lines, "
+                f"all listed in {self.malformed_report}"
             )
             lines += [f"  {example}" for example in manifest["malformed_examples"]]
             more = manifest["malformed_lines"] - len(manifest["malformed_examples"])

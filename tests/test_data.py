@@ -1,0 +1,310 @@
+"""Reading MovieLens files, the preprocessed form, the split and the batches."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hstu_attn.data import (
+    BatchSampler,
+    EventLog,
+    consecutive_batches,
+    held_out_windows,
+    jagged_batch,
+    open_event_log,
+    training_windows,
+)
+from hstu_attn.data.synthetic import write_synthetic_movielens
+
+EVENTS = [  # user, item, rating, timestamp, in no order
+    (7, 30, 5, 300),
+    (3, 10, 4, 100),
+    (7, 10, 3, 100),
+    (3, 20, 2, 200),
+    (7, 40, 1, 400),
+    (3, 30, 5, 200),  # the same second as the event before it: keeps the file's order
+    (7, 20, 4, 200),
+    (9, 20, 4, 200),  # a user with too few events
+]
+
+
+def write_dat(directory: Path, extra: bytes = b"") -> Path:
+    path = directory / "ratings.dat"
+    path.write_bytes(b"".join(f"{u}::{i}::{r}::{t}\n".encode() for u, i, r, t in EVENTS) + extra)
+    titles = "10::Amélie (2001)::Comedy|Romance\n20::Alien (1979)::Horror\n30::Heat (1995)::Crime\n"
+    (directory / "movies.dat").write_bytes(titles.encode("latin-1"))
+    return path
+
+
+def write_csv(directory: Path) -> Path:
+    path = directory / "ratings.csv"
+    lines = [f"{u},{i},{r - 0.5},{t}\r\n" for u, i, r, t in EVENTS]
+    path.write_text("userId,movieId,rating,timestamp\r\n" + "".join(lines), newline="")
+    (directory / "movies.csv").write_text(
+        'movieId,title,genres\n10,"City of Lost Children, The (1995)",Drama\n', encoding="utf-8"
+    )
+    return path
+
+
+def check_events(log: EventLog) -> None:
+    assert log.user_ids.tolist() == [3, 7]
+    assert log.item_ids.tolist() == [10, 20, 30, 40]
+    assert log.offsets.tolist() == [0, 3, 7]
+    assert log.items.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert log.timestamps.tolist() == [100, 200, 200, 100, 200, 300, 400]
+    assert (log.num_users, log.num_items, log.num_events) == (2, 4, 7)
+    assert (log.manifest["dropped_users"], log.manifest["dropped_events"]) == (1, 1)
+    assert isinstance(log.items, np.memmap)
+
+
+def test_reads_dat(tmp_path: Path) -> None:
+    log = open_event_log(write_dat(tmp_path))
+    check_events(log)
+    assert log.ratings.tolist() == [4, 2, 5, 3, 4, 5, 1]
+    assert log.titles == ["Amélie (2001)", "Alien (1979)", "Heat (1995)", "item 40"]
+    assert "Left out: 1 users with fewer than 3 events (1 events)" in log.describe()
+    assert "malformed" not in log.describe()
+
+
+def test_reads_csv(tmp_path: Path) -> None:
+    log = open_event_log(write_csv(tmp_path))
+    check_events(log)
+    assert log.ratings.tolist() == [3.5, 1.5, 4.5, 2.5, 3.5, 4.5, 0.5]
+    assert log.titles[:2] == ["City of Lost Children, The (1995)", "item 20"]
+
+
+def test_malformed_lines_are_reported_and_counted(tmp_path: Path) -> None:
+    bad = {
+        b"1::2::3": "expected 4 fields separated by '::', got 3",
+        b"1::2::3::4::5": "expected 4 fields separated by '::', got 5",
+        b"": "expected 4 fields separated by '::', got 1",
+        b"x::2::3::4": "user must be a number of at most 18 digits, got 'x'",
+        b"1::-2::3::4": "item must be a number of at most 18 digits, got '-2'",
+        b"1::2::good::4": "rating must be a number from 0.5 to 5.0, got 'good'",
+        b"1::2::nan::4": "rating must be a number from 0.5 to 5.0, got 'nan'",
+        b"1::2::6::4": "rating must be a number from 0.5 to 5.0, got '6'",
+        b"1::2::3::4.5": "timestamp must be a number of at most 18 digits, got '4.5'",
+        b"1::2::3::9999999999999999999": "timestamp must be a number of at most 18 digits",
+        b"\xff\x00::2::3::4": r"user must be a number of at most 18 digits, got '\\xff\x00'",
+        b"1::2::3::": "timestamp must be a number of at most 18 digits, got ''",
+    }
+    path = write_dat(tmp_path, b"".join(line + b"\n" for line in bad))
+    (tmp_path / "movies.dat").open("ab").write(b"11:Lost::x\n")
+    log = open_event_log(path)
+    check_events(log)
+    assert log.manifest["malformed_lines"] == len(bad) + 1
+    report = log.malformed_report.read_text().splitlines()
+    assert len(report) == len(bad) + 1
+    for number, (entry, reason) in enumerate(
+        zip(report, bad.values(), strict=False), start=len(EVENTS) + 1
+    ):
+        assert entry.startswith(f"{path}:{number}: {reason}")
+    assert report[-1].startswith(f"{tmp_path / 'movies.dat'}:4: expected 3 fields")
+
+    described = log.describe().splitlines()
+    assert described[2] == (
+        f"Left out: {len(bad) + 1} malformed lines, all listed in {log.malformed_report}"
+    )
+    assert described[3:-1] == [f"  {entry}" for entry in report[:10]]
+    assert described[-1] == f"  ... and {len(bad) + 1 - 10} more"
+    # They are still reported when nothing is read anew.
+    assert open_event_log(path).describe() == log.describe()
+
+
+def test_a_missing_last_line_break_is_fine(tmp_path: Path) -> None:
+    path = write_dat(tmp_path, b"3::40::5::500")
+    log = open_event_log(path)
+    assert log.manifest["malformed_lines"] == 0
+    assert log.offsets.tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("ratings.txt", b"1::2::3::4\n", r"must end in .dat or .csv .*ratings.txt"),
+        (
+            "ratings.csv",
+            b"1,2,3,4\n",
+            r"ratings.csv:1: expected the header 'userId,.*got '1,2,3,4'",
+        ),
+        ("ratings.dat", b"", r"no user with at least 3 events \(0 events, 0 malformed lines\)"),
+        ("ratings.dat", b"1,2,3,4\n", r"1 malformed lines\)\n  .*ratings.dat:1: expected 4 fields"),
+        ("ratings.dat", b"1::2::3::4\n", r"no user with at least 3 events \(1 events"),
+    ],
+)
+def test_refuses_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        open_event_log(tmp_path / name)
+    assert not list(tmp_path.glob("hstu_cache/*"))
+
+
+def test_refuses_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"ratings\.dat"):
+        open_event_log(tmp_path / "ratings.dat")
+
+
+def test_preprocesses_once_and_again_when_the_source_changes(tmp_path: Path) -> None:
+    path = write_dat(tmp_path)
+    first = open_event_log(path)
+    manifests = list(tmp_path.glob("hstu_cache/*/manifest.json"))
+    written = manifests[0].stat().st_mtime_ns
+    assert open_event_log(path).manifest == first.manifest
+    assert manifests[0].stat().st_mtime_ns == written
+
+    write_dat(tmp_path, b"3::40::5::500\n")
+    second = open_event_log(path)
+    assert second.num_events == first.num_events + 1
+    assert second.manifest["content"] != first.manifest["content"]
+    assert len(list(tmp_path.glob("hstu_cache/*"))) == 1
+    assert first.items.tolist() == [0, 1, 2, 0, 1, 2, 3]  # still mapped
+
+    os.utime(tmp_path / "movies.dat", ns=(0, 0))
+    assert open_event_log(path).manifest["content"] == second.manifest["content"]
+    assert len(list(tmp_path.glob("hstu_cache/*"))) == 1
+
+
+def test_an_interrupted_preprocessing_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_dat(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", fail)
+        with pytest.raises(OSError, match="disk full"):
+            open_event_log(path)
+    assert not list(tmp_path.glob("hstu_cache/*"))
+    check_events(open_event_log(path))
+
+
+def test_cache_directory_may_be_shared(tmp_path: Path) -> None:
+    logs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        extra = b"3::40::5::500\n" * (name == "b")
+        path = write_dat(tmp_path / name, extra)
+        logs.append(open_event_log(path, cache_dir=tmp_path / "cache"))
+    assert [log.num_events for log in logs] == [7, 8]
+    assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == 2
+
+
+def make_log(tmp_path: Path, counts: list[int]) -> EventLog:
+    """A log in which user u has ``counts[u]`` events, at times and on items all different."""
+    lines, event = [], 0
+    for user, count in enumerate(counts):
+        for _ in range(count):
+            lines.append(f"{user}::{event}::3::{1000 + event}\n")
+            event += 1
+    (tmp_path / "ratings.dat").write_text("".join(lines))
+    return open_event_log(tmp_path / "ratings.dat")
+
+
+def test_leave_one_out(tmp_path: Path) -> None:
+    counts = [3, 4, 5, 6, 17, 40]
+    log = make_log(tmp_path, counts)
+    max_seq_len = 5
+    history = [log.items[a:b].tolist() for a, b in zip(log.offsets, log.offsets[1:], strict=False)]
+
+    test = jagged_batch(log, held_out_windows(log, "test", max_seq_len))
+    validation = jagged_batch(log, held_out_windows(log, "validation", max_seq_len))
+    for batch, from_end in ((test, 1), (validation, 2)):
+        assert batch.users.tolist() == list(range(len(counts)))
+        offsets = batch.seq_offsets.tolist()
+        for user, events in enumerate(history):
+            rows = slice(offsets[user], offsets[user + 1])
+            before = events[: len(events) - from_end]
+            assert batch.items[rows].tolist() == before[-max_seq_len:]
+            assert batch.target_items[offsets[user + 1] - 1] == events[-from_end]
+
+    windows = training_windows(log, max_seq_len)
+    assert windows.lengths.min() > 0
+    assert windows.lengths.max() == max_seq_len
+    batch = jagged_batch(log, windows)
+    # Each training event but the first of a user is a target exactly once, and nothing else is.
+    assert sorted(batch.target_items.tolist()) == sorted(
+        item for events in history for item in events[1:-2]
+    )
+    assert ((batch.target_items - batch.items) == 1).all()
+    assert ((batch.target_timestamps - batch.timestamps) == 1).all()
+    assert (batch.timestamps == batch.items + 1000).all()
+    assert np.bincount(windows.users, minlength=6).tolist() == [0, 1, 1, 1, 3, 8]
+
+
+def test_batches_hold_each_sequence_once_an_epoch_and_keep_the_budget() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    lengths[7] = 1000  # longer than the budget: alone in its batch
+    sampler = BatchSampler(lengths, tokens_per_batch=400, seed=1)
+    orders = []
+    for epoch in range(2):
+        batches = [next(sampler) for _ in range(sampler.batches_per_epoch)]
+        assert sampler.state_dict() == {"epoch": epoch, "batch": len(batches)}
+        orders.append(np.concatenate(batches))
+        assert sorted(orders[-1]) == list(range(500))
+        assert all(lengths[b].sum() <= 400 or len(b) == 1 for b in batches)
+        sums = np.array([lengths[batch].sum() for batch in batches])
+        assert len(batches) < 1.25 * lengths.sum() / 400
+        assert np.median(sums) > 300
+        # Sequences of a batch are about as long as each other.
+        spread = np.mean([np.ptp(lengths[batch]) for batch in batches])
+        assert spread < 0.2 * np.ptp(np.delete(lengths, 7))
+    assert (orders[0] != orders[1]).any()
+
+
+def test_sampler_resumes_at_any_batch() -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 60)
+    whole = BatchSampler(lengths, tokens_per_batch=200, seed=3)
+    expected = [next(whole).tolist() for _ in range(30)]
+    assert whole.epoch >= 2
+    for stop in (0, 1, 7, 8, 29):
+        first = BatchSampler(lengths, tokens_per_batch=200, seed=3)
+        for _ in range(stop):
+            next(first)
+        second = BatchSampler(lengths, tokens_per_batch=200, seed=3)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [next(second).tolist() for _ in range(30 - stop)] == expected[stop:]
+    other = BatchSampler(lengths, tokens_per_batch=200, seed=4)
+    assert [next(other).tolist() for _ in range(30)] != expected
+
+
+def test_consecutive_batches_keep_the_order() -> None:
+    lengths = np.array([3, 3, 3, 9, 1])
+    batches = [batch.tolist() for batch in consecutive_batches(lengths, 6)]
+    assert batches == [[0, 1], [2], [3], [4]]
+
+
+def test_sampler_refuses() -> None:
+    with pytest.raises(ValueError, match="lengths must name at least one sequence"):
+        BatchSampler(np.array([], dtype=np.int64), 10, seed=0)
+    with pytest.raises(ValueError, match="tokens_per_batch must be positive, got 0"):
+        BatchSampler(np.array([1]), 0, seed=0)
+
+
+def test_synthetic_data_are_movielens_shaped_and_repeatable(tmp_path: Path) -> None:
+    paths = [
+        write_synthetic_movielens(tmp_path / name, 60, 200, 40, seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert paths[0].read_bytes() == paths[1].read_bytes() != paths[2].read_bytes()
+    log = open_event_log(paths[0])
+    assert log.manifest["malformed_lines"] == 0
+    assert log.num_users == 60
+    assert np.diff(log.offsets).min() >= 20
+    assert 30 < np.diff(log.offsets).mean() < 50
+    assert all(title.endswith(")") for title in log.titles)
+    for start, end in zip(log.offsets, log.offsets[1:], strict=False):
+        assert len(set(log.items[start:end].tolist())) == end - start
+        assert (np.diff(log.timestamps[start:end]) > 0).all()
+
+
+def test_synthetic_data_refuse(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_items must be from 1 to"):
+        write_synthetic_movielens(tmp_path, num_items=10_000)
+    with pytest.raises(ValueError, match="mean_events must be from 20 to a quarter"):
+        write_synthetic_movielens(tmp_path, num_items=100)
