@@ -9,16 +9,33 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-using Float16 = _Float16;
+struct Float16 {
+  uint16_t bits;
+};
 
-HSTU_INLINE float to_float(float x) { return x; }
-HSTU_INLINE double to_float(double x) { return x; }
-HSTU_INLINE float to_float(Float16 x) { return static_cast<float>(x); }
-HSTU_INLINE float to_float(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+HSTU_INLINE float as_float(uint32_t bits) {
   float result;
   std::memcpy(&result, &bits, sizeof(result));
   return result;
+}
+
+HSTU_INLINE uint32_t as_bits(float x) {
+  uint32_t result;
+  std::memcpy(&result, &x, sizeof(result));
+  return result;
+}
+
+HSTU_INLINE float to_float(float x) { return x; }
+HSTU_INLINE double to_float(double x) { return x; }
+HSTU_INLINE float to_float(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+// Free of branches, so that loops over it become vector code without an fp16 type in the compiler.
+HSTU_INLINE float to_float(Float16 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  // The product moves the exponent's bias from 15 to 127, for subnormal numbers too.
+  const float magnitude = as_float(static_cast<uint32_t>(x.bits & 0x7fff) << 13) * 0x1p112f;
+  const uint32_t special = magnitude >= 65536.0f ? 0x7f800000 : 0;  // infinity and NaN
+  return as_float(sign | special | as_bits(magnitude));
 }
 
 template <typename T>
@@ -32,10 +49,27 @@ HSTU_INLINE T from_float(float x) {
 // Rounds to nearest, ties to even; a NaN stays a NaN.
 template <>
 HSTU_INLINE BFloat16 from_float<BFloat16>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t bits = as_bits(x);
   const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
   return {static_cast<uint16_t>((x != x ? bits | 0x400000 : rounded) >> 16)};
+}
+template <>
+HSTU_INLINE Float16 from_float<Float16>(float x) {
+  const uint32_t bits = as_bits(x);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  // Normal: subtract 112 from the exponent and round the 13 bits that go.
+  const uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  // Subnormal: adding 1/2 leaves the rounded multiple of 2^-24 in the low bits.
+  const uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;
+  uint32_t half = magnitude < 0x38800000 ? subnormal : normal;
+  half = magnitude >= 0x477ff000 ? 0x7c00 : half;  // rounds to infinity
+  half = magnitude > 0x7f800000 ? 0x7e00 : half;   // NaN
+  return {static_cast<uint16_t>(sign | half)};
+}
+template <>
+HSTU_INLINE Float16 from_float<Float16>(double x) {
+  return from_float<Float16>(static_cast<float>(x));
 }
 template <>
 HSTU_INLINE BFloat16 from_float<BFloat16>(double x) {
