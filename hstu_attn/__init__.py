@@ -22,7 +22,9 @@ from .mask import Mask
 from .paged import PagedKV
 
 if TYPE_CHECKING:
-    from . import compat, reference, testing
+    import hstu_attn.testing as testing
+
+    from . import compat, reference
     from .layer import HSTULayer, HSTULayerConfig, HSTUStack
 
 __all__ = [

@@ -105,6 +105,8 @@ def hstu_attention(
     """
     if mask is None:
         mask = _FULL
+    elif not isinstance(mask, Mask):
+        raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
     biases, times = _bias_arguments(bias)
     _check_call(q, attn_scale, quant_mode)
     geometry = _geometry(
@@ -367,7 +369,11 @@ def _fbgemm_bias(rab: Tensor | None, has_drab: bool) -> Tensor | None:
 def _check_call(q: Tensor, attn_scale: Tensor | None, quant_mode: int) -> None:
     if quant_mode != -1:
         _refuse_quant_mode(quant_mode)
-    if attn_scale is not None and attn_scale.requires_grad:
+    if attn_scale is None:
+        pass
+    elif not isinstance(attn_scale, Tensor):
+        raise ValueError(f"attn_scale: expected a tensor, got {type(attn_scale).__name__}")
+    elif attn_scale.requires_grad:
         raise ValueError(
             "attn_scale: expected a tensor that does not require a gradient (it gets none), got "
             "requires_grad=True"

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = ["LIBRARY_PATH", "Geometry", "attention", "attention_packed", "has_cuda_kernels"]
 
@@ -109,8 +108,8 @@ def register() -> None:
     _bwd_out = namespace.hstu_varlen_bwd_out.default
     torch.library.register_fake("hstu_attn::hstu_varlen_fwd", _fwd_fake)
     torch.library.register_fake("hstu_attn::hstu_varlen_bwd", _bwd_fake)
-    torch.library.register_fake("hstu_attn::hstu_varlen_fwd_out", _out_fake)
-    torch.library.register_fake("hstu_attn::hstu_varlen_bwd_out", _out_fake)
+    torch.library.register_fake("hstu_attn::hstu_varlen_fwd_out", _fwd_out_fake)
+    torch.library.register_fake("hstu_attn::hstu_varlen_bwd_out", _bwd_out_fake)
     torch.library.register_autograd(
         "hstu_attn::hstu_varlen_fwd", _fwd_gradients, setup_context=_save_for_gradients
     )
@@ -130,12 +129,27 @@ def has_cuda_kernels() -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _check_devices(schema: torch.FunctionSchema, args: tuple[Any, ...]) -> None:
+    """All on q's device; the kernels check it too, but one meta tensor keeps a call from them."""
+    arguments = [argument.name for argument in schema.arguments]
+    device = args[arguments.index("q")].device
+    for name, value in zip(arguments, args, strict=True):
+        if isinstance(value, Tensor) and value.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.device}")
+
+
+def _fwd_fake(*args: Any) -> Tensor:
+    _check_devices(torch.ops.hstu_attn.hstu_varlen_fwd.default._schema, args)
+    q: Tensor = args[_Q]
+    v: Tensor = args[_V]
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
-def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    rab, pos_weight, ts_weight = args[_RAB - 3 : _TS - 2]
+def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
+    _check_devices(torch.ops.hstu_attn.hstu_varlen_bwd.default._schema, args)
+    q: Tensor = args[1 + _Q]
+    k, v = args[1 + _K], args[1 + _V]
+    rab, pos_weight, ts_weight = args[1 + _RAB], args[1 + _POS], args[1 + _TS]
     has_drab, has_dtables = args[-2:]
 
     def table_gradient(table: Tensor | None) -> Tensor:
@@ -153,8 +167,12 @@ def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tupl
     )
 
 
-def _out_fake(*_: Any) -> None:
-    return None
+def _fwd_out_fake(*args: Any) -> None:
+    _check_devices(torch.ops.hstu_attn.hstu_varlen_fwd_out.default._schema, args)
+
+
+def _bwd_out_fake(*args: Any) -> None:
+    _check_devices(torch.ops.hstu_attn.hstu_varlen_bwd_out.default._schema, args)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,6 +228,33 @@ def _below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+class _Once(torch.autograd.Function):
+    """Passes gradients through, and fails where they are differentiated again.
+
+    The inputs of the first backward are its inputs, so that no path to them is lost: a second
+    derivative that is silently zero would be worse than an error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        del ctx
+        return tuple(gradient.detach() for gradient in tensors[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(SINGLE_BACKWARD)
+
+
+def _only_once(
+    inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """`gradients`, which can not be differentiated, under `create_graph=True`."""
+    sources = [tensor for tensor in inputs if tensor is not None]
+    present = [gradient for gradient in gradients if gradient is not None]
+    guarded = iter(_Once.apply(len(sources), *sources, *present))
+    return [None if gradient is None else next(guarded) for gradient in gradients]
+
+
 class _Attention(torch.autograd.Function):
     """Eager gradients for separate q, k and v."""
 
@@ -232,7 +277,6 @@ class _Attention(torch.autograd.Function):
             return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, rab, pos_weight, ts_weight = ctx.saved_tensors
         geometry, times, options = ctx.rest
@@ -252,17 +296,17 @@ class _Attention(torch.autograd.Function):
                 has_drab,
                 has_dpos or has_dts,
             )
-        return (
+        gradients: Sequence[Tensor | None] = (
             dq,
             dk,
             dv,
             drab if has_drab else None,
             dpos.to(pos_weight.dtype) if has_dpos else None,
             dts.to(ts_weight.dtype) if has_dts else None,
-            None,
-            None,
-            None,
         )
+        if torch.is_grad_enabled():
+            gradients = _only_once((dout, *ctx.saved_tensors), gradients)
+        return (*gradients, None, None, None)
 
 
 class _AttentionPacked(torch.autograd.Function):
@@ -286,7 +330,6 @@ class _AttentionPacked(torch.autograd.Function):
             return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         qkv, rab, pos_weight, ts_weight = ctx.saved_tensors
         geometry, times, options = ctx.rest
@@ -310,15 +353,15 @@ class _AttentionPacked(torch.autograd.Function):
                 dpos,
                 dts,
             )
-        return (
+        gradients: Sequence[Tensor | None] = (
             dqkv,
             drab,
             None if dpos is None else dpos.to(pos_weight.dtype),
             None if dts is None else dts.to(ts_weight.dtype),
-            None,
-            None,
-            None,
         )
+        if torch.is_grad_enabled():
+            gradients = _only_once((dout, *ctx.saved_tensors), gradients)
+        return (*gradients, None, None, None)
 
 
 def attention(
