@@ -257,8 +257,9 @@ rule link
         defines = cuda_defines() if cuda else ""
         includes = f"-isystem {torch}/include"
         # NOTE: libtorch.so holds no symbol itself but leads to the libraries that do, so without
-        # --no-as-needed, a linker whose default is --as-needed (Ubuntu's) would drop it.
-        libraries = f"-L{torch}/lib -Wl,--no-as-needed -ltorch"
+        # --no-as-needed, a linker whose default is --as-needed (Ubuntu's) would drop it. libstdc++
+        # goes first: torch's libraries refer to some of its symbols without their version.
+        libraries = f"-lstdc++ -L{torch}/lib -Wl,--no-as-needed -ltorch"
         if cuda:
             includes += f" -isystem {cuda_home()}/include"
             libraries += f" -L{cuda_home()}/lib64 -L{cuda_home()}/lib -lcudart_static -lrt -ldl"
