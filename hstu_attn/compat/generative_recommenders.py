@@ -77,6 +77,8 @@ def hstu_mha(
     _check_max_seq_len(max_seq_len)
     if k.shape != q.shape:
         raise ValueError(f"k: expected the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.shape[0] != q.shape[0]:
+        raise ValueError(f"v: expected the rows of q, {q.shape[0]}, got {v.shape[0]}")
     return hstu_attention(
         q,
         k,
