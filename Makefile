@@ -21,7 +21,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
-PYTHON_SOURCES := $(wildcard setup.py tools hstu_attn tests benchmarks examples)
+TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
 .PHONY: demo test bench-cpu install lint mypy format asan wheel sdist clean
 .DELETE_ON_ERROR:
@@ -63,7 +63,7 @@ lint: $(VENV)/.tools mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
 mypy: $(VENV)/.tools
-	$(BIN)/mypy $(PYTHON_SOURCES)
+	$(BIN)/mypy $(TYPED)
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix
@@ -74,7 +74,7 @@ format: $(VENV)/.tools
 ASAN := build/asan
 asan: $(VENV)/.installed
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
-	cp -r $(filter-out hstu_attn,$(PYTHON_SOURCES)) pyproject.toml $(ASAN)
+	cp -r $(wildcard tests tools examples benchmarks) pyproject.toml $(ASAN)
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest --ignore=tests/test_build.py $(PYTEST_ARGS)

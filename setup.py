@@ -225,16 +225,16 @@ class NinjaFile:
         ccache = shutil.which("ccache") or ""
         cxx = os.environ.get("CXX", "g++")
         cxxflags, ldflags = os.environ.get("CXXFLAGS", ""), os.environ.get("LDFLAGS", "")
-        depfile = "-MF $out.d -c $in -o $out"
+        common = f"-I'{CSRC}' $flags -MF $out.d -c $in -o $out"
         self.text = f"""\
 pool nvcc
   depth = {nvcc_jobs()}
 rule cxx
-  command = {ccache} {cxx} {mode} {CXX_FLAGS} -I{CSRC} $flags {cxxflags} -MMD {depfile}
+  command = {ccache} {cxx} {mode} {CXX_FLAGS} {cxxflags} -MMD {common}
   depfile = $out.d
   description = C++ $in
 rule nvcc
-  command = {ccache} {cuda_home()}/bin/nvcc -ccbin {cxx} {NVCC_FLAGS} -I{CSRC} $flags -MD {depfile}
+  command = {ccache} {cuda_home()}/bin/nvcc -ccbin {cxx} {NVCC_FLAGS} -MD {common}
   depfile = $out.d
   description = nvcc $in
   pool = nvcc
@@ -255,11 +255,11 @@ rule link
         """_C: ops and kernels."""
         cuda, torch = cuda_wanted(), torch_dir()
         defines = cuda_defines() if cuda else ""
-        includes = f"-isystem {torch}/include"
+        includes = f"-isystem '{torch}/include'"
         # NOTE: libtorch.so holds no symbol itself but leads to the libraries that do, so without
         # --no-as-needed, a linker whose default is --as-needed (Ubuntu's) would drop it. libstdc++
         # goes first: torch's libraries refer to some of its symbols without their version.
-        libraries = f"-lstdc++ -L{torch}/lib -Wl,--no-as-needed -ltorch"
+        libraries = f"-lstdc++ -L'{torch}/lib' -Wl,--no-as-needed -ltorch"
         if cuda:
             includes += f" -isystem {cuda_home()}/include"
             libraries += f" -L{cuda_home()}/lib64 -L{cuda_home()}/lib -lcudart_static -lrt -ldl"
@@ -267,14 +267,14 @@ rule link
         cpp_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {defines} {includes}"
         objects = [self.compile("cxx", path, f"{cpp_flags} {isa}") for path, isa in cpu_sources()]
         if cuda:
-            cu_flags = f"{defines} -isystem {cutlass_include()}"
+            cu_flags = f"{defines} -isystem '{cutlass_include()}'"
             for path, gencode in cuda_sources():
                 objects.append(self.compile("nvcc", path, f"{cu_flags} {gencode}"))
         self.build("link", output, objects, libraries)
 
     def host_module(self, output: str) -> None:
         """_host: the same masks and scheduler, for Python."""
-        flags = f"-isystem {pybind11.get_include()} -isystem {PYTHON_INCLUDE}"
+        flags = f"-isystem '{pybind11.get_include()}' -isystem '{PYTHON_INCLUDE}'"
         sources = sorted(CSRC.glob("host/*.cpp"))
         self.build("link", output, [self.compile("cxx", path, flags) for path in sources])
 
