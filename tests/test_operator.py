@@ -109,6 +109,15 @@ def test_one_long_sequence_among_short_ones(device):
     check_against_reference(hstu_attention, batch)
 
 
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_long_sums(device, mask):
+    """Errors must not pile up over thousands of terms more than they do in PyTorch."""
+    dtype = for_device(device, torch.float32)
+    check_against_reference(
+        hstu_attention, make_batch([2000], heads=1, dtype=dtype, device=device, mask=mask)
+    )
+
+
 def test_several_heads_share_a_bias_head(device):
     batch = make_batch([70, 12], heads=6, dtype=torch.bfloat16, device=device, mask="causal")
     rab = torch.randn(2, 3, 70, 70, dtype=torch.bfloat16, device=device)

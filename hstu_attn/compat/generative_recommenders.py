@@ -59,8 +59,8 @@ def hstu_mha(
             row sees itself alone.
         min_full_attn_seq_len: with `max_attn_len`, the last so many tokens of the history, and the
             candidates, see everything before them.
-        sort_by_length, kernel, enable_tma: hints about scheduling and the implementation. They never
-            change the result; this library decides both by itself, so they are not used.
+        sort_by_length, kernel, enable_tma: hints about scheduling and the implementation. The
+            result does not depend on them: this library decides both by itself.
 
     Returns:
         `(total, heads, Dv)` of q's dtype.
