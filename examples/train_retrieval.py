@@ -50,7 +50,9 @@ Split = Literal["validation", "test"]
 SYNTHETIC_DATA = Path("runs/synthetic-movielens")
 CPU = torch.device("cpu")
 EVALUATION_TOKENS = 16384
-NOT_PART_OF_THE_RUN = ("data", "cache_dir", "out", "resume", "device", "show_user")
+NOT_PART_OF_THE_RUN = (
+    *("data", "cache_dir", "out", "resume", "device", "show_user", "checkpoint_every"),
+)
 
 
 class TrainingError(RuntimeError):
@@ -101,7 +103,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
         f"{SYNTHETIC_DATA} once and read from there",
     )
     files.add_argument(
-        "--cache-dir", type=Path, help="preprocessed data go here; default: beside the data"
+        "--cache-dir", type=Path, help="preprocessed data go here; None is beside the data"
     )
     files.add_argument(
         "--out", type=Path, default=Path("runs/retrieval"), help="curves, metrics, checkpoints"
@@ -114,16 +116,16 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     )
 
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=int, default=24, help="passes over the training events")
-    training.add_argument("--steps", type=int, help="optimizer steps; overrides --epochs")
+    training.add_argument("--epochs", type=int, default=28, help="passes over the training events")
+    training.add_argument("--steps", type=int, help="optimizer steps; None is by --epochs")
     training.add_argument(
-        "--tokens-per-batch", type=int, default=4096, help="events per optimizer step"
+        "--tokens-per-batch", type=int, default=2048, help="events per optimizer step"
     )
     training.add_argument(
         "--max-seq-len", type=int, default=100, help="events per sequence; longer ones are cut"
     )
-    training.add_argument("--learning-rate", type=float, default=6e-3, help="highest; cosine decay")
-    training.add_argument("--warmup-steps", type=int, default=50, help="linear, from zero")
+    training.add_argument("--learning-rate", type=float, default=4e-3, help="highest; cosine decay")
+    training.add_argument("--warmup-steps", type=int, default=100, help="linear, from zero")
     training.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
     training.add_argument("--clip-norm", type=float, default=1.0, help="largest gradient norm")
     training.add_argument(
@@ -148,18 +150,22 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     running.add_argument(
         "--bf16", action="store_true", help="compute the layers in bfloat16; always so on cuda"
     )
-    running.add_argument("--eval-every", type=int, default=150, help="steps between validations")
-    running.add_argument("--checkpoint-every", type=int, default=150, help="steps between saves")
+    running.add_argument("--eval-every", type=int, default=300, help="steps between validations")
+    running.add_argument("--checkpoint-every", type=int, default=300, help="steps between saves")
     running.add_argument(
         "--keep-seen", action="store_true", help="rank items that the user has seen, too"
     )
     running.add_argument(
-        "--show-user", type=int, help="id of the user to recommend for; default: the first"
+        "--show-user", type=int, help="id of the user to recommend for; None is the first"
     )
     options = parser.parse_args(arguments, namespace=Options())
-    for name in ("tokens_per_batch", "max_seq_len", "layers", "negatives", "temperature", "epochs",
-                 "eval_every", "checkpoint_every", "learning_rate", "clip_norm"):  # fmt: skip
-        if getattr(options, name) <= 0:
+    positive = (
+        *("steps", "epochs", "tokens_per_batch", "max_seq_len", "learning_rate", "clip_norm"),
+        *("negatives", "temperature", "layers", "eval_every", "checkpoint_every"),
+    )
+    for name in positive:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     if options.heads <= 0 or options.dim % (8 * options.heads):
         parser.error("--dim must be a multiple of 8 times --heads")
@@ -296,6 +302,7 @@ class Trainer:
                 if last or self.step % options.checkpoint_every == 0:
                     self._save()
         self.model.load_state_dict(torch.load(self.best, self.device, weights_only=True))
+        self.model.eval()
 
     def resume(self) -> None:
         """Continues from the newest checkpoint, if there is one.
@@ -491,6 +498,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("Interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -101,7 +101,7 @@ def open_event_log(
 ) -> EventLog:
     """Opens a file of events, preprocessing it if that has not been done.
 
-    Reading keeps some 30 bytes an event in memory, sorting about as much again.
+    Preprocessing keeps up to some 100 bytes an event in memory.
 
     Args:
         source: MovieLens `ratings.dat` or `ratings.csv`; titles are read from `movies.dat` or
