@@ -336,6 +336,40 @@ def test_gradcheck_of_the_tables():
 
 
 # ---------------------------------------------------------------------------------------------
+# Streams and devices
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_work_is_queued_on_the_current_stream():
+    """Inputs that only a side stream has written are seen, forward and backward."""
+    batch = make_batch([300, 70], dtype=torch.bfloat16, device="cuda", mask="context-target")
+    dout = torch.randn_like(batch.v)
+    expected = run(hstu_attention, batch, dout)
+    late = {name: torch.empty_like(t) for name, t in batch.differentiable().items()}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        for name, tensor in batch.differentiable().items():
+            late[name].copy_(tensor)
+        result = run(hstu_attention, batch.with_tensors(late), dout)
+    stream.synchronize()
+    for name, value in expected.items():
+        assert torch.equal(result[name], value), name
+
+
+@pytest.mark.gpu
+def test_work_is_done_on_the_tensors_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    batch = make_batch([300, 70], dtype=torch.bfloat16, device="cuda:1", mask="causal", bias="rab")
+    assert torch.cuda.current_device() == 0
+    result = check_against_reference(hstu_attention, batch)
+    assert {value.device.index for value in result.values()} == {1}
+
+
+# ---------------------------------------------------------------------------------------------
 # Every instruction set that the CPU kernels are compiled for
 # ---------------------------------------------------------------------------------------------
 

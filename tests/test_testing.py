@@ -1,0 +1,158 @@
+"""`hstu_attn.testing`: the rule fails what it must, the poison is seen, the inputs are varied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hstu_attn import DenseBias, Mask, reference
+from hstu_attn.mask import batch_row_spans, dense_mask
+from hstu_attn.testing import (
+    BIAS_NAMES,
+    MASK_NAMES,
+    allowed_error,
+    assert_matches,
+    check_against_reference,
+    make_batch,
+    make_lengths,
+    make_mask,
+    make_paged_batch,
+    offsets,
+    poison,
+    poisoned_memory,
+    run,
+)
+
+
+def test_the_allowed_error():
+    exact = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    yardstick = torch.tensor([1.25, -4.0])
+    worse = torch.tensor([1.0, -3.5])
+    two_roundings = 4 * torch.finfo(torch.bfloat16).eps
+    allowed = allowed_error(exact, [yardstick], torch.bfloat16)
+    assert allowed == pytest.approx(2 * 0.25 + two_roundings)
+    allowed = allowed_error(exact, [yardstick, worse], torch.bfloat16)
+    assert allowed == pytest.approx(2 * 0.5 + two_roundings)
+    assert allowed_error(exact[:0], [yardstick[:0]], torch.float32) == 0
+
+
+def test_a_result_within_the_rule_passes_and_one_beyond_fails():
+    exact = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    yardstick = exact.float() + 0.125
+    assert_matches("x", exact.float() + 0.24, exact, yardstick)
+    with pytest.raises(AssertionError, match=r"x: error 2\.6.* at \[0, 0\].* 2 of 2 elements"):
+        assert_matches("x", exact.float() + 0.26, exact, yardstick)
+    with pytest.raises(AssertionError, match="NaN or Inf"):
+        assert_matches("x", torch.tensor([[1.0, float("nan")]]), exact, yardstick)
+    with pytest.raises(AssertionError, match=r"\(2,\) != \(1, 2\)"):
+        assert_matches("x", torch.ones(2), exact, yardstick)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda name, x: x * 1.001 if name == "out" else x,
+        lambda name, x: x.roll(1, 0) if name == "dk" else x,
+        lambda name, x: torch.zeros_like(x) if name == "drab" else x,
+        lambda name, x: x.masked_fill(x == x.max(), float("nan")) if name == "dq" else x,
+    ],
+    ids=["scaled", "shifted", "zero", "one-nan"],
+)
+def test_a_wrong_implementation_is_found(spoil):
+    """A function whose output or one of whose gradients is spoilt."""
+    batch = make_batch([20, 7], mask="causal", bias="rab")
+    check_against_reference(reference.hstu_attention, batch)
+
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, name, x):
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None, spoil(ctx.name, gradient)
+
+    def wrong(q, k, v, *, bias, **options):
+        q, k, v = Spoilt.apply("dq", q), Spoilt.apply("dk", k), Spoilt.apply("dv", v)
+        bias = DenseBias(Spoilt.apply("drab", bias.rab))
+        out = reference.hstu_attention(q, k, v, bias=bias, **options)
+        return spoil("out", out)
+
+    with pytest.raises(AssertionError, match=r"^(out|dq|dk|drab): "):
+        check_against_reference(wrong, batch)
+
+
+def test_an_unwritten_output_is_found():
+    def lazy(q, k, v, **options):
+        return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+    with pytest.raises(AssertionError, match="out: has NaN or Inf"):
+        check_against_reference(lazy, make_batch([20, 7]), backward=False)
+
+
+def test_poison():
+    floats, ints = torch.zeros(3, requires_grad=True), torch.zeros(3, dtype=torch.int32)
+    poison(floats, None, ints)
+    assert floats.isnan().all()
+    assert (ints == 2**31 - 1).all()
+
+
+def test_poisoned_memory_is_nan_and_leaves_no_trace():
+    before = torch.are_deterministic_algorithms_enabled()
+    with poisoned_memory():
+        assert torch.empty(100).isnan().all()
+        assert torch.zeros(2).new_empty((3, 4)).isnan().all()
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_lengths():
+    assert make_lengths(0, 9) == []
+    lengths = make_lengths(50, 9, shortest=2)
+    assert max(lengths) == 9
+    assert min(lengths) >= 2
+    assert offsets([3, 0, 4]).tolist() == [0, 3, 3, 7]
+
+
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_masks_show_something_and_hide_something(name):
+    lengths = [40, 55, 60]
+    mask = make_mask(name, lengths)
+    shown = total = start = 0
+    for b, length in enumerate(lengths):
+        visible = dense_mask(
+            mask,
+            length,
+            length,
+            num_contexts=0 if mask.num_contexts is None else int(mask.num_contexts[b]),
+            num_targets=0 if mask.num_targets is None else int(mask.num_targets[b]),
+            first_row=start,
+        )
+        start += length
+        shown += int(visible.sum())
+        total += visible.numel()
+    assert shown > 0
+    assert (shown < total) == (name != "full")
+
+
+@pytest.mark.parametrize("name", BIAS_NAMES)
+def test_biases_matter(name):
+    batch = make_batch([12, 30], mask="causal", bias=name)
+    with_bias = run(reference.hstu_attention, batch)["out"]
+    without = run(reference.hstu_attention, replace(batch, bias=None))["out"]
+    assert (with_bias - without).abs().max() > 1e-4
+
+
+def test_paged_batches_hide_nan_where_pages_are_to_be_read():
+    batch = make_paged_batch([20], [3], [2], page_size=16)
+    assert batch.k[:3].isnan().all()
+    assert torch.isfinite(batch.k[3:]).all()
+    assert batch.paged_kv.kv_cache.isnan().any()
+    assert torch.isfinite(run(reference.hstu_attention, batch)["out"]).all()
+
+
+def test_batch_row_spans_of_an_empty_batch():
+    spans = batch_row_spans(Mask.full(), offsets([]), offsets([]), total_q=2)
+    assert torch.equal(spans, torch.zeros(2, 4, dtype=torch.int32))
