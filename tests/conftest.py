@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -63,6 +64,14 @@ def hash_of(text: str) -> int:
     for byte in text.encode():
         value = (value * 1000003 + byte) % 2**63
     return value
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """For tests that compare gradients of two calls bit for bit; always so on a CPU."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -50,7 +50,14 @@ def arguments(batch: Batch, *, paged: bool) -> dict[str, Any]:
     if paged:
         result |= {name: getattr(batch.paged_kv, name, None) for name in _PAGED}
     descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
-    return {**result, "quant_mode": -1, **descales, "deterministic": False, "sm_margin": 0}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return {
+        **result,
+        "quant_mode": -1,
+        **descales,
+        "deterministic": deterministic,
+        "sm_margin": 0,
+    }
 
 
 def forward(batch: Batch, **changes: Any) -> torch.Tensor:

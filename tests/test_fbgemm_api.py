@@ -190,7 +190,7 @@ def test_scaling_seqlen(device):
 
 @pytest.mark.parametrize("mask", ["causal", "context-target"])
 @pytest.mark.parametrize("bias", [None, "rab-1-head"])
-def test_packed_gradients_are_written_packed(device, mask, bias):
+def test_packed_gradients_are_written_packed(deterministic, device, mask, bias):
     lengths = [70, 0, 5]
     batch = make_batch(lengths, dtype=BF16, device=device, mask=mask, bias=bias)
     qkv = torch.stack([batch.q, batch.k, batch.v], 1).requires_grad_()

@@ -75,7 +75,7 @@ def test_one_head_of_q_and_k_for_all(device):
 
 
 @pytest.mark.parametrize("kind", ["sum", "transposed", "expanded-rows"])
-def test_any_gradient_of_the_output(device, kind):
+def test_any_gradient_of_the_output(deterministic, device, kind):
     batch = make_batch([50, 3], heads=2, dim_v=16, dtype=BF16, device=device, mask="causal")
     shape = (53, 2, 16)
     dout = {
@@ -137,7 +137,7 @@ def test_one_rab_for_every_sequence_and_head(device):
 
 @pytest.mark.parametrize("bias", [None, "rab-1-head", "rab-strided", "position-time"])
 @pytest.mark.parametrize("used", [False, True], ids=["all-rows", "seqused"])
-def test_out_ops_write_everything_and_nothing_else(device, bias, used):
+def test_out_ops_write_everything_and_nothing_else(deterministic, device, bias, used):
     batch = strided_batch(device, mask="local-context-target", bias=bias)
     if used:
         batch.seqused_q = torch.tensor([31, 0, 9], dtype=torch.int32, device=device)
@@ -169,7 +169,7 @@ def test_out_ops_write_everything_and_nothing_else(device, bias, used):
         assert buffer.isnan().sum() == buffer.numel() - expected[name].numel(), name
 
 
-def test_gradients_in_one_packed_buffer(device):
+def test_gradients_in_one_packed_buffer(deterministic, device):
     batch = make_batch([33, 0, 64], heads=2, dtype=BF16, device=device, mask="context-target")
     dout = random_dout(batch)
     expected = run(hstu_attention, batch, dout)
@@ -216,7 +216,7 @@ def test_gradients_that_are_not_asked_for_are_empty(device):
 
 
 @pytest.mark.parametrize("name", MASK_NAMES)
-def test_what_lies_past_seqused_never_matters(device, name):
+def test_what_lies_past_seqused_never_matters(deterministic, device, name):
     lengths_q, lengths_k = [20, 70, 9], [66, 70, 30]
     used_q, used_k = [13, 0, 9], [60, 65, 9]
     batch = make_batch(
@@ -268,7 +268,7 @@ def test_seqused_against_the_reference(device):
     check_against_reference(hstu_attention, batch)
 
 
-def test_rows_of_no_sequence_are_zero(device):
+def test_rows_of_no_sequence_are_zero(deterministic, device):
     """The offsets may begin after 0 and end before the total."""
     batch = make_batch([30, 20], dtype=BF16, device=device, mask="causal")
     dout = random_dout(batch)
@@ -294,7 +294,7 @@ def test_rows_of_no_sequence_are_zero(device):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout", "rab"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-def test_nan_and_inf_stay_in_their_sequence(device, where, value, dtype):
+def test_nan_and_inf_stay_in_their_sequence(deterministic, device, where, value, dtype):
     if device == "cuda":
         dtype = BF16
     lengths = [13, 70, 40]

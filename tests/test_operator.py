@@ -341,7 +341,7 @@ def test_gradcheck_of_the_tables():
 
 
 @pytest.mark.gpu
-def test_work_is_queued_on_the_current_stream():
+def test_work_is_queued_on_the_current_stream(deterministic):
     """Inputs that only a side stream has written are seen, forward and backward."""
     batch = make_batch([300, 70], dtype=torch.bfloat16, device="cuda", mask="context-target")
     dout = torch.randn_like(batch.v)
