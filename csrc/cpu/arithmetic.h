@@ -73,14 +73,7 @@ struct VectorArithmetic {
  private:
   static HSTU_INLINE void block(int steps, const Unit* a, int64_t lda, const Unit* b,
                                 int64_t k_stride, Accum* c, int64_t ldc, bool accumulate) {
-    Vector<Accum> sum[kGemmRows][kVectorsPerPanel];
-#pragma GCC unroll 8
-    for (int row = 0; row < kGemmRows; ++row) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectorsPerPanel; ++v) {
-        sum[row][v] = accumulate ? load(c + row * ldc + v * kLanes<Accum>) : Vector<Accum>{};
-      }
-    }
+    Vector<Accum> sum[kGemmRows][kVectorsPerPanel] = {};
     for (int step = 0; step < steps; ++step) {
       Vector<Unit> column[kVectorsPerPanel];
 #pragma GCC unroll 2
@@ -95,11 +88,14 @@ struct VectorArithmetic {
         }
       }
     }
+    // The block's own sum is added to what came before only now: the rounding errors of a long sum
+    // then grow with the number of tiles, not of terms.
 #pragma GCC unroll 8
     for (int row = 0; row < kGemmRows; ++row) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectorsPerPanel; ++v) {
-        store(c + row * ldc + v * kLanes<Accum>, sum[row][v]);
+        Accum* out = c + row * ldc + v * kLanes<Accum>;
+        store(out, accumulate ? load(out) + sum[row][v] : sum[row][v]);
       }
     }
   }
