@@ -1,0 +1,287 @@
+"""The CPU kernels beside plain torch: `python -m benchmarks.cpu`.
+
+For jagged causal batches it times the forward (without gradients) and the backward alone, of
+
+    hstu_attn       this library
+    per sequence    two torch products for each sequence
+    padded          two torch products for the whole batch, padded to its longest sequence
+    compiled        the same under torch.compile, compiled for the batch; compiling is not counted
+
+Every one is first held against the fp64 reference. Then rounds are interleaved (in each, every
+implementation runs once, on the next of several input sets), and the median counts. Beside the
+times stands the peak memory that a call needs (see memory.py); that of the backward includes the
+forward that it follows and what that has saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hstu_attn import Mask, reference
+
+from . import implementations
+from .cases import Case, Inputs
+from .memory import MemoryProbe
+from .report import Result, environment, print_environment, text_table, write_results
+
+__all__ = ["main"]
+
+DIRECTIONS = ("forward", "backward")
+OURS, PER_SEQUENCE = "hstu_attn", "per sequence"
+PADDED = ("padded", "compiled")
+
+LENGTHS = ((16, 32, 512), (64, 32, 512), (256, 32, 128), (16, 32, 2048), (64, 32, 2048))
+CASES = tuple(
+    Case(*lengths, heads=4, head_dim=head_dim, dtype=dtype)
+    for dtype in (torch.float32, torch.bfloat16)
+    for head_dim in (64, 128)
+    for lengths in LENGTHS
+)
+QUICK_CASES = (
+    Case(3, 8, 48, heads=2, head_dim=16, dtype=torch.float32),
+    Case(3, 8, 48, heads=2, head_dim=16, dtype=torch.bfloat16),
+)
+
+INPUT_SETS = 3
+MOST_ROUNDS = 21
+PADDED_LIMIT = 6e9  # bytes of score matrices
+# Largest error, relative to the exact result, both in the Frobenius norm.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+
+# ---------------------------------------------------------------------------------------------
+# Correctness
+# ---------------------------------------------------------------------------------------------
+
+
+def exact_results(case: Case, inputs: Inputs) -> list[Tensor]:
+    """The output and the gradients of q, k and v, by the fp64 reference."""
+    pieces: list[tuple[Tensor, ...]] = []
+    packed = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    for sequence in zip(*(x.split(case.lengths) for x in packed), strict=True):
+        *leaves, dout = (x.double() for x in sequence)
+        q, k, v = (x.requires_grad_() for x in leaves)
+        out = reference.hstu_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=torch.tensor([0, len(q)]),
+            max_seqlen_q=len(q),
+            scaling_seqlen=max(case.lengths),
+            mask=Mask.causal(),
+            alpha=case.alpha,
+        )
+        pieces.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
+    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+
+def check(case: Case, name: str, results: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    """Raise AssertionError if a result is further from the exact one than rounding explains."""
+    for what, result, truth in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
+        error = ((result.double() - truth).norm() / truth.norm()).item()
+        if not error < TOLERANCE[case.dtype]:
+            raise AssertionError(
+                f"{name}, {case.name}, {case.dtype_name}: {what} has a relative error of "
+                f"{error:.2e}, more than {TOLERANCE[case.dtype]:.0e}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------------------------
+
+
+def run_once(
+    attention: implementations.Attention, inputs: Inputs
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Milliseconds of each direction, and what was computed."""
+    leaves = inputs.leaves()
+    start = time.perf_counter()
+    with torch.no_grad():
+        out = attention(inputs.q, inputs.k, inputs.v)
+    forward = time.perf_counter() - start
+
+    recorded = attention(*leaves)
+    start = time.perf_counter()
+    gradients = torch.autograd.grad(recorded, leaves, inputs.dout)
+    backward = time.perf_counter() - start
+    return {"forward": 1e3 * forward, "backward": 1e3 * backward}, [out, *gradients]
+
+
+def time_case(
+    case: Case, names: Sequence[str], rounds: int, seconds: float
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of every round, by implementation and direction.
+
+    There are at least `rounds` rounds, and more until `seconds` have passed.
+    """
+    input_sets = [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
+    exact = exact_results(case, input_sets[0])
+    attentions = {}
+    for name in names:
+        attentions[name] = implementations.make(name, case)
+        check(case, name, run_once(attentions[name], input_sets[0])[1], exact)
+    del exact
+    for attention in attentions.values():  # warm-up
+        run_once(attention, input_sets[-1])
+
+    times: dict[str, dict[str, list[float]]] = {
+        name: {direction: [] for direction in DIRECTIONS} for name in names
+    }
+    start = time.perf_counter()
+    for round_ in range(MOST_ROUNDS):
+        if round_ >= rounds and time.perf_counter() - start > seconds:
+            break
+        first = round_ % len(names)
+        for name in (*names[first:], *names[:first]):
+            elapsed, _ = run_once(attentions[name], input_sets[round_ % INPUT_SETS])
+            for direction in DIRECTIONS:
+                times[name][direction].append(elapsed[direction])
+    return times
+
+
+def measure(case: Case, probe: MemoryProbe, rounds: int, seconds: float) -> list[Result]:
+    """All results of a case."""
+    names = list(implementations.NAMES)
+    results = []
+    needed = implementations.padded_bytes(case)
+    if needed > PADDED_LIMIT:
+        names = [name for name in names if name not in PADDED]
+        reason = f"its score matrices take {needed / 1e9:.0f} GB"
+        for direction in DIRECTIONS:
+            results += [Result.of(case, direction, name, skipped=reason) for name in PADDED]
+    times = time_case(case, names, rounds, seconds)
+    memory = probe.peak_mib(case, names)
+    for name in names:
+        for direction in DIRECTIONS:
+            peak = memory[name][direction] if memory else None
+            ms = times[name][direction]
+            results.append(Result.of(case, direction, name, ms=ms, peak_mib=peak))
+    return results
+
+
+# ---------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------
+
+
+_COLUMNS = (
+    *("sequences", "D", "dtype", "pass"),
+    *implementations.NAMES,
+    *(PER_SEQUENCE, "best other"),
+    *implementations.NAMES,
+)
+_GROUPS = {4: "milliseconds", 8: "speedup over", 10: "peak extra MiB"}  # by first column
+_WIDEST = ("256 x 32..2048", "128", "bfloat16", "backward", *["12345.6"] * 10)
+
+
+def table_row(results: Sequence[Result]) -> list[str]:
+    """The cells of one case and direction."""
+    by_name = {result.impl: result for result in results}
+    first = results[0]
+    ms = {name: by_name[name].ms for name in implementations.NAMES}
+    ours = ms[OURS] or float("nan")
+    others = [x for name, x in ms.items() if name != OURS and x]
+    return [
+        first.case,
+        str(first.head_dim),
+        first.dtype,
+        first.direction,
+        *(_cell(ms[name], 2 if ours < 1 else 1) for name in implementations.NAMES),
+        _cell((ms[PER_SEQUENCE] or float("nan")) / ours, 2),
+        _cell(min(others, default=float("nan")) / ours, 2),
+        *(_cell(by_name[name].peak_mib, 1) for name in implementations.NAMES),
+    ]
+
+
+def _cell(x: float | None, digits: int) -> str:
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+def print_case(results: Sequence[Result], header: bool) -> None:
+    """The two rows of a case, under the names of the columns if asked for."""
+    rows = [[r for r in results if r.direction == direction] for direction in DIRECTIONS]
+    _, columns, *lines = text_table([_WIDEST, _COLUMNS, *map(table_row, rows)])
+    if header:
+        groups = ""
+        ends = [match.end() for match in re.finditer(r"\S+( \S+)*", columns)]
+        for first, title in _GROUPS.items():
+            groups = groups.ljust(ends[first - 1] + 2) + f"| {title} "
+        lines = [groups, columns, *lines]
+    print("\n".join(lines), flush=True)
+
+
+def print_summary(results: Sequence[Result]) -> None:
+    """The range of the speedups, and what was left out."""
+    rows: dict[tuple[object, ...], dict[str, float]] = {}
+    for result in results:
+        if result.ms is not None:
+            key = (result.case, result.head_dim, result.dtype, result.direction)
+            rows.setdefault(key, {})[result.impl] = result.ms
+    per_sequence = [ms[PER_SEQUENCE] / ms[OURS] for ms in rows.values()]
+    best = [min(x for name, x in ms.items() if name != OURS) / ms[OURS] for ms in rows.values()]
+    print(
+        f"\nSpeedup over the per-sequence form: {min(per_sequence):.2f} to {max(per_sequence):.2f};"
+        f" over the best other column: {min(best):.2f} to {max(best):.2f}."
+    )
+    for skipped in sorted({f"{r.case}, {r.dtype}: {r.skipped}" for r in results if r.skipped}):
+        print(f"Padded forms skipped for {skipped} (limit {PADDED_LIMIT / 1e9:.0f} GB).")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints, and writes what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--quick", action="store_true", help="two tiny cases, to see that it runs")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=5, help="at least so many (default 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=3, help="more rounds of a case until then (default 3)"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help='cases whose "16 x 32..512 D64 float32" has TEXT'
+    )
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if options.quick:
+        options.seconds = 0
+    cases = [
+        case
+        for case in (QUICK_CASES if options.quick else CASES)
+        if options.only in f"{case.name} D{case.head_dim} {case.dtype_name}"
+    ]
+    if not cases:
+        parser.error(f"--only: expected a part of a case's name, got {options.only!r}")
+
+    described = environment("python -m benchmarks.cpu")
+    print_environment(described)
+    if hasattr(os, "getloadavg"):
+        print(f"load average {os.getloadavg()[0]:.1f} (other work makes times longer)")
+    print(
+        f"jagged causal, {cases[0].heads} heads, lengths uniform, "
+        f"medians of at least {options.rounds} rounds\n",
+        flush=True,
+    )
+    results: list[Result] = []
+    with MemoryProbe() as probe:
+        for case in cases:
+            found = measure(case, probe, options.rounds, options.seconds)
+            print_case(found, header=not results)
+            results += found
+    print_summary(results)
+    if options.json:
+        write_results(options.json, described, results)
+        print(f"written to {options.json}")
+
+
+if __name__ == "__main__":
+    main()
