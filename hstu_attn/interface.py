@@ -97,8 +97,7 @@ def hstu_attention(
         ImportError: if the operator library has not been built.
 
     Example:
-        >>> lengths = torch.tensor([3, 5])
-        >>> cu_seqlens = torch.tensor([0, 3, 8])
+        >>> cu_seqlens = torch.tensor([0, 3, 8])  # two sequences, of 3 and 5 rows
         >>> q, k, v = torch.randn(3, 8, 2, 32).unbind(0)
         >>> out = hstu_attention(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=5,
         ...                      mask=Mask.causal(), alpha=32**-0.5)

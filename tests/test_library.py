@@ -237,6 +237,22 @@ def test_autocast_leaves_dtypes_alone():
         assert hstu_attention(batch.q, batch.k, batch.v, **batch.options()).dtype == torch.float32
 
 
+def test_fake_tensors_have_the_shapes_of_real_ones():
+    """An eager call under FakeTensorMode: what tools that estimate memory do."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    batch = batch_of("context-target", "position-time")
+    dout = dout_of(batch)
+    real = run(hstu_attention, batch, dout)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        leaves = {n: mode.from_tensor(t) for n, t in batch.differentiable().items()}
+        fake = run(hstu_attention, batch.with_tensors(leaves), mode.from_tensor(dout))
+    for name, value in real.items():
+        assert fake[name].shape == value.shape, name
+        assert fake[name].dtype == value.dtype, name
+        assert fake[name].stride() == value.stride(), name
+
+
 # ---------------------------------------------------------------------------------------------
 # The package
 # ---------------------------------------------------------------------------------------------
