@@ -57,10 +57,11 @@ $(VENV)/.tools: $(VENV)/.installed
 
 # --- checks --------------------------------------------------------------------------------------
 
-lint: $(VENV)/.tools mypy
+lint: $(VENV)/.tools
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/mypy $(TYPED)
 
 mypy: $(VENV)/.tools
 	$(BIN)/mypy $(TYPED)
