@@ -150,6 +150,7 @@ def test_the_operator_itself_has_gradients(mask, bias):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "rab"])
 def test_gradients_of_one_input_alone(wanted):
+    """The same numbers; without a gradient of rab, the order of their sums may be another."""
     batch = batch_of("causal", "rab-1-head")
     dout = dout_of(batch)
     expected = run(hstu_attention, batch, dout)[f"d{wanted}"]
@@ -159,7 +160,7 @@ def test_gradients_of_one_input_alone(wanted):
         lambda: raw_ops.forward(batch),
     ):
         (gradient,) = torch.autograd.grad(function(), leaf, dout)
-        assert torch.equal(gradient, expected)
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("wanted", ["pos_weight", "ts_weight"])

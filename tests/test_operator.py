@@ -308,7 +308,7 @@ def test_exactly_zero_at_zero_alpha(device):
 @pytest.mark.parametrize("mask", ["context-target", "min-full-context-target", "func-5"])
 def test_gradcheck(mask, bias):
     batch = make_batch(
-        [9, 0, 4], [6, 0, 4], heads=2, dim=8, dtype=torch.float64, mask=mask, bias=bias
+        [7, 0, 3], [5, 0, 3], heads=2, dim=8, dtype=torch.float64, mask=mask, bias=bias
     )
     leaves = {n: t.clone().requires_grad_() for n, t in batch.differentiable().items()}
 
@@ -394,7 +394,7 @@ def test_instruction_set(isa):
     result = subprocess.run(
         [sys.executable, "-c", _ISA_SCRIPT, str(torch.initial_seed() % 2**31)],
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "HSTU_ATTN_CPU_ISA": isa},
+        env={**os.environ, "HSTU_ATTN_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
