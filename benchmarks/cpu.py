@@ -8,15 +8,15 @@ For jagged causal batches it times the forward (without gradients) and the backw
     compiled        the same under torch.compile, compiled for the batch; compiling is not counted
 
 Every one is first held against the fp64 reference. Then rounds are interleaved (in each, every
-implementation runs once, on the next of several input sets), and the median counts. Beside the
-times stands the peak memory that a call needs (see memory.py); that of the backward includes the
-forward that it follows and what that has saved.
+implementation runs once, on the next of several input sets), and the median counts. A round beside
+which other processes kept the machine busy is repeated, within patience. Beside the times stands
+the peak memory that a call needs (see memory.py); that of the backward includes the forward that it
+follows and what that has saved.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ from hstu_attn import Mask, reference
 
 from . import implementations
 from .cases import Case, Inputs
+from .load import CpuUse
 from .memory import MemoryProbe
 from .report import Result, environment, print_environment, text_table, write_results
 
@@ -52,9 +53,22 @@ QUICK_CASES = (
 
 INPUT_SETS = 3
 MOST_ROUNDS = 21
+OTHERS_ALLOWED = 0.1  # processors that other work may keep busy in a round that counts
 PADDED_LIMIT = 6e9  # bytes of score matrices
 # Largest error, relative to the exact result, both in the Frobenius norm.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    json: Path | None
+    quick: bool = False
+    threads: int
+    rounds: int = 5
+    seconds: float = 3
+    patience: float = 10
+    only: str = ""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -117,12 +131,9 @@ def run_once(
 
 
 def time_case(
-    case: Case, names: Sequence[str], rounds: int, seconds: float
+    case: Case, names: Sequence[str], options: Options
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of every round, by implementation and direction.
-
-    There are at least `rounds` rounds, and more until `seconds` have passed.
-    """
+    """Milliseconds of every round that counts, by implementation and direction."""
     input_sets = [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
     exact = exact_results(case, input_sets[0])
     attentions = {}
@@ -133,22 +144,37 @@ def time_case(
     for attention in attentions.values():  # warm-up
         run_once(attention, input_sets[-1])
 
-    times: dict[str, dict[str, list[float]]] = {
-        name: {direction: [] for direction in DIRECTIONS} for name in names
-    }
+    rounds: list[dict[str, dict[str, float]]] = []
+    disturbed: list[dict[str, dict[str, float]]] = []
     start = time.perf_counter()
-    for round_ in range(MOST_ROUNDS):
-        if round_ >= rounds and time.perf_counter() - start > seconds:
+    while len(rounds) < MOST_ROUNDS:
+        elapsed = time.perf_counter() - start
+        if len(rounds) >= options.rounds and elapsed > options.seconds:
             break
-        first = round_ % len(names)
-        for name in (*names[first:], *names[:first]):
-            elapsed, _ = run_once(attentions[name], input_sets[round_ % INPUT_SETS])
-            for direction in DIRECTIONS:
-                times[name][direction].append(elapsed[direction])
-    return times
+        if elapsed > options.patience and len(rounds) + len(disturbed) >= options.rounds:
+            break
+        number = len(rounds) + len(disturbed)
+        first = number % len(names)
+        before = CpuUse.now()
+        round_ = {
+            name: run_once(attentions[name], input_sets[number % INPUT_SETS])[0]
+            for name in (*names[first:], *names[:first])
+        }
+        if before.others_since() <= OTHERS_ALLOWED:
+            rounds.append(round_)
+        else:
+            disturbed.append(round_)
+            time.sleep(0.5)
+    if len(rounds) < options.rounds:
+        print(f"{case.name}: {len(disturbed)} rounds beside other work, which count", flush=True)
+        rounds += disturbed
+    return {
+        name: {direction: [r[name][direction] for r in rounds] for direction in DIRECTIONS}
+        for name in names
+    }
 
 
-def measure(case: Case, probe: MemoryProbe, rounds: int, seconds: float) -> list[Result]:
+def measure(case: Case, probe: MemoryProbe, options: Options) -> list[Result]:
     """All results of a case."""
     names = list(implementations.NAMES)
     results = []
@@ -158,7 +184,7 @@ def measure(case: Case, probe: MemoryProbe, rounds: int, seconds: float) -> list
         reason = f"its score matrices take {needed / 1e9:.0f} GB"
         for direction in DIRECTIONS:
             results += [Result.of(case, direction, name, skipped=reason) for name in PADDED]
-    times = time_case(case, names, rounds, seconds)
+    times = time_case(case, names, options)
     memory = probe.peak_mib(case, names)
     for name in names:
         for direction in DIRECTIONS:
@@ -248,12 +274,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=3, help="more rounds of a case until then (default 3)"
     )
     parser.add_argument(
+        "--patience",
+        type=float,
+        default=10,
+        help="seconds for which rounds beside other work are repeated, per case (default 10)",
+    )
+    parser.add_argument(
         "--only", default="", metavar="TEXT", help='cases whose "16 x 32..512 D64 float32" has TEXT'
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments, Options())
     torch.set_num_threads(options.threads)
     if options.quick:
-        options.seconds = 0
+        options.seconds = options.patience = 0
     cases = [
         case
         for case in (QUICK_CASES if options.quick else CASES)
@@ -264,8 +296,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     described = environment("python -m benchmarks.cpu")
     print_environment(described)
-    if hasattr(os, "getloadavg"):
-        print(f"load average {os.getloadavg()[0]:.1f} (other work makes times longer)")
     print(
         f"jagged causal, {cases[0].heads} heads, lengths uniform, "
         f"medians of at least {options.rounds} rounds\n",
@@ -274,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: list[Result] = []
     with MemoryProbe() as probe:
         for case in cases:
-            found = measure(case, probe, options.rounds, options.seconds)
+            found = measure(case, probe, options)
             print_case(found, header=not results)
             results += found
     print_summary(results)

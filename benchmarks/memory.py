@@ -7,7 +7,8 @@ for the backward, and scratch that no allocator hook of torch would see; inputs,
 and threads do not. glibc is told to map each block of 64 KiB or more by itself, so that what has
 been freed is neither resident nor used again unseen.
 
-The process reads cases from standard input and answers each with a line of JSON.
+The process says when it is ready, then reads cases from standard input and answers each with a line
+of JSON.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class MemoryProbe:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._requests, self._answers = process, process.stdin, process.stdout
+        self._answers.readline()  # it has started, and no longer disturbs what is timed here
 
     def peak_mib(self, case: Case, names: Sequence[str]) -> dict[str, dict[str, float]] | None:
         """MiB by implementation and direction; None where the system does not tell.
@@ -121,6 +123,7 @@ class MemoryProbe:
 
 def _main() -> None:
     torch.set_num_threads(int(sys.argv[1]))
+    print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         fields = request["case"]

@@ -20,6 +20,7 @@ from .cases import Case
 
 __all__ = [
     "RESULTS",
+    "ROOT",
     "Result",
     "cpu_features",
     "cpu_name",
@@ -27,6 +28,7 @@ __all__ = [
     "print_environment",
     "read_results",
     "text_table",
+    "write_records",
     "write_results",
 ]
 
@@ -165,10 +167,14 @@ def print_environment(environment: dict[str, Any]) -> None:
 
 
 def write_results(path: Path, environment: dict[str, Any], results: Sequence[Result]) -> None:
-    """A list of flat JSON objects, one a line: the environment's fields, then the result's."""
-    lines = [json.dumps({**environment, **_json_names(asdict(result))}) for result in results]
+    """Flat records: the environment's fields, then the result's."""
+    write_records(path, [{**environment, **_json_names(asdict(result))} for result in results])
+
+
+def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """A JSON list with one record a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
 
 
 def _json_names(record: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +182,7 @@ def _json_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """What `write_results` wrote."""
+    """What `write_records` wrote."""
     records: list[dict[str, Any]] = json.loads(path.read_text())
     return records
 

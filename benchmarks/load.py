@@ -1,0 +1,44 @@
+"""What else the machine is doing while something is timed."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CpuUse"]
+
+_STAT = Path("/proc/stat")
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+_IDLE = (3, 4)  # proc(5): user, nice, system, idle, iowait, irq, softirq, steal, ...
+_COUNTED = 8  # the columns after steal are contained in the first two
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """Counters at one moment, in seconds."""
+
+    wall: float
+    machine: float  # CPU time of all processes, the hypervisor's other guests included
+    own: float  # CPU time of this process
+
+    @classmethod
+    def now(cls) -> CpuUse:
+        """The counters of Linux; elsewhere the machine's is 0, as if nothing else ran."""
+        machine = 0.0
+        if _STAT.exists():
+            columns = _STAT.read_text().split("\n", 1)[0].split()[1 : 1 + _COUNTED]
+            ticks = [int(x) for n, x in enumerate(columns) if n not in _IDLE]
+            machine = sum(ticks) * _TICK
+        return cls(time.perf_counter(), machine, time.process_time())
+
+    def others_since(self) -> float:
+        """How many processors all other processes have kept busy since then, on average.
+
+        The system counts in steps of a hundredth of a second; two of them are not held against
+        anyone.
+        """
+        now = CpuUse.now()
+        others = (now.machine - self.machine) - (now.own - self.own) - 2 * _TICK
+        return max(0.0, others) / max(now.wall - self.wall, _TICK)

@@ -1,0 +1,197 @@
+"""Writes the tables of README.md and docs/ from the stored results: `python -m benchmarks.readme`.
+
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; what is between the two is
+replaced. With `--check` nothing is written, and the exit status says whether all are current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .cpu_limits import MATMUL
+from .report import RESULTS, ROOT, read_results
+
+__all__ = ["DOCUMENTS", "cpu_tables", "render"]
+
+Record = dict[str, Any]
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+IMPLEMENTATIONS = ("hstu_attn", "per sequence", "padded", "compiled")
+
+
+def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    rule = ["---" if n < 1 else "---:" for n in range(len(header))]
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+
+
+def _number(x: float | None, digits: int = 3) -> str:
+    """With so many significant digits, and never an exponent."""
+    if x is None:
+        return "-"
+    rounded = float(f"{x:.{digits}g}")
+    return f"{rounded:.0f}" if rounded >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
+
+
+def _origin(record: Record) -> str:
+    features = [f for f in record["features"] if f.endswith("bf16")] or record["features"]
+    return (
+        f"{record['cpu']} ({', '.join(features)}), {record['threads']} threads, "
+        f"torch {record['torch']}, {record['date']}, commit {record['commit']}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The CPU kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def _cpu_row(records: list[Record]) -> list[str]:
+    found = {(r["impl"], r["pass"]): r for r in records}
+    first = records[0]
+
+    def both(field: str, name: str) -> str:
+        values = [found[name, direction][field] for direction in ("forward", "backward")]
+        return "-" if None in values else " / ".join(map(_number, values))
+
+    def speedup(over: Sequence[str]) -> str:
+        ratios = []
+        for direction in ("forward", "backward"):
+            ours = found["hstu_attn", direction]["ms"]
+            others = [found[name, direction]["ms"] for name in over]
+            ratios.append(f"{min(ms for ms in others if ms is not None) / ours:.1f}")
+        return " / ".join(ratios)
+
+    memory = [_number(found[name, "backward"]["peak_mib"]) for name in IMPLEMENTATIONS]
+    return [
+        first["case"],
+        str(first["head_dim"]),
+        DTYPES[first["dtype"]],
+        *(both("ms", name) for name in IMPLEMENTATIONS),
+        speedup(IMPLEMENTATIONS[1:2]),
+        speedup(IMPLEMENTATIONS[1:]),
+        *memory,
+    ]
+
+
+def cpu_tables(folder: Path = RESULTS / "cpu") -> list[str]:
+    """One table for each machine."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        records = read_results(path)
+        groups: dict[tuple[Any, ...], list[Record]] = {}
+        for record in records:
+            key = (record["case"], record["head_dim"], record["dtype"])
+            groups.setdefault(key, []).append(record)
+        header = [
+            *("sequences x lengths", "D", "dtype"),
+            *IMPLEMENTATIONS,
+            *("over per sequence", "over best other"),
+            *(f"MiB {name}" for name in IMPLEMENTATIONS),
+        ]
+        lines += [f"{_origin(records[0])}:", ""]
+        lines += [*_markdown_table(header, map(_cpu_row, groups.values())), ""]
+        skipped = sorted({f"{r['case']}, {r['dtype']}" for r in records if r["skipped"]})
+        if skipped:
+            lines += [f"Not measured: padded forms of {'; '.join(skipped)} (too large).", ""]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------------------------------------
+# The retrieval example
+# ---------------------------------------------------------------------------------------------
+
+
+def retrieval_tables(folder: Path = RESULTS / "retrieval") -> list[str]:
+    """One table for each machine."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        records = read_results(path)
+        rows = [
+            [r["model"], *(f"{r[name]:.4f}" for name in ("hit_rate_10", "hit_rate_50", "ndcg_10"))]
+            for r in records
+        ]
+        lines += _markdown_table(["", "HR@10", "HR@50", "NDCG@10"], rows)
+        seconds = records[0]["seconds"]
+        lines += ["", f"{seconds:.0f} seconds on {_origin(records[0])}.", ""]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------------------------------------
+# The limits of the CPU kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def limits_tables(folder: Path = RESULTS / "cpu-limits") -> list[str]:
+    """One table for each machine."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        records = read_results(path)
+        product = {r["dtype"]: r["gflops"] for r in records if r["impl"] == MATMUL}
+        found = {(r["dtype"], r["impl"], r["head_dim"], r["pass"]): r for r in records}
+        header = ["instruction set", "dtype", "D", "forward", "of matmul", "backward", "of matmul"]
+        rows = []
+        for dtype, impl, head_dim, direction in found:
+            if impl == MATMUL or direction != "forward":
+                continue
+            row = [impl, DTYPES[dtype], str(head_dim)]
+            for other in ("forward", "backward"):
+                gflops = found[dtype, impl, head_dim, other]["gflops"]
+                row += [_number(gflops), f"{gflops / product[dtype]:.2f}"]
+            rows.append(row)
+        products = " and ".join(f"{_number(x)} in {DTYPES[dtype]}" for dtype, x in product.items())
+        lines += [f"{_origin(records[0])}; `torch.matmul` {products}:", ""]
+        lines += [*_markdown_table(header, rows), ""]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------------------------------------
+# The documents
+# ---------------------------------------------------------------------------------------------
+
+DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
+    ROOT / "README.md": {"cpu": cpu_tables, "retrieval": retrieval_tables},
+    ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},
+}
+
+
+def render(path: Path) -> str:
+    """The text of a document with its tables made anew.
+
+    Raises:
+        ValueError: if the marks of a table are not in it exactly once.
+    """
+    text = path.read_text()
+    for name, make in DOCUMENTS[path].items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"{path.name}: expected one {begin.strip()} and one {end}")
+        before, rest = text.split(begin)
+        after = rest.split(end)[1]
+        text = before + "\n".join([begin, *make(), "", end]) + after
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrites the documents, or checks them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    status = 0
+    for path in DOCUMENTS:
+        rendered = render(path)
+        if rendered == path.read_text():
+            continue
+        if options.check:
+            print(f"{path.name}: its tables are not those of {RESULTS}", file=sys.stderr)
+            status = 1
+        else:
+            path.write_text(rendered)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

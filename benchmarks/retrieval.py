@@ -1,0 +1,40 @@
+"""Runs the retrieval example and stores what it reached: `python -m benchmarks.retrieval FILE`.
+
+The example is run as `make demo` runs it, with its made-up data, into a folder of its own. FILE
+gets one object for each line of its table; `seconds` is the time of the whole run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .report import ROOT, environment, write_records
+
+EXAMPLE = ROOT / "examples/train_retrieval.py"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains, and writes the file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.retrieval", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, str(EXAMPLE), "--out", folder], check=True, cwd=ROOT)
+        seconds = time.perf_counter() - start
+        metrics = json.loads(Path(folder, "metrics.json").read_text())
+    described = environment("python -m benchmarks.retrieval")
+    rows = [{"model": model, "seconds": seconds, **row} for model, row in metrics.items()]
+    write_records(options.file, [{**described, **row} for row in rows])
+
+
+if __name__ == "__main__":
+    main()

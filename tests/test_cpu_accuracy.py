@@ -1,0 +1,40 @@
+"""The accuracy of silu that docs/kernels/cpu.md states, on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hstu_attn import DenseBias, hstu_attention
+
+LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
+# One rounding of the output; in fp32, where X is large, that of the exponent counts instead.
+ALLOWED = {torch.float32: 2.0**-17, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def silu(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One sequence for each X, of one query and one key: q is 0, v is 1, and X is the bias."""
+    count = x.shape[0]
+    q, v = torch.zeros(count, 1, 8, dtype=dtype), torch.ones(count, 1, 8, dtype=dtype)
+    bias = DenseBias(x.view(count, 1, 1, 1))
+    offsets = torch.arange(count + 1)
+    return hstu_attention(q, q, v, cu_seqlens_q=offsets, max_seqlen_q=1, bias=bias)[:, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_relative_error_of_silu(level, dtype, monkeypatch):
+    """It is relative: as small for strongly negative X, where silu is next to 0."""
+    monkeypatch.setenv("HSTU_ATTN_CPU_ISA", level)
+    lowest = -14 if dtype == torch.float16 else -87  # below, silu is a subnormal number
+    x = torch.cat([torch.empty(20000).uniform_(lowest, 40), torch.linspace(-9, -7, 2001)])
+    try:
+        found = silu(x, dtype).double()
+    except ValueError as error:
+        if "a level that this processor supports" in str(error):
+            pytest.skip(f"this processor has no {level}")
+        raise
+    exact = x.double() * torch.sigmoid(x.double())
+    normal = exact.abs() >= torch.finfo(dtype).tiny
+    error = ((found - exact) / exact).abs()[normal].max().item()
+    assert error <= 1.01 * ALLOWED[dtype]
