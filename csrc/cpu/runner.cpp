@@ -1,5 +1,9 @@
 #include "runner.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -61,6 +65,19 @@ int element_size(DType dtype) {
       return 8;
   }
   return 0;
+}
+
+// Asks for huge pages where a large tensor begins to be written: its pages may not exist yet, and a
+// fault for each of them can take as long as what is computed.
+void expect_writes(const PackedTensor& tensor, const ForwardParams& params, int64_t rows) {
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.data);
+  const uintptr_t end = begin + rows * tensor.row_stride * element_size(params.dtype);
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t last = end / kHugePage * kHugePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 void zero_rows(const PackedTensor& tensor, DType dtype, int heads, int64_t begin, int64_t end) {
@@ -181,6 +198,7 @@ class TableSums {
 
 void run_forward(const ForwardParams& params, const Parallel& parallel) {
   const Kernel& kernel = select_kernel(params.dtype);
+  expect_writes(params.out, params, params.batch.total_q);
   zero_unused_rows(params.out, params, false);
   const ScheduleConfig config = {params.heads, 1, kTileRows, kTileKeys, kernel.forward_chunk};
   const std::vector<WorkItem> items = forward_schedule(params.batch, params.mask, config);
@@ -190,6 +208,9 @@ void run_forward(const ForwardParams& params, const Parallel& parallel) {
 
 void run_backward(const BackwardParams& params, const Parallel& parallel) {
   const Kernel& kernel = select_kernel(params.dtype);
+  expect_writes(params.dq, params, params.batch.total_q);
+  expect_writes(params.dk, params, params.batch.total_k);
+  expect_writes(params.dv, params, params.batch.total_k);
   zero_unused_rows(params.dq, params, false);
   zero_unused_rows(params.dk, params, true);
   zero_unused_rows(params.dv, params, true);
