@@ -18,6 +18,7 @@ from .report import RESULTS, ROOT, read_results
 __all__ = ["DOCUMENTS", "cpu_tables", "render"]
 
 Record = dict[str, Any]
+NOTHING = "No results are stored."
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 IMPLEMENTATIONS = ("hstu_attn", "per sequence", "padded", "compiled")
 
@@ -170,7 +171,7 @@ def render(path: Path) -> str:
             raise ValueError(f"{path.name}: expected one {begin.strip()} and one {end}")
         before, rest = text.split(begin)
         after = rest.split(end)[1]
-        text = before + "\n".join([begin, *make(), "", end]) + after
+        text = before + "\n".join([begin, *(make() or [NOTHING]), "", end]) + after
     return text
 
 
