@@ -329,3 +329,10 @@ def test_every_row_is_worked_on_once_longest_first(
 def test_schedule_refuses_offsets_that_do_not_match():
     with pytest.raises(ValueError, match="cu_seqlens_k"):
         _host.schedule(backward=False, cu_seqlens_q=[0, 1], cu_seqlens_k=[0])
+
+
+def test_targets_with_a_window_of_nothing_see_no_history():
+    host = _host.Mask(1, 3, num_targets=2, window_size=(0, 0))
+    assert host.row(0)[2:] == (2, 3)
+    assert host.q_intervals(0, 2) == []
+    assert host.q_intervals(2, 3) == [(0, 1)]

@@ -146,7 +146,9 @@ class Mask {
       append_rows(result, {first, last});
       append_rows(result, {larger(first, full), h});
     }
-    const bool targets_see_history = k0 < h && k1 > window_begin(h);
+    // A window of 0 hides the whole history from targets.
+    const int low = window_begin(h);
+    const bool targets_see_history = low < h && k0 < h && k1 > low;
     if (targets_see_history) {
       append_rows(result, {h, sequence_.k_len});
     } else if (k1 > h) {
