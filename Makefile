@@ -80,7 +80,7 @@ asan: $(VENV)/.installed
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
-	    $(patsubst %,--ignore=tests/test_%.py,build process_memory readme)
+	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks process_memory readme)
 
 # --- distributions -------------------------------------------------------------------------------
 
