@@ -1,0 +1,21 @@
+// Turns a failed CUDA call into an exception. For host code; no torch here.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace hstu {
+
+// `what` says what was tried, such as "forward kernel launch".
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + " (" +
+                           cudaGetErrorName(error) + ")");
+}
+
+// To be called after each <<<...>>>, which reports errors by cudaGetLastError alone.
+inline void check_launch(const char* what) { check_cuda(cudaGetLastError(), what); }
+
+}  // namespace hstu
