@@ -5,7 +5,9 @@
 #   make test        run the tests                                             (PYTEST_ARGS="...")
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make lint        what continuous integration checks;  make format  mends what can be mended
+#   make cuda        compile the CUDA kernels, GPU or not, into build/cuda, and check the result
 #   make asan        run the tests on libraries built with AddressSanitizer
+#   make sanitize-cuda   run every kernel under compute-sanitizer, on a GPU   (SANITIZERS="memcheck")
 #   make wheel       sdist, and the wheel built from it, into dist/;  make sdist  the sdist alone
 #   make clean       remove everything that was built; the environment stays
 #
@@ -23,7 +25,7 @@ PYTEST_ARGS ?=
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: demo test bench-cpu install lint mypy format asan wheel sdist clean
+.PHONY: demo test bench-cpu install cuda lint mypy format asan sanitize-cuda wheel sdist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built
@@ -55,6 +57,17 @@ $(VENV)/.tools: $(VENV)/.installed
 	$(PIP) build 'hstu_attn[lint]'
 	touch $@
 
+# NOTE: --no-deps, because nvidia-cutlass wants Python packages that only its Python part needs.
+$(VENV)/.cuda: $(VENV)/.installed third_party/cuda-build.txt
+	$(PIP) --no-deps -r third_party/cuda-build.txt
+	touch $@
+
+cuda: $(VENV)/.cuda
+	HSTU_ATTN_CUDA=1 $(BIN)/python setup.py --quiet build --build-lib build/cuda
+	$(BIN)/python tools/check_symbols.py build/cuda/hstu_attn/_C.abi3.so
+	$(BIN)/python tools/kernel_table.py --check build/ninja-*-cuda
+	cd build/cuda && $(abspath $(BIN))/python -c 'from hstu_attn import ops; assert ops.has_cuda_kernels()'
+
 # --- checks --------------------------------------------------------------------------------------
 
 lint: $(VENV)/.tools
@@ -81,6 +94,17 @@ asan: $(VENV)/.installed
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
 	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks process_memory readme)
+
+# A small case of every kernel. Without the caching allocator each tensor is an allocation of its own,
+# so that a step outside is seen; SANITIZER is compute-sanitizer of the toolkit, or of pip's package
+# nvidia-cuda-sanitizer-api.
+SANITIZER ?= compute-sanitizer
+SANITIZERS ?= memcheck racecheck initcheck synccheck
+sanitize-cuda: $(VENV)/.built
+	for tool in $(SANITIZERS); do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+	    $(BIN)/python -m pytest -m sanitize -p no:cacheprovider $(PYTEST_ARGS) || exit 1; \
+	done
 
 # --- distributions -------------------------------------------------------------------------------
 

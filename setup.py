@@ -69,7 +69,7 @@ CXX_FLAGS = (
 )
 NVCC_FLAGS = (
     "-std=c++20 -O3 -DNDEBUG --expt-relaxed-constexpr --expt-extended-lambda"
-    " -Xcompiler=-fPIC,-fvisibility=hidden"
+    " -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v"
 )
 
 # --- what was asked for ---------------------------------------------------------------------------
@@ -236,7 +236,8 @@ rule cxx
   depfile = $out.d
   description = C++ $in
 rule nvcc
-  command = {ccache} {cuda_home()}/bin/nvcc -ccbin {cxx} {NVCC_FLAGS} -MD {common}
+  command = {ccache} {cuda_home()}/bin/nvcc -ccbin {cxx} {NVCC_FLAGS} -MD {common} > $out.log $
+    2>&1; status=$$?; grep -vE "^ptxas info|bytes stack frame" $out.log; exit $$status
   depfile = $out.d
   description = nvcc $in
   pool = nvcc
@@ -291,13 +292,16 @@ class NinjaBuild(build_ext):
         ninja.library(Path(library).name)
         ninja.host_module(Path(host_module).name)
 
-        config = [sys.implementation.cache_tag, *env_list("HSTU_ATTN_SANITIZE")]
+        cuda = ["cuda"] if cuda_wanted() else []
+        config = [sys.implementation.cache_tag, *cuda, *env_list("HSTU_ATTN_SANITIZE")]
         folder = ROOT / "build" / "-".join(["ninja", *config])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(ninja.text)
         command = [sys.executable, "-m", "ninja", "-C", str(folder), f"-j{jobs()}"]
         if subprocess.run(command + ["-v"] * (self.verbose > 1)).returncode:
             raise CompileError(f"ninja: expected {folder} to build; it failed as shown above")
+        if cuda:
+            subprocess.run([sys.executable, str(ROOT / "tools/kernel_table.py"), str(folder)])
 
         self.force = True  # a library of another configuration may lie there, and be newer
         for ext in self.extensions:

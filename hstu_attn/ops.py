@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ NO_PAGES: tuple[None, ...] = (None,) * 4
 def _missing(*_: Any, **__: Any) -> Any:
     raise ImportError(_load_error)
 
+
+_Result = TypeVar("_Result")
 
 _load_error = ""
 _fwd: Callable[..., Tensor] = _missing
@@ -224,7 +226,7 @@ _NO_PAGED_GRADIENTS = (
 # ---------------------------------------------------------------------------------------------
 
 
-def _call(op: Callable[..., Any], *args: Any) -> Any:
+def _call(op: Callable[..., _Result], *args: Any) -> _Result:
     """`op`, a raw operator, below autograd; what is not built raises NotImplementedError."""
     try:
         with torch._C._AutoDispatchBelowAutograd():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import re
 import subprocess
 import sys
 import tarfile
@@ -12,42 +12,66 @@ from pathlib import Path
 import pytest
 
 import hstu_attn
+from tools import check_symbols, kernel_table
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = Path(hstu_attn.__file__).with_name("_C.abi3.so")
 
-# The C interface that torch keeps stable: torch/csrc/inductor/aoti_torch/c and torch/csrc/stable/c.
-STABLE_SYMBOL = re.compile(r"(aoti_torch|torch)_[a-z0-9_]+")
-# The C and C++ run-time libraries version their symbols.
-RUNTIME_SYMBOL = re.compile(r".+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
+
+def test_library_needs_the_stable_interface_alone() -> None:
+    assert check_symbols.problems(LIBRARY) == []
 
 
-def output_of(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def test_symbol_check_sees_what_is_foreign() -> None:
+    # The other library is built for one CPython, so there must be something to say.
+    (host_module,) = LIBRARY.parent.glob("_host*.so")
+    found = check_symbols.problems(host_module)
+    assert any(line.startswith("Py") and "stable interface" in line for line in found), found
 
 
-def undefined_symbols() -> list[str]:
-    """What the library asks of others; weak symbols may stay undefined and do not count."""
-    lines = output_of("nm", "--dynamic", "--undefined-only", str(LIBRARY)).splitlines()
-    kinds_and_names = [line.split() for line in lines]
-    return [name for kind, name in kinds_and_names if kind == "U"]
+# What nvcc 13.0 -Xptxas=-v says, with other figures.
+PTXAS_LOG = """\
+ptxas info    : 11 bytes gmem, 88 bytes cmem[4]
+ptxas info    : Compiling entry function '_ZN4hstu5firstEv' for 'sm_80'
+ptxas info    : Function properties for _ZN4hstu5firstEv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 968 bytes cmem[0]
+ptxas info    : Compile time = 2.410 ms
+ptxas info    : Compiling entry function '_ZN4hstu6secondEv' for 'sm_90'
+ptxas info    : Function properties for _ZN4hstu6secondEv
+    16 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+"""
 
 
-def test_library_needs_torch_alone() -> None:
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", output_of("readelf", "--dynamic", str(LIBRARY)))
-    system = r"(ld-linux.*|lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+))\.so\.\d+"
-    assert [name for name in needed if not re.fullmatch(system, name)] == ["libtorch.so"]
-
-
-def test_library_uses_the_stable_interface_only() -> None:
-    symbols = undefined_symbols()
-    foreign = [name for name in symbols if not RUNTIME_SYMBOL.fullmatch(name)]
-    assert any(name.startswith("aoti_torch_") for name in foreign)
-    assert [name for name in foreign if not STABLE_SYMBOL.fullmatch(name)] == []
-
-
-def test_library_does_not_depend_on_the_python_version() -> None:
-    assert not [name for name in undefined_symbols() if name.startswith(("Py", "_Py"))]
+@pytest.mark.parametrize(("head_dim", "fails"), [(64, True), (72, False)])
+def test_kernel_table(
+    head_dim: int,
+    fails: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = f"sm80/instantiations/forward_d{head_dim}.cu"
+    log = tmp_path / f"{source}.o.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(PTXAS_LOG)
+    (tmp_path / "build.ninja").write_text(f"build {source}.o: nvcc /csrc/{source}\n")
+    assert kernel_table.read_logs(tmp_path) == [
+        (source, "_ZN4hstu5firstEv", "sm_80", 168, 1024, 0, 0),
+        (source, "_ZN4hstu6secondEv", "sm_90", 255, 0, 16, 32),
+    ]
+    monkeypatch.setattr(sys, "argv", ["kernel_table.py", str(tmp_path)])
+    kernel_table.main()
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[-4:] for row in rows] == [
+        ["168", "1024", "0", "0"],
+        ["255", "0", "16", "32"],
+    ]
+    monkeypatch.setattr(sys, "argv", ["kernel_table.py", "--check", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no spill") if fails else contextlib.nullcontext():
+        kernel_table.main()
+    assert ("spills 32 bytes on sm_90" in capsys.readouterr().out) == fails
 
 
 def test_version_is_in_one_place() -> None:

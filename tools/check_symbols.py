@@ -1,0 +1,72 @@
+"""Checks what a built operator library asks of other libraries: `check_symbols.py LIBRARY`.
+
+One file has to load into every torch >= 2.10, with and without CUDA, and under any CPython. So it
+may need torch's stable C interface and the C and C++ run-time libraries, and nothing else; and what
+it needs must exist. What only a CUDA build of torch has may be referred to weakly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+# The C interface that torch keeps stable: torch/csrc/inductor/aoti_torch/c and torch/csrc/stable/c.
+STABLE_SYMBOL = re.compile(r"(aoti_torch|torch)_\w+")
+# The C and C++ run-time libraries version their symbols.
+RUNTIME_SYMBOL = re.compile(r".+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
+# Weak by the compiler's doing: hooks of tools that are seldom there.
+COMPILER_SYMBOL = re.compile(r"_ITM_\w+|__gmon_start__")
+WEAK_SYMBOLS = {"aoti_torch_get_current_cuda_stream"}
+
+RUNTIME_LIBRARY = re.compile(r"(ld-linux.*|lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+))\.so\.\d+")
+TORCH_LIBRARY = "libtorch.so"  # it leads to the libraries that hold torch's symbols:
+TORCH_HOLDERS = ("libtorch_cpu.so", "libc10.so")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _torch_symbols() -> set[str]:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise SystemExit("torch: expected an installed torch to compare with; got none")
+    folder = Path(torch.origin).parent / "lib"
+    listings = [_output("nm", "-D", "--defined-only", str(folder / name)) for name in TORCH_HOLDERS]
+    return {line.split()[-1] for listing in listings for line in listing.splitlines()}
+
+
+def problems(library: Path) -> list[str]:
+    """One line for each thing that the library must not ask of others."""
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _output("readelf", "-d", str(library)))
+    foreign = [n for n in needed if n != TORCH_LIBRARY and not RUNTIME_LIBRARY.fullmatch(n)]
+    found = [f"needs the library {name}" for name in foreign]
+    torch_symbols = _torch_symbols()
+    for line in _output("nm", "-D", "--undefined-only", str(library)).splitlines():
+        kind, name = line.split()
+        if RUNTIME_SYMBOL.fullmatch(name) or COMPILER_SYMBOL.fullmatch(name):
+            continue
+        if kind == "U":
+            if not STABLE_SYMBOL.fullmatch(name):
+                found.append(f"{name} is not of torch's stable interface")
+            elif name not in torch_symbols:
+                found.append(f"{name} is not in {' or '.join(TORCH_HOLDERS)}")
+        elif name not in WEAK_SYMBOLS:
+            found.append(f"{name} is referred to weakly, and is none of {sorted(WEAK_SYMBOLS)}")
+    return found
+
+
+def main(library: Path) -> None:
+    found = problems(library)
+    for problem in found:
+        print(f"{library}: {problem}")
+    if found:
+        sys.exit(1)
+    print(f"{library}: needs torch's stable interface and the run-time libraries alone")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,115 @@
+"""What ptxas says of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
+
+The build leaves the output of `nvcc -Xptxas=-v` beside each object, as *.cu.o.log. The table has a
+line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run
+time is not in it), stack, and bytes spilled. --check instead fails where a kernel for a tuned head
+dim spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+TUNED_HEAD_DIMS = (32, 64, 128, 256)
+NAME_COLUMNS = 60
+
+_KERNEL = re.compile(r"Compiling entry function '(?P<symbol>\w+)' for '(?P<gpu>\w+)'")
+_FUNCTION = re.compile(
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads"
+)
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+class Kernel(NamedTuple):
+    """One kernel as compiled for one GPU."""
+
+    source: str  # such as sm80/instantiations/forward_d64.cu
+    symbol: str
+    gpu: str
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+
+    @property
+    def is_tuned(self) -> bool:
+        head_dim = re.search(r"_d(\d+)", Path(self.source).stem)
+        return head_dim is not None and int(head_dim[1]) in TUNED_HEAD_DIMS
+
+
+def read_log(source: str, text: str) -> Iterator[Kernel]:
+    """The kernels of one source file, from the output of its compiler."""
+    for part in re.split(r"(?=Compiling entry function)", text)[1:]:
+        kernel, used, shared = (r.search(part) for r in (_KERNEL, _USED, _SHARED))
+        functions = list(_FUNCTION.finditer(part))  # the kernel, and what it calls out of line
+        if not (kernel and used and functions):
+            raise ValueError(f"{source}: expected the output of ptxas -v, got {part[:200]!r}")
+        yield Kernel(
+            source,
+            kernel["symbol"],
+            kernel["gpu"],
+            int(used[1]),
+            int(shared[1]) if shared else 0,
+            sum(int(function["stack"]) for function in functions),
+            sum(int(function["stores"]) + int(function["loads"]) for function in functions),
+        )
+
+
+def read_logs(folder: Path) -> list[Kernel]:
+    """The kernels of a build, by source, name and GPU."""
+    # NOTE: not by listing the folder, where logs of sources that are gone may lie.
+    sources = re.findall(r"^build (\S+)\.o: nvcc", (folder / "build.ninja").read_text(), re.M)
+    logs = {source: (folder / f"{source}.o.log").read_text() for source in sources}
+    return sorted(kernel for source in sources for kernel in read_log(source, logs[source]))
+
+
+def demangle(symbols: list[str]) -> list[str]:
+    """C++ names without their parameters, where binutils are installed."""
+    if not (symbols and shutil.which("c++filt")):
+        return symbols
+    command = ["c++filt", "--no-params", *symbols]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [name.removeprefix("void ").replace("hstu::", "") for name in names]
+
+
+def print_table(kernels: list[Kernel]) -> None:
+    names = [name[:NAME_COLUMNS] for name in demangle([kernel.symbol for kernel in kernels])]
+    width = max(map(len, names), default=0)
+    sources = max((len(kernel.source) for kernel in kernels), default=0)
+    header = ("registers", "shared", "stack", "spilled")
+    print(f"{'source':{sources}}  {'kernel':{width}}  GPU     " + "  ".join(header))
+    for kernel, name in zip(kernels, names, strict=True):
+        figures = zip(header, kernel[3:], strict=True)
+        cells = "  ".join(f"{figure:>{len(title)}}" for title, figure in figures)
+        print(f"{kernel.source:{sources}}  {name:{width}}  {kernel.gpu:6}  {cells}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail where a tuned kernel spills")
+    parser.add_argument("folder", type=Path, help="where the build's build.ninja lies")
+    options = parser.parse_args()
+    kernels = read_logs(options.folder)
+    if not options.check:
+        print_table(kernels)
+        return
+    if not kernels:
+        raise SystemExit(f"{options.folder}: expected logs of compiled kernels, got none")
+    spilling = [kernel for kernel in kernels if kernel.spill_bytes and kernel.is_tuned]
+    for kernel in spilling:
+        print(f"{kernel.source}: {kernel.symbol} spills {kernel.spill_bytes} bytes on {kernel.gpu}")
+    if spilling:
+        raise SystemExit("expected no spill in a kernel for a tuned head dim")
+    print(f"{len(kernels)} kernels, no spill where the head dim is tuned")
+
+
+if __name__ == "__main__":
+    main()
