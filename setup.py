@@ -180,9 +180,10 @@ def check_prerequisites() -> None:
 # --- what is compiled, each with its flags --------------------------------------------------------
 
 
-def cpu_sources() -> list[tuple[Path, str]]:
+def cpp_sources() -> list[tuple[Path, str]]:
     """The C++ sources of _C with their instruction-set flags, in link order."""
-    paths = sorted([*CSRC.glob("*.cpp"), *CSRC.glob("cpu/*.cpp")])
+    patterns = ("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp"] if cuda_wanted() else []))
+    paths = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
     suffix = {path: path.stem.rpartition("_")[2] for path in paths}
     sources = [(path, "") for path in paths if suffix[path] not in X86_FLAGS]
     if platform.machine() == "x86_64":
@@ -210,7 +211,8 @@ def cuda_sources() -> list[tuple[Path, str]]:
 
 def cuda_defines() -> str:
     """What csrc/dispatch.h may dispatch to."""
-    names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", GENCODE)]
+    archs = {path.parts[-3] for path, _ in cuda_sources() if path.parent.name == "instantiations"}
+    names = [arch.upper() for arch in sorted(archs)]
     names += [f"HEAD_DIM_{head_dim}" for head_dim in env_list("HSTU_ATTN_HEAD_DIMS", ["ALL"])]
     names += [f"DTYPE_{dtype.upper()}" for dtype in env_choice("HSTU_ATTN_DTYPES", DTYPES)]
     return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)])
@@ -265,7 +267,7 @@ rule link
             libraries += f" -L{cuda_home()}/lib64 -L{cuda_home()}/lib -lcudart_static -lrt -ldl"
             libraries += " -lpthread -Wl,--exclude-libs,ALL"
         cpp_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {defines} {includes}"
-        objects = [self.compile("cxx", path, f"{cpp_flags} {isa}") for path, isa in cpu_sources()]
+        objects = [self.compile("cxx", path, f"{cpp_flags} {isa}") for path, isa in cpp_sources()]
         if cuda:
             cu_flags = f"{defines} -isystem '{cutlass_include()}'"
             for path, gencode in cuda_sources():

@@ -47,8 +47,10 @@ void check_batch(const Arguments& args, BatchParams& batch) {
   batch.num_contexts = to_index_array("num_contexts", args.num_contexts, q, b, "(batch)");
   batch.num_targets = to_index_array("num_targets", args.num_targets, q, b, "(batch)");
   check_range("max_seqlen_k", args.max_seqlen_k, 0, kMaxLength, "a length from 0 to 2^30");
-  check_range("max_seqlen_q", args.max_seqlen_q, 0, args.max_seqlen_k,
-              join("a length from 0 to max_seqlen_k (", args.max_seqlen_k, ")"));
+  if (args.max_seqlen_q < 0 || args.max_seqlen_q > args.max_seqlen_k) {
+    fail("max_seqlen_q", join("a length from 0 to max_seqlen_k (", args.max_seqlen_k, ")"),
+         std::to_string(args.max_seqlen_q));
+  }
 }
 
 void check_scale(const Arguments& args, ForwardParams& params) {
@@ -273,7 +275,7 @@ void to_params(const Arguments& args, ForwardParams& params) {
   check_range("sm_margin", args.sm_margin, 0, INT_MAX, "at least 0");
 }
 
-// ------------------------------------------------------------------------------- values on the CPU
+// ------------------------------------------------------------------------------------------ values
 
 namespace {
 
@@ -301,48 +303,48 @@ struct Lengths {
 Lengths check_lengths(const BatchParams& batch, const Arguments& args, int b) {
   const int64_t room_q = batch.cu_seqlens_q[b + 1] - batch.cu_seqlens_q[b];
   const int64_t room_k = batch.cu_seqlens_k[b + 1] - batch.cu_seqlens_k[b];
-  const std::string at = join(" in sequence ", b);
+  const auto at = [b] { return join(" in sequence ", b); };
   const auto used = [&](const char* name, const IndexArray& array, int64_t room) {
     if (!array) return room;
     if (array[b] < 0 || array[b] > room) {
-      fail(name, join("a length from 0 to ", room, at), std::to_string(array[b]));
+      fail(name, join("a length from 0 to ", room, at()), std::to_string(array[b]));
     }
     return array[b];
   };
   const int64_t q = used("seqused_q", batch.seqused_q, room_q);
   const int64_t k = used("seqused_k", batch.seqused_k, room_k);
   if (q > args.max_seqlen_q) {
-    fail("max_seqlen_q", join("at least the longest query length, ", q, at),
+    fail("max_seqlen_q", join("at least the longest query length, ", q, at()),
          std::to_string(args.max_seqlen_q));
   }
   if (k > args.max_seqlen_k) {
-    fail("max_seqlen_k", join("at least the longest key length, ", k, at),
+    fail("max_seqlen_k", join("at least the longest key length, ", k, at()),
          std::to_string(args.max_seqlen_k));
   }
   if (q > k) {
-    fail("cu_seqlens_q", join("no more queries than keys (", k, ")", at), join(q, " queries"));
+    fail("cu_seqlens_q", join("no more queries than keys (", k, ")", at()), join(q, " queries"));
   }
   return {q, k};
 }
 
 void check_pages(const ForwardParams& params, int b, int64_t cached, int64_t new_rows) {
   const PagedParams& paged = params.paged;
-  const std::string at = join(" in sequence ", b);
+  const auto at = [b] { return join(" in sequence ", b); };
   const int64_t targets = params.batch.num_targets ? params.batch.num_targets[b] : 0;
   if (targets > new_rows) {
-    fail("num_targets", join("at most the query length (", new_rows, ") beside kv_cache", at),
+    fail("num_targets", join("at most the query length (", new_rows, ") beside kv_cache", at()),
          std::to_string(targets));
   }
   const int64_t first = paged.page_offsets[b];
   const int64_t count = paged.page_offsets[b + 1] - first;
   const int64_t expected = (cached + paged.page_size - 1) / paged.page_size;
   if (count != expected) {
-    fail("page_offsets", join(expected, " pages for ", cached, " cached keys", at),
+    fail("page_offsets", join(expected, " pages for ", cached, " cached keys", at()),
          std::to_string(count));
   }
   const int64_t last = cached == 0 ? 0 : (cached - 1) % paged.page_size + 1;
   if (paged.last_page_lens[b] != last) {
-    fail("last_page_lens", join(last, at), std::to_string(paged.last_page_lens[b]));
+    fail("last_page_lens", join(last, at()), std::to_string(paged.last_page_lens[b]));
   }
   for (int64_t n = first; n < first + count; ++n) {
     if (paged.page_ids[n] < 0 || paged.page_ids[n] >= paged.num_pages) {

@@ -1,5 +1,5 @@
 // What the ops are called with, as torch tensors: reading, checking, and conversion to params.h.
-// Beside ops.cpp this is the only file that sees torch.
+// Beside this only ops.cpp and cuda/ops.cpp see torch.
 //
 // A bad argument is a std::invalid_argument (ValueError in Python) that names the argument, what
 // was expected and what came.
@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -118,8 +119,7 @@ inline Arguments::Arguments(ArgumentReader& in, bool has_paged)
 
 // ------------------------------------------------------------------------------------- checks
 
-// Throws "NAME: expected EXPECTED, got GOT" unless the condition holds. The parts of `expected` and
-// `got` are only put together when it does not.
+// NOTE: every call passes these checks, so no text is put together before one has failed.
 template <typename... Parts>
 std::string join(const Parts&... parts) {
   std::ostringstream text;
@@ -127,6 +127,7 @@ std::string join(const Parts&... parts) {
   return text.str();
 }
 
+// Throws "NAME: expected EXPECTED, got GOT".
 [[noreturn]] inline void fail(const std::string& name, const std::string& expected,
                               const std::string& got) {
   throw std::invalid_argument(name + ": expected " + expected + ", got " + got);
@@ -168,7 +169,7 @@ inline std::string describe_dtype(const Tensor& tensor) {
 }
 
 inline void check_range(const char* name, int64_t value, int64_t low, int64_t high,
-                        const std::string& expected) {
+                        const char* expected) {
   if (value < low || value > high) fail(name, expected, std::to_string(value));
 }
 
@@ -185,15 +186,13 @@ inline void check_device(const char* name, const Tensor& tensor, const Tensor& q
 // A shape entry of -1 accepts any size.
 inline void check_shape(const char* name, const Tensor& tensor,
                         std::initializer_list<int64_t> shape, const char* meaning) {
-  bool same = tensor.dim() == static_cast<int64_t>(shape.size());
+  const auto matches = [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; };
+  if (std::ranges::equal(tensor.sizes(), shape, matches)) return;
   std::string expected;
-  int64_t n = 0;
   for (const int64_t size : shape) {
-    expected += (n ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
-    same = same && (size < 0 || tensor.size(n) == size);
-    ++n;
+    expected += (expected.empty() ? "" : ", ") + (size < 0 ? "any" : std::to_string(size));
   }
-  if (!same) fail(name, join("shape ", meaning, " = (", expected, ")"), describe_shape(tensor));
+  fail(name, join("shape ", meaning, " = (", expected, ")"), describe_shape(tensor));
 }
 
 inline void check_last_stride(const char* name, const Tensor& tensor) {
@@ -258,6 +257,19 @@ inline IndexArray to_index_array(const char* name, const OptionalTensor& tensor,
   return tensor ? to_index_array(name, *tensor, q, size, meaning) : IndexArray{};
 }
 
+// Uninitialised memory, on the device of `like` and by default of its dtype. It does not look an
+// operator up by its name, as torch::stable::new_empty does in every call.
+inline Tensor allocate(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                       std::optional<ScalarType> dtype = std::nullopt) {
+  using torch::stable::detail::from, torch::stable::detail::to;
+  int32_t code = dtype ? to<int32_t>(from(*dtype)) : 0;
+  AtenTensorHandle tensor = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_aten_new_empty(like.get(), sizes.data(), static_cast<int64_t>(sizes.size()),
+                                dtype ? &code : nullptr, nullptr, nullptr, 0, nullptr, &tensor));
+  return Tensor(tensor);
+}
+
 inline void* writable(const Tensor& tensor) { return tensor.mutable_data_ptr(); }
 inline void* readable(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
 
@@ -285,7 +297,7 @@ inline DenseBias to_dense_bias(const Tensor& tensor, DType dtype, bool write) {
 // Checks everything that needs no value of a tensor on a device, and fills `params`.
 void to_params(const Arguments& args, ForwardParams& params);
 
-// Checks offsets, lengths, counts and pages, which a CPU tensor gives for free.
+// Checks offsets, lengths, counts and pages, all in host memory.
 void check_values(const ForwardParams& params, const Arguments& args);
 
 }  // namespace hstu

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 
 #include "params.h"
 
@@ -38,7 +39,8 @@ struct CudaLaunch {
 
 // NOTE: torch's stable ABI turns this into RuntimeError; hstu_attn/ops.py makes it what it says.
 struct NotImplemented : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit NotImplemented(const std::string& text)
+      : std::runtime_error("NotImplementedError: " + text) {}
 };
 
 struct ForwardKernel {

@@ -1,5 +1,6 @@
-// The dispatcher ops: schemas, allocation, registration. See arguments.h for what is checked.
-#include "arguments.h"
+// The dispatcher ops: schemas, outputs, registration. See arguments.h for what is checked.
+#include "ops.h"
+
 #include "cpu/runner.h"
 
 namespace hstu {
@@ -8,18 +9,12 @@ namespace {
 using torch::stable::detail::from;
 
 // Empty outputs stand for gradients that were not asked for.
-Tensor no_gradient(const Tensor& q) { return torch::stable::new_empty(q, {0}); }
+Tensor no_gradient(const Tensor& q) { return allocate(q, {0}); }
 
 void set_output(const Tensor& out, const Arguments& args, ForwardParams& params) {
   params.out = to_packed("out", out, args.q, args.q.size(0), args.q.size(1), args.v.size(2),
                          "(total_q, heads, head_dim_v)", true);
 }
-
-// What the backward writes. An empty optional is a gradient that is not asked for.
-struct Gradients {
-  Tensor dq, dk, dv;
-  OptionalTensor drab, dpos_weight, dts_weight;
-};
 
 float* to_table_gradient(const char* name, Tensor& gradient, const OptionalTensor& weight,
                          const char* weight_name) {
@@ -78,44 +73,47 @@ cpu::Parallel torch_threads() {
   return {static_cast<int>(torch::stable::get_num_threads()), run};
 }
 
-void forward_cpu(const Arguments& args, const Tensor& out, ForwardParams& params) {
-  check_values(params, args);
-  set_output(out, args, params);
-  cpu::run_forward(params, torch_threads());
-}
-
-void backward_cpu(const Arguments& args, const Tensor& dout, Gradients& gradients,
-                  BackwardParams& params) {
-  check_values(params, args);
-  set_gradients(dout, gradients, args, params);
-  cpu::run_backward(params, torch_threads());
-}
+struct CpuOps {
+  static void forward(const Arguments& args, Tensor&, ForwardParams& params) {
+    check_values(params, args);
+    cpu::run_forward(params, torch_threads());
+  }
+  static void backward(const Arguments& args, const Tensor&, Gradients&, BackwardParams& params) {
+    check_values(params, args);
+    cpu::run_backward(params, torch_threads());
+  }
+};
 
 // --------------------------------------------------------------------------------- boxed kernels
 
 // hstu_varlen_fwd(..., ) -> Tensor
-void fwd_cpu(StableIValue* stack, uint64_t, uint64_t) {
+template <typename DeviceOps>
+void fwd(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader in(stack);
   const Arguments args(in, true);
   ForwardParams params;
   to_params(args, params);
-  Tensor out = torch::stable::new_empty(args.q, {args.q.size(0), args.q.size(1), args.v.size(2)});
-  forward_cpu(args, out, params);
+  Tensor out = allocate(args.q, {args.q.size(0), args.q.size(1), args.v.size(2)});
+  set_output(out, args, params);
+  DeviceOps::forward(args, out, params);
   stack[0] = from(out);
 }
 
 // hstu_varlen_fwd_out(..., Tensor(a!) out) -> ()
-void fwd_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
+template <typename DeviceOps>
+void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader in(stack);
   const Arguments args(in, true);
-  const Tensor out = in.read<Tensor>();
+  Tensor out = in.read<Tensor>();
   ForwardParams params;
   to_params(args, params);
-  forward_cpu(args, out, params);
+  set_output(out, args, params);
+  DeviceOps::forward(args, out, params);
 }
 
 // hstu_varlen_bwd(Tensor dout, ..., bool has_drab, bool has_dtables) -> six gradients
-void bwd_cpu(StableIValue* stack, uint64_t, uint64_t) {
+template <typename DeviceOps>
+void bwd(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader in(stack);
   const Tensor dout = in.read<Tensor>();
   const Arguments args(in, false);
@@ -125,34 +123,32 @@ void bwd_cpu(StableIValue* stack, uint64_t, uint64_t) {
   to_params(args, params);
 
   const Tensor &q = args.q, &k = args.k, &v = args.v;
-  Gradients gradients = {torch::stable::new_empty(q, q.sizes()),
-                         torch::stable::new_empty(k, k.sizes()),
-                         torch::stable::new_empty(v, v.sizes()),
-                         {},
-                         {},
-                         {}};
+  Gradients gradients = {
+      allocate(q, q.sizes()), allocate(k, k.sizes()), allocate(v, v.sizes()), {}, {}, {}};
   if (has_drab) {
     if (!args.rab) fail("rab", "a tensor where has_drab is set", "None");
-    gradients.drab = torch::stable::new_empty(*args.rab, args.rab->sizes());
+    gradients.drab = allocate(*args.rab, args.rab->sizes());
   }
   const auto table_gradient = [&](const OptionalTensor& weight) -> OptionalTensor {
     if (!has_dtables || !weight) return std::nullopt;
-    return torch::stable::new_empty(*weight, weight->sizes(), ScalarType::Float);
+    return allocate(*weight, weight->sizes(), ScalarType::Float);
   };
   gradients.dpos_weight = table_gradient(args.pos_weight);
   gradients.dts_weight = table_gradient(args.ts_weight);
-  backward_cpu(args, dout, gradients, params);
+  set_gradients(dout, gradients, args, params);
+  DeviceOps::backward(args, dout, gradients, params);
 
   stack[0] = from(gradients.dq);
   stack[1] = from(gradients.dk);
   stack[2] = from(gradients.dv);
-  stack[3] = from(gradients.drab.value_or(no_gradient(q)));
-  stack[4] = from(gradients.dpos_weight.value_or(no_gradient(q)));
-  stack[5] = from(gradients.dts_weight.value_or(no_gradient(q)));
+  stack[3] = from(gradients.drab ? *gradients.drab : no_gradient(q));
+  stack[4] = from(gradients.dpos_weight ? *gradients.dpos_weight : no_gradient(q));
+  stack[5] = from(gradients.dts_weight ? *gradients.dts_weight : no_gradient(q));
 }
 
 // hstu_varlen_bwd_out(Tensor dout, ..., Tensor(a!) dq, ...) -> ()
-void bwd_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
+template <typename DeviceOps>
+void bwd_out(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader in(stack);
   const Tensor dout = in.read<Tensor>();
   const Arguments args(in, false);
@@ -162,7 +158,8 @@ void bwd_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
   in.read(gradients.dts_weight);
   BackwardParams params;
   to_params(args, params);
-  backward_cpu(args, dout, gradients, params);
+  set_gradients(dout, gradients, args, params);
+  DeviceOps::backward(args, dout, gradients, params);
 }
 
 }  // namespace
@@ -180,9 +177,13 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CPU, m) {
-  m.impl("hstu_varlen_fwd", hstu::fwd_cpu);
-  m.impl("hstu_varlen_fwd_out", hstu::fwd_out_cpu);
-  m.impl("hstu_varlen_bwd", hstu::bwd_cpu);
-  m.impl("hstu_varlen_bwd_out", hstu::bwd_out_cpu);
-}
+#define HSTU_REGISTER(DeviceOps)                                 \
+  m.impl("hstu_varlen_fwd", hstu::fwd<hstu::DeviceOps>);         \
+  m.impl("hstu_varlen_fwd_out", hstu::fwd_out<hstu::DeviceOps>); \
+  m.impl("hstu_varlen_bwd", hstu::bwd<hstu::DeviceOps>);         \
+  m.impl("hstu_varlen_bwd_out", hstu::bwd_out<hstu::DeviceOps>)
+
+STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CPU, m) { HSTU_REGISTER(CpuOps); }
+#if defined(USE_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CUDA, m) { HSTU_REGISTER(CudaOps); }
+#endif

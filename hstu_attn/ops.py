@@ -224,8 +224,17 @@ _NO_PAGED_GRADIENTS = (
 # ---------------------------------------------------------------------------------------------
 
 
-def _below_autograd() -> Any:
-    return torch._C._AutoDispatchBelowAutograd()
+def _call(op: Callable[..., Any], *args: Any) -> Any:
+    """`op`, a raw operator, below autograd; what is not built raises NotImplementedError."""
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    except RuntimeError as error:
+        # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
+        _, marker, text = str(error).partition("NotImplementedError: ")
+        if not marker:
+            raise
+        raise NotImplementedError(text) from None
 
 
 class _Once(torch.autograd.Function):
@@ -273,29 +282,29 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
         ctx.rest = (geometry, times, options)
-        with _below_autograd():
-            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *options)
+        biases = (rab, pos_weight, ts_weight)
+        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, rab, pos_weight, ts_weight = ctx.saved_tensors
         geometry, times, options = ctx.rest
         _, _, _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
-        with _below_autograd():
-            dq, dk, dv, drab, dpos, dts = _bwd(
-                dout if dout.stride(-1) == 1 else dout.contiguous(),
-                q,
-                k,
-                v,
-                *geometry,
-                rab,
-                pos_weight,
-                ts_weight,
-                *times,
-                *options,
-                has_drab,
-                has_dpos or has_dts,
-            )
+        dq, dk, dv, drab, dpos, dts = _call(
+            _bwd,
+            dout if dout.stride(-1) == 1 else dout.contiguous(),
+            q,
+            k,
+            v,
+            *geometry,
+            rab,
+            pos_weight,
+            ts_weight,
+            *times,
+            *options,
+            has_drab,
+            has_dpos or has_dts,
+        )
         gradients: Sequence[Tensor | None] = (
             dq,
             dk,
@@ -326,8 +335,8 @@ class _AttentionPacked(torch.autograd.Function):
         ctx.save_for_backward(qkv, rab, pos_weight, ts_weight)
         ctx.rest = (geometry, times, options)
         q, k, v = qkv.unbind(1)
-        with _below_autograd():
-            return _fwd(q, k, v, *geometry, rab, pos_weight, ts_weight, *times, *NO_PAGES, *options)
+        biases = (rab, pos_weight, ts_weight)
+        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -338,21 +347,21 @@ class _AttentionPacked(torch.autograd.Function):
         drab = rab.new_empty(rab.shape) if has_drab else None
         dpos = pos_weight.new_empty(pos_weight.shape, dtype=torch.float) if has_dpos else None
         dts = ts_weight.new_empty(ts_weight.shape, dtype=torch.float) if has_dts else None
-        with _below_autograd():
-            _bwd_out(
-                dout if dout.stride(-1) == 1 else dout.contiguous(),
-                *qkv.unbind(1),
-                *geometry,
-                rab,
-                pos_weight,
-                ts_weight,
-                *times,
-                *options,
-                *dqkv.unbind(1),
-                drab,
-                dpos,
-                dts,
-            )
+        _call(
+            _bwd_out,
+            dout if dout.stride(-1) == 1 else dout.contiguous(),
+            *qkv.unbind(1),
+            *geometry,
+            rab,
+            pos_weight,
+            ts_weight,
+            *times,
+            *options,
+            *dqkv.unbind(1),
+            drab,
+            dpos,
+            dts,
+        )
         gradients: Sequence[Tensor | None] = (
             dqkv,
             drab,
@@ -394,8 +403,7 @@ def attention(
         return _Attention.apply(  # type: ignore[no-any-return]
             q, k, v, *biases, geometry, times, options
         )
-    with _below_autograd():
-        return _fwd(q, k, v, *geometry, *biases, *times, *pages, *options)
+    return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
 
 
 def attention_packed(

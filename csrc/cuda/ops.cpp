@@ -1,0 +1,189 @@
+// Runs the ops on a GPU: what kernels need beyond `params`, and copies of what they cannot take.
+#include "../ops.h"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cstdlib>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "../common/cuda_check.h"
+#include "../dispatch.h"
+
+// NOTE: libtorch_cuda has it, which a CPU-only torch lacks; the same library must load there too.
+#pragma weak aoti_torch_get_current_cuda_stream
+
+namespace hstu {
+namespace {
+
+void check_built(const Arguments& args, const ForwardParams& params) {
+  if (params.dtype != DType::kBFloat16 && params.dtype != DType::kFloat16) {
+    throw NotImplemented("q: on a GPU bfloat16 and float16 are built, got " +
+                         describe_dtype(args.q));
+  }
+  if (params.relative_bias) {
+    throw NotImplemented(std::string(args.pos_weight ? "pos_weight" : "ts_weight") +
+                         ": the relative bias is not built for GPUs, only rab is");
+  }
+  if (params.paged.kv_cache) throw NotImplemented("kv_cache: pages are not built for GPUs");
+}
+
+// ------------------------------------------------------------------------------------ alignment
+
+// Whether 16-byte accesses reach every row.
+bool is_aligned(const PackedTensor& packed) {
+  return reinterpret_cast<uintptr_t>(packed.data) % 16 == 0 && packed.row_stride % 8 == 0 &&
+         packed.head_stride % 8 == 0;
+}
+
+// Contiguous stand-ins for what is not aligned. They live on the stream that the kernels run on, so
+// they may go as soon as these are launched.
+class AlignedCopies {
+ public:
+  void input(const Tensor& tensor, PackedTensor& packed) {
+    if (is_aligned(packed)) return;
+    Tensor copy = replace(tensor, packed);
+    torch::stable::copy_(copy, tensor);
+  }
+  void output(Tensor& tensor, PackedTensor& packed) {
+    if (!is_aligned(packed)) outputs_.emplace_back(&tensor, replace(tensor, packed));
+  }
+  void copy_back() {
+    for (auto& [tensor, copy] : outputs_) torch::stable::copy_(*tensor, copy);
+  }
+
+ private:
+  Tensor replace(const Tensor& tensor, PackedTensor& packed) {
+    const Tensor copy = allocate(tensor, tensor.sizes());
+    packed.data = writable(copy);
+    packed.row_stride = copy.stride(0);
+    packed.head_stride = copy.stride(1);
+    return inputs_.emplace_back(copy);
+  }
+
+  std::vector<Tensor> inputs_;
+  std::vector<std::pair<Tensor*, Tensor>> outputs_;
+};
+
+// --------------------------------------------------------------------------- HSTU_ATTN_CHECK=1
+
+// Copies of index arrays in host memory; waits for the stream.
+class HostCopies {
+ public:
+  explicit HostCopies(cudaStream_t stream) : stream_(stream) {}
+
+  void replace(IndexArray& array, size_t count) {
+    if (!array) return;
+    std::vector<char>& copy = copies_.emplace_back(count * (array.is_int64 ? 8 : 4));
+    check_cuda(
+        cudaMemcpyAsync(copy.data(), array.data, copy.size(), cudaMemcpyDeviceToHost, stream_),
+        "HSTU_ATTN_CHECK");
+    check_cuda(cudaStreamSynchronize(stream_), "HSTU_ATTN_CHECK");
+    array.data = copy.data();
+  }
+
+ private:
+  cudaStream_t stream_;
+  std::vector<std::vector<char>> copies_;
+};
+
+// A debugging aid: kernels clamp what offsets and counts say, and so hide that they are wrong.
+void check_values_if_asked(const Arguments& args, const ForwardParams& params,
+                           cudaStream_t stream) {
+  const char* asked = std::getenv("HSTU_ATTN_CHECK");
+  if (asked == nullptr || std::string_view(asked) != "1") return;
+  ForwardParams host = params;
+  HostCopies copies(stream);
+  const size_t batch = params.batch.batch;
+  copies.replace(host.batch.cu_seqlens_q, batch + 1);
+  copies.replace(host.batch.cu_seqlens_k, batch + 1);
+  copies.replace(host.batch.seqused_q, batch);
+  copies.replace(host.batch.seqused_k, batch);
+  copies.replace(host.batch.num_contexts, batch);
+  copies.replace(host.batch.num_targets, batch);
+  check_values(host, args);
+}
+
+// -------------------------------------------------------------------------------------- launches
+
+cudaStream_t current_stream(int device_index) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// One call of an op: its device is current, and its arguments are checked.
+class Call {
+ public:
+  Call(const Arguments& args, const ForwardParams& params)
+      : q_(args.q), guard_(q_.get_device_index()) {
+    check_built(args, params);
+    launch_.device = cuda_device(q_.get_device_index());
+    launch_.stream = current_stream(q_.get_device_index());
+    launch_.sm_margin = static_cast<int>(args.sm_margin);
+    launch_.deterministic = args.deterministic;
+    check_values_if_asked(args, params, launch_.stream);
+  }
+
+  const CudaDevice& device() const { return launch_.device; }
+
+  template <typename Kernel, typename Params>
+  void run(const Kernel& kernel, const Params& params) {
+    OptionalTensor workspace;  // may go when the kernels are launched, as AlignedCopies
+    if (const int64_t bytes = kernel.workspace_bytes(params, launch_); bytes > 0) {
+      workspace = allocate(q_, {bytes}, ScalarType::Byte);
+      launch_.workspace = writable(*workspace);
+    }
+    kernel.run(params, launch_);
+  }
+
+ private:
+  const Tensor& q_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  CudaLaunch launch_;
+};
+
+bool has_work(const BatchParams& batch) {
+  return batch.batch > 0 && batch.total_q > 0 && batch.total_k > 0;
+}
+
+}  // namespace
+
+void CudaOps::forward(const Arguments& args, Tensor& out, ForwardParams& params) {
+  Call call(args, params);
+  if (!has_work(params.batch)) {
+    torch::stable::zero_(out);
+    return;
+  }
+  AlignedCopies copies;
+  copies.input(args.q, params.q);
+  copies.input(args.k, params.k);
+  copies.input(args.v, params.v);
+  copies.output(out, params.out);
+  call.run(forward_kernel(call.device(), params), params);
+  copies.copy_back();
+}
+
+void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gradients,
+                       BackwardParams& params) {
+  Call call(args, params);
+  if (!has_work(params.batch)) {
+    for (Tensor* tensor : {&gradients.dq, &gradients.dk, &gradients.dv}) {
+      torch::stable::zero_(*tensor);
+    }
+    return;
+  }
+  AlignedCopies copies;
+  copies.input(args.q, params.q);
+  copies.input(args.k, params.k);
+  copies.input(args.v, params.v);
+  copies.input(dout, params.dout);
+  copies.output(gradients.dq, params.dq);
+  copies.output(gradients.dk, params.dk);
+  copies.output(gradients.dv, params.dv);
+  call.run(backward_kernel(call.device(), params), params);
+  copies.copy_back();
+}
+
+}  // namespace hstu
