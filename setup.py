@@ -59,6 +59,7 @@ GENCODE = {
     "90": "-gencode=arch=compute_90a,code=sm_90a",
 }
 DTYPES = ("bf16", "fp16")
+HEAD_DIMS = ("32", "64", "128", "256")
 NVCC_GIB = 5  # memory that one nvcc may take on a CuTe kernel
 
 OPTIMIZE = "-O3 -DNDEBUG"
@@ -192,6 +193,11 @@ def cpp_sources() -> list[tuple[Path, str]]:
     return sources
 
 
+def head_dims() -> list[str]:
+    """The head dims of the kernels to build, in ascending order."""
+    return sorted(env_choice("HSTU_ATTN_HEAD_DIMS", HEAD_DIMS), key=int)
+
+
 def cuda_sources() -> list[tuple[Path, str]]:
     """The CUDA sources of _C with their -gencode flags.
 
@@ -199,12 +205,11 @@ def cuda_sources() -> list[tuple[Path, str]]:
     in other folders are small and serve every architecture.
     """
     archs = env_choice("HSTU_ATTN_ARCHS", GENCODE)
-    head_dims = env_list("HSTU_ATTN_HEAD_DIMS")
     sources = [(path, GENCODE["80"]) for path in sorted(CSRC.glob("*/*.cu"))]
     for arch in archs:
         for path in sorted(CSRC.glob(f"sm{arch}/instantiations/*.cu")):
             head_dim = re.search(r"_d(\d+)", path.stem)
-            if not (head_dims and head_dim) or head_dim[1] in head_dims:
+            if not head_dim or head_dim[1] in head_dims():
                 sources.append((path, GENCODE[arch]))
     return sources
 
@@ -213,9 +218,9 @@ def cuda_defines() -> str:
     """What csrc/dispatch.h may dispatch to."""
     archs = {path.parts[-3] for path, _ in cuda_sources() if path.parent.name == "instantiations"}
     names = [arch.upper() for arch in sorted(archs)]
-    names += [f"HEAD_DIM_{head_dim}" for head_dim in env_list("HSTU_ATTN_HEAD_DIMS", ["ALL"])]
     names += [f"DTYPE_{dtype.upper()}" for dtype in env_choice("HSTU_ATTN_DTYPES", DTYPES)]
-    return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)])
+    flags = ["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)]
+    return " ".join([*flags, f"-DHSTU_ATTN_HEAD_DIMS={','.join(head_dims())}"])
 
 
 class NinjaFile:

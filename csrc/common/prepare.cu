@@ -1,0 +1,182 @@
+#include "cuda_check.h"
+#include "prepare.h"
+
+namespace hstu {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kBins = kThreads;
+
+// Bins in falling order of cost, 32 for each power of two.
+__device__ int bin_of(int cost) {
+  int rank = cost;
+  if (cost >= 32) {
+    const int exponent = 31 - __clz(cost);
+    rank = 32 * (exponent - 4) + (cost >> (exponent - 5) & 31);
+  }
+  return kBins - 1 - rank;
+}
+
+template <int kCapacity>
+__device__ int length(const IntervalList<kCapacity>& list) {
+  int sum = 0;
+  for (int n = 0; n < list.count; ++n) sum += list.interval[n].end - list.interval[n].begin;
+  return sum;
+}
+
+// Visible tiles that the item goes through. Where spans are given row by row, nothing short tells:
+// then as many as for a causal mask.
+__device__ int item_cost(const PrepareParams& params, const Sequence& sequence, const Mask& mask,
+                         int tile) {
+  if (params.by_keys) {
+    const int k0 = tile * params.tile_keys;
+    if (!mask.arbitrary()) {
+      return length(tiles(mask.q_intervals(k0, k0 + params.tile_keys), params.tile_rows));
+    }
+    const int first_row = k0 > sequence.offset ? k0 - sequence.offset : 0;
+    return first_row < sequence.q_len ? (sequence.q_len - first_row) / params.tile_rows + 1 : 0;
+  }
+  const int r0 = tile * params.tile_rows;
+  const int r1 = r0 + params.tile_rows < sequence.q_len ? r0 + params.tile_rows : sequence.q_len;
+  if (!mask.arbitrary()) return length(tiles(mask.kv_intervals(r0, r1), params.tile_keys));
+  return r1 + sequence.offset > 0 ? (r1 + sequence.offset) / params.tile_keys + 1 : 0;
+}
+
+// Calls visit(sequence number, tile, bin, active) for every tile of the batch, by whole warps. A
+// group of lanes takes a sequence and goes through its tiles from the last to the first. Of keys,
+// the rank is the largest cost from the tile onwards: an earlier key tile then never stands behind
+// a later one.
+template <typename Visit>
+__device__ void for_each_tile(const PrepareParams& params, int group, Visit visit) {
+  const int lane = threadIdx.x % 32 % group;
+  const int groups = kThreads / group;
+  for (int first = 0; first < params.batch.batch; first += groups) {
+    const int b = first + static_cast<int>(threadIdx.x) / group;
+    const bool real = b < params.batch.batch;
+    const Sequence sequence = real ? load_sequence(params.batch, b) : Sequence{};
+    const Mask mask(params.mask, sequence, 0);
+    const int size = params.by_keys ? params.tile_keys : params.tile_rows;
+    const int count = ((params.by_keys ? sequence.k_len : sequence.q_len) + size - 1) / size;
+    const int rounds = __reduce_max_sync(0xffffffff, (count + group - 1) / group);
+    int largest = 0;
+    for (int round = rounds - 1; round >= 0; --round) {
+      const int tile = round * group + lane;
+      const bool active = tile < count;
+      int cost = active ? item_cost(params, sequence, mask, tile) : 0;
+      if (params.by_keys) {
+        cost = max(cost, largest);
+        for (int step = 1; step < group; step *= 2) {
+          const int later = __shfl_down_sync(0xffffffff, cost, step, group);
+          if (lane + step < group) cost = max(cost, later);
+        }
+        largest = __shfl_sync(0xffffffff, cost, 0, group);
+      }
+      visit(b, tile, bin_of(cost), active);
+    }
+  }
+}
+
+__device__ void make_list(const PrepareParams& params) {
+  __shared__ int bins[kBins];
+  __shared__ int warp_sums[kThreads / 32];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+
+  // As many lanes to a sequence as it has tiles on average.
+  int group = 1;
+  while (group < 32 && group * params.batch.batch < params.list.capacity) group *= 2;
+
+  bins[threadIdx.x] = 0;
+  __syncthreads();
+  for_each_tile(params, group, [&](int, int, int bin, bool active) {
+    if (active) atomicAdd(&bins[bin], 1);
+  });
+  __syncthreads();
+
+  // Each bin's end: the sum of the bins up to it.
+  int end = bins[threadIdx.x];
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffff, end, step);
+    if (lane >= step) end += before;
+  }
+  if (lane == 31) warp_sums[warp] = end;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) end += warp_sums[w];
+  bins[threadIdx.x] = end;
+  if (threadIdx.x == kThreads - 1) {
+    *params.list.count = min(end, params.list.capacity);
+    *params.list.next = 0;
+  }
+  __syncthreads();
+
+  // Bins fill from their ends, as sequences are gone through from theirs: so within a bin the tiles
+  // of one sequence stand in ascending order.
+  for_each_tile(params, group, [&](int b, int tile, int bin, bool active) {
+    const unsigned peers = __match_any_sync(0xffffffff, active ? lane / group * kBins + bin : -1);
+    const int leader = 31 - __clz(peers);
+    int position = 0;
+    if (active && lane == leader) position = atomicSub(&bins[bin], __popc(peers));
+    position = __shfl_sync(0xffffffff, position, leader) - __popc(peers >> lane);
+    if (active && position < params.list.capacity) params.list.tiles[position] = {b, tile};
+  });
+}
+
+__device__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin, int64_t end) {
+  if (!tensor.data) return;
+  const int pieces = tensor.head_dim / 8;  // of 16 bytes
+  const int64_t count = (end - begin) * heads * pieces;
+  for (int64_t n = threadIdx.x % 32; n < count; n += 32) {
+    const int64_t row = begin + n / pieces / heads;
+    const int head = static_cast<int>(n / pieces % heads);
+    uint16_t* out = static_cast<uint16_t*>(tensor.data) + row * tensor.row_stride +
+                    head * tensor.head_stride + n % pieces * 8;
+    *reinterpret_cast<uint4*>(out) = uint4{};
+  }
+}
+
+// Gap b lies before sequence b; the last one reaches to the end.
+__device__ void zero_gaps(const PrepareParams& params, int first, int step) {
+  const int batch = params.batch.batch;
+  for (int b = first; b <= batch; b += step) {
+    Sequence before;
+    if (b > 0) before = load_sequence(params.batch, b - 1);
+    Sequence after;
+    after.q_begin = params.batch.total_q;
+    after.k_begin = params.batch.total_k;
+    if (b < batch) after = load_sequence(params.batch, b);
+    for (const PackedTensor& tensor : params.row_outputs) {
+      zero_rows(tensor, params.heads, before.q_begin + before.q_len, after.q_begin);
+    }
+    for (const PackedTensor& tensor : params.key_outputs) {
+      zero_rows(tensor, params.heads, before.k_begin + before.k_len, after.k_begin);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const __grid_constant__ PrepareParams params) {
+  if (blockIdx.x == 0) {
+    make_list(params);
+    return;
+  }
+  const int block = blockIdx.x - 1;
+  const int blocks = gridDim.x - 1;
+  constexpr int kWarps = kThreads / 32;
+  zero_gaps(params, block * kWarps + static_cast<int>(threadIdx.x) / 32, blocks * kWarps);
+  uint4* zeros = static_cast<uint4*>(params.zeros);
+  const int64_t count = params.zero_bytes / 16;
+  for (int64_t n = int64_t{block} * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
+    zeros[n] = uint4{};
+  }
+}
+
+}  // namespace
+
+void prepare(const PrepareParams& params, int multiprocessors, cudaStream_t stream) {
+  const int64_t work = params.zero_bytes / 16 + 32 * (int64_t{params.batch.batch} + 1);
+  const int64_t blocks = clamp((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors);
+  prepare_kernel<<<1 + static_cast<int>(blocks), kThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "prepare");
+}
+
+}  // namespace hstu

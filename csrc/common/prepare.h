@@ -1,0 +1,27 @@
+// The kernel that runs before every attention kernel: it makes the work list and writes the zeros.
+#pragma once
+
+#include "work_list.h"
+
+namespace hstu {
+
+struct PrepareParams {
+  BatchParams batch;
+  MaskParams mask;
+  WorkList list;
+  bool by_keys = false;  // items are tiles of keys, else of rows
+  int tile_rows = 0;
+  int tile_keys = 0;
+
+  // 16-bit outputs: rows that belong to no sequence, or lie past its used length, become zeros.
+  int heads = 0;
+  PackedTensor row_outputs[1];  // [total_q, H, head_dim]; null data: none
+  PackedTensor key_outputs[2];  // [total_k, H, head_dim]; null data: none
+
+  void* zeros = nullptr;  // workspace to be zeroed, aligned to 16 bytes
+  int64_t zero_bytes = 0;
+};
+
+void prepare(const PrepareParams& params, int multiprocessors, cudaStream_t stream);
+
+}  // namespace hstu

@@ -1,0 +1,419 @@
+// The fused backward: scores recomputed, dQ, dK, dV and the bias gradient in one pass.
+//
+// A work item is a tile of keys of one head (where a bias has a gradient: of all heads that share a
+// bias head, one after another, so that one thread sums each element of the gradient). dK and dV
+// stay in registers; each tile of rows adds its part of dQ to an fp32 sum in device memory, which
+// a second kernel scales and rounds.
+#pragma once
+
+#include "../common/activation.h"
+#include "../common/work_list.h"
+#include "scores.h"
+#include "tile_config.h"
+
+namespace hstu::sm80 {
+
+// What a backward call keeps in its workspace.
+struct BackwardBuffers {
+  WorkList list;
+  float* dq;       // [row tiles, H, rows x head dim], in the order of RowSum; zeroed
+  int* turns;      // [row tiles, H]: key tiles that have added their dQ; null: in any order; zeroed
+  DenseBias drab;  // where dS is summed over heads, or where it belongs if that is fp32
+};
+
+// The fp32 sum of a product of tiles in device memory: each thread's elements lie so that a warp
+// adds whole cache lines.
+template <int kThreads>
+struct RowSum {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr int kVector = 4;  // red.v4 exists since compute capability 9.0
+#else
+  static constexpr int kVector = 1;
+#endif
+
+  static HSTU_DEVICE int index(int n) {
+    return n / kVector * (kVector * kThreads) + static_cast<int>(threadIdx.x) * kVector;
+  }
+
+  template <typename Sum>
+  static HSTU_DEVICE void add(const Sum& part, float* sum) {
+#pragma unroll
+    for (int n = 0; n < size(part); n += kVector) {
+      if constexpr (kVector == 4) {
+        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum + index(n)),
+                     "f"(part(n)), "f"(part(n + 1)), "f"(part(n + 2)), "f"(part(n + 3))
+                     : "memory");
+      } else {
+        atomicAdd(sum + index(n), part(n));
+      }
+    }
+  }
+
+  template <typename Sum>
+  static HSTU_DEVICE void load(const float* sum, Sum& whole) {
+#pragma unroll
+    for (int n = 0; n < size(whole); n += kVector) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) whole(n + i) = sum[index(n) + i];
+    }
+  }
+};
+
+template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias>
+struct Backward {
+  static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory>();
+  static constexpr int kRows = kTiles.rows;
+  static constexpr int kKeys = kTiles.keys;
+  static constexpr int kWarps = kTiles.warps;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kStages = kTiles.stages;
+  static constexpr int kBlocksPerSm = 1;
+
+  using ScoreMma = Mma<Element, kTiles.score_row_warps, kWarps / kTiles.score_row_warps>;
+  using KeyMma = Mma<Element, kTiles.key_warps, kWarps / kTiles.key_warps>;
+  using RowMma = Mma<Element, kTiles.row_warps, kWarps / kTiles.row_warps>;
+  using Tile = ScoreTile<kRows, kKeys, ScoreMma>;
+
+  struct SharedMemory {
+    alignas(128) Element k[kKeys * kHeadDim];  // dK in the end
+    alignas(128) Element v[kKeys * kHeadDim];  // dV in the end
+    alignas(128) Element q[kStages][kRows * kHeadDim];
+    alignas(128) Element dout[kStages][kRows * kHeadDim];
+    alignas(128) Element p[kRows * kKeys];
+    alignas(128) Element ds[kRows * kKeys];
+    // NOTE: what is needed once in a while is read from here, to leave the registers to the sums.
+    Sequence sequence;
+    WorkTile tile;
+    int item;
+  };
+
+  static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
+                              SharedMemory& shared) {
+    const int heads_per_item = buffers.drab.data ? params.heads / params.rab.heads : 1;
+    const int groups = params.heads / heads_per_item;
+    const int items = *buffers.list.count * groups;
+    for (;;) {
+      if (threadIdx.x == 0) {
+        shared.item = atomicAdd(buffers.list.next, 1);
+        if (shared.item < items) {
+          shared.tile = buffers.list.tiles[shared.item / groups];
+          shared.sequence = load_sequence(params.batch, shared.tile.sequence);
+        }
+      }
+      __syncthreads();
+      if (shared.item >= items) return;
+      const int first_head = shared.item % groups * heads_per_item;
+      for (int head = first_head; head < first_head + heads_per_item; ++head) {
+        key_tile(params, buffers, head, shared);
+        __syncthreads();  // dK and dV have left shared memory
+      }
+    }
+  }
+
+ private:
+  static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
+                                   int head, SharedMemory& shared) {
+    const Sequence& sequence = shared.sequence;
+    const int k0 = shared.tile.tile * kKeys;
+    const auto classify = [&](int n) {
+      const int r0 = n * kRows;
+      if (r0 >= sequence.q_len) return TileKind::kEmpty;
+      const Mask mask(params.mask, sequence, head);
+      const TileKind kind = mask.classify(r0, min(r0 + kRows, sequence.q_len), k0,
+                                          min(k0 + kKeys, sequence.k_len));
+      // Turns are counted over all tiles where a mask has no closed form.
+      const bool takes_turn = buffers.turns && mask.arbitrary();
+      return kind == TileKind::kEmpty && takes_turn ? TileKind::kPartial : kind;
+    };
+    TileWalk walk(0, (sequence.q_len + kRows - 1) / kRows, classify);
+
+    const auto copy_rows = [&](int r0, int stage) {
+      const int64_t row = sequence.q_begin + r0;
+      const int rows = sequence.q_len - r0;
+      copy_rows_async<kRows, kHeadDim, kThreads>(rows_of<const Element>(params.q, row, head),
+                                                 params.q.row_stride, rows, params.q.head_dim,
+                                                 shared.q[stage]);
+      copy_rows_async<kRows, kHeadDim, kThreads>(rows_of<const Element>(params.dout, row, head),
+                                                 params.dout.row_stride, rows, params.v.head_dim,
+                                                 shared.dout[stage]);
+      commit_copies();
+    };
+    bool more = walk.advance();
+    if (more) {
+      const int64_t row = sequence.k_begin + k0;
+      const int keys = sequence.k_len - k0;
+      copy_rows_async<kKeys, kHeadDim, kThreads>(rows_of<const Element>(params.k, row, head),
+                                                 params.k.row_stride, keys, params.k.head_dim,
+                                                 shared.k);
+      copy_rows_async<kKeys, kHeadDim, kThreads>(rows_of<const Element>(params.v, row, head),
+                                                 params.v.row_stride, keys, params.v.head_dim,
+                                                 shared.v);
+      copy_rows(walk.tile() * kRows, 0);
+    }
+
+    const ScoreMma score_mma;
+    const KeyMma key_mma;
+    const RowMma row_mma;
+    const auto shared_k = rows_tensor<kKeys, kHeadDim>(shared.k);
+    const auto shared_v = rows_tensor<kKeys, kHeadDim>(shared.v);
+    Tensor dk = partition_fragment_C(key_mma, Shape<Int<kKeys>, Int<kHeadDim>>{});
+    Tensor dv = partition_fragment_C(key_mma, Shape<Int<kKeys>, Int<kHeadDim>>{});
+    clear(dk);
+    clear(dv);
+    const int next_stage = kStages - 1;
+    for (int stage = 0; more; stage ^= next_stage) {
+      const int row_tile = walk.tile();
+      const bool is_partial = walk.is_partial();
+      const int r0 = row_tile * kRows;
+
+      // S = Q K^T + bias
+      Tensor scores = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
+      if constexpr (kHasBias) {
+        BiasView(params.rab, shared.tile.sequence, head, params.heads)
+            .template load<Element>(Tile{}, sequence, r0, k0, scores);
+      } else {
+        clear(scores);
+      }
+      wait_for_copies();
+      __syncthreads();  // the rows are there; the other stage, P and dS have been read
+      if constexpr (kStages == 2) {
+        more = walk.advance();
+        if (more) copy_rows(walk.tile() * kRows, stage ^ 1);
+      }
+      gemm<Operand::kRows, Operand::kRows>(
+          score_mma, scores, rows_tensor<kRows, kHeadDim>(shared.q[stage]), shared_k);
+
+      // dP = dO V^T
+      Tensor gradients = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
+      clear(gradients);
+      gemm<Operand::kRows, Operand::kRows>(
+          score_mma, gradients, rows_tensor<kRows, kHeadDim>(shared.dout[stage]), shared_v);
+
+      // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
+      activate(params, head, r0, k0, is_partial, shared.sequence, scores, gradients);
+      to_shared<Element, kRows, kKeys>(score_mma, scores, shared.p);
+      to_shared<Element, kRows, kKeys>(score_mma, gradients, shared.ds);
+      if constexpr (kHasBias) {
+        if (buffers.drab.data) add_to_drab(params, buffers.drab, head, r0, k0, shared, gradients);
+      }
+      __syncthreads();  // P and dS are there
+
+      // dV += P^T dO
+      gemm<Operand::kTransposed, Operand::kTransposed>(
+          key_mma, dv, transposed_tensor<kRows, kKeys>(shared.p),
+          transposed_tensor<kRows, kHeadDim>(shared.dout[stage]));
+      // dK += dX^T Q
+      gemm<Operand::kTransposed, Operand::kTransposed>(
+          key_mma, dk, transposed_tensor<kRows, kKeys>(shared.ds),
+          transposed_tensor<kRows, kHeadDim>(shared.q[stage]));
+      // dQ += dX K
+      Tensor dq = partition_fragment_C(row_mma, Shape<Int<kRows>, Int<kHeadDim>>{});
+      clear(dq);
+      gemm<Operand::kRows, Operand::kTransposed>(row_mma, dq,
+                                                 rows_tensor<kRows, kKeys>(shared.ds),
+                                                 transposed_tensor<kKeys, kHeadDim>(shared.k));
+      if constexpr (kStages == 1) {
+        __syncthreads();  // the rows have been read
+        more = walk.advance();
+        if (more) copy_rows(walk.tile() * kRows, 0);
+      }
+      add_dq(params, buffers, head, row_tile, shared, dq);
+    }
+
+    // dK = alpha * scale * dK and dV = scale * dV, rounded once
+    const float scale = uniform_scale(params);
+    const float alpha = static_cast<float>(params.alpha);
+    __syncthreads();  // K and V have been read
+    store_keys(key_mma, dk, alpha * scale, shared.k, params.dk, head, shared);
+    store_keys(key_mma, dv, scale, shared.v, params.dv, head, shared);
+  }
+
+ public:
+  // The factor that all rows share; 1 where each row has its own.
+  static HSTU_DEVICE float uniform_scale(const BackwardParams& params) {
+    if (params.attn_scale_per_row) return 1.0f;
+    return params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
+  }
+
+ private:
+  template <typename Scores>
+  static HSTU_DEVICE void activate(const BackwardParams& params, int head, int r0, int k0,
+                                   bool is_partial, const Sequence& sequence, Scores& scores,
+                                   Scores& gradients) {
+    const float half_alpha = 0.5f * static_cast<float>(params.alpha);
+#pragma unroll
+    for (int n = 0; n < size(scores); ++n) {
+      const float x = half_alpha * scores(n);
+      const float t = tanh_approx(x);
+      scores(n) = silu_of_half(x, t);
+      gradients(n) *= silu_derivative_of_half(x, t);
+    }
+    const Tile tile;
+    auto p = as_matrix(scores);
+    auto dx = as_matrix(gradients);
+    if (is_partial) {
+      tile.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,
+                           [&](int m, int n) {
+                             p(m, n) = 0.0f;
+                             dx(m, n) = 0.0f;
+                           });
+    }
+    if (params.attn_scale_per_row) {
+#pragma unroll
+      for (int m = 0; m < size<0>(p); ++m) {
+        const int row = r0 + tile.first_row + tile.row_offset(m);
+        const float scale =
+            row < sequence.q_len ? params.attn_scale[sequence.q_begin + row] : 0.0f;
+#pragma unroll
+        for (int n = 0; n < size<1>(p); ++n) {
+          p(m, n) *= scale;
+          dx(m, n) *= scale;
+        }
+      }
+    }
+  }
+
+  // dRab += alpha * scale * dX. Heads that share a bias head come one after another, and an element
+  // is always the same thread's.
+  template <typename Scores>
+  static HSTU_DEVICE void add_to_drab(const BackwardParams& params, const DenseBias& drab, int head,
+                                      int r0, int k0, const SharedMemory& shared,
+                                      Scores& gradients) {
+    const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
+    const int heads_per_bias = params.heads / drab.heads;
+    const int64_t offset = shared.tile.sequence * drab.batch_stride +
+                           head / heads_per_bias * drab.head_stride;
+    const auto dx = as_matrix(gradients);
+    const bool is_fp32 = drab.dtype == DType::kFloat32;
+    const bool is_first = heads_per_bias == 1;
+    Tile{}.for_each_existing(
+        shared.sequence, drab.length, r0, k0, [&](int m, int n, int i, int j) {
+          const int64_t element = offset + i * drab.row_stride + j;
+          const float value = factor * dx(m, n);
+          if (is_fp32) {
+            float* sum = static_cast<float*>(drab.data) + element;
+            *sum = is_first ? value : *sum + value;
+          } else {
+            static_cast<Element*>(drab.data)[element] = static_cast<Element>(value);
+          }
+        });
+  }
+
+  template <typename Part>
+  static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardBuffers& buffers,
+                                 int head, int row_tile, const SharedMemory& shared,
+                                 const Part& dq) {
+    const Sequence& sequence = shared.sequence;
+    const int64_t number =
+        (first_tile(sequence.q_begin, shared.tile.sequence, kRows) + row_tile) * params.heads +
+        head;
+    float* sum = buffers.dq + number * (kRows * kHeadDim);
+    if (!buffers.turns) return RowSum<kThreads>::add(dq, sum);
+
+    // Key tiles add their parts in ascending order, each in its turn.
+    volatile int* turn = buffers.turns + number;
+    const int tiles_before = turns_before(params, sequence, head, row_tile, shared.tile.tile);
+    if (threadIdx.x == 0) {
+      while (*turn != tiles_before) {
+      }
+      __threadfence();
+    }
+    __syncthreads();
+    RowSum<kThreads>::add(dq, sum);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) *turn = tiles_before + 1;
+  }
+
+  // Key tiles before `key_tile` that add to the dQ of a row tile.
+  static HSTU_DEVICE int turns_before(const BackwardParams& params, const Sequence& sequence,
+                                      int head, int row_tile, int key_tile) {
+    const Mask mask(params.mask, sequence, head);
+    if (mask.arbitrary()) return key_tile;
+    const int r0 = row_tile * kRows;
+    const KeyIntervals visible =
+        tiles(mask.kv_intervals(r0, min(r0 + kRows, sequence.q_len)), kKeys);
+    int count = 0;
+    for (int n = 0; n < visible.count; ++n) {
+      count += max(0, min(visible.interval[n].end, key_tile) - visible.interval[n].begin);
+    }
+    return count;
+  }
+
+  template <typename Sum>
+  static HSTU_DEVICE void store_keys(KeyMma mma, Sum& sum, float factor, Element* through,
+                                     const PackedTensor& tensor, int head,
+                                     const SharedMemory& shared) {
+#pragma unroll
+    for (int n = 0; n < size(sum); ++n) sum(n) *= factor;
+    to_shared<Element, kKeys, kHeadDim>(mma, sum, through);
+    __syncthreads();
+    const int k0 = shared.tile.tile * kKeys;
+    store_rows<kKeys, kHeadDim, kThreads>(
+        through, rows_of<Element>(tensor, shared.sequence.k_begin + k0, head), tensor.row_stride,
+        shared.sequence.k_len - k0, tensor.head_dim);
+  }
+};
+
+template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias>
+__global__ void __launch_bounds__(Backward<kHeadDim, Element, kMemory, kHasBias>::kThreads,
+                                  Backward<kHeadDim, Element, kMemory, kHasBias>::kBlocksPerSm)
+    run_backward(const __grid_constant__ BackwardParams params,
+                 const __grid_constant__ BackwardBuffers buffers) {
+  using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias>;
+  extern __shared__ __align__(128) char shared[];
+  Kernel::run(params, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+}
+
+// dQ = alpha * scale * sum, rounded once. A block takes one tile of rows of one head.
+template <typename Kernel, typename Element, int kHeadDim>
+__global__ void __launch_bounds__(Kernel::kThreads)
+    finish_dq(const __grid_constant__ BackwardParams params, const float* sums) {
+  constexpr int kRows = Kernel::kRows;
+  __shared__ alignas(128) Element shared[kRows * kHeadDim];
+  const int number = blockIdx.x / params.heads;
+  const int head = blockIdx.x % params.heads;
+
+  // The sequence that the tile belongs to: the last whose first tile is not behind it.
+  int low = 0, high = params.batch.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    const int64_t begin = clamp(params.batch.cu_seqlens_q[middle], 0, params.batch.total_q);
+    if (first_tile(begin, middle, kRows) <= number) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const Sequence sequence = load_sequence(params.batch, low);
+  const int64_t r0 = (number - first_tile(sequence.q_begin, low, kRows)) * kRows;
+  if (r0 < 0 || r0 >= sequence.q_len) return;
+
+  const typename Kernel::RowMma mma;
+  Tensor dq = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeadDim>>{});
+  RowSum<Kernel::kThreads>::load(sums + int64_t{blockIdx.x} * (kRows * kHeadDim), dq);
+  const float factor = static_cast<float>(params.alpha) * Kernel::uniform_scale(params);
+#pragma unroll
+  for (int n = 0; n < size(dq); ++n) dq(n) *= factor;
+  to_shared<Element, kRows, kHeadDim>(mma, dq, shared);
+  __syncthreads();
+  store_rows<kRows, kHeadDim, Kernel::kThreads>(
+      shared, rows_of<Element>(params.dq, sequence.q_begin + r0, head), params.dq.row_stride,
+      sequence.q_len - static_cast<int>(r0), params.dq.head_dim);
+}
+
+// The bias gradient, summed over heads in fp32, rounded once.
+template <typename Element>
+__global__ void round_drab(const float* sums, DenseBias drab, int64_t rows) {
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int64_t b = row / drab.length / drab.heads;
+    Element* out = static_cast<Element*>(drab.data) + b * drab.batch_stride +
+                   row / drab.length % drab.heads * drab.head_stride +
+                   row % drab.length * drab.row_stride;
+    for (int j = threadIdx.x; j < drab.length; j += blockDim.x) {
+      out[j] = static_cast<Element>(sums[row * drab.length + j]);
+    }
+  }
+}
+
+}  // namespace hstu::sm80

@@ -1,0 +1,125 @@
+// Host side of the backward: workspace, prepare(), the choice of the kernel's form, and what
+// follows it.
+#pragma once
+
+#include "backward.h"
+#include "launch.h"
+
+namespace hstu::sm80 {
+
+template <int kHeadDim, DType kDType>
+struct BackwardLauncher {
+  using Element = ElementOf<kDType>;
+  template <Memory kMemory, bool kHasBias>
+  using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias>;
+
+  static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge, false>::SharedMemory);
+
+  static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
+    return is_small(launch) ? Plan<Memory::kSmall>(params, launch, nullptr).workspace.used()
+                            : Plan<Memory::kLarge>(params, launch, nullptr).workspace.used();
+  }
+
+  static void run(const BackwardParams& params, const CudaLaunch& launch) {
+    if constexpr (kLargeBytes > kSmallMemory) {
+      if (is_small(launch)) return run_form<Memory::kSmall>(params, launch);
+    }
+    run_form<Memory::kLarge>(params, launch);
+  }
+
+ private:
+  static bool is_small(const CudaLaunch& launch) {
+    return launch.device.shared_memory_bytes < kLargeBytes;
+  }
+
+  // Sums over the heads of a bias head need fp32.
+  static bool sums_drab(const BackwardParams& params) {
+    return params.drab.data && params.drab.heads != params.heads &&
+           params.drab.dtype != DType::kFloat32;
+  }
+
+  // What lies where in the workspace.
+  template <Memory kMemory>
+  struct Plan {
+    static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory>();
+
+    Workspace workspace;
+    BackwardBuffers buffers;
+    int64_t dq_tiles;     // times heads
+    int64_t drab_rows;    // of the sum
+    int64_t zeros_begin;  // what must be zero lies together
+    int64_t zeros_end;
+
+    Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory)
+        : workspace(memory) {
+      const BatchParams& batch = params.batch;
+      buffers.list = workspace.take_list(batch.total_k, batch.batch, kTiles.keys);
+      dq_tiles = int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} *
+                 params.heads;
+      drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;
+      zeros_begin = workspace.used();
+      buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
+      buffers.turns = launch.deterministic ? workspace.take<int>(dq_tiles) : nullptr;
+      buffers.drab = params.drab;
+      if (sums_drab(params)) {
+        DenseBias& drab = buffers.drab;
+        drab.dtype = DType::kFloat32;
+        drab.row_stride = drab.length;
+        drab.head_stride = int64_t{drab.length} * drab.length;
+        drab.batch_stride = drab.heads * drab.head_stride;
+        drab.data = workspace.take<float>(drab_rows * drab.length);
+      }
+      zeros_end = workspace.used();
+    }
+  };
+
+  template <Memory kMemory>
+  static void run_form(const BackwardParams& params, const CudaLaunch& launch) {
+    using Plain = Kernel<kMemory, false>;
+    using WithBias = Kernel<kMemory, true>;
+    const Plan<kMemory> plan(params, launch, launch.workspace);
+    PrepareParams prepared;
+    prepared.batch = params.batch;
+    prepared.mask = params.mask;
+    prepared.list = plan.buffers.list;
+    prepared.by_keys = true;
+    prepared.tile_rows = Plain::kRows;
+    prepared.tile_keys = Plain::kKeys;
+    prepared.heads = params.heads;
+    prepared.row_outputs[0] = params.dq;
+    prepared.key_outputs[0] = params.dk;
+    prepared.key_outputs[1] = params.dv;
+    prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
+    prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
+    prepare(prepared, launch.device.multiprocessors, launch.stream);
+
+    const int64_t items = int64_t{plan.buffers.list.capacity} * params.heads;
+    if (params.rab.data) {
+      launch_persistent<WithBias>(run_backward<kHeadDim, Element, kMemory, true>, launch, items,
+                                  "backward", params, plan.buffers);
+    } else {
+      launch_persistent<Plain>(run_backward<kHeadDim, Element, kMemory, false>, launch, items,
+                               "backward", params, plan.buffers);
+    }
+    if (plan.dq_tiles > 0) {
+      finish_dq<Plain, Element, kHeadDim>
+          <<<static_cast<unsigned>(plan.dq_tiles), Plain::kThreads, 0, launch.stream>>>(
+              params, plan.buffers.dq);
+      check_launch("dq of the backward");
+    }
+    if (sums_drab(params) && plan.drab_rows > 0) {
+      const int blocks = static_cast<int>(std::min<int64_t>(plan.drab_rows, 1 << 16));
+      round_drab<Element><<<blocks, 256, 0, launch.stream>>>(
+          static_cast<const float*>(plan.buffers.drab.data), params.drab, plan.drab_rows);
+      check_launch("drab of the backward");
+    }
+  }
+};
+
+template <int kHeadDim, DType kDType>
+BackwardKernel backward() {
+  using Launcher = BackwardLauncher<kHeadDim, kDType>;
+  return {Launcher::workspace_bytes, Launcher::run};
+}
+
+}  // namespace hstu::sm80

@@ -1,0 +1,205 @@
+// What forward and backward share: shared-memory layouts, copies of rows, and products of tiles.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/tensor.hpp>
+
+#include "../params.h"
+
+#define HSTU_DEVICE __device__ __forceinline__
+
+namespace hstu::sm80 {
+
+using namespace cute;
+
+// ------------------------------------------------------------------------- shared-memory layouts
+
+// Rows of kColumns elements in shared memory, in pieces of up to 64 columns whose 16-byte chunks
+// are swizzled, so that neither copies nor ldmatrix of 8 rows meet a bank twice.
+template <int kColumns>
+using RowsAtom =
+    std::conditional_t<kColumns % 64 == 0,
+                       decltype(composition(Swizzle<3, 3, 3>{},
+                                            Layout<Shape<_8, _64>, Stride<_64, _1>>{})),
+                       decltype(composition(Swizzle<2, 3, 3>{},
+                                            Layout<Shape<_8, _32>, Stride<_32, _1>>{}))>;
+
+template <int kRows, int kColumns>
+using RowsLayout = decltype(tile_to_shape(RowsAtom<kColumns>{}, Shape<Int<kRows>, Int<kColumns>>{}));
+
+template <int kRows, int kColumns, typename Element>
+HSTU_DEVICE auto rows_tensor(Element* data) {
+  return make_tensor(make_smem_ptr(data), RowsLayout<kRows, kColumns>{});
+}
+
+// The same memory, columns by rows.
+template <int kRows, int kColumns, typename Element>
+HSTU_DEVICE auto transposed_tensor(Element* data) {
+  using Transpose = Layout<Shape<Int<kColumns>, Int<kRows>>, Stride<Int<kRows>, _1>>;
+  return make_tensor(make_smem_ptr(data), composition(RowsLayout<kRows, kColumns>{}, Transpose{}));
+}
+
+// ------------------------------------------------------------------------------- copies of rows
+
+// How the threads of a block go over kRows rows of kColumns elements, 16 bytes each at a time.
+template <int kRows, int kColumns, int kThreads>
+struct RowPasses {
+  static constexpr int kChunks = kColumns / 8;
+  static constexpr int kRowsPerPass = kThreads / kChunks;
+  static constexpr int kPasses = kRows / kRowsPerPass;
+  static_assert(kThreads % kChunks == 0 && kRows % kRowsPerPass == 0,
+                "a tile's rows are copied in whole passes of the block");
+
+  int row = threadIdx.x / kChunks;  // of the first pass
+  int column = threadIdx.x % kChunks * 8;
+};
+
+// Starts copying rows of a packed tensor to shared memory; rows from row_count on, and columns from
+// column_count on, become zeros.
+template <int kRows, int kColumns, int kThreads, typename Element>
+HSTU_DEVICE void copy_rows_async(const Element* from, int64_t row_stride, int row_count,
+                                 int column_count, Element* to) {
+  using Passes = RowPasses<kRows, kColumns, kThreads>;
+  const Passes passes;
+  const auto shared = rows_tensor<kRows, kColumns>(to);
+  const bool column_exists = passes.column < column_count;
+  const Element* source = from + passes.row * row_stride + passes.column;
+#pragma unroll
+  for (int pass = 0; pass < Passes::kPasses; ++pass) {
+    const int row = passes.row + pass * Passes::kRowsPerPass;
+    const bool exists = column_exists && row < row_count;
+    const unsigned destination = cast_smem_ptr_to_uint(&shared(row, passes.column));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
+                 "l"(exists ? source : from), "r"(exists ? 16 : 0));
+    source += Passes::kRowsPerPass * row_stride;
+  }
+}
+
+HSTU_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
+HSTU_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Copies rows from shared memory to a packed tensor.
+template <int kRows, int kColumns, int kThreads, typename Element>
+HSTU_DEVICE void store_rows(Element* from, Element* to, int64_t row_stride, int row_count,
+                            int column_count) {
+  using Passes = RowPasses<kRows, kColumns, kThreads>;
+  const Passes passes;
+  const auto shared = rows_tensor<kRows, kColumns>(from);
+  Element* target = to + passes.row * row_stride + passes.column;
+#pragma unroll
+  for (int pass = 0; pass < Passes::kPasses; ++pass) {
+    const int row = passes.row + pass * Passes::kRowsPerPass;
+    if (passes.column < column_count && row < row_count) {
+      *reinterpret_cast<uint4*>(target) =
+          *reinterpret_cast<const uint4*>(&shared(row, passes.column));
+    }
+    target += Passes::kRowsPerPass * row_stride;
+  }
+}
+
+// The first element of a sequence's rows, of one head.
+template <typename Element>
+HSTU_DEVICE Element* rows_of(const PackedTensor& tensor, int64_t begin, int head) {
+  return static_cast<Element*>(tensor.data) + begin * tensor.row_stride +
+         head * tensor.head_stride;
+}
+
+// ----------------------------------------------------------------------------- products of tiles
+
+// mma.sync m16n8k16 with fp32 sums: kRowWarps warps along the rows and kColumnWarps along the
+// columns, each of which takes 16 neighbouring rows and columns at a time.
+template <typename Element, int kRowWarps, int kColumnWarps>
+using Mma = TiledMMA<
+    MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
+                                SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>,
+    Layout<Shape<Int<kRowWarps>, Int<kColumnWarps>, _1>>,
+    Tile<Int<16 * kRowWarps>,
+         Layout<Shape<_8, Int<kColumnWarps>, _2>, Stride<_1, _16, _8>>, _16>>;
+
+// How an operand lies in shared memory: the summed direction along its rows, or across them.
+enum class Operand { kRows, kTransposed };
+
+template <Operand kOperand, typename Element>
+using LoadMatrix =
+    Copy_Atom<std::conditional_t<kOperand == Operand::kRows, SM75_U32x4_LDSM_N, SM75_U16x8_LDSM_T>,
+              Element>;
+
+// sum += A B^T, A (rows, k) and B (columns, k) in shared memory.
+template <Operand kA, Operand kB, typename TiledMma, typename Sum, typename A, typename B>
+HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
+  using Element = typename A::value_type;
+  const int thread = threadIdx.x;
+  const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
+  const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
+  const auto thread_a = copy_a.get_thread_slice(thread);
+  const auto thread_b = copy_b.get_thread_slice(thread);
+  const Tensor shared_a = thread_a.partition_S(a);
+  const Tensor shared_b = thread_b.partition_S(b);
+  Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
+  Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
+  Tensor view_a = thread_a.retile_D(fragment_a);
+  Tensor view_b = thread_b.retile_D(fragment_b);
+  constexpr int kSteps = decltype(size<2>(fragment_a))::value;
+  copy(copy_a, shared_a(_, _, _0{}), view_a(_, _, _0{}));
+  copy(copy_b, shared_b(_, _, _0{}), view_b(_, _, _0{}));
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) {
+      copy(copy_a, shared_a(_, _, step + 1), view_a(_, _, step + 1));
+      copy(copy_b, shared_b(_, _, step + 1), view_b(_, _, step + 1));
+    }
+    cute::gemm(mma, fragment_a(_, _, step), fragment_b(_, _, step), sum);
+  }
+}
+
+// The same with A in registers, as one product left it.
+template <Operand kB, typename TiledMma, typename Sum, typename FragmentA, typename B>
+HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragment_a, const B& b) {
+  using Element = typename B::value_type;
+  const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
+  const auto thread_b = copy_b.get_thread_slice(threadIdx.x);
+  const Tensor shared_b = thread_b.partition_S(b);
+  Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
+  Tensor view_b = thread_b.retile_D(fragment_b);
+  constexpr int kSteps = decltype(size<2>(fragment_b))::value;
+  copy(copy_b, shared_b(_, _, _0{}), view_b(_, _, _0{}));
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) copy(copy_b, shared_b(_, _, step + 1), view_b(_, _, step + 1));
+    cute::gemm(mma, fragment_a(_, _, step), fragment_b(_, _, step), sum);
+  }
+}
+
+// Sums rounded to Element, laid out as they are.
+template <typename Element, typename Sum>
+HSTU_DEVICE auto rounded(const Sum& sum) {
+  Tensor result = make_tensor_like<Element>(sum);
+  constexpr int kCount = decltype(size(sum))::value;
+  const cutlass::NumericArrayConverter<Element, float, kCount> convert;
+  using From = cutlass::Array<float, kCount>;
+  using To = cutlass::Array<Element, kCount>;
+  *reinterpret_cast<To*>(result.data()) = convert(*reinterpret_cast<const From*>(sum.data()));
+  return result;
+}
+
+// Two neighbouring 16 x 8 blocks of a product are one 16 x 16 block of a left operand:
+// ((2, 2), rows, columns) -> ((2, 2, 2), rows, columns / 2).
+template <typename Fragment>
+HSTU_DEVICE auto as_left_operand(const Fragment& fragment) {
+  const auto split = logical_divide(fragment.layout(), Shape<X, X, _2>{});
+  const auto pairs = make_layout(get<0>(split), get<2, 0>(split));
+  return make_tensor(fragment.data(), make_layout(pairs, get<1>(split), get<2, 1>(split)));
+}
+
+// Writes sums, rounded, to shared memory rows.
+template <typename Element, int kRows, int kColumns, typename TiledMma, typename Sum>
+HSTU_DEVICE void to_shared(TiledMma mma, const Sum& sum, Element* data) {
+  const auto copy_out = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, Element>{}, mma);
+  const auto thread_out = copy_out.get_thread_slice(threadIdx.x);
+  Tensor registers = thread_out.retile_S(rounded<Element>(sum));
+  Tensor shared = thread_out.partition_D(rows_tensor<kRows, kColumns>(data));
+  copy(copy_out, registers, shared);
+}
+
+}  // namespace hstu::sm80

@@ -1,0 +1,63 @@
+// Every tile number of the sm80 kernels, each with its reason. A new head dim is added here.
+#pragma once
+
+namespace hstu::sm80 {
+
+// GPUs of compute capability 8.6, 8.9 and 12.0 give a block 99 KB of shared memory, 8.0 gives 163
+// and 9.0 gives 227. A kernel that needs more than kSmallMemory has a second form for them.
+constexpr int kSmallMemory = 99 * 1024;
+
+enum class Memory { kLarge, kSmall };
+
+struct ForwardTiles {
+  int rows;           // of a tile of scores
+  int keys;
+  int warps;          // each takes rows / warps rows: 32 halve what K and V cost to be read, 16 fit
+                      // where the output takes 128 registers for 16 rows (head dim 256)
+  int blocks_per_sm;  // by registers
+};
+
+template <int kHeadDim, Memory kMemory>
+constexpr ForwardTiles forward_tiles() {
+  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
+                "forward_tiles has no entry for this head dim");
+  if constexpr (kHeadDim == 32) return {128, 64, 4, 3};
+  if constexpr (kHeadDim == 64) return {128, 64, 4, 3};
+  if constexpr (kHeadDim == 128) return {128, 64, 4, 2};
+  if constexpr (kHeadDim == 256) {
+    if constexpr (kMemory == Memory::kLarge) return {128, 32, 8, 1};
+    return {64, 32, 4, 1};
+  }
+}
+
+struct BackwardTiles {
+  int rows;
+  int keys;
+  int warps;
+  int stages;            // of Q and dO
+  int score_row_warps;   // of the warps: along the rows of S and dP, the rest along the keys
+  int key_warps;         // along the keys of dK and dV, the rest along the head dim
+  int row_warps;         // along the rows of dQ, the rest along the head dim
+};
+
+template <int kHeadDim, Memory kMemory>
+constexpr BackwardTiles backward_tiles() {
+  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
+                "backward_tiles has no entry for this head dim");
+  constexpr bool kLarge = kMemory == Memory::kLarge;
+  if constexpr (kHeadDim == 32) return {128, 128, 8, 2, 4, 8, 8};
+  if constexpr (kHeadDim == 64) {
+    if constexpr (kLarge) return {128, 128, 8, 2, 4, 4, 4};
+    return {64, 128, 8, 2, 2, 4, 4};
+  }
+  if constexpr (kHeadDim == 128) {
+    if constexpr (kLarge) return {64, 128, 8, 2, 2, 4, 2};
+    return {64, 64, 8, 1, 4, 4, 4};
+  }
+  if constexpr (kHeadDim == 256) {
+    if constexpr (kLarge) return {64, 64, 8, 1, 4, 2, 2};
+    return {32, 32, 4, 1, 2, 2, 2};
+  }
+}
+
+}  // namespace hstu::sm80
