@@ -74,12 +74,13 @@ cpu::Parallel torch_threads() {
 }
 
 struct CpuOps {
-  static void forward(const Arguments& args, Tensor&, ForwardParams& params) {
+  static void check(const Arguments& args, const ForwardParams& params) {
     check_values(params, args);
+  }
+  static void forward(const Arguments&, Tensor&, ForwardParams& params) {
     cpu::run_forward(params, torch_threads());
   }
-  static void backward(const Arguments& args, const Tensor&, Gradients&, BackwardParams& params) {
-    check_values(params, args);
+  static void backward(const Arguments&, const Tensor&, Gradients&, BackwardParams& params) {
     cpu::run_backward(params, torch_threads());
   }
 };
@@ -94,6 +95,7 @@ void fwd(StableIValue* stack, uint64_t, uint64_t) {
   ForwardParams params;
   to_params(args, params);
   Tensor out = allocate(args.q, {args.q.size(0), args.q.size(1), args.v.size(2)});
+  DeviceOps::check(args, params);
   set_output(out, args, params);
   DeviceOps::forward(args, out, params);
   stack[0] = from(out);
@@ -107,6 +109,7 @@ void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   Tensor out = in.read<Tensor>();
   ForwardParams params;
   to_params(args, params);
+  DeviceOps::check(args, params);
   set_output(out, args, params);
   DeviceOps::forward(args, out, params);
 }
@@ -135,6 +138,7 @@ void bwd(StableIValue* stack, uint64_t, uint64_t) {
   };
   gradients.dpos_weight = table_gradient(args.pos_weight);
   gradients.dts_weight = table_gradient(args.ts_weight);
+  DeviceOps::check(args, params);
   set_gradients(dout, gradients, args, params);
   DeviceOps::backward(args, dout, gradients, params);
 
@@ -158,6 +162,7 @@ void bwd_out(StableIValue* stack, uint64_t, uint64_t) {
   in.read(gradients.dts_weight);
   BackwardParams params;
   to_params(args, params);
+  DeviceOps::check(args, params);
   set_gradients(dout, gradients, args, params);
   DeviceOps::backward(args, dout, gradients, params);
 }

@@ -11,9 +11,11 @@ struct Gradients {
   OptionalTensor drab, dpos_weight, dts_weight;
 };
 
-// The ops on a GPU; ops.cpp has the CPU's. `params` comes filled, and checked but for what only the
-// values of tensors on the device could tell. The tensors are those that `params` points into.
+// The ops on a GPU; ops.cpp has the CPU's, of the same form.
 struct CudaOps {
+  // What to_params() cannot tell: whether it is built, and the values of index arrays.
+  static void check(const Arguments& args, const ForwardParams& params);
+  // Here `params` points into the other arguments.
   static void forward(const Arguments& args, Tensor& out, ForwardParams& params);
   static void backward(const Arguments& args, const Tensor& dout, Gradients& gradients,
                        BackwardParams& params);

@@ -288,7 +288,8 @@ def test_silu_of_strongly_negative_scores(device, dtype):
     rounding = torch.finfo(batch.q.dtype).eps
     # P is rounded once before the product with V, the output once after.
     assert ((silu - exact).abs() <= 2**-12 * x.abs() + rounding * exact.abs()).all()
-    assert (silu < 0).all()
+    # One tanh.approx is exactly -1 from about x = -8 on.
+    assert (silu <= 0 if device == "cuda" else silu < 0).all()
 
 
 def test_exactly_zero_at_zero_alpha(device):

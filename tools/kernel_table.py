@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TUNED_HEAD_DIMS = (32, 64, 128, 256)
-NAME_COLUMNS = 60
+NAME_COLUMNS = 72
 
 _KERNEL = re.compile(r"Compiling entry function '(?P<symbol>\w+)' for '(?P<gpu>\w+)'")
 _FUNCTION = re.compile(
@@ -77,7 +77,7 @@ def demangle(symbols: list[str]) -> list[str]:
         return symbols
     command = ["c++filt", "--no-params", *symbols]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    return [name.removeprefix("void ").replace("hstu::", "") for name in names]
+    return [re.sub(r"^void |hstu::|cutlass::", "", name) for name in names]
 
 
 def print_table(kernels: list[Kernel]) -> None:

@@ -17,6 +17,14 @@
 namespace hstu {
 namespace {
 
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t current_stream(int device_index) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
 void check_built(const Arguments& args, const ForwardParams& params) {
   if (params.dtype != DType::kBFloat16 && params.dtype != DType::kFloat16) {
     throw NotImplemented("q: on a GPU bfloat16 and float16 are built, got " +
@@ -88,42 +96,30 @@ class HostCopies {
   std::vector<std::vector<char>> copies_;
 };
 
-// A debugging aid: kernels clamp what offsets and counts say, and so hide that they are wrong.
-void check_values_if_asked(const Arguments& args, const ForwardParams& params,
-                           cudaStream_t stream) {
-  const char* asked = std::getenv("HSTU_ATTN_CHECK");
-  if (asked == nullptr || std::string_view(asked) != "1") return;
-  ForwardParams host = params;
-  HostCopies copies(stream);
+void check_values_on_host(const Arguments& args, ForwardParams params) {
+  const int device_index = args.q.get_device_index();
+  const DeviceGuard guard(device_index);
+  HostCopies copies(current_stream(device_index));
   const size_t batch = params.batch.batch;
-  copies.replace(host.batch.cu_seqlens_q, batch + 1);
-  copies.replace(host.batch.cu_seqlens_k, batch + 1);
-  copies.replace(host.batch.seqused_q, batch);
-  copies.replace(host.batch.seqused_k, batch);
-  copies.replace(host.batch.num_contexts, batch);
-  copies.replace(host.batch.num_targets, batch);
-  check_values(host, args);
+  copies.replace(params.batch.cu_seqlens_q, batch + 1);
+  copies.replace(params.batch.cu_seqlens_k, batch + 1);
+  copies.replace(params.batch.seqused_q, batch);
+  copies.replace(params.batch.seqused_k, batch);
+  copies.replace(params.batch.num_contexts, batch);
+  copies.replace(params.batch.num_targets, batch);
+  check_values(params, args);
 }
 
 // -------------------------------------------------------------------------------------- launches
 
-cudaStream_t current_stream(int device_index) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-// One call of an op: its device is current, and its arguments are checked.
+// One call of an op, whose device is current meanwhile.
 class Call {
  public:
-  Call(const Arguments& args, const ForwardParams& params)
-      : q_(args.q), guard_(q_.get_device_index()) {
-    check_built(args, params);
+  explicit Call(const Arguments& args) : q_(args.q), guard_(q_.get_device_index()) {
     launch_.device = cuda_device(q_.get_device_index());
     launch_.stream = current_stream(q_.get_device_index());
     launch_.sm_margin = static_cast<int>(args.sm_margin);
     launch_.deterministic = args.deterministic;
-    check_values_if_asked(args, params, launch_.stream);
   }
 
   const CudaDevice& device() const { return launch_.device; }
@@ -140,7 +136,7 @@ class Call {
 
  private:
   const Tensor& q_;
-  torch::stable::accelerator::DeviceGuard guard_;
+  DeviceGuard guard_;
   CudaLaunch launch_;
 };
 
@@ -150,8 +146,15 @@ bool has_work(const BatchParams& batch) {
 
 }  // namespace
 
+void CudaOps::check(const Arguments& args, const ForwardParams& params) {
+  check_built(args, params);
+  // A debugging aid: kernels clamp what offsets and counts say, and so hide that they are wrong.
+  const char* asked = std::getenv("HSTU_ATTN_CHECK");
+  if (asked && std::string_view(asked) == "1") check_values_on_host(args, params);
+}
+
 void CudaOps::forward(const Arguments& args, Tensor& out, ForwardParams& params) {
-  Call call(args, params);
+  Call call(args);
   if (!has_work(params.batch)) {
     torch::stable::zero_(out);
     return;
@@ -167,7 +170,7 @@ void CudaOps::forward(const Arguments& args, Tensor& out, ForwardParams& params)
 
 void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gradients,
                        BackwardParams& params) {
-  Call call(args, params);
+  Call call(args);
   if (!has_work(params.batch)) {
     for (Tensor* tensor : {&gradients.dq, &gradients.dk, &gradients.dv}) {
       torch::stable::zero_(*tensor);
