@@ -345,7 +345,7 @@ def test_tensors_that_16_byte_copies_cannot_take(name, kind):
         "heads": (heads * (dim + 3), dim + 3, 1),
     }[kind]
     storage = torch.zeros(total * strides[0] + 1, dtype=tensor.dtype, device="cuda")
-    odd = storage.as_strided((total, heads, dim), strides, storage_offset=kind == "base")
+    odd = storage.as_strided((total, heads, dim), strides, storage_offset=int(kind == "base"))
     odd.copy_(tensor)
     if name == "dout":
         dout = odd
