@@ -219,8 +219,7 @@ def cuda_defines() -> str:
     archs = {path.parts[-3] for path, _ in cuda_sources() if path.parent.name == "instantiations"}
     names = [arch.upper() for arch in sorted(archs)]
     names += [f"DTYPE_{dtype.upper()}" for dtype in env_choice("HSTU_ATTN_DTYPES", DTYPES)]
-    flags = ["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)]
-    return " ".join([*flags, f"-DHSTU_ATTN_HEAD_DIMS={','.join(head_dims())}"])
+    return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)])
 
 
 class NinjaFile:
@@ -272,6 +271,8 @@ rule link
             includes += f" -isystem {cuda_home()}/include"
             libraries += f" -L{cuda_home()}/lib64 -L{cuda_home()}/lib -lcudart_static -lrt -ldl"
             libraries += " -lpthread -Wl,--exclude-libs,ALL"
+            # NOTE: for C++ alone; nvcc takes a comma in a definition for the end of it.
+            includes += f" -DHSTU_ATTN_HEAD_DIMS={','.join(head_dims())}"
         cpp_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {defines} {includes}"
         objects = [self.compile("cxx", path, f"{cpp_flags} {isa}") for path, isa in cpp_sources()]
         if cuda:
