@@ -37,13 +37,19 @@ struct IntervalList {
   Interval interval[kCapacity];
 
   // Appends `next`, which must not begin before the last one does; merges the two where they meet.
+  // NOTE: without an index that only run time knows, GPUs keep the list in registers.
   HSTU_HOST_DEVICE void append(Interval next) {
     if (next.empty()) return;
-    if (count > 0 && next.begin <= interval[count - 1].end) {
-      if (next.end > interval[count - 1].end) interval[count - 1].end = next.end;
-    } else {
-      interval[count++] = next;
+    bool merged = false;
+    for (int n = 0; n < kCapacity; ++n) {
+      if (n == count - 1 && next.begin <= interval[n].end) {
+        if (next.end > interval[n].end) interval[n].end = next.end;
+        merged = true;
+      } else if (n == count && !merged) {
+        interval[n] = next;
+      }
     }
+    if (!merged) ++count;
   }
 };
 
@@ -54,7 +60,8 @@ using RowIntervals = IntervalList<4>;
 template <int kCapacity>
 HSTU_HOST_DEVICE IntervalList<kCapacity> tiles(const IntervalList<kCapacity>& list, int size) {
   IntervalList<kCapacity> result;
-  for (int n = 0; n < list.count; ++n) {
+  for (int n = 0; n < kCapacity; ++n) {
+    if (n >= list.count) break;
     result.append({list.interval[n].begin / size, (list.interval[n].end + size - 1) / size});
   }
   return result;
@@ -165,7 +172,7 @@ class Mask {
     if (arbitrary()) return classify_by_row(r0, r1, k0, k1);
     const KeyIntervals visible = kv_intervals(r0, r1);
     bool touched = false;
-    for (int n = 0; n < visible.count; ++n) {
+    for (int n = 0; n < 2; ++n) {  // unused ones are empty
       touched |= visible.interval[n].begin < k1 && k0 < visible.interval[n].end;
     }
     if (!touched) return TileKind::kEmpty;

@@ -42,7 +42,7 @@ __device__ int item_cost(const PrepareParams& params, const Sequence& sequence, 
   return r1 + sequence.offset > 0 ? (r1 + sequence.offset) / params.tile_keys + 1 : 0;
 }
 
-// Calls visit(sequence number, tile, bin, active) for every tile of the batch, by whole warps. A
+// Calls visit(sequence, its number, tile, bin, active) for every tile of the batch, by whole warps. A
 // group of lanes takes a sequence and goes through its tiles from the last to the first. Of keys,
 // the rank is the largest cost from the tile onwards: an earlier key tile then never stands behind
 // a later one.
@@ -71,7 +71,7 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
         }
         largest = __shfl_sync(0xffffffff, cost, 0, group);
       }
-      visit(b, tile, bin_of(cost), active);
+      visit(sequence, b, tile, bin_of(cost), active);
     }
   }
 }
@@ -88,7 +88,7 @@ __device__ void make_list(const PrepareParams& params) {
 
   bins[threadIdx.x] = 0;
   __syncthreads();
-  for_each_tile(params, group, [&](int, int, int bin, bool active) {
+  for_each_tile(params, group, [&](const Sequence&, int, int, int bin, bool active) {
     if (active) atomicAdd(&bins[bin], 1);
   });
   __syncthreads();
@@ -111,13 +111,14 @@ __device__ void make_list(const PrepareParams& params) {
 
   // Bins fill from their ends, as sequences are gone through from theirs: so within a bin the tiles
   // of one sequence stand in ascending order.
-  for_each_tile(params, group, [&](int b, int tile, int bin, bool active) {
+  for_each_tile(params, group, [&](const Sequence& sequence, int b, int tile, int bin,
+                                   bool active) {
     const unsigned peers = __match_any_sync(0xffffffff, active ? lane / group * kBins + bin : -1);
     const int leader = 31 - __clz(peers);
     int position = 0;
     if (active && lane == leader) position = atomicSub(&bins[bin], __popc(peers));
     position = __shfl_sync(0xffffffff, position, leader) - __popc(peers >> lane);
-    if (active && position < params.list.capacity) params.list.tiles[position] = {b, tile};
+    if (active && position < params.list.capacity) params.list.tiles[position] = {sequence, b, tile};
   });
 }
 
@@ -153,6 +154,31 @@ __device__ void zero_gaps(const PrepareParams& params, int first, int step) {
   }
 }
 
+// The turns of each sequence's row tiles. Where spans are given row by row, and past the end of a
+// TileMap, every key tile takes one.
+__device__ void write_turns(const PrepareParams& params, int first, int step) {
+  for (int b = first; b < params.batch.batch; b += step) {
+    const Sequence sequence = load_sequence(params.batch, b);
+    const Mask mask(params.mask, sequence, 0);
+    TileSpans* turns = params.turns + first_tile(sequence.q_begin, b, params.tile_rows);
+    const int count = (sequence.q_len + params.tile_rows - 1) / params.tile_rows;
+    for (int m = threadIdx.x % 32; m < count; m += 32) {
+      KeyIntervals seen;
+      if (mask.arbitrary() || m >= TileMap::kTiles) {
+        seen.append({0, sequence.k_len});
+      } else {
+        const int r0 = m * params.tile_rows;
+        seen = mask.kv_intervals(r0, min(r0 + params.tile_rows, sequence.q_len));
+      }
+      const KeyIntervals spans = tiles(seen, params.tile_keys);
+      const Interval none;
+      const Interval& x = spans.count > 0 ? spans.interval[0] : none;
+      const Interval& y = spans.count > 1 ? spans.interval[1] : none;
+      turns[m] = {{x.begin, y.begin}, {x.end, y.end}};
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareParams params) {
   if (blockIdx.x == 0) {
@@ -162,7 +188,9 @@ __global__ void __launch_bounds__(kThreads)
   const int block = blockIdx.x - 1;
   const int blocks = gridDim.x - 1;
   constexpr int kWarps = kThreads / 32;
-  zero_gaps(params, block * kWarps + static_cast<int>(threadIdx.x) / 32, blocks * kWarps);
+  const int warp = block * kWarps + static_cast<int>(threadIdx.x) / 32;
+  zero_gaps(params, warp, blocks * kWarps);
+  if (params.turns) write_turns(params, warp, blocks * kWarps);
   uint4* zeros = static_cast<uint4*>(params.zeros);
   const int64_t count = params.zero_bytes / 16;
   for (int64_t n = int64_t{block} * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
@@ -176,7 +204,7 @@ void prepare(const PrepareParams& params, int multiprocessors, cudaStream_t stre
   const int64_t work = params.zero_bytes / 16 + 32 * (int64_t{params.batch.batch} + 1);
   const int64_t blocks = clamp((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors);
   prepare_kernel<<<1 + static_cast<int>(blocks), kThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "prepare");
+  check_launch("prepare");
 }
 
 }  // namespace hstu

@@ -18,6 +18,9 @@ struct PrepareParams {
   PackedTensor row_outputs[1];  // [total_q, H, head_dim]; null data: none
   PackedTensor key_outputs[2];  // [total_k, H, head_dim]; null data: none
 
+  // For each tile of rows, the key tiles that take turns to add to its dQ; null: not wanted.
+  TileSpans* turns = nullptr;  // [row tiles], see first_tile()
+
   void* zeros = nullptr;  // workspace to be zeroed, aligned to 16 bytes
   int64_t zero_bytes = 0;
 };

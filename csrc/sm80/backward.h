@@ -17,9 +17,16 @@ namespace hstu::sm80 {
 struct BackwardBuffers {
   WorkList list;
   float* dq;       // [row tiles, H, rows x head dim], in the order of RowSum; zeroed
-  int* turns;      // [row tiles, H]: key tiles that have added their dQ; null: in any order; zeroed
+  TileSpans* turns;  // [row tiles]: the key tiles that take turns to add; null: in any order
+  int* turn;         // [row tiles, H]: those that have added; zeroed
   DenseBias drab;  // where dS is summed over heads, or where it belongs if that is fp32
 };
+
+HSTU_DEVICE int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
 
 // The fp32 sum of a product of tiles in device memory: each thread's elements lie so that a warp
 // adds whole cache lines.
@@ -67,12 +74,15 @@ struct Backward {
   static constexpr int kWarps = kTiles.warps;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kTiles.stages;
-  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
 
-  using ScoreMma = Mma<Element, kTiles.score_row_warps, kWarps / kTiles.score_row_warps>;
+  static constexpr int kScoreKeyWarps = kWarps / kTiles.score_row_warps;
+  static constexpr int kGroup = kKeys / kScoreKeyWarps < 32 ? 16 : 32;
+  using Order = KeyOrder<kGroup>;
+  using ScoreMma = Mma<Element, kTiles.score_row_warps, kScoreKeyWarps, kGroup>;
   using KeyMma = Mma<Element, kTiles.key_warps, kWarps / kTiles.key_warps>;
   using RowMma = Mma<Element, kTiles.row_warps, kWarps / kTiles.row_warps>;
-  using Tile = ScoreTile<kRows, kKeys, ScoreMma>;
+  using Tile = ScoreTile<kRows, kKeys, ScoreMma, Order>;
 
   struct SharedMemory {
     alignas(128) Element k[kKeys * kHeadDim];  // dK in the end
@@ -81,75 +91,61 @@ struct Backward {
     alignas(128) Element dout[kStages][kRows * kHeadDim];
     alignas(128) Element p[kRows * kKeys];
     alignas(128) Element ds[kRows * kKeys];
-    // NOTE: what is needed once in a while is read from here, to leave the registers to the sums.
-    Sequence sequence;
-    WorkTile tile;
-    int item;
+    TileMap map;
+    WorkQueue::SharedMemory queue;
   };
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& shared) {
-    const int heads_per_item = buffers.drab.data ? params.heads / params.rab.heads : 1;
-    const int groups = params.heads / heads_per_item;
-    const int items = *buffers.list.count * groups;
-    for (;;) {
-      if (threadIdx.x == 0) {
-        shared.item = atomicAdd(buffers.list.next, 1);
-        if (shared.item < items) {
-          shared.tile = buffers.list.tiles[shared.item / groups];
-          shared.sequence = load_sequence(params.batch, shared.tile.sequence);
-        }
-      }
-      __syncthreads();
-      if (shared.item >= items) return;
-      const int first_head = shared.item % groups * heads_per_item;
+    const int heads_per_item = params.heads / buffers.list.parts;
+    WorkQueue queue(buffers.list, shared.queue);
+    while (queue.more()) {
+      const int first_head = queue.part() * heads_per_item;
       for (int head = first_head; head < first_head + heads_per_item; ++head) {
-        key_tile(params, buffers, head, shared);
-        __syncthreads();  // dK and dV have left shared memory
+        const bool is_last = head + 1 == first_head + heads_per_item;
+        key_tile(params, buffers, queue, head, is_last, shared);
+        if (!is_last) __syncthreads();  // dK and dV have left shared memory
       }
+      queue.advance();
     }
   }
 
  private:
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   int head, SharedMemory& shared) {
-    const Sequence& sequence = shared.sequence;
-    const int k0 = shared.tile.tile * kKeys;
-    const auto classify = [&](int n) {
-      const int r0 = n * kRows;
-      if (r0 >= sequence.q_len) return TileKind::kEmpty;
+                                   WorkQueue& queue, int head, bool is_last,
+                                   SharedMemory& shared) {
+    // NOTE: in shared memory, to leave the registers to the sums.
+    const WorkTile& work = queue.tile();
+    const Sequence& sequence = work.sequence;
+    const int k0 = work.tile * kKeys;
+    const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
+    shared.map.fill(row_tiles, [&](int n) {
       const Mask mask(params.mask, sequence, head);
-      const TileKind kind = mask.classify(r0, min(r0 + kRows, sequence.q_len), k0,
-                                          min(k0 + kKeys, sequence.k_len));
-      // Turns are counted over all tiles where a mask has no closed form.
+      const TileKind kind =
+          mask.classify(n * kRows, min((n + 1) * kRows, sequence.q_len), k0,
+                        min(k0 + kKeys, sequence.k_len));
       const bool takes_turn = buffers.turns && mask.arbitrary();
       return kind == TileKind::kEmpty && takes_turn ? TileKind::kPartial : kind;
-    };
-    TileWalk walk(0, (sequence.q_len + kRows - 1) / kRows, classify);
+    });
+    __syncthreads();
+    TileWalk walk(shared.map, row_tiles);
 
+    using CopyRows = RowCopy<kRows, kHeadDim, kThreads, NaturalOrder, Element>;
+    using CopyKeys = RowCopy<kKeys, kHeadDim, kThreads, Order, Element>;
+    const CopyRows copy_q(params.q, sequence.q_begin, sequence.q_len, head);
+    const CopyRows copy_dout(params.dout, sequence.q_begin, sequence.q_len, head);
     const auto copy_rows = [&](int r0, int stage) {
-      const int64_t row = sequence.q_begin + r0;
-      const int rows = sequence.q_len - r0;
-      copy_rows_async<kRows, kHeadDim, kThreads>(rows_of<const Element>(params.q, row, head),
-                                                 params.q.row_stride, rows, params.q.head_dim,
-                                                 shared.q[stage]);
-      copy_rows_async<kRows, kHeadDim, kThreads>(rows_of<const Element>(params.dout, row, head),
-                                                 params.dout.row_stride, rows, params.v.head_dim,
-                                                 shared.dout[stage]);
+      copy_q.start(r0, shared.q[stage]);
+      copy_dout.start(r0, shared.dout[stage]);
       commit_copies();
     };
     bool more = walk.advance();
     if (more) {
-      const int64_t row = sequence.k_begin + k0;
-      const int keys = sequence.k_len - k0;
-      copy_rows_async<kKeys, kHeadDim, kThreads>(rows_of<const Element>(params.k, row, head),
-                                                 params.k.row_stride, keys, params.k.head_dim,
-                                                 shared.k);
-      copy_rows_async<kKeys, kHeadDim, kThreads>(rows_of<const Element>(params.v, row, head),
-                                                 params.v.row_stride, keys, params.v.head_dim,
-                                                 shared.v);
+      CopyKeys(params.k, sequence.k_begin, sequence.k_len, head).start(k0, shared.k);
+      CopyKeys(params.v, sequence.k_begin, sequence.k_len, head).start(k0, shared.v);
       copy_rows(walk.tile() * kRows, 0);
     }
+    if (is_last) queue.ask();
 
     const ScoreMma score_mma;
     const KeyMma key_mma;
@@ -168,18 +164,12 @@ struct Backward {
 
       // S = Q K^T + bias
       Tensor scores = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
-      if constexpr (kHasBias) {
-        BiasView(params.rab, shared.tile.sequence, head, params.heads)
-            .template load<Element>(Tile{}, sequence, r0, k0, scores);
-      } else {
-        clear(scores);
-      }
+      clear(scores);
+      if constexpr (kHasBias) load_bias<Element>(params, work, head, r0, k0, scores, Tile{});
+      more = walk.advance();
       wait_for_copies();
       __syncthreads();  // the rows are there; the other stage, P and dS have been read
-      if constexpr (kStages == 2) {
-        more = walk.advance();
-        if (more) copy_rows(walk.tile() * kRows, stage ^ 1);
-      }
+      if (kStages == 2 && more) copy_rows(walk.tile() * kRows, stage ^ 1);
       gemm<Operand::kRows, Operand::kRows>(
           score_mma, scores, rows_tensor<kRows, kHeadDim>(shared.q[stage]), shared_k);
 
@@ -190,11 +180,11 @@ struct Backward {
           score_mma, gradients, rows_tensor<kRows, kHeadDim>(shared.dout[stage]), shared_v);
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
-      activate(params, head, r0, k0, is_partial, shared.sequence, scores, gradients);
+      activate(params, head, r0, k0, is_partial, sequence, scores, gradients);
       to_shared<Element, kRows, kKeys>(score_mma, scores, shared.p);
       to_shared<Element, kRows, kKeys>(score_mma, gradients, shared.ds);
       if constexpr (kHasBias) {
-        if (buffers.drab.data) add_to_drab(params, buffers.drab, head, r0, k0, shared, gradients);
+        if (buffers.drab.data) add_to_drab(params, buffers.drab, work, head, r0, k0, gradients);
       }
       __syncthreads();  // P and dS are there
 
@@ -214,18 +204,18 @@ struct Backward {
                                                  transposed_tensor<kKeys, kHeadDim>(shared.k));
       if constexpr (kStages == 1) {
         __syncthreads();  // the rows have been read
-        more = walk.advance();
         if (more) copy_rows(walk.tile() * kRows, 0);
       }
-      add_dq(params, buffers, head, row_tile, shared, dq);
+      add_dq(params, buffers, work, head, row_tile, dq);
     }
 
     // dK = alpha * scale * dK and dV = scale * dV, rounded once
     const float scale = uniform_scale(params);
     const float alpha = static_cast<float>(params.alpha);
+    if (is_last) queue.fetch();
     __syncthreads();  // K and V have been read
-    store_keys(key_mma, dk, alpha * scale, shared.k, params.dk, head, shared);
-    store_keys(key_mma, dv, scale, shared.v, params.dv, head, shared);
+    store_keys(key_mma, dk, alpha * scale, shared.k, params.dk, work, head);
+    store_keys(key_mma, dv, scale, shared.v, params.dv, work, head);
   }
 
  public:
@@ -261,7 +251,7 @@ struct Backward {
     if (params.attn_scale_per_row) {
 #pragma unroll
       for (int m = 0; m < size<0>(p); ++m) {
-        const int row = r0 + tile.first_row + tile.row_offset(m);
+        const int row = r0 + tile.first_row + Tile::row_offset(m);
         const float scale =
             row < sequence.q_len ? params.attn_scale[sequence.q_begin + row] : 0.0f;
 #pragma unroll
@@ -276,82 +266,57 @@ struct Backward {
   // dRab += alpha * scale * dX. Heads that share a bias head come one after another, and an element
   // is always the same thread's.
   template <typename Scores>
-  static HSTU_DEVICE void add_to_drab(const BackwardParams& params, const DenseBias& drab, int head,
-                                      int r0, int k0, const SharedMemory& shared,
-                                      Scores& gradients) {
+  static HSTU_DEVICE void add_to_drab(const BackwardParams& params, const DenseBias& drab,
+                                      const WorkTile& work, int head, int r0, int k0,
+                                      const Scores& gradients) {
     const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
-    const int heads_per_bias = params.heads / drab.heads;
-    const int64_t offset = shared.tile.sequence * drab.batch_stride +
-                           head / heads_per_bias * drab.head_stride;
-    const auto dx = as_matrix(gradients);
-    const bool is_fp32 = drab.dtype == DType::kFloat32;
-    const bool is_first = heads_per_bias == 1;
-    Tile{}.for_each_existing(
-        shared.sequence, drab.length, r0, k0, [&](int m, int n, int i, int j) {
-          const int64_t element = offset + i * drab.row_stride + j;
-          const float value = factor * dx(m, n);
-          if (is_fp32) {
-            float* sum = static_cast<float*>(drab.data) + element;
-            *sum = is_first ? value : *sum + value;
-          } else {
-            static_cast<Element*>(drab.data)[element] = static_cast<Element>(value);
-          }
-        });
+    const bool is_only_part = drab.heads == params.heads;
+    if (drab.dtype == DType::kFloat32) {
+      BiasView<float>(drab, work.sequence_number, head, params.heads)
+          .add(Tile{}, work.sequence, r0, k0, gradients, factor, is_only_part);
+    } else {
+      BiasView<Element>(drab, work.sequence_number, head, params.heads)
+          .add(Tile{}, work.sequence, r0, k0, gradients, factor, is_only_part);
+    }
   }
 
   template <typename Part>
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardBuffers& buffers,
-                                 int head, int row_tile, const SharedMemory& shared,
-                                 const Part& dq) {
-    const Sequence& sequence = shared.sequence;
+                                 const WorkTile& work, int head, int row_tile, const Part& dq) {
     const int64_t number =
-        (first_tile(sequence.q_begin, shared.tile.sequence, kRows) + row_tile) * params.heads +
-        head;
+        (first_tile(work.sequence.q_begin, work.sequence_number, kRows) + row_tile) *
+            params.heads + head;
     float* sum = buffers.dq + number * (kRows * kHeadDim);
     if (!buffers.turns) return RowSum<kThreads>::add(dq, sum);
 
     // Key tiles add their parts in ascending order, each in its turn.
-    volatile int* turn = buffers.turns + number;
-    const int tiles_before = turns_before(params, sequence, head, row_tile, shared.tile.tile);
     if (threadIdx.x == 0) {
-      while (*turn != tiles_before) {
+      const TileSpans spans = buffers.turns[number / params.heads];
+      int before = 0;
+      for (int n = 0; n < 2; ++n) {
+        before += max(0, min(spans.end[n], work.tile) - spans.begin[n]);
       }
-      __threadfence();
+      // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
+      while (load_acquire(buffers.turn + number) < before) {
+      }
     }
     __syncthreads();
     RowSum<kThreads>::add(dq, sum);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) *turn = tiles_before + 1;
-  }
-
-  // Key tiles before `key_tile` that add to the dQ of a row tile.
-  static HSTU_DEVICE int turns_before(const BackwardParams& params, const Sequence& sequence,
-                                      int head, int row_tile, int key_tile) {
-    const Mask mask(params.mask, sequence, head);
-    if (mask.arbitrary()) return key_tile;
-    const int r0 = row_tile * kRows;
-    const KeyIntervals visible =
-        tiles(mask.kv_intervals(r0, min(r0 + kRows, sequence.q_len)), kKeys);
-    int count = 0;
-    for (int n = 0; n < visible.count; ++n) {
-      count += max(0, min(visible.interval[n].end, key_tile) - visible.interval[n].begin);
-    }
-    return count;
+    if (threadIdx.x == 0) atomicAdd(buffers.turn + number, 1);
   }
 
   template <typename Sum>
   static HSTU_DEVICE void store_keys(KeyMma mma, Sum& sum, float factor, Element* through,
-                                     const PackedTensor& tensor, int head,
-                                     const SharedMemory& shared) {
+                                     const PackedTensor& tensor, const WorkTile& work, int head) {
 #pragma unroll
     for (int n = 0; n < size(sum); ++n) sum(n) *= factor;
     to_shared<Element, kKeys, kHeadDim>(mma, sum, through);
     __syncthreads();
-    const int k0 = shared.tile.tile * kKeys;
-    store_rows<kKeys, kHeadDim, kThreads>(
-        through, rows_of<Element>(tensor, shared.sequence.k_begin + k0, head), tensor.row_stride,
-        shared.sequence.k_len - k0, tensor.head_dim);
+    const int k0 = work.tile * kKeys;
+    store_rows<kKeys, kHeadDim, kThreads, Order>(through, tensor, work.sequence.k_begin + k0,
+                                                 work.sequence.k_len - k0, head);
   }
 };
 
@@ -397,9 +362,8 @@ __global__ void __launch_bounds__(Kernel::kThreads)
   for (int n = 0; n < size(dq); ++n) dq(n) *= factor;
   to_shared<Element, kRows, kHeadDim>(mma, dq, shared);
   __syncthreads();
-  store_rows<kRows, kHeadDim, Kernel::kThreads>(
-      shared, rows_of<Element>(params.dq, sequence.q_begin + r0, head), params.dq.row_stride,
-      sequence.q_len - static_cast<int>(r0), params.dq.head_dim);
+  store_rows<kRows, kHeadDim, Kernel::kThreads, NaturalOrder>(
+      shared, params.dq, sequence.q_begin + r0, sequence.q_len - static_cast<int>(r0), head);
 }
 
 // The bias gradient, summed over heads in fp32, rounded once.

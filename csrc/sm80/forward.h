@@ -21,73 +21,65 @@ struct Forward {
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
   static constexpr int kStages = 2;
 
-  using ForwardMma = Mma<Element, kTiles.warps, 1>;
-  using Tile = ScoreTile<kRows, kKeys, ForwardMma>;
+  using Order = KeyOrder<32>;
+  using ScoreMma = Mma<Element, kTiles.warps, 1, 32>;
+  using OutMma = Mma<Element, kTiles.warps, 1>;
+  using Tile = ScoreTile<kRows, kKeys, ScoreMma, Order>;
 
   struct SharedMemory {
     alignas(128) Element q[kRows * kHeadDim];  // O in the end: each warp's own rows take their place
     alignas(128) Element k[kStages][kKeys * kHeadDim];
     alignas(128) Element v[kStages][kKeys * kHeadDim];
-    // NOTE: what is needed once in a while is read from here, to leave the registers to the sums.
-    Sequence sequence;
-    WorkTile tile;
-    int item;
+    TileMap map;
+    WorkQueue::SharedMemory queue;
   };
 
   static HSTU_DEVICE void run(const ForwardParams& params, const WorkList& list,
                               SharedMemory& shared) {
-    const int items = *list.count * params.heads;
-    for (;;) {
-      __syncthreads();  // the previous item's O has left shared memory
-      if (threadIdx.x == 0) {
-        shared.item = atomicAdd(list.next, 1);
-        if (shared.item < items) {
-          shared.tile = list.tiles[shared.item / params.heads];
-          shared.sequence = load_sequence(params.batch, shared.tile.sequence);
-        }
-      }
-      __syncthreads();
-      if (shared.item >= items) return;
-      row_tile(params, shared.item % params.heads, shared.tile.tile * kRows, shared);
+    WorkQueue queue(list, shared.queue);
+    while (queue.more()) {
+      row_tile(params, queue, shared);
+      queue.advance();
     }
   }
 
  private:
-  static HSTU_DEVICE void row_tile(const ForwardParams& params, int head, int r0,
+  static HSTU_DEVICE void row_tile(const ForwardParams& params, WorkQueue& queue,
                                    SharedMemory& shared) {
-    const Sequence& sequence = shared.sequence;
-    const ForwardMma mma;
+    // NOTE: in shared memory, to leave the registers to the sums.
+    const Sequence& sequence = queue.tile().sequence;
+    const int head = queue.part();
+    const int r0 = queue.tile().tile * kRows;
 
+    const RowCopy<kKeys, kHeadDim, kThreads, Order, Element> copy_k(params.k, sequence.k_begin,
+                                                                    sequence.k_len, head);
+    const RowCopy<kKeys, kHeadDim, kThreads, Order, Element> copy_v(params.v, sequence.k_begin,
+                                                                    sequence.k_len, head);
     const auto copy_keys = [&](int k0, int stage) {
-      const int keys = sequence.k_len - k0;
-      const int64_t row = sequence.k_begin + k0;
-      copy_rows_async<kKeys, kHeadDim, kThreads>(rows_of<const Element>(params.k, row, head),
-                                                 params.k.row_stride, keys, params.k.head_dim,
-                                                 shared.k[stage]);
-      copy_rows_async<kKeys, kHeadDim, kThreads>(rows_of<const Element>(params.v, row, head),
-                                                 params.v.row_stride, keys, params.v.head_dim,
-                                                 shared.v[stage]);
+      copy_k.start(k0, shared.k[stage]);
+      copy_v.start(k0, shared.v[stage]);
       commit_copies();
     };
-    const auto classify = [&](int n) {
-      const int k0 = n * kKeys;
-      if (k0 >= sequence.k_len) return TileKind::kEmpty;
-      const int r1 = min(r0 + kRows, sequence.q_len);
-      const int k1 = min(k0 + kKeys, sequence.k_len);
-      return Mask(params.mask, sequence, head).classify(r0, r1, k0, k1);
-    };
-    TileWalk walk(0, (sequence.k_len + kKeys - 1) / kKeys, classify);
+    const int key_tiles = (sequence.k_len + kKeys - 1) / kKeys;
+    shared.map.fill(key_tiles, [&](int n) {
+      const Mask mask(params.mask, sequence, head);
+      return mask.classify(r0, min(r0 + kRows, sequence.q_len), n * kKeys,
+                           min((n + 1) * kKeys, sequence.k_len));
+    });
+    __syncthreads();
+    TileWalk walk(shared.map, key_tiles);
 
-    Tensor out = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeadDim>>{});
+    Tensor out = partition_fragment_C(OutMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
     clear(out);
 
     bool more = walk.advance();
     if (more) {
-      const Element* q = rows_of<const Element>(params.q, sequence.q_begin + r0, head);
-      copy_rows_async<kRows, kHeadDim, kThreads>(q, params.q.row_stride, sequence.q_len - r0,
-                                                 params.q.head_dim, shared.q);
+      RowCopy<kRows, kHeadDim, kThreads, NaturalOrder, Element>(params.q, sequence.q_begin,
+                                                                sequence.q_len, head)
+          .start(r0, shared.q);
       copy_keys(walk.tile() * kKeys, 0);
     }
+    queue.ask();
     const auto shared_q = rows_tensor<kRows, kHeadDim>(shared.q);
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     for (int stage = 0; more; stage ^= 1) {
@@ -95,18 +87,14 @@ struct Forward {
       const bool is_partial = walk.is_partial();
 
       // S = Q K^T + bias
-      Tensor scores = partition_fragment_C(mma, Shape<Int<kRows>, Int<kKeys>>{});
-      if constexpr (kHasBias) {
-        BiasView(params.rab, shared.tile.sequence, head, params.heads)
-            .template load<Element>(Tile{}, sequence, r0, k0, scores);
-      } else {
-        clear(scores);
-      }
+      Tensor scores = partition_fragment_C(ScoreMma{}, Shape<Int<kRows>, Int<kKeys>>{});
+      clear(scores);
+      if constexpr (kHasBias) load_bias<Element>(params, queue.tile(), head, r0, k0, scores, Tile{});
+      more = walk.advance();
       wait_for_copies();
       __syncthreads();  // the tile is there, and the other stage has been read
-      more = walk.advance();
       if (more) copy_keys(walk.tile() * kKeys, stage ^ 1);
-      gemm<Operand::kRows, Operand::kRows>(mma, scores, shared_q,
+      gemm<Operand::kRows, Operand::kRows>(ScoreMma{}, scores, shared_q,
                                            rows_tensor<kKeys, kHeadDim>(shared.k[stage]));
 
       // P = M * silu(alpha * S)
@@ -123,18 +111,18 @@ struct Forward {
 
       // O += P V
       const auto weights = rounded<Element>(scores);
-      gemm_registers<Operand::kTransposed>(mma, out, as_left_operand(weights),
+      gemm_registers<Operand::kTransposed>(OutMma{}, out, as_left_operand(weights),
                                            transposed_tensor<kKeys, kHeadDim>(shared.v[stage]));
     }
-    store_out(params, mma, r0, head, out, shared);
+    queue.fetch();
+    store_out(params, sequence, r0, head, out, shared);
   }
 
   // O = scale * O, rounded once
   template <typename Out>
-  static HSTU_DEVICE void store_out(const ForwardParams& params, ForwardMma mma, int r0, int head,
-                                    Out& out, SharedMemory& shared) {
-    const Sequence& sequence = shared.sequence;
-    const ScoreTile<kRows, kHeadDim, ForwardMma> tile;
+  static HSTU_DEVICE void store_out(const ForwardParams& params, const Sequence& sequence, int r0,
+                                    int head, Out& out, SharedMemory& shared) {
+    const Tile tile;  // O has the rows of the scores
     auto matrix = as_matrix(out);
     float scale = static_cast<float>(params.scale);
     if (params.attn_scale) scale = params.attn_scale[0];
@@ -147,11 +135,10 @@ struct Forward {
 #pragma unroll
       for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
     }
-    to_shared<Element, kRows, kHeadDim>(mma, out, shared.q);
+    to_shared<Element, kRows, kHeadDim>(OutMma{}, out, shared.q);
     __syncthreads();
-    store_rows<kRows, kHeadDim, kThreads>(
-        shared.q, rows_of<Element>(params.out, sequence.q_begin + r0, head), params.out.row_stride,
-        sequence.q_len - r0, params.v.head_dim);
+    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(
+        shared.q, params.out, sequence.q_begin + r0, sequence.q_len - r0, head);
   }
 };
 

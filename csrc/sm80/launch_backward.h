@@ -54,12 +54,15 @@ struct BackwardLauncher {
         : workspace(memory) {
       const BatchParams& batch = params.batch;
       buffers.list = workspace.take_list(batch.total_k, batch.batch, kTiles.keys);
+      buffers.list.parts = params.drab.data ? params.rab.heads : params.heads;
       dq_tiles = int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} *
                  params.heads;
       drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;
+      buffers.turns =
+          launch.deterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
-      buffers.turns = launch.deterministic ? workspace.take<int>(dq_tiles) : nullptr;
+      buffers.turn = launch.deterministic ? workspace.take<int>(dq_tiles) : nullptr;
       buffers.drab = params.drab;
       if (sums_drab(params)) {
         DenseBias& drab = buffers.drab;
@@ -89,6 +92,7 @@ struct BackwardLauncher {
     prepared.row_outputs[0] = params.dq;
     prepared.key_outputs[0] = params.dk;
     prepared.key_outputs[1] = params.dv;
+    prepared.turns = plan.buffers.turns;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
     prepare(prepared, launch.device.multiprocessors, launch.stream);

@@ -45,6 +45,7 @@ struct ForwardLauncher {
     prepared.mask = params.mask;
     prepared.list =
         Workspace(launch.workspace).take_list(params.batch.total_q, params.batch.batch, kTiles.rows);
+    prepared.list.parts = params.heads;
     prepared.tile_rows = kTiles.rows;
     prepared.tile_keys = kTiles.keys;
     prepared.heads = params.heads;

@@ -40,82 +40,123 @@ HSTU_DEVICE auto transposed_tensor(Element* data) {
   return make_tensor(make_smem_ptr(data), composition(RowsLayout<kRows, kColumns>{}, Transpose{}));
 }
 
+// ------------------------------------------------------------------------------- order of keys
+
+// Keys lie in shared memory in an order in which a thread's columns of a product are neighbours: in
+// an mma fragment, thread t of a group of four has columns 8n + 2t and 8n + 2t + 1 of each block n
+// of 8 columns. So slot 8n + 2t + i of kGroup slots holds key (kGroup / 4) t + 2n + i, and a thread
+// reads its part of a bias row, and writes that of its gradient, by 16 bytes.
+template <int kGroup>
+struct KeyOrder {
+  static_assert(kGroup == 16 || kGroup == 32, "groups are made of 2 or 4 blocks of 8 columns");
+  static constexpr int kRun = kGroup / 4;  // neighbouring keys of a thread
+
+  // NOTE: this only moves bits, so that key(x + y) = key(x) + key(y) where x and y share no bit.
+  static HSTU_DEVICE int key(int slot) {
+    return slot / kGroup * kGroup + slot % 8 / 2 * kRun + slot % kGroup / 8 * 2 + slot % 2;
+  }
+};
+
+struct NaturalOrder {
+  static HSTU_DEVICE int key(int slot) { return slot; }
+};
+
 // ------------------------------------------------------------------------------- copies of rows
 
-// How the threads of a block go over kRows rows of kColumns elements, 16 bytes each at a time.
+// How the threads of a block go over kRows slots of kColumns elements, 16 bytes each at a time. In
+// each pass, a thread's slot moves by a constant, and so does its row in any Order.
 template <int kRows, int kColumns, int kThreads>
 struct RowPasses {
   static constexpr int kChunks = kColumns / 8;
-  static constexpr int kRowsPerPass = kThreads / kChunks;
-  static constexpr int kPasses = kRows / kRowsPerPass;
-  static_assert(kThreads % kChunks == 0 && kRows % kRowsPerPass == 0,
+  static constexpr int kStep = kThreads / kChunks;  // slots a pass
+  static constexpr int kPasses = kRows / kStep;
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
                 "a tile's rows are copied in whole passes of the block");
 
-  int row = threadIdx.x / kChunks;  // of the first pass
-  int column = threadIdx.x % kChunks * 8;
+  static HSTU_DEVICE int slot() { return static_cast<int>(threadIdx.x) / kChunks; }
+  static HSTU_DEVICE int column() { return static_cast<int>(threadIdx.x) % kChunks * 8; }
+
+  // The thread's chunk in the first pass of a tile in shared memory, and how far it moves then.
+  template <typename Element>
+  static HSTU_DEVICE Element* chunk(Element* data, int pass) {
+    if constexpr (kStep % 8 == 0) {  // the swizzle repeats with every 8 rows
+      return &rows_tensor<kRows, kColumns>(data)(slot(), column()) + pass * kStep * kPitch;
+    } else {
+      return &rows_tensor<kRows, kColumns>(data)(slot() + pass * kStep, column());
+    }
+  }
+
+ private:
+  static constexpr int kPitch = kColumns < 64 ? kColumns : 64;
 };
 
-// Starts copying rows of a packed tensor to shared memory; rows from row_count on, and columns from
-// column_count on, become zeros.
-template <int kRows, int kColumns, int kThreads, typename Element>
-HSTU_DEVICE void copy_rows_async(const Element* from, int64_t row_stride, int row_count,
-                                 int column_count, Element* to) {
+// Copies tiles of a sequence's rows, of one head, to shared memory.
+template <int kRows, int kColumns, int kThreads, typename Order, typename Element>
+class RowCopy {
   using Passes = RowPasses<kRows, kColumns, kThreads>;
-  const Passes passes;
-  const auto shared = rows_tensor<kRows, kColumns>(to);
-  const bool column_exists = passes.column < column_count;
-  const Element* source = from + passes.row * row_stride + passes.column;
-#pragma unroll
-  for (int pass = 0; pass < Passes::kPasses; ++pass) {
-    const int row = passes.row + pass * Passes::kRowsPerPass;
-    const bool exists = column_exists && row < row_count;
-    const unsigned destination = cast_smem_ptr_to_uint(&shared(row, passes.column));
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
-                 "l"(exists ? source : from), "r"(exists ? 16 : 0));
-    source += Passes::kRowsPerPass * row_stride;
+
+ public:
+  // Rows [begin, begin + count) of the packed tensor.
+  HSTU_DEVICE RowCopy(const PackedTensor& tensor, int64_t begin, int count, int head)
+      : row_stride_(static_cast<int>(tensor.row_stride)) {
+    const int row = Order::key(Passes::slot());
+    from_ = static_cast<const Element*>(tensor.data) + (begin + row) * tensor.row_stride +
+            head * tensor.head_stride + Passes::column();
+    count_ = Passes::column() < tensor.head_dim ? count - row : 0;
   }
-}
+
+  // Starts copying rows from `first` on; those past the end become zeros, and so do columns.
+  HSTU_DEVICE void start(int first, Element* to) const {
+    const Element* from = from_ + static_cast<int64_t>(first) * row_stride_;
+    const int count = count_ - first;
+#pragma unroll
+    for (int pass = 0; pass < Passes::kPasses; ++pass) {
+      const int row = Order::key(pass * Passes::kStep);
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                       cast_smem_ptr_to_uint(Passes::chunk(to, pass))),
+                   "l"(from + static_cast<int64_t>(row) * row_stride_), "r"(row < count ? 16 : 0));
+    }
+  }
+
+ private:
+  const Element* from_;
+  int row_stride_;
+  int count_;  // rows from this thread's first one on
+};
 
 HSTU_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
 HSTU_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Copies rows from shared memory to a packed tensor.
-template <int kRows, int kColumns, int kThreads, typename Element>
-HSTU_DEVICE void store_rows(Element* from, Element* to, int64_t row_stride, int row_count,
-                            int column_count) {
+// Copies a tile from shared memory to `count` rows of a packed tensor.
+template <int kRows, int kColumns, int kThreads, typename Order, typename Element>
+HSTU_DEVICE void store_rows(Element* from, const PackedTensor& tensor, int64_t begin, int count,
+                            int head) {
   using Passes = RowPasses<kRows, kColumns, kThreads>;
-  const Passes passes;
-  const auto shared = rows_tensor<kRows, kColumns>(from);
-  Element* target = to + passes.row * row_stride + passes.column;
+  const int first = Order::key(Passes::slot());
+  Element* to = static_cast<Element*>(tensor.data) + (begin + first) * tensor.row_stride +
+                head * tensor.head_stride + Passes::column();
+  if (Passes::column() >= tensor.head_dim) return;
 #pragma unroll
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
-    const int row = passes.row + pass * Passes::kRowsPerPass;
-    if (passes.column < column_count && row < row_count) {
-      *reinterpret_cast<uint4*>(target) =
-          *reinterpret_cast<const uint4*>(&shared(row, passes.column));
+    const int row = Order::key(pass * Passes::kStep);
+    if (row < count - first) {
+      *reinterpret_cast<uint4*>(to + row * tensor.row_stride) =
+          *reinterpret_cast<const uint4*>(Passes::chunk(from, pass));
     }
-    target += Passes::kRowsPerPass * row_stride;
   }
-}
-
-// The first element of a sequence's rows, of one head.
-template <typename Element>
-HSTU_DEVICE Element* rows_of(const PackedTensor& tensor, int64_t begin, int head) {
-  return static_cast<Element*>(tensor.data) + begin * tensor.row_stride +
-         head * tensor.head_stride;
 }
 
 // ----------------------------------------------------------------------------- products of tiles
 
 // mma.sync m16n8k16 with fp32 sums: kRowWarps warps along the rows and kColumnWarps along the
-// columns, each of which takes 16 neighbouring rows and columns at a time.
-template <typename Element, int kRowWarps, int kColumnWarps>
+// columns, each of which takes 16 neighbouring rows and kGroup neighbouring columns at a time.
+template <typename Element, int kRowWarps, int kColumnWarps, int kGroup = 16>
 using Mma = TiledMMA<
     MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
                                 SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>,
     Layout<Shape<Int<kRowWarps>, Int<kColumnWarps>, _1>>,
     Tile<Int<16 * kRowWarps>,
-         Layout<Shape<_8, Int<kColumnWarps>, _2>, Stride<_1, _16, _8>>, _16>>;
+         Layout<Shape<_8, Int<kColumnWarps>, Int<kGroup / 8>>, Stride<_1, Int<kGroup>, _8>>, _16>>;
 
 // How an operand lies in shared memory: the summed direction along its rows, or across them.
 enum class Operand { kRows, kTransposed };

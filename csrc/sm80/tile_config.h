@@ -34,6 +34,7 @@ struct BackwardTiles {
   int rows;
   int keys;
   int warps;
+  int blocks_per_sm;     // by registers
   int stages;            // of Q and dO
   int score_row_warps;   // of the warps: along the rows of S and dP, the rest along the keys
   int key_warps;         // along the keys of dK and dV, the rest along the head dim
@@ -45,18 +46,18 @@ constexpr BackwardTiles backward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "backward_tiles has no entry for this head dim");
   constexpr bool kLarge = kMemory == Memory::kLarge;
-  if constexpr (kHeadDim == 32) return {128, 128, 8, 2, 4, 8, 8};
+  if constexpr (kHeadDim == 32) return {128, 128, 8, 1, 2, 4, 8, 8};
   if constexpr (kHeadDim == 64) {
-    if constexpr (kLarge) return {128, 128, 8, 2, 4, 4, 4};
-    return {64, 128, 8, 2, 2, 4, 4};
+    if constexpr (kLarge) return {128, 128, 8, 1, 2, 4, 4, 4};
+    return {64, 128, 8, 1, 2, 2, 4, 4};
   }
   if constexpr (kHeadDim == 128) {
-    if constexpr (kLarge) return {64, 128, 8, 2, 2, 4, 2};
-    return {64, 64, 8, 1, 4, 4, 4};
+    if constexpr (kLarge) return {64, 128, 8, 1, 2, 2, 4, 2};
+    return {64, 64, 8, 1, 1, 4, 4, 4};
   }
   if constexpr (kHeadDim == 256) {
-    if constexpr (kLarge) return {64, 64, 8, 1, 4, 2, 2};
-    return {32, 32, 4, 1, 2, 2, 2};
+    if constexpr (kLarge) return {64, 64, 8, 1, 1, 4, 2, 2};
+    return {32, 32, 4, 1, 1, 2, 2, 2};
   }
 }
 
