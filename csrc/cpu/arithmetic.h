@@ -7,6 +7,7 @@
 //   kRows     gemm() takes m as a multiple of this, up to which rows of A and C are padded
 //   kColumns  n is a multiple of this
 //   kBlock    a partial tile is cut into blocks of this many rows (tile.h)
+//   kAnyStride  A may have a column stride other than 1
 //
 // and gives gemm(): C[m][n] (+)= sum_k A[m][k] B[k][n]. Operands are matrices of units:
 //
@@ -30,7 +31,7 @@ template <typename Unit>
 struct Matrix {
   const Unit* data;
   int64_t row_stride;
-  int64_t column_stride = 1;  // other than 1 only in a left operand of VectorArithmetic
+  int64_t column_stride = 1;
 
   // The same matrix from an element onwards.
   HSTU_INLINE Matrix from(int64_t row, int64_t column) const {
@@ -53,6 +54,7 @@ struct VectorArithmetic {
   static constexpr int kRows = kPair;
   static constexpr int kColumns = kLanes<Accum>;
   static constexpr int kBlock = 16;
+  static constexpr bool kAnyStride = true;
 
   static void begin_thread() {}
   static void end_thread() {}
@@ -149,6 +151,7 @@ struct TileArithmetic {
   static constexpr int kRows = 32;
   static constexpr int kColumns = 32;
   static constexpr int kBlock = 32;
+  static constexpr bool kAnyStride = false;
 
   static void begin_thread() {
     struct Config {

@@ -49,10 +49,10 @@ class Backward {
     Accum* scores;           // S^T [kTileKeys][kTileRows]
     Accum* score_gradients;  // dP^T, then dS^T where the bias has a gradient
     Accum* bias_gradient;    // dS^T summed over the heads of a bias head
-    Accum* dq_rows;          // [kTileRows][D]
     Unit* weights;           // P^T, left form
     Unit* weight_gradients;  // dS^T, left form
-    Unit* paired;            // dS^T, right form: k = key, n = row
+    Unit* paired;            // dS^T with its keys in pairs: [kTileKeys / kPair][kTileRows]
+    Unit* transposed;        // dS, left form
 
     Scratch(Arena& arena, const BackwardParams& params) {
       const int widest =
@@ -61,10 +61,10 @@ class Backward {
       scores = arena.take<Accum>(kTileKeys * kTileRows);
       score_gradients = arena.take<Accum>(kTileKeys * kTileRows);
       bias_gradient = arena.take<Accum>(kTileKeys * kTileRows);
-      dq_rows = arena.take<Accum>(kTileRows * round_up(params.q.head_dim, kPadding));
       weights = arena.take<Unit>(kTileKeys * kTileRows / kPair);
       weight_gradients = arena.take<Unit>(kTileKeys * kTileRows / kPair);
       paired = kPair == 1 ? weight_gradients : arena.take<Unit>(kTileKeys * kTileRows / kPair);
+      transposed = arena.take<Unit>(kTileRows * kTileKeys / kPair);
     }
   };
 
@@ -72,21 +72,21 @@ class Backward {
   struct HeadScratch {
     Unit* k;              // [kChunk][D]
     Unit* v;              // [kChunk][Dv]
-    Unit* k_transposed;   // [D][kTileKeys] of each key tile, where kPair is 2
+    Unit* k_pairs;        // the same keys in pairs, where kPair is 2
     Accum* dk;            // [kChunk][D]
     Accum* dv;            // [kChunk][Dv]
     Unit* q_transposed;   // [D][kTileRows]
     Unit* q;              // [kTileRows][D]
     Unit* do_transposed;  // [Dv][kTileRows]
     Unit* dout;           // [kTileRows][Dv]
-    Accum* dq;            // transposed: [D][kTileRows]
+    Accum* dq;            // [kTileRows][D]
 
     HeadScratch(Arena& arena, const BackwardParams& params) {
       const int d = round_up(params.q.head_dim, kPadding);
       const int dv_columns = round_up(params.v.head_dim, kPadding);
       k = arena.take<Unit>(int64_t{kChunk} * d / kPair);
       v = arena.take<Unit>(int64_t{kChunk} * dv_columns / kPair);
-      k_transposed = kPair == 1 ? nullptr : arena.take<Unit>(int64_t{kChunk} * d / kPair);
+      k_pairs = kPair == 1 ? nullptr : arena.take<Unit>(int64_t{kChunk} * d / kPair);
       dk = arena.take<Accum>(int64_t{kChunk} * d);
       dv = arena.take<Accum>(int64_t{kChunk} * dv_columns);
       q_transposed = arena.take<Unit>(kTileRows * d / kPair);
@@ -103,7 +103,7 @@ class Backward {
     RowSource<T> dout_source;
     HeadScratch scratch;
     int number;
-    Matrix<Unit> k, v;
+    Matrix<Unit> k, v, k_pairs;
     Matrix<Unit> q_transposed, q, do_transposed, dout;
     bool active = false;  // the row tile sees keys of this chunk
     int chunks_before = 0;
@@ -154,13 +154,8 @@ class Backward {
     const int keys = item_.end - item_.begin;
     head.k = Pack::rows(head.view.k, item_.begin, keys, head.scratch.k);
     head.v = Pack::rows(head.view.v, item_.begin, keys, head.scratch.v);
-    if constexpr (kPair == 2) {
-      for (int k0 = 0; k0 < keys; k0 += kTileKeys) {
-        Pack::column_pairs(head.view.k, item_.begin + k0, smaller(kTileKeys, keys - k0),
-                           head.scratch.k_transposed + k0 / kPair * depth_, kTileKeys / kPair,
-                           scratch_.staging);
-      }
-    }
+    head.k_pairs = kPair == 1 ? head.k
+                              : Pack::row_pairs(head.view.k, item_.begin, keys, head.scratch.k_pairs);
     const int64_t padded_keys = round_up(keys, kPadding);
     std::memset(head.scratch.dk, 0, padded_keys * depth_ * sizeof(Accum));
     std::memset(head.scratch.dv, 0, padded_keys * value_depth_ * sizeof(Accum));
@@ -269,23 +264,17 @@ class Backward {
     Arithmetic::gemm(key_count, round_up(d, Arithmetic::kColumns), row_count, weight_gradients,
                      head.q.from(first_row / kPair, 0), head.scratch.dk + first_key * depth_,
                      depth_, true);
-    // dQ^T += K^T dS^T
-    Arithmetic::gemm(d, padded_rows, key_count, transposed_keys(head, first_key),
-                     {scratch_.paired, kTileRows}, head.scratch.dq + first_row, kTileRows, true);
+    // dQ += dS K
+    const Matrix<Unit> transposed =
+        Pack::transposed({scratch_.paired, kTileRows}, (key_count + kPair - 1) / kPair, padded_rows,
+                         scratch_.transposed, kTileKeys / kPair);
+    Arithmetic::gemm(row_count, round_up(d, Arithmetic::kColumns), key_count, transposed,
+                     head.k_pairs.from(first_key / kPair, 0),
+                     head.scratch.dq + int64_t{first_row} * depth_, depth_, true);
 
     if (tables_.position || tables_.time) {
       add_table_gradients(tables_, params_.relative_bias, sequence_, shape(rows, keys),
                           scratch_.score_gradients, static_cast<Accum>(params_.alpha));
-    }
-  }
-
-  // K^T from a key of the chunk on, within a key tile.
-  Matrix<Unit> transposed_keys(const Head& head, int64_t key) const {
-    if constexpr (kPair == 1) {
-      return head.k.from(key, 0).transposed();
-    } else {
-      const int64_t tile = key / kTileKeys * depth_ * kTileKeys;
-      return {head.scratch.k_transposed + (tile + key % kTileKeys) / kPair, kTileKeys / kPair};
     }
   }
 
@@ -360,22 +349,16 @@ class Backward {
         store(sum + n, head.chunks_before == 0 ? part : load(sum + n) + part);
       }
     }
-    if (head.chunks_before + 1 == head.chunks_seen) store_dq(head, sum, r0, r1);
+    if (head.chunks_before + 1 == head.chunks_seen) {
+      store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, sum, depth_,
+                 static_cast<Accum>(params_.alpha));
+    }
     if (turn) __atomic_store_n(turn, head.chunks_before + 1, __ATOMIC_RELEASE);
   }
 
-  void store_dq(const Head& head, const Accum* dq, int r0, int r1) {
-    for (int d = 0; d < depth_; d += kLanes<Accum>) {
-      transpose(dq + d * kTileRows, kTileRows, round_up(r1 - r0, kLanes<Accum>),
-                scratch_.dq_rows + d, depth_);
-    }
-    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, scratch_.dq_rows, depth_,
-               static_cast<Accum>(params_.alpha));
-  }
-
   void store_zero_dq(const Head& head, int r0, int r1) {
-    std::memset(scratch_.dq_rows, 0, int64_t{kTileRows} * depth_ * sizeof(Accum));
-    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, scratch_.dq_rows, depth_,
+    std::memset(head.scratch.dq, 0, int64_t{kTileRows} * depth_ * sizeof(Accum));
+    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, head.scratch.dq, depth_,
                Accum{1});
   }
 

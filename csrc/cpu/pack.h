@@ -117,14 +117,17 @@ struct Packer {
     return {copy, stride};
   }
 
-  // Left form of the transpose: m is the column, k the row. `staging` receives a copy of rows.
-  static Matrix<Unit> column_pairs(const RowSource<T>& source, int begin, int count, Unit* copy,
-                                   int64_t stride, Unit* staging) {
-    const int padded = copy_row_pairs(source, begin, count, staging);
-    for (int step = 0; step < round_up(count, kPadding) / kPair; step += kLanes<Unit>) {
-      transpose(staging + step * padded, padded, padded, copy + step, stride);
+  // Left form of the transpose of a matrix: where strides do not do, a copy.
+  static Matrix<Unit> transposed(Matrix<Unit> matrix, int rows, int columns, Unit* copy,
+                                 int64_t stride) {
+    if constexpr (Arithmetic::kAnyStride) {
+      return matrix.transposed();
+    } else {
+      for (int row = 0; row < rows; row += kLanes<Unit>) {
+        transpose(matrix.from(row, 0).data, matrix.row_stride, columns, copy + row, stride);
+      }
+      return {copy, stride};
     }
-    return {copy, stride};
   }
 
  private:
