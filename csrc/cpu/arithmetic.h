@@ -1,21 +1,22 @@
 // How products of tiles are formed. An Arithmetic says
 //
-//   Unit      what operands are made of: one float, one double, or a pair of bf16 that are
-//             neighbours in the direction summed over
-//   kPair     elements in a unit
-//   Accum     what sums are kept in
-//   kRows     gemm() takes m as a multiple of this, up to which rows of A and C are padded
-//   kColumns  n is a multiple of this
-//   kBlock    a partial tile is cut into blocks of this many rows (tile.h)
-//   kAnyStride  A may have a column stride other than 1
+//   Unit        what operands are made of: one float, one double, or a pair of bf16 that are
+//               neighbours in the direction summed over
+//   kPair       elements in a unit
+//   Accum       what sums are kept in
+//   kRows       gemm() takes this many rows of A and C at a time
+//   kColumns    and this many columns of B and C
+//   kBlock      rows of the blocks that a partial tile is cut into (tile.h)
+//   kAnyStride  whether A may have a column stride other than 1
 //
 // and gives gemm(): C[m][n] (+)= sum_k A[m][k] B[k][n]. Operands are matrices of units:
 //
-//   left form   A: [m][k / kPair]
-//   right form  B: [k / kPair][n]
+//   left form   A: [m][k / kPair], the pairs along k
+//   right form  B: [k / kPair][n], the pairs along k
 //
-// C is row-major Accum with row stride ldc. Copied operands are padded with zeros to multiples of
-// kPadding; padded rows and columns of C hold no meaning.
+// C is row-major Accum with row stride ldc. Rows of A and C are padded to kRows, columns of B and C
+// to kColumns, and k with zeros to whole units, of tiles to kPadding elements: padded rows and
+// columns hold no meaning.
 #pragma once
 
 #include "element.h"
@@ -26,7 +27,7 @@
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-// A matrix in scratch or in a tensor; strides in elements of it.
+// A matrix to read; strides in units.
 template <typename Unit>
 struct Matrix {
   const Unit* data;
@@ -40,6 +41,7 @@ struct Matrix {
   HSTU_INLINE Matrix transposed() const { return {data, column_stride, row_stride}; }
 };
 
+// What head dims are padded to, and the keys and rows that tiles of pairs sum over.
 constexpr int kPadding = 32;
 
 constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -88,7 +90,7 @@ struct VectorArithmetic {
     }
   }
 
-  // A block whose sums all stay in registers.
+  // A block of `rows`, at most kBlockRows, whose sums all stay in registers.
   template <int kVectors, int kBlockRows>
   static HSTU_INLINE void block(int rows, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
                                 int64_t ldc, bool accumulate) {

@@ -154,8 +154,8 @@ class Backward {
     const int keys = item_.end - item_.begin;
     head.k = Pack::rows(head.view.k, item_.begin, keys, head.scratch.k);
     head.v = Pack::rows(head.view.v, item_.begin, keys, head.scratch.v);
-    head.k_pairs = kPair == 1 ? head.k
-                              : Pack::row_pairs(head.view.k, item_.begin, keys, head.scratch.k_pairs);
+    head.k_pairs =
+        kPair == 1 ? head.k : Pack::row_pairs(head.view.k, item_.begin, keys, head.scratch.k_pairs);
     const int64_t padded_keys = round_up(keys, kPadding);
     std::memset(head.scratch.dk, 0, padded_keys * depth_ * sizeof(Accum));
     std::memset(head.scratch.dv, 0, padded_keys * value_depth_ * sizeof(Accum));

@@ -1,5 +1,4 @@
-// Brings tiles of a tensor into the forms that arithmetic.h multiplies: where a tensor holds such a
-// form already it is used in place, else it is copied and padded with zeros.
+// Copies tiles of a tensor into the forms that arithmetic.h multiplies, padded with zeros.
 #pragma once
 
 #include "../params.h"
@@ -82,42 +81,41 @@ struct Packer {
   // Rows of a tensor are rows of a left operand as they stand.
   static constexpr bool kUnitRows = std::is_same_v<T, Unit> || kPair == 2;
 
-  // Left form: m is the row, k the column. The rows where they lie, or else a copy in `copy`.
+  // Left form: m is the row, k the column.
   static Matrix<Unit> rows(const RowSource<T>& source, int begin, int count, Unit* copy) {
-    copy_rows(source, begin, count, copy);
-    return {copy, round_up(source.columns, kPadding) / kPair};
+    return copy_rows(source, begin, count, round_up(count, Arithmetic::kRows), copy);
   }
 
-  // Right form: k is the row, n the column. The rows where they lie, or else a copy in `copy`.
+  // Right form: k is the row, n the column.
   static Matrix<Unit> row_pairs(const RowSource<T>& source, int begin, int count, Unit* copy) {
     if constexpr (kPair == 1) {
       return rows(source, begin, count, copy);
     } else {
-      const int stride = copy_row_pairs(source, begin, count, copy);
-      return {copy, stride};
+      return copy_row_pairs(source, begin, count, copy);
     }
   }
 
   // Right form of the transpose: k is the column, n the row. `staging` may receive a copy of rows.
   static Matrix<Unit> columns(const RowSource<T>& source, int begin, int count, Unit* copy,
                               int64_t stride, Unit* staging) {
-    const int depth = round_up(source.columns, kPadding) / kPair;
+    const int padded = round_up(count, Arithmetic::kColumns);
     // Whole squares of rows that already consist of units need no copy.
     const int in_place =
         kUnitRows && source.columns % kPadding == 0 ? count / kLanes<Unit> * kLanes<Unit> : 0;
-    copy_rows(source, begin + in_place, count - in_place, staging);
-    for (int row = 0; row < round_up(count, Arithmetic::kColumns); row += kLanes<Unit>) {
+    const Matrix<Unit> copied =
+        copy_rows(source, begin + in_place, count - in_place, padded - in_place, staging);
+    for (int row = 0; row < padded; row += kLanes<Unit>) {
       const Unit* square[kLanes<Unit>];
       for (int n = 0; n < kLanes<Unit>; ++n) {
         square[n] = row < in_place ? reinterpret_cast<const Unit*>(source.row(begin + row + n))
-                                   : staging + (row - in_place + n) * depth;
+                                   : copied.from(row - in_place + n, 0).data;
       }
-      transpose(square, depth, copy + row, stride);
+      transpose(square, copied.row_stride, copy + row, stride);
     }
     return {copy, stride};
   }
 
-  // Left form of the transpose of a matrix: where strides do not do, a copy.
+  // The transpose of a matrix, as a left operand: a copy only where it needs one.
   static Matrix<Unit> transposed(Matrix<Unit> matrix, int rows, int columns, Unit* copy,
                                  int64_t stride) {
     if constexpr (Arithmetic::kAnyStride) {
@@ -131,10 +129,12 @@ struct Packer {
   }
 
  private:
-  static void copy_rows(const RowSource<T>& source, int begin, int count, Unit* units) {
+  static Matrix<Unit> copy_rows(const RowSource<T>& source, int begin, int count, int padded_count,
+                                Unit* copy) {
     const int columns = source.columns;
-    const int padded = round_up(columns, kPadding);
-    for (int r = 0; r < count; ++r, units += padded / kPair) {
+    const int stride = round_up(columns, kPadding) / kPair;
+    for (int r = 0; r < count; ++r) {
+      Unit* units = copy + r * stride;
       const T* row = source.row(begin + r);
       if constexpr (kPair == 1) {
         for (int d = 0; d < columns; ++d) units[d] = to_float(row[d]);
@@ -142,19 +142,18 @@ struct Packer {
         static_assert(std::is_same_v<T, BFloat16>, "pairs are made of bf16 elements");
         std::memcpy(units, row, columns * sizeof(T));  // head dims are even
       }
-      std::memset(units + columns / kPair, 0, (padded - columns) / kPair * sizeof(Unit));
+      std::memset(units + columns / kPair, 0, (stride - columns / kPair) * sizeof(Unit));
     }
-    const int padding = round_up(count, kPadding) - count;
-    std::memset(units, 0, int64_t{padding} * padded / kPair * sizeof(Unit));
+    std::memset(copy + count * stride, 0, int64_t{padded_count - count} * stride * sizeof(Unit));
+    return {copy, stride};
   }
 
-  // Units that pair two neighbouring rows; returns how many there are in a row of them.
-  static int copy_row_pairs(const RowSource<T>& source, int begin, int count, Unit* units) {
-    static_assert(std::is_same_v<T, BFloat16> && kPair == 2);
+  // Units that pair two neighbouring rows.
+  static Matrix<Unit> copy_row_pairs(const RowSource<T>& source, int begin, int count, Unit* copy) {
     const int columns = source.columns;
-    const int padded = round_up(columns, kPadding);
-    const int end = round_up(count, kPadding);
-    for (int r = 0; r < end; r += 2, units += padded) {
+    const int stride = round_up(columns, kPadding);
+    for (int r = 0; r < round_up(count, kPadding); r += kPair) {
+      Unit* units = copy + r / kPair * stride;
       const T* even = r < count ? source.row(begin + r) : nullptr;
       const T* odd = r + 1 < count ? source.row(begin + r + 1) : nullptr;
       if (odd) {
@@ -164,9 +163,9 @@ struct Packer {
       } else {
         for (int d = 0; d < columns; ++d) units[d] = even ? even[d].bits : 0;
       }
-      std::memset(units + columns, 0, (padded - columns) * sizeof(Unit));
+      std::memset(units + columns, 0, (stride - columns) * sizeof(Unit));
     }
-    return padded;
+    return {copy, stride};
   }
 };
 

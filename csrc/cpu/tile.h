@@ -45,7 +45,7 @@ inline void transpose_bits(uint64_t (&words)[64]) {
   }
 }
 
-// Stores one vector of results as an operand in row form. `units` counts from the row's start.
+// Stores one vector of results in a row of a left operand.
 template <typename Arithmetic>
 HSTU_INLINE void store_operand(typename Arithmetic::Unit* row, int element,
                                Vector<typename Arithmetic::Accum> value) {
