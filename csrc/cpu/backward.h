@@ -3,7 +3,7 @@
 // A work item is a chunk of keys of one head (of all heads of a bias head, where a dense bias has a
 // gradient). dK and dV of the chunk stay in scratch; each row tile's dQ is summed over the chunk
 // and then added, chunk after chunk in ascending order, so that results do not depend on timing.
-// Everything is computed transposed (keys by rows): P^T and dS^T are then operands as they stand.
+// Scores are computed transposed (keys by rows): P^T and dS^T are then operands as they stand.
 #pragma once
 
 #include <sched.h>
