@@ -1,7 +1,11 @@
-"""The memory of the process does not grow with the number of calls, nor with the square of N."""
+"""The memory of the process does not grow with the number of calls, nor with the square of N.
+
+Nor do results depend on what it held before.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -97,3 +101,28 @@ def test_no_matrix_of_n_by_n():
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert float(result.stdout) < 100
+
+
+_FINITE = """
+import torch
+from hstu_attn import hstu_attention
+from hstu_attn.testing import make_batch, run
+
+for length in (16, 48, 112):  # whole vectors, half a tile of AMX
+    batch = make_batch([length], heads=2, dim=32, mask="full", dtype=torch.DTYPE)
+    for result in run(hstu_attention, batch, torch.ones_like(batch.q)).values():
+        assert result.isfinite().all(), length
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scratch_may_hold_anything(dtype):
+    """glibc fills new memory with bytes of 0x7f: huge numbers, which make NaN if they are read."""
+    result = subprocess.run(
+        [sys.executable, "-c", _FINITE.replace("DTYPE", dtype)],
+        env={**os.environ, "MALLOC_PERTURB_": "128"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]

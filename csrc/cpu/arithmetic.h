@@ -1,20 +1,22 @@
 // How products of tiles are formed. An Arithmetic says
 //
-//   Unit      what operands are made of: one float, one double, or a pair of bf16 that are
-//             neighbours in the direction summed over
-//   kPair     elements in a unit
-//   Accum     what sums are kept in
-//   kRows     gemm() takes this many rows of A and C at a time
-//   kPanel    columns of a panel (below)
+//   Unit        what operands are made of: one float, one double, or a pair of bf16 that are
+//               neighbours in the direction summed over
+//   kPair       elements in a unit
+//   Accum       what sums are kept in
+//   kRows       gemm() takes this many rows of A and C at a time
+//   kColumns    and this many columns of B and C
+//   kBlock      rows of the blocks that a partial tile is cut into (tile.h)
+//   kAnyStride  whether A may have a column stride other than 1
 //
-// and gives gemm(): C[m][n] (+)= sum_k A[m][k] B[k][n]. Operands lie in one of two forms:
+// and gives gemm(): C[m][n] (+)= sum_k A[m][k] B[k][n]. Operands are matrices of units:
 //
-//   row form    A: units [m][k / kPair], the pairs along k                          row stride lda
-//   panel form  B: panels of kPanel columns; in a panel units [k / kPair][kPanel]   Panels below
+//   left form   A: [m][k / kPair], the pairs along k
+//   right form  B: [k / kPair][n], the pairs along k
 //
-// C is row-major Accum with row stride ldc. Rows of A and C are padded to kRowBlock, k is padded
-// with zeros to kDepthBlock elements, and columns to kPanel: padded rows and columns hold no
-// meaning.
+// C is row-major Accum with row stride ldc. Rows of A and C are padded to kRows, columns of B and C
+// to kColumns, and k with zeros to whole units, of tiles to kPadding elements: padded rows and
+// columns hold no meaning.
 #pragma once
 
 #include "element.h"
@@ -25,24 +27,24 @@
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-// The panel form of a matrix; strides in units.
+// A matrix to read; strides in units.
 template <typename Unit>
-struct Panels {
-  Unit* data;
-  int64_t panel_stride;
-  int64_t k_stride;
+struct Matrix {
+  const Unit* data;
+  int64_t row_stride;
+  int64_t column_stride = 1;
 
-  // The same matrix from column n (a multiple of kPanel), or from step k / kPair, onwards.
-  HSTU_INLINE Panels from_column(int n, int panel) const {
-    return {data + n / panel * panel_stride, panel_stride, k_stride};
+  // The same matrix from an element onwards.
+  HSTU_INLINE Matrix from(int64_t row, int64_t column) const {
+    return {data + row * row_stride + column * column_stride, row_stride, column_stride};
   }
-  HSTU_INLINE Panels from_step(int step) const {
-    return {data + step * k_stride, panel_stride, k_stride};
-  }
+  HSTU_INLINE Matrix transposed() const { return {data, column_stride, row_stride}; }
 };
 
-constexpr int kRowBlock = 32;
-constexpr int kDepthBlock = 32;
+// What head dims are padded to, and the keys and rows that tiles of pairs sum over.
+constexpr int kPadding = 32;
+
+constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // The product by multiply-add of vectors, for any type whose Traits have multiply_add().
 template <typename Traits>
@@ -51,50 +53,75 @@ struct VectorArithmetic {
   using Accum = typename Traits::Accum;
   static constexpr int kPair = Traits::kPair;
   static constexpr Accuracy kAccuracy = Traits::kAccuracy;
-  static constexpr int kVectorsPerPanel = 2;
-  static constexpr int kRows = kGemmRows;
-  static constexpr int kPanel = kVectorsPerPanel * kLanes<Accum>;
+  static constexpr int kRows = kPair;
+  static constexpr int kColumns = kLanes<Accum>;
+  static constexpr int kBlock = 16;
+  static constexpr bool kAnyStride = true;
 
   static void begin_thread() {}
   static void end_thread() {}
 
-  static void gemm(int m, int n, int k, const Unit* a, int64_t lda, Panels<Unit> b, Accum* c,
-                   int64_t ldc, bool accumulate) {
+  static void gemm(int m, int n, int k, Matrix<Unit> a, Matrix<Unit> b, Accum* c, int64_t ldc,
+                   bool accumulate) {
     const int steps = (k + kPair - 1) / kPair;
-    for (int column = 0; column < n; column += kPanel) {
-      const Unit* panel = b.data + column / kPanel * b.panel_stride;
-      for (int row = 0; row < m; row += kGemmRows) {
-        block(steps, a + row * lda, lda, panel, b.k_stride, c + row * ldc + column, ldc,
-              accumulate);
-      }
+    int column = 0;
+    for (; column + kPanel <= n; column += kPanel) {
+      panel<kPanelVectors>(round_up(m, kRows), steps, a, b.from(0, column), c + column, ldc,
+                           accumulate);
+    }
+    for (; column < n; column += kColumns) {
+      panel<1>(round_up(m, kRows), steps, a, b.from(0, column), c + column, ldc, accumulate);
     }
   }
 
  private:
-  static HSTU_INLINE void block(int steps, const Unit* a, int64_t lda, const Unit* b,
-                                int64_t k_stride, Accum* c, int64_t ldc, bool accumulate) {
-    Vector<Accum> sum[kGemmRows][kVectorsPerPanel] = {};
+  static constexpr int kPanelVectors = 2;
+  static constexpr int kPanel = kPanelVectors * kColumns;
+
+  // The columns of a few vectors, in blocks of rows as even as can be.
+  template <int kVectors>
+  static HSTU_INLINE void panel(int m, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
+                                int64_t ldc, bool accumulate) {
+    for (int row = 0; row < m;) {
+      const int blocks_left = (m - row + kGemmRows - 1) / kGemmRows;
+      const int rows = (m - row + blocks_left - 1) / blocks_left;
+      block<kVectors, kGemmRows>(rows, steps, a.from(row, 0), b, c + row * ldc, ldc, accumulate);
+      row += rows;
+    }
+  }
+
+  // A block of `rows`, at most kBlockRows, whose sums all stay in registers.
+  template <int kVectors, int kBlockRows>
+  static HSTU_INLINE void block(int rows, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
+                                int64_t ldc, bool accumulate) {
+    if constexpr (kBlockRows > 1) {
+      if (rows < kBlockRows) {
+        return block<kVectors, kBlockRows - 1>(rows, steps, a, b, c, ldc, accumulate);
+      }
+    }
+    Vector<Accum> sum[kBlockRows][kVectors] = {};
     for (int step = 0; step < steps; ++step) {
-      Vector<Unit> column[kVectorsPerPanel];
+      Vector<Unit> column[kVectors];
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectorsPerPanel; ++v) {
-        column[v] = load(b + step * k_stride + v * kLanes<Accum>);
+      for (int v = 0; v < kVectors; ++v) {
+        column[v] = load(b.data + step * b.row_stride + v * kColumns);
       }
 #pragma GCC unroll 8
-      for (int row = 0; row < kGemmRows; ++row) {
+      for (int row = 0; row < kBlockRows; ++row) {
+        const Unit factor = a.data[row * a.row_stride + step * a.column_stride];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectorsPerPanel; ++v) {
-          sum[row][v] = Traits::multiply_add(sum[row][v], a[row * lda + step], column[v]);
+        for (int v = 0; v < kVectors; ++v) {
+          sum[row][v] = Traits::multiply_add(sum[row][v], factor, column[v]);
         }
       }
     }
     // The block's own sum is added to what came before only now: the rounding errors of a long sum
     // then grow with the number of tiles, not of terms.
 #pragma GCC unroll 8
-    for (int row = 0; row < kGemmRows; ++row) {
+    for (int row = 0; row < kBlockRows; ++row) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectorsPerPanel; ++v) {
-        Accum* out = c + row * ldc + v * kLanes<Accum>;
+      for (int v = 0; v < kVectors; ++v) {
+        Accum* out = c + row * ldc + v * kColumns;
         store(out, accumulate ? load(out) + sum[row][v] : sum[row][v]);
       }
     }
@@ -124,7 +151,9 @@ struct TileArithmetic {
   static constexpr int kPair = 2;
   static constexpr Accuracy kAccuracy = Accuracy::kBFloat16;
   static constexpr int kRows = 32;
-  static constexpr int kPanel = 32;
+  static constexpr int kColumns = 32;
+  static constexpr int kBlock = 32;
+  static constexpr bool kAnyStride = false;
 
   static void begin_thread() {
     struct Config {
@@ -144,14 +173,13 @@ struct TileArithmetic {
   }
   static void end_thread() { _tile_release(); }
 
-  static void gemm(int m, int n, int k, const Unit* a, int64_t lda, Panels<Unit> b, Accum* c,
-                   int64_t ldc, bool accumulate) {
+  static void gemm(int m, int n, int k, Matrix<Unit> a, Matrix<Unit> b, Accum* c, int64_t ldc,
+                   bool accumulate) {
     publish_stores();
-    for (int column = 0; column < n; column += kPanel) {
-      const Unit* panel = b.data + column / kPanel * b.panel_stride;
-      for (int row = 0; row < m; row += 32) {
-        block(k, a + row * lda, lda * 4, panel, b.k_stride * 4, c + row * ldc + column, ldc * 4,
-              accumulate);
+    for (int column = 0; column < n; column += kColumns) {
+      for (int row = 0; row < m; row += kRows) {
+        block(k, a.data + row * a.row_stride, a.row_stride * 4, b.data + column, b.row_stride * 4,
+              c + row * ldc + column, ldc * 4, accumulate);
       }
     }
   }

@@ -3,7 +3,7 @@
 // A work item is a chunk of keys of one head (of all heads of a bias head, where a dense bias has a
 // gradient). dK and dV of the chunk stay in scratch; each row tile's dQ is summed over the chunk
 // and then added, chunk after chunk in ascending order, so that results do not depend on timing.
-// Everything is computed transposed (keys by rows): P^T and dS^T are then operands as they stand.
+// Scores are computed transposed (keys by rows): P^T and dS^T are then operands as they stand.
 #pragma once
 
 #include <sched.h>
@@ -20,7 +20,6 @@ class Backward {
   using Accum = typename Arithmetic::Accum;
   using Pack = Packer<Arithmetic, T>;
   static constexpr int kPair = Arithmetic::kPair;
-  static constexpr int kPanel = Arithmetic::kPanel;
 
  public:
   static constexpr int kChunk = 512;  // keys: packing a row tile costs about as much as 20 keys
@@ -34,7 +33,7 @@ class Backward {
   }
 
   static int64_t dq_tile_bytes(const BackwardParams& params) {
-    return int64_t{round_up(params.q.head_dim, kRowBlock)} * kTileRows * sizeof(Accum);
+    return int64_t{round_up(params.q.head_dim, kPadding)} * kTileRows * sizeof(Accum);
   }
 
   static void run(const BackwardParams& params, const BackwardShared& shared,
@@ -50,56 +49,50 @@ class Backward {
     Accum* scores;           // S^T [kTileKeys][kTileRows]
     Accum* score_gradients;  // dP^T, then dS^T where the bias has a gradient
     Accum* bias_gradient;    // dS^T summed over the heads of a bias head
-    Accum* dq_rows;          // [kTileRows][D]
-    Unit* weights;           // P^T, row form
-    Unit* weight_gradients;  // dS^T, row form
-    Panels<Unit> paired;     // dS^T, panel form: k = key, n = row
+    Unit* weights;           // P^T, left form
+    Unit* weight_gradients;  // dS^T, left form
+    Unit* paired;            // dS^T with its keys in pairs: [kTileKeys / kPair][kTileRows]
+    Unit* transposed;        // dS, left form
 
     Scratch(Arena& arena, const BackwardParams& params) {
       const int widest =
           params.q.head_dim > params.v.head_dim ? params.q.head_dim : params.v.head_dim;
-      staging = arena.take<Unit>(kTileRows * round_up(widest, kDepthBlock));
+      staging = arena.take<Unit>(kTileRows * round_up(widest, kPadding));
       scores = arena.take<Accum>(kTileKeys * kTileRows);
       score_gradients = arena.take<Accum>(kTileKeys * kTileRows);
       bias_gradient = arena.take<Accum>(kTileKeys * kTileRows);
-      dq_rows = arena.take<Accum>(kTileRows * round_up(params.q.head_dim, kRowBlock));
       weights = arena.take<Unit>(kTileKeys * kTileRows / kPair);
       weight_gradients = arena.take<Unit>(kTileKeys * kTileRows / kPair);
-      if (kPair == 1) {
-        paired = {weight_gradients, kPanel, kTileRows};
-      } else {
-        paired = {arena.take<Unit>(kTileKeys * kTileRows / kPair), kPanel, kTileRows};
-      }
+      paired = kPair == 1 ? weight_gradients : arena.take<Unit>(kTileKeys * kTileRows / kPair);
+      transposed = arena.take<Unit>(kTileRows * kTileKeys / kPair);
     }
   };
 
   // What is kept for each head: the chunk's keys, and the row tile being worked on.
   struct HeadScratch {
-    Unit* k;                     // row form [kChunk][D]
-    Unit* v;                     // row form [kChunk][Dv]
-    Unit* k_transposed;          // row form [D][kTileKeys] of each key tile
-    Accum* dk;                   // [kChunk][D]
-    Accum* dv;                   // [kChunk][Dv]
-    Panels<Unit> q_transposed;   // k = d, n = row
-    Panels<Unit> q;              // k = row, n = d
-    Panels<Unit> do_transposed;  // k = column of v, n = row
-    Panels<Unit> dout;           // k = row, n = column of v
-    Accum* dq;                   // transposed: [D][kTileRows]
+    Unit* k;              // [kChunk][D]
+    Unit* v;              // [kChunk][Dv]
+    Unit* k_pairs;        // the same keys in pairs, where kPair is 2
+    Accum* dk;            // [kChunk][D]
+    Accum* dv;            // [kChunk][Dv]
+    Unit* q_transposed;   // [D][kTileRows]
+    Unit* q;              // [kTileRows][D]
+    Unit* do_transposed;  // [Dv][kTileRows]
+    Unit* dout;           // [kTileRows][Dv]
+    Accum* dq;            // [kTileRows][D]
 
     HeadScratch(Arena& arena, const BackwardParams& params) {
-      const int d = round_up(params.q.head_dim, kDepthBlock);
-      const int dv_columns = round_up(params.v.head_dim, kDepthBlock);
+      const int d = round_up(params.q.head_dim, kPadding);
+      const int dv_columns = round_up(params.v.head_dim, kPadding);
       k = arena.take<Unit>(int64_t{kChunk} * d / kPair);
       v = arena.take<Unit>(int64_t{kChunk} * dv_columns / kPair);
-      k_transposed = arena.take<Unit>(int64_t{kChunk} * d / kPair);
+      k_pairs = kPair == 1 ? nullptr : arena.take<Unit>(int64_t{kChunk} * d / kPair);
       dk = arena.take<Accum>(int64_t{kChunk} * d);
       dv = arena.take<Accum>(int64_t{kChunk} * dv_columns);
-      q_transposed = {arena.take<Unit>(kTileRows * d / kPair), int64_t{kPanel} * d / kPair, kPanel};
-      q = {arena.take<Unit>(kTileRows * d / kPair), int64_t{kPanel} * kTileRows / kPair, kPanel};
-      do_transposed = {arena.take<Unit>(kTileRows * dv_columns / kPair),
-                       int64_t{kPanel} * dv_columns / kPair, kPanel};
-      dout = {arena.take<Unit>(kTileRows * dv_columns / kPair), int64_t{kPanel} * kTileRows / kPair,
-              kPanel};
+      q_transposed = arena.take<Unit>(kTileRows * d / kPair);
+      q = arena.take<Unit>(kTileRows * d / kPair);
+      do_transposed = arena.take<Unit>(kTileRows * dv_columns / kPair);
+      dout = arena.take<Unit>(kTileRows * dv_columns / kPair);
       dq = arena.take<Accum>(int64_t{d} * kTileRows);
     }
   };
@@ -107,16 +100,18 @@ class Backward {
   // One head of the item, and what its current row tile sees.
   struct Head {
     HeadView<T> view;
-    RowSource<T> dout;
+    RowSource<T> dout_source;
     HeadScratch scratch;
     int number;
+    Matrix<Unit> k, v, k_pairs;
+    Matrix<Unit> q_transposed, q, do_transposed, dout;
     bool active = false;  // the row tile sees keys of this chunk
     int chunks_before = 0;
     int chunks_seen = 0;
 
     Head(const BackwardParams& params, int b, int head, Arena& arena)
         : view(params, b, head),
-          dout(row_source<T>(params.dout, view.sequence.q_begin, head)),
+          dout_source(row_source<T>(params.dout, view.sequence.q_begin, head)),
           scratch(arena, params),
           number(head) {}
   };
@@ -132,8 +127,8 @@ class Backward {
         scratch_(arena_, params),
         heads_(arena_.take<Head>(heads)),
         sequence_(load_sequence(params.batch, item.sequence)),
-        depth_(round_up(params.q.head_dim, kDepthBlock)),
-        value_depth_(round_up(params.v.head_dim, kDepthBlock)),
+        depth_(round_up(params.q.head_dim, kPadding)),
+        value_depth_(round_up(params.v.head_dim, kPadding)),
         has_bias_(params.rab.data || params.relative_bias),
         has_bias_gradient_(params.drab.data || tables.position || tables.time) {
     for (int n = 0; n < heads; ++n)
@@ -154,16 +149,14 @@ class Backward {
     }
   }
 
-  // Packs the chunk's K and V and zeroes its dK and dV.
+  // Prepares the chunk's K and V and zeroes its dK and dV.
   void load_keys(Head& head) {
     const int keys = item_.end - item_.begin;
-    Pack::rows(head.view.k, item_.begin, keys, head.scratch.k, depth_ / kPair);
-    Pack::rows(head.view.v, item_.begin, keys, head.scratch.v, value_depth_ / kPair);
-    for (int k0 = 0; k0 < keys; k0 += kTileKeys) {
-      Pack::columns(head.view.k, item_.begin + k0, smaller(kTileKeys, keys - k0),
-                    transposed_keys(head, k0), kTileKeys / kPair, scratch_.staging);
-    }
-    const int64_t padded_keys = round_up(keys, kRowBlock);
+    head.k = Pack::rows(head.view.k, item_.begin, keys, head.scratch.k);
+    head.v = Pack::rows(head.view.v, item_.begin, keys, head.scratch.v);
+    head.k_pairs =
+        kPair == 1 ? head.k : Pack::row_pairs(head.view.k, item_.begin, keys, head.scratch.k_pairs);
+    const int64_t padded_keys = round_up(keys, kPadding);
     std::memset(head.scratch.dk, 0, padded_keys * depth_ * sizeof(Accum));
     std::memset(head.scratch.dv, 0, padded_keys * value_depth_ * sizeof(Accum));
   }
@@ -200,13 +193,16 @@ class Backward {
     }
   }
 
-  // Packs Q and dO of the row tile, both ways, and zeroes its dQ.
+  // Prepares Q and dO of the row tile, both ways, and zeroes its dQ.
   void load_rows(Head& head, int r0, int r1) {
     HeadScratch& s = head.scratch;
-    Pack::column_panels(head.view.q, r0, r1 - r0, s.q_transposed, scratch_.staging);
-    Pack::row_panels(head.view.q, r0, r1 - r0, s.q);
-    Pack::column_panels(head.dout, r0, r1 - r0, s.do_transposed, scratch_.staging);
-    Pack::row_panels(head.dout, r0, r1 - r0, s.dout);
+    const int rows = r1 - r0;
+    head.q_transposed =
+        Pack::columns(head.view.q, r0, rows, s.q_transposed, kTileRows, scratch_.staging);
+    head.q = Pack::row_pairs(head.view.q, r0, rows, s.q);
+    head.do_transposed =
+        Pack::columns(head.dout_source, r0, rows, s.do_transposed, kTileRows, scratch_.staging);
+    head.dout = Pack::row_pairs(head.dout_source, r0, rows, s.dout);
     std::memset(s.dq, 0, int64_t{depth_} * kTileRows * sizeof(Accum));
   }
 
@@ -219,9 +215,9 @@ class Backward {
       if (kind == TileKind::kFull || params_.drab.data) {
         tile(head, rows, rows, keys, kind == TileKind::kPartial);
       } else {
-        for_each_visible_block(head.view.mask, rows, keys, [&](Interval block, Interval seen) {
-          tile(head, rows, block, seen, true);
-        });
+        for_each_visible_block(
+            head.view.mask, rows, keys, Arithmetic::kBlock,
+            [&](Interval block, Interval seen) { tile(head, rows, block, seen, true); });
       }
       if (params_.drab.data) sum_bias_gradient(keys.end - keys.begin, any_visible);
       any_visible = true;
@@ -238,50 +234,48 @@ class Backward {
 
   // Some rows of the row tile `packed` against some keys of the chunk.
   void tile(Head& head, Interval packed, Interval rows, Interval keys, bool partial) {
-    HeadScratch& s = head.scratch;
     const int row_count = rows.end - rows.begin;
     const int key_count = keys.end - keys.begin;
-    const int padded_rows = round_up(row_count, kDepthBlock);
+    const int padded_rows = round_up(row_count, Arithmetic::kColumns);
     const int first_row = rows.begin - packed.begin;
     const int64_t first_key = keys.begin - item_.begin;
     const int d = params_.q.head_dim;
     const int dv = params_.v.head_dim;
+    const Matrix<Unit> weights = {scratch_.weights, kTileRows / kPair};
+    const Matrix<Unit> weight_gradients = {scratch_.weight_gradients, kTileRows / kPair};
 
     // S^T = K Q^T
-    Arithmetic::gemm(key_count, padded_rows, d, s.k + first_key * (depth_ / kPair), depth_ / kPair,
-                     s.q_transposed.from_column(first_row, kPanel), scratch_.scores, kTileRows,
-                     false);
+    Arithmetic::gemm(key_count, padded_rows, d, head.k.from(first_key, 0),
+                     head.q_transposed.from(0, first_row), scratch_.scores, kTileRows, false);
     if (has_bias_) {
       add_bias(params_, sequence_, item_.sequence, head.number, shape(rows, keys), scratch_.scores);
     }
     // dP^T = V dO^T
-    Arithmetic::gemm(key_count, padded_rows, dv, s.v + first_key * (value_depth_ / kPair),
-                     value_depth_ / kPair, s.do_transposed.from_column(first_row, kPanel),
-                     scratch_.score_gradients, kTileRows, false);
+    Arithmetic::gemm(key_count, padded_rows, dv, head.v.from(first_key, 0),
+                     head.do_transposed.from(0, first_row), scratch_.score_gradients, kTileRows,
+                     false);
     // P^T and dS^T
     activate(head, shape(rows, keys), padded_rows, partial);
     // dV += P^T dO
-    Arithmetic::gemm(key_count, round_up(dv, kPanel), row_count, scratch_.weights,
-                     kTileRows / kPair, s.dout.from_step(first_row / kPair),
-                     s.dv + first_key * value_depth_, value_depth_, true);
+    Arithmetic::gemm(key_count, round_up(dv, Arithmetic::kColumns), row_count, weights,
+                     head.dout.from(first_row / kPair, 0),
+                     head.scratch.dv + first_key * value_depth_, value_depth_, true);
     // dK += dS^T Q
-    Arithmetic::gemm(key_count, round_up(d, kPanel), row_count, scratch_.weight_gradients,
-                     kTileRows / kPair, s.q.from_step(first_row / kPair), s.dk + first_key * depth_,
+    Arithmetic::gemm(key_count, round_up(d, Arithmetic::kColumns), row_count, weight_gradients,
+                     head.q.from(first_row / kPair, 0), head.scratch.dk + first_key * depth_,
                      depth_, true);
-    // dQ^T += K^T dS^T
-    Arithmetic::gemm(d, padded_rows, key_count, transposed_keys(head, first_key), kTileKeys / kPair,
-                     scratch_.paired, s.dq + first_row, kTileRows, true);
+    // dQ += dS K
+    const Matrix<Unit> transposed =
+        Pack::transposed({scratch_.paired, kTileRows}, (key_count + kPair - 1) / kPair, padded_rows,
+                         scratch_.transposed, kTileKeys / kPair);
+    Arithmetic::gemm(row_count, round_up(d, Arithmetic::kColumns), key_count, transposed,
+                     head.k_pairs.from(first_key / kPair, 0),
+                     head.scratch.dq + int64_t{first_row} * depth_, depth_, true);
 
     if (tables_.position || tables_.time) {
       add_table_gradients(tables_, params_.relative_bias, sequence_, shape(rows, keys),
                           scratch_.score_gradients, static_cast<Accum>(params_.alpha));
     }
-  }
-
-  // K^T from a key of the chunk on: row form of each key tile, [D][kTileKeys].
-  Unit* transposed_keys(const Head& head, int64_t key) const {
-    const int64_t tile = key / kTileKeys * depth_ * kTileKeys;
-    return head.scratch.k_transposed + (tile + key % kTileKeys) / kPair;
   }
 
   // P = M * silu(X) * scale and dX = M * dP * scale * silu'(X), with X = alpha * (S + bias). The
@@ -310,10 +304,8 @@ class Backward {
           gradient[n] = activate_vector(key + n, row, bits[key + n] >> row, load(scale + row));
         }
         if constexpr (kPair == 2) {
-          const int64_t panel = row / kPanel * scratch_.paired.panel_stride + row % kPanel;
-          store_row_pair<Arithmetic>(
-              scratch_.paired.data + panel + key / kPair * scratch_.paired.k_stride, gradient[0],
-              gradient[kPair - 1]);
+          store_row_pair<Arithmetic>(scratch_.paired + key / kPair * kTileRows + row, gradient[0],
+                                     gradient[kPair - 1]);
         }
       }
     }
@@ -357,22 +349,16 @@ class Backward {
         store(sum + n, head.chunks_before == 0 ? part : load(sum + n) + part);
       }
     }
-    if (head.chunks_before + 1 == head.chunks_seen) store_dq(head, sum, r0, r1);
+    if (head.chunks_before + 1 == head.chunks_seen) {
+      store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, sum, depth_,
+                 static_cast<Accum>(params_.alpha));
+    }
     if (turn) __atomic_store_n(turn, head.chunks_before + 1, __ATOMIC_RELEASE);
   }
 
-  void store_dq(const Head& head, const Accum* dq, int r0, int r1) {
-    for (int d = 0; d < depth_; d += kLanes<Accum>) {
-      transpose(dq + d * kTileRows, kTileRows, round_up(r1 - r0, kLanes<Accum>),
-                scratch_.dq_rows + d, depth_);
-    }
-    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, scratch_.dq_rows, depth_,
-               static_cast<Accum>(params_.alpha));
-  }
-
   void store_zero_dq(const Head& head, int r0, int r1) {
-    std::memset(scratch_.dq_rows, 0, int64_t{kTileRows} * depth_ * sizeof(Accum));
-    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, scratch_.dq_rows, depth_,
+    std::memset(head.scratch.dq, 0, int64_t{kTileRows} * depth_ * sizeof(Accum));
+    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, head.scratch.dq, depth_,
                Accum{1});
   }
 

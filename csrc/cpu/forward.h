@@ -12,8 +12,8 @@ template <typename Arithmetic, typename T>
 class Forward {
   using Unit = typename Arithmetic::Unit;
   using Accum = typename Arithmetic::Accum;
+  using Pack = Packer<Arithmetic, T>;
   static constexpr int kPair = Arithmetic::kPair;
-  static constexpr int kPanel = Arithmetic::kPanel;
 
  public:
   static constexpr int kChunk = 512;  // rows that share the packing of a key tile
@@ -28,23 +28,22 @@ class Forward {
 
  private:
   struct Scratch {
-    Unit* q;                    // row form [kChunk][D]
-    Panels<Unit> k_transposed;  // k = d, n = key
-    Panels<Unit> v;             // k = key, n = column of v
-    Unit* staging;              // [kTileKeys][D]
-    Accum* scores;              // [kTileRows][kTileKeys]
-    Unit* weights;              // P, row form [kTileRows][kTileKeys]
-    Accum* out;                 // [kChunk][Dv]
+    Unit* q;        // [kChunk][D]
+    Unit* k;        // K^T [D][kTileKeys]
+    Unit* v;        // [kTileKeys][Dv]
+    Unit* staging;  // [kTileKeys][D]
+    Accum* scores;  // [kTileRows][kTileKeys]
+    Unit* weights;  // P, left form [kTileRows][kTileKeys]
+    Accum* out;     // [kChunk][Dv]
     int64_t bytes;
 
     Scratch(char* base, const ForwardParams& params) {
-      const int depth = round_up(params.q.head_dim, kDepthBlock) / kPair;
-      const int columns = round_up(params.v.head_dim, kRowBlock);
+      const int depth = round_up(params.q.head_dim, kPadding) / kPair;
+      const int columns = round_up(params.v.head_dim, kPadding);
       Arena arena(base);
       q = arena.take<Unit>(int64_t{kChunk} * depth);
-      k_transposed = {arena.take<Unit>(kTileKeys * depth), int64_t{kPanel} * depth, kPanel};
-      v = {arena.take<Unit>(kTileKeys / kPair * columns), int64_t{kPanel} * kTileKeys / kPair,
-           kPanel};
+      k = arena.take<Unit>(kTileKeys * depth);
+      v = arena.take<Unit>(kTileKeys / kPair * columns);
       staging = arena.take<Unit>(kTileKeys * depth);
       scores = arena.take<Accum>(kTileRows * kTileKeys);
       weights = arena.take<Unit>(kTileRows * kTileKeys / kPair);
@@ -58,14 +57,13 @@ class Forward {
         item_(item),
         head_(params, item.sequence, item.head),
         scratch_(scratch, params),
-        depth_(round_up(params.q.head_dim, kDepthBlock)),
-        out_stride_(round_up(params.v.head_dim, kRowBlock)),
+        q_(Pack::rows(head_.q, item.begin, item.end - item.begin, scratch_.q)),
+        out_stride_(round_up(params.v.head_dim, kPadding)),
         has_bias_(params.rab.data || params.relative_bias) {}
 
   void run() {
     const int rows = item_.end - item_.begin;
-    Packer<Arithmetic, T>::rows(head_.q, item_.begin, rows, scratch_.q, depth_ / kPair);
-    std::memset(scratch_.out, 0, round_up(rows, kRowBlock) * out_stride_ * sizeof(Accum));
+    std::memset(scratch_.out, 0, round_up(rows, kPadding) * out_stride_ * sizeof(Accum));
 
     const KeyIntervals visible = tiles(head_.mask.kv_intervals(item_.begin, item_.end), kTileKeys);
     for (int n = 0; n < visible.count; ++n) {
@@ -85,15 +83,15 @@ class Forward {
       const TileKind kind = head_.mask.classify(r0, r1, k0, k1);
       if (kind == TileKind::kEmpty) continue;
       if (!packed) {
-        Packer<Arithmetic, T>::column_panels(head_.k, k0, k1 - k0, scratch_.k_transposed,
-                                             scratch_.staging);
-        Packer<Arithmetic, T>::row_panels(head_.v, k0, k1 - k0, scratch_.v);
+        k_transposed_ =
+            Pack::columns(head_.k, k0, k1 - k0, scratch_.k, kTileKeys, scratch_.staging);
+        v_ = Pack::row_pairs(head_.v, k0, k1 - k0, scratch_.v);
         packed = true;
       }
       if (kind == TileKind::kFull) {
         tile({r0, r1}, {k0, k1}, k0, false);
       } else {
-        for_each_visible_block(head_.mask, {r0, r1}, {k0, k1},
+        for_each_visible_block(head_.mask, {r0, r1}, {k0, k1}, Arithmetic::kBlock,
                                [&](Interval rows, Interval keys) { tile(rows, keys, k0, true); });
       }
     }
@@ -103,15 +101,13 @@ class Forward {
   void tile(Interval rows, Interval keys, int k0, bool partial) {
     const int row_count = rows.end - rows.begin;
     const int key_count = keys.end - keys.begin;
-    const int padded_keys = round_up(key_count, kDepthBlock);
+    const int padded_keys = round_up(key_count, Arithmetic::kColumns);
     const int first_row = rows.begin - item_.begin;
     const int first_key = keys.begin - k0;
 
     // S = Q K^T
-    Arithmetic::gemm(row_count, padded_keys, params_.q.head_dim,
-                     scratch_.q + int64_t{first_row} * (depth_ / kPair), depth_ / kPair,
-                     scratch_.k_transposed.from_column(first_key, kPanel), scratch_.scores,
-                     kTileKeys, false);
+    Arithmetic::gemm(row_count, padded_keys, params_.q.head_dim, q_.from(first_row, 0),
+                     k_transposed_.from(0, first_key), scratch_.scores, kTileKeys, false);
     if (has_bias_) {
       add_bias(params_, head_.sequence, item_.sequence, item_.head,
                TileShape{rows.begin, row_count, keys.begin, key_count, kTileKeys, 1},
@@ -126,8 +122,8 @@ class Forward {
     }
 
     // O += P V
-    Arithmetic::gemm(row_count, round_up(params_.v.head_dim, kPanel), key_count, scratch_.weights,
-                     kTileKeys / kPair, scratch_.v.from_step(first_key / kPair),
+    Arithmetic::gemm(row_count, round_up(params_.v.head_dim, Arithmetic::kColumns), key_count,
+                     {scratch_.weights, kTileKeys / kPair}, v_.from(first_key / kPair, 0),
                      scratch_.out + int64_t{first_row} * out_stride_, out_stride_, true);
   }
 
@@ -159,7 +155,9 @@ class Forward {
   const WorkItem& item_;
   HeadView<T> head_;
   Scratch scratch_;
-  int depth_;       // D, padded
+  Matrix<Unit> q_;             // the item's rows
+  Matrix<Unit> k_transposed_;  // of the current key tile
+  Matrix<Unit> v_;
   int out_stride_;  // Dv, padded
   bool has_bias_;
 };

@@ -6,8 +6,6 @@
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
-
 // Hands out aligned pieces of a scratch buffer; with a null buffer it only counts them.
 class Arena {
  public:
@@ -80,105 +78,94 @@ template <typename Arithmetic, typename T>
 struct Packer {
   using Unit = typename Arithmetic::Unit;
   static constexpr int kPair = Arithmetic::kPair;
-  static constexpr int kPanel = Arithmetic::kPanel;
+  // Rows of a tensor are rows of a left operand as they stand.
+  static constexpr bool kUnitRows = std::is_same_v<T, Unit> || kPair == 2;
 
-  // Units of a row that pair neighbouring columns. `columns` is padded to `padded` columns.
-  static HSTU_INLINE void column_pairs(const T* row, int columns, int padded, Unit* units) {
+  // Left form: m is the row, k the column.
+  static Matrix<Unit> rows(const RowSource<T>& source, int begin, int count, Unit* copy) {
+    return copy_rows(source, begin, count, round_up(count, Arithmetic::kRows), copy);
+  }
+
+  // Right form: k is the row, n the column.
+  static Matrix<Unit> row_pairs(const RowSource<T>& source, int begin, int count, Unit* copy) {
     if constexpr (kPair == 1) {
-      for (int d = 0; d < columns; ++d) units[d] = to_float(row[d]);
+      return rows(source, begin, count, copy);
     } else {
-      static_assert(std::is_same_v<T, BFloat16>, "pairs are made of bf16 elements");
-      std::memcpy(units, row, columns * sizeof(T));  // head dims are even
-    }
-    std::memset(units + columns / kPair, 0, (padded - columns) / kPair * sizeof(Unit));
-  }
-
-  // Units that pair two neighbouring rows, or hold one row. `odd` may be null: zeros.
-  static HSTU_INLINE void row_pairs(const T* even, const T* odd, int columns, Unit* units) {
-    if constexpr (kPair == 1) {
-      for (int d = 0; d < columns; ++d) units[d] = to_float(even[d]);
-    } else if (odd) {
-      for (int d = 0; d < columns; ++d) {
-        units[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;
-      }
-    } else {
-      for (int d = 0; d < columns; ++d) units[d] = even[d].bits;
+      return copy_row_pairs(source, begin, count, copy);
     }
   }
 
-  // Row form: m is the row, k the column.
-  static void rows(const RowSource<T>& source, int begin, int count, Unit* units, int64_t stride) {
-    const int padded = round_up(source.columns, kDepthBlock);
-    for (int r = 0; r < count; ++r) {
-      column_pairs(source.row(begin + r), source.columns, padded, units + r * stride);
-    }
-    for (int r = count; r < round_up(count, kRowBlock); ++r) {
-      std::memset(units + r * stride, 0, padded / kPair * sizeof(Unit));
-    }
-  }
-
-  // Panel form of the rows: k is the row, n the column.
-  static void row_panels(const RowSource<T>& source, int begin, int count, Panels<Unit> panels) {
-    const int steps = round_up(count, kDepthBlock) / kPair;
-    for (int step = 0; step < steps; ++step) {
-      Unit* units = panels.data + step * panels.k_stride;
-      int column = 0;
-      for (; column + kPanel <= source.columns; column += kPanel, units += panels.panel_stride) {
-        pair_of_rows(source, begin, count, step, column, kPanel, units);
-      }
-      if (column == source.columns) continue;
-      const int rest = source.columns - column;
-      pair_of_rows(source, begin, count, step, column, rest, units);
-      std::memset(units + rest, 0, (kPanel - rest) * sizeof(Unit));
-    }
-  }
-
-  // Panel form of the transpose: k is the column, n the row. `staging` may receive the row form.
-  static void column_panels(const RowSource<T>& source, int begin, int count, Panels<Unit> panels,
-                            Unit* staging) {
-    const int depth = round_up(source.columns, kDepthBlock) / kPair;
+  // Right form of the transpose: k is the column, n the row. `staging` may receive a copy of rows.
+  static Matrix<Unit> columns(const RowSource<T>& source, int begin, int count, Unit* copy,
+                              int64_t stride, Unit* staging) {
+    const int padded = round_up(count, Arithmetic::kColumns);
     // Whole squares of rows that already consist of units need no copy.
-    constexpr bool kUnitRows = std::is_same_v<T, Unit> || kPair == 2;
     const int in_place =
-        kUnitRows && source.columns % kDepthBlock == 0 ? count / kLanes<Unit> * kLanes<Unit> : 0;
-    rows(source, begin + in_place, count - in_place, staging, depth);
-    for (int row = 0; row < round_up(count, kRowBlock); row += kLanes<Unit>) {
+        kUnitRows && source.columns % kPadding == 0 ? count / kLanes<Unit> * kLanes<Unit> : 0;
+    const Matrix<Unit> copied =
+        copy_rows(source, begin + in_place, count - in_place, padded - in_place, staging);
+    for (int row = 0; row < padded; row += kLanes<Unit>) {
       const Unit* square[kLanes<Unit>];
       for (int n = 0; n < kLanes<Unit>; ++n) {
         square[n] = row < in_place ? reinterpret_cast<const Unit*>(source.row(begin + row + n))
-                                   : staging + (row - in_place + n) * depth;
+                                   : copied.from(row - in_place + n, 0).data;
       }
-      Unit* panel = panels.data + row / kPanel * panels.panel_stride + row % kPanel;
-      transpose(square, depth, panel, panels.k_stride);
+      transpose(square, copied.row_stride, copy + row, stride);
     }
+    return {copy, stride};
   }
 
-  // Row form of the transpose: m is the column, k the row. `staging` holds paired rows.
-  static void columns(const RowSource<T>& source, int begin, int count, Unit* units, int64_t stride,
-                      Unit* staging) {
-    const int padded = round_up(source.columns, kRowBlock);
-    const int steps = round_up(count, kDepthBlock) / kPair;
-    for (int step = 0; step < steps; ++step) {
-      pair_of_rows(source, begin, count, step, 0, source.columns, staging + step * padded);
-      std::memset(staging + step * padded + source.columns, 0,
-                  (padded - source.columns) * sizeof(Unit));
-    }
-    for (int step = 0; step < steps; step += kLanes<Unit>) {
-      transpose(staging + step * padded, padded, padded, units + step, stride);
+  // The transpose of a matrix, as a left operand: a copy only where it needs one.
+  static Matrix<Unit> transposed(Matrix<Unit> matrix, int rows, int columns, Unit* copy,
+                                 int64_t stride) {
+    if constexpr (Arithmetic::kAnyStride) {
+      return matrix.transposed();
+    } else {
+      for (int row = 0; row < rows; row += kLanes<Unit>) {
+        transpose(matrix.from(row, 0).data, matrix.row_stride, columns, copy + row, stride);
+      }
+      return {copy, stride};
     }
   }
 
  private:
-  static HSTU_INLINE void pair_of_rows(const RowSource<T>& source, int begin, int count, int step,
-                                       int column, int columns, Unit* units) {
-    const int r = step * kPair;
-    if (r >= count) {
-      std::memset(units, 0, columns * sizeof(Unit));
-      return;
+  static Matrix<Unit> copy_rows(const RowSource<T>& source, int begin, int count, int padded_count,
+                                Unit* copy) {
+    const int columns = source.columns;
+    const int stride = round_up(columns, kPadding) / kPair;
+    for (int r = 0; r < count; ++r) {
+      Unit* units = copy + r * stride;
+      const T* row = source.row(begin + r);
+      if constexpr (kPair == 1) {
+        for (int d = 0; d < columns; ++d) units[d] = to_float(row[d]);
+      } else {
+        static_assert(std::is_same_v<T, BFloat16>, "pairs are made of bf16 elements");
+        std::memcpy(units, row, columns * sizeof(T));  // head dims are even
+      }
+      std::memset(units + columns / kPair, 0, (stride - columns / kPair) * sizeof(Unit));
     }
-    const bool has_odd = kPair == 2 && r + 1 < count;
-    const T* odd = has_odd ? source.row(begin + r + 1) + column : nullptr;
-    row_pairs(source.row(begin + r) + column, odd, columns, units);
+    std::memset(copy + count * stride, 0, int64_t{padded_count - count} * stride * sizeof(Unit));
+    return {copy, stride};
+  }
+
+  // Units that pair two neighbouring rows.
+  static Matrix<Unit> copy_row_pairs(const RowSource<T>& source, int begin, int count, Unit* copy) {
+    const int columns = source.columns;
+    const int stride = round_up(columns, kPadding);
+    for (int r = 0; r < round_up(count, kPadding); r += kPair) {
+      Unit* units = copy + r / kPair * stride;
+      const T* even = r < count ? source.row(begin + r) : nullptr;
+      const T* odd = r + 1 < count ? source.row(begin + r + 1) : nullptr;
+      if (odd) {
+        for (int d = 0; d < columns; ++d) {
+          units[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;
+        }
+      } else {
+        for (int d = 0; d < columns; ++d) units[d] = even ? even[d].bits : 0;
+      }
+      std::memset(units + columns, 0, (stride - columns) * sizeof(Unit));
+    }
+    return {copy, stride};
   }
 };
 

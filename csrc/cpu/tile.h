@@ -12,12 +12,12 @@ constexpr int smaller(int x, int y) { return x < y ? x : y; }
 constexpr int larger(int x, int y) { return x > y ? x : y; }
 
 // Calls `function(rows, keys)` for the blocks of a partial tile that hold everything visible in it:
-// kRowBlock rows each, and the keys that those rows see, from a multiple of kDepthBlock on.
+// `size` rows each, and the keys that those rows see, from a multiple of `size` on.
 template <typename Function>
-HSTU_INLINE void for_each_visible_block(const Mask& mask, Interval rows, Interval keys,
+HSTU_INLINE void for_each_visible_block(const Mask& mask, Interval rows, Interval keys, int size,
                                         Function function) {
-  for (int r0 = rows.begin; r0 < rows.end; r0 += kRowBlock) {
-    const int r1 = smaller(r0 + kRowBlock, rows.end);
+  for (int r0 = rows.begin; r0 < rows.end; r0 += size) {
+    const int r1 = smaller(r0 + size, rows.end);
     const KeyIntervals visible = mask.kv_intervals(r0, r1);
     int begin = keys.end;
     int end = keys.begin;
@@ -28,7 +28,7 @@ HSTU_INLINE void for_each_visible_block(const Mask& mask, Interval rows, Interva
       end = larger(end, smaller(seen.end, keys.end));
     }
     if (begin >= end) continue;
-    begin -= (begin - keys.begin) % kDepthBlock;
+    begin -= (begin - keys.begin) % size;
     function(Interval{r0, r1}, Interval{begin, end});
   }
 }
@@ -45,7 +45,7 @@ inline void transpose_bits(uint64_t (&words)[64]) {
   }
 }
 
-// Stores one vector of results as an operand in row form. `units` counts from the row's start.
+// Stores one vector of results in a row of a left operand.
 template <typename Arithmetic>
 HSTU_INLINE void store_operand(typename Arithmetic::Unit* row, int element,
                                Vector<typename Arithmetic::Accum> value) {
