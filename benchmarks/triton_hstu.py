@@ -117,7 +117,7 @@ backward_kernel = _tuned(triton_kernels.backward, BACKWARD_CONFIGS, ["dq"])
 
 def _length_bucket(max_seqlen: int) -> int:
     """The longest sequence for which the same configuration is taken."""
-    return next((bucket for bucket in (1024, 4096) if max_seqlen <= bucket), 16384)
+    return next((bucket for bucket in (512, 1024, 4096) if max_seqlen <= bucket), 16384)
 
 
 # ---------------------------------------------------------------------------------------------
