@@ -81,10 +81,12 @@ def roofline(records: Sequence[Record], path: Path) -> None:
     axes.set(
         xscale="log",
         yscale="log",
+        ylim=(peak / 30, peak * 1.3),  # so that the legend has room below
         xlabel="FLOP per byte that has to be moved",
         ylabel="TFLOP/s",
         title=_title(measured[0]),
     )
+    axes.yaxis.set_major_formatter("{x:.0f}")
     axes.legend(fontsize=8, ncols=2, loc="lower right")
     _save(figure, path)
 

@@ -144,11 +144,12 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _constants(q: Tensor) -> dict[str, Any]:
+    exact = q.dtype == torch.float32
     return {
         "HEADS": q.shape[1],
         "DIM": q.shape[2],
-        "HARDWARE": not INTERPRETED and torch.version.hip is None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "HARDWARE": not (exact or INTERPRETED or torch.version.hip),
+        "PRECISION": "ieee" if exact else "tf32",
     }
 
 

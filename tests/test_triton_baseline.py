@@ -7,14 +7,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from hstu_attn import Mask
 from hstu_attn.testing import check_against_reference, make_batch
 
 triton = pytest.importorskip("triton", reason="needs triton")
-from benchmarks import triton_hstu  # noqa: E402
+from benchmarks import columns, triton_hstu  # noqa: E402
 
 TOO_NEW = TorchVersion(numpy.__version__) >= "2.4" and TorchVersion(triton.__version__) < "3.7"
 interpreter = pytest.mark.skipif(
@@ -22,6 +21,8 @@ interpreter = pytest.mark.skipif(
     reason="Triton's interpreter is for machines without a GPU; before 3.7 it needs numpy < 2.4",
 )
 gpu = pytest.mark.gpu(kernels=False)
+
+attention = columns.make("triton").function  # with the arguments of hstu_attn.hstu_attention
 
 MASKS = {
     "causal": (None, None),
@@ -31,26 +32,6 @@ MASKS = {
     "context-target": ((2, 18, 4), (15, 15, 27)),
 }
 TILES = ((16, 16), (32, 16), (16, 32))
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    mask: Mask,
-    alpha: float,
-    scaling_seqlen: int,
-    **_: Any,
-) -> Tensor:
-    """The baseline with the arguments of `hstu_attn.hstu_attention`."""
-    scaling_seqlen = max_seqlen_q if scaling_seqlen == -1 else scaling_seqlen
-    return triton_hstu.hstu_attention(
-        q, k, v, cu_seqlens_q, max_seqlen_q, scaling_seqlen,
-        mask.num_contexts, mask.num_targets, alpha,
-    )  # fmt: skip
 
 
 def make_mask(name: str, device: str = "cpu") -> Mask:
