@@ -29,8 +29,8 @@ def config(rows: int, keys: int, warps: int, stages: int, tma: bool) -> triton.C
     return triton.Config(tiles, num_warps=warps, num_stages=stages)
 
 
-# By head dim, for 16-bit inputs on Hopper: of a few dozen that were compiled for it, those that
-# spill few or no registers and fit into its shared memory.
+# By head dim, for 16-bit inputs on Hopper: of a few dozen that were compiled for it, those that fit
+# into its shared memory and spill the fewest registers.
 FORWARD_CONFIGS = {
     32: [
         config(128, 64, 4, 3, False),
