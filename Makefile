@@ -4,6 +4,7 @@
 #   make demo        train the example recommender, with a report at the end   (DEMO_ARGS="...")
 #   make test        run the tests                                             (PYTEST_ARGS="...")
 #   make bench-cpu   compare the CPU kernels with plain torch
+#   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
 #   make lint        what continuous integration checks;  make format  mends what can be mended
 #   make cuda        compile the CUDA kernels, GPU or not, into build/cuda, and check the result
 #   make asan        run the tests on libraries built with AddressSanitizer
@@ -21,11 +22,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VEN
 
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: demo test bench-cpu install cuda lint mypy format asan sanitize-cuda wheel sdist clean
+.PHONY: demo test bench-cpu bench-gpu install cuda lint mypy format asan sanitize-cuda wheel sdist \
+  clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built
@@ -36,6 +39,9 @@ test: $(VENV)/.built
 
 bench-cpu: $(VENV)/.built
 	$(BIN)/python -m benchmarks.cpu
+
+bench-gpu: $(VENV)/.built
+	$(BIN)/python -m benchmarks.attention $(BENCH_ARGS)
 
 install: $(VENV)/.built
 
@@ -93,7 +99,7 @@ asan: $(VENV)/.installed
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
-	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks process_memory readme)
+	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks gpu_benchmarks process_memory readme triton_baseline)
 
 # A small case of every kernel. Without the caching allocator each tensor is an allocation of its own,
 # so that a step outside is seen; SANITIZER is compute-sanitizer of the toolkit, or of pip's package

@@ -2,9 +2,13 @@
 
 - cpu: the CPU kernels beside plain torch; `make bench-cpu`
 - cpu_limits: the CPU kernels by instruction set, beside a matrix product
+- attention: the kernels for GPUs beside Triton and softmax attention; `make bench-gpu`
+- plots: draws stored results of attention
 - retrieval: what examples/train_retrieval.py reaches
 - readme: writes the tables of README.md and docs/ from the stored results
 
-The rest is shared: the batches that are measured (cases), the same attention in plain torch
-(implementations), peak memory (memory), and records of results and tables of text (report).
+The rest is shared: the batches that are measured (cases, for GPUs workloads), the same attention in
+plain torch (implementations) and what GPUs are measured with (columns, of which triton_hstu is our
+baseline in Triton), peak memory (memory), time on a GPU (gpu), and records of results and tables of
+text (report).
 """

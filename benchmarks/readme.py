@@ -15,7 +15,7 @@ from typing import Any
 from .cpu_limits import MATMUL
 from .report import RESULTS, ROOT, read_results
 
-__all__ = ["DOCUMENTS", "cpu_tables", "render"]
+__all__ = ["DOCUMENTS", "cpu_tables", "gpu_tables", "render"]
 
 Record = dict[str, Any]
 NOTHING = "No results are stored."
@@ -101,6 +101,77 @@ def cpu_tables(folder: Path = RESULTS / "cpu") -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
+# The kernels for GPUs
+# ---------------------------------------------------------------------------------------------
+
+GPU_YARDSTICKS = ("triton", "flash2")
+DIRECTIONS = ("forward", "backward")
+
+
+def _gpu_row(records: list[Record], impls: Sequence[str]) -> list[str]:
+    """Shares of the matrix product, then how many times as fast as each yardstick."""
+    found = {(r["impl"], r["pass"]): r for r in records}
+
+    def share(impl: str, direction: str) -> str:
+        record = found.get((impl, direction))
+        if record and record["error"]:
+            return "failed"
+        value = record and record["share_of_matmul"]
+        return f"{value:.2f}" if value else "-"
+
+    def times_as_fast(impl: str, other: str, direction: str) -> str:
+        slower, faster = (found.get((name, direction), {}).get("ms") for name in (other, impl))
+        return f"{slower / faster:.2f}" if slower and faster else "-"
+
+    def both(cells: Iterable[str]) -> str:
+        forward, backward = cells
+        return "-" if forward == backward == "-" else f"{forward} / {backward}"
+
+    return [
+        records[0]["case"],
+        str(records[0]["head_dim"]),
+        *(both(share(impl, direction) for direction in DIRECTIONS) for impl in impls),
+        *(
+            both(times_as_fast(impl, other, direction) for direction in DIRECTIONS)
+            for impl in impls
+            if impl.startswith("hstu_attn")
+            for other in GPU_YARDSTICKS
+        ),
+    ]
+
+
+def gpu_tables(folder: Path = RESULTS) -> list[str]:
+    """One table for each file of a GPU: the cases of the table group."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*/*.json")):
+        every = read_results(path)
+        records = [r for r in every if "gpu" in r and r["group"] == "table"]
+        if not records:
+            continue
+        groups: dict[tuple[Any, ...], list[Record]] = {}
+        for record in records:
+            groups.setdefault((record["case"], record["head_dim"]), []).append(record)
+        impls = list(dict.fromkeys(r["impl"] for r in records))
+        ours = [impl for impl in impls if impl.startswith("hstu_attn")]
+        over = [f"{impl} over {other}" for impl in ours for other in GPU_YARDSTICKS]
+        first = records[0]
+        lines += [
+            f"{first['gpu']}, torch {first['torch']}, CUDA {first['cuda']}, Triton "
+            f"{first['triton']}, {first['date']}, commit {first['commit']}; the matrix product "
+            f"runs at {_number(first['matmul_tflops'])} TFLOP/s:",
+            "",
+            *_markdown_table(
+                ["sequences x lengths", "D", *impls, *over],
+                (_gpu_row(group, impls) for group in groups.values()),
+            ),
+            "",
+            f"`{first['command']}`",
+            "",
+        ]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------------------------------------
 # The retrieval example
 # ---------------------------------------------------------------------------------------------
 
@@ -153,7 +224,7 @@ def limits_tables(folder: Path = RESULTS / "cpu-limits") -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
-    ROOT / "README.md": {"cpu": cpu_tables, "retrieval": retrieval_tables},
+    ROOT / "README.md": {"cpu": cpu_tables, "gpu": gpu_tables, "retrieval": retrieval_tables},
     ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import re
 import subprocess
@@ -27,6 +28,8 @@ __all__ = [
     "environment",
     "print_environment",
     "read_results",
+    "rounded",
+    "software",
     "text_table",
     "write_records",
     "write_results",
@@ -83,16 +86,17 @@ class Result:
             dtype=case.dtype_name,
             direction=direction,
             impl=impl,
-            ms=_rounded(median),
-            fastest_ms=_rounded(ordered[0] if ordered else None),
+            ms=rounded(median),
+            fastest_ms=rounded(ordered[0] if ordered else None),
             rounds=len(ordered),
-            gflops=_rounded(median and case.flops(direction == "backward") / median / 1e6),
-            peak_mib=_rounded(peak_mib),
+            gflops=rounded(median and case.flops(direction == "backward") / median / 1e6),
+            peak_mib=rounded(peak_mib),
             skipped=skipped,
         )
 
 
-def _rounded(x: float | None) -> float | None:
+def rounded(x: float | None) -> float | None:
+    """With four significant digits."""
     return None if x is None else float(f"{x:.4g}")
 
 
@@ -122,7 +126,12 @@ def cpu_features() -> list[str]:
 
 
 def _commit() -> str:
-    """The commit measured; with "+" where the sources differ from it."""
+    """The commit measured; with "+" where the sources differ from it.
+
+    A tree without a repository is told its commit by HSTU_ATTN_COMMIT.
+    """
+    if told := os.environ.get("HSTU_ATTN_COMMIT"):
+        return told
     sources = ["csrc", "hstu_attn", "benchmarks/*.py", "setup.py"]
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
@@ -142,8 +151,15 @@ def environment(command: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "features": cpu_features(),
         "threads": torch.get_num_threads(),
+        **software(command),
+    }
+
+
+def software(command: str, commit: str | None = None) -> dict[str, Any]:
+    """What every record says about the software, and when it was measured."""
+    return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "hstu_attn": hstu_attn.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,0 +1,180 @@
+"""What benchmarks.attention compares: HSTU attention of this library and in Triton, and softmax.
+
+- hstu_attn: this library, with the kernels that it chooses for the GPU
+- hstu_attn_sm80 and the like: with those of the architecture named (HSTU_ATTN_FORCE_ARCH)
+- triton: the baseline of triton_hstu.py
+- flash2, cudnn: softmax attention of torch on a dense causal batch of the same shape
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hstu_attn
+from hstu_attn.testing import Batch, check_against_reference
+
+from .workloads import Workload
+
+__all__ = ["Call", "Column", "is_ours", "make"]
+
+ARCH_VARIABLE = "HSTU_ATTN_FORCE_ARCH"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, the tensors that it is called with and differentiated by, and dO."""
+
+    function: Callable[..., Tensor]
+    leaves: tuple[Tensor, ...]
+    dout: Tensor
+
+    def forward(self) -> Tensor:
+        """Without gradients."""
+        with torch.no_grad():
+            return self.function(*self.leaves)
+
+    def record(self) -> Tensor:
+        """With what the backward needs."""
+        return self.function(*self.leaves)
+
+    def backward_of(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of everything that requires one; `out` may be used again."""
+        wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+        return torch.autograd.grad(out, wanted, self.dout, retain_graph=True)
+
+
+class Column:
+    """An implementation of HSTU attention, called like `hstu_attn.hstu_attention`."""
+
+    def __init__(self, name: str, function: Callable[..., Tensor], arch: str | None = None):
+        self.name, self.function, self.arch = name, function, arch
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """In which its calls and their backward have to run."""
+        if self.arch is None:
+            yield
+            return
+        before = os.environ.get(ARCH_VARIABLE)
+        os.environ[ARCH_VARIABLE] = self.arch
+        try:
+            yield
+        finally:
+            del os.environ[ARCH_VARIABLE]
+            if before is not None:
+                os.environ[ARCH_VARIABLE] = before
+
+    def takes(self, workload: Workload) -> bool:
+        """Whether it has what the workload asks for."""
+        return True
+
+    def check(self, workload: Workload, device: str) -> None:
+        """Hold it to the tolerance of the tests on a small batch of the same kind."""
+        batch = workload.make_small(device)
+        with self.active():
+            check_against_reference(self.function, batch, **self._options(workload))
+
+    def prepare(self, workload: Workload, batch: Batch) -> Call:
+        """The call on a batch."""
+        tensors = batch.differentiable()
+        for name, tensor in tensors.items():
+            wanted = name != "rab" or workload.bias_gradient
+            tensors[name] = tensor.detach().requires_grad_(wanted)
+        options = self._options(workload)
+        leaves, dout = tuple(tensors.values()), torch.randn_like(batch.v)
+        if batch.bias is None:  # as directly as a user calls it, for the sake of the host's time
+            call = functools.partial(self.function, **batch.options(), **options)
+            return Call(call, leaves, dout)
+
+        def with_bias(*leaves: Tensor) -> Tensor:
+            used = batch.with_tensors(dict(zip(tensors, leaves, strict=True)))
+            return self.function(used.q, used.k, used.v, **used.options(), **options)
+
+        return Call(with_bias, leaves, dout)
+
+    def _options(self, workload: Workload) -> dict[str, Any]:
+        return {"deterministic": True} if workload.deterministic else {}
+
+
+class Triton(Column):
+    """The baseline."""
+
+    def __init__(self) -> None:
+        from . import triton_hstu
+
+        def function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            mask, longest = options["mask"], options["max_seqlen_q"]
+            given = options["scaling_seqlen"]
+            return triton_hstu.hstu_attention(
+                q, k, v, options["cu_seqlens_q"], longest, longest if given == -1 else given,
+                mask.num_contexts, mask.num_targets, options["alpha"],
+            )  # fmt: skip
+
+        super().__init__("triton", function)
+
+    def takes(self, workload: Workload) -> bool:
+        masks = ("causal", "context", "targets", "context + targets")
+        plain = not workload.bias_heads and not workload.deterministic
+        return plain and workload.mask_name in masks
+
+
+class Softmax(Column):
+    """One of torch's backends, on the same packed tensors seen as a dense batch."""
+
+    def __init__(self, name: str, backend: SDPBackend):
+        def function(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+        super().__init__(name, function)
+
+    def takes(self, workload: Workload) -> bool:
+        return workload.is_dense_causal
+
+    def check(self, workload: Workload, device: str) -> None:
+        """Not HSTU attention: nothing to compare with."""
+
+    def prepare(self, workload: Workload, batch: Batch) -> Call:
+        def dense(x: Tensor) -> Tensor:
+            shape = (workload.batch, workload.longest, workload.heads, workload.head_dim)
+            return x.detach().view(shape).transpose(1, 2)
+
+        leaves = tuple(dense(x).requires_grad_() for x in (batch.q, batch.k, batch.v))
+
+        call = functools.partial(self.function, scale=batch.alpha)
+        return Call(call, leaves, dense(torch.randn_like(batch.q)))
+
+
+def is_ours(name: str) -> bool:
+    """Whether a column is this library."""
+    return name.startswith("hstu_attn")
+
+
+def make(name: str) -> Column:
+    """A column by its name.
+
+    Raises:
+        ValueError: for a name that there is none of.
+        ImportError: for what is not installed.
+    """
+    if match := re.fullmatch(r"hstu_attn(?:_sm(\d+))?", name):
+        return Column(name, hstu_attn.hstu_attention, match[1])
+    if name == "triton":
+        return Triton()
+    backends = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    if name not in backends:
+        raise ValueError(
+            f"impls: expected hstu_attn, hstu_attn_smNN, triton, flash2 or cudnn; got {name!r}"
+        )
+    return Softmax(name, backends[name])

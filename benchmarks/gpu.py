@@ -1,0 +1,79 @@
+"""Time and memory of a call on a GPU, and what that GPU can do at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Gpu"]
+
+SPIN_CYCLES = 500_000  # a quarter of a millisecond
+MATMUL_SIZE = 8192
+COPY_BYTES = 2**30
+HOST_CALLS = 20  # far fewer than what a stream queues before it makes the host wait
+
+
+class Gpu:
+    """The current CUDA device."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self.name = torch.cuda.get_device_name()
+
+    def milliseconds(self, call: Callable[[], Any]) -> float:
+        """One call, by events.
+
+        The GPU spins beforehand, so that all of the call's kernels are queued when the first of
+        them starts: the host's time is measured by itself.
+        """
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def host_microseconds(self, call: Callable[[], Any]) -> float:
+        """What a call takes of the host, while the GPU works at its own pace."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        elapsed = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return 1e6 * elapsed / HOST_CALLS
+
+    def peak_bytes(self, call: Callable[[], Any]) -> int:
+        """Memory that a call holds at its highest point, its result included."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    def release(self) -> None:
+        """Give freed memory back, before other shapes need it."""
+        torch.cuda.empty_cache()
+
+    def limits(self, rounds: int) -> dict[str, float]:
+        """TFLOP/s of a product of two bf16 matrices; TB/s of a copy, counting both directions."""
+        shape = (MATMUL_SIZE, MATMUL_SIZE)
+        a, b = (torch.randn(shape, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        source = torch.zeros(COPY_BYTES, device=self.device, dtype=torch.int8)
+        target = torch.empty_like(source)
+
+        def median(call: Callable[[], Any]) -> float:
+            times = [self.milliseconds(call) for _ in range(3 + rounds)]
+            return statistics.median(times[3:])
+
+        return {
+            "matmul_tflops": 2 * MATMUL_SIZE**3 / median(lambda: a @ b) / 1e9,
+            "copy_tbps": 2 * COPY_BYTES / median(lambda: target.copy_(source)) / 1e9,
+        }

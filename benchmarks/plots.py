@@ -1,0 +1,149 @@
+"""Plots of stored results of benchmarks.attention: `python -m benchmarks.plots FILE DIR`.
+
+`roofline.png` sets TFLOP/s against FLOPs per byte that has to be moved, below what the same run's
+matrix product and copy allow. `forward-backward-dD.png`, one for each head dim D, has a bar for
+each implementation of the cases of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import read_results
+
+__all__ = ["bars", "draw", "roofline"]
+
+Record = dict[str, Any]
+DIRECTIONS = ("forward", "backward")
+MARKERS = {"forward": "o", "backward": "s"}
+COLOURS = {
+    "hstu_attn": "#3d6ea5",
+    "triton": "#c97b2a",
+    "flash2": "#8b8b86",
+    "cudnn": "#3f8f62",
+}
+OTHER = "#7f9fc4"  # this library with the kernels of another architecture
+DPI = 120
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _measured(records: Sequence[Record]) -> list[Record]:
+    """What the table group holds and did not fail."""
+    return [r for r in records if r["group"] == "table" and r["tflops"]]
+
+
+def _implementations(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(r["impl"] for r in records))
+
+
+def _title(record: Record) -> str:
+    return f"{record['gpu']}, {record['dtype']}, commit {record['commit']}, {record['date']}"
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    _pyplot().close(figure)
+
+
+def roofline(records: Sequence[Record], path: Path) -> None:
+    """TFLOP/s by arithmetic intensity, with the limits of the run."""
+    measured = _measured(records)
+    figure, axes = _pyplot().subplots(figsize=(9, 6))
+    for impl in _implementations(measured):
+        for direction in DIRECTIONS:
+            chosen = [r for r in measured if (r["impl"], r["pass"]) == (impl, direction)]
+            axes.scatter(
+                [r["flops"] / r["least_bytes"] for r in chosen],
+                [r["tflops"] for r in chosen],
+                s=28,
+                marker=MARKERS[direction],
+                color=COLOURS.get(impl, OTHER),
+                alpha=0.85,
+                label=f"{impl}, {direction}",
+            )
+    peak, bandwidth = measured[0]["matmul_tflops"], measured[0]["copy_tbps"]
+    intensities = [r["flops"] / r["least_bytes"] for r in measured]
+    ends = [min(peak / bandwidth, *intensities) / 2, max(peak / bandwidth, *intensities) * 2]
+    corner = peak / bandwidth
+    axes.plot([ends[0], corner, ends[1]], [ends[0] * bandwidth, peak, peak], color="#333333")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        ylim=(peak / 30, peak * 1.3),  # so that the legend has room below
+        xlabel="FLOP per byte that has to be moved",
+        ylabel="TFLOP/s",
+        title=_title(measured[0]),
+    )
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.legend(fontsize=8, ncols=2, loc="lower right")
+    _save(figure, path)
+
+
+def bars(records: Sequence[Record], head_dim: int, path: Path) -> None:
+    """Shares of the matrix product, by case and implementation, of one head dim."""
+    measured = [r for r in _measured(records) if r["head_dim"] == head_dim]
+    impls = _implementations(measured)
+    cases = list(dict.fromkeys(r["case"] for r in measured))
+    share = {(r["case"], r["pass"], r["impl"]): r["share_of_matmul"] for r in measured}
+    figure, panels = _pyplot().subplots(2, 1, figsize=(10, 7), sharex=True)
+    width = 0.8 / len(impls)
+    for axes, direction in zip(panels, DIRECTIONS, strict=True):
+        for n, impl in enumerate(impls):
+            found = [
+                (x, share[case, direction, impl])
+                for x, case in enumerate(cases)
+                if (case, direction, impl) in share
+            ]
+            places = [x + (n - (len(impls) - 1) / 2) * width for x, _ in found]
+            heights = [height for _, height in found]
+            colour = COLOURS.get(impl, OTHER)
+            drawn = axes.bar(places, heights, width, color=colour, label=impl)
+            axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+        axes.set(ylabel=f"{direction}, share of matmul", ylim=(0, 1))
+    panels[0].set_title(f"head dim {head_dim}; {_title(measured[0])}")
+    panels[0].legend(fontsize=8, ncols=len(impls), loc="upper left")
+    labels = [case.replace(", ", ",\n") for case in cases]
+    panels[1].set_xticks(range(len(cases)), labels, fontsize=8)
+    _save(figure, path)
+
+
+def draw(file: Path, folder: Path) -> list[Path]:
+    """All plots of a file of results; none if it has no results of the table."""
+    records = read_results(file)
+    measured = _measured(records)
+    if not measured:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [folder / "roofline.png"]
+    roofline(records, drawn[0])
+    for head_dim in sorted({r["head_dim"] for r in measured}):
+        drawn.append(folder / f"forward-backward-d{head_dim}.png")
+        bars(records, head_dim, drawn[-1])
+    return drawn
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draws what a file holds."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    options = parser.parse_args(arguments)
+    for path in draw(options.file, options.folder):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
