@@ -91,6 +91,8 @@ struct Backward {
     alignas(128) Element dout[kStages][kRows * kHeadDim];
     alignas(128) Element p[kRows * kKeys];
     alignas(128) Element ds[kRows * kKeys];
+    HeadRows<Element> q_rows;
+    HeadRows<Element> dout_rows;
     TileMap map;
     WorkQueue::SharedMemory queue;
   };
@@ -118,6 +120,10 @@ struct Backward {
     const WorkTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
     const int k0 = work.tile * kKeys;
+    if (threadIdx.x == 0) {
+      shared.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
+      shared.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
+    }
     const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
     shared.map.fill(row_tiles, [&](int n) {
       const Mask mask(params.mask, sequence, head);
@@ -130,19 +136,18 @@ struct Backward {
     __syncthreads();
     TileWalk walk(shared.map, row_tiles);
 
-    using CopyRows = RowCopy<kRows, kHeadDim, kThreads, NaturalOrder, Element>;
-    using CopyKeys = RowCopy<kKeys, kHeadDim, kThreads, Order, Element>;
-    const CopyRows copy_q(params.q, sequence.q_begin, sequence.q_len, head);
-    const CopyRows copy_dout(params.dout, sequence.q_begin, sequence.q_len, head);
     const auto copy_rows = [&](int r0, int stage) {
-      copy_q.start(r0, shared.q[stage]);
-      copy_dout.start(r0, shared.dout[stage]);
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder>(shared.q_rows, r0, shared.q[stage]);
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder>(shared.dout_rows, r0,
+                                                               shared.dout[stage]);
       commit_copies();
     };
     bool more = walk.advance();
     if (more) {
-      CopyKeys(params.k, sequence.k_begin, sequence.k_len, head).start(k0, shared.k);
-      CopyKeys(params.v, sequence.k_begin, sequence.k_len, head).start(k0, shared.v);
+      const HeadRows<Element> k_rows(params.k, sequence.k_begin, sequence.k_len, head);
+      const HeadRows<Element> v_rows(params.v, sequence.k_begin, sequence.k_len, head);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(k_rows, k0, shared.k);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(v_rows, k0, shared.v);
       copy_rows(walk.tile() * kRows, 0);
     }
     if (is_last) queue.ask();

@@ -22,14 +22,15 @@ struct Forward {
   static constexpr int kStages = 2;
 
   using Order = KeyOrder<32>;
-  using ScoreMma = Mma<Element, kTiles.warps, 1, 32>;
-  using OutMma = Mma<Element, kTiles.warps, 1>;
-  using Tile = ScoreTile<kRows, kKeys, ScoreMma, Order>;
+  using RowMma = Mma<Element, kTiles.warps, 1>;
+  using Tile = ScoreTile<kRows, kKeys, RowMma, Order>;
 
   struct SharedMemory {
     alignas(128) Element q[kRows * kHeadDim];  // O in the end: each warp's own rows take their place
     alignas(128) Element k[kStages][kKeys * kHeadDim];
     alignas(128) Element v[kStages][kKeys * kHeadDim];
+    HeadRows<Element> k_rows;
+    HeadRows<Element> v_rows;
     TileMap map;
     WorkQueue::SharedMemory queue;
   };
@@ -51,13 +52,13 @@ struct Forward {
     const int head = queue.part();
     const int r0 = queue.tile().tile * kRows;
 
-    const RowCopy<kKeys, kHeadDim, kThreads, Order, Element> copy_k(params.k, sequence.k_begin,
-                                                                    sequence.k_len, head);
-    const RowCopy<kKeys, kHeadDim, kThreads, Order, Element> copy_v(params.v, sequence.k_begin,
-                                                                    sequence.k_len, head);
+    if (threadIdx.x == 0) {
+      shared.k_rows = {params.k, sequence.k_begin, sequence.k_len, head};
+      shared.v_rows = {params.v, sequence.k_begin, sequence.k_len, head};
+    }
     const auto copy_keys = [&](int k0, int stage) {
-      copy_k.start(k0, shared.k[stage]);
-      copy_v.start(k0, shared.v[stage]);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(shared.k_rows, k0, shared.k[stage]);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(shared.v_rows, k0, shared.v[stage]);
       commit_copies();
     };
     const int key_tiles = (sequence.k_len + kKeys - 1) / kKeys;
@@ -69,14 +70,13 @@ struct Forward {
     __syncthreads();
     TileWalk walk(shared.map, key_tiles);
 
-    Tensor out = partition_fragment_C(OutMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
+    Tensor out = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
     clear(out);
 
     bool more = walk.advance();
     if (more) {
-      RowCopy<kRows, kHeadDim, kThreads, NaturalOrder, Element>(params.q, sequence.q_begin,
-                                                                sequence.q_len, head)
-          .start(r0, shared.q);
+      const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder>(q_rows, r0, shared.q);
       copy_keys(walk.tile() * kKeys, 0);
     }
     queue.ask();
@@ -87,14 +87,14 @@ struct Forward {
       const bool is_partial = walk.is_partial();
 
       // S = Q K^T + bias
-      Tensor scores = partition_fragment_C(ScoreMma{}, Shape<Int<kRows>, Int<kKeys>>{});
+      Tensor scores = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kKeys>>{});
       clear(scores);
       if constexpr (kHasBias) load_bias<Element>(params, queue.tile(), head, r0, k0, scores, Tile{});
       more = walk.advance();
       wait_for_copies();
       __syncthreads();  // the tile is there, and the other stage has been read
       if (more) copy_keys(walk.tile() * kKeys, stage ^ 1);
-      gemm<Operand::kRows, Operand::kRows>(ScoreMma{}, scores, shared_q,
+      gemm<Operand::kRows, Operand::kRows>(RowMma{}, scores, shared_q,
                                            rows_tensor<kKeys, kHeadDim>(shared.k[stage]));
 
       // P = M * silu(alpha * S)
@@ -111,7 +111,7 @@ struct Forward {
 
       // O += P V
       const auto weights = rounded<Element>(scores);
-      gemm_registers<Operand::kTransposed>(OutMma{}, out, as_left_operand(weights),
+      gemm_registers<Operand::kTransposed>(RowMma{}, out, as_left_operand(weights),
                                            transposed_tensor<kKeys, kHeadDim>(shared.v[stage]));
     }
     queue.fetch();
@@ -135,7 +135,7 @@ struct Forward {
 #pragma unroll
       for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
     }
-    to_shared<Element, kRows, kHeadDim>(OutMma{}, out, shared.q);
+    to_shared<Element, kRows, kHeadDim>(RowMma{}, out, shared.q);
     __syncthreads();
     store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(
         shared.q, params.out, sequence.q_begin + r0, sequence.q_len - r0, head);

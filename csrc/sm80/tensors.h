@@ -90,39 +90,41 @@ struct RowPasses {
   static constexpr int kPitch = kColumns < 64 ? kColumns : 64;
 };
 
-// Copies tiles of a sequence's rows, of one head, to shared memory.
-template <int kRows, int kColumns, int kThreads, typename Order, typename Element>
-class RowCopy {
-  using Passes = RowPasses<kRows, kColumns, kThreads>;
+// The rows of one sequence and head in a packed tensor.
+// NOTE: kernels keep it in shared memory, to leave the registers to the sums.
+template <typename Element>
+struct HeadRows {
+  const Element* first;
+  int row_stride;
+  int count;
+  int head_dim;
 
- public:
-  // Rows [begin, begin + count) of the packed tensor.
-  HSTU_DEVICE RowCopy(const PackedTensor& tensor, int64_t begin, int count, int head)
-      : row_stride_(static_cast<int>(tensor.row_stride)) {
-    const int row = Order::key(Passes::slot());
-    from_ = static_cast<const Element*>(tensor.data) + (begin + row) * tensor.row_stride +
-            head * tensor.head_stride + Passes::column();
-    count_ = Passes::column() < tensor.head_dim ? count - row : 0;
-  }
-
-  // Starts copying rows from `first` on; those past the end become zeros, and so do columns.
-  HSTU_DEVICE void start(int first, Element* to) const {
-    const Element* from = from_ + static_cast<int64_t>(first) * row_stride_;
-    const int count = count_ - first;
-#pragma unroll
-    for (int pass = 0; pass < Passes::kPasses; ++pass) {
-      const int row = Order::key(pass * Passes::kStep);
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                       cast_smem_ptr_to_uint(Passes::chunk(to, pass))),
-                   "l"(from + static_cast<int64_t>(row) * row_stride_), "r"(row < count ? 16 : 0));
-    }
-  }
-
- private:
-  const Element* from_;
-  int row_stride_;
-  int count_;  // rows from this thread's first one on
+  HSTU_DEVICE HeadRows(const PackedTensor& tensor, int64_t begin, int count, int head)
+      : first(static_cast<const Element*>(tensor.data) + begin * tensor.row_stride +
+              head * tensor.head_stride),
+        row_stride(static_cast<int>(tensor.row_stride)),
+        count(count),
+        head_dim(tensor.head_dim) {}
 };
+
+// Starts copying kRows rows from row `begin` on to shared memory; those past the end become zeros,
+// and so do columns.
+template <int kRows, int kColumns, int kThreads, typename Order, typename Element>
+HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to) {
+  using Passes = RowPasses<kRows, kColumns, kThreads>;
+  const int first = begin + Order::key(Passes::slot());
+  const Element* from =
+      rows.first + static_cast<int64_t>(first) * rows.row_stride + Passes::column();
+  const int count = Passes::column() < rows.head_dim ? rows.count - first : 0;
+#pragma unroll
+  for (int pass = 0; pass < Passes::kPasses; ++pass) {
+    const int row = Order::key(pass * Passes::kStep);
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     cast_smem_ptr_to_uint(Passes::chunk(to, pass))),
+                 "l"(from + static_cast<int64_t>(row) * rows.row_stride),
+                 "r"(row < count ? 16 : 0));
+  }
+}
 
 HSTU_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
 HSTU_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -166,37 +168,11 @@ using LoadMatrix =
     Copy_Atom<std::conditional_t<kOperand == Operand::kRows, SM75_U32x4_LDSM_N, SM75_U16x8_LDSM_T>,
               Element>;
 
-// sum += A B^T, A (rows, k) and B (columns, k) in shared memory.
-template <Operand kA, Operand kB, typename TiledMma, typename Sum, typename A, typename B>
-HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
-  using Element = typename A::value_type;
-  const int thread = threadIdx.x;
-  const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
-  const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
-  const auto thread_a = copy_a.get_thread_slice(thread);
-  const auto thread_b = copy_b.get_thread_slice(thread);
-  const Tensor shared_a = thread_a.partition_S(a);
-  const Tensor shared_b = thread_b.partition_S(b);
-  Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
-  Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
-  Tensor view_a = thread_a.retile_D(fragment_a);
-  Tensor view_b = thread_b.retile_D(fragment_b);
-  constexpr int kSteps = decltype(size<2>(fragment_a))::value;
-  copy(copy_a, shared_a(_, _, _0{}), view_a(_, _, _0{}));
-  copy(copy_b, shared_b(_, _, _0{}), view_b(_, _, _0{}));
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    if (step + 1 < kSteps) {
-      copy(copy_a, shared_a(_, _, step + 1), view_a(_, _, step + 1));
-      copy(copy_b, shared_b(_, _, step + 1), view_b(_, _, step + 1));
-    }
-    cute::gemm(mma, fragment_a(_, _, step), fragment_b(_, _, step), sum);
-  }
-}
-
-// The same with A in registers, as one product left it.
-template <Operand kB, typename TiledMma, typename Sum, typename FragmentA, typename B>
-HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragment_a, const B& b) {
+// sum += A B^T, A (rows, k) in registers and B (columns, k) in shared memory. load_a(step) brings A
+// for one step of 16 of k. Of B, what one copy instruction takes is read two products ahead.
+template <Operand kB, typename TiledMma, typename Sum, typename FragmentA, typename B,
+          typename LoadA>
+HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b, LoadA load_a) {
   using Element = typename B::value_type;
   const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
   const auto thread_b = copy_b.get_thread_slice(threadIdx.x);
@@ -204,12 +180,52 @@ HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragmen
   Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
   Tensor view_b = thread_b.retile_D(fragment_b);
   constexpr int kSteps = decltype(size<2>(fragment_b))::value;
-  copy(copy_b, shared_b(_, _, _0{}), view_b(_, _, _0{}));
+  constexpr int kRowBlocks = decltype(size<1>(fragment_a))::value;
+  constexpr int kColumnBlocks = decltype(size<1>(fragment_b))::value;
+  constexpr int kCopies = decltype(size<1>(view_b))::value;  // a step
+  constexpr int kBlocksPerCopy = kColumnBlocks / kCopies;
+  constexpr int kAhead = 2;
+
+  const auto load_b = [&](int n) {
+    copy(copy_b, shared_b(_, n % kCopies, n / kCopies), view_b(_, n % kCopies, n / kCopies));
+  };
+  load_a(0);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    if (step + 1 < kSteps) copy(copy_b, shared_b(_, _, step + 1), view_b(_, _, step + 1));
-    cute::gemm(mma, fragment_a(_, _, step), fragment_b(_, _, step), sum);
+  for (int n = 0; n < kAhead && n < kSteps * kCopies; ++n) load_b(n);
+#pragma unroll
+  for (int n = 0; n < kSteps * kCopies; ++n) {
+    const int step = n / kCopies;
+    if (n % kCopies == 0 && step + 1 < kSteps) load_a(step + 1);
+    if (n + kAhead < kSteps * kCopies) load_b(n + kAhead);
+#pragma unroll
+    for (int column = n % kCopies * kBlocksPerCopy;
+         column < (n % kCopies + 1) * kBlocksPerCopy; ++column) {
+#pragma unroll
+      for (int row = 0; row < kRowBlocks; ++row) {
+        cute::gemm(mma, fragment_a(_, row, step), fragment_b(_, column, step),
+                   sum(_, row, column));
+      }
+    }
   }
+}
+
+// The same with A in shared memory, too.
+template <Operand kA, Operand kB, typename TiledMma, typename Sum, typename A, typename B>
+HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
+  using Element = typename A::value_type;
+  const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
+  const auto thread_a = copy_a.get_thread_slice(threadIdx.x);
+  const Tensor shared_a = thread_a.partition_S(a);
+  Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
+  Tensor view_a = thread_a.retile_D(fragment_a);
+  gemm<kB>(mma, sum, fragment_a, b,
+           [&](int step) { copy(copy_a, shared_a(_, _, step), view_a(_, _, step)); });
+}
+
+// The same with A in registers as another product left it.
+template <Operand kB, typename TiledMma, typename Sum, typename FragmentA, typename B>
+HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragment_a, const B& b) {
+  gemm<kB>(mma, sum, fragment_a, b, [](int) {});
 }
 
 // Sums rounded to Element, laid out as they are.

@@ -22,7 +22,7 @@ constexpr ForwardTiles forward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "forward_tiles has no entry for this head dim");
   if constexpr (kHeadDim == 32) return {128, 64, 4, 3};
-  if constexpr (kHeadDim == 64) return {128, 64, 4, 3};
+  if constexpr (kHeadDim == 64) return {128, 64, 4, 2};
   if constexpr (kHeadDim == 128) return {128, 64, 4, 2};
   if constexpr (kHeadDim == 256) {
     if constexpr (kMemory == Memory::kLarge) return {128, 32, 8, 1};
