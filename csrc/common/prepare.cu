@@ -1,4 +1,4 @@
-#include "cuda_check.h"
+#include "launch.h"
 #include "prepare.h"
 
 namespace hstu {
@@ -181,6 +181,7 @@ __device__ void write_turns(const PrepareParams& params, int first, int step) {
 
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareParams params) {
+  let_next_kernel_start();
   if (blockIdx.x == 0) {
     make_list(params);
     return;
@@ -200,11 +201,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void prepare(const PrepareParams& params, int multiprocessors, cudaStream_t stream) {
+void prepare(const PrepareParams& params, const CudaLaunch& launch) {
   const int64_t work = params.zero_bytes / 16 + 32 * (int64_t{params.batch.batch} + 1);
-  const int64_t blocks = clamp((work + kThreads - 1) / kThreads, 1, 2 * multiprocessors);
-  prepare_kernel<<<1 + static_cast<int>(blocks), kThreads, 0, stream>>>(params);
-  check_launch("prepare");
+  const int64_t blocks = clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
+  launch_kernel(prepare_kernel, {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare",
+                params);
 }
 
 }  // namespace hstu

@@ -1,6 +1,7 @@
 // The kernel that runs before every attention kernel: it makes the work list and writes the zeros.
 #pragma once
 
+#include "../dispatch.h"
 #include "work_list.h"
 
 namespace hstu {
@@ -25,6 +26,6 @@ struct PrepareParams {
   int64_t zero_bytes = 0;
 };
 
-void prepare(const PrepareParams& params, int multiprocessors, cudaStream_t stream);
+void prepare(const PrepareParams& params, const CudaLaunch& launch);
 
 }  // namespace hstu

@@ -100,14 +100,16 @@ struct TileMap {
   // NOTE: later tiles count as partial, which is right for every tile, and slower.
   static constexpr int kTiles = 2048;
 
+  int count;
   unsigned visible[kTiles / 32];
   unsigned partial[kTiles / 32];
 
-  // By all threads of the block, for tiles [0, count); classify(n) is the TileKind of tile n.
+  // By all threads of the block, for `tiles` tiles; classify(n) is the TileKind of tile n.
   template <typename Classify>
-  __device__ void fill(int count, Classify classify) {
-    for (int n = threadIdx.x; n / 32 * 32 < min(count, kTiles); n += blockDim.x) {
-      const TileKind kind = n < count ? classify(n) : TileKind::kEmpty;
+  __device__ void fill(int tiles, Classify classify) {
+    if (threadIdx.x == 0) count = tiles;
+    for (int n = threadIdx.x; n / 32 * 32 < min(tiles, kTiles); n += blockDim.x) {
+      const TileKind kind = n < tiles ? classify(n) : TileKind::kEmpty;
       const unsigned is_visible = __ballot_sync(0xffffffff, kind != TileKind::kEmpty);
       const unsigned is_partial = __ballot_sync(0xffffffff, kind == TileKind::kPartial);
       if (n % 32 == 0) {
@@ -121,34 +123,35 @@ struct TileMap {
 // Goes through the visible tiles of a map, from the last to the first.
 class TileWalk {
  public:
-  __device__ TileWalk(const TileMap& map, int count)
-      : map_(map), word_((count + 31) / 32), last_(count % 32) {}
+  __device__ explicit TileWalk(const TileMap& map) : map_(map), word_((map.count + 31) / 32) {}
 
   // Moves to the next visible tile; false at the end.
   __device__ bool advance() {
     while (bits_ == 0) {
       if (word_ == 0) return false;
       --word_;
-      const bool is_mapped = word_ < TileMap::kTiles / 32;
-      bits_ = is_mapped ? map_.visible[word_] : (last_ ? (1u << last_) - 1 : 0xffffffff);
-      last_ = 0;
+      if (word_ < TileMap::kTiles / 32) {
+        bits_ = map_.visible[word_];
+      } else {
+        const int rest = map_.count - word_ * 32;
+        bits_ = rest < 32 ? (1u << rest) - 1 : 0xffffffff;
+      }
     }
-    bit_ = 31 - __clz(bits_);
-    bits_ ^= 1u << bit_;
+    tile_ = word_ * 32 + 31 - __clz(bits_);
+    bits_ ^= 1u << tile_ % 32;
     return true;
   }
 
-  __device__ int tile() const { return word_ * 32 + bit_; }
+  __device__ int tile() const { return tile_; }
   __device__ bool is_partial() const {
-    return word_ >= TileMap::kTiles / 32 || (map_.partial[word_] >> bit_ & 1);
+    return tile_ >= TileMap::kTiles || (map_.partial[tile_ / 32] >> tile_ % 32 & 1);
   }
 
  private:
   const TileMap& map_;
-  int word_;  // words from this one on are begun
-  int last_;  // tiles in the last word; 0: all
-  int bit_ = 0;
-  unsigned bits_ = 0;  // visible tiles of the word that are still to come
+  int word_;           // words from this one on are begun
+  unsigned bits_ = 0;  // tiles of this word that are still to come
+  int tile_ = 0;
 };
 
 #endif

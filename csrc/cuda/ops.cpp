@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
+#include <climits>
 #include <cstdlib>
 #include <string_view>
 #include <utility>
@@ -39,10 +40,10 @@ void check_built(const Arguments& args, const ForwardParams& params) {
 
 // ------------------------------------------------------------------------------------ alignment
 
-// Whether 16-byte accesses reach every row.
+// Whether kernels can take it: by 16-byte accesses, with strides of 32 bits.
 bool is_aligned(const PackedTensor& packed) {
   return reinterpret_cast<uintptr_t>(packed.data) % 16 == 0 && packed.row_stride % 8 == 0 &&
-         packed.head_stride % 8 == 0;
+         packed.head_stride % 8 == 0 && packed.row_stride <= INT_MAX;
 }
 
 // Contiguous stand-ins for what is not aligned. They live on the stream that the kernels run on, so

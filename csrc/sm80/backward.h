@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../common/activation.h"
-#include "../common/work_list.h"
+#include "../common/launch.h"
 #include "scores.h"
 #include "tile_config.h"
 
@@ -94,6 +94,7 @@ struct Backward {
     HeadRows<Element> q_rows;
     HeadRows<Element> dout_rows;
     TileMap map;
+    int64_t last_dq;  // to which this block added last, and whose turn is to be passed on; or -1
     WorkQueue::SharedMemory queue;
   };
 
@@ -121,6 +122,7 @@ struct Backward {
     const Sequence& sequence = work.sequence;
     const int k0 = work.tile * kKeys;
     if (threadIdx.x == 0) {
+      shared.last_dq = -1;
       shared.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
       shared.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
     }
@@ -134,7 +136,7 @@ struct Backward {
       return kind == TileKind::kEmpty && takes_turn ? TileKind::kPartial : kind;
     });
     __syncthreads();
-    TileWalk walk(shared.map, row_tiles);
+    TileWalk walk(shared.map);
 
     const auto copy_rows = [&](int r0, int stage) {
       copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder>(shared.q_rows, r0, shared.q[stage]);
@@ -161,6 +163,10 @@ struct Backward {
     Tensor dv = partition_fragment_C(key_mma, Shape<Int<kKeys>, Int<kHeadDim>>{});
     clear(dk);
     clear(dv);
+    const auto dq_number = [&](int row_tile) {
+      return (first_tile(sequence.q_begin, work.sequence_number, kRows) + row_tile) *
+                 params.heads + head;
+    };
     const int next_stage = kStages - 1;
     for (int stage = 0; more; stage ^= next_stage) {
       const int row_tile = walk.tile();
@@ -191,7 +197,12 @@ struct Backward {
       if constexpr (kHasBias) {
         if (buffers.drab.data) add_to_drab(params, buffers.drab, work, head, r0, k0, gradients);
       }
+      if (buffers.turns) {
+        __threadfence();  // the previous dQ has arrived
+        if (threadIdx.x == 0) wait_for_turn(buffers, dq_number(row_tile), params.heads, work.tile);
+      }
       __syncthreads();  // P and dS are there
+      if (buffers.turns && threadIdx.x == 0) pass_turn(buffers, shared, dq_number(row_tile));
 
       // dV += P^T dO
       gemm<Operand::kTransposed, Operand::kTransposed>(
@@ -211,14 +222,16 @@ struct Backward {
         __syncthreads();  // the rows have been read
         if (more) copy_rows(walk.tile() * kRows, 0);
       }
-      add_dq(params, buffers, work, head, row_tile, dq);
+      RowSum<kThreads>::add(dq, buffers.dq + dq_number(row_tile) * (kRows * kHeadDim));
     }
 
     // dK = alpha * scale * dK and dV = scale * dV, rounded once
     const float scale = uniform_scale(params);
     const float alpha = static_cast<float>(params.alpha);
     if (is_last) queue.fetch();
+    if (buffers.turns) __threadfence();
     __syncthreads();  // K and V have been read
+    if (buffers.turns && threadIdx.x == 0) pass_turn(buffers, shared, -1);
     store_keys(key_mma, dk, alpha * scale, shared.k, params.dk, work, head);
     store_keys(key_mma, dv, scale, shared.v, params.dv, work, head);
   }
@@ -285,31 +298,22 @@ struct Backward {
     }
   }
 
-  template <typename Part>
-  static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardBuffers& buffers,
-                                 const WorkTile& work, int head, int row_tile, const Part& dq) {
-    const int64_t number =
-        (first_tile(work.sequence.q_begin, work.sequence_number, kRows) + row_tile) *
-            params.heads + head;
-    float* sum = buffers.dq + number * (kRows * kHeadDim);
-    if (!buffers.turns) return RowSum<kThreads>::add(dq, sum);
-
-    // Key tiles add their parts in ascending order, each in its turn.
-    if (threadIdx.x == 0) {
-      const TileSpans spans = buffers.turns[number / params.heads];
-      int before = 0;
-      for (int n = 0; n < 2; ++n) {
-        before += max(0, min(spans.end[n], work.tile) - spans.begin[n]);
-      }
-      // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
-      while (load_acquire(buffers.turn + number) < before) {
-      }
+  // Deterministic: key tiles add to a dQ in ascending order, each in its turn. It is passed on a
+  // step later, when the sums have had time to arrive; so a tile waits for earlier ones alone.
+  static HSTU_DEVICE void wait_for_turn(const BackwardBuffers& buffers, int64_t dq_number,
+                                        int heads, int key_tile) {
+    const TileSpans spans = buffers.turns[dq_number / heads];
+    int before = 0;
+    for (int n = 0; n < 2; ++n) before += max(0, min(spans.end[n], key_tile) - spans.begin[n]);
+    // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
+    while (load_acquire(buffers.turn + dq_number) < before) {
     }
-    __syncthreads();
-    RowSum<kThreads>::add(dq, sum);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(buffers.turn + number, 1);
+  }
+
+  static HSTU_DEVICE void pass_turn(const BackwardBuffers& buffers, SharedMemory& shared,
+                                    int64_t next_dq) {
+    if (shared.last_dq >= 0) atomicAdd(buffers.turn + shared.last_dq, 1);
+    shared.last_dq = next_dq;
   }
 
   template <typename Sum>
@@ -331,6 +335,7 @@ __global__ void __launch_bounds__(Backward<kHeadDim, Element, kMemory, kHasBias>
     run_backward(const __grid_constant__ BackwardParams params,
                  const __grid_constant__ BackwardBuffers buffers) {
   using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias>;
+  wait_for_previous_kernel();
   extern __shared__ __align__(128) char shared[];
   Kernel::run(params, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
 }
@@ -341,6 +346,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     finish_dq(const __grid_constant__ BackwardParams params, const float* sums) {
   constexpr int kRows = Kernel::kRows;
   __shared__ alignas(128) Element shared[kRows * kHeadDim];
+  wait_for_previous_kernel();
   const int number = blockIdx.x / params.heads;
   const int head = blockIdx.x % params.heads;
 

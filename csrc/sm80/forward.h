@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../common/activation.h"
-#include "../common/work_list.h"
+#include "../common/launch.h"
 #include "scores.h"
 #include "tile_config.h"
 
@@ -68,7 +68,7 @@ struct Forward {
                            min((n + 1) * kKeys, sequence.k_len));
     });
     __syncthreads();
-    TileWalk walk(shared.map, key_tiles);
+    TileWalk walk(shared.map);
 
     Tensor out = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
     clear(out);
@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(Forward<kHeadDim, Element, kMemory, kHasBias>:
                                   Forward<kHeadDim, Element, kMemory, kHasBias>::kBlocksPerSm)
     run_forward(const __grid_constant__ ForwardParams params, const WorkList list) {
   using Kernel = Forward<kHeadDim, Element, kMemory, kHasBias>;
+  wait_for_previous_kernel();
   extern __shared__ __align__(128) char shared[];
   Kernel::run(params, list, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
 }

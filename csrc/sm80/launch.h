@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "../common/cuda_check.h"
+#include "../common/launch.h"
 #include "../common/prepare.h"
 #include "../common/workspace.h"
 #include "kernels.h"
@@ -39,10 +39,9 @@ void launch_persistent(void (*kernel)(Arguments...), const CudaLaunch& launch, i
       (launch.device.shared_memory_bytes + kReserved) / (kSharedBytes + kReserved);
   const int blocks_per_sm = std::clamp(by_memory, 1, Kernel::kBlocksPerSm);
   const int64_t multiprocessors = std::max(1, launch.device.multiprocessors - launch.sm_margin);
-  const int blocks = static_cast<int>(std::min(items, multiprocessors * blocks_per_sm));
-  if (blocks == 0) return;
-  kernel<<<blocks, Kernel::kThreads, kSharedBytes, launch.stream>>>(arguments...);
-  check_launch(name);
+  const int64_t blocks = std::min(items, multiprocessors * blocks_per_sm);
+  const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, true};
+  launch_kernel(kernel, config, launch, name, arguments...);
 }
 
 }  // namespace hstu::sm80

@@ -95,7 +95,7 @@ struct BackwardLauncher {
     prepared.turns = plan.buffers.turns;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
-    prepare(prepared, launch.device.multiprocessors, launch.stream);
+    prepare(prepared, launch);
 
     const int64_t items = int64_t{plan.buffers.list.capacity} * params.heads;
     if (params.rab.data) {
@@ -105,17 +105,13 @@ struct BackwardLauncher {
       launch_persistent<Plain>(run_backward<kHeadDim, Element, kMemory, false>, launch, items,
                                "backward", params, plan.buffers);
     }
-    if (plan.dq_tiles > 0) {
-      finish_dq<Plain, Element, kHeadDim>
-          <<<static_cast<unsigned>(plan.dq_tiles), Plain::kThreads, 0, launch.stream>>>(
-              params, plan.buffers.dq);
-      check_launch("dq of the backward");
-    }
-    if (sums_drab(params) && plan.drab_rows > 0) {
-      const int blocks = static_cast<int>(std::min<int64_t>(plan.drab_rows, 1 << 16));
-      round_drab<Element><<<blocks, 256, 0, launch.stream>>>(
-          static_cast<const float*>(plan.buffers.drab.data), params.drab, plan.drab_rows);
-      check_launch("drab of the backward");
+    const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
+    launch_kernel(finish_dq<Plain, Element, kHeadDim>, per_tile, launch, "dq of the backward", params,
+                  plan.buffers.dq);
+    if (sums_drab(params)) {
+      const LaunchConfig per_row = {std::min<int64_t>(plan.drab_rows, 1 << 16), 256};
+      launch_kernel(round_drab<Element>, per_row, launch, "drab of the backward",
+                    static_cast<const float*>(plan.buffers.drab.data), params.drab, plan.drab_rows);
     }
   }
 };

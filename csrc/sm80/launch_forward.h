@@ -50,7 +50,7 @@ struct ForwardLauncher {
     prepared.tile_keys = kTiles.keys;
     prepared.heads = params.heads;
     prepared.row_outputs[0] = params.out;
-    prepare(prepared, launch.device.multiprocessors, launch.stream);
+    prepare(prepared, launch);
 
     const int64_t items = int64_t{prepared.list.capacity} * params.heads;
     if (params.rab.data) {

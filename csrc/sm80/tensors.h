@@ -13,6 +13,15 @@ namespace hstu::sm80 {
 
 using namespace cute;
 
+// The thread's index, hidden from the optimiser.
+// NOTE: else it would keep the addresses of every operand, swizzled for each step, in registers for
+// the whole of a main loop, and spill; to find them again costs a few instructions a product.
+HSTU_DEVICE int thread_index() {
+  int index = threadIdx.x;
+  asm volatile("" : "+r"(index));
+  return index;
+}
+
 // ------------------------------------------------------------------------- shared-memory layouts
 
 // Rows of kColumns elements in shared memory, in pieces of up to 64 columns whose 16-byte chunks
@@ -175,7 +184,7 @@ template <Operand kB, typename TiledMma, typename Sum, typename FragmentA, typen
 HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b, LoadA load_a) {
   using Element = typename B::value_type;
   const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
-  const auto thread_b = copy_b.get_thread_slice(threadIdx.x);
+  const auto thread_b = copy_b.get_thread_slice(thread_index());
   const Tensor shared_b = thread_b.partition_S(b);
   Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
   Tensor view_b = thread_b.retile_D(fragment_b);
@@ -214,7 +223,7 @@ template <Operand kA, Operand kB, typename TiledMma, typename Sum, typename A, t
 HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
   using Element = typename A::value_type;
   const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
-  const auto thread_a = copy_a.get_thread_slice(threadIdx.x);
+  const auto thread_a = copy_a.get_thread_slice(thread_index());
   const Tensor shared_a = thread_a.partition_S(a);
   Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
   Tensor view_a = thread_a.retile_D(fragment_a);
@@ -253,7 +262,7 @@ HSTU_DEVICE auto as_left_operand(const Fragment& fragment) {
 template <typename Element, int kRows, int kColumns, typename TiledMma, typename Sum>
 HSTU_DEVICE void to_shared(TiledMma mma, const Sum& sum, Element* data) {
   const auto copy_out = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, Element>{}, mma);
-  const auto thread_out = copy_out.get_thread_slice(threadIdx.x);
+  const auto thread_out = copy_out.get_thread_slice(thread_index());
   Tensor registers = thread_out.retile_S(rounded<Element>(sum));
   Tensor shared = thread_out.partition_D(rows_tensor<kRows, kColumns>(data));
   copy(copy_out, registers, shared);

@@ -48,7 +48,7 @@ constexpr BackwardTiles backward_tiles() {
   constexpr bool kLarge = kMemory == Memory::kLarge;
   if constexpr (kHeadDim == 32) return {128, 128, 8, 1, 2, 4, 8, 8};
   if constexpr (kHeadDim == 64) {
-    if constexpr (kLarge) return {128, 128, 8, 1, 2, 4, 4, 4};
+    if constexpr (kLarge) return {128, 64, 4, 2, 2, 4, 2, 4};
     return {64, 128, 8, 1, 2, 2, 4, 4};
   }
   if constexpr (kHeadDim == 128) {

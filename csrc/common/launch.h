@@ -1,0 +1,56 @@
+// Launching kernels one after another, each set up while the one before still runs.
+#pragma once
+
+#include <type_traits>
+
+#include "../dispatch.h"
+#include "cuda_check.h"
+
+namespace hstu {
+
+struct LaunchConfig {
+  int64_t blocks = 0;
+  int threads = 0;
+  int shared_bytes = 0;  // dynamic
+  // The kernel calls wait_for_previous_kernel() before it touches memory: its blocks may start
+  // before the kernel in front of it has ended (programmatic dependent launch).
+  bool starts_early = false;
+};
+
+template <typename... Parameters>
+void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
+                   const CudaLaunch& launch, const char* name,
+                   const std::type_identity_t<Parameters>&... arguments) {
+  if (config.blocks == 0) return;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t to = {};
+  to.gridDim = static_cast<unsigned>(config.blocks);
+  to.blockDim = config.threads;
+  to.dynamicSmemBytes = config.shared_bytes;
+  to.stream = launch.stream;
+  to.attrs = &early;
+  // NOTE: the instructions for it are in the code for 9.0, not in that which later GPUs compile.
+  to.numAttrs = config.starts_early && launch.device.capability == 90 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&to, kernel, arguments...), name);
+}
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Blocks of the next kernel may start once all of this one's have called this.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+#endif
+
+}  // namespace hstu
