@@ -61,8 +61,8 @@ class Backward {
       scores = arena.take<Accum>(kTileKeys * kTileRows);
       score_gradients = arena.take<Accum>(kTileKeys * kTileRows);
       bias_gradient = arena.take<Accum>(kTileKeys * kTileRows);
-      weights = arena.take<Unit>(kTileKeys * kTileRows / kPair);
-      weight_gradients = arena.take<Unit>(kTileKeys * kTileRows / kPair);
+      weights = operand_of<Arithmetic>(scores, kTileKeys * kTileRows, arena);
+      weight_gradients = operand_of<Arithmetic>(score_gradients, kTileKeys * kTileRows, arena);
       paired = kPair == 1 ? weight_gradients : arena.take<Unit>(kTileKeys * kTileRows / kPair);
       transposed = arena.take<Unit>(kTileRows * kTileKeys / kPair);
     }
@@ -365,8 +365,7 @@ class Backward {
   static void store_rows(const PackedTensor& tensor, int64_t begin, int count, int head,
                          const Accum* rows, int64_t stride, Accum factor) {
     for (int r = 0; r < count; ++r) {
-      T* out = static_cast<T*>(tensor.data) + (begin + r) * tensor.row_stride +
-               head * tensor.head_stride;
+      T* out = output_row<T>(tensor, begin + r, head);
       for (int d = 0; d < tensor.head_dim; ++d)
         out[d] = from_float<T>(factor * rows[r * stride + d]);
     }

@@ -46,7 +46,7 @@ class Forward {
       v = arena.take<Unit>(kTileKeys / kPair * columns);
       staging = arena.take<Unit>(kTileKeys * depth);
       scores = arena.take<Accum>(kTileRows * kTileKeys);
-      weights = arena.take<Unit>(kTileRows * kTileKeys / kPair);
+      weights = operand_of<Arithmetic>(scores, kTileRows * kTileKeys, arena);
       out = arena.take<Accum>(int64_t{kChunk} * columns);
       bytes = arena.used();
     }
@@ -119,6 +119,10 @@ class Forward {
       const uint64_t bits =
           partial ? head_.mask.row_bits(rows.begin + row, keys.begin) : ~uint64_t{0};
       activate_row(bits, padded_keys, row);
+      // Under a causal mask, this is the row's last tile.
+      if (partial) {
+        expect_store<T>(params_.out, head_.sequence.q_begin + rows.begin + row, item_.head);
+      }
     }
 
     // O += P V
@@ -145,8 +149,7 @@ class Forward {
       const int64_t row = head_.sequence.q_begin + r;
       const Accum scale = row_scale<Accum>(params_, row);
       const Accum* sum = scratch_.out + int64_t{r - item_.begin} * out_stride_;
-      T* out =
-          static_cast<T*>(tensor.data) + row * tensor.row_stride + item_.head * tensor.head_stride;
+      T* out = output_row<T>(tensor, row, item_.head);
       for (int d = 0; d < tensor.head_dim; ++d) out[d] = from_float<T>(scale * sum[d]);
     }
   }

@@ -51,6 +51,19 @@ RowSource<T> row_source(const PackedTensor& tensor, int64_t begin, int head) {
       tensor.row_stride, tensor.head_dim};
 }
 
+template <typename T>
+T* output_row(const PackedTensor& tensor, int64_t row, int head) {
+  return static_cast<T*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride;
+}
+
+// Begins to fetch a row that will be stored soon: a store waits for lines that are not in a cache.
+template <typename T>
+HSTU_INLINE void expect_store(const PackedTensor& tensor, int64_t row, int head) {
+  constexpr int kLine = 64 / sizeof(T);
+  const T* out = output_row<T>(tensor, row, head);
+  for (int d = 0; d < tensor.head_dim; d += kLine) __builtin_prefetch(out + d, 1, 2);
+}
+
 // to[n][m] = rows[m][n] for m < kLanes and n < columns, a multiple of kLanes.
 template <typename Unit>
 HSTU_INLINE void transpose(const Unit* const (&rows)[kLanes<Unit>], int columns, Unit* to,

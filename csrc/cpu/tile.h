@@ -45,6 +45,16 @@ inline void transpose_bits(uint64_t (&words)[64]) {
   }
 }
 
+// Scratch for the left operand made of a tile of sums: their own, where units are such elements.
+template <typename Arithmetic>
+typename Arithmetic::Unit* operand_of(typename Arithmetic::Accum* sums, int count, Arena& arena) {
+  if constexpr (Arithmetic::kPair == 1) {
+    return sums;
+  } else {
+    return arena.take<typename Arithmetic::Unit>(count / Arithmetic::kPair);
+  }
+}
+
 // Stores one vector of results in a row of a left operand.
 template <typename Arithmetic>
 HSTU_INLINE void store_operand(typename Arithmetic::Unit* row, int element,
