@@ -79,7 +79,8 @@ struct Backward {
   static constexpr int kScoreKeyWarps = kWarps / kTiles.score_row_warps;
   static constexpr int kGroup = kKeys / kScoreKeyWarps < 32 ? 16 : 32;
   using Order = KeyOrder<kGroup>;
-  using ScoreMma = Mma<Element, kTiles.score_row_warps, kScoreKeyWarps, kGroup>;
+  using ScoreMma =
+      Mma<Element, kTiles.score_row_warps, kScoreKeyWarps, kScoreKeyWarps == 1 ? 16 : kGroup>;
   using KeyMma = Mma<Element, kTiles.key_warps, kWarps / kTiles.key_warps>;
   using RowMma = Mma<Element, kTiles.row_warps, kWarps / kTiles.row_warps>;
   using Tile = ScoreTile<kRows, kKeys, ScoreMma, Order>;
@@ -181,13 +182,13 @@ struct Backward {
       wait_for_copies();
       __syncthreads();  // the rows are there; the other stage, P and dS have been read
       if (kStages == 2 && more) copy_rows(walk.tile() * kRows, stage ^ 1);
-      gemm<Operand::kRows, Operand::kRows>(
+      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
           score_mma, scores, rows_tensor<kRows, kHeadDim>(shared.q[stage]), shared_k);
 
       // dP = dO V^T
       Tensor gradients = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
       clear(gradients);
-      gemm<Operand::kRows, Operand::kRows>(
+      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
           score_mma, gradients, rows_tensor<kRows, kHeadDim>(shared.dout[stage]), shared_v);
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
@@ -205,17 +206,17 @@ struct Backward {
       if (buffers.turns && threadIdx.x == 0) pass_turn(buffers, shared, dq_number(row_tile));
 
       // dV += P^T dO
-      gemm<Operand::kTransposed, Operand::kTransposed>(
+      gemm<Operand::kTransposed, Operand::kTransposed, kTiles.reading>(
           key_mma, dv, transposed_tensor<kRows, kKeys>(shared.p),
           transposed_tensor<kRows, kHeadDim>(shared.dout[stage]));
       // dK += dX^T Q
-      gemm<Operand::kTransposed, Operand::kTransposed>(
+      gemm<Operand::kTransposed, Operand::kTransposed, kTiles.reading>(
           key_mma, dk, transposed_tensor<kRows, kKeys>(shared.ds),
           transposed_tensor<kRows, kHeadDim>(shared.q[stage]));
       // dQ += dX K
       Tensor dq = partition_fragment_C(row_mma, Shape<Int<kRows>, Int<kHeadDim>>{});
       clear(dq);
-      gemm<Operand::kRows, Operand::kTransposed>(row_mma, dq,
+      gemm<Operand::kRows, Operand::kTransposed, kTiles.reading>(row_mma, dq,
                                                  rows_tensor<kRows, kKeys>(shared.ds),
                                                  transposed_tensor<kKeys, kHeadDim>(shared.k));
       if constexpr (kStages == 1) {

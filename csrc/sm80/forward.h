@@ -14,7 +14,7 @@ namespace hstu::sm80 {
 
 template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias>
 struct Forward {
-  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kMemory>();
+  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kMemory, kHasBias>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kThreads = kTiles.warps * 32;
@@ -70,9 +70,6 @@ struct Forward {
     __syncthreads();
     TileWalk walk(shared.map);
 
-    Tensor out = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
-    clear(out);
-
     bool more = walk.advance();
     if (more) {
       const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
@@ -82,6 +79,8 @@ struct Forward {
     queue.ask();
     const auto shared_q = rows_tensor<kRows, kHeadDim>(shared.q);
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
+    Tensor out = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
+    clear(out);
     for (int stage = 0; more; stage ^= 1) {
       const int k0 = walk.tile() * kKeys;
       const bool is_partial = walk.is_partial();
@@ -94,7 +93,7 @@ struct Forward {
       wait_for_copies();
       __syncthreads();  // the tile is there, and the other stage has been read
       if (more) copy_keys(walk.tile() * kKeys, stage ^ 1);
-      gemm<Operand::kRows, Operand::kRows>(RowMma{}, scores, shared_q,
+      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(RowMma{}, scores, shared_q,
                                            rows_tensor<kKeys, kHeadDim>(shared.k[stage]));
 
       // P = M * silu(alpha * S)
@@ -111,7 +110,7 @@ struct Forward {
 
       // O += P V
       const auto weights = rounded<Element>(scores);
-      gemm_registers<Operand::kTransposed>(RowMma{}, out, as_left_operand(weights),
+      gemm_registers<Operand::kTransposed, kTiles.reading>(RowMma{}, out, as_left_operand(weights),
                                            transposed_tensor<kKeys, kHeadDim>(shared.v[stage]));
     }
     queue.fetch();

@@ -33,33 +33,37 @@ struct ForwardLauncher {
   }
 
   static int rows_of_a_tile(const CudaLaunch& launch) {
-    return is_small(launch) ? forward_tiles<kHeadDim, Memory::kSmall>().rows
-                            : forward_tiles<kHeadDim, Memory::kLarge>().rows;
+    return is_small(launch) ? Kernel<Memory::kSmall, false>::kRows
+                            : Kernel<Memory::kLarge, false>::kRows;
   }
 
   template <Memory kMemory>
   static void run_form(const ForwardParams& params, const CudaLaunch& launch) {
-    constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kMemory>();
+    if (params.rab.data) {
+      run_kernel<kMemory, true>(params, launch);
+    } else {
+      run_kernel<kMemory, false>(params, launch);
+    }
+  }
+
+  template <Memory kMemory, bool kHasBias>
+  static void run_kernel(const ForwardParams& params, const CudaLaunch& launch) {
+    using Form = Kernel<kMemory, kHasBias>;
+    static_assert(Form::kRows == Kernel<kMemory, false>::kRows, "the workspace does not ask for rab");
+    const BatchParams& batch = params.batch;
     PrepareParams prepared;
-    prepared.batch = params.batch;
+    prepared.batch = batch;
     prepared.mask = params.mask;
-    prepared.list =
-        Workspace(launch.workspace).take_list(params.batch.total_q, params.batch.batch, kTiles.rows);
+    prepared.list = Workspace(launch.workspace).take_list(batch.total_q, batch.batch, Form::kRows);
     prepared.list.parts = params.heads;
-    prepared.tile_rows = kTiles.rows;
-    prepared.tile_keys = kTiles.keys;
+    prepared.tile_rows = Form::kRows;
+    prepared.tile_keys = Form::kKeys;
     prepared.heads = params.heads;
     prepared.row_outputs[0] = params.out;
     prepare(prepared, launch);
-
-    const int64_t items = int64_t{prepared.list.capacity} * params.heads;
-    if (params.rab.data) {
-      launch_persistent<Kernel<kMemory, true>>(run_forward<kHeadDim, Element, kMemory, true>,
-                                               launch, items, "forward", params, prepared.list);
-    } else {
-      launch_persistent<Kernel<kMemory, false>>(run_forward<kHeadDim, Element, kMemory, false>,
-                                                launch, items, "forward", params, prepared.list);
-    }
+    launch_persistent<Form>(run_forward<kHeadDim, Element, kMemory, kHasBias>, launch,
+                            int64_t{prepared.list.capacity} * params.heads, "forward", params,
+                            prepared.list);
   }
 };
 

@@ -32,7 +32,7 @@ struct ScoreTile {
   int first_key;
 
   HSTU_DEVICE ScoreTile() {
-    const auto first = coordinates(static_cast<int>(threadIdx.x))(_0{}, _0{});
+    const auto first = coordinates(thread_index())(_0{}, _0{});
     first_row = get<0>(first);
     first_key = Order::key(get<1>(first));
   }

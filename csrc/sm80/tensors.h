@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "../params.h"
+#include "tile_config.h"
 
 #define HSTU_DEVICE __device__ __forceinline__
 
@@ -16,9 +17,10 @@ using namespace cute;
 // The thread's index, hidden from the optimiser.
 // NOTE: else it would keep the addresses of every operand, swizzled for each step, in registers for
 // the whole of a main loop, and spill; to find them again costs a few instructions a product.
+template <bool kHidden = true>
 HSTU_DEVICE int thread_index() {
   int index = threadIdx.x;
-  asm volatile("" : "+r"(index));
+  if constexpr (kHidden) asm volatile("" : "+r"(index));
   return index;
 }
 
@@ -82,16 +84,22 @@ struct RowPasses {
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
                 "a tile's rows are copied in whole passes of the block");
 
-  static HSTU_DEVICE int slot() { return static_cast<int>(threadIdx.x) / kChunks; }
-  static HSTU_DEVICE int column() { return static_cast<int>(threadIdx.x) % kChunks * 8; }
+  int slot;  // of the first pass
+  int column;
 
-  // The thread's chunk in the first pass of a tile in shared memory, and how far it moves then.
+  HSTU_DEVICE RowPasses() {
+    const int thread = threadIdx.x;
+    slot = thread / kChunks;
+    column = thread % kChunks * 8;
+  }
+
+  // The thread's chunk of a tile in shared memory.
   template <typename Element>
-  static HSTU_DEVICE Element* chunk(Element* data, int pass) {
+  HSTU_DEVICE Element* chunk(Element* data, int pass) const {
     if constexpr (kStep % 8 == 0) {  // the swizzle repeats with every 8 rows
-      return &rows_tensor<kRows, kColumns>(data)(slot(), column()) + pass * kStep * kPitch;
+      return &rows_tensor<kRows, kColumns>(data)(slot, column) + pass * kStep * kPitch;
     } else {
-      return &rows_tensor<kRows, kColumns>(data)(slot() + pass * kStep, column());
+      return &rows_tensor<kRows, kColumns>(data)(slot + pass * kStep, column);
     }
   }
 
@@ -121,15 +129,16 @@ struct HeadRows {
 template <int kRows, int kColumns, int kThreads, typename Order, typename Element>
 HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to) {
   using Passes = RowPasses<kRows, kColumns, kThreads>;
-  const int first = begin + Order::key(Passes::slot());
+  const Passes passes;
+  const int first = begin + Order::key(passes.slot);
   const Element* from =
-      rows.first + static_cast<int64_t>(first) * rows.row_stride + Passes::column();
-  const int count = Passes::column() < rows.head_dim ? rows.count - first : 0;
+      rows.first + static_cast<int64_t>(first) * rows.row_stride + passes.column;
+  const int count = passes.column < rows.head_dim ? rows.count - first : 0;
 #pragma unroll
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
     const int row = Order::key(pass * Passes::kStep);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     cast_smem_ptr_to_uint(Passes::chunk(to, pass))),
+                     cast_smem_ptr_to_uint(passes.chunk(to, pass))),
                  "l"(from + static_cast<int64_t>(row) * rows.row_stride),
                  "r"(row < count ? 16 : 0));
   }
@@ -143,16 +152,17 @@ template <int kRows, int kColumns, int kThreads, typename Order, typename Elemen
 HSTU_DEVICE void store_rows(Element* from, const PackedTensor& tensor, int64_t begin, int count,
                             int head) {
   using Passes = RowPasses<kRows, kColumns, kThreads>;
-  const int first = Order::key(Passes::slot());
+  const Passes passes;
+  const int first = Order::key(passes.slot);
   Element* to = static_cast<Element*>(tensor.data) + (begin + first) * tensor.row_stride +
-                head * tensor.head_stride + Passes::column();
-  if (Passes::column() >= tensor.head_dim) return;
+                head * tensor.head_stride + passes.column;
+  if (passes.column >= tensor.head_dim) return;
 #pragma unroll
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
     const int row = Order::key(pass * Passes::kStep);
     if (row < count - first) {
       *reinterpret_cast<uint4*>(to + row * tensor.row_stride) =
-          *reinterpret_cast<const uint4*>(Passes::chunk(from, pass));
+          *reinterpret_cast<const uint4*>(passes.chunk(from, pass));
     }
   }
 }
@@ -178,13 +188,14 @@ using LoadMatrix =
               Element>;
 
 // sum += A B^T, A (rows, k) in registers and B (columns, k) in shared memory. load_a(step) brings A
-// for one step of 16 of k. Of B, what one copy instruction takes is read two products ahead.
-template <Operand kB, typename TiledMma, typename Sum, typename FragmentA, typename B,
+// for one step of 16 of k. Of B, what one copy takes is read kReading.ahead products before it is used: more
+// hides more of the wait for shared memory and takes more registers.
+template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA, typename B,
           typename LoadA>
 HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b, LoadA load_a) {
   using Element = typename B::value_type;
   const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
-  const auto thread_b = copy_b.get_thread_slice(thread_index());
+  const auto thread_b = copy_b.get_thread_slice(thread_index<kReading.hides_thread>());
   const Tensor shared_b = thread_b.partition_S(b);
   Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
   Tensor view_b = thread_b.retile_D(fragment_b);
@@ -193,19 +204,18 @@ HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b,
   constexpr int kColumnBlocks = decltype(size<1>(fragment_b))::value;
   constexpr int kCopies = decltype(size<1>(view_b))::value;  // a step
   constexpr int kBlocksPerCopy = kColumnBlocks / kCopies;
-  constexpr int kAhead = 2;
 
   const auto load_b = [&](int n) {
     copy(copy_b, shared_b(_, n % kCopies, n / kCopies), view_b(_, n % kCopies, n / kCopies));
   };
   load_a(0);
 #pragma unroll
-  for (int n = 0; n < kAhead && n < kSteps * kCopies; ++n) load_b(n);
+  for (int n = 0; n < kReading.ahead && n < kSteps * kCopies; ++n) load_b(n);
 #pragma unroll
   for (int n = 0; n < kSteps * kCopies; ++n) {
     const int step = n / kCopies;
     if (n % kCopies == 0 && step + 1 < kSteps) load_a(step + 1);
-    if (n + kAhead < kSteps * kCopies) load_b(n + kAhead);
+    if (n + kReading.ahead < kSteps * kCopies) load_b(n + kReading.ahead);
 #pragma unroll
     for (int column = n % kCopies * kBlocksPerCopy;
          column < (n % kCopies + 1) * kBlocksPerCopy; ++column) {
@@ -219,22 +229,22 @@ HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b,
 }
 
 // The same with A in shared memory, too.
-template <Operand kA, Operand kB, typename TiledMma, typename Sum, typename A, typename B>
+template <Operand kA, Operand kB, Reading kReading, typename TiledMma, typename Sum, typename A, typename B>
 HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
   using Element = typename A::value_type;
   const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
-  const auto thread_a = copy_a.get_thread_slice(thread_index());
+  const auto thread_a = copy_a.get_thread_slice(thread_index<kReading.hides_thread>());
   const Tensor shared_a = thread_a.partition_S(a);
   Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
   Tensor view_a = thread_a.retile_D(fragment_a);
-  gemm<kB>(mma, sum, fragment_a, b,
+  gemm<kB, kReading>(mma, sum, fragment_a, b,
            [&](int step) { copy(copy_a, shared_a(_, _, step), view_a(_, _, step)); });
 }
 
 // The same with A in registers as another product left it.
-template <Operand kB, typename TiledMma, typename Sum, typename FragmentA, typename B>
+template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA, typename B>
 HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragment_a, const B& b) {
-  gemm<kB>(mma, sum, fragment_a, b, [](int) {});
+  gemm<kB, kReading>(mma, sum, fragment_a, b, [](int) {});
 }
 
 // Sums rounded to Element, laid out as they are.

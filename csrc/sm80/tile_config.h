@@ -9,24 +9,34 @@ constexpr int kSmallMemory = 99 * 1024;
 
 enum class Memory { kLarge, kSmall };
 
+// How a product reads its operands from shared memory.
+struct Reading {
+  int ahead;          // copies of the right operand in flight: as many as registers allow
+  bool hides_thread;  // thread_index(): where registers would spill; else it costs up to 4 %
+};
+
 struct ForwardTiles {
   int rows;           // of a tile of scores
   int keys;
   int warps;          // each takes rows / warps rows: 32 halve what K and V cost to be read, 16 fit
                       // where the output takes 128 registers for 16 rows (head dim 256)
   int blocks_per_sm;  // by registers
+  Reading reading;
 };
 
-template <int kHeadDim, Memory kMemory>
+template <int kHeadDim, Memory kMemory, bool kHasBias>
 constexpr ForwardTiles forward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "forward_tiles has no entry for this head dim");
-  if constexpr (kHeadDim == 32) return {128, 64, 4, 3};
-  if constexpr (kHeadDim == 64) return {128, 64, 4, 2};
-  if constexpr (kHeadDim == 128) return {128, 64, 4, 2};
+  if constexpr (kHeadDim == 32) return {128, 64, 4, 2, {4, false}};
+  if constexpr (kHeadDim == 64) return {128, 64, 4, 2, {4, false}};
+  if constexpr (kHeadDim == 128) {
+    if constexpr (kHasBias) return {128, 32, 4, 2, {2, true}};
+    return {128, 64, 4, 2, {1, true}};
+  }
   if constexpr (kHeadDim == 256) {
-    if constexpr (kMemory == Memory::kLarge) return {128, 32, 8, 1};
-    return {64, 32, 4, 1};
+    if constexpr (kMemory == Memory::kLarge) return {128, 32, 8, 1, {2, false}};
+    return {64, 32, 4, 1, {2, false}};
   }
 }
 
@@ -39,6 +49,7 @@ struct BackwardTiles {
   int score_row_warps;   // of the warps: along the rows of S and dP, the rest along the keys
   int key_warps;         // along the keys of dK and dV, the rest along the head dim
   int row_warps;         // along the rows of dQ, the rest along the head dim
+  Reading reading;
 };
 
 template <int kHeadDim, Memory kMemory>
@@ -46,18 +57,18 @@ constexpr BackwardTiles backward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "backward_tiles has no entry for this head dim");
   constexpr bool kLarge = kMemory == Memory::kLarge;
-  if constexpr (kHeadDim == 32) return {128, 128, 8, 1, 2, 4, 8, 8};
+  if constexpr (kHeadDim == 32) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
   if constexpr (kHeadDim == 64) {
-    if constexpr (kLarge) return {128, 64, 4, 2, 2, 4, 2, 4};
-    return {64, 128, 8, 1, 2, 2, 4, 4};
+    if constexpr (kLarge) return {128, 64, 4, 2, 2, 4, 2, 4, {2, true}};
+    return {64, 128, 8, 1, 2, 2, 4, 4, {2, true}};
   }
   if constexpr (kHeadDim == 128) {
-    if constexpr (kLarge) return {64, 128, 8, 1, 2, 2, 4, 2};
-    return {64, 64, 8, 1, 1, 4, 4, 4};
+    if constexpr (kLarge) return {64, 128, 8, 1, 2, 2, 4, 2, {2, true}};
+    return {64, 64, 8, 1, 1, 4, 4, 4, {2, true}};
   }
   if constexpr (kHeadDim == 256) {
-    if constexpr (kLarge) return {64, 64, 8, 1, 1, 4, 2, 2};
-    return {32, 32, 4, 1, 1, 2, 2, 2};
+    if constexpr (kLarge) return {64, 64, 8, 1, 1, 4, 2, 2, {2, true}};
+    return {32, 32, 4, 1, 1, 2, 2, 2, {2, true}};
   }
 }
 
