@@ -19,8 +19,8 @@ namespace hstu {
 
 // A GPU as kernels see it; the environment variables are read at every call, for tests.
 struct CudaDevice {
-  int arch = 0;                 // kernels to use: 80 or 90. HSTU_ATTN_FORCE_ARCH overrides it.
-  int capability = 0;           // 10 * major + minor
+  int arch = 0;        // kernels to use: 80 or 90. HSTU_ATTN_FORCE_ARCH overrides it.
+  int capability = 0;  // 10 * major + minor
   int multiprocessors = 0;
   int shared_memory_bytes = 0;  // most that a block may ask for. HSTU_ATTN_SHARED_MEMORY lowers it.
 };

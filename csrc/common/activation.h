@@ -18,8 +18,8 @@ HSTU_HOST_DEVICE T silu_derivative(const T& x, const T& s) {
   return s + s * (x - x * s);
 }
 
-// silu(2h) and its derivative from h and t = tanh(h): sigmoid(2h) = (1 + t) / 2. One tanh.approx has
-// a relative error of 2^-11, so that silu has an absolute error of 2^-12 |x|.
+// silu(2h) and its derivative from h and t = tanh(h): sigmoid(2h) = (1 + t) / 2. One tanh.approx
+// has a relative error of 2^-11, so that silu has an absolute error of 2^-12 |x|.
 HSTU_HOST_DEVICE float silu_of_half(float h, float t) { return h + h * t; }
 HSTU_HOST_DEVICE float silu_derivative_of_half(float h, float t) {
   const float s = 0.5f + 0.5f * t;

@@ -42,8 +42,8 @@ __device__ int item_cost(const PrepareParams& params, const Sequence& sequence, 
   return r1 + sequence.offset > 0 ? (r1 + sequence.offset) / params.tile_keys + 1 : 0;
 }
 
-// Calls visit(sequence, its number, tile, bin, active) for every tile of the batch, by whole warps. A
-// group of lanes takes a sequence and goes through its tiles from the last to the first. Of keys,
+// Calls visit(sequence, its number, tile, bin, active) for every tile of the batch, by whole warps.
+// A group of lanes takes a sequence and goes through its tiles from the last to the first. Of keys,
 // the rank is the largest cost from the tile onwards: an earlier key tile then never stands behind
 // a later one.
 template <typename Visit>
@@ -111,15 +111,17 @@ __device__ void make_list(const PrepareParams& params) {
 
   // Bins fill from their ends, as sequences are gone through from theirs: so within a bin the tiles
   // of one sequence stand in ascending order.
-  for_each_tile(params, group, [&](const Sequence& sequence, int b, int tile, int bin,
-                                   bool active) {
-    const unsigned peers = __match_any_sync(0xffffffff, active ? lane / group * kBins + bin : -1);
-    const int leader = 31 - __clz(peers);
-    int position = 0;
-    if (active && lane == leader) position = atomicSub(&bins[bin], __popc(peers));
-    position = __shfl_sync(0xffffffff, position, leader) - __popc(peers >> lane);
-    if (active && position < params.list.capacity) params.list.tiles[position] = {sequence, b, tile};
-  });
+  for_each_tile(params, group,
+                [&](const Sequence& sequence, int b, int tile, int bin, bool active) {
+                  const unsigned peers =
+                      __match_any_sync(0xffffffff, active ? lane / group * kBins + bin : -1);
+                  const int leader = 31 - __clz(peers);
+                  int position = 0;
+                  if (active && lane == leader) position = atomicSub(&bins[bin], __popc(peers));
+                  position = __shfl_sync(0xffffffff, position, leader) - __popc(peers >> lane);
+                  if (active && position < params.list.capacity)
+                    params.list.tiles[position] = {sequence, b, tile};
+                });
 }
 
 __device__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin, int64_t end) {
@@ -203,7 +205,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void prepare(const PrepareParams& params, const CudaLaunch& launch) {
   const int64_t work = params.zero_bytes / 16 + 32 * (int64_t{params.batch.batch} + 1);
-  const int64_t blocks = clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
+  const int64_t blocks =
+      clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
   launch_kernel(prepare_kernel, {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare",
                 params);
 }

@@ -16,10 +16,10 @@ namespace hstu::sm80 {
 // What a backward call keeps in its workspace.
 struct BackwardBuffers {
   WorkList list;
-  float* dq;       // [row tiles, H, rows x head dim], in the order of RowSum; zeroed
+  float* dq;         // [row tiles, H, rows x head dim], in the order of RowSum; zeroed
   TileSpans* turns;  // [row tiles]: the key tiles that take turns to add; null: in any order
   int* turn;         // [row tiles, H]: those that have added; zeroed
-  DenseBias drab;  // where dS is summed over heads, or where it belongs if that is fp32
+  DenseBias drab;    // where dS is summed over heads, or where it belongs if that is fp32
 };
 
 HSTU_DEVICE int load_acquire(const int* address) {
@@ -116,8 +116,7 @@ struct Backward {
 
  private:
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   WorkQueue& queue, int head, bool is_last,
-                                   SharedMemory& shared) {
+                                   WorkQueue& queue, int head, bool is_last, SharedMemory& shared) {
     // NOTE: in shared memory, to leave the registers to the sums.
     const WorkTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
@@ -130,9 +129,8 @@ struct Backward {
     const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
     shared.map.fill(row_tiles, [&](int n) {
       const Mask mask(params.mask, sequence, head);
-      const TileKind kind =
-          mask.classify(n * kRows, min((n + 1) * kRows, sequence.q_len), k0,
-                        min(k0 + kKeys, sequence.k_len));
+      const TileKind kind = mask.classify(n * kRows, min((n + 1) * kRows, sequence.q_len), k0,
+                                          min(k0 + kKeys, sequence.k_len));
       const bool takes_turn = buffers.turns && mask.arbitrary();
       return kind == TileKind::kEmpty && takes_turn ? TileKind::kPartial : kind;
     });
@@ -165,8 +163,8 @@ struct Backward {
     clear(dk);
     clear(dv);
     const auto dq_number = [&](int row_tile) {
-      return (first_tile(sequence.q_begin, work.sequence_number, kRows) + row_tile) *
-                 params.heads + head;
+      return (first_tile(sequence.q_begin, work.sequence_number, kRows) + row_tile) * params.heads +
+             head;
     };
     const int next_stage = kStages - 1;
     for (int stage = 0; more; stage ^= next_stage) {
@@ -216,9 +214,9 @@ struct Backward {
       // dQ += dX K
       Tensor dq = partition_fragment_C(row_mma, Shape<Int<kRows>, Int<kHeadDim>>{});
       clear(dq);
-      gemm<Operand::kRows, Operand::kTransposed, kTiles.reading>(row_mma, dq,
-                                                 rows_tensor<kRows, kKeys>(shared.ds),
-                                                 transposed_tensor<kKeys, kHeadDim>(shared.k));
+      gemm<Operand::kRows, Operand::kTransposed, kTiles.reading>(
+          row_mma, dq, rows_tensor<kRows, kKeys>(shared.ds),
+          transposed_tensor<kKeys, kHeadDim>(shared.k));
       if constexpr (kStages == 1) {
         __syncthreads();  // the rows have been read
         if (more) copy_rows(walk.tile() * kRows, 0);
@@ -271,8 +269,7 @@ struct Backward {
 #pragma unroll
       for (int m = 0; m < size<0>(p); ++m) {
         const int row = r0 + tile.first_row + Tile::row_offset(m);
-        const float scale =
-            row < sequence.q_len ? params.attn_scale[sequence.q_begin + row] : 0.0f;
+        const float scale = row < sequence.q_len ? params.attn_scale[sequence.q_begin + row] : 0.0f;
 #pragma unroll
         for (int n = 0; n < size<1>(p); ++n) {
           p(m, n) *= scale;

@@ -26,7 +26,8 @@ struct Forward {
   using Tile = ScoreTile<kRows, kKeys, RowMma, Order>;
 
   struct SharedMemory {
-    alignas(128) Element q[kRows * kHeadDim];  // O in the end: each warp's own rows take their place
+    alignas(
+        128) Element q[kRows * kHeadDim];  // O in the end: each warp's own rows take their place
     alignas(128) Element k[kStages][kKeys * kHeadDim];
     alignas(128) Element v[kStages][kKeys * kHeadDim];
     HeadRows<Element> k_rows;
@@ -88,13 +89,14 @@ struct Forward {
       // S = Q K^T + bias
       Tensor scores = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kKeys>>{});
       clear(scores);
-      if constexpr (kHasBias) load_bias<Element>(params, queue.tile(), head, r0, k0, scores, Tile{});
+      if constexpr (kHasBias)
+        load_bias<Element>(params, queue.tile(), head, r0, k0, scores, Tile{});
       more = walk.advance();
       wait_for_copies();
       __syncthreads();  // the tile is there, and the other stage has been read
       if (more) copy_keys(walk.tile() * kKeys, stage ^ 1);
-      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(RowMma{}, scores, shared_q,
-                                           rows_tensor<kKeys, kHeadDim>(shared.k[stage]));
+      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
+          RowMma{}, scores, shared_q, rows_tensor<kKeys, kHeadDim>(shared.k[stage]));
 
       // P = M * silu(alpha * S)
 #pragma unroll
@@ -110,8 +112,9 @@ struct Forward {
 
       // O += P V
       const auto weights = rounded<Element>(scores);
-      gemm_registers<Operand::kTransposed, kTiles.reading>(RowMma{}, out, as_left_operand(weights),
-                                           transposed_tensor<kKeys, kHeadDim>(shared.v[stage]));
+      gemm_registers<Operand::kTransposed, kTiles.reading>(
+          RowMma{}, out, as_left_operand(weights),
+          transposed_tensor<kKeys, kHeadDim>(shared.v[stage]));
     }
     queue.fetch();
     store_out(params, sequence, r0, head, out, shared);
@@ -136,8 +139,8 @@ struct Forward {
     }
     to_shared<Element, kRows, kHeadDim>(RowMma{}, out, shared.q);
     __syncthreads();
-    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(
-        shared.q, params.out, sequence.q_begin + r0, sequence.q_len - r0, head);
+    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(shared.q, params.out, sequence.q_begin + r0,
+                                                        sequence.q_len - r0, head);
   }
 };
 

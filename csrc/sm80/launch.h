@@ -29,9 +29,9 @@ void launch_persistent(void (*kernel)(Arguments...), const CudaLaunch& launch, i
   check_cuda(cudaGetDevice(&device), name);
   const uint64_t bit = uint64_t{1} << device % 64;
   if (!(prepared.load() & bit)) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    kSharedBytes),
-               name);
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        name);
     prepared |= bit;
   }
   constexpr int kReserved = 1024;  // bytes that the system keeps for each block

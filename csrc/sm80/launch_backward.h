@@ -50,13 +50,12 @@ struct BackwardLauncher {
     int64_t zeros_begin;  // what must be zero lies together
     int64_t zeros_end;
 
-    Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory)
-        : workspace(memory) {
+    Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
       buffers.list = workspace.take_list(batch.total_k, batch.batch, kTiles.keys);
       buffers.list.parts = params.drab.data ? params.rab.heads : params.heads;
-      dq_tiles = int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} *
-                 params.heads;
+      dq_tiles =
+          int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} * params.heads;
       drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;
       buffers.turns =
           launch.deterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
@@ -106,8 +105,8 @@ struct BackwardLauncher {
                                "backward", params, plan.buffers);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
-    launch_kernel(finish_dq<Plain, Element, kHeadDim>, per_tile, launch, "dq of the backward", params,
-                  plan.buffers.dq);
+    launch_kernel(finish_dq<Plain, Element, kHeadDim>, per_tile, launch, "dq of the backward",
+                  params, plan.buffers.dq);
     if (sums_drab(params)) {
       const LaunchConfig per_row = {std::min<int64_t>(plan.drab_rows, 1 << 16), 256};
       launch_kernel(round_drab<Element>, per_row, launch, "drab of the backward",

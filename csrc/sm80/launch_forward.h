@@ -49,7 +49,8 @@ struct ForwardLauncher {
   template <Memory kMemory, bool kHasBias>
   static void run_kernel(const ForwardParams& params, const CudaLaunch& launch) {
     using Form = Kernel<kMemory, kHasBias>;
-    static_assert(Form::kRows == Kernel<kMemory, false>::kRows, "the workspace does not ask for rab");
+    static_assert(Form::kRows == Kernel<kMemory, false>::kRows,
+                  "the workspace does not ask for rab");
     const BatchParams& batch = params.batch;
     PrepareParams prepared;
     prepared.batch = batch;

@@ -15,8 +15,8 @@ HSTU_DEVICE auto as_matrix(Fragment&& fragment) {
   return make_tensor(fragment.data(), make_layout(rows, columns));
 }
 
-// Where the elements of a thread's part of a tile of scores stand, whose keys are in Order. Row m of
-// the part is first_row + row_offset(m) of the tile, column n key first_key + key_offset(n); in
+// Where the elements of a thread's part of a tile of scores stand, whose keys are in Order. Row m
+// of the part is first_row + row_offset(m) of the tile, column n key first_key + key_offset(n); in
 // unrolled loops the offsets are constants. Neighbouring columns, Order::kRun of them, are
 // neighbouring keys.
 template <int kRows, int kKeys, typename TiledMma, typename Order>
@@ -38,7 +38,9 @@ struct ScoreTile {
   }
 
   static HSTU_DEVICE int row_offset(int m) { return get<0>(coordinates(_0{})(m, _0{})); }
-  static HSTU_DEVICE int key_offset(int n) { return Order::key(get<1>(coordinates(_0{})(_0{}, n))); }
+  static HSTU_DEVICE int key_offset(int n) {
+    return Order::key(get<1>(coordinates(_0{})(_0{}, n)));
+  }
 
   // (row, slot) of each element of a thread's part.
   template <typename Thread>

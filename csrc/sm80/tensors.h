@@ -29,15 +29,14 @@ HSTU_DEVICE int thread_index() {
 // Rows of kColumns elements in shared memory, in pieces of up to 64 columns whose 16-byte chunks
 // are swizzled, so that neither copies nor ldmatrix of 8 rows meet a bank twice.
 template <int kColumns>
-using RowsAtom =
-    std::conditional_t<kColumns % 64 == 0,
-                       decltype(composition(Swizzle<3, 3, 3>{},
-                                            Layout<Shape<_8, _64>, Stride<_64, _1>>{})),
-                       decltype(composition(Swizzle<2, 3, 3>{},
-                                            Layout<Shape<_8, _32>, Stride<_32, _1>>{}))>;
+using RowsAtom = std::conditional_t<
+    kColumns % 64 == 0,
+    decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{})),
+    decltype(composition(Swizzle<2, 3, 3>{}, Layout<Shape<_8, _32>, Stride<_32, _1>>{}))>;
 
 template <int kRows, int kColumns>
-using RowsLayout = decltype(tile_to_shape(RowsAtom<kColumns>{}, Shape<Int<kRows>, Int<kColumns>>{}));
+using RowsLayout =
+    decltype(tile_to_shape(RowsAtom<kColumns>{}, Shape<Int<kRows>, Int<kColumns>>{}));
 
 template <int kRows, int kColumns, typename Element>
 HSTU_DEVICE auto rows_tensor(Element* data) {
@@ -131,8 +130,7 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
   using Passes = RowPasses<kRows, kColumns, kThreads>;
   const Passes passes;
   const int first = begin + Order::key(passes.slot);
-  const Element* from =
-      rows.first + static_cast<int64_t>(first) * rows.row_stride + passes.column;
+  const Element* from = rows.first + static_cast<int64_t>(first) * rows.row_stride + passes.column;
   const int count = passes.column < rows.head_dim ? rows.count - first : 0;
 #pragma unroll
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
@@ -188,10 +186,10 @@ using LoadMatrix =
               Element>;
 
 // sum += A B^T, A (rows, k) in registers and B (columns, k) in shared memory. load_a(step) brings A
-// for one step of 16 of k. Of B, what one copy takes is read kReading.ahead products before it is used: more
-// hides more of the wait for shared memory and takes more registers.
-template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA, typename B,
-          typename LoadA>
+// for one step of 16 of k. Of B, what one copy takes is read kReading.ahead products before it is
+// used: more hides more of the wait for shared memory and takes more registers.
+template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA,
+          typename B, typename LoadA>
 HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b, LoadA load_a) {
   using Element = typename B::value_type;
   const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
@@ -217,19 +215,19 @@ HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b,
     if (n % kCopies == 0 && step + 1 < kSteps) load_a(step + 1);
     if (n + kReading.ahead < kSteps * kCopies) load_b(n + kReading.ahead);
 #pragma unroll
-    for (int column = n % kCopies * kBlocksPerCopy;
-         column < (n % kCopies + 1) * kBlocksPerCopy; ++column) {
+    for (int column = n % kCopies * kBlocksPerCopy; column < (n % kCopies + 1) * kBlocksPerCopy;
+         ++column) {
 #pragma unroll
       for (int row = 0; row < kRowBlocks; ++row) {
-        cute::gemm(mma, fragment_a(_, row, step), fragment_b(_, column, step),
-                   sum(_, row, column));
+        cute::gemm(mma, fragment_a(_, row, step), fragment_b(_, column, step), sum(_, row, column));
       }
     }
   }
 }
 
 // The same with A in shared memory, too.
-template <Operand kA, Operand kB, Reading kReading, typename TiledMma, typename Sum, typename A, typename B>
+template <Operand kA, Operand kB, Reading kReading, typename TiledMma, typename Sum, typename A,
+          typename B>
 HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
   using Element = typename A::value_type;
   const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
@@ -238,11 +236,12 @@ HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
   Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
   Tensor view_a = thread_a.retile_D(fragment_a);
   gemm<kB, kReading>(mma, sum, fragment_a, b,
-           [&](int step) { copy(copy_a, shared_a(_, _, step), view_a(_, _, step)); });
+                     [&](int step) { copy(copy_a, shared_a(_, _, step), view_a(_, _, step)); });
 }
 
 // The same with A in registers as another product left it.
-template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA, typename B>
+template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA,
+          typename B>
 HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragment_a, const B& b) {
   gemm<kB, kReading>(mma, sum, fragment_a, b, [](int) {});
 }

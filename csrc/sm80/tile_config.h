@@ -16,7 +16,7 @@ struct Reading {
 };
 
 struct ForwardTiles {
-  int rows;           // of a tile of scores
+  int rows;  // of a tile of scores
   int keys;
   int warps;          // each takes rows / warps rows: 32 halve what K and V cost to be read, 16 fit
                       // where the output takes 128 registers for 16 rows (head dim 256)
@@ -44,11 +44,11 @@ struct BackwardTiles {
   int rows;
   int keys;
   int warps;
-  int blocks_per_sm;     // by registers
-  int stages;            // of Q and dO
-  int score_row_warps;   // of the warps: along the rows of S and dP, the rest along the keys
-  int key_warps;         // along the keys of dK and dV, the rest along the head dim
-  int row_warps;         // along the rows of dQ, the rest along the head dim
+  int blocks_per_sm;    // by registers
+  int stages;           // of Q and dO
+  int score_row_warps;  // of the warps: along the rows of S and dP, the rest along the keys
+  int key_warps;        // along the keys of dK and dV, the rest along the head dim
+  int row_warps;        // along the rows of dQ, the rest along the head dim
   Reading reading;
 };
 
