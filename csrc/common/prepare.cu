@@ -76,11 +76,35 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
   }
 }
 
-__device__ void make_list(const PrepareParams& params) {
-  __shared__ int bins[kBins];
-  __shared__ int warp_sums[kThreads / 32];
+// The sum of the values of this lane and those before it.
+__device__ int sum_up_to_lane(int value) {
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffff, value, step);
+    if (threadIdx.x % 32 >= step) value += before;
+  }
+  return value;
+}
+
+// Turns the bins' sizes into their ends, and says how long the list is.
+__device__ void sum_bins(int (&bins)[kBins], const WorkList& list) {
+  __shared__ int warp_ends[32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
+  int end = sum_up_to_lane(bins[threadIdx.x]);
+  if (lane == 31) warp_ends[warp] = end;
+  __syncthreads();
+  const int ends = sum_up_to_lane(warp_ends[lane]);
+  if (warp > 0) end += __shfl_sync(0xffffffff, ends, warp - 1);
+  bins[threadIdx.x] = end;
+  if (threadIdx.x == kThreads - 1) {
+    *list.count = min(end, list.capacity);
+    *list.next = 0;
+  }
+}
+
+__device__ void make_list(const PrepareParams& params) {
+  __shared__ int bins[kBins];
+  const int lane = threadIdx.x % 32;
 
   // As many lanes to a sequence as it has tiles on average.
   int group = 1;
@@ -88,40 +112,32 @@ __device__ void make_list(const PrepareParams& params) {
 
   bins[threadIdx.x] = 0;
   __syncthreads();
-  for_each_tile(params, group, [&](const Sequence&, int, int, int bin, bool active) {
-    if (active) atomicAdd(&bins[bin], 1);
-  });
-  __syncthreads();
-
-  // Each bin's end: the sum of the bins up to it.
-  int end = bins[threadIdx.x];
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(0xffffffff, end, step);
-    if (lane >= step) end += before;
+  // First the tiles of each bin are counted, then each tile gets its place.
+  // NOTE: one loop and not two: a kernel that runs once waits for its instructions above all.
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    for_each_tile(
+        params, group, [&](const Sequence& sequence, int b, int tile, int bin, bool active) {
+          if (pass == 0) {
+            if (active) atomicAdd(&bins[bin], 1);
+            return;
+          }
+          // Bins fill from their ends, as sequences are gone through from theirs: so
+          // within a bin the tiles of one sequence stand in ascending order.
+          const unsigned peers =
+              __match_any_sync(0xffffffff, active ? lane / group * kBins + bin : -1);
+          const int leader = 31 - __clz(peers);
+          int end = 0;
+          if (active && lane == leader) end = atomicSub(&bins[bin], __popc(peers));
+          const int position = __shfl_sync(0xffffffff, end, leader) - __popc(peers >> lane);
+          if (active && position < params.list.capacity) {
+            params.list.tiles[position] = {sequence, b, tile};
+          }
+        });
+    __syncthreads();
+    if (pass == 0) sum_bins(bins, params.list);
+    __syncthreads();
   }
-  if (lane == 31) warp_sums[warp] = end;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) end += warp_sums[w];
-  bins[threadIdx.x] = end;
-  if (threadIdx.x == kThreads - 1) {
-    *params.list.count = min(end, params.list.capacity);
-    *params.list.next = 0;
-  }
-  __syncthreads();
-
-  // Bins fill from their ends, as sequences are gone through from theirs: so within a bin the tiles
-  // of one sequence stand in ascending order.
-  for_each_tile(params, group,
-                [&](const Sequence& sequence, int b, int tile, int bin, bool active) {
-                  const unsigned peers =
-                      __match_any_sync(0xffffffff, active ? lane / group * kBins + bin : -1);
-                  const int leader = 31 - __clz(peers);
-                  int position = 0;
-                  if (active && lane == leader) position = atomicSub(&bins[bin], __popc(peers));
-                  position = __shfl_sync(0xffffffff, position, leader) - __popc(peers >> lane);
-                  if (active && position < params.list.capacity)
-                    params.list.tiles[position] = {sequence, b, tile};
-                });
 }
 
 __device__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin, int64_t end) {

@@ -84,16 +84,9 @@ class WorkQueue {
   }
 
  private:
-  // Items go through as many tiles as there are blocks, part by part: blocks that work at the same
-  // time then share the keys and values, or queries, of few heads, and find them in the L2 cache.
   __device__ void set_next(int item) {
-    const int chunk_items = gridDim.x * list_.parts;
-    const int first = item / chunk_items * gridDim.x;
-    const int tiles = min(*list_.count - first, static_cast<int>(gridDim.x));
-    const int n = item % chunk_items;
-    const bool exists = n < tiles * list_.parts;
-    shared_.part[slot_ ^ 1] = exists ? n / tiles : -1;
-    shared_.next = exists ? first + n % tiles : 0;
+    shared_.next = item / list_.parts;
+    shared_.part[slot_ ^ 1] = shared_.next < *list_.count ? item % list_.parts : -1;
   }
 
   const WorkList& list_;

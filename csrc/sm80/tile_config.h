@@ -32,7 +32,7 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 64) return {128, 64, 4, 2, {4, false}};
   if constexpr (kHeadDim == 128) {
     if constexpr (kHasBias) return {128, 32, 4, 2, {2, true}};
-    return {128, 64, 4, 2, {1, true}};
+    return {128, 64, 4, 2, {2, false}};
   }
   if constexpr (kHeadDim == 256) {
     if constexpr (kMemory == Memory::kLarge) return {128, 32, 8, 1, {2, false}};
