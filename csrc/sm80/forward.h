@@ -26,8 +26,8 @@ struct Forward {
   using Tile = ScoreTile<kRows, kKeys, RowMma, Order>;
 
   struct SharedMemory {
-    alignas(
-        128) Element q[kRows * kHeadDim];  // O in the end: each warp's own rows take their place
+    // O in the end: each warp's own rows take their place.
+    alignas(128) Element q[kRows * kHeadDim];
     alignas(128) Element k[kStages][kKeys * kHeadDim];
     alignas(128) Element v[kStages][kKeys * kHeadDim];
     HeadRows<Element> k_rows;
@@ -137,6 +137,7 @@ struct Forward {
 #pragma unroll
       for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
     }
+    __syncwarp();  // all lanes have read their warp's rows of Q
     to_shared<Element, kRows, kHeadDim>(RowMma{}, out, shared.q);
     __syncthreads();
     store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(shared.q, params.out, sequence.q_begin + r0,
