@@ -24,22 +24,18 @@ __device__ int length(const IntervalList<kCapacity>& list) {
   return sum;
 }
 
-// Visible tiles that the item goes through. Where spans are given row by row, nothing short tells:
-// then as many as for a causal mask.
+// Visible tiles that the item goes through; all of them where spans are given row by row, since
+// nothing short tells which are visible.
 __device__ int item_cost(const PrepareParams& params, const Sequence& sequence, const Mask& mask,
                          int tile) {
   if (params.by_keys) {
     const int k0 = tile * params.tile_keys;
-    if (!mask.arbitrary()) {
-      return length(tiles(mask.q_intervals(k0, k0 + params.tile_keys), params.tile_rows));
-    }
-    const int first_row = k0 > sequence.offset ? k0 - sequence.offset : 0;
-    return first_row < sequence.q_len ? (sequence.q_len - first_row) / params.tile_rows + 1 : 0;
+    return length(tiles(mask.q_intervals(k0, k0 + params.tile_keys), params.tile_rows));
   }
+  if (mask.arbitrary()) return (sequence.k_len + params.tile_keys - 1) / params.tile_keys;
   const int r0 = tile * params.tile_rows;
-  const int r1 = r0 + params.tile_rows < sequence.q_len ? r0 + params.tile_rows : sequence.q_len;
-  if (!mask.arbitrary()) return length(tiles(mask.kv_intervals(r0, r1), params.tile_keys));
-  return r1 + sequence.offset > 0 ? (r1 + sequence.offset) / params.tile_keys + 1 : 0;
+  const int r1 = min(r0 + params.tile_rows, sequence.q_len);
+  return length(tiles(mask.kv_intervals(r0, r1), params.tile_keys));
 }
 
 // Calls visit(sequence, its number, tile, bin, active) for every tile of the batch, by whole warps.

@@ -55,6 +55,11 @@ class AlignedCopies {
     Tensor copy = replace(tensor, packed);
     torch::stable::copy_(copy, tensor);
   }
+  void inputs(const Arguments& args, ForwardParams& params) {
+    input(args.q, params.q);
+    input(args.k, params.k);
+    input(args.v, params.v);
+  }
   void output(Tensor& tensor, PackedTensor& packed) {
     if (!is_aligned(packed)) outputs_.emplace_back(&tensor, replace(tensor, packed));
   }
@@ -161,9 +166,7 @@ void CudaOps::forward(const Arguments& args, Tensor& out, ForwardParams& params)
     return;
   }
   AlignedCopies copies;
-  copies.input(args.q, params.q);
-  copies.input(args.k, params.k);
-  copies.input(args.v, params.v);
+  copies.inputs(args, params);
   copies.output(out, params.out);
   call.run(forward_kernel(call.device(), params), params);
   copies.copy_back();
@@ -179,9 +182,7 @@ void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gra
     return;
   }
   AlignedCopies copies;
-  copies.input(args.q, params.q);
-  copies.input(args.k, params.k);
-  copies.input(args.v, params.v);
+  copies.inputs(args, params);
   copies.input(dout, params.dout);
   copies.output(gradients.dq, params.dq);
   copies.output(gradients.dk, params.dk);
