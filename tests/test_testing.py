@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hstu_attn import DenseBias, Mask, reference
+from hstu_attn import DenseBias, Mask, hstu_attention, reference
 from hstu_attn.mask import batch_row_spans, dense_mask
 from hstu_attn.testing import (
     BIAS_NAMES,
@@ -156,3 +156,10 @@ def test_paged_batches_hide_nan_where_pages_are_to_be_read():
 def test_batch_row_spans_of_an_empty_batch():
     spans = batch_row_spans(Mask.full(), offsets([]), offsets([]), total_q=2)
     assert torch.equal(spans, torch.zeros(2, 4, dtype=torch.int32))
+
+
+def test_the_rule_does_not_hang_on_the_order_of_a_sum():
+    """With a few rows a matrix product sums in lanes, and is closer than from left to right."""
+    for _ in range(40):
+        batch = make_batch([100, 60], [2, 4], dim=256, dim_v=8, dtype=torch.float32, mask="no-left")
+        check_against_reference(hstu_attention, batch)
