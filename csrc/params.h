@@ -63,6 +63,11 @@ struct MaskParams {
   bool func_causal = false;  // intersect with causal
 };
 
+// Whether the spans stand in a tensor, and have no closed form.
+HSTU_HOST_DEVICE bool is_given_by_row(const MaskParams& mask) {
+  return mask.row_spans || mask.func;
+}
+
 // Dense bias: element (b, n, i, j) is data[b * batch_stride + n * head_stride + i * row_stride +
 // j].
 struct DenseBias {

@@ -32,6 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 TUNED = (32, 64, 128, 256)
 DENSE_BIASES = (None, "rab", "rab-1-head", "rab-fp32", "rab-strided")
 SMALL_MEMORY = "101376"  # bytes a block may use on GPUs of compute capability 8.6, 8.9 and 12.0
+ALL_BUT_ONE = 2**31 - 1  # an sm_margin that leaves one multiprocessor
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 
 T = TypeVar("T")
@@ -187,7 +188,6 @@ def test_small_shared_memory(monkeypatch, dim, bias, dtype):
 @pytest.mark.parametrize("dim", TUNED)
 @both_dtypes
 def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
-    """The reference runs on the CPU, so that the sanitizer sees these kernels alone."""
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", memory)
     batch = make_batch(
         [130, 0, 67],
@@ -199,12 +199,43 @@ def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
         mask="context-target",
         bias=bias,
     )
+    # With one multiprocessor left, the forward has a list of work, too.
+    sm_margin = ALL_BUT_ONE if deterministic else 0
+    check_small_batch(batch, deterministic=deterministic, sm_margin=sm_margin)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
+@pytest.mark.parametrize("mask", ["spans", "func-5"])
+def test_masks_given_by_row(mask, deterministic):
+    batch = make_batch([130, 0, 267], [130, 0, 240], dim=64, dtype=torch.bfloat16, mask=mask)
+    check_small_batch(batch, deterministic=deterministic)
+
+
+def check_small_batch(batch: Batch, **options: object) -> None:
+    """The reference runs on the CPU, so that a sanitizer sees these kernels alone."""
     dout = random_dout(batch)
-    actual = run(hstu_attention, on_gpu(batch), dout.cuda(), deterministic=deterministic)
+    actual = run(hstu_attention, on_gpu(batch), dout.cuda(), **options)
     exact = run(reference.hstu_attention, batch, dout, torch.float64)
-    yardstick = run(reference.hstu_attention, batch, dout, compute_dtype=dtype)
+    yardstick = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
     for name, tensor in actual.items():
         assert_matches(name, tensor.cpu(), exact[name], yardstick[name])
+
+
+@pytest.mark.parametrize("bias", [None, "rab"])
+@pytest.mark.parametrize("mask", MASK_NAMES)
+def test_with_and_without_a_list_of_work(mask, bias):
+    """Where all tiles of rows run at once there is none; the same tiles give the same bits."""
+    batch = make_batch(
+        [300, 0, 129, 1, 64], device="cuda", dtype=torch.bfloat16, mask=mask, bias=bias
+    )
+    used = torch.tensor([280, 0, 129, 0, 1], dtype=torch.int32, device="cuda")
+    batch.seqused_q = batch.seqused_k = used
+    out = run(hstu_attention, batch)["out"]
+    assert torch.equal(run(hstu_attention, batch, sm_margin=ALL_BUT_ONE)["out"], out)
+    assert out[:280].any()
+    for begin, end in ((280, 300), (429, 430), (431, 494)):
+        assert not out[begin:end].any()
 
 
 # ---------------------------------------------------------------------------------------------

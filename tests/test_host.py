@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -178,6 +179,30 @@ def test_tiles_are_classified(case, tile_rows, tile_keys):
                 assert kind == kinds[m, n]
             else:
                 assert kind in (kinds[m, n], TileKind.PARTIAL)
+
+
+@settings(max_examples=400)
+@given(case=cases, tile_rows=tile_sizes, tile_keys=tile_sizes)
+def test_summaries_are_never_wrong(case, tile_rows, tile_keys):
+    q_len, k_len = case.visible.shape
+    for r0, k0 in itertools.product(range(0, q_len, tile_rows), range(0, k_len, tile_keys)):
+        r1, k1 = min(r0 + tile_rows, q_len), min(k0 + tile_keys, k_len)
+        seen = case.visible[r0:r1, k0:k1]
+        kind = TileKind(case.host.classify_by_summary(r0, r1, k0, k1))
+        assert kind != TileKind.EMPTY or not seen.any()
+        assert kind != TileKind.FULL or seen.all()
+
+
+def test_summaries_find_what_rows_share():
+    """A prefix and a window: every tile is told exactly."""
+    spans = [[0, min(r + 1, 8), max(r - 20, 8), r + 1] for r in range(64)]
+    host = _host.Mask(64, 64, row_spans=spans)
+    told = {0: 0, 1: 0, 2: 0}
+    for r0, k0 in itertools.product(range(0, 64, 8), range(0, 64, 4)):
+        kind = host.classify(r0, r0 + 8, k0, k0 + 4)
+        assert host.classify_by_summary(r0, r0 + 8, k0, k0 + 4) == kind
+        told[kind] += 1
+    assert min(told.values()) > 10
 
 
 @settings(max_examples=400)

@@ -9,10 +9,13 @@
 //                kv_intervals(r0, r1)        keys that some row of [r0, r1) sees
 //                q_intervals(k0, k1)         rows that see some key of [k0, k1)
 //                classify(r0, r1, k0, k1)    whether a tile is empty, partial or full
+//                summarize(r)                what of classify() a GPU keeps of a row
 //   tiles(...)   an interval list in tiles of a given size
 //
 // Rows are query rows 0 .. Lq-1 of the sequence; positions i = r + offset and keys j are absolute.
 #pragma once
+
+#include <climits>
 
 #include "sequence.h"
 
@@ -69,6 +72,34 @@ HSTU_HOST_DEVICE IntervalList<kCapacity> tiles(const IntervalList<kCapacity>& li
 
 enum class TileKind : int { kEmpty, kPartial, kFull };
 
+// What some rows see, of a mask that is given row by row: found once for a tile of rows, it tells
+// of any keys without another look at the rows.
+struct SpanSummary {
+  Interval hull[2] = {{INT_MAX, 0}, {INT_MAX, 0}};    // keys outside both are seen by no row
+  Interval shared[2] = {{0, INT_MAX}, {0, INT_MAX}};  // keys inside one are seen by every row
+
+  // Takes the rows of `other` in.
+  HSTU_HOST_DEVICE void add(const SpanSummary& other) {
+    for (int n = 0; n < 2; ++n) {
+      if (other.hull[n].begin < hull[n].begin) hull[n].begin = other.hull[n].begin;
+      if (other.hull[n].end > hull[n].end) hull[n].end = other.hull[n].end;
+      if (other.shared[n].begin > shared[n].begin) shared[n].begin = other.shared[n].begin;
+      if (other.shared[n].end < shared[n].end) shared[n].end = other.shared[n].end;
+    }
+  }
+
+  // Never wrong; partial where the two intervals of a row meet inside the tile, or where the hull
+  // holds keys that no row sees.
+  HSTU_HOST_DEVICE TileKind classify(int k0, int k1) const {
+    bool touched = false, full = false;
+    for (int n = 0; n < 2; ++n) {
+      touched |= hull[n].begin < k1 && k0 < hull[n].end;
+      full |= shared[n].begin <= k0 && k1 <= shared[n].end;
+    }
+    return full ? TileKind::kFull : (touched ? TileKind::kPartial : TileKind::kEmpty);
+  }
+};
+
 class Mask {
  public:
   HSTU_HOST_DEVICE Mask(const MaskParams& params, const Sequence& sequence, int head)
@@ -95,7 +126,7 @@ class Mask {
 
   // Bit n tells whether row r sees key k0 + n, n < 64.
   HSTU_HOST_DEVICE uint64_t row_bits(int r, int k0) const {
-    if (func_ && params_.func_length > 3) return func_bits(r, k0);
+    if (!spans_are_exact()) return func_bits(r, k0);
     const RowSpan span = row(r);
     return bits({span.a0, span.a1}, k0) | bits({span.b0, span.b1}, k0);
   }
@@ -166,6 +197,17 @@ class Mask {
     return result;
   }
 
+  HSTU_HOST_DEVICE SpanSummary summarize(int r) const {
+    const RowSpan span = row(r);
+    const Interval keys[2] = {{span.a0, span.a1}, {span.b0, span.b1}};
+    SpanSummary summary;
+    for (int n = 0; n < 2; ++n) {
+      if (!keys[n].empty()) summary.hull[n] = keys[n];
+      summary.shared[n] = n == 0 || spans_are_exact() ? keys[n] : Interval{};
+    }
+    return summary;
+  }
+
   // Exact for every mask, but that a wide `func` tile may be called partial where it is full or
   // empty.
   HSTU_HOST_DEVICE TileKind classify(int r0, int r1, int k0, int k1) const {
@@ -187,6 +229,9 @@ class Mask {
 
   static HSTU_HOST_DEVICE int smaller(int x, int y) { return x < y ? x : y; }
   static HSTU_HOST_DEVICE int larger(int x, int y) { return x > y ? x : y; }
+
+  // Else the second interval of a row() is a hull.
+  HSTU_HOST_DEVICE bool spans_are_exact() const { return !func_ || params_.func_length <= 3; }
 
   static HSTU_HOST_DEVICE Interval intersect(Interval x, Interval y) {
     return {larger(x.begin, y.begin), smaller(x.end, y.end)};
@@ -281,9 +326,8 @@ class Mask {
   }
 
   HSTU_HOST_DEVICE TileKind classify_by_row(int r0, int r1, int k0, int k1) const {
-    const bool exact = !(func_ && params_.func_length > 3);
     bool any = false;
-    bool all = exact;
+    bool all = spans_are_exact();
     for (int r = r0; r < r1; ++r) {
       const RowSpan span = row(r);
       const Interval a = intersect({span.a0, span.a1}, {k0, k1});

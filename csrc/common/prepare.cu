@@ -1,5 +1,6 @@
 #include "launch.h"
 #include "prepare.h"
+#include "zero.h"
 
 namespace hstu {
 namespace {
@@ -136,38 +137,6 @@ __device__ void make_list(const PrepareParams& params) {
   }
 }
 
-__device__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin, int64_t end) {
-  if (!tensor.data) return;
-  const int pieces = tensor.head_dim / 8;  // of 16 bytes
-  const int64_t count = (end - begin) * heads * pieces;
-  for (int64_t n = threadIdx.x % 32; n < count; n += 32) {
-    const int64_t row = begin + n / pieces / heads;
-    const int head = static_cast<int>(n / pieces % heads);
-    uint16_t* out = static_cast<uint16_t*>(tensor.data) + row * tensor.row_stride +
-                    head * tensor.head_stride + n % pieces * 8;
-    *reinterpret_cast<uint4*>(out) = uint4{};
-  }
-}
-
-// Gap b lies before sequence b; the last one reaches to the end.
-__device__ void zero_gaps(const PrepareParams& params, int first, int step) {
-  const int batch = params.batch.batch;
-  for (int b = first; b <= batch; b += step) {
-    Sequence before;
-    if (b > 0) before = load_sequence(params.batch, b - 1);
-    Sequence after;
-    after.q_begin = params.batch.total_q;
-    after.k_begin = params.batch.total_k;
-    if (b < batch) after = load_sequence(params.batch, b);
-    for (const PackedTensor& tensor : params.row_outputs) {
-      zero_rows(tensor, params.heads, before.q_begin + before.q_len, after.q_begin);
-    }
-    for (const PackedTensor& tensor : params.key_outputs) {
-      zero_rows(tensor, params.heads, before.k_begin + before.k_len, after.k_begin);
-    }
-  }
-}
-
 // The turns of each sequence's row tiles. Where spans are given row by row, and past the end of a
 // TileMap, every key tile takes one.
 __device__ void write_turns(const PrepareParams& params, int first, int step) {
@@ -193,6 +162,30 @@ __device__ void write_turns(const PrepareParams& params, int first, int step) {
   }
 }
 
+// A warp takes a tile of rows.
+__device__ void write_summaries(const PrepareParams& params, int first, int step) {
+  constexpr unsigned kWarp = 0xffffffff;
+  const SpanSummaries& summaries = params.list.summaries;
+  for (int64_t n = first; n < int64_t{summaries.heads} * summaries.tiles; n += step) {
+    WorkTile work;
+    if (!find_row_tile(params.batch, n % summaries.tiles, params.tile_rows, work)) continue;
+    const Mask mask(params.mask, work.sequence, static_cast<int>(n / summaries.tiles));
+    const int r0 = work.tile * params.tile_rows;
+    const int r1 = min(r0 + params.tile_rows, work.sequence.q_len);
+    SpanSummary all;
+    for (int r = r0 + static_cast<int>(threadIdx.x) % 32; r < r1; r += 32) {
+      all.add(mask.summarize(r));
+    }
+    for (int i = 0; i < 2; ++i) {
+      all.hull[i].begin = __reduce_min_sync(kWarp, all.hull[i].begin);
+      all.hull[i].end = __reduce_max_sync(kWarp, all.hull[i].end);
+      all.shared[i].begin = __reduce_max_sync(kWarp, all.shared[i].begin);
+      all.shared[i].end = __reduce_min_sync(kWarp, all.shared[i].end);
+    }
+    if (threadIdx.x % 32 == 0) summaries.data[n] = all;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareParams params) {
   let_next_kernel_start();
@@ -204,8 +197,13 @@ __global__ void __launch_bounds__(kThreads)
   const int blocks = gridDim.x - 1;
   constexpr int kWarps = kThreads / 32;
   const int warp = block * kWarps + static_cast<int>(threadIdx.x) / 32;
-  zero_gaps(params, warp, blocks * kWarps);
+  zero_gaps<RowsOf::kQueries>(params.batch, params.row_output, params.heads, warp, blocks * kWarps);
+  for (const PackedTensor& output : params.key_outputs) {
+    if (!output.data) continue;
+    zero_gaps<RowsOf::kKeys>(params.batch, output, params.heads, warp, blocks * kWarps);
+  }
   if (params.turns) write_turns(params, warp, blocks * kWarps);
+  if (params.list.summaries.data) write_summaries(params, warp, blocks * kWarps);
   uint4* zeros = static_cast<uint4*>(params.zeros);
   const int64_t count = params.zero_bytes / 16;
   for (int64_t n = int64_t{block} * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
@@ -216,7 +214,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void prepare(const PrepareParams& params, const CudaLaunch& launch) {
-  const int64_t work = params.zero_bytes / 16 + 32 * (int64_t{params.batch.batch} + 1);
+  const SpanSummaries& summaries = params.list.summaries;
+  const int64_t warps = params.batch.batch + 1 + int64_t{summaries.heads} * summaries.tiles;
+  const int64_t work = params.zero_bytes / 16 + 32 * warps;
   const int64_t blocks =
       clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
   launch_kernel(prepare_kernel, {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare",

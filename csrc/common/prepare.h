@@ -9,14 +9,14 @@ namespace hstu {
 struct PrepareParams {
   BatchParams batch;
   MaskParams mask;
-  WorkList list;
+  WorkList list;         // and the summaries that go with it
   bool by_keys = false;  // items are tiles of keys, else of rows
   int tile_rows = 0;
   int tile_keys = 0;
 
-  // 16-bit outputs: rows that belong to no sequence, or lie past its used length, become zeros.
+  // Outputs that get zeros where no sequence has rows.
   int heads = 0;
-  PackedTensor row_outputs[1];  // [total_q, H, head_dim]; null data: none
+  PackedTensor row_output;      // [total_q, H, head_dim]
   PackedTensor key_outputs[2];  // [total_k, H, head_dim]; null data: none
 
   // For each tile of rows, the key tiles that take turns to add to its dQ; null: not wanted.

@@ -15,12 +15,46 @@ struct alignas(16) WorkTile {
   int tile = 0;
 };
 
+// Where the tiles of sequence b are counted from, when each sequence begins with a tile of its own:
+// no two sequences share a number, and max_tiles() is never exceeded.
+HSTU_HOST_DEVICE int64_t first_tile(int64_t row_begin, int b, int size) {
+  return row_begin / size + b;
+}
+
+// The summaries of all tiles of rows of a mask that is given row by row.
+struct SpanSummaries {
+  SpanSummary* data = nullptr;  // [heads, tiles]; null for other masks
+  int heads = 0;                // 1 where all share a mask
+  int tiles = 0;                // see first_tile()
+
+  HSTU_HOST_DEVICE const SpanSummary& at(int64_t tile, int head) const {
+    return data[(heads == 1 ? 0 : int64_t{head} * tiles) + tile];
+  }
+};
+
 struct WorkList {
   int* next = nullptr;        // [1]: the item to hand out next
   int* count = nullptr;       // [1]: tiles in the list
-  WorkTile* tiles = nullptr;  // [capacity]
+  WorkTile* tiles = nullptr;  // [capacity]; null: there is no list, each block has one item
   int capacity = 0;
   int parts = 1;  // items of each tile
+  SpanSummaries summaries;
+
+  // What tile n of keys is to tile m of rows.
+  template <int kRows, int kKeys>
+  HSTU_HOST_DEVICE TileKind classify(const MaskParams& mask, const WorkTile& work, int head, int m,
+                                     int n) const {
+    const Sequence& sequence = work.sequence;
+    const int k0 = n * kKeys;
+    const int k1 = static_cast<int>(clamp(k0 + kKeys, 0, sequence.k_len));
+    if (summaries.data) {
+      const int64_t first = first_tile(sequence.q_begin, work.sequence_number, kRows);
+      return summaries.at(first + m, head).classify(k0, k1);
+    }
+    const int r0 = m * kRows;
+    const int r1 = static_cast<int>(clamp(r0 + kRows, 0, sequence.q_len));
+    return Mask(mask, sequence, head).classify(r0, r1, k0, k1);
+  }
 
   // Tiles of `size` rows that B sequences of `total` rows can have.
   static int max_tiles(int64_t total, int batch, int size) {
@@ -28,14 +62,29 @@ struct WorkList {
   }
 };
 
-// Where the tiles of sequence b are counted from, when each sequence begins with a tile of its own:
-// no two sequences share a number, and max_tiles() is never exceeded.
-HSTU_HOST_DEVICE int64_t first_tile(int64_t row_begin, int b, int size) {
-  return row_begin / size + b;
+// The tile with number `number`: of the last sequence whose first tile is not behind it. False
+// where it has no rows.
+HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t number, int size,
+                                    WorkTile& found) {
+  int low = 0, high = batch.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    const int64_t begin = clamp(batch.cu_seqlens_q[middle], 0, batch.total_q);
+    if (first_tile(begin, middle, size) <= number) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  found.sequence = load_sequence(batch, low);
+  found.sequence_number = low;
+  const int64_t tile = number - first_tile(found.sequence.q_begin, low, size);
+  found.tile = static_cast<int>(tile);
+  return tile >= 0 && tile * size < found.sequence.q_len;
 }
 
 // The key tiles that some row of a tile of rows sees: [begin, end) twice.
-struct TileSpans {
+struct alignas(16) TileSpans {
   int begin[2];
   int end[2];
 };
@@ -46,10 +95,13 @@ struct TileSpans {
 // results, it copies that one's tile.
 class WorkQueue {
  public:
+  struct Item {
+    WorkTile tile;
+    int part;  // of the tile; -1: there is no item
+  };
   struct SharedMemory {
-    WorkTile tile[2];
-    int part[2];  // of the tile; -1: there is no item
-    int next;
+    Item item;
+    Item next;
   };
 
   __device__ WorkQueue(const WorkList& list, SharedMemory& shared) : list_(list), shared_(shared) {
@@ -58,44 +110,72 @@ class WorkQueue {
     advance();
   }
 
+  // The same for tiles of rows, of which there need be no list: then a block has one item.
+  __device__ WorkQueue(const WorkList& list, SharedMemory& shared, const BatchParams& batch,
+                       int tile_rows)
+      : list_(list), shared_(shared) {
+    if (threadIdx.x == 0) {
+      if (list.tiles) {
+        set_next(blockIdx.x);
+      } else {
+        const int item = static_cast<int>(blockIdx.x);
+        const bool found = find_row_tile(batch, item / list.parts, tile_rows, shared.next.tile);
+        shared.next.part = found ? item % list.parts : -1;
+      }
+    }
+    if (list.tiles) fetch();
+    advance();
+  }
+
   // Whether there is an item: part() of tile().
   __device__ bool more() const { return part() >= 0; }
-  __device__ const WorkTile& tile() const { return shared_.tile[slot_]; }
-  __device__ int part() const { return shared_.part[slot_]; }
+  __device__ const WorkTile& tile() const { return shared_.item.tile; }
+  __device__ int part() const { return shared_.item.part; }
 
   // The three steps to the next item, by all threads. The first waits for device memory, and is
   // best taken where other copies are waited for.
   __device__ void ask() {
-    if (threadIdx.x == 0) set_next(gridDim.x + atomicAdd(list_.next, 1));
+    if (threadIdx.x != 0) return;
+    if (list_.tiles) {
+      set_next(gridDim.x + atomicAdd(list_.next, 1));
+    } else {
+      shared_.next.part = -1;
+    }
   }
   __device__ void fetch() {
-    if (threadIdx.x != 0 || shared_.part[slot_ ^ 1] < 0) return;
-    const char* from = reinterpret_cast<const char*>(list_.tiles + shared_.next);
-    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(&shared_.tile[slot_ ^ 1]));
+    Item& next = shared_.next;
+    if (threadIdx.x != 0 || next.part < 0) return;
+    const char* from = reinterpret_cast<const char*>(list_.tiles + next.tile.tile);
+    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(&next.tile));
 #pragma unroll
     for (int n = 0; n < static_cast<int>(sizeof(WorkTile)); n += 16) {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to + n), "l"(from + n));
     }
   }
   __device__ void advance() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();  // the last item is done with
+    if (threadIdx.x == 0) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      shared_.item = shared_.next;
+    }
     __syncthreads();
-    slot_ ^= 1;
   }
 
  private:
+  // Its number in the list stands in for the tile until that is fetched.
   __device__ void set_next(int item) {
-    shared_.next = item / list_.parts;
-    shared_.part[slot_ ^ 1] = shared_.next < *list_.count ? item % list_.parts : -1;
+    const int number = item / list_.parts;
+    shared_.next.tile.tile = number;
+    shared_.next.part = number < *list_.count ? item % list_.parts : -1;
   }
 
   const WorkList& list_;
   SharedMemory& shared_;
-  int slot_ = 0;
 };
 
 // Which of the tiles that an item meets are visible, and which of those are partial: one bit each.
-// Found before the sums take the registers; it lies in shared memory.
+// Found before the sums take the registers; it lies in shared memory. An item goes through them
+// from the last to the first.
 struct TileMap {
   // NOTE: later tiles count as partial, which is right for every tile, and slower.
   static constexpr int kTiles = 2048;
@@ -118,40 +198,23 @@ struct TileMap {
       }
     }
   }
-};
 
-// Goes through the visible tiles of a map, from the last to the first.
-class TileWalk {
- public:
-  __device__ explicit TileWalk(const TileMap& map) : map_(map), word_((map.count + 31) / 32) {}
+  __device__ int last() const { return before(count); }
 
-  // Moves to the next visible tile; false at the end.
-  __device__ bool advance() {
-    while (bits_ == 0) {
-      if (word_ == 0) return false;
-      --word_;
-      if (word_ < TileMap::kTiles / 32) {
-        bits_ = map_.visible[word_];
-      } else {
-        const int rest = map_.count - word_ * 32;
-        bits_ = rest < 32 ? (1u << rest) - 1 : 0xffffffff;
-      }
+  // The last visible tile before tile n; -1 where there is none.
+  __device__ int before(int n) const {
+    unsigned allowed = (1u << n % 32) - 1;
+    for (int word = n / 32; word >= 0; --word) {
+      const unsigned bits = (word < kTiles / 32 ? visible[word] : 0xffffffff) & allowed;
+      if (bits != 0) return word * 32 + 31 - __clz(bits);
+      allowed = 0xffffffff;
     }
-    tile_ = word_ * 32 + 31 - __clz(bits_);
-    bits_ ^= 1u << tile_ % 32;
-    return true;
+    return -1;
   }
 
-  __device__ int tile() const { return tile_; }
-  __device__ bool is_partial() const {
-    return tile_ >= TileMap::kTiles || (map_.partial[tile_ / 32] >> tile_ % 32 & 1);
+  __device__ bool has_partial(int n) const {
+    return n >= kTiles || (partial[n / 32] >> n % 32 & 1);
   }
-
- private:
-  const TileMap& map_;
-  int word_;           // words from this one on are begun
-  unsigned bits_ = 0;  // tiles of this word that are still to come
-  int tile_ = 0;
 };
 
 #endif

@@ -89,6 +89,11 @@ class HostMask {
   int classify(int r0, int r1, int k0, int k1) const {
     return static_cast<int>(mask_->classify(r0, r1, k0, k1));
   }
+  int classify_by_summary(int r0, int r1, int k0, int k1) const {
+    SpanSummary summary;
+    for (int r = r0; r < r1; ++r) summary.add(mask_->summarize(r));
+    return static_cast<int>(summary.classify(k0, k1));
+  }
   // Ranges of key tiles that row tile m may see, and of row tiles that may see key tile n.
   Pairs kv_tiles(int m, int tile_rows, int tile_keys) const {
     const int r1 = std::min((m + 1) * tile_rows, sequence_.q_len);
@@ -154,6 +159,8 @@ PYBIND11_MODULE(_host, m) {
       .def("classify", &HostMask::classify, py::arg("r0"), py::arg("r1"), py::arg("k0"),
            py::arg("k1"),
            "0 where no row of [r0, r1) sees a key of [k0, k1), 2 where all see all, else 1")
+      .def("classify_by_summary", &HostMask::classify_by_summary, py::arg("r0"), py::arg("r1"),
+           py::arg("k0"), py::arg("k1"), "the same from a summary of the rows; may say 1 instead")
       .def("kv_tiles", &HostMask::kv_tiles, py::arg("m"), py::arg("tile_rows"),
            py::arg("tile_keys"), "ranges of key tiles that row tile m may see")
       .def("q_tiles", &HostMask::q_tiles, py::arg("n"), py::arg("tile_rows"), py::arg("tile_keys"),

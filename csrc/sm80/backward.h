@@ -8,7 +8,7 @@
 
 #include "../common/activation.h"
 #include "../common/launch.h"
-#include "scores.h"
+#include "bias.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
@@ -16,11 +16,18 @@ namespace hstu::sm80 {
 // What a backward call keeps in its workspace.
 struct BackwardBuffers {
   WorkList list;
+  int heads_per_item;
   float* dq;         // [row tiles, H, rows x head dim], in the order of RowSum; zeroed
   TileSpans* turns;  // [row tiles]: the key tiles that take turns to add; null: in any order
-  int* turn;         // [row tiles, H]: those that have added; zeroed
+  int* turn;         // [row tiles, H]: those that have added; zeroed; null: in any order
   DenseBias drab;    // where dS is summed over heads, or where it belongs if that is fp32
 };
+
+HSTU_DEVICE int load_relaxed(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+}
 
 HSTU_DEVICE int load_acquire(const int* address) {
   int value;
@@ -66,8 +73,10 @@ struct RowSum {
   }
 };
 
-template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias>
+template <int kHeadDim_, typename Element_, Memory kMemory, bool kHasBias, bool kIsDeterministic>
 struct Backward {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
@@ -94,64 +103,81 @@ struct Backward {
     alignas(128) Element ds[kRows * kKeys];
     HeadRows<Element> q_rows;
     HeadRows<Element> dout_rows;
+    BiasMatrix bias;
+    BiasMatrix drab;
     TileMap map;
+    int64_t first_row_tile;
+    TileSpans turns[kStages];  // of the rows' tiles
     int64_t last_dq;  // to which this block added last, and whose turn is to be passed on; or -1
     WorkQueue::SharedMemory queue;
   };
+  static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
+                "the blocks that registers allow find room on compute capability 9.0");
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& shared) {
-    const int heads_per_item = params.heads / buffers.list.parts;
     WorkQueue queue(buffers.list, shared.queue);
     while (queue.more()) {
-      const int first_head = queue.part() * heads_per_item;
-      for (int head = first_head; head < first_head + heads_per_item; ++head) {
-        const bool is_last = head + 1 == first_head + heads_per_item;
-        key_tile(params, buffers, queue, head, is_last, shared);
-        if (!is_last) __syncthreads();  // dK and dV have left shared memory
+      for (int head = queue.part() * buffers.heads_per_item;; ++head) {
+        key_tile(params, buffers, queue, head, shared);
+        if (is_last_head(buffers, queue, head)) break;
+        __syncthreads();  // dK and dV have left shared memory
       }
       queue.advance();
     }
   }
 
  private:
+  static HSTU_DEVICE bool is_last_head(const BackwardBuffers& buffers, const WorkQueue& queue,
+                                       int head) {
+    return head + 1 == (queue.part() + 1) * buffers.heads_per_item;
+  }
+
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   WorkQueue& queue, int head, bool is_last, SharedMemory& shared) {
+                                   WorkQueue& queue, int head, SharedMemory& shared) {
     // NOTE: in shared memory, to leave the registers to the sums.
     const WorkTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
     const int k0 = work.tile * kKeys;
     if (threadIdx.x == 0) {
       shared.last_dq = -1;
+      shared.first_row_tile = first_tile(sequence.q_begin, work.sequence_number, kRows);
       shared.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
       shared.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
+      shared.bias = {params.rab, work.sequence_number, head, params.heads};
+      shared.drab = {buffers.drab, work.sequence_number, head, params.heads};
     }
     const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
-    shared.map.fill(row_tiles, [&](int n) {
-      const Mask mask(params.mask, sequence, head);
-      const TileKind kind = mask.classify(n * kRows, min((n + 1) * kRows, sequence.q_len), k0,
-                                          min(k0 + kKeys, sequence.k_len));
-      const bool takes_turn = buffers.turns && mask.arbitrary();
+    shared.map.fill(row_tiles, [&](int m) {
+      const TileKind kind =
+          buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.tile);
+      const bool takes_turn = kIsDeterministic && buffers.list.summaries.data;
       return kind == TileKind::kEmpty && takes_turn ? TileKind::kPartial : kind;
     });
     __syncthreads();
-    TileWalk walk(shared.map);
 
-    const auto copy_rows = [&](int r0, int stage) {
-      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder>(shared.q_rows, r0, shared.q[stage]);
-      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder>(shared.dout_rows, r0,
-                                                               shared.dout[stage]);
+    const auto copy_rows = [&](int row_tile, int stage) {
+      const int r0 = row_tile * kRows;
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
+          shared.q_rows, r0, shared.q[stage]);
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
+          shared.dout_rows, r0, shared.dout[stage]);
+      if (kIsDeterministic && threadIdx.x == 0) {
+        copy_async(&shared.turns[stage], buffers.turns + shared.first_row_tile + row_tile);
+      }
       commit_copies();
     };
-    bool more = walk.advance();
-    if (more) {
+    int row_tile = shared.map.last();
+    if (row_tile >= 0) {
       const HeadRows<Element> k_rows(params.k, sequence.k_begin, sequence.k_len, head);
       const HeadRows<Element> v_rows(params.v, sequence.k_begin, sequence.k_len, head);
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(k_rows, k0, shared.k);
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(v_rows, k0, shared.v);
-      copy_rows(walk.tile() * kRows, 0);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(k_rows, k0,
+                                                                                     shared.k);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(v_rows, k0,
+                                                                                     shared.v);
+      copy_rows(row_tile, 0);
     }
-    if (is_last) queue.ask();
+    if (is_last_head(buffers, queue, head)) queue.ask();
 
     const ScoreMma score_mma;
     const KeyMma key_mma;
@@ -163,23 +189,29 @@ struct Backward {
     clear(dk);
     clear(dv);
     const auto dq_number = [&](int row_tile) {
-      return (first_tile(sequence.q_begin, work.sequence_number, kRows) + row_tile) * params.heads +
-             head;
+      return (shared.first_row_tile + row_tile) * params.heads + head;
     };
     const int next_stage = kStages - 1;
-    for (int stage = 0; more; stage ^= next_stage) {
-      const int row_tile = walk.tile();
-      const bool is_partial = walk.is_partial();
+    for (int stage = 0; row_tile >= 0; stage ^= next_stage) {
       const int r0 = row_tile * kRows;
+      int turn = 0;  // asked for here, where there is time to wait for the answer
+      if (kIsDeterministic && threadIdx.x == 0) {
+        turn = load_relaxed(buffers.turn + dq_number(row_tile));
+      }
 
       // S = Q K^T + bias
       Tensor scores = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
       clear(scores);
-      if constexpr (kHasBias) load_bias<Element>(params, work, head, r0, k0, scores, Tile{});
-      more = walk.advance();
+      BiasTile<Element, Tile> bias(shared.bias, sequence);
+      if constexpr (kHasBias) bias.fetch(r0, k0);
+      const int next = shared.map.before(row_tile);
       wait_for_copies();
       __syncthreads();  // the rows are there; the other stage, P and dS have been read
-      if (kStages == 2 && more) copy_rows(walk.tile() * kRows, stage ^ 1);
+      if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
+      if constexpr (kHasBias) {
+        if (next >= 0) bias.prefetch(next * kRows, k0);
+        bias.copy_to(scores);
+      }
       gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
           score_mma, scores, rows_tensor<kRows, kHeadDim>(shared.q[stage]), shared_k);
 
@@ -190,18 +222,24 @@ struct Backward {
           score_mma, gradients, rows_tensor<kRows, kHeadDim>(shared.dout[stage]), shared_v);
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
-      activate(params, head, r0, k0, is_partial, sequence, scores, gradients);
+      activate(params, head, r0, k0, shared.map.has_partial(row_tile), sequence, scores, gradients);
       to_shared<Element, kRows, kKeys>(score_mma, scores, shared.p);
       to_shared<Element, kRows, kKeys>(score_mma, gradients, shared.ds);
       if constexpr (kHasBias) {
-        if (buffers.drab.data) add_to_drab(params, buffers.drab, work, head, r0, k0, gradients);
+        // dRab += alpha * scale * dX. Heads that share a bias head come one after another, and an
+        // element is always the same thread's.
+        if (shared.drab.data) {
+          const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
+          const bool is_only_part = params.rab.heads == params.heads;
+          add_to_bias<Element>(shared.drab, Tile{}, sequence, r0, k0, gradients, factor,
+                               is_only_part);
+        }
       }
-      if (buffers.turns) {
-        __threadfence();  // the previous dQ has arrived
-        if (threadIdx.x == 0) wait_for_turn(buffers, dq_number(row_tile), params.heads, work.tile);
+      if (kIsDeterministic && threadIdx.x == 0) {
+        pass_turn(buffers, shared, dq_number(row_tile));
+        wait_for_turn(shared.turns[stage], work.tile, turn, buffers.turn + dq_number(row_tile));
       }
-      __syncthreads();  // P and dS are there
-      if (buffers.turns && threadIdx.x == 0) pass_turn(buffers, shared, dq_number(row_tile));
+      __syncthreads();  // P and dS are there, and it is this block's turn to add to dQ
 
       // dV += P^T dO
       gemm<Operand::kTransposed, Operand::kTransposed, kTiles.reading>(
@@ -219,18 +257,18 @@ struct Backward {
           transposed_tensor<kKeys, kHeadDim>(shared.k));
       if constexpr (kStages == 1) {
         __syncthreads();  // the rows have been read
-        if (more) copy_rows(walk.tile() * kRows, 0);
+        if (next >= 0) copy_rows(next, 0);
       }
       RowSum<kThreads>::add(dq, buffers.dq + dq_number(row_tile) * (kRows * kHeadDim));
+      row_tile = next;
     }
 
     // dK = alpha * scale * dK and dV = scale * dV, rounded once
     const float scale = uniform_scale(params);
     const float alpha = static_cast<float>(params.alpha);
-    if (is_last) queue.fetch();
-    if (buffers.turns) __threadfence();
+    if (is_last_head(buffers, queue, head)) queue.fetch();
     __syncthreads();  // K and V have been read
-    if (buffers.turns && threadIdx.x == 0) pass_turn(buffers, shared, -1);
+    if (kIsDeterministic && threadIdx.x == 0) pass_turn(buffers, shared, -1);
     store_keys(key_mma, dk, alpha * scale, shared.k, params.dk, work, head);
     store_keys(key_mma, dv, scale, shared.v, params.dv, work, head);
   }
@@ -279,39 +317,25 @@ struct Backward {
     }
   }
 
-  // dRab += alpha * scale * dX. Heads that share a bias head come one after another, and an element
-  // is always the same thread's.
-  template <typename Scores>
-  static HSTU_DEVICE void add_to_drab(const BackwardParams& params, const DenseBias& drab,
-                                      const WorkTile& work, int head, int r0, int k0,
-                                      const Scores& gradients) {
-    const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
-    const bool is_only_part = drab.heads == params.heads;
-    if (drab.dtype == DType::kFloat32) {
-      BiasView<float>(drab, work.sequence_number, head, params.heads)
-          .add(Tile{}, work.sequence, r0, k0, gradients, factor, is_only_part);
-    } else {
-      BiasView<Element>(drab, work.sequence_number, head, params.heads)
-          .add(Tile{}, work.sequence, r0, k0, gradients, factor, is_only_part);
-    }
+  // Deterministic: key tiles add to a dQ in ascending order, each in its turn. It is passed on in
+  // the next step, when the sums have had time to arrive.
+
+  // NOTE: the fence orders what all threads added before the last barrier, and also what this one
+  // has read of the next turn before what follows.
+  static HSTU_DEVICE void pass_turn(const BackwardBuffers& buffers, SharedMemory& shared,
+                                    int64_t next_dq) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    if (shared.last_dq >= 0) atomicAdd(buffers.turn + shared.last_dq, 1);
+    shared.last_dq = next_dq;
   }
 
-  // Deterministic: key tiles add to a dQ in ascending order, each in its turn. It is passed on a
-  // step later, when the sums have had time to arrive; so a tile waits for earlier ones alone.
-  static HSTU_DEVICE void wait_for_turn(const BackwardBuffers& buffers, int64_t dq_number,
-                                        int heads, int key_tile) {
-    const TileSpans spans = buffers.turns[dq_number / heads];
+  // `seen` is what `turn` was earlier.
+  static HSTU_DEVICE void wait_for_turn(const TileSpans& spans, int key_tile, int seen,
+                                        const int* turn) {
     int before = 0;
     for (int n = 0; n < 2; ++n) before += max(0, min(spans.end[n], key_tile) - spans.begin[n]);
     // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
-    while (load_acquire(buffers.turn + dq_number) < before) {
-    }
-  }
-
-  static HSTU_DEVICE void pass_turn(const BackwardBuffers& buffers, SharedMemory& shared,
-                                    int64_t next_dq) {
-    if (shared.last_dq >= 0) atomicAdd(buffers.turn + shared.last_dq, 1);
-    shared.last_dq = next_dq;
+    while (seen < before) seen = load_acquire(turn);
   }
 
   template <typename Sum>
@@ -327,41 +351,30 @@ struct Backward {
   }
 };
 
-template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias>
-__global__ void __launch_bounds__(Backward<kHeadDim, Element, kMemory, kHasBias>::kThreads,
-                                  Backward<kHeadDim, Element, kMemory, kHasBias>::kBlocksPerSm)
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     run_backward(const __grid_constant__ BackwardParams params,
                  const __grid_constant__ BackwardBuffers buffers) {
-  using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias>;
   wait_for_previous_kernel();
   extern __shared__ __align__(128) char shared[];
   Kernel::run(params, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
 }
 
 // dQ = alpha * scale * sum, rounded once. A block takes one tile of rows of one head.
-template <typename Kernel, typename Element, int kHeadDim>
+template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads)
     finish_dq(const __grid_constant__ BackwardParams params, const float* sums) {
+  using Element = typename Kernel::Element;
   constexpr int kRows = Kernel::kRows;
+  constexpr int kHeadDim = Kernel::kHeadDim;
   __shared__ alignas(128) Element shared[kRows * kHeadDim];
   wait_for_previous_kernel();
   const int number = blockIdx.x / params.heads;
   const int head = blockIdx.x % params.heads;
 
-  // The sequence that the tile belongs to: the last whose first tile is not behind it.
-  int low = 0, high = params.batch.batch - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    const int64_t begin = clamp(params.batch.cu_seqlens_q[middle], 0, params.batch.total_q);
-    if (first_tile(begin, middle, kRows) <= number) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const Sequence sequence = load_sequence(params.batch, low);
-  const int64_t r0 = (number - first_tile(sequence.q_begin, low, kRows)) * kRows;
-  if (r0 < 0 || r0 >= sequence.q_len) return;
+  WorkTile work;
+  if (!find_row_tile(params.batch, number, kRows, work)) return;
+  const int r0 = work.tile * kRows;
 
   const typename Kernel::RowMma mma;
   Tensor dq = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeadDim>>{});
@@ -372,7 +385,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
   to_shared<Element, kRows, kHeadDim>(mma, dq, shared);
   __syncthreads();
   store_rows<kRows, kHeadDim, Kernel::kThreads, NaturalOrder>(
-      shared, params.dq, sequence.q_begin + r0, sequence.q_len - static_cast<int>(r0), head);
+      shared, params.dq, work.sequence.q_begin + r0, work.sequence.q_len - r0, head);
 }
 
 // The bias gradient, summed over heads in fp32, rounded once.

@@ -7,7 +7,8 @@
 
 #include "../common/activation.h"
 #include "../common/launch.h"
-#include "scores.h"
+#include "../common/zero.h"
+#include "bias.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
@@ -32,69 +33,82 @@ struct Forward {
     alignas(128) Element v[kStages][kKeys * kHeadDim];
     HeadRows<Element> k_rows;
     HeadRows<Element> v_rows;
+    BiasMatrix bias;
     TileMap map;
     WorkQueue::SharedMemory queue;
   };
+  static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
+                "the blocks that registers allow find room on compute capability 9.0");
 
   static HSTU_DEVICE void run(const ForwardParams& params, const WorkList& list,
                               SharedMemory& shared) {
-    WorkQueue queue(list, shared.queue);
+    WorkQueue queue(list, shared.queue, params.batch, kRows);
     while (queue.more()) {
-      row_tile(params, queue, shared);
+      row_tile(params, list, queue, shared);
       queue.advance();
+    }
+    if (!list.tiles) {  // nothing else ran before
+      constexpr int kWarps = kThreads / 32;
+      const int warp = blockIdx.x * kWarps + static_cast<int>(threadIdx.x) / 32;
+      zero_gaps<RowsOf::kQueries>(params.batch, params.out, params.heads, warp, gridDim.x * kWarps);
     }
   }
 
  private:
-  static HSTU_DEVICE void row_tile(const ForwardParams& params, WorkQueue& queue,
-                                   SharedMemory& shared) {
+  static HSTU_DEVICE void row_tile(const ForwardParams& params, const WorkList& list,
+                                   WorkQueue& queue, SharedMemory& shared) {
     // NOTE: in shared memory, to leave the registers to the sums.
-    const Sequence& sequence = queue.tile().sequence;
+    const WorkTile& work = queue.tile();
+    const Sequence& sequence = work.sequence;
     const int head = queue.part();
-    const int r0 = queue.tile().tile * kRows;
+    const int r0 = work.tile * kRows;
 
     if (threadIdx.x == 0) {
       shared.k_rows = {params.k, sequence.k_begin, sequence.k_len, head};
       shared.v_rows = {params.v, sequence.k_begin, sequence.k_len, head};
+      shared.bias = {params.rab, work.sequence_number, head, params.heads};
     }
     const auto copy_keys = [&](int k0, int stage) {
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(shared.k_rows, k0, shared.k[stage]);
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order>(shared.v_rows, k0, shared.v[stage]);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
+          shared.k_rows, k0, shared.k[stage]);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
+          shared.v_rows, k0, shared.v[stage]);
       commit_copies();
     };
     const int key_tiles = (sequence.k_len + kKeys - 1) / kKeys;
     shared.map.fill(key_tiles, [&](int n) {
-      const Mask mask(params.mask, sequence, head);
-      return mask.classify(r0, min(r0 + kRows, sequence.q_len), n * kKeys,
-                           min((n + 1) * kKeys, sequence.k_len));
+      return list.classify<kRows, kKeys>(params.mask, work, head, work.tile, n);
     });
     __syncthreads();
-    TileWalk walk(shared.map);
 
-    bool more = walk.advance();
-    if (more) {
+    int tile = shared.map.last();
+    if (tile >= 0) {
       const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
-      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder>(q_rows, r0, shared.q);
-      copy_keys(walk.tile() * kKeys, 0);
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
+          q_rows, r0, shared.q);
+      copy_keys(tile * kKeys, 0);
     }
     queue.ask();
     const auto shared_q = rows_tensor<kRows, kHeadDim>(shared.q);
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     Tensor out = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
     clear(out);
-    for (int stage = 0; more; stage ^= 1) {
-      const int k0 = walk.tile() * kKeys;
-      const bool is_partial = walk.is_partial();
+    for (int stage = 0; tile >= 0; stage ^= 1) {
+      const int k0 = tile * kKeys;
 
       // S = Q K^T + bias
       Tensor scores = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kKeys>>{});
       clear(scores);
-      if constexpr (kHasBias)
-        load_bias<Element>(params, queue.tile(), head, r0, k0, scores, Tile{});
-      more = walk.advance();
+      BiasTile<Element, Tile> bias(shared.bias, sequence);
+      if constexpr (kHasBias) bias.fetch(r0, k0);
+      const int next = shared.map.before(tile);
       wait_for_copies();
       __syncthreads();  // the tile is there, and the other stage has been read
-      if (more) copy_keys(walk.tile() * kKeys, stage ^ 1);
+      if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
+      if constexpr (kHasBias) {
+        if (next >= 0) bias.prefetch(r0, next * kKeys);
+        bias.copy_to(scores);
+      }
       gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
           RowMma{}, scores, shared_q, rows_tensor<kKeys, kHeadDim>(shared.k[stage]));
 
@@ -104,7 +118,7 @@ struct Forward {
         const float x = half_alpha * scores(n);
         scores(n) = silu_of_half(x, tanh_approx(x));
       }
-      if (is_partial) {
+      if (shared.map.has_partial(tile)) {
         auto matrix = as_matrix(scores);
         Tile{}.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,
                                [&](int m, int n) { matrix(m, n) = 0.0f; });
@@ -115,6 +129,7 @@ struct Forward {
       gemm_registers<Operand::kTransposed, kTiles.reading>(
           RowMma{}, out, as_left_operand(weights),
           transposed_tensor<kKeys, kHeadDim>(shared.v[stage]));
+      tile = next;
     }
     queue.fetch();
     store_out(params, sequence, r0, head, out, shared);
@@ -145,11 +160,9 @@ struct Forward {
   }
 };
 
-template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias>
-__global__ void __launch_bounds__(Forward<kHeadDim, Element, kMemory, kHasBias>::kThreads,
-                                  Forward<kHeadDim, Element, kMemory, kHasBias>::kBlocksPerSm)
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     run_forward(const __grid_constant__ ForwardParams params, const WorkList list) {
-  using Kernel = Forward<kHeadDim, Element, kMemory, kHasBias>;
   wait_for_previous_kernel();
   extern __shared__ __align__(128) char shared[];
   Kernel::run(params, list, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));

@@ -17,11 +17,26 @@ template <DType kDType>
 using ElementOf =
     std::conditional_t<kDType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
 
-// Launches a persistent grid of `kernel`. Blocks take their work from a list, so that a grid larger
-// or smaller than what fits is only slower, never wrong.
+// Blocks of Kernel that run at the same time.
+template <typename Kernel>
+int64_t resident_blocks(const CudaLaunch& launch) {
+  constexpr int kSharedBytes = sizeof(typename Kernel::SharedMemory);
+  const int by_memory =
+      (launch.device.shared_memory_bytes + kReservedMemory) / (kSharedBytes + kReservedMemory);
+  const int64_t multiprocessors = std::max(1, launch.device.multiprocessors - launch.sm_margin);
+  return multiprocessors * std::clamp(by_memory, 1, Kernel::kBlocksPerSm);
+}
+
+// A grid that takes `items` from a list. Larger or smaller than what is resident, it would only be
+// slower.
+template <typename Kernel>
+int64_t persistent_blocks(const CudaLaunch& launch, int64_t items) {
+  return std::min(items, resident_blocks<Kernel>(launch));
+}
+
 template <typename Kernel, typename... Arguments>
-void launch_persistent(void (*kernel)(Arguments...), const CudaLaunch& launch, int64_t items,
-                       const char* name, const Arguments&... arguments) {
+void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, int64_t blocks,
+                      const char* name, const Arguments&... arguments) {
   constexpr int kSharedBytes = sizeof(typename Kernel::SharedMemory);
   // NOTE: once for each kernel and device; bit n stands for device n.
   static std::atomic<uint64_t> prepared{0};
@@ -34,12 +49,6 @@ void launch_persistent(void (*kernel)(Arguments...), const CudaLaunch& launch, i
         name);
     prepared |= bit;
   }
-  constexpr int kReserved = 1024;  // bytes that the system keeps for each block
-  const int by_memory =
-      (launch.device.shared_memory_bytes + kReserved) / (kSharedBytes + kReserved);
-  const int blocks_per_sm = std::clamp(by_memory, 1, Kernel::kBlocksPerSm);
-  const int64_t multiprocessors = std::max(1, launch.device.multiprocessors - launch.sm_margin);
-  const int64_t blocks = std::min(items, multiprocessors * blocks_per_sm);
   const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, true};
   launch_kernel(kernel, config, launch, name, arguments...);
 }

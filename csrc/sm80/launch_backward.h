@@ -10,10 +10,10 @@ namespace hstu::sm80 {
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, bool kHasBias>
-  using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias>;
+  template <Memory kMemory, bool kHasBias = false, bool kIsDeterministic = false>
+  using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias, kIsDeterministic>;
 
-  static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge, false>::SharedMemory);
+  static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge>::SharedMemory);
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
     return is_small(launch) ? Plan<Memory::kSmall>(params, launch, nullptr).workspace.used()
@@ -54,6 +54,9 @@ struct BackwardLauncher {
       const BatchParams& batch = params.batch;
       buffers.list = workspace.take_list(batch.total_k, batch.batch, kTiles.keys);
       buffers.list.parts = params.drab.data ? params.rab.heads : params.heads;
+      buffers.heads_per_item = params.heads / buffers.list.parts;
+      buffers.list.summaries =
+          workspace.take_summaries(params.mask, batch, params.heads, kTiles.rows);
       dq_tiles =
           int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} * params.heads;
       drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;
@@ -77,8 +80,7 @@ struct BackwardLauncher {
 
   template <Memory kMemory>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch) {
-    using Plain = Kernel<kMemory, false>;
-    using WithBias = Kernel<kMemory, true>;
+    using Plain = Kernel<kMemory>;
     const Plan<kMemory> plan(params, launch, launch.workspace);
     PrepareParams prepared;
     prepared.batch = params.batch;
@@ -88,7 +90,7 @@ struct BackwardLauncher {
     prepared.tile_rows = Plain::kRows;
     prepared.tile_keys = Plain::kKeys;
     prepared.heads = params.heads;
-    prepared.row_outputs[0] = params.dq;
+    prepared.row_output = params.dq;
     prepared.key_outputs[0] = params.dk;
     prepared.key_outputs[1] = params.dv;
     prepared.turns = plan.buffers.turns;
@@ -96,22 +98,37 @@ struct BackwardLauncher {
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
     prepare(prepared, launch);
 
-    const int64_t items = int64_t{plan.buffers.list.capacity} * params.heads;
     if (params.rab.data) {
-      launch_persistent<WithBias>(run_backward<kHeadDim, Element, kMemory, true>, launch, items,
-                                  "backward", params, plan.buffers);
+      run_kernel<kMemory, true>(params, launch, plan.buffers);
     } else {
-      launch_persistent<Plain>(run_backward<kHeadDim, Element, kMemory, false>, launch, items,
-                               "backward", params, plan.buffers);
+      run_kernel<kMemory, false>(params, launch, plan.buffers);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
-    launch_kernel(finish_dq<Plain, Element, kHeadDim>, per_tile, launch, "dq of the backward",
-                  params, plan.buffers.dq);
+    launch_kernel(finish_dq<Plain>, per_tile, launch, "dq of the backward", params,
+                  plan.buffers.dq);
     if (sums_drab(params)) {
       const LaunchConfig per_row = {std::min<int64_t>(plan.drab_rows, 1 << 16), 256};
       launch_kernel(round_drab<Element>, per_row, launch, "drab of the backward",
                     static_cast<const float*>(plan.buffers.drab.data), params.drab, plan.drab_rows);
     }
+  }
+
+  template <Memory kMemory, bool kHasBias>
+  static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
+                         const BackwardBuffers& buffers) {
+    if (launch.deterministic) {
+      launch_form<Kernel<kMemory, kHasBias, true>>(params, launch, buffers);
+    } else {
+      launch_form<Kernel<kMemory, kHasBias>>(params, launch, buffers);
+    }
+  }
+
+  template <typename Form>
+  static void launch_form(const BackwardParams& params, const CudaLaunch& launch,
+                          const BackwardBuffers& buffers) {
+    const int64_t items = int64_t{buffers.list.capacity} * buffers.list.parts;
+    launch_attention<Form>(run_backward<Form>, launch, persistent_blocks<Form>(launch, items),
+                           "backward", params, buffers);
   }
 };
 

@@ -9,14 +9,18 @@ namespace hstu::sm80 {
 template <int kHeadDim, DType kDType>
 struct ForwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, bool kHasBias>
+  template <Memory kMemory, bool kHasBias = false>
   using Kernel = Forward<kHeadDim, Element, kMemory, kHasBias>;
 
-  static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge, false>::SharedMemory);
+  static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge>::SharedMemory);
 
   static int64_t workspace_bytes(const ForwardParams& params, const CudaLaunch& launch) {
     Workspace workspace(nullptr);
-    workspace.take_list(params.batch.total_q, params.batch.batch, rows_of_a_tile(launch));
+    if (is_small(launch)) {
+      take_list<Memory::kSmall>(workspace, params, launch);
+    } else {
+      take_list<Memory::kLarge>(workspace, params, launch);
+    }
     return workspace.used();
   }
 
@@ -32,9 +36,22 @@ struct ForwardLauncher {
     return launch.device.shared_memory_bytes < kLargeBytes;
   }
 
-  static int rows_of_a_tile(const CudaLaunch& launch) {
-    return is_small(launch) ? Kernel<Memory::kSmall, false>::kRows
-                            : Kernel<Memory::kLarge, false>::kRows;
+  // A batch whose items all find room on the GPU at once needs no list, and nothing prepared.
+  template <Memory kMemory>
+  static WorkList take_list(Workspace& workspace, const ForwardParams& params,
+                            const CudaLaunch& launch) {
+    using Form = Kernel<kMemory>;
+    const BatchParams& batch = params.batch;
+    const int64_t items =
+        int64_t{WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows)} * params.heads;
+    WorkList list;
+    list.capacity = static_cast<int>(items / params.heads);
+    if (items > resident_blocks<Form>(launch) || is_given_by_row(params.mask)) {
+      list = workspace.take_list(batch.total_q, batch.batch, Form::kRows);
+      list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
+    }
+    list.parts = params.heads;
+    return list;
   }
 
   template <Memory kMemory>
@@ -49,22 +66,23 @@ struct ForwardLauncher {
   template <Memory kMemory, bool kHasBias>
   static void run_kernel(const ForwardParams& params, const CudaLaunch& launch) {
     using Form = Kernel<kMemory, kHasBias>;
-    static_assert(Form::kRows == Kernel<kMemory, false>::kRows,
-                  "the workspace does not ask for rab");
-    const BatchParams& batch = params.batch;
-    PrepareParams prepared;
-    prepared.batch = batch;
-    prepared.mask = params.mask;
-    prepared.list = Workspace(launch.workspace).take_list(batch.total_q, batch.batch, Form::kRows);
-    prepared.list.parts = params.heads;
-    prepared.tile_rows = Form::kRows;
-    prepared.tile_keys = Form::kKeys;
-    prepared.heads = params.heads;
-    prepared.row_outputs[0] = params.out;
-    prepare(prepared, launch);
-    launch_persistent<Form>(run_forward<kHeadDim, Element, kMemory, kHasBias>, launch,
-                            int64_t{prepared.list.capacity} * params.heads, "forward", params,
-                            prepared.list);
+    static_assert(Form::kRows == Kernel<kMemory>::kRows, "the workspace does not ask for rab");
+    Workspace workspace(launch.workspace);
+    const WorkList list = take_list<kMemory>(workspace, params, launch);
+    int64_t blocks = int64_t{list.capacity} * params.heads;
+    if (list.tiles) {
+      PrepareParams prepared;
+      prepared.batch = params.batch;
+      prepared.mask = params.mask;
+      prepared.list = list;
+      prepared.tile_rows = Form::kRows;
+      prepared.tile_keys = Form::kKeys;
+      prepared.heads = params.heads;
+      prepared.row_output = params.out;
+      prepare(prepared, launch);
+      blocks = persistent_blocks<Form>(launch, blocks);
+    }
+    launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, list);
   }
 };
 

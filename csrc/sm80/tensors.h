@@ -75,7 +75,7 @@ struct NaturalOrder {
 
 // How the threads of a block go over kRows slots of kColumns elements, 16 bytes each at a time. In
 // each pass, a thread's slot moves by a constant, and so does its row in any Order.
-template <int kRows, int kColumns, int kThreads>
+template <int kRows, int kColumns, int kThreads, bool kHidesThread>
 struct RowPasses {
   static constexpr int kChunks = kColumns / 8;
   static constexpr int kStep = kThreads / kChunks;  // slots a pass
@@ -87,7 +87,7 @@ struct RowPasses {
   int column;
 
   HSTU_DEVICE RowPasses() {
-    const int thread = threadIdx.x;
+    const int thread = thread_index<kHidesThread>();
     slot = thread / kChunks;
     column = thread % kChunks * 8;
   }
@@ -125,9 +125,10 @@ struct HeadRows {
 
 // Starts copying kRows rows from row `begin` on to shared memory; those past the end become zeros,
 // and so do columns.
-template <int kRows, int kColumns, int kThreads, typename Order, typename Element>
+template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
+          typename Element>
 HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to) {
-  using Passes = RowPasses<kRows, kColumns, kThreads>;
+  using Passes = RowPasses<kRows, kColumns, kThreads, kHidesThread>;
   const Passes passes;
   const int first = begin + Order::key(passes.slot);
   const Element* from = rows.first + static_cast<int64_t>(first) * rows.row_stride + passes.column;
@@ -142,6 +143,12 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
   }
 }
 
+// Starts copying 16 bytes, aligned to as many.
+HSTU_DEVICE void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(cast_smem_ptr_to_uint(to)),
+               "l"(from));
+}
+
 HSTU_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
 HSTU_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -149,7 +156,7 @@ HSTU_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memo
 template <int kRows, int kColumns, int kThreads, typename Order, typename Element>
 HSTU_DEVICE void store_rows(Element* from, const PackedTensor& tensor, int64_t begin, int count,
                             int head) {
-  using Passes = RowPasses<kRows, kColumns, kThreads>;
+  using Passes = RowPasses<kRows, kColumns, kThreads, true>;
   const Passes passes;
   const int first = Order::key(passes.slot);
   Element* to = static_cast<Element*>(tensor.data) + (begin + first) * tensor.row_stride +

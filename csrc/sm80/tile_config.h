@@ -6,6 +6,7 @@ namespace hstu::sm80 {
 // GPUs of compute capability 8.6, 8.9 and 12.0 give a block 99 KB of shared memory, 8.0 gives 163
 // and 9.0 gives 227. A kernel that needs more than kSmallMemory has a second form for them.
 constexpr int kSmallMemory = 99 * 1024;
+constexpr int kReservedMemory = 1024;  // that the system keeps for each block
 
 enum class Memory { kLarge, kSmall };
 

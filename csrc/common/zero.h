@@ -1,0 +1,45 @@
+// Zeros in 16-bit outputs: rows that belong to no sequence, or lie past its used length.
+#pragma once
+
+#include "sequence.h"
+
+namespace hstu {
+
+enum class RowsOf { kQueries, kKeys };
+
+// Zeroes rows [begin, end) of a tensor [rows, heads, head_dim], by one warp.
+__device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin,
+                                          int64_t end) {
+  const int pieces = tensor.head_dim / 8;  // of 16 bytes
+  const int64_t count = (end - begin) * heads * pieces;
+  for (int64_t n = threadIdx.x % 32; n < count; n += 32) {
+    const int64_t row = begin + n / pieces / heads;
+    const int head = static_cast<int>(n / pieces % heads);
+    uint16_t* out = static_cast<uint16_t*>(tensor.data) + row * tensor.row_stride +
+                    head * tensor.head_stride + n % pieces * 8;
+    *reinterpret_cast<uint4*>(out) = uint4{};
+  }
+}
+
+// Zeroes all rows between sequences, by `warps` warps of which this is number `warp`. Gap b lies
+// before sequence b; the last one reaches to the end.
+template <RowsOf kRows>
+__device__ void zero_gaps(const BatchParams& params, const PackedTensor& tensor, int heads,
+                          int warp, int warps) {
+  constexpr bool kQueries = kRows == RowsOf::kQueries;
+  for (int b = warp; b <= params.batch; b += warps) {
+    int64_t begin = 0;
+    int64_t end = kQueries ? params.total_q : params.total_k;
+    if (b > 0) {
+      const Sequence before = load_sequence(params, b - 1);
+      begin = kQueries ? before.q_begin + before.q_len : before.k_begin + before.k_len;
+    }
+    if (b < params.batch) {
+      const Sequence after = load_sequence(params, b);
+      end = kQueries ? after.q_begin : after.k_begin;
+    }
+    zero_rows(tensor, heads, begin, end);
+  }
+}
+
+}  // namespace hstu

@@ -1,0 +1,207 @@
+// Tiles of the dense bias and of its gradient, between device memory and the registers of the
+// scores.
+#pragma once
+
+#include "scores.h"
+
+namespace hstu::sm80 {
+
+// Reads kCount words, 4 or 2 at a time, where `condition` holds; no branch parts one such read from
+// the next.
+template <int kCount>
+HSTU_DEVICE void load_if(bool condition, const void* from, uint32_t* words) {
+  static_assert(kCount == 2 || kCount % 4 == 0, "words are read by 8 or 16 bytes");
+  const auto* source = static_cast<const uint32_t*>(from);
+  if constexpr (kCount == 2) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"
+        "@p ld.global.v2.b32 {%0, %1}, [%3];}"
+        : "+r"(words[0]), "+r"(words[1])
+        : "r"(int{condition}), "l"(source));
+  }
+#pragma unroll
+  for (int n = 0; n + 4 <= kCount; n += 4) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %4, 0;\n"
+        "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%5];}"
+        : "+r"(words[n]), "+r"(words[n + 1]), "+r"(words[n + 2]), "+r"(words[n + 3])
+        : "r"(int{condition}), "l"(source + n));
+  }
+}
+
+// Writes kBytes bytes, 16 or fewer at a time.
+template <int kBytes>
+HSTU_DEVICE void store_pieces(const void* from, void* to) {
+  using Piece = cute::uint_bit_t<kBytes * 8 < 128 ? kBytes * 8 : 128>;
+#pragma unroll
+  for (int n = 0; n < kBytes / static_cast<int>(sizeof(Piece)); ++n) {
+    static_cast<Piece*>(to)[n] = static_cast<const Piece*>(from)[n];
+  }
+}
+
+// The bias, or its gradient, of one sequence and head.
+// NOTE: kernels keep it in shared memory, to leave the registers to the sums.
+struct BiasMatrix {
+  char* data;  // null: there is none
+  int64_t row_stride;
+  int length;
+  bool is_fp32;     // else it has the dtype of q
+  bool is_aligned;  // rows can be read and written by 16 bytes
+
+  HSTU_DEVICE BiasMatrix(const DenseBias& bias, int b, int head, int heads)
+      : data(nullptr),
+        row_stride(bias.row_stride),
+        length(bias.length),
+        is_fp32(bias.dtype == DType::kFloat32),
+        is_aligned(false) {
+    if (!bias.data) return;
+    const int size = is_fp32 ? 4 : 2;
+    const int64_t first = b * bias.batch_stride + head / (heads / bias.heads) * bias.head_stride;
+    data = static_cast<char*>(bias.data) + first * size;
+    is_aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_stride * size % 16 == 0;
+  }
+
+  template <typename T>
+  HSTU_DEVICE T* at(int i, int j) const {
+    return reinterpret_cast<T*>(data) + i * row_stride + j;
+  }
+};
+
+// A thread's part of a tile of the bias, on its way into the scores.
+template <typename Element, typename Tile>
+class BiasTile {
+ public:
+  HSTU_DEVICE BiasTile(const BiasMatrix& bias, const Sequence& sequence)
+      : bias_(bias), sequence_(sequence) {}
+
+  // Brings the tile that begins with row r0 and key k0 into L2, by all threads of the block.
+  HSTU_DEVICE void prefetch(int r0, int k0) const {
+    bias_.is_fp32 ? prefetch_as<float>(r0, k0) : prefetch_as<Element>(r0, k0);
+  }
+
+  // Starts to read it; zeros where the bias ends.
+  HSTU_DEVICE void fetch(int r0, int k0) {
+    bias_.is_fp32 ? fetch_as<float>(r0, k0) : fetch_as<Element>(r0, k0);
+  }
+
+  // scores = bias
+  template <typename Sum>
+  HSTU_DEVICE void copy_to(Sum& scores) const {
+    bias_.is_fp32 ? copy_as<float>(scores) : copy_as<Element>(scores);
+  }
+
+ private:
+  static constexpr int kRun = Tile::kRun;
+
+  template <typename T>
+  HSTU_DEVICE void prefetch_as(int r0, int k0) const {
+    constexpr int kLine = 128 / sizeof(T);
+    constexpr int kLines = (Tile::kTileKeys + kLine - 1) / kLine;  // of a row
+    const int rows = min(r0 + Tile::kTileRows, sequence_.q_len);
+    const int keys = min(sequence_.k_len, bias_.length);
+    const int j = k0 + static_cast<int>(threadIdx.x) % kLines * kLine;
+#pragma unroll
+    for (int n = 0; n < Tile::kTileRows * kLines; n += Tile::kBlockThreads) {
+      const int row = r0 + (n + static_cast<int>(threadIdx.x)) / kLines;
+      const int i = row + sequence_.offset;
+      if (row < rows && i >= 0 && i < bias_.length && j < keys) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(bias_.at<T>(i, j)));
+      }
+    }
+  }
+
+  // First what can be read by 16 bytes, then the rest.
+  template <typename T>
+  HSTU_DEVICE void fetch_as(int r0, int k0) {
+    constexpr int kWords = kRun * sizeof(T) / 4;  // of a run
+    const Tile tile;
+#pragma unroll
+    for (int m = 0; m < Tile::kThreadRows; ++m) {
+#pragma unroll
+      for (int n = 0; n < Tile::kThreadColumns; ++n) words_[m][n] = 0;
+    }
+    tile.for_each_run(sequence_, bias_.length, r0, k0, [&](int m, int n, int i, int j, int count) {
+      load_if<kWords>(bias_.is_aligned && count == kRun, bias_.at<T>(i, j),
+                      &words_[m][n / kRun * kWords]);
+    });
+    const bool is_whole = k0 + Tile::kTileKeys <= min(sequence_.k_len, bias_.length);
+    if (bias_.is_aligned && is_whole) return;
+    tile.for_each_run(sequence_, bias_.length, r0, k0, [&](int m, int n, int i, int j, int count) {
+      if (bias_.is_aligned && count == kRun) return;
+#pragma unroll
+      for (int c = 0; c < kRun; ++c) {
+        if (c < count) set(m, n + c, bias_.at<const T>(i, j)[c]);
+      }
+    });
+  }
+
+  template <typename T, typename Sum>
+  HSTU_DEVICE void copy_as(Sum& scores) const {
+    auto matrix = as_matrix(scores);
+#pragma unroll
+    for (int m = 0; m < Tile::kThreadRows; ++m) {
+#pragma unroll
+      for (int n = 0; n < Tile::kThreadColumns; ++n) {
+        matrix(m, n) = get<T>(m, n);
+      }
+    }
+  }
+
+  template <typename T>
+  HSTU_DEVICE float get(int m, int n) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(words_[m][n]);
+    } else {
+      return static_cast<float>(T::bitcast(static_cast<uint16_t>(words_[m][n / 2] >> n % 2 * 16)));
+    }
+  }
+
+  // Of what was 0.
+  HSTU_DEVICE void set(int m, int n, float value) { words_[m][n] = __float_as_uint(value); }
+  HSTU_DEVICE void set(int m, int n, Element value) {
+    words_[m][n / 2] |= static_cast<uint32_t>(value.raw()) << n % 2 * 16;
+  }
+
+  const BiasMatrix& bias_;
+  const Sequence& sequence_;
+  // The values of row m from words_[m] on: one fp32 or two of 16 bits a word.
+  uint32_t words_[Tile::kThreadRows][Tile::kThreadColumns];
+};
+
+// Writes factor * part into a tile of the gradient, as T; adds it to what is there unless `first`.
+template <typename T, typename Tile, typename Sum>
+HSTU_DEVICE void add_to_bias_as(const BiasMatrix& bias, const Tile& tile, const Sequence& sequence,
+                                int r0, int k0, const Sum& part, float factor, bool first) {
+  const auto matrix = as_matrix(part);
+  tile.for_each_run(sequence, bias.length, r0, k0, [&](int m, int n, int i, int j, int count) {
+    if (count <= 0) return;
+    constexpr int kRun = Tile::kRun;
+    T* to = bias.at<T>(i, j);
+    alignas(16) T run[kRun];
+#pragma unroll
+    for (int c = 0; c < kRun; ++c) {
+      const float before = first || c >= count ? 0.0f : static_cast<float>(to[c]);
+      run[c] = static_cast<T>(before + factor * matrix(m, n + c));
+    }
+    if (bias.is_aligned && count == kRun) {
+      store_pieces<sizeof(run)>(run, to);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kRun; ++c) {
+        if (c < count) to[c] = run[c];
+      }
+    }
+  });
+}
+
+template <typename Element, typename Tile, typename Sum>
+HSTU_DEVICE void add_to_bias(const BiasMatrix& bias, const Tile& tile, const Sequence& sequence,
+                             int r0, int k0, const Sum& part, float factor, bool first) {
+  if (bias.is_fp32) {
+    add_to_bias_as<float>(bias, tile, sequence, r0, k0, part, factor, first);
+  } else {
+    add_to_bias_as<Element>(bias, tile, sequence, r0, k0, part, factor, first);
+  }
+}
+
+}  // namespace hstu::sm80
