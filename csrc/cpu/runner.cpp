@@ -32,18 +32,23 @@ Memory<T> allocate(int64_t count) {
   return Memory<T>(static_cast<T*>(p));
 }
 
-// Hands the items out one by one, in order, to as many threads as there are.
+// Hands the items out in order, to as many threads as there are. Neighbours in the list are the heads
+// of the same rows: where items are many, a thread takes all of those at a time, as they share pages.
 template <typename Work>
-void run_items(const Kernel& kernel, const std::vector<WorkItem>& items, int64_t scratch_bytes,
-               const Parallel& parallel, Work work) {
+void run_items(const Kernel& kernel, const std::vector<WorkItem>& items, int heads,
+               int64_t scratch_bytes, const Parallel& parallel, Work work) {
+  constexpr size_t kGroupsPerThread = 4;  // as few leave threads idle at the end
   std::atomic<size_t> next{0};
   const int threads = std::min<int64_t>(parallel.threads, items.size());
+  const size_t group = items.size() / heads >= kGroupsPerThread * threads ? heads : 1;
   const auto worker = [&](int) {
-    size_t n = next.fetch_add(1);
+    size_t n = next.fetch_add(group);
     if (n >= items.size()) return;
     const Memory<char> scratch = allocate<char>(scratch_bytes);
     kernel.begin_thread();
-    for (; n < items.size(); n = next.fetch_add(1)) work(n, scratch.get());
+    for (; n < items.size(); n = next.fetch_add(group)) {
+      for (size_t m = n; m < n + group; ++m) work(m, scratch.get());
+    }
     kernel.end_thread();
   };
   if (threads == 1) {
@@ -202,7 +207,7 @@ void run_forward(const ForwardParams& params, const Parallel& parallel) {
   zero_unused_rows(params.out, params, false);
   const ScheduleConfig config = {params.heads, 1, kTileRows, kTileKeys, kernel.forward_chunk};
   const std::vector<WorkItem> items = forward_schedule(params.batch, params.mask, config);
-  run_items(kernel, items, kernel.forward_scratch_bytes(params), parallel,
+  run_items(kernel, items, params.heads, kernel.forward_scratch_bytes(params), parallel,
             [&](size_t n, char* scratch) { kernel.forward(params, items[n], scratch); });
 }
 
@@ -222,7 +227,8 @@ void run_backward(const BackwardParams& params, const Parallel& parallel) {
   DqSums dq_sums(params, kernel);
   TableSums tables(params, items);
   const BackwardShared shared = dq_sums.shared();
-  run_items(kernel, items, kernel.backward_scratch_bytes(params, heads_per_item), parallel,
+  run_items(kernel, items, params.heads / heads_per_item,
+            kernel.backward_scratch_bytes(params, heads_per_item), parallel,
             [&](size_t n, char* scratch) {
               kernel.backward(params, shared, tables.item(n), items[n], heads_per_item, scratch);
             });
