@@ -32,22 +32,39 @@ Memory<T> allocate(int64_t count) {
   return Memory<T>(static_cast<T*>(p));
 }
 
-// Hands the items out in order, to as many threads as there are. Neighbours in the list are the heads
-// of the same rows: where items are many, a thread takes all of those at a time, as they share pages.
+// Where the parts of the list begin that threads take, and its end. Neighbours in the list are the
+// heads of the same rows, which share pages of memory: they make a part together, as long as their
+// cost is at most half of a thread's share of what is left; else each is a part.
+std::vector<size_t> divide(const std::vector<WorkItem>& items, int heads, int threads) {
+  int64_t left = 0;
+  for (const WorkItem& item : items) left += item.cost;
+  std::vector<size_t> begins;
+  for (size_t n = 0; n < items.size();) {
+    const int64_t all_heads = items[n].cost * heads;
+    const int taken = n % heads == 0 && 2 * threads * all_heads <= left ? heads : 1;
+    begins.push_back(n);
+    left -= taken * items[n].cost;
+    n += taken;
+  }
+  begins.push_back(items.size());
+  return begins;
+}
+
+// Hands out the items, `heads` of which have the same rows, to as many threads as there are.
 template <typename Work>
 void run_items(const Kernel& kernel, const std::vector<WorkItem>& items, int heads,
                int64_t scratch_bytes, const Parallel& parallel, Work work) {
-  constexpr size_t kGroupsPerThread = 4;  // as few leave threads idle at the end
   std::atomic<size_t> next{0};
   const int threads = std::min<int64_t>(parallel.threads, items.size());
-  const size_t group = items.size() / heads >= kGroupsPerThread * threads ? heads : 1;
+  const std::vector<size_t> begins = divide(items, heads, threads);
+  const size_t parts = begins.size() - 1;
   const auto worker = [&](int) {
-    size_t n = next.fetch_add(group);
-    if (n >= items.size()) return;
+    size_t part = next.fetch_add(1);
+    if (part >= parts) return;
     const Memory<char> scratch = allocate<char>(scratch_bytes);
     kernel.begin_thread();
-    for (; n < items.size(); n = next.fetch_add(group)) {
-      for (size_t m = n; m < n + group; ++m) work(m, scratch.get());
+    for (; part < parts; part = next.fetch_add(1)) {
+      for (size_t n = begins[part]; n < begins[part + 1]; ++n) work(n, scratch.get());
     }
     kernel.end_thread();
   };
