@@ -36,11 +36,13 @@ def _number(x: float | None, digits: int = 3) -> str:
     return f"{rounded:.0f}" if rounded >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
 
 
-def _origin(record: Record) -> str:
+def _origin(records: Sequence[Record]) -> str:
+    record = records[0]
+    commits = " and ".join(dict.fromkeys(r["commit"] for r in records))
     features = [f for f in record["features"] if f.endswith("bf16")] or record["features"]
     return (
         f"{record['cpu']} ({', '.join(features)}), {record['threads']} threads, "
-        f"torch {record['torch']}, {record['date']}, commit {record['commit']}"
+        f"torch {record['torch']}, {record['date']}, commit {commits}"
     )
 
 
@@ -92,7 +94,7 @@ def cpu_tables(folder: Path = RESULTS / "cpu") -> list[str]:
             *("over per sequence", "over best other"),
             *(f"MiB {name}" for name in IMPLEMENTATIONS),
         ]
-        lines += [f"{_origin(records[0])}:", ""]
+        lines += [f"{_origin(records)}:", ""]
         lines += [*_markdown_table(header, map(_cpu_row, groups.values())), ""]
         skipped = sorted({f"{r['case']}, {r['dtype']}" for r in records if r["skipped"]})
         if skipped:
@@ -187,7 +189,7 @@ def retrieval_tables(folder: Path = RESULTS / "retrieval") -> list[str]:
         ]
         lines += _markdown_table(["", "HR@10", "HR@50", "NDCG@10"], rows)
         seconds = records[0]["seconds"]
-        lines += ["", f"{seconds:.0f} seconds on {_origin(records[0])}.", ""]
+        lines += ["", f"{seconds:.0f} seconds on {_origin(records)}.", ""]
     return lines[:-1]
 
 
@@ -214,7 +216,7 @@ def limits_tables(folder: Path = RESULTS / "cpu-limits") -> list[str]:
                 row += [_number(gflops), f"{gflops / product[dtype]:.2f}"]
             rows.append(row)
         products = " and ".join(f"{_number(x)} in {DTYPES[dtype]}" for dtype, x in product.items())
-        lines += [f"{_origin(records[0])}; `torch.matmul` {products}:", ""]
+        lines += [f"{_origin(records)}; `torch.matmul` {products}:", ""]
         lines += [*_markdown_table(header, rows), ""]
     return lines[:-1]
 
