@@ -2,12 +2,17 @@
 
 #include "dispatch.h"
 
-#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "sm80/kernels.h"
+#if HSTU_ATTN_SM90
+#include "sm90/kernels.h"
+#endif
 
 namespace hstu {
 namespace {
@@ -58,16 +63,45 @@ auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParam
                        std::to_string(params.v.head_dim) + " in a dtype or size beyond them");
 }
 
+// A debugging aid: HSTU_ATTN_DEBUG=1 prints which kernels a call gets, and why not newer ones.
+void print_choice(const char* pass, const char* kernels, const char* obstacle) {
+  const char* asked = std::getenv("HSTU_ATTN_DEBUG");
+  if (!asked || std::string_view(asked) != "1") return;
+  std::fprintf(stderr, "hstu_attn: %s by %s%s%s\n", pass, kernels, obstacle ? ", because of " : "",
+               obstacle ? obstacle : "");
+}
+
 }  // namespace
 
-ForwardKernel forward_kernel(const CudaDevice&, const ForwardParams& params) {
+ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
+  const char* obstacle = nullptr;
+#if HSTU_ATTN_SM90
+  if (device.arch == 90) {
+    obstacle = sm90::obstacle(device, params);
+    if (!obstacle) {
+      print_choice("forward", "sm90", nullptr);
+      return find(HeadDims{}, params,
+                  []<int kHeadDim, DType kDType>() { return sm90::forward<kHeadDim, kDType>(); });
+    }
+  }
+#endif
+  print_choice("forward", "sm80", obstacle);
+#if HSTU_ATTN_SM80
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::forward<kHeadDim, kDType>(); });
+#else
+  throw NotImplemented(std::string("sm90: no kernel for ") + obstacle + ", and sm80 is not built");
+#endif
 }
 
 BackwardKernel backward_kernel(const CudaDevice&, const BackwardParams& params) {
+  print_choice("backward", "sm80", nullptr);
+#if HSTU_ATTN_SM80
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::backward<kHeadDim, kDType>(); });
+#else
+  throw NotImplemented("backward: there are no sm90 kernels, and sm80 is not built");
+#endif
 }
 
 }  // namespace hstu

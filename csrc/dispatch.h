@@ -22,6 +22,7 @@ struct CudaDevice {
   int arch = 0;        // kernels to use: 80 or 90. HSTU_ATTN_FORCE_ARCH overrides it.
   int capability = 0;  // 10 * major + minor
   int multiprocessors = 0;
+  int l2_bytes = 0;
   int shared_memory_bytes = 0;  // most that a block may ask for. HSTU_ATTN_SHARED_MEMORY lowers it.
 };
 

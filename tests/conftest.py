@@ -95,7 +95,30 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
+# A GPU of compute capability 9.0 runs the kernels of both folders, and every test by both.
+_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+_ARCHS = ["sm90", "sm80"] if _HOPPER else ["sm80"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("gpu")
+    if marker and marker.kwargs.get("kernels", True) and "device" not in metafunc.fixturenames:
+        metafunc.parametrize("_arch", _ARCHS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU kernels that a test runs."""
+    if arch := getattr(request, "param", None):
+        monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", arch.removeprefix("sm"))
+
+
+@pytest.fixture(
+    params=["cpu", *(pytest.param(f"cuda-{arch}", marks=pytest.mark.gpu) for arch in _ARCHS)]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test that asks for a device runs on the CPU and on a GPU."""
-    return str(request.param)
+    name, _, arch = str(request.param).partition("-sm")
+    if arch:
+        monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", arch)
+    return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -318,6 +319,23 @@ def test_a_forced_architecture(monkeypatch):
         monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", "90")
         with pytest.raises(NotImplementedError, match=r"^no sm90 kernels for a GPU of compute"):
             run(hstu_attention, batch)
+
+
+def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
+    """Those of sm90, where a GPU has them and they can take the call."""
+    monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
+    forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
+    aligned = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
+    odd = make_batch([71], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
+    run(hstu_attention, aligned, random_dout(aligned))
+    assert capfd.readouterr().err.split("\n")[:2] == [
+        f"hstu_attn: forward by sm{forced}",
+        "hstu_attn: backward by sm80",
+    ]
+    run(hstu_attention, odd)
+    why = ", because of a rab in another dtype than q, or whose rows are not aligned to 16 bytes"
+    line = f"hstu_attn: forward by sm80{why if forced == '90' else ''}\n"
+    assert capfd.readouterr().err == line
 
 
 def test_backward_on_another_thread_than_the_forward():

@@ -193,6 +193,26 @@ def test_summaries_are_never_wrong(case, tile_rows, tile_keys):
         assert kind != TileKind.FULL or seen.all()
 
 
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (3, 0), (2, 1)])
+def test_rows_before_the_first_key(window_size):
+    """They see nothing, and no tile that holds one is full."""
+    q_len, k_len = 13, 6
+    host = _host.Mask(q_len, k_len, window_size=window_size)
+    seen = torch.zeros(q_len, k_len, dtype=torch.bool)
+    for r in range(q_len):
+        a0, a1, b0, b1 = host.row(r)
+        seen[r, a0:a1] = seen[r, b0:b1] = True
+    assert not seen[: q_len - k_len].any()
+    for r0, k0 in itertools.product(range(0, q_len, 4), range(0, k_len, 2)):
+        r1, k1 = min(r0 + 4, q_len), k0 + 2
+        part = seen[r0:r1, k0:k1]
+        expected = TileKind.FULL if part.all() else TileKind(int(part.any()))
+        assert TileKind(host.classify(r0, r1, k0, k1)) == expected
+        told = TileKind(host.classify_by_summary(r0, r1, k0, k1))
+        assert told in (expected, TileKind.PARTIAL)
+        assert (told == TileKind.FULL) == (expected == TileKind.FULL)
+
+
 def test_summaries_find_what_rows_share():
     """A prefix and a window: every tile is told exactly."""
     spans = [[0, min(r + 1, 8), max(r - 20, 8), r + 1] for r in range(64)]

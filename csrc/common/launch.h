@@ -8,6 +8,8 @@
 
 namespace hstu {
 
+constexpr int kReservedMemory = 1024;  // of shared memory, that the system keeps for each block
+
 struct LaunchConfig {
   int64_t blocks = 0;
   int threads = 0;

@@ -9,6 +9,8 @@
 //                kv_intervals(r0, r1)        keys that some row of [r0, r1) sees
 //                q_intervals(k0, k1)         rows that see some key of [k0, k1)
 //                classify(r0, r1, k0, k1)    whether a tile is empty, partial or full
+//                estimate(r0, r1)            about what kv_intervals says
+//                shared_intervals(r0, r1)    keys that every row of [r0, r1) sees
 //                summarize(r)                what of classify() a GPU keeps of a row
 //   tiles(...)   an interval list in tiles of a given size
 //
@@ -77,6 +79,12 @@ enum class TileKind : int { kEmpty, kPartial, kFull };
 struct SpanSummary {
   Interval hull[2] = {{INT_MAX, 0}, {INT_MAX, 0}};    // keys outside both are seen by no row
   Interval shared[2] = {{0, INT_MAX}, {0, INT_MAX}};  // keys inside one are seen by every row
+
+  HSTU_HOST_DEVICE void set_hull(const KeyIntervals& keys) {
+    for (int n = 0; n < 2; ++n) {
+      if (n < keys.count) hull[n] = keys.interval[n];
+    }
+  }
 
   // Takes the rows of `other` in.
   HSTU_HOST_DEVICE void add(const SpanSummary& other) {
@@ -160,6 +168,18 @@ class Mask {
     return result;
   }
 
+  // About the keys that rows [r0, r1) see, in few instructions: for estimates.
+  HSTU_HOST_DEVICE Interval estimate(int r0, int r1) const {
+    if (arbitrary()) return {0, sequence_.k_len};
+    const int first = r0 + sequence_.offset;
+    const int left = params_.window_left;
+    const int right = params_.window_right;
+    const bool is_windowed = left >= 0 && params_.min_full_attn_seq_len <= 0;
+    int end = right < 0 ? sequence_.k_len : r1 + sequence_.offset + right;
+    if (first < sequence_.contexts) end = larger(end, sequence_.history_end);
+    return clip(is_windowed ? first - left : 0, end);
+  }
+
   // Rows outside the result see no key of [k0, k1). For masks in closed form every row inside sees
   // one of them; for arbitrary masks every row is inside, and classify() tells which tiles are
   // empty.
@@ -197,6 +217,27 @@ class Mask {
     return result;
   }
 
+  // Keys that all rows of [r0, r1) see, for masks in closed form; at most in two intervals.
+  HSTU_HOST_DEVICE void shared_intervals(int r0, int r1, Interval (&result)[2]) const {
+    const int h = sequence_.history_end;
+    const Positions p = positions(r0, r1);
+    Interval shared = {0, r0 + sequence_.offset < 0 ? 0 : sequence_.k_len};
+    result[1] = {};
+    if (!p.context.empty()) shared = intersect(shared, {0, h});
+    if (!p.history.empty()) {
+      const int last_windowed = smaller(p.history.end, full_begin()) - 1;
+      const int begin = last_windowed >= p.history.begin ? window_begin(last_windowed) : 0;
+      shared = intersect(shared, {begin, window_end(p.history.begin)});
+    }
+    if (!p.target.empty()) {
+      shared = intersect(shared, {window_begin(h), h});
+      if (p.context.empty() && p.history.empty()) {
+        result[1] = {group_begin(p.target.end - 1), p.target.begin + 1};
+      }
+    }
+    result[0] = shared;
+  }
+
   HSTU_HOST_DEVICE SpanSummary summarize(int r) const {
     const RowSpan span = row(r);
     const Interval keys[2] = {{span.a0, span.a1}, {span.b0, span.b1}};
@@ -218,7 +259,8 @@ class Mask {
       touched |= visible.interval[n].begin < k1 && k0 < visible.interval[n].end;
     }
     if (!touched) return TileKind::kEmpty;
-    return every_row_sees(positions(r0, r1), k0, k1) ? TileKind::kFull : TileKind::kPartial;
+    const bool is_full = r0 + sequence_.offset >= 0 && every_row_sees(positions(r0, r1), k0, k1);
+    return is_full ? TileKind::kFull : TileKind::kPartial;
   }
 
  private:

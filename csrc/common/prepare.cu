@@ -6,16 +6,33 @@ namespace hstu {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBins = kThreads;
+constexpr int kOwnBins = 8;  // of a thread
+constexpr int kBins = kOwnBins * kThreads;
+constexpr int kBinPlaces = kBins + kThreads;
 
-// Bins in falling order of cost, 32 for each power of two.
-__device__ int bin_of(int cost) {
+// A place for each bin in which neighbouring threads' bins do not meet in a bank.
+__device__ int place_of(int bin) { return bin + bin / kOwnBins; }
+
+// Bins: one part of the batch after another, and in each in falling order of cost, with 2^fine_bits
+// bins for each power of two.
+__device__ int bin_of(const PrepareParams& params, int part, int cost) {
+  const int fine_bits = params.fine_bits;
   int rank = cost;
-  if (cost >= 32) {
+  if (cost >> fine_bits != 0) {
     const int exponent = 31 - __clz(cost);
-    rank = 32 * (exponent - 4) + (cost >> (exponent - 5) & 31);
+    rank = ((exponent - fine_bits) << fine_bits) + (cost >> (exponent - fine_bits));
   }
-  return kBins - 1 - rank;
+  const int bins = kBins / params.parts;
+  return part * bins + bins - 1 - min(rank, bins - 1);
+}
+
+// Of a tile of rows. The longer half of a sequence's tiles goes by chunks of the batch, so that
+// what they read is still in the L2 cache; the other half comes last of all, to fill the end
+// evenly.
+__device__ int part_of(const PrepareParams& params, const Sequence& sequence, int tile, int count) {
+  const int last = params.parts - 1;
+  if (tile < count / 2) return last;
+  return min(static_cast<int>(sequence.k_begin >> params.chunk_shift), max(last - 1, 0));
 }
 
 template <int kCapacity>
@@ -25,25 +42,27 @@ __device__ int length(const IntervalList<kCapacity>& list) {
   return sum;
 }
 
-// Visible tiles that the item goes through; all of them where spans are given row by row, since
-// nothing short tells which are visible.
+// About how many visible tiles the item goes through; all of them where spans are given row by row,
+// since nothing short tells which are visible.
+// NOTE: of rows a guess, since a kernel that runs once waits for its instructions above all.
+template <bool kByKeys>
 __device__ int item_cost(const PrepareParams& params, const Sequence& sequence, const Mask& mask,
                          int tile) {
-  if (params.by_keys) {
+  if constexpr (kByKeys) {
     const int k0 = tile * params.tile_keys;
     return length(tiles(mask.q_intervals(k0, k0 + params.tile_keys), params.tile_rows));
+  } else {
+    const int r0 = tile * params.tile_rows;
+    const Interval keys = mask.estimate(r0, min(r0 + params.tile_rows, sequence.q_len));
+    return (keys.end - keys.begin + params.tile_keys - 1) / params.tile_keys;
   }
-  if (mask.arbitrary()) return (sequence.k_len + params.tile_keys - 1) / params.tile_keys;
-  const int r0 = tile * params.tile_rows;
-  const int r1 = min(r0 + params.tile_rows, sequence.q_len);
-  return length(tiles(mask.kv_intervals(r0, r1), params.tile_keys));
 }
 
 // Calls visit(sequence, its number, tile, bin, active) for every tile of the batch, by whole warps.
 // A group of lanes takes a sequence and goes through its tiles from the last to the first. Of keys,
 // the rank is the largest cost from the tile onwards: an earlier key tile then never stands behind
 // a later one.
-template <typename Visit>
+template <bool kByKeys, typename Visit>
 __device__ void for_each_tile(const PrepareParams& params, int group, Visit visit) {
   const int lane = threadIdx.x % 32 % group;
   const int groups = kThreads / group;
@@ -52,15 +71,15 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
     const bool real = b < params.batch.batch;
     const Sequence sequence = real ? load_sequence(params.batch, b) : Sequence{};
     const Mask mask(params.mask, sequence, 0);
-    const int size = params.by_keys ? params.tile_keys : params.tile_rows;
-    const int count = ((params.by_keys ? sequence.k_len : sequence.q_len) + size - 1) / size;
+    const int size = kByKeys ? params.tile_keys : params.tile_rows;
+    const int count = ((kByKeys ? sequence.k_len : sequence.q_len) + size - 1) / size;
     const int rounds = __reduce_max_sync(0xffffffff, (count + group - 1) / group);
     int largest = 0;
     for (int round = rounds - 1; round >= 0; --round) {
       const int tile = round * group + lane;
       const bool active = tile < count;
-      int cost = active ? item_cost(params, sequence, mask, tile) : 0;
-      if (params.by_keys) {
+      int cost = active ? item_cost<kByKeys>(params, sequence, mask, tile) : 0;
+      if constexpr (kByKeys) {
         cost = max(cost, largest);
         for (int step = 1; step < group; step *= 2) {
           const int later = __shfl_down_sync(0xffffffff, cost, step, group);
@@ -68,7 +87,8 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
         }
         largest = __shfl_sync(0xffffffff, cost, 0, group);
       }
-      visit(sequence, b, tile, bin_of(cost), active);
+      const int part = kByKeys ? 0 : part_of(params, sequence, tile, count);
+      visit(sequence, b, tile, place_of(bin_of(params, part, cost)), active);
     }
   }
 }
@@ -83,37 +103,45 @@ __device__ int sum_up_to_lane(int value) {
 }
 
 // Turns the bins' sizes into their ends, and says how long the list is.
-__device__ void sum_bins(int (&bins)[kBins], const WorkList& list) {
+__device__ void sum_bins(int* bins, const WorkList& list) {
   __shared__ int warp_ends[32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  int end = sum_up_to_lane(bins[threadIdx.x]);
+  int* own = bins + place_of(threadIdx.x * kOwnBins);
+  int sum = 0;
+  for (int n = 0; n < kOwnBins; ++n) sum += own[n];
+  int end = sum_up_to_lane(sum);
   if (lane == 31) warp_ends[warp] = end;
   __syncthreads();
   const int ends = sum_up_to_lane(warp_ends[lane]);
   if (warp > 0) end += __shfl_sync(0xffffffff, ends, warp - 1);
-  bins[threadIdx.x] = end;
   if (threadIdx.x == kThreads - 1) {
     *list.count = min(end, list.capacity);
     *list.next = 0;
   }
+  for (int n = kOwnBins - 1; n >= 0; --n) {
+    const int size = own[n];
+    own[n] = end;
+    end -= size;
+  }
 }
 
+template <bool kByKeys>
 __device__ void make_list(const PrepareParams& params) {
-  __shared__ int bins[kBins];
+  __shared__ int bins[kBinPlaces];
   const int lane = threadIdx.x % 32;
 
   // As many lanes to a sequence as it has tiles on average.
   int group = 1;
   while (group < 32 && group * params.batch.batch < params.list.capacity) group *= 2;
 
-  bins[threadIdx.x] = 0;
+  for (int n = threadIdx.x; n < kBinPlaces; n += kThreads) bins[n] = 0;
   __syncthreads();
   // First the tiles of each bin are counted, then each tile gets its place.
   // NOTE: one loop and not two: a kernel that runs once waits for its instructions above all.
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
-    for_each_tile(
+    for_each_tile<kByKeys>(
         params, group, [&](const Sequence& sequence, int b, int tile, int bin, bool active) {
           if (pass == 0) {
             if (active) atomicAdd(&bins[bin], 1);
@@ -122,7 +150,7 @@ __device__ void make_list(const PrepareParams& params) {
           // Bins fill from their ends, as sequences are gone through from theirs: so
           // within a bin the tiles of one sequence stand in ascending order.
           const unsigned peers =
-              __match_any_sync(0xffffffff, active ? lane / group * kBins + bin : -1);
+              __match_any_sync(0xffffffff, active ? lane / group * kBinPlaces + bin : -1);
           const int leader = 31 - __clz(peers);
           int end = 0;
           if (active && lane == leader) end = atomicSub(&bins[bin], __popc(peers));
@@ -186,11 +214,12 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
   }
 }
 
+template <bool kByKeys>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareParams params) {
   let_next_kernel_start();
   if (blockIdx.x == 0) {
-    make_list(params);
+    make_list<kByKeys>(params);
     return;
   }
   const int block = blockIdx.x - 1;
@@ -198,11 +227,12 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarps = kThreads / 32;
   const int warp = block * kWarps + static_cast<int>(threadIdx.x) / 32;
   zero_gaps<RowsOf::kQueries>(params.batch, params.row_output, params.heads, warp, blocks * kWarps);
-  for (const PackedTensor& output : params.key_outputs) {
-    if (!output.data) continue;
-    zero_gaps<RowsOf::kKeys>(params.batch, output, params.heads, warp, blocks * kWarps);
+  if constexpr (kByKeys) {
+    for (const PackedTensor& output : params.key_outputs) {
+      zero_gaps<RowsOf::kKeys>(params.batch, output, params.heads, warp, blocks * kWarps);
+    }
   }
-  if (params.turns) write_turns(params, warp, blocks * kWarps);
+  if (kByKeys && params.turns) write_turns(params, warp, blocks * kWarps);
   if (params.list.summaries.data) write_summaries(params, warp, blocks * kWarps);
   uint4* zeros = static_cast<uint4*>(params.zeros);
   const int64_t count = params.zero_bytes / 16;
@@ -219,8 +249,8 @@ void prepare(const PrepareParams& params, const CudaLaunch& launch) {
   const int64_t work = params.zero_bytes / 16 + 32 * warps;
   const int64_t blocks =
       clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
-  launch_kernel(prepare_kernel, {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare",
-                params);
+  launch_kernel(params.by_keys ? prepare_kernel<true> : prepare_kernel<false>,
+                {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare", params);
 }
 
 }  // namespace hstu

@@ -14,6 +14,12 @@ struct PrepareParams {
   int tile_rows = 0;
   int tile_keys = 0;
 
+  // The order of tiles of rows: see set_chunks().
+  static constexpr int kMaxParts = 128;
+  int parts = 1;  // a power of two: the chunks, and what comes after them
+  int chunk_shift = 62;
+  int fine_bits = 5;  // of the costs that decide the order: fewer where there are many parts
+
   // Outputs that get zeros where no sequence has rows.
   int heads = 0;
   PackedTensor row_output;      // [total_q, H, head_dim]
@@ -24,6 +30,15 @@ struct PrepareParams {
 
   void* zeros = nullptr;  // workspace to be zeroed, aligned to 16 bytes
   int64_t zero_bytes = 0;
+
+  // Chunks of at most `rows` of `total` key rows.
+  void set_chunks(int64_t total, int64_t rows) {
+    if (total <= rows) return;
+    for (chunk_shift = 0; int64_t{2} << chunk_shift <= rows;) ++chunk_shift;
+    while (total >> chunk_shift >= kMaxParts - 1) ++chunk_shift;
+    while (parts < (total >> chunk_shift) + 2) parts *= 2;
+    while (fine_bits > 2 && parts << fine_bits > 256) --fine_bits;
+  }
 };
 
 void prepare(const PrepareParams& params, const CudaLaunch& launch);

@@ -184,11 +184,12 @@ struct TileMap {
   unsigned visible[kTiles / 32];
   unsigned partial[kTiles / 32];
 
-  // By all threads of the block, for `tiles` tiles; classify(n) is the TileKind of tile n.
+  // For `tiles` tiles, by this thread of `threads`, whole warps; classify(n) is the TileKind of
+  // tile n.
   template <typename Classify>
-  __device__ void fill(int tiles, Classify classify) {
-    if (threadIdx.x == 0) count = tiles;
-    for (int n = threadIdx.x; n / 32 * 32 < min(tiles, kTiles); n += blockDim.x) {
+  __device__ void fill(int tiles, int thread, int threads, Classify classify) {
+    if (thread == 0) count = tiles;
+    for (int n = thread; n / 32 * 32 < min(tiles, kTiles); n += threads) {
       const TileKind kind = n < tiles ? classify(n) : TileKind::kEmpty;
       const unsigned is_visible = __ballot_sync(0xffffffff, kind != TileKind::kEmpty);
       const unsigned is_partial = __ballot_sync(0xffffffff, kind == TileKind::kPartial);

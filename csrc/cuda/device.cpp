@@ -34,6 +34,7 @@ CudaDevice query_device(int index) {
   device.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
                       attribute(cudaDevAttrComputeCapabilityMinor, index);
   device.multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index);
+  device.l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
   device.shared_memory_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
   device.arch = kHasSm90 && device.capability == 90 ? 90 : 80;
   return device;

@@ -91,7 +91,12 @@ class HostMask {
   }
   int classify_by_summary(int r0, int r1, int k0, int k1) const {
     SpanSummary summary;
-    for (int r = r0; r < r1; ++r) summary.add(mask_->summarize(r));
+    if (mask_->arbitrary()) {
+      for (int r = r0; r < r1; ++r) summary.add(mask_->summarize(r));
+    } else {
+      summary.set_hull(mask_->kv_intervals(r0, r1));
+      mask_->shared_intervals(r0, r1, summary.shared);
+    }
     return static_cast<int>(summary.classify(k0, k1));
   }
   // Ranges of key tiles that row tile m may see, and of row tiles that may see key tile n.

@@ -77,7 +77,7 @@ template <int kHeadDim_, typename Element_, Memory kMemory, bool kHasBias, bool 
 struct Backward {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory>();
+  static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kWarps = kTiles.warps;
@@ -148,7 +148,7 @@ struct Backward {
       shared.drab = {buffers.drab, work.sequence_number, head, params.heads};
     }
     const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
-    shared.map.fill(row_tiles, [&](int m) {
+    shared.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.tile);
       const bool takes_turn = kIsDeterministic && buffers.list.summaries.data;
@@ -209,12 +209,14 @@ struct Backward {
       __syncthreads();  // the rows are there; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
       if constexpr (kHasBias) {
-        if (next >= 0) bias.prefetch(next * kRows, k0);
         bias.copy_to(scores);
       }
       gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
           score_mma, scores, rows_tensor<kRows, kHeadDim>(shared.q[stage]), shared_k);
 
+      if constexpr (kHasBias) {
+        if (next >= 0) bias.prefetch(next * kRows, k0);
+      }
       // dP = dO V^T
       Tensor gradients = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
       clear(gradients);
@@ -249,16 +251,16 @@ struct Backward {
       gemm<Operand::kTransposed, Operand::kTransposed, kTiles.reading>(
           key_mma, dk, transposed_tensor<kRows, kKeys>(shared.ds),
           transposed_tensor<kRows, kHeadDim>(shared.q[stage]));
+      if constexpr (kStages == 1) {
+        __syncthreads();  // the rows have been read
+        if (next >= 0) copy_rows(next, 0);
+      }
       // dQ += dX K
       Tensor dq = partition_fragment_C(row_mma, Shape<Int<kRows>, Int<kHeadDim>>{});
       clear(dq);
       gemm<Operand::kRows, Operand::kTransposed, kTiles.reading>(
           row_mma, dq, rows_tensor<kRows, kKeys>(shared.ds),
           transposed_tensor<kKeys, kHeadDim>(shared.k));
-      if constexpr (kStages == 1) {
-        __syncthreads();  // the rows have been read
-        if (next >= 0) copy_rows(next, 0);
-      }
       RowSum<kThreads>::add(dq, buffers.dq + dq_number(row_tile) * (kRows * kHeadDim));
       row_tile = next;
     }

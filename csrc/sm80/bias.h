@@ -97,12 +97,13 @@ class BiasTile {
   HSTU_DEVICE void prefetch_as(int r0, int k0) const {
     constexpr int kLine = 128 / sizeof(T);
     constexpr int kLines = (Tile::kTileKeys + kLine - 1) / kLine;  // of a row
+    const int thread = thread_index();
     const int rows = min(r0 + Tile::kTileRows, sequence_.q_len);
     const int keys = min(sequence_.k_len, bias_.length);
-    const int j = k0 + static_cast<int>(threadIdx.x) % kLines * kLine;
+    const int j = k0 + thread % kLines * kLine;
 #pragma unroll
     for (int n = 0; n < Tile::kTileRows * kLines; n += Tile::kBlockThreads) {
-      const int row = r0 + (n + static_cast<int>(threadIdx.x)) / kLines;
+      const int row = r0 + (n + thread) / kLines;
       const int i = row + sequence_.offset;
       if (row < rows && i >= 0 && i < bias_.length && j < keys) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(bias_.at<T>(i, j)));

@@ -76,7 +76,7 @@ struct Forward {
       commit_copies();
     };
     const int key_tiles = (sequence.k_len + kKeys - 1) / kKeys;
-    shared.map.fill(key_tiles, [&](int n) {
+    shared.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
       return list.classify<kRows, kKeys>(params.mask, work, head, work.tile, n);
     });
     __syncthreads();
@@ -90,6 +90,13 @@ struct Forward {
     }
     queue.ask();
     const auto shared_q = rows_tensor<kRows, kHeadDim>(shared.q);
+    Tensor fragment_q =
+        make_tensor<Element>(partition_shape_A(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
+    if constexpr (kTiles.keeps_q) {
+      wait_for_copies();
+      __syncthreads();
+      load_left_operand<Operand::kRows>(RowMma{}, shared_q, fragment_q);
+    }
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     Tensor out = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
     clear(out);
@@ -102,15 +109,19 @@ struct Forward {
       BiasTile<Element, Tile> bias(shared.bias, sequence);
       if constexpr (kHasBias) bias.fetch(r0, k0);
       const int next = shared.map.before(tile);
+      if constexpr (kHasBias) {
+        if (next >= 0) bias.prefetch(r0, next * kKeys);
+      }
       wait_for_copies();
       __syncthreads();  // the tile is there, and the other stage has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
-      if constexpr (kHasBias) {
-        if (next >= 0) bias.prefetch(r0, next * kKeys);
-        bias.copy_to(scores);
+      if constexpr (kHasBias) bias.copy_to(scores);
+      const auto shared_k = rows_tensor<kKeys, kHeadDim>(shared.k[stage]);
+      if constexpr (kTiles.keeps_q) {
+        gemm_registers<Operand::kRows, kTiles.reading>(RowMma{}, scores, fragment_q, shared_k);
+      } else {
+        gemm<Operand::kRows, Operand::kRows, kTiles.reading>(RowMma{}, scores, shared_q, shared_k);
       }
-      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
-          RowMma{}, scores, shared_q, rows_tensor<kKeys, kHeadDim>(shared.k[stage]));
 
       // P = M * silu(alpha * S)
 #pragma unroll

@@ -2,8 +2,9 @@
 // follows it.
 #pragma once
 
+#include "../common/attention_launch.h"
 #include "backward.h"
-#include "launch.h"
+#include "kernels.h"
 
 namespace hstu::sm80 {
 
@@ -13,23 +14,35 @@ struct BackwardLauncher {
   template <Memory kMemory, bool kHasBias = false, bool kIsDeterministic = false>
   using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias, kIsDeterministic>;
 
-  static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge>::SharedMemory);
-
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
-    return is_small(launch) ? Plan<Memory::kSmall>(params, launch, nullptr).workspace.used()
-                            : Plan<Memory::kLarge>(params, launch, nullptr).workspace.used();
+    return with_form(launch, [&]<Memory kMemory, bool kIsDeterministic>() {
+      return Plan<kMemory, kIsDeterministic>(params, nullptr).workspace.used();
+    });
   }
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
-    if constexpr (kLargeBytes > kSmallMemory) {
-      if (is_small(launch)) return run_form<Memory::kSmall>(params, launch);
-    }
-    run_form<Memory::kLarge>(params, launch);
+    with_form(launch, [&]<Memory kMemory, bool kIsDeterministic>() {
+      run_form<kMemory, kIsDeterministic>(params, launch);
+    });
   }
 
  private:
-  static bool is_small(const CudaLaunch& launch) {
-    return launch.device.shared_memory_bytes < kLargeBytes;
+  template <typename Visit>
+  static auto with_form(const CudaLaunch& launch, Visit visit) {
+    return launch.deterministic ? with_memory<true>(launch, visit)
+                                : with_memory<false>(launch, visit);
+  }
+
+  template <bool kIsDeterministic, typename Visit>
+  static auto with_memory(const CudaLaunch& launch, Visit visit) {
+    using Large = Kernel<Memory::kLarge, false, kIsDeterministic>;
+    constexpr int kLargeBytes = sizeof(typename Large::SharedMemory);
+    if constexpr (kLargeBytes > kSmallMemory) {
+      if (launch.device.shared_memory_bytes < kLargeBytes) {
+        return visit.template operator()<Memory::kSmall, kIsDeterministic>();
+      }
+    }
+    return visit.template operator()<Memory::kLarge, kIsDeterministic>();
   }
 
   // Sums over the heads of a bias head need fp32.
@@ -39,9 +52,9 @@ struct BackwardLauncher {
   }
 
   // What lies where in the workspace.
-  template <Memory kMemory>
+  template <Memory kMemory, bool kIsDeterministic>
   struct Plan {
-    static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory>();
+    static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
 
     Workspace workspace;
     BackwardBuffers buffers;
@@ -50,7 +63,7 @@ struct BackwardLauncher {
     int64_t zeros_begin;  // what must be zero lies together
     int64_t zeros_end;
 
-    Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
+    Plan(const BackwardParams& params, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
       buffers.list = workspace.take_list(batch.total_k, batch.batch, kTiles.keys);
       buffers.list.parts = params.drab.data ? params.rab.heads : params.heads;
@@ -61,10 +74,10 @@ struct BackwardLauncher {
           int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} * params.heads;
       drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;
       buffers.turns =
-          launch.deterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
+          kIsDeterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
-      buffers.turn = launch.deterministic ? workspace.take<int>(dq_tiles) : nullptr;
+      buffers.turn = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
       buffers.drab = params.drab;
       if (sums_drab(params)) {
         DenseBias& drab = buffers.drab;
@@ -78,10 +91,11 @@ struct BackwardLauncher {
     }
   };
 
-  template <Memory kMemory>
+  template <Memory kMemory, bool kIsDeterministic>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch) {
-    using Plain = Kernel<kMemory>;
-    const Plan<kMemory> plan(params, launch, launch.workspace);
+    using Plain = Kernel<kMemory, false, kIsDeterministic>;
+    using WithBias = Kernel<kMemory, true, kIsDeterministic>;
+    const Plan<kMemory, kIsDeterministic> plan(params, launch.workspace);
     PrepareParams prepared;
     prepared.batch = params.batch;
     prepared.mask = params.mask;
@@ -99,9 +113,9 @@ struct BackwardLauncher {
     prepare(prepared, launch);
 
     if (params.rab.data) {
-      run_kernel<kMemory, true>(params, launch, plan.buffers);
+      run_kernel<WithBias>(params, launch, plan.buffers);
     } else {
-      run_kernel<kMemory, false>(params, launch, plan.buffers);
+      run_kernel<Plain>(params, launch, plan.buffers);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
     launch_kernel(finish_dq<Plain>, per_tile, launch, "dq of the backward", params,
@@ -113,19 +127,9 @@ struct BackwardLauncher {
     }
   }
 
-  template <Memory kMemory, bool kHasBias>
+  template <typename Form>
   static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
                          const BackwardBuffers& buffers) {
-    if (launch.deterministic) {
-      launch_form<Kernel<kMemory, kHasBias, true>>(params, launch, buffers);
-    } else {
-      launch_form<Kernel<kMemory, kHasBias>>(params, launch, buffers);
-    }
-  }
-
-  template <typename Form>
-  static void launch_form(const BackwardParams& params, const CudaLaunch& launch,
-                          const BackwardBuffers& buffers) {
     const int64_t items = int64_t{buffers.list.capacity} * buffers.list.parts;
     launch_attention<Form>(run_backward<Form>, launch, persistent_blocks<Form>(launch, items),
                            "backward", params, buffers);

@@ -6,15 +6,6 @@
 
 namespace hstu::sm80 {
 
-// A thread's part of a product as a matrix: ((2, 2), m, n) -> ((2, m), (2, n)).
-template <typename Fragment>
-HSTU_DEVICE auto as_matrix(Fragment&& fragment) {
-  const auto layout = fragment.layout();
-  const auto rows = make_layout(get<0, 1>(layout), get<1>(layout));
-  const auto columns = make_layout(get<0, 0>(layout), get<2>(layout));
-  return make_tensor(fragment.data(), make_layout(rows, columns));
-}
-
 // Where the elements of a thread's part of a tile of scores stand, whose keys are in Order. Row m
 // of the part is first_row + row_offset(m) of the tile, column n key first_key + key_offset(n); in
 // unrolled loops the offsets are constants. Neighbouring columns, Order::kRun of them, are
@@ -99,11 +90,5 @@ struct ScoreTile {
     }
   }
 };
-
-HSTU_DEVICE float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 }  // namespace hstu::sm80

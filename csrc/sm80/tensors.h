@@ -1,14 +1,11 @@
 // What forward and backward share: shared-memory layouts, copies of rows, and products of tiles.
 #pragma once
 
-#include <cutlass/numeric_conversion.h>
-
 #include <cute/tensor.hpp>
 
+#include "../common/fragments.h"
 #include "../params.h"
 #include "tile_config.h"
-
-#define HSTU_DEVICE __device__ __forceinline__
 
 namespace hstu::sm80 {
 
@@ -246,23 +243,21 @@ HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
                      [&](int step) { copy(copy_a, shared_a(_, _, step), view_a(_, _, step)); });
 }
 
-// The same with A in registers as another product left it.
+// All of a left operand at once, for gemm_registers().
+template <Operand kA, typename TiledMma, typename A, typename FragmentA>
+HSTU_DEVICE void load_left_operand(TiledMma mma, const A& a, FragmentA& fragment) {
+  using Element = typename A::value_type;
+  const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
+  const auto thread_a = copy_a.get_thread_slice(thread_index());
+  Tensor view = thread_a.retile_D(fragment);
+  copy(copy_a, thread_a.partition_S(a), view);
+}
+
+// The same product with A in registers, as load_left_operand() or another product left it.
 template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA,
           typename B>
 HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragment_a, const B& b) {
   gemm<kB, kReading>(mma, sum, fragment_a, b, [](int) {});
-}
-
-// Sums rounded to Element, laid out as they are.
-template <typename Element, typename Sum>
-HSTU_DEVICE auto rounded(const Sum& sum) {
-  Tensor result = make_tensor_like<Element>(sum);
-  constexpr int kCount = decltype(size(sum))::value;
-  const cutlass::NumericArrayConverter<Element, float, kCount> convert;
-  using From = cutlass::Array<float, kCount>;
-  using To = cutlass::Array<Element, kCount>;
-  *reinterpret_cast<To*>(result.data()) = convert(*reinterpret_cast<const From*>(sum.data()));
-  return result;
 }
 
 // Two neighbouring 16 x 8 blocks of a product are one 16 x 16 block of a left operand:

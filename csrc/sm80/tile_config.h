@@ -6,7 +6,6 @@ namespace hstu::sm80 {
 // GPUs of compute capability 8.6, 8.9 and 12.0 give a block 99 KB of shared memory, 8.0 gives 163
 // and 9.0 gives 227. A kernel that needs more than kSmallMemory has a second form for them.
 constexpr int kSmallMemory = 99 * 1024;
-constexpr int kReservedMemory = 1024;  // that the system keeps for each block
 
 enum class Memory { kLarge, kSmall };
 
@@ -23,6 +22,7 @@ struct ForwardTiles {
                       // where the output takes 128 registers for 16 rows (head dim 256)
   int blocks_per_sm;  // by registers
   Reading reading;
+  bool keeps_q = false;  // in registers: not read again for each tile of keys
 };
 
 template <int kHeadDim, Memory kMemory, bool kHasBias>
@@ -32,11 +32,11 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32) return {128, 64, 4, 2, {4, false}};
   if constexpr (kHeadDim == 64) return {128, 64, 4, 2, {2, false}};
   if constexpr (kHeadDim == 128) {
-    if constexpr (kHasBias) return {128, 32, 4, 2, {2, true}};
+    if constexpr (kHasBias) return {128, 64, 4, 2, {1, true}};
     return {128, 64, 4, 2, {2, false}};
   }
   // Two blocks of 64 rows are faster than one of 128, whose warps wait for the same barriers.
-  if constexpr (kHeadDim == 256) return {64, 32, 4, 2, {2, false}};
+  if constexpr (kHeadDim == 256) return {64, 32, 4, 2, {2, true}, true};
 }
 
 struct BackwardTiles {
@@ -51,13 +51,15 @@ struct BackwardTiles {
   Reading reading;
 };
 
-template <int kHeadDim, Memory kMemory>
+template <int kHeadDim, Memory kMemory, bool kIsDeterministic>
 constexpr BackwardTiles backward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "backward_tiles has no entry for this head dim");
   constexpr bool kLarge = kMemory == Memory::kLarge;
   if constexpr (kHeadDim == 32) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
   if constexpr (kHeadDim == 64) {
+    // A key tile twice as large halves the sums of dQ that wait for their turn.
+    if constexpr (kLarge && kIsDeterministic) return {128, 128, 8, 1, 2, 4, 4, 4, {2, true}};
     if constexpr (kLarge) return {128, 64, 4, 2, 2, 4, 2, 4, {2, true}};
     return {64, 128, 8, 1, 2, 2, 4, 4, {2, true}};
   }

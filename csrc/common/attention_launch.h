@@ -1,0 +1,94 @@
+// What launching the attention kernels of every architecture has in common.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "launch.h"
+#include "prepare.h"
+#include "workspace.h"
+
+namespace hstu {
+
+template <DType kDType>
+using ElementOf =
+    std::conditional_t<kDType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
+
+// Blocks of Kernel that run at the same time.
+template <typename Kernel>
+int64_t resident_blocks(const CudaLaunch& launch) {
+  constexpr int kSharedBytes = sizeof(typename Kernel::SharedMemory);
+  const int by_memory =
+      (launch.device.shared_memory_bytes + kReservedMemory) / (kSharedBytes + kReservedMemory);
+  const int64_t multiprocessors = std::max(1, launch.device.multiprocessors - launch.sm_margin);
+  return multiprocessors * std::clamp(by_memory, 1, Kernel::kBlocksPerSm);
+}
+
+// A grid that takes `items` from a list. Larger or smaller than what is resident, it would only be
+// slower.
+template <typename Kernel>
+int64_t persistent_blocks(const CudaLaunch& launch, int64_t items) {
+  return std::min(items, resident_blocks<Kernel>(launch));
+}
+
+template <typename Kernel, typename... Arguments>
+void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, int64_t blocks,
+                      const char* name, const Arguments&... arguments) {
+  constexpr int kSharedBytes = sizeof(typename Kernel::SharedMemory);
+  // NOTE: once for each kernel and device; bit n stands for device n.
+  static std::atomic<uint64_t> prepared{0};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), name);
+  const uint64_t bit = uint64_t{1} << device % 64;
+  if (!(prepared.load() & bit)) {
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        name);
+    prepared |= bit;
+  }
+  const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, true};
+  launch_kernel(kernel, config, launch, name, arguments...);
+}
+
+// The list of a forward by Form. A batch whose items all find room on the GPU at once needs none,
+// and nothing prepared.
+template <typename Form>
+WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
+                           const CudaLaunch& launch) {
+  const BatchParams& batch = params.batch;
+  const int64_t items =
+      int64_t{WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows)} * params.heads;
+  WorkList list;
+  list.capacity = static_cast<int>(items / params.heads);
+  if (items > resident_blocks<Form>(launch) || is_given_by_row(params.mask)) {
+    list = workspace.take_list(batch.total_q, batch.batch, Form::kRows);
+    list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
+  }
+  list.parts = params.heads;
+  return list;
+}
+
+// Prepares the list, if there is one. The blocks to launch.
+template <typename Form>
+int64_t prepare_forward(const WorkList& list, const ForwardParams& params,
+                        const CudaLaunch& launch) {
+  const int64_t items = int64_t{list.capacity} * params.heads;
+  if (!list.tiles) return items;
+  PrepareParams prepared;
+  prepared.batch = params.batch;
+  prepared.mask = params.mask;
+  prepared.list = list;
+  prepared.tile_rows = Form::kRows;
+  prepared.tile_keys = Form::kKeys;
+  prepared.heads = params.heads;
+  prepared.row_output = params.out;
+  // A third of the cache for K and V of a chunk; the rest is passed through.
+  const int64_t row_bytes = int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * 2;
+  prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
+  prepare(prepared, launch);
+  return persistent_blocks<Form>(launch, items);
+}
+
+}  // namespace hstu

@@ -1,0 +1,64 @@
+// Parts of tiles that products leave in a thread's registers.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/tensor.hpp>
+
+#include "macros.h"
+
+namespace hstu {
+
+// A thread's part of a product as a matrix: ((2, 2, ...), m, n) -> ((2, m), (2, ..., n)), rows by
+// columns.
+template <typename Fragment>
+HSTU_DEVICE auto as_matrix(Fragment&& fragment) {
+  using namespace cute;
+  const auto layout = fragment.layout();
+  const auto rows = make_layout(get<0, 1>(layout), get<1>(layout));
+  if constexpr (decltype(rank(get<0>(layout)))::value == 3) {  // wgmma: all columns in one
+    const auto columns = make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout));
+    return make_tensor(fragment.data(), make_layout(rows, columns));
+  } else {
+    const auto columns = make_layout(get<0, 0>(layout), get<2>(layout));
+    return make_tensor(fragment.data(), make_layout(rows, columns));
+  }
+}
+
+// result = sum, rounded.
+// NOTE: as a whole. Element by element, the compiler takes pairs apart and puts them together
+// again.
+template <typename Sum, typename Result>
+HSTU_DEVICE void round_to(const Sum& sum, Result& result) {
+  using Element = typename Result::value_type;
+  constexpr int kCount = decltype(cute::size(sum))::value;
+  const cutlass::NumericArrayConverter<Element, float, kCount> convert;
+  using From = cutlass::Array<float, kCount>;
+  using To = cutlass::Array<Element, kCount>;
+  *reinterpret_cast<To*>(result.data()) = convert(*reinterpret_cast<const From*>(sum.data()));
+}
+
+template <typename Element, typename Sum>
+HSTU_DEVICE auto rounded(const Sum& sum) {
+  cute::Tensor result = cute::make_tensor_like<Element>(sum);
+  round_to(sum, result);
+  return result;
+}
+
+// The two numbers of 16 bits in a word.
+template <typename Element>
+HSTU_DEVICE float low_half(uint32_t word) {
+  return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word)));
+}
+template <typename Element>
+HSTU_DEVICE float high_half(uint32_t word) {
+  return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word >> 16)));
+}
+
+HSTU_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace hstu

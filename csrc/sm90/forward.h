@@ -1,0 +1,534 @@
+// The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
+//
+// A work item is a tile of rows of one head, 64 rows for each of two or three consumer warpgroups.
+// In the producer warpgroup, a thread of one warp finds the items and which tiles of keys they see,
+// and one of each other warp copies Q, K or V by TMA. Consumers multiply by wgmma; scores and P
+// never leave the registers.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "../common/activation.h"
+#include "../common/launch.h"
+#include "../common/work_list.h"
+#include "../common/zero.h"
+#include "pipeline.h"
+#include "tensors.h"
+
+namespace hstu::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  CUtensorMap bias;
+};
+
+template <int kHeadDim_, typename Element_, bool kHasBias>
+struct Forward {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kHasBias>();
+  static constexpr int kConsumers = kTiles.consumers;
+  static constexpr int kRows = kConsumers * kWarpgroupRows;
+  static constexpr int kKeys = kTiles.keys;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kNoItem = INT_MAX;
+  static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers);
+
+  using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
+  using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
+
+  struct Item {
+    WorkTile work;
+    SpanSummary summary;  // of what its rows see
+    int head;             // -1: there are no more
+    int last_tile;        // of keys, that is visible; -1: none is
+
+    // The last visible tile before tile n of keys; -1 where there is none.
+    HSTU_DEVICE int tile_before(int n) const {
+      int found = -1;
+      for (const Interval& keys : summary.hull) {
+        const int tile = min(n, (keys.end + kKeys - 1) / kKeys) - 1;
+        if (keys.begin < keys.end && keys.begin / kKeys <= tile) found = max(found, tile);
+      }
+      return found;
+    }
+  };
+  // A tile of keys of an item; in one register.
+  struct KeyTile {
+    static constexpr int kPartial = 1;
+    static constexpr int kLast = 2;
+    static_assert(kKeys > (kPartial | kLast), "a tile's first key leaves bits free");
+
+    int bits;
+
+    HSTU_DEVICE int first_key() const { return bits & ~(kPartial | kLast); }
+    HSTU_DEVICE bool is_partial() const { return bits & kPartial; }
+    HSTU_DEVICE bool is_last() const { return bits & kLast; }
+  };
+  // The one in work, and the next: a block that took more would keep them from others that are idle
+  // in the end.
+  using ItemPlace = RingPlace<2>;
+  using QueryPlace = RingPlace<kTiles.query_stages>;
+  using KeyPlace = RingPlace<kTiles.key_stages>;
+  using BiasPlace = RingPlace<2>;
+
+  struct SharedMemory {
+    alignas(1024) Element q[QueryPlace::kStages][kConsumers][kWarpgroupRows * kHeadDim];
+    alignas(1024) Element k[KeyPlace::kStages][kKeys * kHeadDim];
+    alignas(1024) Element v[KeyPlace::kStages][kKeys * kHeadDim];
+    alignas(1024) Element bias[kHasBias ? BiasPlace::kStages : 0][kRows * kKeys];
+    Item items[ItemPlace::kStages];
+    KeyTile key_tiles[KeyPlace::kStages];
+    int number;  // of the item to be found
+    Handover<ItemPlace::kStages> item_handover;
+    Handover<QueryPlace::kStages> q_handover;
+    Handover<KeyPlace::kStages> k_handover;
+    Handover<KeyPlace::kStages> v_handover;
+    Handover<BiasPlace::kStages> bias_handover;
+  };
+  static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
+
+  static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
+                              const WorkList& list, SharedMemory& shared) {
+    constexpr int kConsumerWarps = kConsumers * 4;
+    if (threadIdx.x == 0) {
+      shared.item_handover.init(kConsumerWarps + 3);  // and the threads that copy
+      shared.q_handover.init(kConsumerWarps);
+      shared.k_handover.init(kConsumerWarps);
+      shared.v_handover.init(kConsumerWarps);
+      shared.bias_handover.init(kConsumerWarps);
+      cutlass::arch::fence_barrier_init();
+      prefetch_map(maps.q);
+      prefetch_map(maps.k);
+      prefetch_map(maps.v);
+      if constexpr (kHasBias) prefetch_map(maps.bias);
+    }
+    __syncthreads();
+    wait_for_previous_kernel();
+
+    // NOTE: by a shuffle, so that the compiler knows it to be the same in all lanes.
+    const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+    if (warpgroup == 0) {
+      cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
+      if (threadIdx.x < 32) find_items(params, list, shared);
+      if (threadIdx.x == 32) copy_queries(maps, shared);
+      if (threadIdx.x == 64) copy_keys(params, maps, shared);
+      if (threadIdx.x == 96) copy_values(maps, shared);
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
+      consume(params, shared, warpgroup - 1);
+      if (!list.tiles) {  // nothing else ran before
+        const int warp =
+            static_cast<int>(blockIdx.x) * kConsumerWarps + static_cast<int>(threadIdx.x) / 32 - 4;
+        zero_gaps<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
+                                    static_cast<int>(gridDim.x) * kConsumerWarps);
+      }
+    }
+  }
+
+ private:
+  // --------------------------------------------------------------------------------- producers
+
+  // By one warp, which zeroes the outputs of items that see no key; consumers do not get them.
+  static HSTU_DEVICE void find_items(const ForwardParams& params, const WorkList& list,
+                                     SharedMemory& shared) {
+    const int lane = static_cast<int>(threadIdx.x);
+    ItemPlace place;
+    for (shared.number = static_cast<int>(blockIdx.x);;) {
+      // NOTE: in shared memory, since producers have few registers.
+      Item& item = shared.items[place.stage()];
+      shared.item_handover.wait_empty(place);
+      if (lane == 0) find_item(params, list, shared.number, item);
+      __syncwarp();
+      if (item.head >= 0 && item.last_tile < 0) {
+        zero_out(params, item);
+        __syncwarp();
+      } else {
+        if (lane == 0) shared.item_handover.full[place.stage()].arrive();
+        if (item.head < 0) return;
+        place.advance();
+      }
+      if (lane == 0) shared.number = next_number(list);
+    }
+  }
+
+  // NOTE: volatile, else the compiler would keep the number of blocks in a register, and spill.
+  static HSTU_DEVICE int next_number(const WorkList& list) {
+    if (!list.tiles) return kNoItem;
+    int blocks;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+    return blocks + atomicAdd(list.next, 1);
+  }
+
+  static HSTU_DEVICE void zero_out(const ForwardParams& params, const Item& item) {
+    const int first = item.work.tile * kRows;
+    const int rows = min(kRows, item.work.sequence.q_len - first);
+    const int pieces = params.out.head_dim / 8;  // of 16 bytes
+    Element* out = static_cast<Element*>(params.out.data) + item.head * params.out.head_stride +
+                   (item.work.sequence.q_begin + first) * params.out.row_stride;
+    for (int n = static_cast<int>(threadIdx.x); n < rows * pieces; n += 32) {
+      Element* to = out + n / pieces * params.out.row_stride + n % pieces * 8;
+      *reinterpret_cast<uint4*>(to) = uint4{};
+    }
+  }
+
+  // What memory holds is read from it again, and not kept in registers.
+  static HSTU_DEVICE void forget_registers() { asm volatile("" ::: "memory"); }
+
+  // Item `number`, if there is one.
+  static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list, int number,
+                                    Item& item) {
+    item.head = -1;
+    item.last_tile = -1;
+    if (number == kNoItem) return;
+    const int tile = number / list.parts;
+    if (list.tiles) {
+      if (tile >= *list.count) return;
+      item.work = list.tiles[tile];
+    } else if (!find_row_tile(params.batch, tile, kRows, item.work)) {
+      return;
+    }
+    item.head = number - tile * list.parts;
+    forget_registers();
+    const Sequence& sequence = item.work.sequence;
+    if (list.summaries.data) {
+      const int64_t first = first_tile(sequence.q_begin, item.work.sequence_number, kRows);
+      item.summary = list.summaries.at(first + item.work.tile, item.head);
+    } else {
+      const int r0 = item.work.tile * kRows;
+      const int r1 = min(r0 + kRows, sequence.q_len);
+      MaskParams closed_form = params.mask;
+      closed_form.row_spans = nullptr;
+      closed_form.func = nullptr;
+      item.summary = {};
+      item.summary.set_hull(Mask(closed_form, sequence, 0).kv_intervals(r0, r1));
+      forget_registers();
+      Mask(closed_form, sequence, 0).shared_intervals(r0, r1, item.summary.shared);
+    }
+    item.last_tile = item.tile_before(INT_MAX);
+  }
+
+  // Q, K and V are copied by a thread each, so that none waits for another's stage.
+
+  static HSTU_DEVICE void copy_queries(const ForwardMaps& maps, SharedMemory& shared) {
+    QueryPlace place;
+    for_each_item(shared, [&](const Item& item) {
+      const Sequence& sequence = item.work.sequence;
+      const RaggedRows rows{sequence.q_begin, sequence.q_len, item.head};
+      const int first = item.work.tile * kRows;
+      prefetch_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first);
+      shared.q_handover.wait_empty(place);
+      copy_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first, shared.q[place.stage()][0],
+                                                 shared.q_handover.full[place.stage()]);
+      place.advance();
+    });
+  }
+
+  static HSTU_DEVICE void copy_keys(const ForwardParams& params, const ForwardMaps& maps,
+                                    SharedMemory& shared) {
+    BiasPlace bias_place;
+    for_each_key_tile(shared, [&](const Item& item, int tile, KeyPlace place) {
+      const RaggedRows rows = key_rows(item);
+      const int first = tile * kKeys;
+      prefetch_rows<kKeys, kHeadDim>(maps.k, rows, first);
+      shared.k_handover.wait_empty(place);
+      const bool is_full = item.summary.classify(first, first + kKeys) == TileKind::kFull;
+      const bool is_last = item.tile_before(tile) < 0;
+      shared.key_tiles[place.stage()] = {first | (is_full ? 0 : KeyTile::kPartial) |
+                                         (is_last ? KeyTile::kLast : 0)};
+      copy_rows<kKeys, kHeadDim>(maps.k, rows, first, shared.k[place.stage()],
+                                 shared.k_handover.full[place.stage()]);
+      if constexpr (kHasBias) {
+        const Sequence& sequence = item.work.sequence;
+        shared.bias_handover.wait_empty(bias_place);
+        copy_bias<kRows, kKeys>(
+            maps.bias, item.work.sequence_number, item.head / (params.heads / params.rab.heads),
+            item.work.tile * kRows + sequence.offset, first, shared.bias[bias_place.stage()],
+            shared.bias_handover.full[bias_place.stage()]);
+        bias_place.advance();
+      }
+    });
+  }
+
+  static HSTU_DEVICE void copy_values(const ForwardMaps& maps, SharedMemory& shared) {
+    for_each_key_tile(shared, [&](const Item& item, int tile, KeyPlace place) {
+      const RaggedRows rows = key_rows(item);
+      prefetch_rows<kKeys, kHeadDim>(maps.v, rows, tile * kKeys);
+      shared.v_handover.wait_empty(place);
+      copy_rows<kKeys, kHeadDim>(maps.v, rows, tile * kKeys, shared.v[place.stage()],
+                                 shared.v_handover.full[place.stage()]);
+    });
+  }
+
+  static HSTU_DEVICE RaggedRows key_rows(const Item& item) {
+    return {item.work.sequence.k_begin, item.work.sequence.k_len, item.head};
+  }
+
+  template <typename Visit>
+  static HSTU_DEVICE void for_each_item(SharedMemory& shared, Visit visit) {
+    for (ItemPlace place;; place.advance()) {
+      shared.item_handover.wait_full(place);
+      const Item& item = shared.items[place.stage()];
+      if (item.head < 0) return;
+      visit(item);
+      shared.item_handover.empty[place.stage()].arrive();
+    }
+  }
+
+  template <typename Visit>
+  static HSTU_DEVICE void for_each_key_tile(SharedMemory& shared, Visit visit) {
+    KeyPlace place;
+    for_each_item(shared, [&](const Item& item) {
+      for (int tile = item.last_tile; tile >= 0; tile = item.tile_before(tile)) {
+        visit(item, tile, place);
+        place.advance();
+      }
+    });
+  }
+
+  // --------------------------------------------------------------------------------- consumers
+
+  using Scores =
+      decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}));
+  using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
+
+  // All tiles of all items are one sequence of steps: S of a tile is started, then P V of the tile
+  // before it, which runs beside the activation of S.
+  static HSTU_DEVICE void consume(const ForwardParams& params, SharedMemory& shared,
+                                  int warpgroup) {
+    const Turns<kTiles.takes_turns, kConsumers> turns{warpgroup};
+    turns.begin();
+    ItemPlace item_place;
+    QueryPlace q_place;
+    KeyPlace k_place;
+    BiasPlace bias_place;
+    Scores scores;
+    Out out;
+    GMMA::ScaleOut out_scale = GMMA::ScaleOut::Zero;
+    Tensor weights = make_tensor_like<Element>(scores);
+
+    const auto item_of = [&](ItemPlace place) -> const Item& {
+      return shared.items[place.stage()];
+    };
+    // S = Q K^T + bias, started
+    const auto start_scores = [&] {
+      start_gemm(ScoreMma{},
+                 rows_tensor<kWarpgroupRows, kHeadDim>(shared.q[q_place.stage()][warpgroup]),
+                 rows_tensor<kKeys, kHeadDim>(shared.k[k_place.stage()]), scores,
+                 kHasBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero);
+    };
+    // O += P V, started
+    const auto start_out = [&](const KeyPlace& place) {
+      shared.v_handover.wait_full(place);
+      start_gemm_registers(OutMma{}, weights,
+                           transposed_tensor<kKeys, kHeadDim>(shared.v[place.stage()]), out,
+                           out_scale);
+      out_scale = GMMA::ScaleOut::One;
+    };
+    const auto has_item = [&] {
+      shared.item_handover.wait_full(item_place);
+      return item_of(item_place).head >= 0;
+    };
+    KeyTile tile;
+    uint64_t visible;
+    const auto wait_for_keys = [&] {
+      shared.k_handover.wait_full(k_place);
+      tile = shared.key_tiles[k_place.stage()];
+      if constexpr (kHasBias) {
+        shared.bias_handover.wait_full(bias_place);
+        load_bias(shared.bias[bias_place.stage()] + warpgroup * (kWarpgroupRows * kKeys), scores);
+        shared.bias_handover.release(bias_place);
+        bias_place.advance();
+      }
+      if (tile.is_partial()) visible = find_visible(params, item_of(item_place), warpgroup, tile);
+    };
+    const auto activate_scores = [&] {
+      shared.k_handover.release(k_place);
+      if (tile.is_last()) shared.q_handover.release(q_place);
+      activate(params, tile, visible, scores);
+    };
+    const auto store = [&](const ItemPlace& place) {
+      store_out(params, item_of(place), warpgroup, out);
+      shared.item_handover.release(place);
+      out_scale = GMMA::ScaleOut::Zero;
+    };
+
+    // The first tile
+    if (!has_item()) return;
+    shared.q_handover.wait_full(q_place);
+    wait_for_keys();
+    turns.take();
+    start_scores();
+    turns.pass();
+    wait_for_products<0>(scores);
+    activate_scores();
+    round_to(scores, weights);
+
+    for (;;) {
+      const bool ends_item = tile.is_last();
+      k_place.advance();
+      if (ends_item) {
+        item_place.advance();
+        q_place.advance();
+        if (!has_item()) {
+          turns.take();
+          start_out(k_place.before());
+          turns.pass();
+          wait_for_products<0>(out);
+          store(item_place.before());
+          return;
+        }
+        shared.q_handover.wait_full(q_place);
+      }
+      wait_for_keys();
+      turns.take();
+      start_scores();
+      start_out(k_place.before());
+      turns.pass();
+      wait_for_products<1>(scores);
+      activate_scores();
+      wait_for_products<0>(out);
+      shared.v_handover.release(k_place.before());
+      if (ends_item) store(item_place.before());
+      round_to(scores, weights);
+    }
+  }
+
+  // S = bias, of which a warpgroup's 64 rows lie in panels of 64 keys.
+  static HSTU_DEVICE void load_bias(const Element* from, Scores& scores) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int column = 0; column < kKeys; column += 16) {
+      const int chunk = column % 64 / 8 + lane / 16;  // of 16 bytes, swizzled
+      const Element* block =
+          from + (column / 64 * kWarpgroupRows + row) * 64 + (chunk ^ row % 8) * 8;
+      uint32_t words[4];
+      SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(block), words[0], words[1],
+                              words[2], words[3]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        scores(column / 2 + n * 2) = low_half<Element>(words[n]);
+        scores(column / 2 + n * 2 + 1) = high_half<Element>(words[n]);
+      }
+    }
+  }
+
+  // Which of 64 keys one row sees: lane n of a warp finds it for row n % 16 of the warp's, and the
+  // first or second 64 keys of the tile.
+  static HSTU_DEVICE uint64_t find_visible(const ForwardParams& params, const Item& item,
+                                           int warpgroup, KeyTile tile) {
+    static_assert(kKeys <= 128, "two lanes find what a row sees");
+    const Sequence& sequence = item.work.sequence;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = first_row(item, warpgroup) + lane % 16;
+    if (row >= sequence.q_len) return 0;
+    const Mask mask(params.mask, sequence, item.head);
+    return mask.row_bits(row, tile.first_key() + lane / 16 * 64);
+  }
+
+  // P = M * silu(alpha * S)
+  static HSTU_DEVICE void activate(const ForwardParams& params, KeyTile tile, uint64_t visible,
+                                   Scores& scores) {
+    const float half_alpha = 0.5f * static_cast<float>(params.alpha);
+#pragma unroll
+    for (int n = 0; n < size(scores); ++n) {
+      const float x = half_alpha * scores(n);
+      scores(n) = silu_of_half(x, tanh_approx(x));
+    }
+    if (tile.is_partial()) hide(visible, scores);
+  }
+
+  // Zeroes what the mask hides. Four lanes share a row, and each gets the bits of it.
+  static HSTU_DEVICE void hide(uint64_t visible, Scores& scores) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    auto matrix = as_matrix(scores);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int word = 0; word * 64 < kKeys; ++word) {
+        const int owner = word * 16 + m * 8 + lane / 4;
+        const uint64_t bits = __shfl_sync(0xffffffff, visible, owner) >> lane % 4 * 2;
+#pragma unroll
+        for (int n = word * 16; n < size<1>(matrix) && n < (word + 1) * 16; ++n) {
+          if (!(bits >> (n / 2 % 8 * 8 + n % 2) & 1)) matrix(m, n) = 0.0f;
+        }
+      }
+    }
+  }
+
+  // The first of the 16 rows of the thread's warp.
+  static HSTU_DEVICE int first_row(const Item& item, int warpgroup) {
+    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    return item.work.tile * kRows + warpgroup * kWarpgroupRows + warp * 16;
+  }
+
+  // O = scale * O, rounded once
+  static HSTU_DEVICE void store_out(const ForwardParams& params, const Item& item, int warpgroup,
+                                    Out& out) {
+    auto matrix = as_matrix(out);
+    const int first = first_row(item, warpgroup) + static_cast<int>(threadIdx.x) % 32 / 4;
+    float scale = params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const int row = first + 8 * m;
+      if (params.attn_scale_per_row && row < item.work.sequence.q_len) {
+        scale = params.attn_scale[item.work.sequence.q_begin + row];
+      }
+#pragma unroll
+      for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
+    }
+    const Tensor rounded_out = rounded<Element>(out);
+    const Tensor words = recast<uint32_t>(rounded_out);
+    const PackedTensor& tensor = params.out;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int first_column = lane % 4 * 8;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const int row = first + 8 * m;
+      Element* to = static_cast<Element*>(tensor.data) +
+                    (item.work.sequence.q_begin + row) * tensor.row_stride +
+                    item.head * tensor.head_stride + first_column;
+      const int columns = row < item.work.sequence.q_len ? tensor.head_dim - first_column : 0;
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 32; ++n) {  // 32 columns, of which each of 4 lanes stores 8
+        uint32_t piece[4];
+#pragma unroll
+        for (int block = 0; block < 4; ++block) piece[block] = words((n * 4 + block) * 2 + m);
+        transpose_among_four_lanes(piece);
+        if (n * 32 < columns) {
+          *reinterpret_cast<uint4*>(to + n * 32) = {piece[0], piece[1], piece[2], piece[3]};
+        }
+      }
+    }
+  }
+
+  // Lane t of four gets from lane s word t of those that s has, as its word s.
+  static HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
+    const int lane = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool is_upper = lane & bit;
+#pragma unroll
+      for (int low = 0; low < 4; ++low) {
+        if (low & bit) continue;
+        const uint32_t mine = is_upper ? words[low] : words[low | bit];
+        const uint32_t other = __shfl_xor_sync(0xffffffff, mine, bit);
+        (is_upper ? words[low] : words[low | bit]) = other;
+      }
+    }
+  }
+};
+
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    run_forward(const __grid_constant__ ForwardParams params,
+                const __grid_constant__ ForwardMaps maps, const WorkList list) {
+  extern __shared__ __align__(1024) char shared[];
+  Kernel::run(params, maps, list, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+}
+
+}  // namespace hstu::sm90

@@ -1,0 +1,85 @@
+// How the producer and the consumers of a block hand over shared memory.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "tile_config.h"
+
+namespace hstu::sm90 {
+
+// A place in a ring of stages: how many places came before it.
+// NOTE: one register for stage and parity.
+template <int kStages_>
+struct RingPlace {
+  static constexpr int kStages = kStages_;
+  static_assert((kStages & (kStages - 1)) == 0, "stages are found by shifts");
+
+  uint32_t count = 0;
+
+  HSTU_DEVICE int stage() const { return static_cast<int>(count % kStages); }
+  HSTU_DEVICE uint32_t parity() const { return count / kStages % 2; }
+  HSTU_DEVICE void advance() { ++count; }
+  HSTU_DEVICE RingPlace before() const { return {count - 1}; }
+};
+
+// Tells consumers that a stage is full, and its producer that it is empty again.
+template <int kStages>
+struct Handover {
+  // One thread arrives, and the bytes that it has announced.
+  cutlass::arch::ClusterTransactionBarrier full[kStages];
+  cutlass::arch::ClusterBarrier empty[kStages];  // every consumer warp arrives
+
+  HSTU_DEVICE void init(int consumer_warps) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      full[stage].init(1);
+      empty[stage].init(consumer_warps);
+    }
+  }
+  HSTU_DEVICE void wait_full(const RingPlace<kStages>& place) const {
+    full[place.stage()].wait(place.parity());
+  }
+  // NOTE: the parity of the round before; nothing has to arrive for the first one.
+  HSTU_DEVICE void wait_empty(const RingPlace<kStages>& place) const {
+    empty[place.stage()].wait(place.parity() ^ 1);
+  }
+  // By all threads of a consumer warp.
+  HSTU_DEVICE void release(const RingPlace<kStages>& place) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) empty[place.stage()].arrive();
+  }
+};
+
+// Named barriers. Barrier 0 is __syncthreads().
+enum class NamedBarrier : int { kFirstTurn = 1 };
+
+// Consumer warpgroups issue their products in turn, so that one's products run beside another's
+// activation.
+template <bool kTakesTurns, int kConsumers>
+struct Turns {
+  int warpgroup;
+
+  // The first warpgroup's first turn, given by the last one.
+  HSTU_DEVICE void begin() const {
+    if (warpgroup == kConsumers - 1) pass();
+  }
+  HSTU_DEVICE void take() const {
+    if constexpr (kTakesTurns) sync(warpgroup);
+  }
+  HSTU_DEVICE void pass() const {
+    if constexpr (kTakesTurns) {
+      const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
+      asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstTurn) + next),
+                   "n"(2 * kWarpgroup)
+                   : "memory");
+    }
+  }
+
+ private:
+  static HSTU_DEVICE void sync(int warpgroup) {
+    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstTurn) + warpgroup),
+                 "n"(2 * kWarpgroup)
+                 : "memory");
+  }
+};
+
+}  // namespace hstu::sm90

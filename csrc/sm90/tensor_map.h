@@ -1,0 +1,164 @@
+// Tensor maps for rows of packed sequences ("ragged"): a copy reads zeros past a sequence's end,
+// and never a row of its neighbour.
+//
+// Of a tensor [rows, heads, head_dim] with a stride of s bytes between rows, the map has two more
+// dimensions, so that the bound of the second falls on the end of whatever sequence is named:
+//
+//   dimension     size                  stride      coordinate of row r of [begin, begin + len)
+//   column        head_dim                          column
+//   row           2^30                  s           2^30 - len + r
+//   head          heads                 of heads    head
+//   end           2^31 - 1              s           begin + len
+//   far           2^31 - 1              2^34 - s    2^30
+//
+// The last adds 2^64 - 2^30 s, and so what the second has too much cancels modulo 2^64.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <cutlass/arch/barrier.h>
+
+#include <algorithm>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <stdexcept>
+#include <string>
+
+#include "../common/cuda_check.h"
+#include "../common/sequence.h"
+#include "tile_config.h"
+
+namespace hstu::sm90 {
+
+// Columns that one copy takes: what the widest swizzle spans.
+template <int kHeadDim>
+constexpr int kPanel = kHeadDim < 64 ? kHeadDim : 64;
+
+// NOTE: by the runtime's own search, so that nothing links against libcuda.
+inline auto tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                cudaEnableDefault, &result),
+               "cuTensorMapEncodeTiled");
+    if (result != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("cuTensorMapEncodeTiled: expected a driver that has it, got none");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  return encoder;
+}
+
+template <int kRank>
+CUtensorMap encode_map(void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
+                       const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
+                       CUtensorMapSwizzle swizzle) {
+  cuuint32_t steps[kRank];
+  std::fill_n(steps, kRank, 1);
+  CUtensorMap map;
+  const CUresult result = tensor_map_encoder()(
+      &map,
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("cuTensorMapEncodeTiled: expected success, got error " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
+}
+
+// For copies of `box_rows` rows and kPanel columns of a 16-bit tensor.
+template <int kHeadDim>
+CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows, DType dtype) {
+  const auto row_bytes = static_cast<cuuint64_t>(tensor.row_stride) * 2;
+  const auto head_bytes = heads == 1 ? row_bytes : static_cast<cuuint64_t>(tensor.head_stride) * 2;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(tensor.head_dim), kRaggedRows,
+                              static_cast<cuuint64_t>(heads), INT_MAX, INT_MAX};
+  const cuuint64_t strides[] = {row_bytes, head_bytes, row_bytes, (uint64_t{1} << 34) - row_bytes};
+  const cuuint32_t box[] = {kPanel<kHeadDim>, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  return encode_map<5>(tensor.data, dtype, sizes, strides, box,
+                       kHeadDim < 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// For copies of 64 rows and 64 columns of a 16-bit bias.
+inline CUtensorMap make_bias_map(const DenseBias& bias, int batch) {
+  const auto length = static_cast<cuuint64_t>(bias.length);
+  const cuuint64_t sizes[] = {length, length, static_cast<cuuint64_t>(bias.heads),
+                              static_cast<cuuint64_t>(batch)};
+  const auto row_bytes = static_cast<cuuint64_t>(bias.row_stride) * 2;
+  const cuuint64_t strides[] = {
+      row_bytes, bias.heads > 1 ? static_cast<cuuint64_t>(bias.head_stride) * 2 : row_bytes,
+      batch > 1 ? static_cast<cuuint64_t>(bias.batch_stride) * 2 : row_bytes};
+  const cuuint32_t box[] = {64, 64, 1, 1};
+  return encode_map<4>(bias.data, bias.dtype, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The rows of one sequence and head that copies read.
+struct RaggedRows {
+  int64_t begin;
+  int count;
+  int head;
+};
+
+// Starts copying kRows rows from row `first` on to shared memory, kBoxRows at a time and of these
+// panel after panel; `barrier` is told how many bytes will come. By one thread.
+template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
+__device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
+                                          Element* to,
+                                          cutlass::arch::ClusterTransactionBarrier& barrier) {
+  barrier.arrive_and_expect_tx(kRows * kHeadDim * sizeof(Element));
+  const int far = kRaggedRows;
+  const int row = far - rows.count + first;
+  const int end = static_cast<int>(rows.begin) + rows.count;
+#pragma unroll
+  for (int box = 0; box < kRows; box += kBoxRows) {
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim>) {
+      cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
+                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                   to + box * kHeadDim + column * kBoxRows, column, row + box,
+                                   rows.head, end, far);
+    }
+  }
+}
+
+// Starts copying kRows rows and kKeys columns of a bias: 64 rows at a time, and of these panels of
+// 64 columns. What lies outside the bias becomes zeros. By one thread.
+template <int kRows, int kKeys, typename Element>
+__device__ __forceinline__ void copy_bias(const CUtensorMap& map, int b, int head, int row,
+                                          int column, Element* to,
+                                          cutlass::arch::ClusterTransactionBarrier& barrier) {
+  barrier.arrive_and_expect_tx(kRows * kKeys * sizeof(Element));
+#pragma unroll
+  for (int m = 0; m < kRows; m += 64) {
+#pragma unroll
+    for (int n = 0; n < kKeys; n += 64) {
+      cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
+                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                   to + m * kKeys + n * 64, column + n, row + m, head, b);
+    }
+  }
+}
+
+// Starts bringing them into L2.
+template <int kRows, int kHeadDim, int kBoxRows = kRows>
+__device__ __forceinline__ void prefetch_rows(const CUtensorMap& map, const RaggedRows& rows,
+                                              int first) {
+  const int far = kRaggedRows;
+  const int row = far - rows.count + first;
+  const int end = static_cast<int>(rows.begin) + rows.count;
+#pragma unroll
+  for (int box = 0; box < kRows; box += kBoxRows) {
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim>) {
+      cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&map, column, row + box, rows.head, end, far);
+    }
+  }
+}
+
+}  // namespace hstu::sm90

@@ -1,0 +1,99 @@
+// Tiles in shared memory and their products by wgmma.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "../common/fragments.h"
+#include "tensor_map.h"
+#include "tile_config.h"
+
+namespace hstu::sm90 {
+
+using namespace cute;
+
+// The same address, as if it were another one each time.
+// NOTE: else the compiler would keep the descriptors of every step of a product in registers for
+// the whole of the main loop, and spill.
+template <typename Element>
+HSTU_DEVICE Element* found_anew(Element* address) {
+  int zero;
+  asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+  return address + zero;
+}
+
+// Rows of kHeadDim elements as copy_rows() leaves them: panels of up to 64 columns, swizzled.
+template <int kRows, int kHeadDim, typename Element>
+HSTU_DEVICE auto rows_tensor(Element* data) {
+  using Atom = std::conditional_t <
+               kHeadDim<64, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW128_Atom<Element>>;
+  return make_tensor(make_smem_ptr(found_anew(data)),
+                     tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
+}
+
+// The same memory, columns by rows.
+template <int kRows, int kHeadDim, typename Element>
+HSTU_DEVICE auto transposed_tensor(Element* data) {
+  using Atom =
+      std::conditional_t <
+      kHeadDim<64, GMMA::Layout_MN_SW64_Atom<Element>, GMMA::Layout_MN_SW128_Atom<Element>>;
+  return make_tensor(make_smem_ptr(found_anew(data)),
+                     tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));
+}
+
+// Products of a warpgroup's 64 rows with fp32 sums: A and B in shared memory, both with the summed
+// direction along their rows; or A in registers, and B with the summed direction across its rows.
+template <typename Element, int kColumns, int kDepth>
+using SharedMma = decltype(make_tiled_mma(
+    GMMA::ss_op_selector<Element, Element, float,
+                         Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>>()));
+template <typename Element, int kColumns, int kDepth>
+using RegisterMma = decltype(make_tiled_mma(
+    GMMA::rs_op_selector<Element, Element, float,
+                         Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
+                         GMMA::Major::MN>()));
+
+template <typename TiledMma, typename FragmentA, typename FragmentB, typename Sum>
+HSTU_DEVICE void start_gemm_of_fragments(TiledMma mma, const FragmentA& a, const FragmentB& b,
+                                         Sum& sum, GMMA::ScaleOut scale) {
+  warpgroup_fence_operand(sum);
+  warpgroup_arrive();
+  mma.accumulate_ = scale;
+#pragma unroll
+  for (int step = 0; step < size<2>(a); ++step) {
+    cute::gemm(mma, a(_, _, step), b(_, _, step), sum);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+  warpgroup_fence_operand(sum);
+}
+
+// Starts sum = scale * sum + A B^T from shared memory, as one group of wgmma.
+template <typename TiledMma, typename A, typename B, typename Sum>
+HSTU_DEVICE void start_gemm(TiledMma mma, const A& a, const B& b, Sum& sum, GMMA::ScaleOut scale) {
+  const auto thread = mma.get_slice(0);
+  start_gemm_of_fragments(mma, thread.partition_fragment_A(a), thread.partition_fragment_B(b), sum,
+                          scale);
+}
+
+// The same with A in registers, where another product left it.
+template <typename TiledMma, typename A, typename B, typename Sum>
+HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
+                                      GMMA::ScaleOut scale) {
+  const auto thread = mma.get_slice(0);
+  constexpr int kSteps = decltype(size<1>(b))::value / 16;
+  Tensor left = make_tensor(
+      a.data(),
+      Layout<Shape<Shape<_2, _2, _2>, _1, Int<kSteps>>, Stride<Stride<_1, _2, _4>, _0, _8>>{});
+  warpgroup_fence_operand(left);
+  start_gemm_of_fragments(mma, left, thread.partition_fragment_B(b), sum, scale);
+}
+
+// Waits until at most kRunning groups of wgmma are running. `sum` is that of one that is not: it
+// may be read from here on.
+template <int kRunning, typename Sum>
+HSTU_DEVICE void wait_for_products(Sum& sum) {
+  warpgroup_wait<kRunning>();
+  warpgroup_fence_operand(sum);
+}
+
+}  // namespace hstu::sm90

@@ -1,0 +1,46 @@
+// Every tile number of the sm90 kernels, each with its reason. A new head dim is added here.
+#pragma once
+
+namespace hstu::sm90 {
+
+constexpr int kSharedMemory = 227 * 1024;  // bytes that a block has
+constexpr int kRaggedRows = 1 << 30;       // see tensor_map.h
+
+constexpr int kWarpgroup = 128;     // threads
+constexpr int kWarpgroupRows = 64;  // of scores that a consumer warpgroup holds: a wgmma's
+
+struct ForwardTiles {
+  int consumers;     // warpgroups, each with rows of its own
+  int keys;          // of a tile of scores
+  int query_stages;  // of Q: 2 where there is room, so that the next item's waits already
+  int key_stages;    // of K and V
+  bool takes_turns;  // at the tensor cores: one warpgroup's products beside another's activation
+};
+
+// Registers of a thread: setmaxnreg moves them from the producer to the consumers.
+struct Registers {
+  int producer;
+  int consumer;
+};
+
+constexpr Registers forward_registers(int head_dim, int consumers) {
+  if (head_dim == 256) return {40, 232};
+  if (consumers == 2) return {56, 224};
+  if (head_dim == 32) return {56, 152};
+  return {32, 160};
+}
+
+// A dense bias takes the place of Q's second stage, and of stages of K and V.
+template <int kHeadDim, bool kHasBias>
+constexpr ForwardTiles forward_tiles() {
+  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
+                "forward_tiles has no entry for this head dim");
+  if constexpr (kHeadDim <= 64) {
+    if constexpr (kHasBias) return {2, 128, 2, 4, true};
+    return {3, 128, 2, 4, true};
+  }
+  if constexpr (kHeadDim == 128) return {2, 128, kHasBias ? 1 : 2, 2, true};
+  if constexpr (kHeadDim == 256) return {2, 64, 1, 2, true};
+}
+
+}  // namespace hstu::sm90
