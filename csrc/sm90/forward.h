@@ -137,7 +137,8 @@ struct Forward {
                                      SharedMemory& shared) {
     const int lane = static_cast<int>(threadIdx.x);
     ItemPlace place;
-    for (shared.number = static_cast<int>(blockIdx.x);;) {
+    if (lane == 0) shared.number = static_cast<int>(blockIdx.x);
+    for (;;) {
       // NOTE: in shared memory, since producers have few registers.
       Item& item = shared.items[place.stage()];
       shared.item_handover.wait_empty(place);
