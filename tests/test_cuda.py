@@ -153,6 +153,31 @@ def test_heads_that_share_a_bias_head(bias_heads, fp32, dtype):
     check(batch.with_bias(DenseBias(rab)))
 
 
+@pytest.mark.parametrize("n", range(len(MASK_NAMES)), ids=MASK_NAMES)
+def test_aligned_bias(n):
+    """One that copies of whole tiles can take; what lies outside the sequences is never used."""
+    lengths_k = [704, 300, 0, 129]
+    lengths_q = [int(torch.randint(length + 1, ())) for length in lengths_k] if n % 2 else None
+    dtype = DTYPES[n // 2 % 2]
+    batch = make_batch(
+        lengths_k,
+        lengths_q,
+        heads=4,
+        dim=TUNED[n % 4],
+        dtype=dtype,
+        device="cuda",
+        mask=MASK_NAMES[n],
+    )
+    rab = torch.empty(4, (1, 2, 4)[n % 3], 704, 704, dtype=dtype, device="cuda").uniform_(-1, 1)
+    batch = batch.with_bias(DenseBias(rab))
+    check(batch)
+    out = run(hstu_attention, batch)["out"]
+    poisoned = rab.clone()
+    for b, length in enumerate(lengths_k):
+        poisoned[b, :, length:] = poisoned[b, :, :, length:] = torch.nan
+    assert torch.equal(run(hstu_attention, batch.with_bias(DenseBias(poisoned)))["out"], out)
+
+
 def test_rab_is_larger_than_the_sequences():
     batch = make_batch([150, 70], dtype=DTYPES[0], device="cuda", mask="target")
     batch.max_seqlen_k = 301
@@ -190,8 +215,8 @@ def test_small_shared_memory(monkeypatch, dim, bias, dtype):
 def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", memory)
     batch = make_batch(
-        [130, 0, 67],
-        [130, 0, 40],
+        [136, 0, 67],  # rows of the bias are aligned to 16 bytes
+        [136, 0, 40],
         heads=2,
         dim=dim,
         dim_v=dim - 8,
