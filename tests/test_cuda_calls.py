@@ -293,6 +293,19 @@ def test_what_is_not_built_yet():
         hstu_attention(batch.q, batch.k, batch.v, **replace(batch, paged_kv=pages).options())
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_rows_before_the_first_key(mask):
+    """Where only the GPU knows that there are more queries than keys, the first see nothing."""
+    batch = make_batch([200, 200], [150, 100], dim=64, device="cuda", dtype=BF16, mask=mask)
+    batch = replace(
+        batch, k=batch.k[:240], v=batch.v[:240], cu_seqlens_k=offsets([200, 40], "cuda")
+    )
+    result = run(hstu_attention, batch, random_dout(batch))
+    for name in ("out", "dq"):
+        assert not result[name][150:210].any()
+        assert result[name][210:].any(dim=-1).all()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -95,7 +95,7 @@ struct Forward {
                               const WorkList& list, SharedMemory& shared) {
     constexpr int kConsumerWarps = kConsumers * 4;
     if (threadIdx.x == 0) {
-      shared.item_handover.init(kConsumerWarps + 3);  // and the threads that copy
+      shared.item_handover.init(kConsumers * kWarpgroup + 3);  // and the threads that copy
       shared.q_handover.init(kConsumerWarps);
       shared.k_handover.init(kConsumerWarps);
       shared.v_handover.init(kConsumerWarps);
@@ -275,7 +275,7 @@ struct Forward {
       const Item& item = shared.items[place.stage()];
       if (item.head < 0) return;
       visit(item);
-      shared.item_handover.empty[place.stage()].arrive();
+      shared.item_handover.release(place);
     }
   }
 
@@ -337,18 +337,18 @@ struct Forward {
     uint64_t visible;
     const auto wait_for_keys = [&] {
       shared.k_handover.wait_full(k_place);
-      tile = shared.key_tiles[k_place.stage()];
+      tile = read_by_warp(shared.key_tiles[k_place.stage()]);
       if constexpr (kHasBias) {
         shared.bias_handover.wait_full(bias_place);
         load_bias(shared.bias[bias_place.stage()] + warpgroup * (kWarpgroupRows * kKeys), scores);
-        shared.bias_handover.release(bias_place);
+        shared.bias_handover.release_by_warp(bias_place);
         bias_place.advance();
       }
       if (tile.is_partial()) visible = find_visible(params, item_of(item_place), warpgroup, tile);
     };
     const auto activate_scores = [&] {
-      shared.k_handover.release(k_place);
-      if (tile.is_last()) shared.q_handover.release(q_place);
+      shared.k_handover.release_by_warp(k_place);
+      if (tile.is_last()) shared.q_handover.release_by_warp(q_place);
       activate(params, tile, visible, scores);
     };
     const auto store = [&](const ItemPlace& place) {
@@ -392,7 +392,7 @@ struct Forward {
       wait_for_products<1>(scores);
       activate_scores();
       wait_for_products<0>(out);
-      shared.v_handover.release(k_place.before());
+      shared.v_handover.release_by_warp(k_place.before());
       if (ends_item) store(item_place.before());
       round_to(scores, weights);
     }
@@ -416,6 +416,12 @@ struct Forward {
         scores(column / 2 + n * 2 + 1) = high_half<Element>(words[n]);
       }
     }
+  }
+
+  // NOTE: by the lane that tells for its warp that the stage is empty.
+  static HSTU_DEVICE KeyTile read_by_warp(const KeyTile& tile) {
+    const int bits = threadIdx.x % 32 == 0 ? tile.bits : 0;
+    return {__shfl_sync(0xffffffff, bits, 0)};
   }
 
   // Which of 64 keys one row sees: lane n of a warp finds it for row n % 16 of the warp's, and the

@@ -27,12 +27,12 @@ template <int kStages>
 struct Handover {
   // One thread arrives, and the bytes that it has announced.
   cutlass::arch::ClusterTransactionBarrier full[kStages];
-  cutlass::arch::ClusterBarrier empty[kStages];  // every consumer warp arrives
+  cutlass::arch::ClusterBarrier empty[kStages];  // every consumer arrives, see release()
 
-  HSTU_DEVICE void init(int consumer_warps) {
+  HSTU_DEVICE void init(int consumers) {
     for (int stage = 0; stage < kStages; ++stage) {
       full[stage].init(1);
-      empty[stage].init(consumer_warps);
+      empty[stage].init(consumers);
     }
   }
   HSTU_DEVICE void wait_full(const RingPlace<kStages>& place) const {
@@ -42,8 +42,10 @@ struct Handover {
   HSTU_DEVICE void wait_empty(const RingPlace<kStages>& place) const {
     empty[place.stage()].wait(place.parity() ^ 1);
   }
-  // By all threads of a consumer warp.
-  HSTU_DEVICE void release(const RingPlace<kStages>& place) const {
+  // The consumer is a thread.
+  HSTU_DEVICE void release(const RingPlace<kStages>& place) const { empty[place.stage()].arrive(); }
+  // The consumer is a warp, by all of whose threads this is called.
+  HSTU_DEVICE void release_by_warp(const RingPlace<kStages>& place) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) empty[place.stage()].arrive();
   }
