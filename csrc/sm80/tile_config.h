@@ -33,7 +33,7 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 64) return {128, 64, 4, 2, {2, false}};
   if constexpr (kHeadDim == 128) {
     if constexpr (kHasBias) return {128, 64, 4, 2, {1, true}};
-    return {128, 64, 4, 2, {2, false}};
+    return {128, 64, 4, 2, {2, true}};
   }
   // Two blocks of 64 rows are faster than one of 128, whose warps wait for the same barriers.
   if constexpr (kHeadDim == 256) return {64, 32, 4, 2, {2, true}, true};
