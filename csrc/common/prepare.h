@@ -31,7 +31,7 @@ struct PrepareParams {
   void* zeros = nullptr;  // workspace to be zeroed, aligned to 16 bytes
   int64_t zero_bytes = 0;
 
-  // Chunks of at most `rows` of `total` key rows.
+  // Chunks of `rows` of `total` key rows or less; of more where kMaxParts would not do.
   void set_chunks(int64_t total, int64_t rows) {
     if (total <= rows) return;
     for (chunk_shift = 0; int64_t{2} << chunk_shift <= rows;) ++chunk_shift;

@@ -1,8 +1,8 @@
 // The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
 // A work item is a tile of rows of one head, 64 rows for each of two or three consumer warpgroups.
-// In the producer warpgroup, a thread of one warp finds the items and which tiles of keys they see,
-// and one of each other warp copies Q, K or V by TMA. Consumers multiply by wgmma; scores and P
+// In the producer warpgroup, one warp finds the items and which tiles of keys they see, and a
+// thread of each other warp copies Q, K or V by TMA. Consumers multiply by wgmma; scores and P
 // never leave the registers.
 #pragma once
 
@@ -164,6 +164,7 @@ struct Forward {
     return blocks + atomicAdd(list.next, 1);
   }
 
+  // NOTE: zero_rows() takes more registers than a producer has.
   static HSTU_DEVICE void zero_out(const ForwardParams& params, const Item& item) {
     const int first = item.work.tile * kRows;
     const int rows = min(kRows, item.work.sequence.q_len - first);

@@ -105,13 +105,11 @@ struct RaggedRows {
   int head;
 };
 
-// Starts copying kRows rows from row `first` on to shared memory, kBoxRows at a time and of these
-// panel after panel; `barrier` is told how many bytes will come. By one thread.
-template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
-__device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
-                                          Element* to,
-                                          cutlass::arch::ClusterTransactionBarrier& barrier) {
-  barrier.arrive_and_expect_tx(kRows * kHeadDim * sizeof(Element));
+// Calls visit(offset, column, row, head, end, far) for each box of kRows rows from row `first` on:
+// where it begins in shared memory, kBoxRows rows at a time and of these panel after panel, and its
+// coordinates.
+template <int kRows, int kHeadDim, int kBoxRows, typename Visit>
+__device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, Visit visit) {
   const int far = kRaggedRows;
   const int row = far - rows.count + first;
   const int end = static_cast<int>(rows.begin) + rows.count;
@@ -119,12 +117,32 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRo
   for (int box = 0; box < kRows; box += kBoxRows) {
 #pragma unroll
     for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim>) {
-      cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
-                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                   to + box * kHeadDim + column * kBoxRows, column, row + box,
-                                   rows.head, end, far);
+      visit(box * kHeadDim + column * kBoxRows, column, row + box, rows.head, end, far);
     }
   }
+}
+
+// Starts copying kRows rows from row `first` on to shared memory; `barrier` is told how many bytes
+// will come. By one thread.
+template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
+__device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
+                                          Element* to,
+                                          cutlass::arch::ClusterTransactionBarrier& barrier) {
+  barrier.arrive_and_expect_tx(kRows * kHeadDim * sizeof(Element));
+  for_each_box<kRows, kHeadDim, kBoxRows>(rows, first, [&](int offset, auto... coordinates) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
+                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                 to + offset, coordinates...);
+  });
+}
+
+// Starts bringing them into L2.
+template <int kRows, int kHeadDim, int kBoxRows = kRows>
+__device__ __forceinline__ void prefetch_rows(const CUtensorMap& map, const RaggedRows& rows,
+                                              int first) {
+  for_each_box<kRows, kHeadDim, kBoxRows>(rows, first, [&](int, auto... coordinates) {
+    cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&map, coordinates...);
+  });
 }
 
 // Starts copying kRows rows and kKeys columns of a bias: 64 rows at a time, and of these panels of
@@ -141,22 +159,6 @@ __device__ __forceinline__ void copy_bias(const CUtensorMap& map, int b, int hea
       cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
                                    static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
                                    to + m * kKeys + n * 64, column + n, row + m, head, b);
-    }
-  }
-}
-
-// Starts bringing them into L2.
-template <int kRows, int kHeadDim, int kBoxRows = kRows>
-__device__ __forceinline__ void prefetch_rows(const CUtensorMap& map, const RaggedRows& rows,
-                                              int first) {
-  const int far = kRaggedRows;
-  const int row = far - rows.count + first;
-  const int end = static_cast<int>(rows.begin) + rows.count;
-#pragma unroll
-  for (int box = 0; box < kRows; box += kBoxRows) {
-#pragma unroll
-    for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim>) {
-      cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&map, column, row + box, rows.head, end, far);
     }
   }
 }

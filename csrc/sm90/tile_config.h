@@ -23,6 +23,8 @@ struct Registers {
   int consumer;
 };
 
+// The 64 K registers of a multiprocessor over all threads; of what adds up to that, what spills in
+// no role.
 constexpr Registers forward_registers(int head_dim, int consumers) {
   if (head_dim == 256) return {40, 232};
   if (consumers == 2) return {56, 224};
@@ -30,7 +32,9 @@ constexpr Registers forward_registers(int head_dim, int consumers) {
   return {32, 160};
 }
 
-// A dense bias takes the place of Q's second stage, and of stages of K and V.
+// Three consumers where scores, P and O of 64 rows fit into 160 registers, two elsewhere. 128 keys,
+// but at head dim 256, whose O takes 128 registers and whose stages of K and V take 32 KB each for
+// 64 keys. As many stages as find room: a dense bias takes two of 16 KB for each consumer.
 template <int kHeadDim, bool kHasBias>
 constexpr ForwardTiles forward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
