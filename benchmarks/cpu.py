@@ -8,12 +8,11 @@ For jagged causal batches it times the forward (without gradients) and the backw
     compiled        the same under torch.compile, compiled for the batch; compiling is not counted
 
 Every one is first held against the fp64 reference. Then rounds are interleaved (in each, every
-implementation runs once, on the next of several input sets), and the median counts. The padded and
-compiled forms have rounds of their own: they return gigabytes to the system, and on a virtual
-machine what runs next may wait for the host to give memory back. A round beside which other
-processes kept the machine busy is repeated, within patience. Beside the times stands the peak
-memory that a call needs (see memory.py); that of the backward includes the forward that it follows
-and what that has saved.
+implementation runs once, on the next of several input sets), and the median counts. A round beside
+which other processes kept the machine busy is repeated, within patience. Freed memory is kept for
+the next call, for every implementation alike (see load.py). Beside the times stands the peak memory
+that a call needs (see memory.py); that of the backward includes the forward that it follows and
+what that has saved.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hstu_attn import Mask, reference
 
 from . import implementations
 from .cases import Case, Inputs
-from .load import CpuUse
+from .load import CpuUse, keep_freed_memory
 from .memory import MemoryProbe
 from .report import Result, environment, print_environment, text_table, write_results
 
@@ -186,10 +185,7 @@ def measure(case: Case, probe: MemoryProbe, options: Options) -> list[Result]:
         reason = f"its score matrices take {needed / 1e9:.0f} GB"
         for direction in DIRECTIONS:
             results += [Result.of(case, direction, name, skipped=reason) for name in PADDED]
-    heavy = [name for name in names if name in PADDED]
-    times = time_case(case, [name for name in names if name not in heavy], options)
-    if heavy:
-        times |= time_case(case, heavy, options)
+    times = time_case(case, names, options)
     memory = probe.peak_mib(case, names)
     for name in names:
         for direction in DIRECTIONS:
@@ -319,4 +315,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

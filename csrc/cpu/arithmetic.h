@@ -59,33 +59,44 @@ struct VectorArithmetic {
   static constexpr bool kAnyStride = true;
 
   static void begin_thread() {}
-  static void end_thread() {}
+  static void end_thread() { finish_streams(); }
 
   static void gemm(int m, int n, int k, Matrix<Unit> a, Matrix<Unit> b, Accum* c, int64_t ldc,
                    bool accumulate) {
     const int steps = (k + kPair - 1) / kPair;
-    int column = 0;
-    for (; column + kPanel <= n; column += kPanel) {
-      panel<kPanelVectors>(round_up(m, kRows), steps, a, b.from(0, column), c + column, ldc,
-                           accumulate);
-    }
-    for (; column < n; column += kColumns) {
-      panel<1>(round_up(m, kRows), steps, a, b.from(0, column), c + column, ldc, accumulate);
-    }
+    panels<kGemmVectors>(round_up(m, kRows), n, steps, a, b, c, ldc, accumulate);
   }
 
  private:
-  static constexpr int kPanelVectors = 2;
-  static constexpr int kPanel = kPanelVectors * kColumns;
+  template <int kVectors>
+  static constexpr int kMostRows = kGemmSums / kVectors < 8 ? kGemmSums / kVectors : 8;
+
+  // Columns by kVectors vectors at a time, and what is left of them by fewer.
+  template <int kVectors>
+  static HSTU_INLINE void panels(int m, int n, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
+                                 int64_t ldc, bool accumulate) {
+    constexpr int kPanel = kVectors * kColumns;
+    int column = 0;
+    for (; column + kPanel <= n; column += kPanel) {
+      panel<kVectors>(m, steps, a, b.from(0, column), c + column, ldc, accumulate);
+    }
+    if constexpr (kVectors > 1) {
+      if (column < n) {
+        panels<kVectors - 1>(m, n - column, steps, a, b.from(0, column), c + column, ldc,
+                             accumulate);
+      }
+    }
+  }
 
   // The columns of a few vectors, in blocks of rows as even as can be.
   template <int kVectors>
   static HSTU_INLINE void panel(int m, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
                                 int64_t ldc, bool accumulate) {
+    constexpr int kMost = kMostRows<kVectors>;
     for (int row = 0; row < m;) {
-      const int blocks_left = (m - row + kGemmRows - 1) / kGemmRows;
+      const int blocks_left = (m - row + kMost - 1) / kMost;
       const int rows = (m - row + blocks_left - 1) / blocks_left;
-      block<kVectors, kGemmRows>(rows, steps, a.from(row, 0), b, c + row * ldc, ldc, accumulate);
+      block<kVectors, kMost>(rows, steps, a.from(row, 0), b, c + row * ldc, ldc, accumulate);
       row += rows;
     }
   }
@@ -102,14 +113,14 @@ struct VectorArithmetic {
     Vector<Accum> sum[kBlockRows][kVectors] = {};
     for (int step = 0; step < steps; ++step) {
       Vector<Unit> column[kVectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         column[v] = load(b.data + step * b.row_stride + v * kColumns);
       }
 #pragma GCC unroll 8
       for (int row = 0; row < kBlockRows; ++row) {
         const Unit factor = a.data[row * a.row_stride + step * a.column_stride];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           sum[row][v] = Traits::multiply_add(sum[row][v], factor, column[v]);
         }
@@ -119,7 +130,7 @@ struct VectorArithmetic {
     // then grow with the number of tiles, not of terms.
 #pragma GCC unroll 8
     for (int row = 0; row < kBlockRows; ++row) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         Accum* out = c + row * ldc + v * kColumns;
         store(out, accumulate ? load(out) + sum[row][v] : sum[row][v]);

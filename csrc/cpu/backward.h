@@ -127,6 +127,9 @@ class Backward {
         scratch_(arena_, params),
         heads_(arena_.take<Head>(heads)),
         sequence_(load_sequence(params.batch, item.sequence)),
+        dq_(params.dq, params.batch.total_q),
+        dk_(params.dk, params.batch.total_k),
+        dv_(params.dv, params.batch.total_k),
         depth_(round_up(params.q.head_dim, kPadding)),
         value_depth_(round_up(params.v.head_dim, kPadding)),
         has_bias_(params.rab.data || params.relative_bias),
@@ -142,9 +145,9 @@ class Backward {
     }
     for (Head& head : heads()) {
       const Accum alpha = static_cast<Accum>(params_.alpha);
-      store_rows(params_.dk, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
+      store_rows(dk_, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
                  head.scratch.dk, depth_, alpha);
-      store_rows(params_.dv, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
+      store_rows(dv_, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
                  head.scratch.dv, value_depth_, Accum{1});
     }
   }
@@ -350,7 +353,7 @@ class Backward {
       }
     }
     if (head.chunks_before + 1 == head.chunks_seen) {
-      store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, sum, depth_,
+      store_rows(dq_, sequence_.q_begin + r0, r1 - r0, head.number, sum, depth_,
                  static_cast<Accum>(params_.alpha));
     }
     if (turn) __atomic_store_n(turn, head.chunks_before + 1, __ATOMIC_RELEASE);
@@ -358,17 +361,13 @@ class Backward {
 
   void store_zero_dq(const Head& head, int r0, int r1) {
     std::memset(head.scratch.dq, 0, int64_t{kTileRows} * depth_ * sizeof(Accum));
-    store_rows(params_.dq, sequence_.q_begin + r0, r1 - r0, head.number, head.scratch.dq, depth_,
+    store_rows(dq_, sequence_.q_begin + r0, r1 - r0, head.number, head.scratch.dq, depth_,
                Accum{1});
   }
 
-  static void store_rows(const PackedTensor& tensor, int64_t begin, int count, int head,
+  static void store_rows(const RowStore<T, Accum>& store, int64_t begin, int count, int head,
                          const Accum* rows, int64_t stride, Accum factor) {
-    for (int r = 0; r < count; ++r) {
-      T* out = output_row<T>(tensor, begin + r, head);
-      for (int d = 0; d < tensor.head_dim; ++d)
-        out[d] = from_float<T>(factor * rows[r * stride + d]);
-    }
+    for (int r = 0; r < count; ++r) store.store(begin + r, head, rows + r * stride, factor);
   }
 
   struct HeadRange {
@@ -388,6 +387,7 @@ class Backward {
   Scratch scratch_;
   Head* heads_;
   Sequence sequence_;
+  RowStore<T, Accum> dq_, dk_, dv_;
   int depth_;        // D, padded
   int value_depth_;  // Dv, padded
   bool has_bias_;

@@ -58,6 +58,7 @@ class Forward {
         head_(params, item.sequence, item.head),
         scratch_(scratch, params),
         q_(Pack::rows(head_.q, item.begin, item.end - item.begin, scratch_.q)),
+        store_(params.out, params.batch.total_q),
         out_stride_(round_up(params.v.head_dim, kPadding)),
         has_bias_(params.rab.data || params.relative_bias) {}
 
@@ -120,9 +121,7 @@ class Forward {
           partial ? head_.mask.row_bits(rows.begin + row, keys.begin) : ~uint64_t{0};
       activate_row(bits, padded_keys, row);
       // Under a causal mask, this is the row's last tile.
-      if (partial) {
-        expect_store<T>(params_.out, head_.sequence.q_begin + rows.begin + row, item_.head);
-      }
+      if (partial) store_.expect(head_.sequence.q_begin + rows.begin + row, item_.head);
     }
 
     // O += P V
@@ -144,13 +143,10 @@ class Forward {
 
   // O = scale * O, rounded once
   void store_out() {
-    const PackedTensor& tensor = params_.out;
     for (int r = item_.begin; r < item_.end; ++r) {
       const int64_t row = head_.sequence.q_begin + r;
-      const Accum scale = row_scale<Accum>(params_, row);
-      const Accum* sum = scratch_.out + int64_t{r - item_.begin} * out_stride_;
-      T* out = output_row<T>(tensor, row, item_.head);
-      for (int d = 0; d < tensor.head_dim; ++d) out[d] = from_float<T>(scale * sum[d]);
+      store_.store(row, item_.head, scratch_.out + int64_t{r - item_.begin} * out_stride_,
+                   row_scale<Accum>(params_, row));
     }
   }
 
@@ -161,6 +157,7 @@ class Forward {
   Matrix<Unit> q_;             // the item's rows
   Matrix<Unit> k_transposed_;  // of the current key tile
   Matrix<Unit> v_;
+  RowStore<T, Accum> store_;
   int out_stride_;  // Dv, padded
   bool has_bias_;
 };

@@ -56,13 +56,44 @@ T* output_row(const PackedTensor& tensor, int64_t row, int head) {
   return static_cast<T*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride;
 }
 
-// Begins to fetch a row that will be stored soon: a store waits for lines that are not in a cache.
-template <typename T>
-HSTU_INLINE void expect_store(const PackedTensor& tensor, int64_t row, int head) {
-  constexpr int kLine = 64 / sizeof(T);
-  const T* out = output_row<T>(tensor, row, head);
-  for (int d = 0; d < tensor.head_dim; d += kLine) __builtin_prefetch(out + d, 1, 2);
-}
+// Stores rows of results in a tensor, of which `rows` rows are stored in all. What caches would
+// have dropped before it is read goes past them: so no store waits for what its line held before.
+template <typename T, typename Accum>
+class RowStore {
+ public:
+  RowStore(const PackedTensor& tensor, int64_t rows)
+      : tensor_(tensor),
+        streams_(std::is_same_v<T, Accum> && tensor.head_dim % (kVectorBytes / sizeof(T)) == 0 &&
+                 rows * tensor.row_stride * int64_t{sizeof(T)} > kCachedBytes) {}
+
+  // Row = factor * sums, rounded once.
+  HSTU_INLINE void store(int64_t row, int head, const Accum* sums, Accum factor) const {
+    T* out = output_row<T>(tensor_, row, head);
+    if constexpr (std::is_same_v<T, Accum>) {
+      if (streams_ && reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0) {
+        for (int d = 0; d < tensor_.head_dim; d += kLanes<T>) {
+          stream(out + d, factor * load(sums + d));
+        }
+        return;
+      }
+    }
+    for (int d = 0; d < tensor_.head_dim; ++d) out[d] = from_float<T>(factor * sums[d]);
+  }
+
+  // Begins to fetch a row that will be stored soon.
+  HSTU_INLINE void expect(int64_t row, int head) const {
+    if (streams_) return;
+    constexpr int kLine = 64 / sizeof(T);
+    const T* out = output_row<T>(tensor_, row, head);
+    for (int d = 0; d < tensor_.head_dim; d += kLine) __builtin_prefetch(out + d, 1, 2);
+  }
+
+ private:
+  static constexpr int64_t kCachedBytes = 8 << 20;  // in the caches that cores have to themselves
+
+  const PackedTensor& tensor_;
+  bool streams_;
+};
 
 // to[n][m] = rows[m][n] for m < kLanes and n < columns, a multiple of kLanes.
 template <typename Unit>

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -23,13 +23,16 @@ namespace hstu::cpu::HSTU_CPU_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kGemmRows = 8;  // 8 x 2 accumulators of 32 registers
+constexpr int kGemmVectors = 4;  // columns of a block of a product, and
+constexpr int kGemmSums = 24;    // sums of it, of 32 registers
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kGemmRows = 4;  // 4 x 2 accumulators of 16 registers
+constexpr int kGemmVectors = 2;
+constexpr int kGemmSums = 8;
 #else
 constexpr int kVectorBytes = 16;
-constexpr int kGemmRows = 4;
+constexpr int kGemmVectors = 2;
+constexpr int kGemmSums = 8;
 #endif
 
 template <typename T>
@@ -54,6 +57,27 @@ HSTU_INLINE Vector<T> load(const T* p) {
 template <typename T>
 HSTU_INLINE void store(T* p, Vector<T> v) {
   std::memcpy(p, &v, sizeof(v));
+}
+
+// Stores past the caches; p is aligned to kVectorBytes. Other threads see it after
+// finish_streams().
+template <typename T>
+HSTU_INLINE void stream(T* p, Vector<T> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
+#elif defined(__x86_64__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)v);
+#else
+  store(p, v);
+#endif
+}
+
+inline void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 template <typename T>
