@@ -221,7 +221,6 @@ struct Forward {
       const Sequence& sequence = item.work.sequence;
       const RaggedRows rows{sequence.q_begin, sequence.q_len, item.head};
       const int first = item.work.tile * kRows;
-      prefetch_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first);
       shared.q_handover.wait_empty(place);
       copy_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first, shared.q[place.stage()][0],
                                                  shared.q_handover.full[place.stage()]);
@@ -235,7 +234,6 @@ struct Forward {
     for_each_key_tile(shared, [&](const Item& item, int tile, KeyPlace place) {
       const RaggedRows rows = key_rows(item);
       const int first = tile * kKeys;
-      prefetch_rows<kKeys, kHeadDim>(maps.k, rows, first);
       shared.k_handover.wait_empty(place);
       const bool is_full = item.summary.classify(first, first + kKeys) == TileKind::kFull;
       const bool is_last = item.tile_before(tile) < 0;
@@ -258,7 +256,6 @@ struct Forward {
   static HSTU_DEVICE void copy_values(const ForwardMaps& maps, SharedMemory& shared) {
     for_each_key_tile(shared, [&](const Item& item, int tile, KeyPlace place) {
       const RaggedRows rows = key_rows(item);
-      prefetch_rows<kKeys, kHeadDim>(maps.v, rows, tile * kKeys);
       shared.v_handover.wait_empty(place);
       copy_rows<kKeys, kHeadDim>(maps.v, rows, tile * kKeys, shared.v[place.stage()],
                                  shared.v_handover.full[place.stage()]);
@@ -323,8 +320,7 @@ struct Forward {
                  kHasBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero);
     };
     // O += P V, started
-    const auto start_out = [&](const KeyPlace& place) {
-      shared.v_handover.wait_full(place);
+    const auto start_out = [&](KeyPlace place) {
       start_gemm_registers(OutMma{}, weights,
                            transposed_tensor<kKeys, kHeadDim>(shared.v[place.stage()]), out,
                            out_scale);
@@ -332,27 +328,35 @@ struct Forward {
     };
     const auto has_item = [&] {
       shared.item_handover.wait_full(item_place);
-      return item_of(item_place).head >= 0;
+      if (item_of(item_place).head < 0) return false;
+      shared.q_handover.wait_full(q_place);
+      return true;
     };
-    KeyTile tile;
-    uint64_t visible;
-    const auto wait_for_keys = [&] {
-      shared.k_handover.wait_full(k_place);
-      tile = read_by_warp(shared.key_tiles[k_place.stage()]);
+    const auto add_bias = [&] {
       if constexpr (kHasBias) {
         shared.bias_handover.wait_full(bias_place);
         load_bias(shared.bias[bias_place.stage()] + warpgroup * (kWarpgroupRows * kKeys), scores);
         shared.bias_handover.release_by_warp(bias_place);
         bias_place.advance();
       }
-      if (tile.is_partial()) visible = find_visible(params, item_of(item_place), warpgroup, tile);
     };
+    // P = silu(alpha * S), before the mask
+    KeyTile tile;
     const auto activate_scores = [&] {
+      tile = read_by_warp(shared.key_tiles[k_place.stage()]);
       shared.k_handover.release_by_warp(k_place);
+      activate(params, scores);
+      // NOTE: a branch, behind which the compiler does not move the activation: to wait for P V.
       if (tile.is_last()) shared.q_handover.release_by_warp(q_place);
-      activate(params, tile, visible, scores);
     };
-    const auto store = [&](const ItemPlace& place) {
+    // P = M * P, rounded
+    const auto finish_weights = [&] {
+      round_to(scores, weights);
+      if (tile.is_partial()) {
+        hide(find_visible(params, item_of(item_place), warpgroup, tile), weights);
+      }
+    };
+    const auto end_item = [&](ItemPlace place) {
       store_out(params, item_of(place), warpgroup, out);
       shared.item_handover.release(place);
       out_scale = GMMA::ScaleOut::Zero;
@@ -360,14 +364,14 @@ struct Forward {
 
     // The first tile
     if (!has_item()) return;
-    shared.q_handover.wait_full(q_place);
-    wait_for_keys();
+    shared.k_handover.wait_full(k_place);
+    add_bias();
     turns.take();
     start_scores();
     turns.pass();
     wait_for_products<0>(scores);
     activate_scores();
-    round_to(scores, weights);
+    finish_weights();
 
     for (;;) {
       const bool ends_item = tile.is_last();
@@ -375,17 +379,10 @@ struct Forward {
       if (ends_item) {
         item_place.advance();
         q_place.advance();
-        if (!has_item()) {
-          turns.take();
-          start_out(k_place.before());
-          turns.pass();
-          wait_for_products<0>(out);
-          store(item_place.before());
-          return;
-        }
-        shared.q_handover.wait_full(q_place);
+        if (!has_item()) break;
       }
-      wait_for_keys();
+      wait_full(shared.k_handover, k_place, shared.v_handover, k_place.before());
+      add_bias();
       turns.take();
       start_scores();
       start_out(k_place.before());
@@ -394,9 +391,15 @@ struct Forward {
       activate_scores();
       wait_for_products<0>(out);
       shared.v_handover.release_by_warp(k_place.before());
-      if (ends_item) store(item_place.before());
-      round_to(scores, weights);
+      finish_weights();
+      if (ends_item) end_item(item_place.before());
     }
+
+    // P V of the last one
+    shared.v_handover.wait_full(k_place.before());
+    start_out(k_place.before());
+    wait_for_products<0>(out);
+    end_item(item_place.before());
   }
 
   // S = bias, of which a warpgroup's 64 rows lie in panels of 64 keys.
@@ -431,46 +434,55 @@ struct Forward {
                                            int warpgroup, KeyTile tile) {
     static_assert(kKeys <= 128, "two lanes find what a row sees");
     const Sequence& sequence = item.work.sequence;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = thread_anew() % 32;
     const int row = first_row(item, warpgroup) + lane % 16;
     if (row >= sequence.q_len) return 0;
     const Mask mask(params.mask, sequence, item.head);
     return mask.row_bits(row, tile.first_key() + lane / 16 * 64);
   }
 
-  // P = M * silu(alpha * S)
-  static HSTU_DEVICE void activate(const ForwardParams& params, KeyTile tile, uint64_t visible,
-                                   Scores& scores) {
+  // P = silu(alpha * S)
+  static HSTU_DEVICE void activate(const ForwardParams& params, Scores& scores) {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
     for (int n = 0; n < size(scores); ++n) {
       const float x = half_alpha * scores(n);
       scores(n) = silu_of_half(x, tanh_approx(x));
     }
-    if (tile.is_partial()) hide(visible, scores);
   }
 
   // Zeroes what the mask hides. Four lanes share a row, and each gets the bits of it.
-  static HSTU_DEVICE void hide(uint64_t visible, Scores& scores) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    auto matrix = as_matrix(scores);
+  template <typename Weights>
+  static HSTU_DEVICE void hide(uint64_t visible, Weights& weights) {
+    const int lane = thread_anew() % 32;
+    Tensor words = recast<uint32_t>(weights);  // for each 8 keys one of row m = 0, one of m = 1
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int word = 0; word * 64 < kKeys; ++word) {
-        const int owner = word * 16 + m * 8 + lane / 4;
+      for (int first = 0; first < kKeys; first += 64) {
+        const int owner = first / 4 + m * 8 + lane / 4;
         const uint64_t bits = __shfl_sync(0xffffffff, visible, owner) >> lane % 4 * 2;
 #pragma unroll
-        for (int n = word * 16; n < size<1>(matrix) && n < (word + 1) * 16; ++n) {
-          if (!(bits >> (n / 2 % 8 * 8 + n % 2) & 1)) matrix(m, n) = 0.0f;
+        for (int key = 0; key < 64 && first + key < kKeys; key += 8) {
+          const uint32_t low = bits >> key & 1 ? 0x0000ffff : 0;
+          const uint32_t high = bits >> (key + 1) & 1 ? 0xffff0000 : 0;
+          words((first + key) / 4 + m) &= low | high;
         }
       }
     }
   }
 
+  // threadIdx.x
+  // NOTE: read each time, else what few tiles need of it would stay in registers, and spill.
+  static HSTU_DEVICE int thread_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+  }
+
   // The first of the 16 rows of the thread's warp.
   static HSTU_DEVICE int first_row(const Item& item, int warpgroup) {
-    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    const int warp = thread_anew() / 32 % 4;
     return item.work.tile * kRows + warpgroup * kWarpgroupRows + warp * 16;
   }
 
@@ -478,7 +490,8 @@ struct Forward {
   static HSTU_DEVICE void store_out(const ForwardParams& params, const Item& item, int warpgroup,
                                     Out& out) {
     auto matrix = as_matrix(out);
-    const int first = first_row(item, warpgroup) + static_cast<int>(threadIdx.x) % 32 / 4;
+    const int lane = thread_anew() % 32;
+    const int first = first_row(item, warpgroup) + lane / 4;
     float scale = params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -492,7 +505,6 @@ struct Forward {
     const Tensor rounded_out = rounded<Element>(out);
     const Tensor words = recast<uint32_t>(rounded_out);
     const PackedTensor& tensor = params.out;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int first_column = lane % 4 * 8;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {

@@ -51,6 +51,16 @@ struct Handover {
   }
 };
 
+// Waits for a stage of each.
+template <int kStages>
+HSTU_DEVICE void wait_full(const Handover<kStages>& a, RingPlace<kStages> a_place,
+                           const Handover<kStages>& b, RingPlace<kStages> b_place) {
+  const bool a_full = a.full[a_place.stage()].try_wait(a_place.parity());
+  const bool b_full = b.full[b_place.stage()].try_wait(b_place.parity());
+  if (!a_full) a.wait_full(a_place);
+  if (!b_full) b.wait_full(b_place);
+}
+
 // Named barriers. Barrier 0 is __syncthreads().
 enum class NamedBarrier : int { kFirstTurn = 1 };
 

@@ -136,15 +136,6 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRo
   });
 }
 
-// Starts bringing them into L2.
-template <int kRows, int kHeadDim, int kBoxRows = kRows>
-__device__ __forceinline__ void prefetch_rows(const CUtensorMap& map, const RaggedRows& rows,
-                                              int first) {
-  for_each_box<kRows, kHeadDim, kBoxRows>(rows, first, [&](int, auto... coordinates) {
-    cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&map, coordinates...);
-  });
-}
-
 // Starts copying kRows rows and kKeys columns of a bias: 64 rows at a time, and of these panels of
 // 64 columns. What lies outside the bias becomes zeros. By one thread.
 template <int kRows, int kKeys, typename Element>
