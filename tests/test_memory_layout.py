@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -420,3 +421,33 @@ def test_more_than_two_to_the_31_elements():
         alpha=0.1,
     )
     assert torch.equal(out[-length:], expected)
+
+
+@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("head_dim", [56, 64])
+def test_cpu_results_that_no_cache_holds_equal_those_of_parts(
+    level: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of more than 8 MB are stored past the caches, where rows are aligned."""
+    monkeypatch.setenv("HSTU_ATTN_CPU_ISA", level)
+    count, length, heads = 640, 32, 2
+    shape = (count * length, heads, head_dim)
+    assert math.prod(shape) * 4 > 8 << 20 > math.prod(shape) * 2
+
+    def results(part: slice) -> list[torch.Tensor]:
+        leaves = [x[part].clone().requires_grad_() for x in inputs]
+        offsets = torch.arange(0, leaves[0].shape[0] + 1, length)
+        out = hstu_attention(*leaves, cu_seqlens_q=offsets, max_seqlen_q=length, mask=Mask.causal())
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout[part])]
+
+    inputs, dout = torch.randn(3, *shape), torch.randn(shape)
+    half = count // 2 * length
+    try:
+        whole = results(slice(None))
+    except ValueError as error:
+        if "a level that this processor supports" not in str(error):
+            raise
+        pytest.skip(f"this processor has no {level}")
+    parts = zip(results(slice(half)), results(slice(half, None)), strict=True)
+    for found, part in zip(whole, parts, strict=True):
+        assert torch.equal(found, torch.cat(part))
