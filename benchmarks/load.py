@@ -21,9 +21,9 @@ _INT_MAX = 2**31 - 1
 def keep_freed_memory() -> None:
     """Has malloc hand out again what was freed, instead of fresh pages, as tuned allocators do.
 
-    Else large tensors are mapped anew by every call, and the system clears their pages: a third of
-    the time of short calls, and several times that on virtual machines whose hosts take free
-    memory back. Does nothing where malloc is not glibc's.
+    Else large tensors are mapped anew by every call, and what is timed is how fast the system
+    clears their pages, which varies on virtual machines whose hosts take free memory back. Does
+    nothing where malloc is not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
