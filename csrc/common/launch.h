@@ -14,8 +14,9 @@ struct LaunchConfig {
   int64_t blocks = 0;
   int threads = 0;
   int shared_bytes = 0;  // dynamic
-  // The kernel calls wait_for_previous_kernel() before it touches memory: its blocks may start
-  // before the kernel in front of it has ended (programmatic dependent launch).
+  // The kernel calls wait_for_previous_kernel() before it touches what the kernel in front of it
+  // writes: its blocks may start before that one has ended (programmatic dependent launch). What
+  // came before that one has ended when it starts, unless it starts early itself.
   bool starts_early = false;
 };
 

@@ -26,12 +26,15 @@ __device__ int bin_of(const PrepareParams& params, int part, int cost) {
   return part * bins + bins - 1 - min(rank, bins - 1);
 }
 
-// Of a tile of rows. The longer half of a sequence's tiles goes by chunks of the batch, so that
-// what they read is still in the L2 cache; the other half comes last of all, to fill the end
-// evenly.
-__device__ int part_of(const PrepareParams& params, const Sequence& sequence, int tile, int count) {
+// Of a tile of rows. Tiles go by chunks of the batch, so that what they read is still in the L2
+// cache. But of the batch's last third, the shorter half comes last of all, to fill the end evenly.
+__device__ int part_of(const PrepareParams& params, const Sequence& sequence, int tile, int count,
+                       int cost) {
   const int last = params.parts - 1;
-  if (tile < count / 2) return last;
+  const int64_t total = params.batch.total_k;
+  const bool is_late = sequence.k_begin + sequence.k_len > total - total / 3;
+  const bool is_short = tile < count / 2 && cost * 2 * params.tile_keys <= sequence.k_len;
+  if (is_late && is_short) return last;
   return min(static_cast<int>(sequence.k_begin >> params.chunk_shift), max(last - 1, 0));
 }
 
@@ -73,11 +76,13 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
     const Mask mask(params.mask, sequence, 0);
     const int size = kByKeys ? params.tile_keys : params.tile_rows;
     const int count = ((kByKeys ? sequence.k_len : sequence.q_len) + size - 1) / size;
+    const int64_t begin = kByKeys ? sequence.k_begin : sequence.q_begin;
+    const int64_t listed = params.list.unlisted - first_tile(begin, b, size);
     const int rounds = __reduce_max_sync(0xffffffff, (count + group - 1) / group);
     int largest = 0;
     for (int round = rounds - 1; round >= 0; --round) {
       const int tile = round * group + lane;
-      const bool active = tile < count;
+      const bool active = tile < count && tile >= listed;
       int cost = active ? item_cost<kByKeys>(params, sequence, mask, tile) : 0;
       if constexpr (kByKeys) {
         cost = max(cost, largest);
@@ -87,7 +92,7 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
         }
         largest = __shfl_sync(0xffffffff, cost, 0, group);
       }
-      const int part = kByKeys ? 0 : part_of(params, sequence, tile, count);
+      const int part = kByKeys ? 0 : part_of(params, sequence, tile, count, cost);
       visit(sequence, b, tile, place_of(bin_of(params, part, cost)), active);
     }
   }

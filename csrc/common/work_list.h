@@ -37,7 +37,8 @@ struct WorkList {
   int* count = nullptr;       // [1]: tiles in the list
   WorkTile* tiles = nullptr;  // [capacity]; null: there is no list, each block has one item
   int capacity = 0;
-  int parts = 1;  // items of each tile
+  int parts = 1;     // items of each tile
+  int unlisted = 0;  // the batch's first tiles, which are not in the list: blocks begin with them
   SpanSummaries summaries;
 
   // What tile n of keys is to tile m of rows.

@@ -34,7 +34,9 @@ struct Forward {
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
+  static constexpr bool kBeginsUnlisted = true;
   static constexpr int kNoItem = INT_MAX;
+  static constexpr int kNoKey = INT_MAX;
   static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers);
 
   using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
@@ -42,35 +44,40 @@ struct Forward {
 
   struct Item {
     WorkTile work;
-    SpanSummary summary;  // of what its rows see
-    int head;             // -1: there are no more
-    int last_tile;        // of keys, that is visible; -1: none is
+    SpanSummary summary;   // of what its rows see
+    int head;              // -1: there are no more
+    int keys[kConsumers];  // end of those that some row of a warpgroup sees
 
-    // The last visible tile before tile n of keys; -1 where there is none.
-    HSTU_DEVICE int tile_before(int n) const {
-      int found = -1;
+    // The first visible tile of keys from key `first` on, by its first key; kNoKey: there is none.
+    HSTU_DEVICE int tile_from(int first) const {
+      int found = kNoKey;
       for (const Interval& keys : summary.hull) {
-        const int tile = min(n, (keys.end + kKeys - 1) / kKeys) - 1;
-        if (keys.begin < keys.end && keys.begin / kKeys <= tile) found = max(found, tile);
+        const int key = max(first, keys.begin / kKeys * kKeys);
+        if (key < keys.end) found = min(found, key);
       }
       return found;
     }
+    HSTU_DEVICE int end() const { return max(summary.hull[0].end, summary.hull[1].end); }
   };
   // A tile of keys of an item; in one register.
   struct KeyTile {
     static constexpr int kPartial = 1;
-    static constexpr int kLast = 2;
-    static_assert(kKeys > (kPartial | kLast), "a tile's first key leaves bits free");
+    static constexpr int kLast = 2;         // of the item
+    static constexpr int kLastOfFirst = 4;  // that warpgroup 0 sees; then a bit for each other one
+    static constexpr int kFlags = (kLastOfFirst << kConsumers) - 1;
+    static_assert(kKeys > kFlags, "a tile's first key leaves bits free");
 
     int bits;
 
-    HSTU_DEVICE int first_key() const { return bits & ~(kPartial | kLast); }
+    HSTU_DEVICE int first_key() const { return bits & ~kFlags; }
     HSTU_DEVICE bool is_partial() const { return bits & kPartial; }
     HSTU_DEVICE bool is_last() const { return bits & kLast; }
+    HSTU_DEVICE bool is_last_of(int warpgroup) const { return bits & kLastOfFirst << warpgroup; }
   };
-  // The one in work, and the next: a block that took more would keep them from others that are idle
-  // in the end.
-  using ItemPlace = RingPlace<2>;
+  // The next item is looked for when a few tiles of the last one are left to be copied: earlier, it
+  // would be kept from other blocks, which are idle in the end.
+  static constexpr int kTilesLeft = 2;
+  using ItemPlace = RingPlace<4>;
   using QueryPlace = RingPlace<kTiles.query_stages>;
   using KeyPlace = RingPlace<kTiles.key_stages>;
   using BiasPlace = RingPlace<2>;
@@ -83,6 +90,7 @@ struct Forward {
     Item items[ItemPlace::kStages];
     KeyTile key_tiles[KeyPlace::kStages];
     int number;  // of the item to be found
+    cutlass::arch::ClusterBarrier next_item_wanted;
     Handover<ItemPlace::kStages> item_handover;
     Handover<QueryPlace::kStages> q_handover;
     Handover<KeyPlace::kStages> k_handover;
@@ -100,6 +108,7 @@ struct Forward {
       shared.k_handover.init(kConsumerWarps);
       shared.v_handover.init(kConsumerWarps);
       shared.bias_handover.init(kConsumerWarps);
+      shared.next_item_wanted.init(1);
       cutlass::arch::fence_barrier_init();
       prefetch_map(maps.q);
       prefetch_map(maps.k);
@@ -107,7 +116,7 @@ struct Forward {
       if constexpr (kHasBias) prefetch_map(maps.bias);
     }
     __syncthreads();
-    wait_for_previous_kernel();
+    if (!list.tiles) wait_for_previous_kernel();  // else before the list is read
 
     // NOTE: by a shuffle, so that the compiler knows it to be the same in all lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
@@ -142,23 +151,26 @@ struct Forward {
       // NOTE: in shared memory, since producers have few registers.
       Item& item = shared.items[place.stage()];
       shared.item_handover.wait_empty(place);
-      if (lane == 0) find_item(params, list, shared.number, item);
+      find_item(params, list, shared, item);
       __syncwarp();
-      if (item.head >= 0 && item.last_tile < 0) {
+      if (item.head >= 0 && item.tile_from(0) == kNoKey) {
         zero_out(params, item);
         __syncwarp();
       } else {
         if (lane == 0) shared.item_handover.full[place.stage()].arrive();
         if (item.head < 0) return;
+        shared.next_item_wanted.wait(place.count % 2);
         place.advance();
       }
       if (lane == 0) shared.number = next_number(list);
+      __syncwarp();
     }
   }
 
   // NOTE: volatile, else the compiler would keep the number of blocks in a register, and spill.
   static HSTU_DEVICE int next_number(const WorkList& list) {
     if (!list.tiles) return kNoItem;
+    wait_for_previous_kernel();
     int blocks;
     asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
     return blocks + atomicAdd(list.next, 1);
@@ -180,37 +192,53 @@ struct Forward {
   // What memory holds is read from it again, and not kept in registers.
   static HSTU_DEVICE void forget_registers() { asm volatile("" ::: "memory"); }
 
-  // Item `number`, if there is one.
-  static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list, int number,
-                                    Item& item) {
-    item.head = -1;
-    item.last_tile = -1;
-    if (number == kNoItem) return;
-    const int tile = number / list.parts;
-    if (list.tiles) {
-      if (tile >= *list.count) return;
-      item.work = list.tiles[tile];
-    } else if (!find_row_tile(params.batch, tile, kRows, item.work)) {
-      return;
+  // Item shared.number, if there is one. By a warp: a lane each finds what a warpgroup's rows see,
+  // and the next one what all rows see.
+  static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list,
+                                    const SharedMemory& shared, Item& item) {
+    const int lane = static_cast<int>(threadIdx.x);
+    if (lane == 0) {
+      const int number = shared.number;
+      const int tile = number / list.parts;
+      bool exists = number != kNoItem;
+      if (list.tiles && tile >= list.unlisted) {
+        wait_for_previous_kernel();
+        exists = exists && tile - list.unlisted < *list.count;
+        if (exists) item.work = list.tiles[tile - list.unlisted];
+      } else if (!find_row_tile(params.batch, tile, kRows, item.work)) {
+        exists = list.tiles;  // else the only one
+        item.work = {};
+      }
+      item.head = exists ? number - tile * list.parts : -1;
     }
-    item.head = number - tile * list.parts;
+    __syncwarp();
+    if (item.head < 0 || lane > kConsumers) return;
     forget_registers();
     const Sequence& sequence = item.work.sequence;
+    const int first = item.work.tile * kRows;
+    const int r0 = first + lane % kConsumers * kWarpgroupRows;
+    const int r1 = min(lane < kConsumers ? r0 + kWarpgroupRows : first + kRows, sequence.q_len);
     if (list.summaries.data) {
-      const int64_t first = first_tile(sequence.q_begin, item.work.sequence_number, kRows);
-      item.summary = list.summaries.at(first + item.work.tile, item.head);
+      if (lane < kConsumers) {
+        item.keys[lane] = r0 < r1 ? INT_MAX : 0;
+      } else {
+        const int64_t before = first_tile(sequence.q_begin, item.work.sequence_number, kRows);
+        item.summary = list.summaries.at(before + item.work.tile, item.head);
+      }
+      return;
+    }
+    MaskParams closed_form = params.mask;
+    closed_form.row_spans = nullptr;
+    closed_form.func = nullptr;
+    const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
+    if (lane < kConsumers) {
+      item.keys[lane] = max(keys.interval[0].end, keys.interval[1].end);
     } else {
-      const int r0 = item.work.tile * kRows;
-      const int r1 = min(r0 + kRows, sequence.q_len);
-      MaskParams closed_form = params.mask;
-      closed_form.row_spans = nullptr;
-      closed_form.func = nullptr;
       item.summary = {};
-      item.summary.set_hull(Mask(closed_form, sequence, 0).kv_intervals(r0, r1));
+      item.summary.set_hull(keys);
       forget_registers();
       Mask(closed_form, sequence, 0).shared_intervals(r0, r1, item.summary.shared);
     }
-    item.last_tile = item.tile_before(INT_MAX);
   }
 
   // Q, K and V are copied by a thread each, so that none waits for another's stage.
@@ -231,15 +259,23 @@ struct Forward {
   static HSTU_DEVICE void copy_keys(const ForwardParams& params, const ForwardMaps& maps,
                                     SharedMemory& shared) {
     BiasPlace bias_place;
-    for_each_key_tile(shared, [&](const Item& item, int tile, KeyPlace place) {
-      const RaggedRows rows = key_rows(item);
-      const int first = tile * kKeys;
+    bool is_next_wanted = false;
+    for_each_key_tile(shared, [&](const Item& item, int first, int next, KeyPlace place) {
+      if (!is_next_wanted && first + kTilesLeft * kKeys >= item.end()) {
+        shared.next_item_wanted.arrive();
+        is_next_wanted = true;
+      }
+      if (next == kNoKey) is_next_wanted = false;
       shared.k_handover.wait_empty(place);
+      int bits = first;
       const bool is_full = item.summary.classify(first, first + kKeys) == TileKind::kFull;
-      const bool is_last = item.tile_before(tile) < 0;
-      shared.key_tiles[place.stage()] = {first | (is_full ? 0 : KeyTile::kPartial) |
-                                         (is_last ? KeyTile::kLast : 0)};
-      copy_rows<kKeys, kHeadDim>(maps.k, rows, first, shared.k[place.stage()],
+      if (!is_full) bits |= KeyTile::kPartial;
+      if (next == kNoKey) bits |= KeyTile::kLast;
+      for (int n = 0; n < kConsumers; ++n) {
+        if (next >= item.keys[n]) bits |= KeyTile::kLastOfFirst << n;
+      }
+      shared.key_tiles[place.stage()] = {bits};
+      copy_rows<kKeys, kHeadDim>(maps.k, key_rows(item), first, shared.k[place.stage()],
                                  shared.k_handover.full[place.stage()]);
       if constexpr (kHasBias) {
         const Sequence& sequence = item.work.sequence;
@@ -254,10 +290,9 @@ struct Forward {
   }
 
   static HSTU_DEVICE void copy_values(const ForwardMaps& maps, SharedMemory& shared) {
-    for_each_key_tile(shared, [&](const Item& item, int tile, KeyPlace place) {
-      const RaggedRows rows = key_rows(item);
+    for_each_key_tile(shared, [&](const Item& item, int first, int, KeyPlace place) {
       shared.v_handover.wait_empty(place);
-      copy_rows<kKeys, kHeadDim>(maps.v, rows, tile * kKeys, shared.v[place.stage()],
+      copy_rows<kKeys, kHeadDim>(maps.v, key_rows(item), first, shared.v[place.stage()],
                                  shared.v_handover.full[place.stage()]);
     });
   }
@@ -277,13 +312,16 @@ struct Forward {
     }
   }
 
+  // Calls visit(item, first, next, place) for each tile of keys, told by its first key.
   template <typename Visit>
   static HSTU_DEVICE void for_each_key_tile(SharedMemory& shared, Visit visit) {
     KeyPlace place;
     for_each_item(shared, [&](const Item& item) {
-      for (int tile = item.last_tile; tile >= 0; tile = item.tile_before(tile)) {
-        visit(item, tile, place);
+      for (int first = item.tile_from(0); first != kNoKey;) {
+        const int next = item.tile_from(first + kKeys);
+        visit(item, first, next, place);
         place.advance();
+        first = next;
       }
     });
   }
@@ -295,7 +333,8 @@ struct Forward {
   using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
 
   // All tiles of all items are one sequence of steps: S of a tile is started, then P V of the tile
-  // before it, which runs beside the activation of S.
+  // before it, which runs beside the activation of S. The sequence is broken where the warpgroup's
+  // rows see fewer keys than the others'.
   static HSTU_DEVICE void consume(const ForwardParams& params, SharedMemory& shared,
                                   int warpgroup) {
     const Turns<kTiles.takes_turns, kConsumers> turns{warpgroup};
@@ -347,7 +386,7 @@ struct Forward {
       shared.k_handover.release_by_warp(k_place);
       activate(params, scores);
       // NOTE: a branch, behind which the compiler does not move the activation: to wait for P V.
-      if (tile.is_last()) shared.q_handover.release_by_warp(q_place);
+      if (tile.is_last_of(warpgroup)) shared.q_handover.release_by_warp(q_place);
     };
     // P = M * P, rounded
     const auto finish_weights = [&] {
@@ -362,44 +401,65 @@ struct Forward {
       out_scale = GMMA::ScaleOut::Zero;
     };
 
-    // The first tile
-    if (!has_item()) return;
-    shared.k_handover.wait_full(k_place);
-    add_bias();
-    turns.take();
-    start_scores();
-    turns.pass();
-    wait_for_products<0>(scores);
-    activate_scores();
-    finish_weights();
-
-    for (;;) {
-      const bool ends_item = tile.is_last();
-      k_place.advance();
-      if (ends_item) {
-        item_place.advance();
-        q_place.advance();
-        if (!has_item()) break;
+    // The tiles of an item behind the last one that the warpgroup's rows see
+    const auto let_tiles_pass = [&] {
+      while (!tile.is_last()) {
+        turns.take();
+        turns.pass();
+        wait_full(shared.k_handover, k_place, shared.v_handover, k_place);
+        tile = read_by_warp(shared.key_tiles[k_place.stage()]);
+        shared.k_handover.release_by_warp(k_place);
+        shared.v_handover.release_by_warp(k_place);
+        if constexpr (kHasBias) {
+          shared.bias_handover.wait_full(bias_place);
+          shared.bias_handover.release_by_warp(bias_place);
+          bias_place.advance();
+        }
+        k_place.advance();
       }
-      wait_full(shared.k_handover, k_place, shared.v_handover, k_place.before());
+    };
+
+    while (has_item()) {
+      shared.k_handover.wait_full(k_place);
       add_bias();
       turns.take();
       start_scores();
-      start_out(k_place.before());
       turns.pass();
-      wait_for_products<1>(scores);
+      wait_for_products<0>(scores);
       activate_scores();
+      finish_weights();
+
+      for (;;) {
+        const bool ends_item = tile.is_last_of(warpgroup);
+        k_place.advance();
+        if (ends_item) {
+          item_place.advance();
+          q_place.advance();
+          if (!tile.is_last() || !has_item()) break;
+        }
+        wait_full(shared.k_handover, k_place, shared.v_handover, k_place.before());
+        add_bias();
+        turns.take();
+        start_scores();
+        start_out(k_place.before());
+        turns.pass();
+        wait_for_products<1>(scores);
+        activate_scores();
+        wait_for_products<0>(out);
+        shared.v_handover.release_by_warp(k_place.before());
+        finish_weights();
+        if (ends_item) end_item(item_place.before());
+      }
+
+      // P V of the last tile
+      shared.v_handover.wait_full(k_place.before());
+      start_out(k_place.before());
       wait_for_products<0>(out);
       shared.v_handover.release_by_warp(k_place.before());
-      finish_weights();
-      if (ends_item) end_item(item_place.before());
+      end_item(item_place.before());
+      if (tile.is_last()) return;  // and there is no item
+      let_tiles_pass();
     }
-
-    // P V of the last one
-    shared.v_handover.wait_full(k_place.before());
-    start_out(k_place.before());
-    wait_for_products<0>(out);
-    end_item(item_place.before());
   }
 
   // S = bias, of which a warpgroup's 64 rows lie in panels of 64 keys.
