@@ -94,13 +94,34 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
 #endif
 }
 
-BackwardKernel backward_kernel(const CudaDevice&, const BackwardParams& params) {
-  print_choice("backward", "sm80", nullptr);
+BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params) {
+  const char* obstacle = nullptr;
+#if HSTU_ATTN_SM90
+  if (device.arch == 90) {
+    obstacle = sm90::backward_obstacle(device, params);
+    if (!obstacle) {
+      const BackwardKernel kernel = find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
+        if constexpr (kHeadDim <= sm90::kBackwardHeadDim) {
+          return sm90::backward<kHeadDim, kDType>();
+        } else {
+          return BackwardKernel{};
+        }
+      });
+      if (kernel.run) {
+        print_choice("backward", "sm90", nullptr);
+        return kernel;
+      }
+      obstacle = "a head dim beyond 128";
+    }
+  }
+#endif
+  print_choice("backward", "sm80", obstacle);
 #if HSTU_ATTN_SM80
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::backward<kHeadDim, kDType>(); });
 #else
-  throw NotImplemented("backward: there are no sm90 kernels, and sm80 is not built");
+  throw NotImplemented(std::string("sm90: no backward for ") + (obstacle ? obstacle : "this GPU") +
+                       ", and sm80 is not built");
 #endif
 }
 

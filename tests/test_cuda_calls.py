@@ -338,17 +338,25 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
     """Those of sm90, where a GPU has them and they can take the call."""
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
     forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
+    plain = make_batch([72], device="cuda", dtype=BF16, mask="causal")
     aligned = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
     odd = make_batch([71], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
-    run(hstu_attention, aligned, random_dout(aligned))
-    assert capfd.readouterr().err.split("\n")[:2] == [
-        f"hstu_attn: forward by sm{forced}",
-        "hstu_attn: backward by sm80",
-    ]
-    run(hstu_attention, odd)
-    why = ", because of a rab in another dtype than q, or whose rows are not aligned to 16 bytes"
-    line = f"hstu_attn: forward by sm80{why if forced == '90' else ''}\n"
-    assert capfd.readouterr().err == line
+    wide = make_batch([72], dim=136, device="cuda", dtype=BF16, mask="causal")
+
+    def printed(batch):
+        run(hstu_attention, batch, random_dout(batch))
+        return capfd.readouterr().err.split("\n")[:2]
+
+    def by_sm80(why):
+        return f"sm80, because of {why}" if forced == "90" else "sm80"
+
+    forward, backward = "hstu_attn: forward by ", "hstu_attn: backward by "
+    newest = f"sm{forced}"
+    assert printed(plain) == [forward + newest, backward + newest]
+    assert printed(aligned) == [forward + newest, backward + by_sm80("a rab")]
+    assert printed(wide) == [forward + newest, backward + by_sm80("a head dim beyond 128")]
+    unaligned = "a rab in another dtype than q, or whose rows are not aligned to 16 bytes"
+    assert printed(odd)[0] == forward + by_sm80(unaligned)
 
 
 def test_backward_on_another_thread_than_the_forward():

@@ -64,8 +64,9 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
   list.capacity = static_cast<int>(items / params.heads);
   if (items > resident_blocks<Form>(launch) || is_given_by_row(params.mask)) {
     list = workspace.take_list(batch.total_q, batch.batch, Form::kRows);
-    list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
-    if (Form::kBeginsUnlisted && !list.summaries.heads) {
+    if (is_given_by_row(params.mask)) {
+      list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
+    } else if (Form::kBeginsUnlisted) {
       list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / params.heads);
     }
   }

@@ -21,9 +21,9 @@ HSTU_HOST_DEVICE int64_t first_tile(int64_t row_begin, int b, int size) {
   return row_begin / size + b;
 }
 
-// The summaries of all tiles of rows of a mask that is given row by row.
+// The summaries of all tiles of rows: always of a mask that is given row by row.
 struct SpanSummaries {
-  SpanSummary* data = nullptr;  // [heads, tiles]; null for other masks
+  SpanSummary* data = nullptr;  // [heads, tiles], or null
   int heads = 0;                // 1 where all share a mask
   int tiles = 0;                // see first_tile()
 

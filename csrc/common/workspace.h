@@ -25,11 +25,10 @@ class Workspace {
     return list;
   }
 
-  // For tiles of `tile_size` rows of `batch`; none where the mask has a closed form.
+  // For tiles of `tile_size` rows of `batch`.
   SpanSummaries take_summaries(const MaskParams& mask, const BatchParams& batch, int heads,
                                int tile_size) {
     SpanSummaries summaries;
-    if (!is_given_by_row(mask)) return summaries;
     const int64_t head_stride = mask.func ? mask.func_head_stride : mask.row_spans_head_stride;
     summaries.heads = head_stride == 0 ? 1 : heads;
     summaries.tiles = WorkList::max_tiles(batch.total_q, batch.batch, tile_size);

@@ -68,8 +68,10 @@ struct BackwardLauncher {
       buffers.list = workspace.take_list(batch.total_k, batch.batch, kTiles.keys);
       buffers.list.parts = params.drab.data ? params.rab.heads : params.heads;
       buffers.heads_per_item = params.heads / buffers.list.parts;
-      buffers.list.summaries =
-          workspace.take_summaries(params.mask, batch, params.heads, kTiles.rows);
+      if (is_given_by_row(params.mask)) {
+        buffers.list.summaries =
+            workspace.take_summaries(params.mask, batch, params.heads, kTiles.rows);
+      }
       dq_tiles =
           int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} * params.heads;
       drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;

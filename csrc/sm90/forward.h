@@ -13,6 +13,7 @@
 #include "../common/work_list.h"
 #include "../common/zero.h"
 #include "pipeline.h"
+#include "stores.h"
 #include "tensors.h"
 
 namespace hstu::sm90 {
@@ -154,7 +155,10 @@ struct Forward {
       find_item(params, list, shared, item);
       __syncwarp();
       if (item.head >= 0 && item.tile_from(0) == kNoKey) {
-        zero_out(params, item);
+        const Sequence& sequence = item.work.sequence;
+        const int first = item.work.tile * kRows;
+        zero_rows_of_head<Element>(params.out, sequence.q_begin + first,
+                                   min(kRows, sequence.q_len - first), item.head);
         __syncwarp();
       } else {
         if (lane == 0) shared.item_handover.full[place.stage()].arrive();
@@ -174,19 +178,6 @@ struct Forward {
     int blocks;
     asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
     return blocks + atomicAdd(list.next, 1);
-  }
-
-  // NOTE: zero_rows() takes more registers than a producer has.
-  static HSTU_DEVICE void zero_out(const ForwardParams& params, const Item& item) {
-    const int first = item.work.tile * kRows;
-    const int rows = min(kRows, item.work.sequence.q_len - first);
-    const int pieces = params.out.head_dim / 8;  // of 16 bytes
-    Element* out = static_cast<Element*>(params.out.data) + item.head * params.out.head_stride +
-                   (item.work.sequence.q_begin + first) * params.out.row_stride;
-    for (int n = static_cast<int>(threadIdx.x); n < rows * pieces; n += 32) {
-      Element* to = out + n / pieces * params.out.row_stride + n % pieces * 8;
-      *reinterpret_cast<uint4*>(to) = uint4{};
-    }
   }
 
   // What memory holds is read from it again, and not kept in registers.
@@ -456,9 +447,8 @@ struct Forward {
       start_out(k_place.before());
       wait_for_products<0>(out);
       shared.v_handover.release_by_warp(k_place.before());
-      end_item(item_place.before());
-      if (tile.is_last()) return;  // and there is no item
       let_tiles_pass();
+      end_item(item_place.before());
     }
   }
 
@@ -532,14 +522,6 @@ struct Forward {
     }
   }
 
-  // threadIdx.x
-  // NOTE: read each time, else what few tiles need of it would stay in registers, and spill.
-  static HSTU_DEVICE int thread_anew() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-  }
-
   // The first of the 16 rows of the thread's warp.
   static HSTU_DEVICE int first_row(const Item& item, int warpgroup) {
     const int warp = thread_anew() / 32 % 4;
@@ -549,57 +531,21 @@ struct Forward {
   // O = scale * O, rounded once
   static HSTU_DEVICE void store_out(const ForwardParams& params, const Item& item, int warpgroup,
                                     Out& out) {
+    const Sequence& sequence = item.work.sequence;
     auto matrix = as_matrix(out);
-    const int lane = thread_anew() % 32;
-    const int first = first_row(item, warpgroup) + lane / 4;
     float scale = params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const int row = first + 8 * m;
-      if (params.attn_scale_per_row && row < item.work.sequence.q_len) {
-        scale = params.attn_scale[item.work.sequence.q_begin + row];
+      const int row = first_row(item, warpgroup) + thread_anew() % 32 / 4 + 8 * m;
+      if (params.attn_scale_per_row && row < sequence.q_len) {
+        scale = params.attn_scale[sequence.q_begin + row];
       }
 #pragma unroll
       for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
     }
-    const Tensor rounded_out = rounded<Element>(out);
-    const Tensor words = recast<uint32_t>(rounded_out);
-    const PackedTensor& tensor = params.out;
-    const int first_column = lane % 4 * 8;
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const int row = first + 8 * m;
-      Element* to = static_cast<Element*>(tensor.data) +
-                    (item.work.sequence.q_begin + row) * tensor.row_stride +
-                    item.head * tensor.head_stride + first_column;
-      const int columns = row < item.work.sequence.q_len ? tensor.head_dim - first_column : 0;
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 32; ++n) {  // 32 columns, of which each of 4 lanes stores 8
-        uint32_t piece[4];
-#pragma unroll
-        for (int block = 0; block < 4; ++block) piece[block] = words((n * 4 + block) * 2 + m);
-        transpose_among_four_lanes(piece);
-        if (n * 32 < columns) {
-          *reinterpret_cast<uint4*>(to + n * 32) = {piece[0], piece[1], piece[2], piece[3]};
-        }
-      }
-    }
-  }
-
-  // Lane t of four gets from lane s word t of those that s has, as its word s.
-  static HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
-    const int lane = static_cast<int>(threadIdx.x);
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool is_upper = lane & bit;
-#pragma unroll
-      for (int low = 0; low < 4; ++low) {
-        if (low & bit) continue;
-        const uint32_t mine = is_upper ? words[low] : words[low | bit];
-        const uint32_t other = __shfl_xor_sync(0xffffffff, mine, bit);
-        (is_upper ? words[low] : words[low | bit]) = other;
-      }
-    }
+    const int first = item.work.tile * kRows + warpgroup * kWarpgroupRows;
+    store_sum<Element, kHeadDim>(out, params.out, item.head, sequence.q_begin + first,
+                                 sequence.q_len - first, 0);
   }
 };
 

@@ -42,7 +42,19 @@ inline const char* obstacle(const CudaDevice& device, const ForwardParams& param
   return nullptr;
 }
 
+// Likewise for the backward.
+inline const char* backward_obstacle(const CudaDevice& device, const BackwardParams& params) {
+  if (params.rab.data) return "a rab";
+  if (!can_map(params.dout, params.batch.total_q, params.heads)) {
+    return "strides of dout that no tensor map can have";
+  }
+  return obstacle(device, params);
+}
+
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
+
+template <int kHeadDim, DType kDType>
+BackwardKernel backward();
 
 }  // namespace hstu::sm90

@@ -62,7 +62,7 @@ HSTU_DEVICE void wait_full(const Handover<kStages>& a, RingPlace<kStages> a_plac
 }
 
 // Named barriers. Barrier 0 is __syncthreads().
-enum class NamedBarrier : int { kFirstTurn = 1 };
+enum class NamedBarrier : int { kFirstTurn = 1, kConsumers = 4 };
 
 // Consumer warpgroups issue their products in turn, so that one's products run beside another's
 // activation.

@@ -122,18 +122,26 @@ __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, 
   }
 }
 
-// Starts copying kRows rows from row `first` on to shared memory; `barrier` is told how many bytes
-// will come. By one thread.
+// Starts copying kRows rows from row `first` on to shared memory. By one thread, which has told
+// `barrier` how many bytes will come.
 template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
-__device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
-                                          Element* to,
-                                          cutlass::arch::ClusterTransactionBarrier& barrier) {
-  barrier.arrive_and_expect_tx(kRows * kHeadDim * sizeof(Element));
+__device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const RaggedRows& rows,
+                                                int first, Element* to,
+                                                cutlass::arch::ClusterTransactionBarrier& barrier) {
   for_each_box<kRows, kHeadDim, kBoxRows>(rows, first, [&](int offset, auto... coordinates) {
     cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
                                  static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                  to + offset, coordinates...);
   });
+}
+
+// The same, and tells `barrier`.
+template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
+__device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
+                                          Element* to,
+                                          cutlass::arch::ClusterTransactionBarrier& barrier) {
+  barrier.arrive_and_expect_tx(kRows * kHeadDim * sizeof(Element));
+  start_copy_rows<kRows, kHeadDim, kBoxRows>(map, rows, first, to, barrier);
 }
 
 // Starts copying kRows rows and kKeys columns of a bias: 64 rows at a time, and of these panels of

@@ -52,6 +52,13 @@ using RegisterMma = decltype(make_tiled_mma(
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
+// Both with the summed direction along their rows; or B, or A and B, with it across their rows.
+template <typename Element, int kColumns, int kDepth>
+using RowsByColumnsMma = decltype(make_tiled_mma(
+    GMMA::ss_op_selector<Element, Element, float,
+                         Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
+                         GMMA::Major::MN>()));
+
 template <typename TiledMma, typename FragmentA, typename FragmentB, typename Sum>
 HSTU_DEVICE void start_gemm_of_fragments(TiledMma mma, const FragmentA& a, const FragmentB& b,
                                          Sum& sum, GMMA::ScaleOut scale) {

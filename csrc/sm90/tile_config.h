@@ -47,4 +47,20 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 256) return {2, 64, 1, 2, true};
 }
 
+struct BackwardTiles {
+  int rows;  // of a step
+};
+
+constexpr int kBackwardHeadDim = 128;  // the largest that there are kernels for
+
+constexpr Registers backward_registers() { return {24, 240}; }
+
+// 128 keys. S and dP take a register a row each, dK and dV one for each two columns.
+template <int kHeadDim>
+constexpr BackwardTiles backward_tiles() {
+  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128,
+                "backward_tiles has no entry for this head dim");
+  return {kHeadDim == 32 ? 128 : 64};
+}
+
 }  // namespace hstu::sm90

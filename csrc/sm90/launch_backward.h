@@ -1,0 +1,95 @@
+// Host side of the backward: workspace, prepare(), tensor maps, and what follows the kernel.
+#pragma once
+
+#include "../common/attention_launch.h"
+#include "backward.h"
+#include "kernels.h"
+
+namespace hstu::sm90 {
+
+template <int kHeadDim, DType kDType>
+struct BackwardLauncher {
+  template <bool kIsDeterministic>
+  using Kernel = Backward<kHeadDim, ElementOf<kDType>, kIsDeterministic>;
+  using Form = Kernel<false>;  // all have the same tiles
+
+  static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
+    return Plan(params, launch, nullptr).workspace.used();
+  }
+
+  static void run(const BackwardParams& params, const CudaLaunch& launch) {
+    const Plan plan(params, launch, launch.workspace);
+    PrepareParams prepared;
+    prepared.batch = params.batch;
+    prepared.mask = params.mask;
+    prepared.list = plan.buffers.list;
+    prepared.by_keys = true;
+    prepared.tile_rows = Form::kRows;
+    prepared.tile_keys = Form::kKeys;
+    prepared.heads = params.heads;
+    prepared.row_output = params.dq;
+    prepared.key_outputs[0] = params.dk;
+    prepared.key_outputs[1] = params.dv;
+    prepared.turns = plan.buffers.turns;
+    prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
+    prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
+    prepare(prepared, launch);
+
+    if (launch.deterministic) {
+      run_kernel<Kernel<true>>(params, launch, plan.buffers);
+    } else {
+      run_kernel<Kernel<false>>(params, launch, plan.buffers);
+    }
+    const LaunchConfig per_tile = {plan.dq_tiles, Form::kConsumers * kWarpgroup, 0, true};
+    launch_kernel(finish_dq<Form>, per_tile, launch, "dq of the backward", params, plan.buffers.dq);
+  }
+
+ private:
+  // What lies where in the workspace.
+  struct Plan {
+    Workspace workspace;
+    BackwardBuffers buffers;
+    int64_t dq_tiles;     // times heads
+    int64_t zeros_begin;  // what must be zero lies together
+    int64_t zeros_end;
+
+    Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
+      const BatchParams& batch = params.batch;
+      buffers.list = workspace.take_list(batch.total_k, batch.batch, Form::kKeys);
+      buffers.list.parts = params.heads;
+      buffers.list.summaries =
+          workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
+      const int64_t row_tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
+      dq_tiles = row_tiles * params.heads;
+      const bool takes_turns = launch.deterministic;
+      buffers.turns = takes_turns ? workspace.take<TileSpans>(row_tiles) : nullptr;
+      zeros_begin = workspace.used();
+      buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
+      buffers.turn = takes_turns ? workspace.take<int>(dq_tiles) : nullptr;
+      zeros_end = workspace.used();
+    }
+  };
+
+  template <typename Chosen>
+  static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
+                         const BackwardBuffers& buffers) {
+    const int heads = params.heads;
+    const BackwardMaps maps = {
+        make_ragged_map<kHeadDim>(params.q, heads, Chosen::kRows, kDType),
+        make_ragged_map<kHeadDim>(params.k, heads, Chosen::kKeys, kDType),
+        make_ragged_map<kHeadDim>(params.v, heads, Chosen::kKeys, kDType),
+        make_ragged_map<kHeadDim>(params.dout, heads, Chosen::kRows, kDType),
+    };
+    const int64_t items = int64_t{buffers.list.capacity} * buffers.list.parts;
+    launch_attention<Chosen>(run_backward<Chosen>, launch, persistent_blocks<Chosen>(launch, items),
+                             "backward", params, maps, buffers);
+  }
+};
+
+template <int kHeadDim, DType kDType>
+BackwardKernel backward() {
+  using Launcher = BackwardLauncher<kHeadDim, kDType>;
+  return {Launcher::workspace_bytes, Launcher::run};
+}
+
+}  // namespace hstu::sm90

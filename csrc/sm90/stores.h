@@ -1,0 +1,78 @@
+// Outputs from registers to device memory.
+#pragma once
+
+#include "tensors.h"
+
+namespace hstu::sm90 {
+
+// threadIdx.x
+// NOTE: read each time, else what few tiles need of it would stay in registers, and spill.
+HSTU_DEVICE int thread_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// Lane t of four gets from lane s word t of those that s has, as its word s.
+HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
+  const int lane = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool is_upper = lane & bit;
+#pragma unroll
+    for (int low = 0; low < 4; ++low) {
+      if (low & bit) continue;
+      const uint32_t mine = is_upper ? words[low] : words[low | bit];
+      const uint32_t other = __shfl_xor_sync(0xffffffff, mine, bit);
+      (is_upper ? words[low] : words[low | bit]) = other;
+    }
+  }
+}
+
+// A warpgroup's 64 rows of `kColumns` columns, rounded, to rows `begin` and on of a head, of which
+// `count` exist, and columns `first_column` and on. Four lanes share a row, and exchange what they
+// have so that each stores 16 bytes.
+template <typename Element, int kColumns, typename Sum>
+HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head, int64_t begin,
+                           int count, int first_column) {
+  const Tensor result = rounded<Element>(sum);
+  const Tensor words = recast<const uint32_t>(result);
+  const int thread = thread_anew() % kWarpgroup;
+  const int lane = thread % 32;
+  const int column = first_column + lane % 4 * 8;
+  static_assert(kColumns % 32 == 0);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const int row = thread / 32 * 16 + lane / 4 + 8 * m;
+    Element* to = static_cast<Element*>(tensor.data) + (begin + row) * tensor.row_stride +
+                  head * tensor.head_stride + column;
+    const int columns = row < count ? tensor.head_dim - column : 0;
+#pragma unroll
+    for (int n = 0; n < kColumns / 32; ++n) {  // 32 columns, of which each of 4 lanes stores 8
+      uint32_t piece[4];
+#pragma unroll
+      for (int block = 0; block < 4; ++block) piece[block] = words((n * 4 + block) * 2 + m);
+      transpose_among_four_lanes(piece);
+      if (n * 32 < columns) {
+        *reinterpret_cast<uint4*>(to + n * 32) = {piece[0], piece[1], piece[2], piece[3]};
+      }
+    }
+  }
+}
+
+// Zeroes `count` rows of a head from row `begin` on, by one warp.
+// NOTE: zero_rows() takes more registers than a producer has.
+template <typename Element>
+HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, int count, int head) {
+  static_assert(sizeof(Element) == 2);
+  const int column = static_cast<int>(threadIdx.x) % 32 * 8;  // a row has 256 columns or fewer
+  if (column >= tensor.head_dim) return;
+  Element* to = static_cast<Element*>(tensor.data) + head * tensor.head_stride +
+                begin * tensor.row_stride + column;
+#pragma unroll 1
+  for (int row = 0; row < count; ++row, to += tensor.row_stride) {
+    *reinterpret_cast<uint4*>(to) = uint4{};
+  }
+}
+
+}  // namespace hstu::sm90
