@@ -123,8 +123,7 @@ struct Backward {
       shared.key_handover.init(kConsumerWarps);
       shared.q_handover.init(kConsumerWarps);
       shared.dout_handover.init(kConsumerWarps);
-      for (auto& barrier : shared.dq_handover.full) barrier.init(kConsumers * kWarpgroup);
-      for (auto& barrier : shared.dq_handover.empty) barrier.init(1);
+      shared.dq_handover.init(1, kConsumers * kWarpgroup);
       cutlass::arch::fence_barrier_init();
       prefetch_map(maps.q);
       prefetch_map(maps.k);

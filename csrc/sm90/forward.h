@@ -38,6 +38,7 @@ struct Forward {
   static constexpr bool kBeginsUnlisted = true;
   static constexpr int kNoItem = INT_MAX;
   static constexpr int kNoKey = INT_MAX;
+  static constexpr int kFinders = kConsumers + 1;  // lanes: see find_item()
   static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers);
 
   using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
@@ -104,7 +105,8 @@ struct Forward {
                               const WorkList& list, SharedMemory& shared) {
     constexpr int kConsumerWarps = kConsumers * 4;
     if (threadIdx.x == 0) {
-      shared.item_handover.init(kConsumers * kWarpgroup + 3);  // and the threads that copy
+      // From the lanes that find an item; to the consumers and the threads that copy.
+      shared.item_handover.init(kConsumers * kWarpgroup + 3, kFinders);
       shared.q_handover.init(kConsumerWarps);
       shared.k_handover.init(kConsumerWarps);
       shared.v_handover.init(kConsumerWarps);
@@ -161,7 +163,7 @@ struct Forward {
                                    min(kRows, sequence.q_len - first), item.head);
         __syncwarp();
       } else {
-        if (lane == 0) shared.item_handover.full[place.stage()].arrive();
+        if (lane < kFinders) shared.item_handover.full[place.stage()].arrive();
         if (item.head < 0) return;
         shared.next_item_wanted.wait(place.count % 2);
         place.advance();
@@ -203,7 +205,7 @@ struct Forward {
       item.head = exists ? number - tile * list.parts : -1;
     }
     __syncwarp();
-    if (item.head < 0 || lane > kConsumers) return;
+    if (item.head < 0 || lane >= kFinders) return;
     forget_registers();
     const Sequence& sequence = item.work.sequence;
     const int first = item.work.tile * kRows;

@@ -22,16 +22,16 @@ struct RingPlace {
   HSTU_DEVICE RingPlace before() const { return {count - 1}; }
 };
 
-// Tells consumers that a stage is full, and its producer that it is empty again.
+// Tells consumers that a stage is full, and its producers that it is empty again.
 template <int kStages>
 struct Handover {
-  // One thread arrives, and the bytes that it has announced.
+  // Every producer arrives, and the bytes that it has announced.
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];  // every consumer arrives, see release()
 
-  HSTU_DEVICE void init(int consumers) {
+  HSTU_DEVICE void init(int consumers, int producers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
-      full[stage].init(1);
+      full[stage].init(producers);
       empty[stage].init(consumers);
     }
   }
