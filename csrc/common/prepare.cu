@@ -27,13 +27,13 @@ __device__ int bin_of(const PrepareParams& params, int part, int cost) {
 }
 
 // Of a tile of rows. Tiles go by chunks of the batch, so that what they read is still in the L2
-// cache. But of the batch's last third, the shorter half comes last of all, to fill the end evenly.
+// cache; but see PrepareParams::late.
 __device__ int part_of(const PrepareParams& params, const Sequence& sequence, int tile, int count,
                        int cost) {
   const int last = params.parts - 1;
   const int64_t total = params.batch.total_k;
-  const bool is_late = sequence.k_begin + sequence.k_len > total - total / 3;
-  const bool is_short = tile < count / 2 && cost * 2 * params.tile_keys <= sequence.k_len;
+  const bool is_late = sequence.k_begin + sequence.k_len > total - total / params.late;
+  const bool is_short = tile < count / 2 && (cost - 1) * 2 * params.tile_keys <= sequence.k_len;
   if (is_late && is_short) return last;
   return min(static_cast<int>(sequence.k_begin >> params.chunk_shift), max(last - 1, 0));
 }

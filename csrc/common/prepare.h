@@ -19,6 +19,8 @@ struct PrepareParams {
   int parts = 1;  // a power of two: the chunks, and what comes after them
   int chunk_shift = 62;
   int fine_bits = 5;  // of the costs that decide the order: fewer where there are many parts
+  // The shorter tiles of the batch's last 1 / late come last of all, to fill the end evenly.
+  int late = 1;
 
   // Outputs that get zeros where no sequence has rows.
   int heads = 0;

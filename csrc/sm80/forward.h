@@ -21,6 +21,7 @@ struct Forward {
   static constexpr int kThreads = kTiles.warps * 32;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
   static constexpr bool kBeginsUnlisted = false;
+  static constexpr bool kWaitsForMemory = false;
   static constexpr int kStages = 2;
 
   using Order = KeyOrder<32>;

@@ -36,6 +36,7 @@ struct Forward {
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static constexpr bool kBeginsUnlisted = true;
+  static constexpr bool kWaitsForMemory = true;  // where sequences are short
   static constexpr int kNoItem = INT_MAX;
   static constexpr int kNoKey = INT_MAX;
   static constexpr int kFinders = kConsumers + 1;  // lanes: see find_item()
