@@ -174,7 +174,7 @@ struct Backward {
       __syncwarp();
       if (item.head >= 0) {
         const int tiles = (item.work.sequence.q_len + kRows - 1) / kRows;
-        item.map.fill(tiles, lane, 32, [&](int m) { return classify(params, list, item, m); });
+        item.map.fill(tiles, lane, 32, [&](int m) { return classify(buffers, item, m); });
         __syncwarp();
       }
       if (item.head >= 0 && item.map.last() < 0) {
@@ -194,14 +194,21 @@ struct Backward {
   }
 
   // What the item's keys are to tile m of rows.
-  static HSTU_DEVICE TileKind classify(const BackwardParams& params, const WorkList& list,
-                                       const Item& item, int m) {
-    const SpanSummary summary = list.summaries.at(item.first_row_tile + m, item.head);
-    const int k0 = item.work.tile * kKeys;
+  static HSTU_DEVICE TileKind classify(const BackwardBuffers& buffers, const Item& item, int m) {
+    const int tile = item.work.tile;
+    const int64_t row_tile = item.first_row_tile + m;
+    if constexpr (kIsDeterministic) {
+      // NOTE: by the same spans that others count turns by, so that none waits for a turn that is
+      // not taken.
+      const TileSpans& spans = buffers.turns[row_tile];
+      bool takes_turn = false;
+      for (int n = 0; n < 2; ++n) takes_turn |= spans.begin[n] <= tile && tile < spans.end[n];
+      if (!takes_turn) return TileKind::kEmpty;
+    }
+    const SpanSummary summary = buffers.list.summaries.at(row_tile, item.head);
+    const int k0 = tile * kKeys;
     const TileKind kind = summary.classify(k0, min(k0 + kKeys, item.work.sequence.k_len));
-    // NOTE: of masks given by row, every tile of keys takes its turn.
-    const bool takes_turn = kIsDeterministic && is_given_by_row(params.mask);
-    return kind == TileKind::kEmpty && takes_turn ? TileKind::kPartial : kind;
+    return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
   }
 
   // The others are a thread each.
