@@ -444,16 +444,19 @@ struct Backward {
       if (params.attn_scale_per_row) {
         shared.row_scales[warpgroup][thread] = params.attn_scale[sequence.q_begin + row];
       }
-      const int first_key = item.work.tile * kKeys + warpgroup * kWarpgroupRows;
-      const Mask mask(params.mask, sequence, item.head);
-      shared.visible[warpgroup][thread] = mask.row_bits(row, first_key);
+      if (tile.is_partial()) {
+        const int first_key = item.work.tile * kKeys + warpgroup * kWarpgroupRows;
+        const Mask mask(params.mask, sequence, item.head);
+        shared.visible[warpgroup][thread] = mask.row_bits(row, first_key);
+      }
     } else if (thread < kRows) {
       shared.row_scales[warpgroup][thread] = 0.0f;
       shared.visible[warpgroup][thread] = 0;
     }
-    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstTurn) + warpgroup),
-                 "n"(kWarpgroup)
-                 : "memory");
+    asm volatile(
+        "bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstOfWarpgroup) + warpgroup),
+        "n"(kWarpgroup)
+        : "memory");
   }
 
   // Zeroes what the mask hides.

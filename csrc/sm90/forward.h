@@ -195,13 +195,13 @@ struct Forward {
       const int number = shared.number;
       const int tile = number / list.parts;
       bool exists = number != kNoItem;
-      if (list.tiles && tile >= list.unlisted) {
+      if (exists && list.tiles && tile >= list.unlisted) {
         wait_for_previous_kernel();
-        exists = exists && tile - list.unlisted < *list.count;
+        exists = tile - list.unlisted < *list.count;
         if (exists) item.work = list.tiles[tile - list.unlisted];
-      } else if (!find_row_tile(params.batch, tile, kRows, item.work)) {
-        exists = list.tiles;  // else the only one
-        item.work = {};
+      } else if (exists && !find_row_tile(params.batch, tile, kRows, item.work)) {
+        item.work = {};                  // without rows
+        exists = list.tiles != nullptr;  // others come after it
       }
       item.head = exists ? number - tile * list.parts : -1;
     }
@@ -218,6 +218,8 @@ struct Forward {
       } else {
         const int64_t before = first_tile(sequence.q_begin, item.work.sequence_number, kRows);
         item.summary = list.summaries.at(before + item.work.tile, item.head);
+        // NOTE: offsets that lie may leave a summary unwritten.
+        for (Interval& keys : item.summary.hull) keys.end = min(keys.end, sequence.k_len);
       }
       return;
     }

@@ -61,8 +61,9 @@ HSTU_DEVICE void wait_full(const Handover<kStages>& a, RingPlace<kStages> a_plac
   if (!b_full) b.wait_full(b_place);
 }
 
-// Named barriers. Barrier 0 is __syncthreads().
-enum class NamedBarrier : int { kFirstTurn = 1, kConsumers = 4 };
+// Named barriers. Barrier 0 is __syncthreads(). Of those that begin with kFirst, each consumer
+// warpgroup has one.
+enum class NamedBarrier : int { kFirstTurn = 1, kFirstOfWarpgroup = 1, kConsumers = 4 };
 
 // Consumer warpgroups issue their products in turn, so that one's products run beside another's
 // activation.

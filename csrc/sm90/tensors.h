@@ -52,7 +52,7 @@ using RegisterMma = decltype(make_tiled_mma(
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
-// Both with the summed direction along their rows; or B, or A and B, with it across their rows.
+// Both in shared memory, A with the summed direction along its rows, B across them.
 template <typename Element, int kColumns, int kDepth>
 using RowsByColumnsMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float,

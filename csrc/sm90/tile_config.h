@@ -55,7 +55,7 @@ constexpr int kBackwardHeadDim = 128;  // the largest that there are kernels for
 
 constexpr Registers backward_registers() { return {24, 240}; }
 
-// 128 keys. S and dP take a register a row each, dK and dV one for each two columns.
+// 128 keys. S and dP take a register for each two rows, dK and dV one for each two columns.
 template <int kHeadDim>
 constexpr BackwardTiles backward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128,
