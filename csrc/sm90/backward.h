@@ -233,7 +233,7 @@ struct Backward {
 
   static HSTU_DEVICE void copy_keys_of_items(const BackwardMaps& maps, SharedMemory& shared) {
     KeyPlace place;
-    for_each_item(shared, [&](const Item& item) {
+    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
       const Sequence& sequence = item.work.sequence;
       const RaggedRows rows{sequence.k_begin, sequence.k_len, item.head};
       const int first = item.work.tile * kKeys;
@@ -294,21 +294,10 @@ struct Backward {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
   }
 
-  template <typename Visit>
-  static HSTU_DEVICE void for_each_item(SharedMemory& shared, Visit visit) {
-    for (ItemPlace place;; place.advance()) {
-      shared.item_handover.wait_full(place);
-      const Item& item = shared.items[place.stage()];
-      if (item.head < 0) return;
-      visit(item);
-      shared.item_handover.release(place);
-    }
-  }
-
   // Calls visit(item, tile, next tile) for each tile of rows, from the last to the first.
   template <typename Visit>
   static HSTU_DEVICE void for_each_row_tile(SharedMemory& shared, Visit visit) {
-    for_each_item(shared, [&](const Item& item) {
+    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
       for (int m = item.map.last(); m >= 0;) {
         const int next = item.map.before(m);
         visit(item, m, next);
@@ -425,12 +414,6 @@ struct Backward {
     asm volatile("bar.sync %0, %1;" ::"n"(static_cast<int>(NamedBarrier::kConsumers)),
                  "n"(kConsumers * kWarpgroup)
                  : "memory");
-  }
-
-  // NOTE: by the lane that tells for its warp that the stage is empty.
-  static HSTU_DEVICE RowTile read_by_warp(const RowTile& tile) {
-    const int bits = threadIdx.x % 32 == 0 ? tile.bits : 0;
-    return {__shfl_sync(0xffffffff, bits, 0)};
   }
 
   // Which of the warpgroup's keys each row sees, and what scales it, into shared memory: a thread

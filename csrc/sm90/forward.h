@@ -241,7 +241,7 @@ struct Forward {
 
   static HSTU_DEVICE void copy_queries(const ForwardMaps& maps, SharedMemory& shared) {
     QueryPlace place;
-    for_each_item(shared, [&](const Item& item) {
+    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
       const Sequence& sequence = item.work.sequence;
       const RaggedRows rows{sequence.q_begin, sequence.q_len, item.head};
       const int first = item.work.tile * kRows;
@@ -297,22 +297,11 @@ struct Forward {
     return {item.work.sequence.k_begin, item.work.sequence.k_len, item.head};
   }
 
-  template <typename Visit>
-  static HSTU_DEVICE void for_each_item(SharedMemory& shared, Visit visit) {
-    for (ItemPlace place;; place.advance()) {
-      shared.item_handover.wait_full(place);
-      const Item& item = shared.items[place.stage()];
-      if (item.head < 0) return;
-      visit(item);
-      shared.item_handover.release(place);
-    }
-  }
-
   // Calls visit(item, first, next, place) for each tile of keys, told by its first key.
   template <typename Visit>
   static HSTU_DEVICE void for_each_key_tile(SharedMemory& shared, Visit visit) {
     KeyPlace place;
-    for_each_item(shared, [&](const Item& item) {
+    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
       for (int first = item.tile_from(0); first != kNoKey;) {
         const int next = item.tile_from(first + kKeys);
         visit(item, first, next, place);
@@ -475,12 +464,6 @@ struct Forward {
         scores(column / 2 + n * 2 + 1) = high_half<Element>(words[n]);
       }
     }
-  }
-
-  // NOTE: by the lane that tells for its warp that the stage is empty.
-  static HSTU_DEVICE KeyTile read_by_warp(const KeyTile& tile) {
-    const int bits = threadIdx.x % 32 == 0 ? tile.bits : 0;
-    return {__shfl_sync(0xffffffff, bits, 0)};
   }
 
   // Which of 64 keys one row sees: lane n of a warp finds it for row n % 16 of the warp's, and the

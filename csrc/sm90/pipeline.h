@@ -61,6 +61,27 @@ HSTU_DEVICE void wait_full(const Handover<kStages>& a, RingPlace<kStages> a_plac
   if (!b_full) b.wait_full(b_place);
 }
 
+// Calls visit(item) for each item of a ring until one has no head. By one thread.
+template <int kStages, typename Item, typename Visit>
+HSTU_DEVICE void for_each_item(const Item (&items)[kStages], const Handover<kStages>& handover,
+                               Visit visit) {
+  for (RingPlace<kStages> place;; place.advance()) {
+    handover.wait_full(place);
+    const Item& item = items[place.stage()];
+    if (item.head < 0) return;
+    visit(item);
+    handover.release(place);
+  }
+}
+
+// What a tile in shared memory says, in one register.
+// NOTE: by the lane that tells for its warp that the stage is empty.
+template <typename Tile>
+HSTU_DEVICE Tile read_by_warp(const Tile& tile) {
+  const int bits = threadIdx.x % 32 == 0 ? tile.bits : 0;
+  return {__shfl_sync(0xffffffff, bits, 0)};
+}
+
 // Named barriers. Barrier 0 is __syncthreads(). Of those that begin with kFirst, each consumer
 // warpgroup has one.
 enum class NamedBarrier : int { kFirstTurn = 1, kFirstOfWarpgroup = 1, kConsumers = 4 };
