@@ -100,18 +100,9 @@ BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& p
   if (device.arch == 90) {
     obstacle = sm90::backward_obstacle(device, params);
     if (!obstacle) {
-      const BackwardKernel kernel = find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
-        if constexpr (kHeadDim <= sm90::kBackwardHeadDim) {
-          return sm90::backward<kHeadDim, kDType>();
-        } else {
-          return BackwardKernel{};
-        }
-      });
-      if (kernel.run) {
-        print_choice("backward", "sm90", nullptr);
-        return kernel;
-      }
-      obstacle = "a head dim beyond 128";
+      print_choice("backward", "sm90", nullptr);
+      return find(HeadDims{}, params,
+                  []<int kHeadDim, DType kDType>() { return sm90::backward<kHeadDim, kDType>(); });
     }
   }
 #endif

@@ -170,13 +170,20 @@ LIES = {
 }
 
 
-def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool) -> None:
-    """Offsets, used lengths and counts that fit no tensor: what lies around the outputs stays."""
-    batch = make_batch([70, 30, 30], dim=dim, device="cuda", dtype=BF16, mask="causal", bias=bias)
-    batch.cu_seqlens_q = torch.tensor(LIES[lie], dtype=torch.int32, device="cuda")
+def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer: int = 1) -> None:
+    """Offsets, used lengths and counts that fit no tensor: what lies around the outputs stays.
+
+    `longer` is by how much, and if it is not 1, the mask has a window of a few tiles.
+    """
+    lengths = [longer * length for length in (70, 30, 30)]
+    batch = make_batch(lengths, dim=dim, device="cuda", dtype=BF16, mask="causal", bias=bias)
+    lies = [max(-(2**31), min(longer * offset, 2**31 - 1)) for offset in LIES[lie]]
+    batch.cu_seqlens_q = torch.tensor(lies, dtype=torch.int32, device="cuda")
     batch.cu_seqlens_k = batch.cu_seqlens_q.flip(0) if lie == "huge" else batch.cu_seqlens_q
     counts = torch.tensor([10**9, -5, 40], dtype=torch.int32, device="cuda")
-    if lie != "decreasing":
+    if longer != 1:
+        batch.mask = Mask.local(300, 0)
+    elif lie != "decreasing":
         batch.seqused_k = counts
         batch.mask = Mask.causal(num_contexts=counts.flip(0), num_targets=counts)
     dout = random_dout(batch)
@@ -216,7 +223,8 @@ def test_lying_offsets_do_not_hang_a_deterministic_backward(lie):
     script = (
         "from tests.test_cuda_calls import lying_call\n"
         "for dim in (64, 256):\n"
-        f"    for bias in (None, 'rab-1-head'): lying_call({lie!r}, dim, bias, True)\n"
+        "    for bias in (None, 'rab-1-head'):\n"
+        f"        for longer in (1, 20): lying_call({lie!r}, dim, bias, True, longer)\n"
     )
     root = Path(__file__).resolve().parents[1]
     subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
@@ -341,7 +349,6 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
     plain = make_batch([72], device="cuda", dtype=BF16, mask="causal")
     aligned = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
     odd = make_batch([71], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
-    wide = make_batch([72], dim=136, device="cuda", dtype=BF16, mask="causal")
 
     def printed(batch):
         run(hstu_attention, batch, random_dout(batch))
@@ -354,7 +361,6 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
     newest = f"sm{forced}"
     assert printed(plain) == [forward + newest, backward + newest]
     assert printed(aligned) == [forward + newest, backward + by_sm80("a rab")]
-    assert printed(wide) == [forward + newest, backward + by_sm80("a head dim beyond 128")]
     unaligned = "a rab in another dtype than q, or whose rows are not aligned to 16 bytes"
     assert printed(odd)[0] == forward + by_sm80(unaligned)
 

@@ -98,4 +98,24 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params,
   return blocks;
 }
 
+// What the lists of all backward kernels have in common.
+inline PrepareParams prepare_params(const BackwardParams& params, const CudaLaunch& launch) {
+  PrepareParams prepared;
+  prepared.batch = params.batch;
+  prepared.mask = params.mask;
+  prepared.by_keys = true;
+  prepared.heads = params.heads;
+  prepared.row_output = params.dq;
+  prepared.key_outputs[0] = params.dk;
+  prepared.key_outputs[1] = params.dv;
+  // A third of the cache for Q, K, V, dO and the fp32 sums of dQ of a chunk. Not where blocks wait
+  // for turns: they wait less the more sequences they are spread over.
+  if (!launch.deterministic) {
+    const int64_t dims = 8 * params.k.head_dim + 4 * params.v.head_dim;
+    prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / (params.heads * dims));
+    prepared.late = 3;
+  }
+  return prepared;
+}
+
 }  // namespace hstu

@@ -26,14 +26,18 @@ __device__ int bin_of(const PrepareParams& params, int part, int cost) {
   return part * bins + bins - 1 - min(rank, bins - 1);
 }
 
-// Of a tile of rows. Tiles go by chunks of the batch, so that what they read is still in the L2
-// cache; but see PrepareParams::late.
+// Tiles go by chunks of the batch, so that what they read is still in the L2 cache; but see
+// PrepareParams::late.
+template <bool kByKeys>
 __device__ int part_of(const PrepareParams& params, const Sequence& sequence, int tile, int count,
                        int cost) {
   const int last = params.parts - 1;
   const int64_t total = params.batch.total_k;
   const bool is_late = sequence.k_begin + sequence.k_len > total - total / params.late;
-  const bool is_short = tile < count / 2 && (cost - 1) * 2 * params.tile_keys <= sequence.k_len;
+  const int reach = (cost - 1) * 2 * (kByKeys ? params.tile_rows : params.tile_keys);
+  // NOTE: of keys by the cost alone: an earlier tile must never stand behind a later one.
+  const bool is_short =
+      kByKeys ? reach <= sequence.q_len : tile < count / 2 && reach <= sequence.k_len;
   if (is_late && is_short) return last;
   return min(static_cast<int>(sequence.k_begin >> params.chunk_shift), max(last - 1, 0));
 }
@@ -92,7 +96,7 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
         }
         largest = __shfl_sync(0xffffffff, cost, 0, group);
       }
-      const int part = kByKeys ? 0 : part_of(params, sequence, tile, count, cost);
+      const int part = part_of<kByKeys>(params, sequence, tile, count, cost);
       visit(sequence, b, tile, place_of(bin_of(params, part, cost)), active);
     }
   }

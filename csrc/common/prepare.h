@@ -14,7 +14,7 @@ struct PrepareParams {
   int tile_rows = 0;
   int tile_keys = 0;
 
-  // The order of tiles of rows: see set_chunks().
+  // The order of tiles: see set_chunks().
   static constexpr int kMaxParts = 128;
   int parts = 1;  // a power of two: the chunks, and what comes after them
   int chunk_shift = 62;

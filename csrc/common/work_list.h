@@ -84,10 +84,25 @@ HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t number, in
   return tile >= 0 && tile * size < found.sequence.q_len;
 }
 
-// The key tiles that some row of a tile of rows sees: [begin, end) twice.
+// The key tiles that some row of a tile of rows sees: [begin, end) twice. In a deterministic
+// backward they take turns, in ascending order, to add to its dQ.
+// NOTE: whether a tile takes a turn is told by this alone, and not by the mask: where offsets lie,
+// sequences share tiles of rows, and blocks would wait for turns that nobody takes.
 struct alignas(16) TileSpans {
   int begin[2];
   int end[2];
+
+  HSTU_HOST_DEVICE bool hold(int tile) const {
+    return (begin[0] <= tile && tile < end[0]) || (begin[1] <= tile && tile < end[1]);
+  }
+  HSTU_HOST_DEVICE int count_before(int tile) const {
+    int count = 0;
+    for (int n = 0; n < 2; ++n) {
+      const int last = tile < end[n] ? tile : end[n];
+      if (begin[n] < last) count += last - begin[n];
+    }
+    return count;
+  }
 };
 
 #if defined(__CUDACC__)
@@ -175,8 +190,7 @@ class WorkQueue {
 };
 
 // Which of the tiles that an item meets are visible, and which of those are partial: one bit each.
-// Found before the sums take the registers; it lies in shared memory. An item goes through them
-// from the last to the first.
+// Found before the sums take the registers; it lies in shared memory.
 struct TileMap {
   // NOTE: later tiles count as partial, which is right for every tile, and slower.
   static constexpr int kTiles = 2048;
@@ -201,6 +215,7 @@ struct TileMap {
     }
   }
 
+  __device__ int first() const { return after(-1); }
   __device__ int last() const { return before(count); }
 
   // The last visible tile before tile n; -1 where there is none.
@@ -209,6 +224,18 @@ struct TileMap {
     for (int word = n / 32; word >= 0; --word) {
       const unsigned bits = (word < kTiles / 32 ? visible[word] : 0xffffffff) & allowed;
       if (bits != 0) return word * 32 + 31 - __clz(bits);
+      allowed = 0xffffffff;
+    }
+    return -1;
+  }
+
+  // The first visible tile after tile n; -1 where there is none.
+  __device__ int after(int n) const {
+    unsigned allowed = 0xffffffff << (n + 1) % 32;
+    for (int word = (n + 1) / 32; word * 32 < count; ++word) {
+      const unsigned bits = (word < kTiles / 32 ? visible[word] : 0xffffffff) & allowed;
+      const int found = word * 32 + __ffs(bits) - 1;
+      if (bits != 0) return found < count ? found : -1;
       allowed = 0xffffffff;
     }
     return -1;

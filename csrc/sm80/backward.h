@@ -19,7 +19,7 @@ struct BackwardBuffers {
   int heads_per_item;
   float* dq;         // [row tiles, H, rows x head dim], in the order of RowSum; zeroed
   TileSpans* turns;  // [row tiles]: the key tiles that take turns to add; null: in any order
-  int* turn;         // [row tiles, H]: those that have added; zeroed; null: in any order
+  int* turns_taken;  // [row tiles, H]: how many have added; zeroed; null: in any order
   DenseBias drab;    // where dS is summed over heads, or where it belongs if that is fp32
 };
 
@@ -149,10 +149,13 @@ struct Backward {
     }
     const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
     shared.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
+      if constexpr (kIsDeterministic) {
+        const int64_t first = first_tile(sequence.q_begin, work.sequence_number, kRows);
+        if (!buffers.turns[first + m].hold(work.tile)) return TileKind::kEmpty;
+      }
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.tile);
-      const bool takes_turn = kIsDeterministic && buffers.list.summaries.data;
-      return kind == TileKind::kEmpty && takes_turn ? TileKind::kPartial : kind;
+      return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
     });
     __syncthreads();
 
@@ -196,7 +199,7 @@ struct Backward {
       const int r0 = row_tile * kRows;
       int turn = 0;  // asked for here, where there is time to wait for the answer
       if (kIsDeterministic && threadIdx.x == 0) {
-        turn = load_relaxed(buffers.turn + dq_number(row_tile));
+        turn = load_relaxed(buffers.turns_taken + dq_number(row_tile));
       }
 
       // S = Q K^T + bias
@@ -239,7 +242,8 @@ struct Backward {
       }
       if (kIsDeterministic && threadIdx.x == 0) {
         pass_turn(buffers, shared, dq_number(row_tile));
-        wait_for_turn(shared.turns[stage], work.tile, turn, buffers.turn + dq_number(row_tile));
+        wait_for_turn(shared.turns[stage], work.tile, turn,
+                      buffers.turns_taken + dq_number(row_tile));
       }
       __syncthreads();  // P and dS are there, and it is this block's turn to add to dQ
 
@@ -327,15 +331,14 @@ struct Backward {
   static HSTU_DEVICE void pass_turn(const BackwardBuffers& buffers, SharedMemory& shared,
                                     int64_t next_dq) {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    if (shared.last_dq >= 0) atomicAdd(buffers.turn + shared.last_dq, 1);
+    if (shared.last_dq >= 0) atomicAdd(buffers.turns_taken + shared.last_dq, 1);
     shared.last_dq = next_dq;
   }
 
   // `seen` is what `turn` was earlier.
   static HSTU_DEVICE void wait_for_turn(const TileSpans& spans, int key_tile, int seen,
                                         const int* turn) {
-    int before = 0;
-    for (int n = 0; n < 2; ++n) before += max(0, min(spans.end[n], key_tile) - spans.begin[n]);
+    const int before = spans.count_before(key_tile);
     // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
     while (seen < before) seen = load_acquire(turn);
   }

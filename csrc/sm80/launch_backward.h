@@ -79,7 +79,7 @@ struct BackwardLauncher {
           kIsDeterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
-      buffers.turn = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
+      buffers.turns_taken = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
       buffers.drab = params.drab;
       if (sums_drab(params)) {
         DenseBias& drab = buffers.drab;
@@ -98,17 +98,10 @@ struct BackwardLauncher {
     using Plain = Kernel<kMemory, false, kIsDeterministic>;
     using WithBias = Kernel<kMemory, true, kIsDeterministic>;
     const Plan<kMemory, kIsDeterministic> plan(params, launch.workspace);
-    PrepareParams prepared;
-    prepared.batch = params.batch;
-    prepared.mask = params.mask;
+    PrepareParams prepared = prepare_params(params, launch);
     prepared.list = plan.buffers.list;
-    prepared.by_keys = true;
     prepared.tile_rows = Plain::kRows;
     prepared.tile_keys = Plain::kKeys;
-    prepared.heads = params.heads;
-    prepared.row_output = params.dq;
-    prepared.key_outputs[0] = params.dk;
-    prepared.key_outputs[1] = params.dv;
     prepared.turns = plan.buffers.turns;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;

@@ -1,5 +1,5 @@
-// The kernels of this folder, a forward for each head dim and dtype, and a backward for those up to
-// kBackwardHeadDim; those that are built are instantiated in instantiations/.
+// The kernels of this folder, a forward and a backward for each head dim and dtype; those that are
+// built are instantiated in instantiations/.
 #pragma once
 
 #include <climits>

@@ -19,17 +19,10 @@ struct BackwardLauncher {
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
     const Plan plan(params, launch, launch.workspace);
-    PrepareParams prepared;
-    prepared.batch = params.batch;
-    prepared.mask = params.mask;
+    PrepareParams prepared = prepare_params(params, launch);
     prepared.list = plan.buffers.list;
-    prepared.by_keys = true;
     prepared.tile_rows = Form::kRows;
     prepared.tile_keys = Form::kKeys;
-    prepared.heads = params.heads;
-    prepared.row_output = params.dq;
-    prepared.key_outputs[0] = params.dk;
-    prepared.key_outputs[1] = params.dv;
     prepared.turns = plan.buffers.turns;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
@@ -40,7 +33,7 @@ struct BackwardLauncher {
     } else {
       run_kernel<Kernel<false>>(params, launch, plan.buffers);
     }
-    const LaunchConfig per_tile = {plan.dq_tiles, Form::kConsumers * kWarpgroup, 0, true};
+    const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kWarpgroups * kWarpgroup, 0, true};
     launch_kernel(finish_dq<Form>, per_tile, launch, "dq of the backward", params, plan.buffers.dq);
   }
 
@@ -65,7 +58,7 @@ struct BackwardLauncher {
       buffers.turns = takes_turns ? workspace.take<TileSpans>(row_tiles) : nullptr;
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
-      buffers.turn = takes_turns ? workspace.take<int>(dq_tiles) : nullptr;
+      buffers.turns_taken = takes_turns ? workspace.take<int>(dq_tiles) : nullptr;
       zeros_end = workspace.used();
     }
   };

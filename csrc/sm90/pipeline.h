@@ -42,6 +42,11 @@ struct Handover {
   HSTU_DEVICE void wait_empty(const RingPlace<kStages>& place) const {
     empty[place.stage()].wait(place.parity() ^ 1);
   }
+  // The producer is a warp, by all of whose threads this is called.
+  HSTU_DEVICE void fill_by_warp(const RingPlace<kStages>& place) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) full[place.stage()].arrive();
+  }
   // The consumer is a thread.
   HSTU_DEVICE void release(const RingPlace<kStages>& place) const { empty[place.stage()].arrive(); }
   // The consumer is a warp, by all of whose threads this is called.

@@ -59,6 +59,13 @@ using RowsByColumnsMma = decltype(make_tiled_mma(
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
+// Both in shared memory, both with the summed direction across their rows.
+template <typename Element, int kColumns, int kDepth>
+using ColumnsByColumnsMma = decltype(make_tiled_mma(
+    GMMA::ss_op_selector<Element, Element, float,
+                         Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::MN,
+                         GMMA::Major::MN>()));
+
 template <typename TiledMma, typename FragmentA, typename FragmentB, typename Sum>
 HSTU_DEVICE void start_gemm_of_fragments(TiledMma mma, const FragmentA& a, const FragmentB& b,
                                          Sum& sum, GMMA::ScaleOut scale) {

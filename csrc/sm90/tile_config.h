@@ -47,20 +47,12 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 256) return {2, 64, 1, 2, true};
 }
 
-struct BackwardTiles {
-  int rows;  // of a step
-};
+// Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
+constexpr int kBackwardRows = 64;
 
-constexpr int kBackwardHeadDim = 128;  // the largest that there are kernels for
-
-constexpr Registers backward_registers() { return {24, 240}; }
-
-// 128 keys. S and dP take a register for each two rows, dK and dV one for each two columns.
-template <int kHeadDim>
-constexpr BackwardTiles backward_tiles() {
-  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128,
-                "backward_tiles has no entry for this head dim");
-  return {kHeadDim == 32 ? 128 : 64};
+constexpr Registers backward_registers(bool producers_look) {
+  if (producers_look) return {88, 208};
+  return {24, 240};
 }
 
 }  // namespace hstu::sm90

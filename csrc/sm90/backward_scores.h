@@ -1,0 +1,80 @@
+// What the backward does with S and dP of a warpgroup, transposed: 64 keys by some rows.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+
+#include "../common/activation.h"
+#include "stores.h"
+
+namespace hstu::sm90 {
+
+// P = silu(alpha * S), rounded, and S = silu'(alpha * S)
+template <typename Scores, typename Weights>
+HSTU_DEVICE void activate(float alpha, Scores& scores, Weights& weights) {
+  using Element = typename Weights::value_type;
+  const float half_alpha = 0.5f * alpha;
+  const cutlass::NumericArrayConverter<Element, float, 2> convert;
+  Tensor pairs = recast<cutlass::Array<Element, 2>>(weights);
+#pragma unroll
+  for (int n = 0; n < size(scores); n += 2) {
+    cutlass::Array<float, 2> p;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float x = half_alpha * scores(n + i);
+      const float t = tanh_approx(x);
+      p[i] = silu_of_half(x, t);
+      scores(n + i) = silu_derivative_of_half(x, t);
+    }
+    pairs(n / 2) = convert(p);
+  }
+}
+
+// result = x * y, rounded
+template <typename Scores, typename Weights>
+HSTU_DEVICE void multiply(const Scores& x, const Scores& y, Weights& result) {
+  using Element = typename Weights::value_type;
+  const cutlass::NumericArrayConverter<Element, float, 2> convert;
+  Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
+#pragma unroll
+  for (int n = 0; n < size(x); n += 2) {
+    pairs(n / 2) = convert(cutlass::Array<float, 2>{x(n) * y(n), x(n + 1) * y(n + 1)});
+  }
+}
+
+// Zeroes what the mask hides: bit n of a row tells whether it sees key n.
+template <int kRows, typename Weights>
+HSTU_DEVICE void hide(const uint64_t* visible, Weights& weights) {
+  const int thread = thread_anew() % kWarpgroup;
+  const int lane = thread % 32;
+  const int key = thread / 32 * 16 + lane / 4;
+  Tensor words = recast<uint32_t>(weights);  // for each 8 rows one of keys m = 0, one of m = 1
+#pragma unroll
+  for (int row = 0; row < kRows; row += 8) {
+    const auto bits = *reinterpret_cast<const ulonglong2*>(visible + row + lane % 4 * 2);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const uint32_t low = bits.x >> (key + 8 * m) & 1 ? 0x0000ffff : 0;
+      const uint32_t high = bits.y >> (key + 8 * m) & 1 ? 0xffff0000 : 0;
+      words(row / 4 + m) &= low | high;
+    }
+  }
+}
+
+// To shared memory as kRows rows by 64 keys, in the order of rows_tensor().
+template <int kRows, typename Weights, typename Element>
+HSTU_DEVICE void store_transposed(const Weights& weights, Element* to) {
+  const int thread = thread_anew() % kWarpgroup;
+  const int lane = thread % 32;
+  const int row = lane / 16 * 8 + lane % 8;
+  const int chunk = thread / 32 * 2 + lane / 8 % 2;  // of 16 bytes, swizzled
+  Element* const first = to + row * kWarpgroupRows + (chunk ^ row % 8) * 8;
+  const Tensor words = recast<const uint32_t>(weights);
+#pragma unroll
+  for (int r = 0; r < kRows; r += 16) {
+    const int n = r / 4;
+    SM90_U16x8_STSM_T::copy(words(n), words(n + 1), words(n + 2), words(n + 3),
+                            *reinterpret_cast<uint128_t*>(first + r * kWarpgroupRows));
+  }
+}
+
+}  // namespace hstu::sm90
