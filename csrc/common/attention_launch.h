@@ -108,14 +108,17 @@ inline PrepareParams prepare_params(const BackwardParams& params, const CudaLaun
   prepared.row_output = params.dq;
   prepared.key_outputs[0] = params.dk;
   prepared.key_outputs[1] = params.dv;
-  // A third of the cache for Q, K, V, dO and the fp32 sums of dQ of a chunk. Not where blocks wait
-  // for turns: they wait less the more sequences they are spread over.
-  if (!launch.deterministic) {
-    const int64_t dims = 8 * params.k.head_dim + 4 * params.v.head_dim;
-    prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / (params.heads * dims));
-    prepared.late = 3;
-  }
   return prepared;
+}
+
+// Chunks whose Q, K, V, dO and fp32 sums of dQ take a third of the cache. Not where blocks wait for
+// turns: they wait less the more sequences they are spread over.
+inline void set_backward_chunks(PrepareParams& prepared, const BackwardParams& params,
+                                const CudaLaunch& launch) {
+  if (launch.deterministic) return;
+  const int64_t row_bytes = int64_t{params.heads} * (8 * params.k.head_dim + 4 * params.v.head_dim);
+  prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
+  prepared.late = 3;
 }
 
 }  // namespace hstu

@@ -27,6 +27,7 @@ struct Backward : BackwardBlock<kHeadDim_, Element_, kIsDeterministic_> {
   using typename Block::Item;
   using typename Block::ItemPlace;
   using typename Block::KeyPlace;
+  using typename Block::MaskPlace;
   using typename Block::RowPlace;
   using typename Block::RowTile;
   using typename Block::SharedMemory;
@@ -87,6 +88,7 @@ struct Backward : BackwardBlock<kHeadDim_, Element_, kIsDeterministic_> {
   static HSTU_DEVICE void consume(const BackwardParams& params, SharedMemory& shared,
                                   int warpgroup) {
     RowPlace row_place;
+    MaskPlace mask_place;
     DqPlace dq_place;
     for (ItemPlace item_place;; item_place.advance()) {
       shared.item_handover.wait_full(item_place);
@@ -104,8 +106,9 @@ struct Backward : BackwardBlock<kHeadDim_, Element_, kIsDeterministic_> {
       for (;;) {
         Element* const q = shared.q[row_place.stage()];
         Element* const dout = shared.dout[row_place.stage()];
+        const int mask_stage = Block::kProducersLook ? mask_place.stage() : row_place.stage();
         const uint64_t* const visible =
-            shared.visible[row_place.stage()][key_group(warpgroup)] + first_row(warpgroup);
+            shared.visible[mask_stage][key_group(warpgroup)] + first_row(warpgroup);
         // dP^T = V dO^T
         Scores gradients;
         shared.dout_handover.wait_full(row_place);
@@ -124,7 +127,13 @@ struct Backward : BackwardBlock<kHeadDim_, Element_, kIsDeterministic_> {
         Weights dscores;
         wait_for_products<kSplitsColumns ? 0 : 1>(gradients);
         multiply(scores, gradients, dscores);
-        if (tile.is_partial()) hide<kScoreRows>(visible, dscores);
+        if (tile.is_partial()) {
+          hide<kScoreRows>(visible, dscores);
+          if constexpr (Block::kProducersLook) {
+            shared.mask_handover.release(mask_place);
+            mask_place.advance();
+          }
+        }
         // dK += dS^T Q
         if constexpr (!kSplitsColumns) {
           start_gemm_registers(KeyMma{}, dscores, transposed_tensor<kRows, kHeadDim>(q), dk, scale);
@@ -216,7 +225,9 @@ struct Backward : BackwardBlock<kHeadDim_, Element_, kIsDeterministic_> {
   // have read: S and dP before they handed over dS, and dV and dK by this warpgroup alone.
   static HSTU_DEVICE void hand_over(const DqPart& dq, int part, DqPlace place,
                                     SharedMemory& shared) {
-    if constexpr (!kSplitsColumns) shared.dq_handover.wait_empty(place);
+    // NOTE: with one buffer, that which the tile before was in.
+    if constexpr (Block::kDqBuffers == 1) shared.dq_handover.wait_empty(DqPlace{place.count + 1});
+    if constexpr (Block::kDqBuffers == 2) shared.dq_handover.wait_empty(place);
     const int thread = thread_anew() % kWarpgroup;
 #pragma unroll
     for (int piece = 0; piece < Dq::kPieces; ++piece) {

@@ -102,9 +102,13 @@ struct BackwardBlock {
   using ItemPlace = RingPlace<2>;
   using KeyPlace = RingPlace<1>;
   using RowPlace = RingPlace<2>;
+  using MaskPlace = RingPlace<2>;  // of partial tiles, where producers look
   using DsPlace = RingPlace<kSplitsColumns ? 1 : 2>;
-  // Two where dQ takes the place of its rows; and where there is room and blocks wait for turns.
-  using DqPlace = RingPlace<kSplitsColumns || (kIsDeterministic && kHeadDim <= 64) ? 2 : 1>;
+  using DqPlace = RingPlace<2>;  // a thread for each stage adds what comes in it
+  // One does, but where blocks wait for turns, if there is room; none where dQ takes the place of
+  // its rows.
+  static constexpr int kDqBuffers =
+      kSplitsColumns ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
   struct SharedMemory {
     alignas(1024) Element k[kKeys * kHeadDim];
@@ -113,7 +117,7 @@ struct BackwardBlock {
     alignas(1024) Element dout[RowPlace::kStages][kRows * kHeadDim];
     alignas(1024) Element p[kSplitsColumns ? kRows * kKeys : 1];
     alignas(1024) Element ds[DsPlace::kStages][kRows * kKeys];
-    alignas(1024) float dq[kSplitsColumns ? 1 : DqPlace::kStages * Dq::kSize];
+    alignas(1024) float dq[kDqBuffers == 0 ? 1 : kDqBuffers * Dq::kSize];
     alignas(16) uint64_t visible[RowPlace::kStages][kKeyGroups][kRows];  // a bit for each key
     Item items[ItemPlace::kStages];
     RowTile row_tiles[RowPlace::kStages];
@@ -122,8 +126,9 @@ struct BackwardBlock {
     Handover<KeyPlace::kStages> key_handover;  // of K and V
     Handover<RowPlace::kStages> q_handover;
     Handover<RowPlace::kStages> dout_handover;
-    Handover<DsPlace::kStages> ds_handover;  // from consumers to consumers
-    Handover<DqPlace::kStages> dq_handover;  // from the consumers
+    Handover<MaskPlace::kStages> mask_handover;  // of `visible`, which is full when Q is
+    Handover<DsPlace::kStages> ds_handover;      // from consumers to consumers
+    Handover<DqPlace::kStages> dq_handover;      // from the consumers
     // Nearly all rows of an item are copied: it is time to look for the next one.
     cutlass::arch::ClusterBarrier item_nears_its_end;
   };
@@ -131,11 +136,13 @@ struct BackwardBlock {
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
   static HSTU_DEVICE void init(SharedMemory& shared) {
-    shared.item_handover.init(kConsumers * kWarpgroup + 32 + 2);  // and those that copy
+    // Consumers, the warp that copies rows, and those that add dQ.
+    shared.item_handover.init(kConsumers * kWarpgroup + 32 + DqPlace::kStages);
     shared.key_handover.init(kConsumerWarps);
     // Where dQ takes the place of its rows, the thread that adds it is the last to read that.
     shared.q_handover.init(kSplitsColumns ? 1 : kConsumerWarps, 32);
     shared.dout_handover.init(kSplitsColumns ? 1 : kConsumerWarps);
+    shared.mask_handover.init(kConsumers * kWarpgroup);
     shared.ds_handover.init(Dq::kWarpgroups * 4, kConsumerWarps);
     shared.dq_handover.init(1, Dq::kWarpgroups * kWarpgroup);
     shared.item_nears_its_end.init(1);
@@ -164,7 +171,7 @@ struct BackwardBlock {
       Element* const rows = piece == 0 ? shared.q[place.stage()] : shared.dout[place.stage()];
       return reinterpret_cast<float*>(rows);
     } else {
-      return shared.dq + place.stage() * Dq::kSize;
+      return shared.dq + (kDqBuffers == 2 ? place.stage() * Dq::kSize : 0);
     }
   }
 };

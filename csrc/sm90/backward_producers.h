@@ -12,6 +12,7 @@ struct BackwardProducers : Block {
   using typename Block::Item;
   using typename Block::ItemPlace;
   using typename Block::KeyPlace;
+  using typename Block::MaskPlace;
   using typename Block::RowPlace;
   using typename Block::RowTile;
   using typename Block::SharedMemory;
@@ -24,16 +25,18 @@ struct BackwardProducers : Block {
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardMaps& maps,
                               const BackwardBuffers& buffers, SharedMemory& shared) {
-    if (threadIdx.x < 32) find_items(params, buffers, shared);
+    if (threadIdx.x < 32) find_items(params, maps, buffers, shared);
     if (threadIdx.x / 32 == 1) copy_rows_of_items(params, maps, shared);
-    if (threadIdx.x == 64) copy_keys_of_items(maps, shared);
-    if (threadIdx.x == 96) add_dq(params, buffers, shared);
+    for (int stage = 0; stage < DqPlace::kStages; ++stage) {
+      if (threadIdx.x == 64 + 32 * stage) add_dq(params, buffers, shared, stage);
+    }
   }
 
  private:
-  // By one warp, which zeroes dK and dV of items that no row sees; consumers do not get them.
-  static HSTU_DEVICE void find_items(const BackwardParams& params, const BackwardBuffers& buffers,
-                                     SharedMemory& shared) {
+  // By one warp, which copies K and V of each item; but zeroes dK and dV of those that no row sees,
+  // which consumers do not get.
+  static HSTU_DEVICE void find_items(const BackwardParams& params, const BackwardMaps& maps,
+                                     const BackwardBuffers& buffers, SharedMemory& shared) {
     const WorkList& list = buffers.list;
     const int lane = static_cast<int>(threadIdx.x);
     ItemPlace place;
@@ -68,6 +71,7 @@ struct BackwardProducers : Block {
       } else {
         if (lane == 0) shared.item_handover.full[place.stage()].arrive();
         if (item.head < 0) return;
+        if (lane == 0) copy_keys(maps, item, KeyPlace{place.count}, shared);
         // NOTE: an item taken earlier than needed is one that no idle block can have.
         shared.item_nears_its_end.wait(place.count % 2);
         __syncwarp();
@@ -75,6 +79,18 @@ struct BackwardProducers : Block {
       }
       if (lane == 0) shared.number = static_cast<int>(gridDim.x) + atomicAdd(list.next, 1);
     }
+  }
+
+  static HSTU_DEVICE void copy_keys(const BackwardMaps& maps, const Item& item, KeyPlace place,
+                                    SharedMemory& shared) {
+    const Sequence& sequence = item.work.sequence;
+    const RaggedRows rows{sequence.k_begin, sequence.k_len, item.head};
+    const int first = item.work.tile * kKeys;
+    shared.key_handover.wait_empty(place);
+    auto& barrier = shared.key_handover.full[place.stage()];
+    barrier.arrive_and_expect_tx(2 * kKeys * kHeadDim * sizeof(Element));
+    start_copy_rows<kKeys, kHeadDim>(maps.k, rows, first, shared.k, barrier);
+    start_copy_rows<kKeys, kHeadDim>(maps.v, rows, first, shared.v, barrier);
   }
 
   // What the item's keys are to tile m of rows.
@@ -97,6 +113,7 @@ struct BackwardProducers : Block {
     const bool copies = threadIdx.x % 32 == 0;
     bool has_told = false;
     RowPlace place;
+    MaskPlace mask_place;
     for_each_row_tile(shared, [&](const Item& item, int m, int next) {
       const int stage = place.stage();
       const int first = m * kRows;
@@ -122,10 +139,12 @@ struct BackwardProducers : Block {
       __syncwarp();
       if constexpr (Block::kProducersLook) {
         if (is_partial) {
+          shared.mask_handover.wait_empty(mask_place);
           for (int group = 0; group < Block::kKeyGroups; ++group) {
             Block::template look_at_rows<kRows, 32>(params, item, first, group,
-                                                    shared.visible[stage][group]);
+                                                    shared.visible[mask_place.stage()][group]);
           }
+          mask_place.advance();
         }
       }
       q_full.arrive();
@@ -133,43 +152,24 @@ struct BackwardProducers : Block {
     });
   }
 
-  // The others are a thread each.
-
-  static HSTU_DEVICE void copy_keys_of_items(const BackwardMaps& maps, SharedMemory& shared) {
-    KeyPlace place;
-    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
-      const Sequence& sequence = item.work.sequence;
-      const RaggedRows rows{sequence.k_begin, sequence.k_len, item.head};
-      const int first = item.work.tile * kKeys;
-      shared.key_handover.wait_empty(place);
-      auto& barrier = shared.key_handover.full[place.stage()];
-      barrier.arrive_and_expect_tx(2 * kKeys * kHeadDim * sizeof(Element));
-      start_copy_rows<kKeys, kHeadDim>(maps.k, rows, first, shared.k, barrier);
-      start_copy_rows<kKeys, kHeadDim>(maps.v, rows, first, shared.v, barrier);
-      place.advance();
-    });
-  }
-
-  // Adds each tile of dQ to its sum.
+  // Adds those tiles of dQ to their sums that come in a stage. By a thread for each stage.
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardBuffers& buffers,
-                                 SharedMemory& shared) {
+                                 SharedMemory& shared, int stage) {
     DqPlace place;
     int* pending = nullptr;  // deterministic: the turn to be passed on when its addition arrived
-    for_each_row_tile(shared, [&](const Item& item, int m, int next) {
+    for_each_row_tile(shared, [&](const Item& item, int m, int) {
+      if (place.stage() != stage) {
+        place.advance();
+        return;
+      }
       const int64_t row_tile = item.first_row_tile + m;
       const int64_t number = row_tile * params.heads + item.head;
-      int* const turns_taken = buffers.turns_taken + number;
       if constexpr (kIsDeterministic) {
-        // NOTE: a turn is passed on before anything is waited for, else blocks could wait for each
-        // other.
         const int before = buffers.turns[row_tile].count_before(item.work.tile);
-        if (load_turns(turns_taken) < before) {
-          pass_turn(pending);
-          while (load_turns(turns_taken) < before) {
-          }
+        // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
+        while (load_turns(buffers.turns_taken + number) < before) {
         }
-        asm volatile("fence.proxy.async;" ::: "memory");
-        if (!shared.dq_handover.full[place.stage()].try_wait(place.parity())) pass_turn(pending);
+        asm volatile("fence.proxy.async.global;" ::: "memory");
       }
       shared.dq_handover.wait_full(place);
 #pragma unroll
@@ -178,10 +178,6 @@ struct BackwardProducers : Block {
                      Block::dq_piece(shared, place, piece));
       }
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-      if constexpr (kIsDeterministic) {
-        pass_turn<1>(pending);
-        pending = turns_taken;
-      }
       asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       if constexpr (kSplitsColumns) {  // it lay in place of the rows
         const RowPlace rows{place.count};
@@ -190,8 +186,13 @@ struct BackwardProducers : Block {
       } else {
         shared.dq_handover.release(place);
       }
+      if constexpr (kIsDeterministic) {
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(buffers.turns_taken + number)
+                     : "memory");
+      }
       place.advance();
-      if (kIsDeterministic && next < 0) pass_turn(pending);
     });
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
@@ -206,22 +207,10 @@ struct BackwardProducers : Block {
   }
 
   // Deterministic: key tiles add to a dQ in ascending order, each in its turn.
-
-  // NOTE: to be compared by less, not unequal: offsets that overlap let sequences share a tile.
   static HSTU_DEVICE int load_turns(const int* taken) {
     int seen;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(taken) : "memory");
     return seen;
-  }
-
-  // Passes on the turn of the addition that all but the last kRunning came after.
-  template <int kRunning = 0>
-  static HSTU_DEVICE void pass_turn(int*& taken) {
-    if (!taken) return;
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kRunning) : "memory");
-    asm volatile("fence.proxy.async;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(taken) : "memory");
-    taken = nullptr;
   }
 
   // Calls visit(item, tile, next tile) for each tile of rows: upwards, so that blocks with other

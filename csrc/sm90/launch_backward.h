@@ -26,6 +26,7 @@ struct BackwardLauncher {
     prepared.turns = plan.buffers.turns;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
+    set_backward_chunks(prepared, params, launch);
     prepare(prepared, launch);
 
     if (launch.deterministic) {
