@@ -60,6 +60,28 @@ def check(batch: Batch, **extra: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
+# Scales
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", TUNED)
+def test_a_scale_for_each_row(dim, dtype):
+    """As small as the inverse of a long length, which fp16 has few bits for."""
+    lengths = [300, 0, 70, 129]
+    batch = make_batch(
+        lengths,
+        dim=dim,
+        dtype=dtype,
+        device="cuda",
+        mask="context-target",
+        attn_scale=torch.rand(sum(lengths), device="cuda") / 4096,
+        scaling_seqlen=4096,
+    )
+    check(batch)
+
+
+# ---------------------------------------------------------------------------------------------
 # Head dims
 # ---------------------------------------------------------------------------------------------
 
