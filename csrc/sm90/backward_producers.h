@@ -156,7 +156,6 @@ struct BackwardProducers : Block {
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardBuffers& buffers,
                                  SharedMemory& shared, int stage) {
     DqPlace place;
-    int* pending = nullptr;  // deterministic: the turn to be passed on when its addition arrived
     for_each_row_tile(shared, [&](const Item& item, int m, int) {
       if (place.stage() != stage) {
         place.advance();
