@@ -222,14 +222,15 @@ def test_index_dtypes_mix(device, index_dtypes):
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bias", [None, "rab"])
 @pytest.mark.parametrize("shape", [(), (1,), (100,)], ids=["scalar", "one", "per-row"])
-def test_attn_scale(device, shape):
+def test_attn_scale(device, shape, bias):
     batch = make_batch(
         [64, 36],
         dtype=torch.bfloat16,
         device=device,
         mask="causal",
-        bias="rab",
+        bias=bias,
         attn_scale=torch.rand(shape, device=device) - 0.3,
     )
     check_against_reference(hstu_attention, batch)
