@@ -99,7 +99,7 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params,
 }
 
 // What the lists of all backward kernels have in common.
-inline PrepareParams prepare_params(const BackwardParams& params, const CudaLaunch& launch) {
+inline PrepareParams prepare_params(const BackwardParams& params) {
   PrepareParams prepared;
   prepared.batch = params.batch;
   prepared.mask = params.mask;

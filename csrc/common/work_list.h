@@ -87,7 +87,7 @@ HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t number, in
 // The key tiles that some row of a tile of rows sees: [begin, end) twice. In a deterministic
 // backward they take turns, in ascending order, to add to its dQ.
 // NOTE: whether a tile takes a turn is told by this alone, and not by the mask: where offsets lie,
-// sequences share tiles of rows, and blocks would wait for turns that nobody takes.
+// sequences share tiles of rows, and blocks could wait for turns that nobody takes.
 struct alignas(16) TileSpans {
   int begin[2];
   int end[2];

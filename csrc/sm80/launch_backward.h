@@ -98,7 +98,7 @@ struct BackwardLauncher {
     using Plain = Kernel<kMemory, false, kIsDeterministic>;
     using WithBias = Kernel<kMemory, true, kIsDeterministic>;
     const Plan<kMemory, kIsDeterministic> plan(params, launch.workspace);
-    PrepareParams prepared = prepare_params(params, launch);
+    PrepareParams prepared = prepare_params(params);
     prepared.list = plan.buffers.list;
     prepared.tile_rows = Plain::kRows;
     prepared.tile_keys = Plain::kKeys;

@@ -19,7 +19,7 @@ struct BackwardLauncher {
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
     const Plan plan(params, launch, launch.workspace);
-    PrepareParams prepared = prepare_params(params, launch);
+    PrepareParams prepared = prepare_params(params);
     prepared.list = plan.buffers.list;
     prepared.tile_rows = Form::kRows;
     prepared.tile_keys = Form::kKeys;

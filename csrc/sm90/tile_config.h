@@ -50,6 +50,8 @@ constexpr ForwardTiles forward_tiles() {
 // Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
 constexpr int kBackwardRows = 64;
 
+// As for the forward. A producer that looks at masks takes up to 88; where sums and scores take all
+// that a consumer can have, producers keep the least that they do with.
 constexpr Registers backward_registers(bool producers_look) {
   if (producers_look) return {88, 208};
   return {24, 240};
