@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.metadata
 import statistics
 import sys
 import traceback
@@ -34,7 +33,7 @@ from hstu_attn.testing import Batch
 from . import columns, plots
 from .columns import Call, Column
 from .gpu import Gpu
-from .report import rounded, software, text_table, write_records
+from .report import gpu_software, rounded, text_table, write_records
 from .workloads import GROUPS, HEAD_DIMS, QUICK, Workload, workloads
 
 __all__ = ["GpuResult", "main", "measure"]
@@ -281,13 +280,6 @@ def print_records(records: Sequence[dict[str, Any]], shown: int) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def _triton_version() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -350,13 +342,7 @@ def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:
 
     command = " ".join(["python -m benchmarks.attention", *(arguments or sys.argv[1:])])
     limits = {name: rounded(x) for name, x in gpu.limits(options.rounds).items()}
-    described = {
-        "gpu": gpu.name,
-        **software(command, options.commit),
-        "cuda": torch.version.cuda,
-        "triton": _triton_version(),
-        **limits,
-    }
+    described = {**gpu_software(gpu.name, command, options.commit), **limits}
     print(
         f"{gpu.name}, hstu_attn {described['hstu_attn']} ({described['commit']}), torch "
         f"{described['torch']}, CUDA {described['cuda']}, Triton {described['triton']}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ __all__ = [
     "cpu_features",
     "cpu_name",
     "environment",
+    "gpu_software",
     "print_environment",
     "read_results",
     "rounded",
@@ -165,6 +167,15 @@ def software(command: str, commit: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "command": command,
     }
+
+
+def gpu_software(gpu: str, command: str, commit: str | None = None) -> dict[str, Any]:
+    """The same beside the name of a GPU, with what its kernels are compiled by."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {"gpu": gpu, **software(command, commit), "cuda": torch.version.cuda, "triton": triton}
 
 
 def print_environment(environment: dict[str, Any]) -> None:

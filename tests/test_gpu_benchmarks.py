@@ -1,4 +1,4 @@
-"""The GPU benchmark as far as it does not need a GPU: counts, records, tables and plots."""
+"""The GPU benchmarks as far as they do not need a GPU: counts, records, tables, plots, profiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import attention, columns, plots, readme
+from benchmarks import attention, columns, plots, readme, training_step
 from benchmarks.gpu import Gpu
 from benchmarks.report import read_results
 from benchmarks.workloads import HEAD_DIMS, Workload, workloads
@@ -135,10 +135,11 @@ def test_a_wrong_result_is_not_timed(small_cases, monkeypatch, tmp_path):
     assert all("AssertionError: out: error" in r["error"] for r in records)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+@pytest.mark.parametrize("module", [attention, training_step])
+def test_without_a_gpu_it_says_so(module, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="expected an NVIDIA GPU and a CUDA build of torch"):
-        attention.main([])
+        module.main([])
 
 
 @pytest.mark.parametrize(
@@ -289,3 +290,160 @@ def test_plots_of_a_stored_file(tmp_path):
         drawn = [(tmp_path / folder / name).read_bytes() for folder in ("first", "second")]
         assert drawn[0].startswith(b"\x89PNG")
         assert drawn[0] == drawn[1]
+
+
+# ---------------------------------------------------------------------------------------------
+# The training step
+# ---------------------------------------------------------------------------------------------
+
+TINY = [
+    *("--batch", "2", "--length", "24", "--heads", "2", "--head-dim", "8", "--items", "50"),
+    *("--layers", "2", "--negatives", "8", "--rounds", "3", "--commit", "abc"),
+]
+
+
+def train(path, *arguments):
+    return training_step.main([*TINY, "--json", str(path), *arguments], FakeGpu())
+
+
+def kernel(start, duration, operator=0, name="other"):
+    """As in a Chrome trace; times are in microseconds."""
+    arguments = {"External id": operator, "correlation": 1}
+    return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": arguments}
+
+
+@pytest.fixture
+def made_up_kernels(monkeypatch):
+    """For each operator of a profile of the CPU, what a GPU might have run."""
+    read = training_step.read_events
+    made = {
+        "hstu_attn::hstu_varlen_fwd": [
+            (0, 300, "void hstu::(anonymous namespace)::prepare<true>(hstu::Params)"),
+            (200, 200, "void hstu::sm90::forward<hstu::Traits<64> >(int)"),
+        ],
+        "hstu_attn::hstu_varlen_bwd": [(0, 700, "hstu::backward")],
+        "aten::mm": [(0, 50, "gemm")],
+        "aten::randint": [(0, 930, "at::cuda::(anonymous namespace)::spin_kernel(long)")],
+    }
+
+    def with_kernels(path):
+        events = read(path)
+        for n, event in enumerate(events.copy()):
+            events += [
+                kernel(1000 * n + start, duration, event["args"]["External id"], name)
+                for start, duration, name in made.get(event["name"], [])
+            ]
+        return events
+
+    monkeypatch.setattr(training_step, "read_events", with_kernels)
+
+
+def test_a_training_step_from_end_to_end(made_up_kernels, tmp_path, capsys):
+    file, trace = tmp_path / "results.json", tmp_path / "traces/step.json"
+    status = train(file, "--impls", "hstu_attn", "--trace", str(trace))
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    records = {r["pass"]: r for r in read_results(file)}
+    assert list(records) == ["attention forward", "attention backward", "step"]
+    step = records["step"]["ms"]
+    for r in records.values():
+        assert r.keys() >= FIELDS - {"tflops", "share_of_matmul", "peak_memory_bytes", "host_us",
+                                     "error"}  # fmt: skip
+        assert r["share_of_step"] == pytest.approx(r["ms"] / step, 2e-3)
+        assert (r["case"], r["dtype"], r["dim"]) == ("2 x 24", "bfloat16", 16)
+    forward, backward = (records[f"attention {name}"] for name in ("forward", "backward"))
+    assert forward["ms"] == pytest.approx(2 * 0.4)  # two layers; the kernels overlap
+    assert forward["kernels"] == {"hstu::prepare": 0.6, "hstu::sm90::forward": 0.4}
+    assert backward["ms"] == pytest.approx(2 * 0.7)
+    assert backward["kernels"] == {"hstu::backward": 1.4}
+    products = records["step"]["busy_ms"] - forward["ms"] - backward["ms"]
+    assert products >= 3 * 4 * 0.05 - 1e-3  # of the layers' linears, at least
+    assert products == pytest.approx(0.05 * round(products / 0.05), abs=1e-3)
+    row = printed.splitlines()[-1].split()
+    assert row[0] == "hstu_attn"
+    assert sum(map(float, row[1:6:2])) == pytest.approx(float(row[7]), abs=2e-3)
+    assert sum(map(float, row[2:7:2])) == pytest.approx(1, abs=2e-3)
+    assert [path.name for path in trace.parent.iterdir()] == ["step-hstu_attn.json"]
+    assert readme.gpu_tables(tmp_path) == []
+
+
+def test_an_implementation_that_fails_leaves_the_others(
+    made_up_kernels, broken, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Broken, "check", Broken.prepare)
+    assert train(tmp_path / "results.json", "--impls", "hstu_attn", "triton", "cudnn") == 0
+    printed = capsys.readouterr().out
+    assert "FAILED  cudnn: ImportError: cudnn is missing" in printed
+    assert "FAILED  triton: RuntimeError: no such kernel" in printed
+    assert {r["impl"] for r in read_results(tmp_path / "results.json")} == {"hstu_attn"}
+    assert train(tmp_path / "results.json", "--impls", "hstu_attn_sm99") == 1
+
+
+def test_a_profile_without_kernels_is_an_error(tmp_path, capsys):
+    assert train(tmp_path / "results.json", "--impls", "hstu_attn") == 1
+    assert "expected kernels of every call of _Attention, got those of 0 of 6 calls" in (
+        capsys.readouterr().out
+    )
+
+
+def test_layers_call_the_attention_of_the_column():
+    shapes = []
+
+    def spy(q, k, v, **options):
+        shapes.append(tuple(q.shape))
+        return hstu_attention(q, k, v, **options)
+
+    options = training_step.parse(TINY)
+    entrant = training_step.Entrant(columns.Column("spy", spy))
+    entrant.begin(options, FakeGpu())
+    assert shapes == training_step.WARM_UP * options.layers * [(48, 2, 8)]
+    training, same = (training_step.Training(options, "cpu") for _ in range(2))
+    before = [parameter.clone() for parameter in training.model.parameters()]
+    assert training.step().isfinite()
+    for old, new in zip(before, training.model.parameters(), strict=True):
+        assert not torch.equal(old, new)
+    for parameter, other in zip(before, same.model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_kernels_belong_to_the_function_that_launched_them():
+    def operator(name, start, duration, number, thread=1):
+        return {
+            "cat": "cpu_op",
+            "name": name,
+            "ts": start,
+            "dur": duration,
+            "tid": thread,
+            "args": {"External id": number},
+        }
+
+    events = [
+        operator("_Attention", 10, 20, 1),
+        operator("aten::empty", 12, 3, 2),
+        operator("aten::mul", 15, 5, 3, thread=2),
+        operator("aten::add", 30, 5, 4),
+        kernel(100, 10, 1),
+        kernel(105, 10, 2),
+        kernel(200, 10, 3),
+        kernel(300, 10, 4),
+        {**kernel(130, 5, 2), "cat": "gpu_memset"},
+        {**kernel(140, 5, 1), "cat": "gpu_user_annotation"},
+        {"cat": "kernel", "name": "unknown", "ts": 150, "dur": 5, "args": {}},
+    ]
+    found = training_step.kernels_of("_Attention", events)
+    assert sorted(event["ts"] for event in found) == [100, 105, 130]
+    assert training_step.busy_ms(found) == pytest.approx(0.020)
+    with pytest.raises(RuntimeError, match="got those of 0 of 0 calls"):
+        training_step.kernels_of("_AttentionBackward", events)
+
+
+def test_the_step_is_that_of_the_example():
+    import train_retrieval
+
+    ours, theirs = training_step.parse([]), train_retrieval.parse_arguments([])
+    for name in ("dim", "heads", "layers", "dropout", "negatives", "temperature", "clip_norm"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.dim == ours.heads * ours.head_dim
+    first = theirs.learning_rate / theirs.warmup_steps
+    assert first == pytest.approx(training_step.LEARNING_RATE)
+    assert ours.length == 4096

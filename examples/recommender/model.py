@@ -18,7 +18,8 @@ class RetrievalModel(nn.Module):
 
     Args:
         num_items: size of the catalogue.
-        config: of the layers; its ``embedding_dim`` is the width of the item embeddings.
+        config: of the layers; its ``embedding_dim`` is the width of the item embeddings. Times are
+            read where it has a table for them.
         num_layers: how many layers.
         max_seq_len: no sequence is longer.
         dropout_ratio: of the embedded inputs.
@@ -41,6 +42,7 @@ class RetrievalModel(nn.Module):
         self.max_seq_len = max_seq_len
         self.l2_normalise = l2_normalise
         self.compute_dtype = compute_dtype
+        self.reads_times = config.enable_relative_attention_bias and config.num_buckets > 0
         self.item_embedding = nn.Embedding(num_items, config.embedding_dim)
         nn.init.trunc_normal_(self.item_embedding.weight, std=0.02)
         self.position = PositionalEmbedding(max_seq_len, config.embedding_dim, dropout_ratio)
@@ -53,8 +55,8 @@ class RetrievalModel(nn.Module):
             x.to(self.compute_dtype),
             batch.seq_offsets,
             self.max_seq_len,
-            timestamps=batch.timestamps,
-            row_timestamps=batch.target_timestamps,
+            timestamps=batch.timestamps if self.reads_times else None,
+            row_timestamps=batch.target_timestamps if self.reads_times else None,
         ).float()
         return F.normalize(x, dim=1) if self.l2_normalise else F.layer_norm(x, x.shape[1:])
 
