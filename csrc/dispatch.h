@@ -52,8 +52,9 @@ struct ForwardKernel {
 
 struct BackwardKernel {
   int64_t (*workspace_bytes)(const BackwardParams& params, const CudaLaunch& launch);
-  // Writes dq, dk and dv whole, and what is visible of drab, which comes zeroed.
+  // Writes dq, dk and dv whole.
   void (*run)(const BackwardParams& params, const CudaLaunch& launch);
+  bool writes_drab_whole;  // else what is visible of it alone
 };
 
 // Throws NotImplemented, naming what is built, where there is no kernel for the arguments.

@@ -49,7 +49,6 @@ void set_gradients(const Tensor& dout, Gradients& gradients, const Arguments& ar
                 {args.rab->size(0), args.rab->size(1), args.rab->size(2), args.rab->size(3)},
                 "of rab");
     check_last_stride("drab", drab);
-    torch::stable::zero_(drab);
     params.drab = to_dense_bias(drab, params.rab.dtype, true);
   }
   if (gradients.dpos_weight) {
@@ -80,7 +79,9 @@ struct CpuOps {
   static void forward(const Arguments&, Tensor&, ForwardParams& params) {
     cpu::run_forward(params, torch_threads());
   }
-  static void backward(const Arguments&, const Tensor&, Gradients&, BackwardParams& params) {
+  static void backward(const Arguments&, const Tensor&, Gradients& gradients,
+                       BackwardParams& params) {
+    if (gradients.drab) torch::stable::zero_(*gradients.drab);
     cpu::run_backward(params, torch_threads());
   }
 };

@@ -143,7 +143,7 @@ struct BackwardParams : ForwardParams {
   PackedTensor dk;    // [total_k, H, D]
   PackedTensor dv;    // [total_k, H, Dv]
 
-  DenseBias drab;                // shape of rab, zeroed by the caller, or null
+  DenseBias drab;                // shape of rab, or null; zeroed, but see BackwardKernel
   float* dpos_weight = nullptr;  // [position.heads, position.size], zeroed by the caller, or null
   float* dts_weight = nullptr;   // [time.heads, time.size], zeroed by the caller, or null
 };

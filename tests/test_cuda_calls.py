@@ -347,7 +347,9 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
     forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
     plain = make_batch([72], device="cuda", dtype=BF16, mask="causal")
-    aligned = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
+    aligned = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab")
+    shared = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
+    half = make_batch([72], device="cuda", dtype=torch.float16, mask="causal", bias="rab")
     odd = make_batch([71], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
 
     def printed(batch):
@@ -360,7 +362,10 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
     forward, backward = "hstu_attn: forward by ", "hstu_attn: backward by "
     newest = f"sm{forced}"
     assert printed(plain) == [forward + newest, backward + newest]
-    assert printed(aligned) == [forward + newest, backward + by_sm80("a rab")]
+    assert printed(aligned) == [forward + newest, backward + newest]
+    summed = by_sm80("a gradient of rab that is summed over heads")
+    assert printed(shared) == [forward + newest, backward + summed]
+    assert printed(half) == [forward + newest, backward + by_sm80("a gradient of rab in fp16")]
     unaligned = "a rab in another dtype than q, or whose rows are not aligned to 16 bytes"
     assert printed(odd)[0] == forward + by_sm80(unaligned)
 

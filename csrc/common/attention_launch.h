@@ -16,6 +16,13 @@ template <DType kDType>
 using ElementOf =
     std::conditional_t<kDType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
 
+// Those that work on an item together.
+template <typename Kernel>
+constexpr int cluster_blocks() {
+  if constexpr (requires { Kernel::kClusterBlocks; }) return Kernel::kClusterBlocks;
+  return 1;
+}
+
 // Blocks of Kernel that run at the same time.
 template <typename Kernel>
 int64_t resident_blocks(const CudaLaunch& launch) {
@@ -30,7 +37,8 @@ int64_t resident_blocks(const CudaLaunch& launch) {
 // slower.
 template <typename Kernel>
 int64_t persistent_blocks(const CudaLaunch& launch, int64_t items) {
-  return std::min(items, resident_blocks<Kernel>(launch));
+  constexpr int kBlocks = cluster_blocks<Kernel>();
+  return kBlocks * std::clamp<int64_t>(resident_blocks<Kernel>(launch) / kBlocks, 1, items);
 }
 
 template <typename Kernel, typename... Arguments>
@@ -48,7 +56,8 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, in
         name);
     prepared |= bit;
   }
-  const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, true};
+  const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, true,
+                               cluster_blocks<Kernel>()};
   launch_kernel(kernel, config, launch, name, arguments...);
 }
 

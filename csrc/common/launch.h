@@ -18,6 +18,7 @@ struct LaunchConfig {
   // writes: its blocks may start before that one has ended (programmatic dependent launch). What
   // came before that one has ended when it starts, unless it starts early itself.
   bool starts_early = false;
+  int cluster_blocks = 1;
 };
 
 template <typename... Parameters>
@@ -25,17 +26,26 @@ void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
                    const CudaLaunch& launch, const char* name,
                    const std::type_identity_t<Parameters>&... arguments) {
   if (config.blocks == 0) return;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  // NOTE: the instructions for it are in the code for 9.0, not in that which later GPUs compile.
+  if (config.starts_early && launch.device.capability == 90) {
+    cudaLaunchAttribute& early = attributes[count++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (config.cluster_blocks > 1) {
+    cudaLaunchAttribute& cluster = attributes[count++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(config.cluster_blocks), 1, 1};
+  }
   cudaLaunchConfig_t to = {};
   to.gridDim = static_cast<unsigned>(config.blocks);
   to.blockDim = config.threads;
   to.dynamicSmemBytes = config.shared_bytes;
   to.stream = launch.stream;
-  to.attrs = &early;
-  // NOTE: the instructions for it are in the code for 9.0, not in that which later GPUs compile.
-  to.numAttrs = config.starts_early && launch.device.capability == 90 ? 1 : 0;
+  to.attrs = attributes;
+  to.numAttrs = count;
   check_cuda(cudaLaunchKernelEx(&to, kernel, arguments...), name);
 }
 

@@ -223,6 +223,30 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
   }
 }
 
+// Rows of the bias that are no query's, and what lies behind the last tile of keys. A warp takes 32
+// rows.
+__device__ void zero_bias_gradient(const PrepareParams& params, int first, int step) {
+  const DenseBias& bias = params.bias_gradient;
+  const int chunks = (bias.length + 31) / 32;  // of a matrix
+  const int lane = threadIdx.x % 32;
+  for (int64_t n = first; n < int64_t{params.batch.batch} * bias.heads * chunks; n += step) {
+    const int b = static_cast<int>(n / chunks / bias.heads);
+    const Sequence sequence = load_sequence(params.batch, b);
+    const int tiles_end =
+        (sequence.k_len + params.tile_keys - 1) / params.tile_keys * params.tile_keys;
+    uint16_t* const matrix = static_cast<uint16_t*>(bias.data) + b * bias.batch_stride +
+                             n / chunks % bias.heads * bias.head_stride;
+    const int r0 = static_cast<int>(n % chunks) * 32;
+    for (int i = r0; i < min(r0 + 32, bias.length); ++i) {
+      const bool has_query = i >= sequence.offset && i < sequence.k_len;
+      uint16_t* const row = matrix + i * bias.row_stride;
+      for (int j = (has_query ? tiles_end : 0) + lane * 8; j < bias.length; j += 32 * 8) {
+        *reinterpret_cast<uint4*>(row + j) = uint4{};
+      }
+    }
+  }
+}
+
 template <bool kByKeys>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareParams params) {
@@ -242,6 +266,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (kByKeys && params.turns) write_turns(params, warp, blocks * kWarps);
+  if (kByKeys && params.bias_gradient.data) zero_bias_gradient(params, warp, blocks * kWarps);
   if (params.list.summaries.data) write_summaries(params, warp, blocks * kWarps);
   uint4* zeros = static_cast<uint4*>(params.zeros);
   const int64_t count = params.zero_bytes / 16;

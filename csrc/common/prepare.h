@@ -27,6 +27,9 @@ struct PrepareParams {
   PackedTensor row_output;      // [total_q, H, head_dim]
   PackedTensor key_outputs[2];  // [total_k, H, head_dim]; null data: none
 
+  // Of 16 bits; zeroed where no tile of rows meets a tile of keys; null data: not wanted.
+  DenseBias bias_gradient;
+
   // For each tile of rows, the key tiles that take turns to add to its dQ; null: not wanted.
   TileSpans* turns = nullptr;  // [row tiles], see first_tile()
 

@@ -241,6 +241,7 @@ struct TileMap {
     return -1;
   }
 
+  __device__ bool holds(int n) const { return n >= kTiles || (visible[n / 32] >> n % 32 & 1); }
   __device__ bool has_partial(int n) const {
     return n >= kTiles || (partial[n / 32] >> n % 32 & 1);
   }

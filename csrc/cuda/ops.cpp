@@ -179,6 +179,7 @@ void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gra
     for (Tensor* tensor : {&gradients.dq, &gradients.dk, &gradients.dv}) {
       torch::stable::zero_(*tensor);
     }
+    if (gradients.drab) torch::stable::zero_(*gradients.drab);
     return;
   }
   AlignedCopies copies;
@@ -187,7 +188,9 @@ void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gra
   copies.output(gradients.dq, params.dq);
   copies.output(gradients.dk, params.dk);
   copies.output(gradients.dv, params.dv);
-  call.run(backward_kernel(call.device(), params), params);
+  const BackwardKernel kernel = backward_kernel(call.device(), params);
+  if (gradients.drab && !kernel.writes_drab_whole) torch::stable::zero_(*gradients.drab);
+  call.run(kernel, params);
   copies.copy_back();
 }
 

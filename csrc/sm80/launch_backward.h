@@ -138,7 +138,7 @@ struct BackwardLauncher {
 template <int kHeadDim, DType kDType>
 BackwardKernel backward() {
   using Launcher = BackwardLauncher<kHeadDim, kDType>;
-  return {Launcher::workspace_bytes, Launcher::run};
+  return {Launcher::workspace_bytes, Launcher::run, false};
 }
 
 }  // namespace hstu::sm80

@@ -12,6 +12,8 @@ struct BackwardMaps {
   CUtensorMap k;
   CUtensorMap v;
   CUtensorMap dout;
+  CUtensorMap bias;
+  CUtensorMap bias_gradient;
 };
 
 // What a backward call keeps in its workspace.
@@ -22,55 +24,54 @@ struct BackwardBuffers {
   int* turns_taken;  // [row tiles, H]: how many have added; zeroed; null: in any order
 };
 
-// How the two consumer warpgroups share an item.
+// How the two consumer warpgroups of a block share an item.
 enum class Sharing {
   // Each has 64 keys; one finds dQ of a step, the other of the next.
   kKeysAndSteps,
   // Each has 64 keys, and half of the columns of dQ, which would take too many registers.
   kKeys,
-  // Each has half of the rows of S and dP, and half of the columns of all results: dK and dV of 64
-  // keys would take all registers. P and dS both go through shared memory.
-  kColumns,
+  // Two blocks of a cluster share it, since dK and dV of 64 keys would take all registers of a
+  // warpgroup: see backward_cluster.h.
+  kCluster,
 };
 
 constexpr Sharing sharing_of(int head_dim) {
   if (head_dim <= 64) return Sharing::kKeysAndSteps;
-  return head_dim <= 128 ? Sharing::kKeys : Sharing::kColumns;
+  return head_dim <= 128 ? Sharing::kKeys : Sharing::kCluster;
 }
 
-// A tile of dQ in fp32. Of one tile, kWarpgroups warpgroups have a part each, some of the columns.
+// A tile of dQ in fp32, in parts that are columns of it. A warpgroup has one of them, and leaves it
+// in the order of its registers: four values of each thread, then the next four.
 template <int kRows, int kHeadDim>
 struct DqTile {
   static constexpr Sharing kSharing = sharing_of(kHeadDim);
-  static constexpr int kWarpgroups = kSharing == Sharing::kKeysAndSteps ? 1 : 2;
-  static constexpr int kColumns = kHeadDim / kWarpgroups;
-  static constexpr int kValues = kRows * kColumns / kWarpgroup;  // of a thread
-  static constexpr int kSize = kRows * kHeadDim;
+  static constexpr int kWarpgroups = kSharing == Sharing::kKeysAndSteps ? 1 : 2;  // of a block
+  static constexpr int kParts = kWarpgroups * (kSharing == Sharing::kCluster ? 2 : 1);
+  static constexpr int kColumns = kHeadDim / kParts;  // of a part
+  static constexpr int kPartSize = kRows * kColumns;
+  static constexpr int kBlockSize = kPartSize * kWarpgroups;
+  static constexpr int kSize = kPartSize * kParts;
   static_assert(kRows == kWarpgroupRows);
-
-  // In memory it lies in kPieces: each has a share of all parts, one part after another, and of
-  // these four values of each thread, then the next four.
-  static constexpr int kPieces = kSharing == Sharing::kColumns ? 2 : 1;
-  static constexpr int kPieceSize = kSize / kPieces;
-  static constexpr int kPieceValues = kValues / kPieces;
-  static constexpr HSTU_DEVICE int offset(int part, int n) {  // in a piece
-    return part * (kPieceSize / kWarpgroups) + n * kWarpgroup;
-  }
 };
 
-template <int kHeadDim_, typename Element_, bool kIsDeterministic_>
+template <int kHeadDim_, typename Element_, bool kHasBias_, bool kIsDeterministic_>
 struct BackwardBlock {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kHasBias = kHasBias_;
   static constexpr bool kIsDeterministic = kIsDeterministic_;
   static constexpr Sharing kSharing = sharing_of(kHeadDim);
-  static constexpr bool kSplitsColumns = kSharing == Sharing::kColumns;
+  static constexpr bool kIsCluster = kSharing == Sharing::kCluster;
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kRows = kBackwardRows;
-  static constexpr int kKeyGroups = kSplitsColumns ? 1 : kConsumers;  // of 64 keys
-  static constexpr int kKeys = kKeyGroups * kWarpgroupRows;
-  static constexpr int kScoreRows = kSplitsColumns ? kRows / 2 : kRows;  // of a warpgroup's 64 keys
+  static constexpr int kKeys = kConsumers * kWarpgroupRows;
+  static constexpr int kClusterBlocks = kIsCluster ? 2 : 1;
+  // Of a block and its scores; where it is half a cluster, that of its rank.
+  static constexpr int kBlockKeys = kKeys / kClusterBlocks;
+  static constexpr int kKeyGroups = kBlockKeys / kWarpgroupRows;
+  static constexpr int kScoreRows = kRows / kClusterBlocks;   // of a warpgroup's 64 keys
+  static constexpr int kColumns = kHeadDim / kClusterBlocks;  // of a block's results
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
@@ -83,9 +84,11 @@ struct BackwardBlock {
 
   struct Item {
     WorkTile work;
-    int64_t first_row_tile;  // of the sequence
-    int head;                // -1: there are no more
-    TileMap map;             // of tiles of rows
+    int first_row_tile;  // of the sequence
+    int head;            // -1: there are no more
+    int bias_head;
+    TileMap map;        // of tiles of rows
+    int last_row_tile;  // that it meets; -1: it meets none
   };
   // A tile of rows of an item; in one register.
   struct RowTile {
@@ -103,47 +106,60 @@ struct BackwardBlock {
   using KeyPlace = RingPlace<1>;
   using RowPlace = RingPlace<2>;
   using MaskPlace = RingPlace<2>;  // of partial tiles, where producers look
-  using DsPlace = RingPlace<kSplitsColumns ? 1 : 2>;
+  using DoutPlace = RingPlace<kIsCluster ? 1 : 2>;
+  using BiasPlace = RingPlace<kHeadDim <= 64 ? 2 : 1>;
+  using DsPlace = RingPlace<2>;
   using DqPlace = RingPlace<2>;  // a thread for each stage adds what comes in it
+  static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
   // One does, but where blocks wait for turns, if there is room; none where dQ takes the place of
-  // its rows.
-  static constexpr int kDqBuffers =
-      kSplitsColumns ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
+  // Q.
+  static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
   struct SharedMemory {
-    alignas(1024) Element k[kKeys * kHeadDim];
-    alignas(1024) Element v[kKeys * kHeadDim];
+    alignas(1024) Element k[kBlockKeys * kHeadDim];
+    // Of a cluster's other block, the columns of this one.
+    alignas(1024) Element other_k[kIsCluster ? kBlockKeys * kColumns : 0];
+    alignas(1024) Element v[kBlockKeys * kHeadDim];
     alignas(1024) Element q[RowPlace::kStages][kRows * kHeadDim];
-    alignas(1024) Element dout[RowPlace::kStages][kRows * kHeadDim];
-    alignas(1024) Element p[kSplitsColumns ? kRows * kKeys : 1];
-    alignas(1024) Element ds[DsPlace::kStages][kRows * kKeys];
-    alignas(1024) float dq[kDqBuffers == 0 ? 1 : kDqBuffers * Dq::kSize];
+    alignas(1024) Element dout[DoutPlace::kStages][kRows * kHeadDim];
+    alignas(1024) Element p[kIsCluster ? kRows * kKeys : 0];
+    alignas(1024) Element ds[kDsBuffers][kRows * kKeys];
+    alignas(1024) Element bias[kHasBias ? BiasPlace::kStages : 0][kRows * kBlockKeys];
+    alignas(1024) Element zeros[kHasBias ? kRows * 64 : 0];  // for its gradient
+    alignas(1024) float dq[kDqBuffers * Dq::kSize];
     alignas(16) uint64_t visible[RowPlace::kStages][kKeyGroups][kRows];  // a bit for each key
     Item items[ItemPlace::kStages];
     RowTile row_tiles[RowPlace::kStages];
-    int number;  // of the item to be found
+    int number;                   // of the item to be found
+    Handover<1> number_handover;  // from a cluster's first block to the other
     Handover<ItemPlace::kStages> item_handover;
     Handover<KeyPlace::kStages> key_handover;  // of K and V
     Handover<RowPlace::kStages> q_handover;
-    Handover<RowPlace::kStages> dout_handover;
-    Handover<MaskPlace::kStages> mask_handover;  // of `visible`, which is full when Q is
-    Handover<DsPlace::kStages> ds_handover;      // from consumers to consumers
-    Handover<DqPlace::kStages> dq_handover;      // from the consumers
+    Handover<DoutPlace::kStages> dout_handover;
+    Handover<MaskPlace::kStages> mask_handover;    // of `visible`, which is full when Q is
+    Handover<BiasPlace::kStages> bias_handover;    // of the bias, which is full when Q is
+    Handover<DsPlace::kStages> ds_handover;        // from consumers to consumers
+    Handover<DsPlace::kStages> other_ds_handover;  // from those of a cluster's other block
+    Handover<DqPlace::kStages> dq_handover;        // from the consumers
     // Nearly all rows of an item are copied: it is time to look for the next one.
     cutlass::arch::ClusterBarrier item_nears_its_end;
   };
 
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
-  static HSTU_DEVICE void init(SharedMemory& shared) {
+  static HSTU_DEVICE void init(const BackwardParams& params, SharedMemory& shared) {
     // Consumers, the warp that copies rows, and those that add dQ.
     shared.item_handover.init(kConsumers * kWarpgroup + 32 + DqPlace::kStages);
     shared.key_handover.init(kConsumerWarps);
-    // Where dQ takes the place of its rows, the thread that adds it is the last to read that.
-    shared.q_handover.init(kSplitsColumns ? 1 : kConsumerWarps, 32);
-    shared.dout_handover.init(kSplitsColumns ? 1 : kConsumerWarps);
+    // Where dQ takes the place of Q, the thread that adds it is the last to read that.
+    shared.q_handover.init(kIsCluster ? 1 : kConsumerWarps, 32);
+    shared.dout_handover.init(kConsumerWarps);
     shared.mask_handover.init(kConsumers * kWarpgroup);
-    shared.ds_handover.init(Dq::kWarpgroups * 4, kConsumerWarps);
+    shared.bias_handover.init(kConsumerWarps);
+    // Those that find dQ of it, and the thread that stores it as a gradient of the bias.
+    shared.ds_handover.init(Dq::kParts * 4 + (stores_ds(params) ? 1 : 0), kConsumerWarps);
+    shared.number_handover.init(1);
+    shared.other_ds_handover.init(1, kConsumers);
     shared.dq_handover.init(1, Dq::kWarpgroups * kWarpgroup);
     shared.item_nears_its_end.init(1);
     cutlass::arch::fence_barrier_init();
@@ -154,7 +170,7 @@ struct BackwardBlock {
   static HSTU_DEVICE void look_at_rows(const BackwardParams& params, const Item& item, int first,
                                        int group, uint64_t* visible) {
     const Sequence& sequence = item.work.sequence;
-    const int key = item.work.tile * kKeys + group * 64;
+    const int key = first_key(item) + group * 64;
 #pragma unroll 1
     for (int n = thread_anew() % kThreads; n < kCount; n += kThreads) {
       uint64_t bits = 0;
@@ -165,11 +181,29 @@ struct BackwardBlock {
     }
   }
 
-  // Where a piece of dQ lies.
-  static HSTU_DEVICE float* dq_piece(SharedMemory& shared, DqPlace place, int piece) {
-    if constexpr (kSplitsColumns) {
-      Element* const rows = piece == 0 ? shared.q[place.stage()] : shared.dout[place.stage()];
-      return reinterpret_cast<float*>(rows);
+  // Whether dS, in full scale, is the gradient of the bias.
+  static HSTU_DEVICE bool stores_ds(const BackwardParams& params) {
+    return kHasBias && params.drab.data;
+  }
+
+  static HSTU_DEVICE Element* ds_tile(SharedMemory& shared, DsPlace place) {
+    return shared.ds[kDsBuffers == 1 ? 0 : place.stage()];
+  }
+
+  // Of the blocks of a cluster.
+  static HSTU_DEVICE int rank() {
+    return kIsCluster ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+  }
+
+  // The first of the block's keys.
+  static HSTU_DEVICE int first_key(const Item& item) {
+    return item.work.tile * kKeys + rank() * kBlockKeys;
+  }
+
+  // Where the block's parts of dQ lie.
+  static HSTU_DEVICE float* dq_tile(SharedMemory& shared, DqPlace place) {
+    if constexpr (kIsCluster) {
+      return reinterpret_cast<float*>(shared.q[place.stage()]);
     } else {
       return shared.dq + (kDqBuffers == 2 ? place.stage() * Dq::kSize : 0);
     }

@@ -29,15 +29,16 @@ HSTU_DEVICE void activate(float alpha, Scores& scores, Weights& weights) {
   }
 }
 
-// result = x * y, rounded
+// result = factor * x * y, rounded
 template <typename Scores, typename Weights>
-HSTU_DEVICE void multiply(const Scores& x, const Scores& y, Weights& result) {
+HSTU_DEVICE void multiply(const Scores& x, const Scores& y, float factor, Weights& result) {
   using Element = typename Weights::value_type;
   const cutlass::NumericArrayConverter<Element, float, 2> convert;
   Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
 #pragma unroll
   for (int n = 0; n < size(x); n += 2) {
-    pairs(n / 2) = convert(cutlass::Array<float, 2>{x(n) * y(n), x(n + 1) * y(n + 1)});
+    pairs(n / 2) =
+        convert(cutlass::Array<float, 2>{factor * x(n) * y(n), factor * x(n + 1) * y(n + 1)});
   }
 }
 
@@ -60,20 +61,64 @@ HSTU_DEVICE void hide(const uint64_t* visible, Weights& weights) {
   }
 }
 
-// To shared memory as kRows rows by 64 keys, in the order of rows_tensor().
-template <int kRows, typename Weights, typename Element>
-HSTU_DEVICE void store_transposed(const Weights& weights, Element* to) {
+// Where the warpgroup's threads have 16 rows by 64 keys of a matrix whose transpose is in their
+// registers, for stmatrix and ldmatrix; in the order of rows_tensor().
+template <typename Element>
+HSTU_DEVICE Element* transposed_rows(Element* tile) {
   const int thread = thread_anew() % kWarpgroup;
   const int lane = thread % 32;
   const int row = lane / 16 * 8 + lane % 8;
   const int chunk = thread / 32 * 2 + lane / 8 % 2;  // of 16 bytes, swizzled
-  Element* const first = to + row * kWarpgroupRows + (chunk ^ row % 8) * 8;
+  return tile + row * kWarpgroupRows + (chunk ^ row % 8) * 8;
+}
+
+// To shared memory as kRows rows by 64 keys.
+template <int kRows, typename Weights, typename Element>
+HSTU_DEVICE void store_transposed(const Weights& weights, Element* to) {
+  Element* const first = transposed_rows(to);
   const Tensor words = recast<const uint32_t>(weights);
 #pragma unroll
   for (int r = 0; r < kRows; r += 16) {
     const int n = r / 4;
     SM90_U16x8_STSM_T::copy(words(n), words(n + 1), words(n + 2), words(n + 3),
                             *reinterpret_cast<uint128_t*>(first + r * kWarpgroupRows));
+  }
+}
+
+// The way back.
+template <int kRows, typename Element, typename Weights>
+HSTU_DEVICE void load_transposed(Element* from, Weights& weights) {
+  const Element* const first = transposed_rows(from);
+  Tensor words = recast<uint32_t>(weights);
+#pragma unroll
+  for (int r = 0; r < kRows; r += 16) {
+    const int n = r / 4;
+    SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const uint128_t*>(first + r * kWarpgroupRows),
+                            words(n), words(n + 1), words(n + 2), words(n + 3));
+  }
+}
+
+// scores += weights
+template <typename Weights, typename Scores>
+HSTU_DEVICE void add(const Weights& weights, Scores& scores) {
+  using Element = typename Weights::value_type;
+  const Tensor words = recast<const uint32_t>(weights);
+#pragma unroll
+  for (int n = 0; n < size(words); ++n) {
+    scores(2 * n) += low_half<Element>(words(n));
+    scores(2 * n + 1) += high_half<Element>(words(n));
+  }
+}
+
+// scores = weights
+template <typename Weights, typename Scores>
+HSTU_DEVICE void widen(const Weights& weights, Scores& scores) {
+  using Element = typename Weights::value_type;
+  const Tensor words = recast<const uint32_t>(weights);
+#pragma unroll
+  for (int n = 0; n < size(words); ++n) {
+    scores(2 * n) = low_half<Element>(words(n));
+    scores(2 * n + 1) = high_half<Element>(words(n));
   }
 }
 

@@ -174,17 +174,11 @@ struct Forward {
     }
   }
 
-  // NOTE: volatile, else the compiler would keep the number of blocks in a register, and spill.
   static HSTU_DEVICE int next_number(const WorkList& list) {
     if (!list.tiles) return kNoItem;
     wait_for_previous_kernel();
-    int blocks;
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-    return blocks + atomicAdd(list.next, 1);
+    return blocks_anew() + atomicAdd(list.next, 1);
   }
-
-  // What memory holds is read from it again, and not kept in registers.
-  static HSTU_DEVICE void forget_registers() { asm volatile("" ::: "memory"); }
 
   // Item shared.number, if there is one. By a warp: a lane each finds what a warpgroup's rows see,
   // and the next one what all rows see.
@@ -276,10 +270,12 @@ struct Forward {
       if constexpr (kHasBias) {
         const Sequence& sequence = item.work.sequence;
         shared.bias_handover.wait_empty(bias_place);
-        copy_bias<kRows, kKeys>(
-            maps.bias, item.work.sequence_number, item.head / (params.heads / params.rab.heads),
-            item.work.tile * kRows + sequence.offset, first, shared.bias[bias_place.stage()],
-            shared.bias_handover.full[bias_place.stage()]);
+        auto& bias_full = shared.bias_handover.full[bias_place.stage()];
+        bias_full.arrive_and_expect_tx(kRows * kKeys * sizeof(Element));
+        start_copy_bias<kRows, kKeys>(maps.bias, item.work.sequence_number,
+                                      item.head / (params.heads / params.rab.heads),
+                                      item.work.tile * kRows + sequence.offset, first,
+                                      shared.bias[bias_place.stage()], bias_full);
         bias_place.advance();
       }
     });

@@ -44,9 +44,15 @@ inline const char* obstacle(const CudaDevice& device, const ForwardParams& param
 
 // Likewise for the backward.
 inline const char* backward_obstacle(const CudaDevice& device, const BackwardParams& params) {
-  if (params.rab.data) return "a rab";
   if (!can_map(params.dout, params.batch.total_q, params.heads)) {
     return "strides of dout that no tensor map can have";
+  }
+  if (params.drab.data) {
+    if (params.drab.heads != params.heads) return "a gradient of rab that is summed over heads";
+    if (params.dtype == DType::kFloat16) return "a gradient of rab in fp16";
+    if (params.drab.length % 8 != 0 || !can_map(params.drab, params.batch.batch, params.dtype)) {
+      return "a gradient of rab whose rows are not aligned to 16 bytes";
+    }
   }
   return obstacle(device, params);
 }

@@ -9,9 +9,9 @@ namespace hstu::sm90 {
 
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
-  template <bool kIsDeterministic>
-  using Kernel = Backward<kHeadDim, ElementOf<kDType>, kIsDeterministic>;
-  using Form = Kernel<false>;  // all have the same tiles
+  template <bool kHasBias, bool kIsDeterministic>
+  using Kernel = Backward<kHeadDim, ElementOf<kDType>, kHasBias, kIsDeterministic>;
+  using Form = Kernel<false, false>;  // all have the same tiles
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
     return Plan(params, launch, nullptr).workspace.used();
@@ -24,18 +24,17 @@ struct BackwardLauncher {
     prepared.tile_rows = Form::kRows;
     prepared.tile_keys = Form::kKeys;
     prepared.turns = plan.buffers.turns;
+    prepared.bias_gradient = params.drab;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
     set_backward_chunks(prepared, params, launch);
     prepare(prepared, launch);
 
-    if (launch.deterministic) {
-      run_kernel<Kernel<true>>(params, launch, plan.buffers);
+    if (params.rab.data) {
+      run_form<true>(params, launch, plan);
     } else {
-      run_kernel<Kernel<false>>(params, launch, plan.buffers);
+      run_form<false>(params, launch, plan);
     }
-    const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kWarpgroups * kWarpgroup, 0, true};
-    launch_kernel(finish_dq<Form>, per_tile, launch, "dq of the backward", params, plan.buffers.dq);
   }
 
  private:
@@ -59,21 +58,36 @@ struct BackwardLauncher {
       buffers.turns = takes_turns ? workspace.take<TileSpans>(row_tiles) : nullptr;
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
-      buffers.turns_taken = takes_turns ? workspace.take<int>(dq_tiles) : nullptr;
+      buffers.turns_taken =
+          takes_turns ? workspace.take<int>(dq_tiles * Form::kClusterBlocks) : nullptr;
       zeros_end = workspace.used();
     }
   };
+
+  template <bool kHasBias>
+  static void run_form(const BackwardParams& params, const CudaLaunch& launch, const Plan& plan) {
+    if (launch.deterministic) {
+      run_kernel<Kernel<kHasBias, true>>(params, launch, plan.buffers);
+    } else {
+      run_kernel<Kernel<kHasBias, false>>(params, launch, plan.buffers);
+    }
+    const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
+    launch_kernel(finish_dq<Kernel<kHasBias, false>>, per_tile, launch, "dq of the backward",
+                  params, plan.buffers.dq);
+  }
 
   template <typename Chosen>
   static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
                          const BackwardBuffers& buffers) {
     const int heads = params.heads;
-    const BackwardMaps maps = {
-        make_ragged_map<kHeadDim>(params.q, heads, Chosen::kRows, kDType),
-        make_ragged_map<kHeadDim>(params.k, heads, Chosen::kKeys, kDType),
-        make_ragged_map<kHeadDim>(params.v, heads, Chosen::kKeys, kDType),
-        make_ragged_map<kHeadDim>(params.dout, heads, Chosen::kRows, kDType),
-    };
+    const int batch = params.batch.batch;
+    BackwardMaps maps = {};
+    maps.q = make_ragged_map<kHeadDim>(params.q, heads, Chosen::kRows, kDType);
+    maps.k = make_ragged_map<kHeadDim>(params.k, heads, Chosen::kBlockKeys, kDType);
+    maps.v = make_ragged_map<kHeadDim>(params.v, heads, Chosen::kBlockKeys, kDType);
+    maps.dout = make_ragged_map<kHeadDim>(params.dout, heads, Chosen::kRows, kDType);
+    if (params.rab.data) maps.bias = make_bias_map(params.rab, batch);
+    if (params.drab.data) maps.bias_gradient = make_bias_map(params.drab, batch);
     const int64_t items = int64_t{buffers.list.capacity} * buffers.list.parts;
     launch_attention<Chosen>(run_backward<Chosen>, launch, persistent_blocks<Chosen>(launch, items),
                              "backward", params, maps, buffers);
@@ -83,7 +97,7 @@ struct BackwardLauncher {
 template <int kHeadDim, DType kDType>
 BackwardKernel backward() {
   using Launcher = BackwardLauncher<kHeadDim, kDType>;
-  return {Launcher::workspace_bytes, Launcher::run};
+  return {Launcher::workspace_bytes, Launcher::run, true};
 }
 
 }  // namespace hstu::sm90

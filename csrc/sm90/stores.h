@@ -13,6 +13,16 @@ HSTU_DEVICE int thread_anew() {
   return thread;
 }
 
+// gridDim.x, likewise
+HSTU_DEVICE int blocks_anew() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+
+// What memory holds is read from it again, and not kept in registers.
+HSTU_DEVICE void forget_registers() { asm volatile("" ::: "memory"); }
+
 // Lane t of four gets from lane s word t of those that s has, as its word s.
 HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -65,7 +75,7 @@ HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head,
 template <typename Element>
 HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, int count, int head) {
   static_assert(sizeof(Element) == 2);
-  const int column = static_cast<int>(threadIdx.x) % 32 * 8;  // a row has 256 columns or fewer
+  const int column = thread_anew() % 32 * 8;  // a row has 256 columns or fewer
   if (column >= tensor.head_dim) return;
   Element* to = static_cast<Element*>(tensor.data) + head * tensor.head_stride +
                 begin * tensor.row_stride + column;

@@ -105,11 +105,13 @@ struct RaggedRows {
   int head;
 };
 
-// Calls visit(offset, column, row, head, end, far) for each box of kRows rows from row `first` on:
+// Calls visit(offset, column, row, head, end, far) for each box of kRows rows from row `first` on,
+// and kHeadDim columns from `first_column` on:
 // where it begins in shared memory, kBoxRows rows at a time and of these panel after panel, and its
 // coordinates.
 template <int kRows, int kHeadDim, int kBoxRows, typename Visit>
-__device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, Visit visit) {
+__device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, int first_column,
+                                             Visit visit) {
   const int far = kRaggedRows;
   const int row = far - rows.count + first;
   const int end = static_cast<int>(rows.begin) + rows.count;
@@ -117,7 +119,8 @@ __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, 
   for (int box = 0; box < kRows; box += kBoxRows) {
 #pragma unroll
     for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim>) {
-      visit(box * kHeadDim + column * kBoxRows, column, row + box, rows.head, end, far);
+      visit(box * kHeadDim + column * kBoxRows, first_column + column, row + box, rows.head, end,
+            far);
     }
   }
 }
@@ -127,12 +130,14 @@ __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, 
 template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
 __device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const RaggedRows& rows,
                                                 int first, Element* to,
-                                                cutlass::arch::ClusterTransactionBarrier& barrier) {
-  for_each_box<kRows, kHeadDim, kBoxRows>(rows, first, [&](int offset, auto... coordinates) {
-    cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
-                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                 to + offset, coordinates...);
-  });
+                                                cutlass::arch::ClusterTransactionBarrier& barrier,
+                                                int first_column = 0) {
+  for_each_box<kRows, kHeadDim, kBoxRows>(
+      rows, first, first_column, [&](int offset, auto... coordinates) {
+        cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
+                                     static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     to + offset, coordinates...);
+      });
 }
 
 // The same, and tells `barrier`.
@@ -145,12 +150,12 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRo
 }
 
 // Starts copying kRows rows and kKeys columns of a bias: 64 rows at a time, and of these panels of
-// 64 columns. What lies outside the bias becomes zeros. By one thread.
+// 64 columns. What lies outside the bias becomes zeros. By one thread, which has told `barrier` how
+// many bytes will come.
 template <int kRows, int kKeys, typename Element>
-__device__ __forceinline__ void copy_bias(const CUtensorMap& map, int b, int head, int row,
-                                          int column, Element* to,
-                                          cutlass::arch::ClusterTransactionBarrier& barrier) {
-  barrier.arrive_and_expect_tx(kRows * kKeys * sizeof(Element));
+__device__ __forceinline__ void start_copy_bias(const CUtensorMap& map, int b, int head, int row,
+                                                int column, Element* to,
+                                                cutlass::arch::ClusterTransactionBarrier& barrier) {
 #pragma unroll
   for (int m = 0; m < kRows; m += 64) {
 #pragma unroll
