@@ -439,8 +439,10 @@ def test_tensors_that_16_byte_copies_cannot_take(name, kind):
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
-def test_out_ops_write_their_part_of_a_buffer(bias, aligned):
+def test_out_ops_write_their_part_of_a_buffer(monkeypatch, bias, aligned):
     """Every output lies in a larger buffer of NaN; whether 16-byte stores reach it or not."""
+    if bias and not aligned:  # which the kernels of sm90 leave to those of sm80, whose bits differ
+        monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", "80")
     batch = make_batch(
         [70, 0, 200], heads=2, dim=40, dim_v=64, dtype=DTYPES[0], device="cuda", bias=bias
     )

@@ -110,6 +110,7 @@ struct BackwardBlock {
   using BiasPlace = RingPlace<kHeadDim <= 64 ? 2 : 1>;
   using DsPlace = RingPlace<2>;
   using DqPlace = RingPlace<2>;  // a thread for each stage adds what comes in it
+  using MeetingPlace = RingPlace<1>;
   static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
   // One does, but where blocks wait for turns, if there is room; none where dQ takes the place of
   // Q.
@@ -140,6 +141,7 @@ struct BackwardBlock {
     Handover<BiasPlace::kStages> bias_handover;    // of the bias, which is full when Q is
     Handover<DsPlace::kStages> ds_handover;        // from consumers to consumers
     Handover<DsPlace::kStages> other_ds_handover;  // from those of a cluster's other block
+    Handover<MeetingPlace::kStages> meeting;       // of a block's consumers, in a cluster
     Handover<DqPlace::kStages> dq_handover;        // from the consumers
     // Nearly all rows of an item are copied: it is time to look for the next one.
     cutlass::arch::ClusterBarrier item_nears_its_end;
@@ -160,6 +162,7 @@ struct BackwardBlock {
     shared.ds_handover.init(Dq::kParts * 4 + (stores_ds(params) ? 1 : 0), kConsumerWarps);
     shared.number_handover.init(1);
     shared.other_ds_handover.init(1, kConsumers);
+    shared.meeting.init(1, kConsumerWarps);
     shared.dq_handover.init(1, Dq::kWarpgroups * kWarpgroup);
     shared.item_nears_its_end.init(1);
     cutlass::arch::fence_barrier_init();

@@ -22,6 +22,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   using typename Base::Item;
   using typename Base::ItemPlace;
   using typename Base::KeyPlace;
+  using typename Base::MeetingPlace;
   using typename Base::Product;
   using typename Base::RowPlace;
   using typename Base::RowTile;
@@ -60,6 +61,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
     const int key_group = rank ^ kOwn;
     RowPlace row_place;
     DqPlace dq_place;
+    MeetingPlace meeting_place;
     for (ItemPlace item_place;; item_place.advance()) {
       shared.item_handover.wait_full(item_place);
       const Item& item = shared.items[item_place.stage()];
@@ -81,7 +83,10 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
         const uint64_t* const visible = shared.visible[row_place.stage()][0] + kOwn * kScoreRows;
         // S^T = K Q^T + bias^T and dP^T = V dO^T
         shared.dout_handover.wait_full(dout_place);
-        if (params.attn_scale_per_row) Base::scale_rows(params, item, tile, dout);
+        if (params.attn_scale_per_row) {
+          Base::scale_rows(params, item, tile, dout);
+          meet(shared, meeting_place);
+        }
         if constexpr (!kFindsScores) {
           Base::start_product(shared.v, dout, 0, product, GMMA::ScaleOut::Zero);
         }
@@ -91,9 +96,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
         shared.ds_handover.wait_empty(DsPlace{ds_place.count + 1});
         Scores scores, gradients;
         if constexpr (kFindsScores) {
-          exchange<kOwn>(product, shared, scores, gradients);
+          exchange<kOwn>(product, shared, meeting_place, scores, gradients);
         } else {
-          exchange<kOwn>(product, shared, gradients, scores);
+          exchange<kOwn>(product, shared, meeting_place, gradients, scores);
         }
         if constexpr (kHasBias) add(bias, scores);
         // P = M * silu(alpha * S) and dS = M * dP * silu'(alpha * S)
@@ -104,7 +109,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
           hide<kScoreRows>(visible, weights);
           hide<kScoreRows>(visible, dscores);
         }
-        Base::sync_consumers();  // what they exchanged has been read
+        meet(shared, meeting_place);  // what they exchanged has been read
         share(weights, dscores, kOwn, ds_place, shared);
         const bool is_last = tile.is_last();
         if (!is_last) Base::load_bias(kOwn, RowPlace{row_place.count + 1}, shared, bias);
@@ -144,7 +149,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
         warpgroup_fence_operand(dq);
         warpgroup_fence_operand(dk);
         release(shared.ds_handover, ds_place);
-        Base::sync_consumers();  // Q has been read, whose place dQ takes
+        meet(shared, meeting_place);  // Q has been read, whose place dQ takes
         Base::hand_over(dq, kOwn, dq_place, shared);
         dq_place.advance();
         if (is_last) break;
@@ -183,8 +188,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   // Of a product that a warpgroup has and one that the other has, each keeps its half of the rows,
   // half kOwn, and gets the same half of the other's: where the block's P and dS will be.
   template <int kOwn>
-  static HSTU_DEVICE void exchange(const Product& product, SharedMemory& shared, Scores& kept,
-                                   Scores& got) {
+  static HSTU_DEVICE void exchange(const Product& product, SharedMemory& shared,
+                                   MeetingPlace& meeting_place, Scores& kept, Scores& got) {
     constexpr int kOther = 1 - kOwn;
     constexpr int kCount = decltype(size(kept))::value;
     const int own_tile = Block::rank() * kTileSize;
@@ -199,7 +204,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
       *reinterpret_cast<float4*>(to + n * kWarpgroup) = {product(m), product(m + 1), product(m + 2),
                                                          product(m + 3)};
     }
-    Base::sync_consumers();
+    meet(shared, meeting_place);
     const float* const from = inbox(kOwn);
 #pragma unroll
     for (int n = 0; n < kCount; n += 4) {
@@ -211,6 +216,14 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
     }
 #pragma unroll
     for (int n = 0; n < kCount; ++n) kept(n) = product(kOwn * kCount + n);
+  }
+
+  // All consumers of the block.
+  // NOTE: no named barrier, at which all would have to wait by the same instruction.
+  static HSTU_DEVICE void meet(SharedMemory& shared, MeetingPlace& place) {
+    shared.meeting.fill_by_warp(place);
+    shared.meeting.wait_full(place);
+    place.advance();
   }
 
   // Leaves P and dS of a warpgroup's rows to all that multiply by them, in both blocks.

@@ -18,6 +18,7 @@ struct BackwardConsumers : Block {
   using typename Block::ItemPlace;
   using typename Block::KeyPlace;
   using typename Block::MaskPlace;
+  using typename Block::MeetingPlace;
   using typename Block::RowPlace;
   using typename Block::RowTile;
   using typename Block::SharedMemory;
@@ -70,7 +71,10 @@ struct BackwardConsumers : Block {
         // dP^T = V dO^T
         Product gradients;
         shared.dout_handover.wait_full(row_place);
-        if (params.attn_scale_per_row) scale_rows(params, item, tile, dout);
+        if (params.attn_scale_per_row) {
+          scale_rows(params, item, tile, dout);
+          sync_consumers();
+        }
         start_product(shared.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
         // P = M * silu(alpha * S); what is left in S is its derivative
         Weights weights;
@@ -272,7 +276,6 @@ struct BackwardConsumers : Block {
       x = static_cast<Element>(static_cast<float>(x) * factor);
     }
     cutlass::arch::fence_view_async_shared();
-    sync_consumers();
   }
 
   // dK or dV of 64 keys, by their number in the item, and the block's columns.
