@@ -174,6 +174,39 @@ def gpu_tables(folder: Path = RESULTS) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
+# A training step
+# ---------------------------------------------------------------------------------------------
+
+STEP_PASSES = ("attention forward", "attention backward", "step")
+
+
+def step_tables(folder: Path = RESULTS) -> list[str]:
+    """One table for all files: a row for each implementation in each of them."""
+    rows, origins = [], []
+    for path in sorted(folder.glob("*/*.json")):
+        every = read_results(path)
+        records = [r for r in every if r.get("group") == "training step"]
+        for impl in dict.fromkeys(r["impl"] for r in records):
+            found = {r["pass"]: r for r in records if r["impl"] == impl}
+            step = found["step"]
+            model = f"{step['layers']} of {step['heads']} x {step['head_dim']}"
+            times = [_number(found[name]["ms"]) for name in STEP_PASSES]
+            rows.append([step["case"], model, impl, *times, _number(step["busy_ms"])])
+        if records:
+            first = records[0]
+            origins.append(
+                f"{first['gpu']}, torch {first['torch']}, CUDA {first['cuda']}, Triton "
+                f"{first['triton']}, {first['date']}, commit {first['commit']}: "
+                f"`{first['command']}`"
+            )
+    header = ["sequences x length", "layers of heads x D", "", *STEP_PASSES, "GPU busy"]
+    lines = _markdown_table(header, rows) if rows else []
+    for origin in origins:
+        lines += ["", origin]
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------
 # The retrieval example
 # ---------------------------------------------------------------------------------------------
 
@@ -226,7 +259,12 @@ def limits_tables(folder: Path = RESULTS / "cpu-limits") -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
-    ROOT / "README.md": {"cpu": cpu_tables, "gpu": gpu_tables, "retrieval": retrieval_tables},
+    ROOT / "README.md": {
+        "cpu": cpu_tables,
+        "gpu": gpu_tables,
+        "step": step_tables,
+        "retrieval": retrieval_tables,
+    },
     ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},
 }
 

@@ -339,7 +339,8 @@ def made_up_kernels(monkeypatch):
 
 
 def test_a_training_step_from_end_to_end(made_up_kernels, tmp_path, capsys):
-    file, trace = tmp_path / "results.json", tmp_path / "traces/step.json"
+    file, trace = tmp_path / "gpu/results.json", tmp_path / "traces/gpu/step.json"
+    file.parent.mkdir()
     status = train(file, "--impls", "hstu_attn", "--trace", str(trace))
     printed = capsys.readouterr().out
     assert status == 0, printed
@@ -365,6 +366,9 @@ def test_a_training_step_from_end_to_end(made_up_kernels, tmp_path, capsys):
     assert sum(map(float, row[2:7:2])) == pytest.approx(1, abs=2e-3)
     assert [path.name for path in trace.parent.iterdir()] == ["step-hstu_attn.json"]
     assert readme.gpu_tables(tmp_path) == []
+    table = readme.step_tables(tmp_path)
+    assert table[2].startswith("| 2 x 24 | 2 of 2 x 8 | hstu_attn | 0.8 | 1.4 | ")
+    assert "commit abc" in table[-1]
 
 
 def test_an_implementation_that_fails_leaves_the_others(
