@@ -1,5 +1,5 @@
 // `hstu_attn._host`: the masks and the schedule that kernels use, callable from Python, so that the
-// very code is tested on a machine without a GPU.
+// very code is tested on a machine without a GPU; and the page tables of serving.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -140,11 +140,15 @@ std::vector<WorkItem> schedule(bool backward, const std::vector<int64_t>& cu_seq
 }
 
 }  // namespace
+
+void bind_page_table(py::module_& m);  // page_table.cpp
+
 }  // namespace hstu
 
 PYBIND11_MODULE(_host, m) {
   using namespace hstu;
-  m.doc() = "Mask geometry and scheduling, as the kernels compute them.";
+  m.doc() = "Mask geometry and scheduling, as the kernels compute them; page tables.";
+  bind_page_table(m);
 
   py::class_<HostMask>(m, "Mask", "What each row of one sequence may see (csrc/common/mask.h).")
       .def(py::init<int, int, int, int, int, std::pair<int, int>, int, const std::optional<Spans>&,

@@ -1,0 +1,264 @@
+"""A KV cache of many users in pages of equal size: whose pages are whose, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hstu_attn.paged import PAGE_SIZES, PagedKV
+
+try:
+    from hstu_attn import _host
+except ImportError as error:
+    raise ImportError(
+        f"hstu_attn._host: expected it to be built, got {error} (make install)"
+    ) from error
+
+__all__ = ["CacheStats", "CacheStep", "OutOfPagesError", "PagedKVCache"]
+
+OutOfPagesError: type[RuntimeError] = _host.OutOfPagesError
+
+Ints = Sequence[int] | np.ndarray[Any, Any] | Tensor
+
+
+class CacheStats(NamedTuple):
+    """What a cache holds, and what has become of its users.
+
+    `used_pages` are all but `free_pages`; `pinned_pages` are those of users in open steps. `hits`
+    and `misses` count users of finished steps that were found with and without tokens, `evictions`
+    users evicted.
+    """
+
+    free_pages: int
+    used_pages: int
+    pinned_pages: int
+    users: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+class CacheStep:
+    """One batch's use of a cache: what `PagedKVCache.step` yields. Batch `B`, new tokens `N`.
+
+    Attributes:
+        cached_lens: int32 `(B,)` tokens of each user before the step; 0 for an unknown user.
+        slots: int32 `(N,)` `page * page_size + offset` of each new token, in batch order.
+        page_offsets: int32 `(B + 1,)`, as in `PagedKV`; the new tokens have their place already.
+        page_ids: int32 `(page_offsets[-1],)`.
+        last_page_lens: int32 `(B,)`.
+    """
+
+    __slots__ = (
+        "_kv_cache",
+        "_open",
+        "_rows",
+        "cached_lens",
+        "last_page_lens",
+        "page_ids",
+        "page_offsets",
+        "slots",
+    )
+
+    def __init__(self, kv_cache: Tensor, tables: Tensor, lengths: Sequence[int]) -> None:
+        self.page_offsets, self.page_ids, self.last_page_lens, self.cached_lens, self.slots = (
+            tables.split(lengths)
+        )
+        self._kv_cache = kv_cache
+        self._rows: tuple[Tensor, Tensor] | None = None
+        self._open = True
+
+    def paged_kv(self, layer: int) -> PagedKV:
+        """A layer's pages for `hstu_attention`; append the layer's new keys and values first.
+
+        Raises:
+            ValueError: if there is no such layer.
+            RuntimeError: if the step has ended.
+        """
+        return PagedKV(self._layer(layer), self.page_offsets, self.page_ids, self.last_page_lens)
+
+    @torch.no_grad()
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes the keys and values of the new tokens into their slots of a layer.
+
+        Args:
+            layer: from 0.
+            k: `(N, heads, head_dim)` in batch order, of the cache's dtype and on its device.
+            v: the same for values.
+
+        Raises:
+            ValueError: if there is no such layer, or for a wrong shape, dtype or device.
+            RuntimeError: if the step has ended.
+        """
+        pages = self._layer(layer)
+        shape = (self.slots.shape[0], *pages.shape[3:])
+        for name, tensor in (("k", k), ("v", v)):
+            expected = (shape, pages.dtype, pages.device)
+            if (tuple(tensor.shape), tensor.dtype, tensor.device) != expected:
+                raise ValueError(
+                    f"{name}: expected shape {shape}, {pages.dtype} on {pages.device}, got "
+                    f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+                )
+        if self._rows is None:
+            page_size = pages.shape[2]
+            self._rows = self.slots // page_size, self.slots % page_size
+        keys, values = pages.unbind(1)
+        keys[self._rows] = k
+        values[self._rows] = v
+
+    def _layer(self, layer: int) -> Tensor:
+        if not self._open:
+            raise RuntimeError("step: expected an open one, got one that has ended")
+        if not 0 <= layer < self._kv_cache.shape[0]:
+            raise ValueError(
+                f"layer: expected from 0 to {self._kv_cache.shape[0] - 1}, got {layer}"
+            )
+        return self._kv_cache[layer]
+
+
+class PagedKVCache:
+    """The keys and values of many users, for every layer of a model. For inference.
+
+    A user is an int64 id; an unknown one starts empty. Methods may be called from several threads,
+    and none waits for a GPU. The GPU work of all steps must be ordered, by one stream or by events:
+    a page that is freed while a kernel still reads it may be written by the next step.
+
+    Args:
+        num_layers: layers of the model; one page id stands for that page of every layer.
+        num_pages: pages to share among the users.
+        page_size: tokens of a page: 16, 32, 64, 128 or 256.
+        heads: attention heads.
+        head_dim: of keys and of values.
+        dtype: of the cache.
+        device: of the cache; None means torch's default device.
+        evict: whether users in no open step lose their pages, the least recently used first, when a
+            batch finds too few free ones. If not, that is an error.
+
+    Attributes:
+        kv_cache: `(num_layers, num_pages, 2, page_size, heads, head_dim)`, index 0 keys, 1 values.
+
+    Raises:
+        ValueError: for a size out of range.
+
+    Example:
+        >>> cache = PagedKVCache(1, num_pages=8, page_size=16, heads=2, head_dim=32)
+        >>> k = v = torch.zeros(5, 2, 32, dtype=torch.bfloat16)
+        >>> with cache.step(users=[7, 11], new_tokens=[3, 2]) as step:
+        ...     step.append(0, k, v)
+        ...     pages = step.paged_kv(0)  # for hstu_attention(..., paged_kv=pages)
+        >>> cache.lookup([7, 11, 13]).tolist()
+        [3, 2, 0]
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        *,
+        evict: bool = True,
+    ) -> None:
+        sizes = {"num_layers": num_layers, "heads": heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: expected a positive count, got {size}")
+        if page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
+        self._table = _host.PageTable(num_pages, page_size, evict=evict)
+        self.kv_cache = torch.zeros(
+            (num_layers, num_pages, 2, page_size, heads, head_dim), dtype=dtype, device=device
+        )
+
+    @contextmanager
+    def step(
+        self, users: Ints, new_tokens: Ints, *, cached_lens: Ints | None = None
+    ) -> Iterator[CacheStep]:
+        """Makes room for a batch's new tokens, and pins its users until the block is left.
+
+        An exception inside the block drops the new tokens again: lengths, pages and cached rows are
+        as before, but for users evicted meanwhile. Without one, every new token must have been
+        written in every layer when the block is left.
+
+        Args:
+            users: `(B,)` ids, each once, none of them in another open step. On the CPU.
+            new_tokens: `(B,)` how many tokens of each are new.
+            cached_lens: `(B,)` how many the caller takes to be cached, by an earlier `lookup`, say,
+                since which another thread may have evicted a user. None means any number.
+
+        Yields:
+            A `CacheStep`, its tensors on the cache's device.
+
+        Raises:
+            ValueError: for ids or counts that are not as described. The cache is as it was.
+            OutOfPagesError: if there are too few pages, or, with `evict=False`, too few free ones.
+                The cache is as it was.
+        """
+        number, tables, lengths = self._table.begin(
+            _int64s("users", users),
+            _int64s("new_tokens", new_tokens),
+            None if cached_lens is None else _int64s("cached_lens", cached_lens),
+        )
+        step = None
+        try:
+            step = CacheStep(self.kv_cache, self._to_device(torch.from_numpy(tables)), lengths)
+            yield step
+        except BaseException:
+            self._table.roll_back(number)
+            raise
+        else:
+            self._table.release(number)
+        finally:
+            if step is not None:
+                step._open = False
+
+    def lookup(self, users: Ints) -> Tensor:
+        """int32 `(B,)` on the CPU: the tokens of each user, 0 for an unknown one.
+
+        Does not count as a use, and includes new tokens of open steps.
+        """
+        return torch.from_numpy(self._table.lookup(_int64s("users", users)))
+
+    def free(self, users: Ints) -> None:
+        """Forgets users, known or not.
+
+        Raises:
+            ValueError: if one is in an open step. The cache is as it was.
+        """
+        self._table.free(_int64s("users", users))
+
+    def clear(self) -> None:
+        """Forgets all users.
+
+        Raises:
+            ValueError: if a step is open. The cache is as it was.
+        """
+        self._table.clear()
+
+    def stats(self) -> CacheStats:
+        """Counts of pages and users, at one moment."""
+        return CacheStats(**self._table.stats())
+
+    def _to_device(self, tables: Tensor) -> Tensor:
+        if self.kv_cache.is_cuda:
+            tables = tables.pin_memory()  # else the copy might wait for the GPU
+        return tables.to(self.kv_cache.device, non_blocking=True)
+
+
+def _int64s(name: str, values: Ints) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if isinstance(values, Tensor) and values.device.type != "cpu":
+        raise ValueError(f"{name}: expected values on the CPU, got a tensor on {values.device}")
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
+    if array.size and (array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64)):
+        raise ValueError(f"{name}: expected integers within int64, got {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.int64)
