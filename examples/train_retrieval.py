@@ -33,7 +33,7 @@ from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from tqdm import tqdm
 
-from hstu_attn import HSTULayerConfig
+from hstu_attn import HSTULayerConfig, RelativeBias, hstu_attention
 from hstu_attn.data import (
     BatchSampler,
     EventLog,
@@ -43,7 +43,6 @@ from hstu_attn.data import (
     training_windows,
 )
 from hstu_attn.data.synthetic import write_synthetic_movielens
-from hstu_attn.ops import has_cuda_kernels
 
 Split = Literal["validation", "test"]
 
@@ -145,7 +144,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
 
     running = parser.add_argument_group("running")
     running.add_argument(
-        "--device", default="auto", help="auto is cuda where it has kernels, otherwise cpu"
+        "--device", default="auto", help="auto is cuda where it has the kernels, otherwise cpu"
     )
     running.add_argument(
         "--bf16", action="store_true", help="compute the layers in bfloat16; always so on cuda"
@@ -173,14 +172,26 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; for "auto" a GPU that has kernels, otherwise the CPU."""
+    """The device of that name; for "auto" a GPU that can train the model, otherwise the CPU."""
     if name != "auto":
         return torch.device(name)
     if torch.cuda.is_available():
-        if has_cuda_kernels():
+        if has_relative_bias(torch.device("cuda")):
             return torch.device("cuda")
-        print("Training on the CPU: this build of hstu_attn has no kernels for the GPU")
-    return torch.device("cpu")
+        print("Training on the CPU: hstu_attn has no kernels with a relative bias for the GPU")
+    return CPU
+
+
+def has_relative_bias(device: torch.device) -> bool:
+    """Whether attention with the model's relative bias is built for the device."""
+    q = torch.zeros(1, 1, 32, dtype=torch.bfloat16, device=device)
+    offsets = torch.tensor([0, 1], device=device)
+    bias = RelativeBias(torch.zeros(1, 1, device=device))
+    try:
+        hstu_attention(q, q, q, cu_seqlens_q=offsets, max_seqlen_q=1, bias=bias)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def open_data(options: Options) -> EventLog:

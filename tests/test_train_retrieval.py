@@ -73,6 +73,21 @@ def brute_force_metrics(rankings: list[list[int]], targets: list[int]) -> Metric
     )
 
 
+def test_auto_trains_where_the_relative_bias_is_built(monkeypatch):
+    assert train_retrieval.has_relative_bias(torch.device("cpu"))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("pos_weight: the relative bias is not built for GPUs")
+
+    monkeypatch.setattr(train_retrieval, "hstu_attention", refuse)
+    assert not train_retrieval.has_relative_bias(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_retrieval, "has_relative_bias", lambda device: device.type == "cpu")
+    assert train_retrieval.choose_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(train_retrieval, "has_relative_bias", lambda device: True)
+    assert train_retrieval.choose_device("auto") == torch.device("cuda")
+
+
 def test_metrics_against_brute_force() -> None:
     scores = torch.randn(200, 80)
     targets = torch.randint(80, (200,))
