@@ -1,10 +1,10 @@
 // The consumers of the backward in a cluster of two blocks.
 //
 // A block finds P and dS of 64 of the item's 128 keys, and half of the columns of all results. In a
-// step, one warpgroup finds S, the other dP: products of 64 by 64, since those of fewer rows take
-// as long. They give each other half of the rows. P and dS of its half a warpgroup leaves to both
-// blocks; then it has dK and dV of 64 keys, the first warpgroup of its block's, the second of the
-// other block's, and half of the block's columns of dQ.
+// step, one warpgroup finds S, the other dP: products of 64 by 64, which read less of shared memory
+// than two of half of the rows would. They give each other half of the rows. P and dS of its half a
+// warpgroup leaves to both blocks; then it has dK and dV of 64 keys, the first warpgroup of its
+// block's, the second of the other block's, and half of the block's columns of dQ.
 #pragma once
 
 #include "backward_consumers.h"
