@@ -109,7 +109,7 @@ SANITIZER ?= compute-sanitizer
 SANITIZERS ?= memcheck racecheck initcheck synccheck
 sanitize-cuda: $(VENV)/.built
 	for tool in $(SANITIZERS); do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+	  SANITIZER_TOOL=$$tool PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
 	    $(BIN)/python -m pytest -m sanitize -p no:cacheprovider $(PYTEST_ARGS) || exit 1; \
 	done
 

@@ -6,6 +6,7 @@ shared memory and 32-bit offsets matter. All of it needs a GPU.
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -266,6 +267,10 @@ def check_small_batch(batch: Batch, **options: object) -> None:
     """The reference runs on the CPU, so that a sanitizer sees these kernels alone."""
     dout = random_dout(batch)
     actual = run(hstu_attention, on_gpu(batch), dout.cuda(), **options)
+    if os.environ.get("SANITIZER_TOOL") == "initcheck":
+        # NOTE: it does not see what TMA writes from shared memory by a tensor map, as the gradient
+        # of a bias on compute capability 9.0, and takes it for uninitialised when it is read.
+        actual.pop("drab", None)
     exact = run(reference.hstu_attention, batch, dout, torch.float64)
     yardstick = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
     for name, tensor in actual.items():
