@@ -162,7 +162,7 @@ struct BackwardBlock {
     shared.ds_handover.init(Dq::kParts * 4 + (stores_ds(params) ? 1 : 0), kConsumerWarps);
     shared.number_handover.init(1);
     shared.other_ds_handover.init(1, kConsumers);
-    shared.meeting.init(1, kConsumerWarps);
+    shared.meeting.init(1, kConsumers * kWarpgroup);
     shared.dq_handover.init(1, Dq::kWarpgroups * kWarpgroup);
     shared.item_nears_its_end.init(1);
     cutlass::arch::fence_barrier_init();

@@ -219,9 +219,10 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   }
 
   // All consumers of the block.
-  // NOTE: no named barrier, at which all would have to wait by the same instruction.
+  // NOTE: no named barrier, at which all would have to wait by the same instruction. Each thread
+  // arrives, since racecheck does not see what a warp's other threads wrote before one arrived.
   static HSTU_DEVICE void meet(SharedMemory& shared, MeetingPlace& place) {
-    shared.meeting.fill_by_warp(place);
+    shared.meeting.full[place.stage()].arrive();
     shared.meeting.wait_full(place);
     place.advance();
   }
