@@ -23,27 +23,20 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The part of the schemas that all ops share, in the order in which Arguments reads it. D(value) is
-// the default of what few calls have: HSTU_DEFAULT, or HSTU_NO_DEFAULT where arguments without one
-// follow.
-#define HSTU_DEFAULT(value) "=" value
-#define HSTU_NO_DEFAULT(value)
-#define HSTU_SHARED_SCHEMA(D) \
+// The part of the schemas that all ops share, in the order in which Arguments reads it.
+#define HSTU_SHARED_SCHEMA                                                                      \
   "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, " \
   "Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt scaling_seqlen, "        \
   "Tensor? attn_scale, float alpha, Tensor? num_contexts, Tensor? num_targets, "                \
   "SymInt target_group_size, SymInt window_left, SymInt window_right, "                         \
-  "SymInt min_full_attn_seq_len, Tensor? row_spans, Tensor? func, "                             \
-  "Tensor? rab" D("None") ", Tensor? pos_weight" D("None") ", Tensor? ts_weight" D("None")      \
-  ", Tensor? timestamps" D("None") ", Tensor? row_timestamps" D("None")                         \
-  ", Tensor? ts_thresholds" D("None") ", "
-#define HSTU_PAGED_SCHEMA(D)                                                              \
-  "Tensor? kv_cache" D("None") ", Tensor? page_offsets" D("None") ", Tensor? page_ids" D( \
-      "None") ", Tensor? last_page_lens" D("None") ", "
-#define HSTU_OPTIONS_SCHEMA(D)                                                           \
-  "int quant_mode" D("-1") ", Tensor? q_descale" D("None") ", Tensor? k_descale" D(      \
-      "None") ", Tensor? v_descale" D("None") ", bool deterministic" D("False") ", int " \
-                                                                                "sm_margin" D("0")
+  "SymInt min_full_attn_seq_len, Tensor? row_spans, Tensor? func, Tensor? rab, "                \
+  "Tensor? pos_weight, Tensor? ts_weight, Tensor? timestamps, Tensor? row_timestamps, "         \
+  "Tensor? ts_thresholds, "
+#define HSTU_PAGED_SCHEMA \
+  "Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, "
+#define HSTU_OPTIONS_SCHEMA                                                   \
+  "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, " \
+  "bool deterministic, int sm_margin"
 
 // Reads the arguments of a boxed call one after another.
 class ArgumentReader {

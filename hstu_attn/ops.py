@@ -64,7 +64,6 @@ _NUM_ARGS = _TS + 14
 
 NO_TIMES: tuple[None, ...] = (None,) * 3
 NO_PAGES: tuple[None, ...] = (None,) * 4
-_NO_OPTIONS = (-1, None, None, None, False, 0)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -240,26 +239,6 @@ def _call(op: Callable[..., _Result], *args: Any) -> _Result:
         raise NotImplementedError(text) from None
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    geometry: Geometry,
-    rab: Tensor | None,
-    pos_weight: Tensor | None,
-    ts_weight: Tensor | None,
-    times: Sequence[Any],
-    pages: Sequence[Any],
-    options: Sequence[Any],
-) -> Tensor:
-    """The raw forward; torch takes less time where it has to look at fewer arguments."""
-    no_bias = rab is None and pos_weight is None and ts_weight is None
-    if no_bias and times is NO_TIMES and pages is NO_PAGES and options == _NO_OPTIONS:
-        return _call(_fwd, q, k, v, *geometry)
-    biases = (rab, pos_weight, ts_weight)
-    return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
-
-
 class _Once(torch.autograd.Function):
     """Passes gradients through, and fails where they are differentiated again.
 
@@ -306,7 +285,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
         ctx.rest = (geometry, times, options)
         biases = (rab, pos_weight, ts_weight)
-        return _forward(q, k, v, geometry, *biases, times, NO_PAGES, options)
+        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -359,7 +338,7 @@ class _AttentionPacked(torch.autograd.Function):
         ctx.rest = (geometry, times, options)
         q, k, v = qkv.unbind(1)
         biases = (rab, pos_weight, ts_weight)
-        return _forward(q, k, v, geometry, *biases, times, NO_PAGES, options)
+        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -426,7 +405,7 @@ def attention(
         return _Attention.apply(  # type: ignore[no-any-return]
             q, k, v, *biases, geometry, times, options
         )
-    return _forward(q, k, v, geometry, *biases, times, pages, options)
+    return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
 
 
 def attention_packed(
