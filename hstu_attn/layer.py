@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from hstu_attn.bias import RelativeBias
 from hstu_attn.interface import hstu_attention
 from hstu_attn.mask import Mask
+
+if TYPE_CHECKING:
+    from hstu_attn.serving.rows import CachedRows
 
 __all__ = [
     "HSTULayer",
@@ -366,11 +369,6 @@ class HSTULayer(nn.Module):
             ValueError: a shape or dtype that does not fit, ``num_targets`` or ``num_contexts``
                 without causal attention, or ``timestamps`` where no table uses them.
         """
-        config = self.config
-        if x.dim() != 2 or x.shape[1] != config.embedding_dim:
-            raise ValueError(
-                f"x must have shape (total, {config.embedding_dim}), got {tuple(x.shape)}"
-            )
         u, v, q, k = self._project(x)
         attention = hstu_attention(
             q,
@@ -380,11 +378,61 @@ class HSTULayer(nn.Module):
             max_seqlen_q=max_seq_len,
             mask=self._mask(seq_offsets, num_targets, num_contexts),
             bias=self._bias(timestamps, row_timestamps),
-            alpha=config.alpha,
-            scaling_seqlen=config.scaling_seqlen,
+            alpha=self.config.alpha,
+            scaling_seqlen=self.config.scaling_seqlen,
         )
-        y = F.dropout(self._gate(attention, u), config.output_dropout_ratio, self.training)
-        return x + F.linear(y, _cast(self.output.weight, x), _cast_optional(self.output.bias, x))
+        return self._output(x, attention, u)
+
+    @torch.no_grad()
+    def forward_cached(
+        self,
+        x: Tensor,
+        rows: CachedRows,
+        layer: int,
+        timestamps: Tensor | None = None,
+        row_timestamps: Tensor | None = None,
+    ) -> Tensor:
+        """Applies the unit to the newest rows of sequences whose earlier keys and values are in a
+        cache, and writes those of the new history there. For inference: no gradients.
+
+        The result is that of the same rows in :meth:`forward` of the whole sequences, if what is
+        cached came from the same model. A row's output depends on its row time, which is by default
+        the time of the next event: write a row again (``rewritten`` of the cache's step) where that
+        has changed.
+
+        Args:
+            x: ``(total, embedding_dim)``, of each sequence the rows to write, then the targets; in
+                the dtype of the cache.
+            rows: where these rows lie, and the open step of the cache.
+            layer: the number of this layer in the cache, from 0.
+            timestamps: ``(total_k,)`` int64 event times of cached and given rows together.
+            row_timestamps: ``(total,)`` int64, as in :meth:`forward`.
+
+        Returns:
+            ``(total, embedding_dim)`` in the dtype of ``x``.
+
+        Raises:
+            ValueError: as :meth:`forward` and
+                :func:`hstu_attn.serving.check_cacheable`.
+        """
+        rows.check(self.config)
+        u, v, q, k = self._project(x)
+        rows.step.append(layer, *rows.history(k, v))
+        attention = hstu_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=rows.seq_offsets,
+            max_seqlen_q=rows.max_seq_len,
+            cu_seqlens_k=rows.key_offsets,
+            max_seqlen_k=rows.max_key_len,
+            mask=self._mask(rows.seq_offsets, rows.num_targets, None),
+            bias=self._bias(timestamps, row_timestamps),
+            alpha=self.config.alpha,
+            scaling_seqlen=self.config.scaling_seqlen,
+            paged_kv=rows.step.paged_kv(layer),
+        )
+        return self._output(x, attention, u)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, alpha={self.config.alpha:.4g}"
@@ -393,6 +441,10 @@ class HSTULayer(nn.Module):
         """u ``(total, heads * hidden)``, and v, q, k ``(total, heads, width)`` as strided views of
         one buffer."""
         config = self.config
+        if x.dim() != 2 or x.shape[1] != config.embedding_dim:
+            raise ValueError(
+                f"x must have shape (total, {config.embedding_dim}), got {tuple(x.shape)}"
+            )
         normed = F.layer_norm(
             x,
             self.input_norm.normalized_shape,
@@ -424,6 +476,11 @@ class HSTULayer(nn.Module):
             return torch.cat([u, normed, gated], dim=1)
         parts = [u] * config.concat_u + [flat] * config.concat_x + [gated]
         return torch.cat(parts, dim=1) if len(parts) > 1 else gated
+
+    def _output(self, x: Tensor, attention: Tensor, u: Tensor) -> Tensor:
+        """What follows attention ``(total, heads, hidden)``, added to ``x``."""
+        y = F.dropout(self._gate(attention, u), self.config.output_dropout_ratio, self.training)
+        return x + F.linear(y, _cast(self.output.weight, x), _cast_optional(self.output.bias, x))
 
     def _mask(
         self, seq_offsets: Tensor, num_targets: Tensor | None, num_contexts: Tensor | None
@@ -494,6 +551,7 @@ class HSTUStack(nn.Module):
         super().__init__()
         if num_layers <= 0:
             raise ValueError(f"num_layers must be a positive number, got {num_layers}")
+        self.config = config
         self.layers = nn.ModuleList(HSTULayer(config, device, dtype) for _ in range(num_layers))
 
     def forward(
@@ -512,6 +570,19 @@ class HSTUStack(nn.Module):
             x = layer(
                 x, seq_offsets, max_seq_len, num_targets, num_contexts, timestamps, row_timestamps
             )
+        return x
+
+    def forward_cached(
+        self,
+        x: Tensor,
+        rows: CachedRows,
+        timestamps: Tensor | None = None,
+        row_timestamps: Tensor | None = None,
+    ) -> Tensor:
+        """Applies the layers in turn to the newest rows of sequences, layer ``n`` with that layer
+        of the cache; arguments, result and errors are those of :meth:`HSTULayer.forward_cached`."""
+        for number, layer in enumerate(self.layers):
+            x = layer.forward_cached(x, rows, number, timestamps, row_timestamps)
         return x
 
 

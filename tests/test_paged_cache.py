@@ -104,7 +104,8 @@ USERS = range(-3, 7)
 class OpenStep(NamedTuple):
     manager: AbstractContextManager[CacheStep]
     step: CacheStep
-    new: dict[int, list[int]]
+    cached: dict[int, list[int]]
+    new: dict[int, list[int]]  # the rewritten ones, then the new ones
     pages_before: dict[int, list[int]]
     written: bool
 
@@ -132,11 +133,17 @@ class CacheMachine(RuleBasedStateMachine):
         batch=st.dictionaries(st.sampled_from(USERS), st.integers(0, 40), max_size=5),
         expect=st.booleans(),
         written=st.booleans(),
+        rewritten=st.sampled_from([0, 1, 17]),
     )
-    def begin(self, batch: dict[int, int], expect: bool, written: bool) -> None:
+    def begin(self, batch: dict[int, int], expect: bool, written: bool, rewritten: int) -> None:
         cached = {user: self.tokens.get(user, []) for user in batch}
-        expected_lens = [len(tokens) for tokens in cached.values()] if expect else None
-        manager = self.cache.step(list(batch), list(batch.values()), cached_lens=expected_lens)
+        again = [min(rewritten, len(tokens)) for tokens in cached.values()]
+        manager = self.cache.step(
+            list(batch),
+            list(batch.values()),
+            cached_lens=[len(tokens) for tokens in cached.values()] if expect else None,
+            rewritten=again if rewritten else None,
+        )
         pinned = {user for step in self.open for user in step.new}
         if pinned & set(batch):
             with unchanged(self.cache, USERS), pytest.raises(ValueError, match="no open step"):
@@ -159,23 +166,25 @@ class CacheMachine(RuleBasedStateMachine):
             self.unpinned.remove(victims.pop(0))
             self.evictions += 1
         pages_before = {user: self.cache._table.pages(user) for user in batch}
-        new = {user: self.fresh(count) for user, count in batch.items()}
-        for user in batch:
-            self.tokens[user] = cached[user] + new[user]
+        new = {}
+        for (user, count), r in zip(batch.items(), again, strict=True):
+            new[user] = self.fresh(r + count)
+            self.tokens[user] = cached[user][: len(cached[user]) - r] + new[user]
         self.unpinned = [user for user in self.unpinned if user not in batch]
         step = manager.__enter__()
-        self.check_tables(step, cached, new)
+        self.check_tables(step, new)
         if written:
             append(step, flat(new.values()))
-        self.open.append(OpenStep(manager, step, new, pages_before, written))
+        self.open.append(OpenStep(manager, step, cached, new, pages_before, written))
 
-    def check_tables(self, step: CacheStep, cached: dict, new: dict) -> None:
-        assert step.cached_lens.tolist() == [len(tokens) for tokens in cached.values()]
+    def check_tables(self, step: CacheStep, new: dict[int, list[int]]) -> None:
+        kept = [len(self.tokens[user]) - len(tokens) for user, tokens in new.items()]
+        assert step.cached_lens.tolist() == kept
         lists = page_lists(step)
-        assert lists == [self.cache._table.pages(user) for user in cached]
+        assert lists == [self.cache._table.pages(user) for user in new]
         slots, last = [], []
-        for pages, user in zip(lists, cached, strict=True):
-            before, after = len(cached[user]), len(self.tokens[user])
+        for pages, user, before in zip(lists, new, kept, strict=True):
+            after = len(self.tokens[user])
             slots += [pages[n // PAGE] * PAGE + n % PAGE for n in range(before, after)]
             last.append((after - 1) % PAGE + 1 if after else 0)
         assert step.slots.tolist() == slots
@@ -188,9 +197,8 @@ class CacheMachine(RuleBasedStateMachine):
         if not step.written:
             append(step.step, flat(step.new.values()))
         step.manager.__exit__(None, None, None)
-        for user, new in step.new.items():
-            found = len(self.tokens[user]) > len(new)
-            self.hits, self.misses = self.hits + found, self.misses + (not found)
+        for user, cached in step.cached.items():
+            self.hits, self.misses = self.hits + bool(cached), self.misses + (not cached)
             self.unpin(user)
 
     @precondition(lambda self: self.open)
@@ -198,8 +206,10 @@ class CacheMachine(RuleBasedStateMachine):
     def roll_back(self, data: st.DataObject) -> None:
         step = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         assert not step.manager.__exit__(Boom, Boom(), None)  # the exception goes on
-        for user, new in step.new.items():
-            del self.tokens[user][len(self.tokens[user]) - len(new) :]
+        for user, cached in step.cached.items():
+            # What was written again stays so.
+            latest = self.tokens[user] if step.written else cached
+            self.tokens[user] = latest[: len(cached)]
             assert self.cache._table.pages(user) == step.pages_before[user]
             self.unpin(user)
 
@@ -417,6 +427,23 @@ def test_an_exception_drops_the_new_tokens():
     assert cache.stats() == before
     assert cache._table.pages(1) == pages
     check_rows(cache, pages, list(range(20)))
+
+
+def test_rewriting_more_than_there_is_is_refused():
+    cache = make_cache()
+    fill(cache, _1=20)
+    for rewritten, message in (
+        ([0, 21], "rewritten: expected counts from 0 to the 20 tokens that are cached, got 21"),
+        ([1, 0], "rewritten: expected counts from 0 to the 0 tokens that are cached, got 1"),
+        ([0, -1], "rewritten: expected counts .*, got -1"),
+        ([0], "rewritten: expected 2 values, one for each user, got 1"),
+    ):
+        with (
+            unchanged(cache, USERS),
+            pytest.raises(ValueError, match=message),
+            cache.step([3, 1], [5, 1], rewritten=rewritten),
+        ):
+            pass
 
 
 def test_a_step_that_was_left_writes_nothing():

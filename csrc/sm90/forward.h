@@ -12,6 +12,7 @@
 #include "../common/launch.h"
 #include "../common/work_list.h"
 #include "../common/zero.h"
+#include "bias.h"
 #include "pipeline.h"
 #include "stores.h"
 #include "tensors.h"
@@ -355,7 +356,8 @@ struct Forward {
     const auto add_bias = [&] {
       if constexpr (kHasBias) {
         shared.bias_handover.wait_full(bias_place);
-        load_bias(shared.bias[bias_place.stage()] + warpgroup * (kWarpgroupRows * kKeys), scores);
+        load_bias<kKeys>(shared.bias[bias_place.stage()] + warpgroup * (kWarpgroupRows * kKeys),
+                         scores);
         shared.bias_handover.release_by_warp(bias_place);
         bias_place.advance();
       }
@@ -439,26 +441,6 @@ struct Forward {
       shared.v_handover.release_by_warp(k_place.before());
       let_tiles_pass();
       end_item(item_place.before());
-    }
-  }
-
-  // S = bias, of which a warpgroup's 64 rows lie in panels of 64 keys.
-  static HSTU_DEVICE void load_bias(const Element* from, Scores& scores) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int column = 0; column < kKeys; column += 16) {
-      const int chunk = column % 64 / 8 + lane / 16;  // of 16 bytes, swizzled
-      const Element* block =
-          from + (column / 64 * kWarpgroupRows + row) * 64 + (chunk ^ row % 8) * 8;
-      uint32_t words[4];
-      SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(block), words[0], words[1],
-                              words[2], words[3]);
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        scores(column / 2 + n * 2) = low_half<Element>(words[n]);
-        scores(column / 2 + n * 2 + 1) = high_half<Element>(words[n]);
-      }
     }
   }
 

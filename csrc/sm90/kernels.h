@@ -47,13 +47,6 @@ inline const char* backward_obstacle(const CudaDevice& device, const BackwardPar
   if (!can_map(params.dout, params.batch.total_q, params.heads)) {
     return "strides of dout that no tensor map can have";
   }
-  if (params.drab.data) {
-    if (params.drab.heads != params.heads) return "a gradient of rab that is summed over heads";
-    if (params.dtype == DType::kFloat16) return "a gradient of rab in fp16";
-    if (params.drab.length % 8 != 0 || !can_map(params.drab, params.batch.batch, params.dtype)) {
-      return "a gradient of rab whose rows are not aligned to 16 bytes";
-    }
-  }
   return obstacle(device, params);
 }
 

@@ -3,6 +3,7 @@
 
 #include "../common/attention_launch.h"
 #include "backward.h"
+#include "bias_gradient.h"
 #include "kernels.h"
 
 namespace hstu::sm90 {
@@ -24,7 +25,7 @@ struct BackwardLauncher {
     prepared.tile_rows = Form::kRows;
     prepared.tile_keys = Form::kKeys;
     prepared.turns = plan.buffers.turns;
-    prepared.bias_gradient = params.drab;
+    if (!needs_own_kernel(params)) prepared.bias_gradient = params.drab;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
     set_backward_chunks(prepared, params, launch);
@@ -64,30 +65,52 @@ struct BackwardLauncher {
     }
   };
 
+  // Whether the backward's own dS is not the gradient of the bias; see bias_gradient.h.
+  static bool needs_own_kernel(const BackwardParams& params) {
+    const DenseBias& drab = params.drab;
+    if (!drab.data) return false;
+    return drab.heads != params.heads || kDType == DType::kFloat16 || drab.length % 8 != 0 ||
+           !can_map(drab, params.batch.batch, kDType);
+  }
+
   template <bool kHasBias>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch, const Plan& plan) {
+    BackwardParams without_drab = params;
+    if (needs_own_kernel(params)) without_drab.drab = {};
+    const BackwardMaps maps = make_maps(without_drab);
     if (launch.deterministic) {
-      run_kernel<Kernel<kHasBias, true>>(params, launch, plan.buffers);
+      run_kernel<Kernel<kHasBias, true>>(without_drab, launch, maps, plan.buffers);
     } else {
-      run_kernel<Kernel<kHasBias, false>>(params, launch, plan.buffers);
+      run_kernel<Kernel<kHasBias, false>>(without_drab, launch, maps, plan.buffers);
+    }
+    if (kHasBias && needs_own_kernel(params)) {
+      using Gradient = BiasGradient<kHeadDim, ElementOf<kDType>>;
+      const int64_t tiles = Gradient::tiles(params.drab, params.batch.batch);
+      launch_attention<Gradient>(run_bias_gradient<Gradient>, launch,
+                                 persistent_blocks<Gradient>(launch, tiles), "gradient of the bias",
+                                 params, maps, plan.buffers.list);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
     launch_kernel(finish_dq<Kernel<kHasBias, false>>, per_tile, launch, "dq of the backward",
                   params, plan.buffers.dq);
   }
 
-  template <typename Chosen>
-  static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
-                         const BackwardBuffers& buffers) {
+  static BackwardMaps make_maps(const BackwardParams& params) {
     const int heads = params.heads;
     const int batch = params.batch.batch;
     BackwardMaps maps = {};
-    maps.q = make_ragged_map<kHeadDim>(params.q, heads, Chosen::kRows, kDType);
-    maps.k = make_ragged_map<kHeadDim>(params.k, heads, Chosen::kBlockKeys, kDType);
-    maps.v = make_ragged_map<kHeadDim>(params.v, heads, Chosen::kBlockKeys, kDType);
-    maps.dout = make_ragged_map<kHeadDim>(params.dout, heads, Chosen::kRows, kDType);
+    maps.q = make_ragged_map<kHeadDim>(params.q, heads, Form::kRows, kDType);
+    maps.k = make_ragged_map<kHeadDim>(params.k, heads, Form::kBlockKeys, kDType);
+    maps.v = make_ragged_map<kHeadDim>(params.v, heads, Form::kBlockKeys, kDType);
+    maps.dout = make_ragged_map<kHeadDim>(params.dout, heads, Form::kRows, kDType);
     if (params.rab.data) maps.bias = make_bias_map(params.rab, batch);
     if (params.drab.data) maps.bias_gradient = make_bias_map(params.drab, batch);
+    return maps;
+  }
+
+  template <typename Chosen>
+  static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
+                         const BackwardMaps& maps, const BackwardBuffers& buffers) {
     const int64_t items = int64_t{buffers.list.capacity} * buffers.list.parts;
     launch_attention<Chosen>(run_backward<Chosen>, launch, persistent_blocks<Chosen>(launch, items),
                              "backward", params, maps, buffers);

@@ -24,6 +24,8 @@ __all__ = ["CacheStats", "CacheStep", "OutOfPagesError", "PagedKVCache"]
 OutOfPagesError: type[RuntimeError] = _host.OutOfPagesError
 
 Ints = Sequence[int] | np.ndarray[Any, Any] | Tensor
+Int32s = np.ndarray[Any, np.dtype[np.int32]]
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class CacheStats(NamedTuple):
@@ -44,11 +46,13 @@ class CacheStats(NamedTuple):
 
 
 class CacheStep:
-    """One batch's use of a cache: what `PagedKVCache.step` yields. Batch `B`, new tokens `N`.
+    """One batch's use of a cache: what `PagedKVCache.step` yields. Batch `B`, `N` tokens to write:
+    of each user those that are written again, then the new ones.
 
     Attributes:
-        cached_lens: int32 `(B,)` tokens of each user before the step; 0 for an unknown user.
-        slots: int32 `(N,)` `page * page_size + offset` of each new token, in batch order.
+        cached_lens: int32 `(B,)` tokens of each user from before the step that stay as they are; 0
+            for an unknown user.
+        slots: int32 `(N,)` `page * page_size + offset` of each token to write, in batch order.
         page_offsets: int32 `(B + 1,)`, as in `PagedKV`; the new tokens have their place already.
         page_ids: int32 `(page_offsets[-1],)`.
         last_page_lens: int32 `(B,)`.
@@ -84,7 +88,7 @@ class CacheStep:
 
     @torch.no_grad()
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes the keys and values of the new tokens into their slots of a layer.
+        """Writes the keys and values of the `N` tokens into their slots of a layer.
 
         Args:
             layer: from 0.
@@ -173,6 +177,7 @@ class PagedKVCache:
                 raise ValueError(f"{name}: expected a positive count, got {size}")
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
+        self._page_size = page_size
         self._table = _host.PageTable(num_pages, page_size, evict=evict)
         self.kv_cache = torch.zeros(
             (num_layers, num_pages, 2, page_size, heads, head_dim), dtype=dtype, device=device
@@ -180,19 +185,27 @@ class PagedKVCache:
 
     @contextmanager
     def step(
-        self, users: Ints, new_tokens: Ints, *, cached_lens: Ints | None = None
+        self,
+        users: Ints,
+        new_tokens: Ints,
+        *,
+        cached_lens: Ints | None = None,
+        rewritten: Ints | None = None,
     ) -> Iterator[CacheStep]:
         """Makes room for a batch's new tokens, and pins its users until the block is left.
 
         An exception inside the block drops the new tokens again: lengths, pages and cached rows are
-        as before, but for users evicted meanwhile. Without one, every new token must have been
-        written in every layer when the block is left.
+        as before, but for users evicted meanwhile, and for rows that the block has written again.
+        Without one, every token of the step must have been written in every layer when the block is
+        left.
 
         Args:
             users: `(B,)` ids, each once, none of them in another open step. On the CPU.
             new_tokens: `(B,)` how many tokens of each are new.
             cached_lens: `(B,)` how many the caller takes to be cached, by an earlier `lookup`, say,
                 since which another thread may have evicted a user. None means any number.
+            rewritten: `(B,)` how many of each user's last cached tokens are written again, for rows
+                that depend on what follows them. None means none.
 
         Yields:
             A `CacheStep`, its tensors on the cache's device.
@@ -202,13 +215,17 @@ class PagedKVCache:
             OutOfPagesError: if there are too few pages, or, with `evict=False`, too few free ones.
                 The cache is as it was.
         """
+        counts = _int64s("new_tokens", new_tokens)
         number, tables, lengths = self._table.begin(
             _int64s("users", users),
-            _int64s("new_tokens", new_tokens),
+            counts,
             None if cached_lens is None else _int64s("cached_lens", cached_lens),
         )
         step = None
         try:
+            if rewritten is not None:
+                again = _int64s("rewritten", rewritten)
+                tables, lengths = _with_rewritten(tables, lengths, again, counts, self._page_size)
             step = CacheStep(self.kv_cache, self._to_device(torch.from_numpy(tables)), lengths)
             yield step
         except BaseException:
@@ -253,7 +270,7 @@ class PagedKVCache:
         return tables.to(self.kv_cache.device, non_blocking=True)
 
 
-def _int64s(name: str, values: Ints) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _int64s(name: str, values: Ints) -> Int64s:
     if isinstance(values, Tensor) and values.device.type != "cpu":
         raise ValueError(f"{name}: expected values on the CPU, got a tensor on {values.device}")
     array = np.asarray(values)
@@ -262,3 +279,27 @@ def _int64s(name: str, values: Ints) -> np.ndarray[Any, np.dtype[np.int64]]:
     if array.size and (array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64)):
         raise ValueError(f"{name}: expected integers within int64, got {array.dtype}")
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _with_rewritten(
+    tables: Int32s, lengths: Sequence[int], rewritten: Int64s, new_tokens: Int64s, page_size: int
+) -> tuple[Int32s, list[int]]:
+    """The tables of a step and their lengths, with slots for tokens that are written again, too."""
+    page_offsets, page_ids, last_page_lens, cached, _ = np.split(tables, np.cumsum(lengths)[:-1])
+    if len(rewritten) != len(cached):
+        raise ValueError(
+            f"rewritten: expected {len(cached)} values, one for each user, got {len(rewritten)}"
+        )
+    wrong = np.flatnonzero((rewritten < 0) | (rewritten > cached))
+    if len(wrong):
+        raise ValueError(
+            f"rewritten: expected counts from 0 to the {cached[wrong[0]]} tokens that are cached, "
+            f"got {rewritten[wrong[0]]}"
+        )
+    kept, written = cached - rewritten, rewritten + new_tokens
+    starts = np.cumsum(written) - written
+    positions = np.arange(written.sum()) + np.repeat(kept - starts, written)
+    pages = page_ids[np.repeat(page_offsets[:-1], written) + positions // page_size]
+    slots = pages * page_size + positions % page_size
+    sections = (page_offsets, page_ids, last_page_lens, kept, slots)
+    return np.concatenate(sections).astype(np.int32), [len(section) for section in sections]

@@ -1,0 +1,133 @@
+"""Where the rows of a cached forward lie: in the call, and in the pages of a cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hstu_attn.layer import HSTULayerConfig
+
+from .cache import CacheStep
+
+__all__ = ["CachedRows", "check_cacheable"]
+
+
+def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
+    """Whether a cache of keys and values is sound: rows that follow a row leave its output as it
+    is, and so does whatever else is in a call.
+
+    Args:
+        config: of the layers.
+        with_targets: whether calls have targets.
+
+    Raises:
+        ValueError: naming the field that lets a row's output depend on later rows or on lengths in
+            the call, or that has no place in the pages of a cache.
+    """
+    windowed = config.max_attn_len > 0
+    for name, holds, expected in (
+        ("causal", config.causal, "True: else a row sees later ones"),
+        (
+            "contextual_seq_len",
+            config.contextual_seq_len == 0,
+            "0: contextual rows see the whole history",
+        ),
+        (
+            "min_full_attn_seq_len",
+            not windowed or config.min_full_attn_seq_len == 0,
+            "0: a row that is among the last ones now will not be later",
+        ),
+        (
+            "scaling_seqlen",
+            config.scaling_seqlen > 0,
+            "positive: else the scale depends on the lengths in a call",
+        ),
+        (
+            "hidden_dim",
+            config.hidden_dim == config.attention_dim,
+            f"attention_dim = {config.attention_dim}: keys and values share pages",
+        ),
+        (
+            "target_aware",
+            config.target_aware or not with_targets,
+            "True: targets are not cached, so none may see another",
+        ),
+    ):
+        if not holds:
+            raise ValueError(
+                f"{name}: expected, for a cache, {expected}; got {getattr(config, name)!r}"
+            )
+
+
+class CachedRows:
+    """The rows that `HSTUStack.forward_cached` is given, beside an open step of a cache.
+
+    Sequence `b` of the batch owns rows `seq_offsets[b]` to `seq_offsets[b + 1]`: the tokens of its
+    user that the step writes, then targets, which are written nowhere. Nothing is copied to the
+    host.
+
+    Args:
+        step: the open step, of the same users in the same order.
+        seq_offsets: int32 or int64 `(batch + 1,)`, on the device of the cache.
+        max_seq_len: no sequence has more rows.
+        max_key_len: no sequence has more rows and cached tokens together.
+        num_targets: int32 or int64 `(batch,)`; None means that there are none.
+
+    Attributes:
+        key_offsets: int64 `(batch + 1,)`, offsets of cached tokens and rows together.
+
+    Raises:
+        ValueError: for offsets or counts of another batch size than that of the step.
+
+    Example:
+        >>> with cache.step(users, new_tokens) as step:
+        ...     rows = CachedRows(step, seq_offsets, max_seq_len=64, max_key_len=512)
+        ...     y = stack.forward_cached(x, rows)
+    """
+
+    def __init__(
+        self,
+        step: CacheStep,
+        seq_offsets: Tensor,
+        max_seq_len: int,
+        max_key_len: int,
+        num_targets: Tensor | None = None,
+    ) -> None:
+        batch = step.cached_lens.shape[0]
+        if seq_offsets.shape != (batch + 1,):
+            raise ValueError(
+                f"seq_offsets: expected shape ({batch + 1},), one more than the step has users, "
+                f"got {tuple(seq_offsets.shape)}"
+            )
+        if num_targets is not None and num_targets.shape != (batch,):
+            raise ValueError(
+                f"num_targets: expected shape ({batch},), one for each user of the step, got "
+                f"{tuple(num_targets.shape)}"
+            )
+        self.step = step
+        self.seq_offsets = seq_offsets
+        self.max_seq_len = max_seq_len
+        self.max_key_len = max_key_len
+        self.num_targets = num_targets
+        self.key_offsets = seq_offsets + _offsets(step.cached_lens)
+        self._history: Tensor | None = None
+        if num_targets is not None:
+            targets = _offsets(num_targets)
+            count = torch.arange(step.slots.shape[0], device=seq_offsets.device)
+            ends = (seq_offsets - targets)[1:].contiguous()
+            self._history = count + targets[torch.searchsorted(ends, count, right=True)]
+
+    def check(self, config: HSTULayerConfig) -> None:
+        """Raises ValueError where layers so configured cannot be cached: `check_cacheable`."""
+        check_cacheable(config, with_targets=self.num_targets is not None)
+
+    def history(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Of tensors `(total, ...)`, the rows that the step writes, `(N, ...)`."""
+        if self._history is None:
+            return parts
+        return tuple(part[self._history] for part in parts)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return F.pad(lengths.cumsum(0), (1, 0))
