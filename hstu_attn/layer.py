@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -582,7 +582,8 @@ class HSTUStack(nn.Module):
         """Applies the layers in turn to the newest rows of sequences, layer ``n`` with that layer
         of the cache; arguments, result and errors are those of :meth:`HSTULayer.forward_cached`."""
         for number, layer in enumerate(self.layers):
-            x = layer.forward_cached(x, rows, number, timestamps, row_timestamps)
+            unit = cast(HSTULayer, layer)
+            x = unit.forward_cached(x, rows, number, timestamps, row_timestamps)
         return x
 
 
