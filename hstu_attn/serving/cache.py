@@ -13,7 +13,7 @@ from torch import Tensor
 from hstu_attn.paged import PAGE_SIZES, PagedKV
 
 try:
-    from hstu_attn import _host
+    import hstu_attn._host as _host
 except ImportError as error:
     raise ImportError(
         f"hstu_attn._host: expected it to be built, got {error} (make install)"
