@@ -75,13 +75,13 @@ struct BackwardLauncher {
 
   template <bool kHasBias>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch, const Plan& plan) {
-    BackwardParams without_drab = params;
-    if (needs_own_kernel(params)) without_drab.drab = {};
-    const BackwardMaps maps = make_maps(without_drab);
+    BackwardParams own = params;  // what is left to the backward and the kernel after it
+    if (needs_own_kernel(params)) own.drab = {};
+    const BackwardMaps maps = make_maps(own);
     if (launch.deterministic) {
-      run_kernel<Kernel<kHasBias, true>>(without_drab, launch, maps, plan.buffers);
+      run_kernel<Kernel<kHasBias, true>>(own, launch, maps, plan.buffers);
     } else {
-      run_kernel<Kernel<kHasBias, false>>(without_drab, launch, maps, plan.buffers);
+      run_kernel<Kernel<kHasBias, false>>(own, launch, maps, plan.buffers);
     }
     if (kHasBias && needs_own_kernel(params)) {
       using Gradient = BiasGradient<kHeadDim, ElementOf<kDType>>;
@@ -91,8 +91,8 @@ struct BackwardLauncher {
                                  params, maps, plan.buffers.list);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
-    launch_kernel(finish_dq<Kernel<kHasBias, false>>, per_tile, launch, "dq of the backward",
-                  params, plan.buffers.dq);
+    launch_kernel(finish_dq<Kernel<kHasBias, false>>, per_tile, launch, "dq of the backward", own,
+                  plan.buffers.dq);
   }
 
   static BackwardMaps make_maps(const BackwardParams& params) {
