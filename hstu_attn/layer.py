@@ -614,8 +614,12 @@ class PositionalEmbedding(nn.Module):
     def forward(self, x: Tensor, seq_offsets: Tensor) -> Tensor:
         """``x`` is ``(total, embedding_dim)``, ``seq_offsets`` ``(batch + 1,)``; returns the shape
         and dtype of ``x``."""
-        positions = self.embedding(jagged_positions(seq_offsets, x.shape[0])).to(x.dtype)
-        return F.dropout(x * math.sqrt(x.shape[1]) + positions, self.dropout_ratio, self.training)
+        return self.at(x, jagged_positions(seq_offsets, x.shape[0]))
+
+    def at(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The same for rows at the given positions, ``(total,)`` int64."""
+        added = self.embedding(positions).to(x.dtype)
+        return F.dropout(x * math.sqrt(x.shape[1]) + added, self.dropout_ratio, self.training)
 
 
 def _cast(parameter: Tensor, like: Tensor) -> Tensor:

@@ -57,7 +57,12 @@ class RetrievalModel(nn.Module):
             self.max_seq_len,
             timestamps=batch.timestamps if self.reads_times else None,
             row_timestamps=batch.target_timestamps if self.reads_times else None,
-        ).float()
+        )
+        return self.state_vectors(x)
+
+    def state_vectors(self, x: Tensor) -> Tensor:
+        """What items are compared with, of the layers' output, ``(n, embedding_dim)`` fp32."""
+        x = x.float()
         return F.normalize(x, dim=1) if self.l2_normalise else F.layer_norm(x, x.shape[1:])
 
     def item_vectors(self, items: Tensor | None = None) -> Tensor:

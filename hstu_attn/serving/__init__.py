@@ -1,19 +1,37 @@
 """Serving: what an inference server needs beside the operator (`pip install hstu_attn[serve]`).
 
+Engine           scores for many users at once, on keys and values that it keeps
+ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
+EventStore       the users' latest events, from which an engine recomputes what is not cached
 PagedKVCache     the keys and values of many users in pages, under an LRU policy
-OutOfPagesError  raised where a batch needs more pages than there are
 CachedRows       where the rows of `HSTUStack.forward_cached` lie
 check_cacheable  refuses layers whose keys and values cannot be cached
 """
 
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
+from .engine import Engine, EngineClosedError, NoHistoryError, OverloadedError, Recommendation
+from .events import Event, EventStore
+from .model import CatalogueModel, Rows, ServedModel
 from .rows import CachedRows, check_cacheable
+from .stats import EngineStats, Histogram
 
 __all__ = [
     "CacheStats",
     "CacheStep",
     "CachedRows",
+    "CatalogueModel",
+    "Engine",
+    "EngineClosedError",
+    "EngineStats",
+    "Event",
+    "EventStore",
+    "Histogram",
+    "NoHistoryError",
     "OutOfPagesError",
+    "OverloadedError",
     "PagedKVCache",
+    "Recommendation",
+    "Rows",
+    "ServedModel",
     "check_cacheable",
 ]

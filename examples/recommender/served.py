@@ -1,0 +1,44 @@
+"""The retrieval model as an engine serves it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hstu_attn.serving import Rows
+from recommender.model import RetrievalModel
+
+__all__ = ["ServedRetrieval"]
+
+
+class ServedRetrieval:
+    """A :class:`hstu_attn.serving.CatalogueModel`: a trained model whose candidates are compared
+    with the state after a user's last event. Puts the model into evaluation mode.
+
+    Args:
+        model: trained; its weights must not change any more.
+    """
+
+    num_actions = 1
+    candidates_are_rows = False
+
+    def __init__(self, model: RetrievalModel) -> None:
+        self.model = model.eval()
+        self.stack = model.stack
+        self.num_items = model.item_embedding.num_embeddings
+        self.max_history = model.max_seq_len
+        self.reads_times = model.reads_times
+        self.item_vectors = model.item_vectors().detach()
+
+    def embed(self, rows: Rows) -> Tensor:
+        """``(total, embedding_dim)`` in the model's ``compute_dtype``."""
+        model = self.model
+        x = model.position.at(model.item_embedding(rows.items), rows.positions)
+        return x.to(model.compute_dtype)
+
+    def score(self, states: Tensor, candidates: Tensor) -> Tensor:
+        """Scores ``(n,)`` fp32 of candidates ``(n,)`` by states ``(n, embedding_dim)``."""
+        return (self.model.state_vectors(states) * self.item_vectors[candidates]).sum(dim=1)
+
+    def score_catalogue(self, states: Tensor) -> Tensor:
+        """Scores ``(n, num_items)`` fp32 by states ``(n, embedding_dim)``."""
+        return self.model.state_vectors(states) @ self.item_vectors.T

@@ -1,0 +1,135 @@
+"""The users' latest events, on the host: what a cache of keys and values can be made anew from."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Event", "EventStore", "History", "event_rows"]
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+User = int | str
+
+ITEM, TIME, ACTION = range(3)  # columns
+LATEST_TIME = 2**62  # differences of times stay within int64
+
+
+class Event(NamedTuple):
+    """What a user did: with which item, when, and how.
+
+    `time` is in seconds, or in any other unit that the model was trained with. `action` is 0 for
+    models that read none.
+    """
+
+    item: int
+    time: int
+    action: int = 0
+
+
+class History(NamedTuple):
+    """A user's events at one moment.
+
+    Attributes:
+        key: under which a cache knows these events and those that will be appended to them. No
+            other events ever have it.
+        events: int64 `(n, 3)`, oldest first: item, time and action.
+    """
+
+    key: int
+    events: Int64s
+
+
+def event_rows(
+    events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any], name: str = "events"
+) -> Int64s:
+    """Events as int64 `(n, 3)`: item, time and action, which is 0 where it is left out.
+
+    `name` is what errors call them.
+
+    Raises:
+        ValueError: for what is not integers in rows of two or three.
+    """
+    if not len(events):
+        return np.empty((0, 3), np.int64)
+    try:
+        rows = np.asarray([Event(*event) for event in events])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected rows of item, time and action, got {error}") from None
+    if rows.ndim != 2 or rows.dtype.kind not in "iu" or not np.can_cast(rows.dtype, np.int64):
+        raise ValueError(
+            f"{name}: expected integers within int64, got {rows.dtype} of shape {rows.shape}"
+        )
+    return rows.astype(np.int64)
+
+
+class EventStore:
+    """The latest events of the users that were last served, in memory. Not for several threads.
+
+    A model takes so many events and no more, and positions count from the first of them, so
+    dropping the oldest one shifts all others and makes whatever is cached of them useless. So they
+    are dropped some at a time: a history that would be longer than `max_events` is cut to its
+    latest `max_events - drop`, which then can grow again.
+
+    Args:
+        max_users: beyond these, the user served least recently is forgotten.
+        max_events: no history is longer.
+        drop: how many fewer a history that was cut has; None is an eighth of `max_events`. With 0 a
+            full history is always the very latest events, and each new one costs a recomputation.
+
+    Raises:
+        ValueError: for a size out of range.
+    """
+
+    def __init__(self, max_users: int, max_events: int, drop: int | None = None) -> None:
+        for name, size in (("max_users", max_users), ("max_events", max_events)):
+            if size < 1:
+                raise ValueError(f"{name}: expected a positive count, got {size}")
+        if drop is None:
+            drop = max_events // 8
+        if not 0 <= drop < max_events:
+            raise ValueError(f"drop: expected from 0 to {max_events - 1}, got {drop}")
+        self.max_users = max_users
+        self.max_events = max_events
+        self.drop = drop
+        self._histories: OrderedDict[User, History] = OrderedDict()
+        self._keys = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    def history(self, user: User) -> History:
+        """A user's events; none, under a new key, of an unknown user."""
+        found = self._histories.get(user)
+        return found or History(next(self._keys), np.empty((0, 3), np.int64))
+
+    def extended(self, history: History, events: Int64s) -> History:
+        """What a history becomes with `events`, `(n, 3)`; stores nothing. Under a new key where the
+        oldest events were dropped."""
+        together = np.concatenate([history.events, events])
+        if len(together) <= self.max_events:
+            return History(history.key, together)
+        return History(next(self._keys), together[len(together) - self.max_events + self.drop :])
+
+    def put(self, user: User, history: History) -> list[int]:
+        """Stores a user's events in place of those before; returns the keys that nothing has any
+        more."""
+        unused = []
+        replaced = self._histories.pop(user, None)
+        if replaced is not None and replaced.key != history.key:
+            unused.append(replaced.key)
+        self._histories[user] = history
+        if len(self._histories) > self.max_users:
+            unused.append(self._histories.popitem(last=False)[1].key)
+        return unused
+
+    def add(self, user: User, events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any]) -> None:
+        """Appends events to a user's, before the store is given to an engine.
+
+        Raises:
+            ValueError: as `event_rows`.
+        """
+        self.put(user, self.extended(self.history(user), event_rows(events)))

@@ -1,0 +1,82 @@
+"""What an engine needs of a model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from hstu_attn.layer import HSTUStack
+
+__all__ = ["CatalogueModel", "Rows", "ServedModel"]
+
+
+class Rows(NamedTuple):
+    """The rows of a batch that a model embeds, on its device: of each request some events of its
+    user, oldest first, and then, where candidates are rows, its candidates.
+
+    Attributes:
+        items: int64 `(total,)`, below the model's `num_items`.
+        actions: int64 `(total,)`, what the user did, below `num_actions`; 0 for a candidate.
+        positions: int64 `(total,)`: of an event, how many of its user's events are before it; of a
+            candidate, how many events there are, so that equal candidates are equal.
+        is_candidate: bool `(total,)`.
+    """
+
+    items: Tensor
+    actions: Tensor
+    positions: Tensor
+    is_candidate: Tensor
+
+
+class ServedModel(Protocol):
+    """A model of events and candidates: an `HSTUStack` between an embedding and scores.
+
+    A row of the stack is an event or, where `candidates_are_rows`, a candidate. What a row is
+    embedded as must depend on that row alone, else it cannot be cached. A relative bias by position
+    counts candidates, so with one a candidate's score depends on its place in the list.
+    """
+
+    @property
+    def stack(self) -> HSTUStack:
+        """The layers, in evaluation mode."""
+
+    @property
+    def num_items(self) -> int:
+        """Items are numbered from 0 to `num_items - 1`."""
+
+    @property
+    def num_actions(self) -> int:
+        """Actions are numbered from 0 to `num_actions - 1`; 1 where the model reads none."""
+
+    @property
+    def max_history(self) -> int:
+        """The model takes histories of at most so many events."""
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether the layers are given times, for their relative bias by elapsed time."""
+
+    @property
+    def candidates_are_rows(self) -> bool:
+        """Whether candidates are rows after the history (targets, in groups of one), as in ranking.
+        If not, they are compared with the state after the last event, as in retrieval."""
+
+    def embed(self, rows: Rows) -> Tensor:
+        """`(total, embedding_dim)`, the input of the stack, in the dtype of the cache."""
+
+    def score(self, states: Tensor, candidates: Tensor) -> Tensor:
+        """Scores `(n,)`, floating, of candidates `(n,)`, int64.
+
+        `states` is `(n, embedding_dim)` of the stack's output: each candidate's own row or, where
+        candidates are no rows, that of the last event of its user.
+        """
+
+
+@runtime_checkable
+class CatalogueModel(ServedModel, Protocol):
+    """A retrieval model, which can score all items at once."""
+
+    def score_catalogue(self, states: Tensor) -> Tensor:
+        """Scores `(n, num_items)` of all items; `states` are `(n, embedding_dim)` of the stack's
+        output, after the last event of each user."""
