@@ -4,14 +4,12 @@ cache on what had been stored by then, and what fails leaves nothing behind."""
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,16 +17,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from hstu_attn.data import JaggedBatch
 from hstu_attn.layer import HSTULayerConfig
 from hstu_attn.testing import assert_matches
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from ranking_model import RankingModel
-from recommender.model import RetrievalModel
-from recommender.served import ServedRetrieval
+from serving_models import (
+    DIM,
+    HEADS,
+    ITEMS,
+    LAYERS,
+    LONGEST,
+    POISON,
+    RANKING,
+    SPOILT,
+    STU,
+    Boom,
+    Histories,
+    RankingModel,
+    assert_close,
+    make_cache,
+    make_model,
+    some_events,
+)
 
 from hstu_attn.serving import (
     CatalogueModel,
@@ -42,81 +52,6 @@ from hstu_attn.serving import (
     PagedKVCache,
 )
 
-ITEMS, LONGEST, LAYERS, HEADS, DIM = 60, 40, 2, 2, 16
-POISON = ITEMS - 1  # computing this item fails in the last layer
-SPOILT = ITEMS - 2  # this item as a candidate scores NaN
-
-RESEARCH = HSTULayerConfig.research(
-    embedding_dim=24, num_heads=HEADS, linear_dim=DIM, attention_dim=DIM, max_sequence_len=LONGEST
-)
-STU = replace(
-    HSTULayerConfig.stu(embedding_dim=24, num_heads=HEADS, hidden_dim=DIM, attention_dim=DIM),
-    scaling_seqlen=LONGEST,
-)
-RANKING = {
-    "ranking": STU,
-    "ranking, window": replace(STU, max_attn_len=7),
-    "ranking, times": replace(
-        STU, enable_relative_attention_bias=True, relative_bias_max_seq_len=20
-    ),
-}
-
-
-COMPUTED = threading.local()  # whether POISON is among what a thread computes
-
-
-class Boom(Exception):
-    pass
-
-
-def strengthen(model: torch.nn.Module) -> None:
-    """Weights with which a stale row makes a difference."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.add_((1.0 if "weight" in name else 0.3) * torch.randn_like(parameter) * 0.3)
-
-
-class Retrieval(ServedRetrieval):
-    """The example's model, which fails where POISON is computed and spoils the score of SPOILT."""
-
-    def embed(self, rows: Any) -> Tensor:
-        COMPUTED.poison = bool((rows.items == POISON).any())
-        return super().embed(rows)
-
-    def score(self, states: Tensor, candidates: Tensor) -> Tensor:
-        return super().score(states, candidates).masked_fill(candidates == SPOILT, torch.nan)
-
-    @torch.no_grad()
-    def whole(self, events: np.ndarray, candidates: list[int], at: int) -> Tensor:
-        items, times, _ = torch.from_numpy(events).T.contiguous()
-        later = torch.cat([times[1:], torch.tensor([at])])
-        batch = JaggedBatch(
-            torch.zeros(1), torch.tensor([0, len(items)]), items, times, items, later
-        )
-        return self.model.scores(batch)[0, candidates]
-
-
-class Ranking(RankingModel):
-    """The same of the ranking model."""
-
-    def embed(self, rows: Any) -> Tensor:
-        COMPUTED.poison = bool((rows.items == POISON).any())
-        return super().embed(rows)
-
-    def score(self, states: Tensor, candidates: Tensor) -> Tensor:
-        return super().score(states, candidates).masked_fill(candidates == SPOILT, torch.nan)
-
-
-def fail_if_poisoned(layer: torch.nn.Module) -> None:
-    project = layer._project
-
-    def poisoned_project(x: Tensor) -> Any:
-        if getattr(COMPUTED, "poison", False):
-            raise Boom("poisoned")
-        return project(x)
-
-    layer._project = poisoned_project
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -125,56 +60,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(count)
-
-
-def make_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    model: Any
-    if name == "retrieval":
-        inner = RetrievalModel(ITEMS, RESEARCH, LAYERS, LONGEST, 0.2, compute_dtype=dtype)
-        strengthen(inner)
-        model = Retrieval(inner)
-    else:
-        model = Ranking(RANKING[name], LAYERS, ITEMS, 3, LONGEST).to(dtype)
-        strengthen(model)
-        model.eval()
-    fail_if_poisoned(model.stack.layers[-1])
-    return model
-
-
-def make_cache(num_pages: int, dtype: torch.dtype = torch.float64, **options: Any) -> PagedKVCache:
-    return PagedKVCache(LAYERS, num_pages, 16, HEADS, DIM, dtype, "cpu", **options)
-
-
-class Histories:
-    """What an engine should know of each user, and what it should answer."""
-
-    def __init__(self, model: Any, drop: int = LONGEST // 8) -> None:
-        self.model, self.drop = model, drop
-        self.events: dict[int, np.ndarray] = {}
-
-    def after(self, user: int, events: Sequence[Event]) -> np.ndarray:
-        known = self.events.get(user, np.empty((0, 3), np.int64))
-        together = np.concatenate([known, np.array(events, np.int64).reshape(-1, 3)])
-        return together if len(together) <= LONGEST else together[-(LONGEST - self.drop) :]
-
-    def expect(
-        self, user: int, events: Sequence[Event], candidates: list[int], at: int | None
-    ) -> Tensor:
-        """The scores; stores the events."""
-        after = self.events[user] = self.after(user, events)
-        if at is None:
-            at = int(after[-1, 1]) if len(after) else 0
-        return self.model.whole(after, candidates, at)
-
-
-def assert_close(scores: Tensor, expected: Tensor) -> None:
-    tolerance = 1e-9 if scores.dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(scores, expected, rtol=tolerance, atol=tolerance)
-
-
-def some_events(rng: random.Random, start: int, count: int, actions: int = 1) -> list[Event]:
-    times = sorted(start + rng.randrange(10**6) for _ in range(count))
-    return [Event(rng.randrange(SPOILT), at, rng.randrange(actions)) for at in times]
 
 
 # ---------------------------------------------------------------------------------------------
