@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <climits>
 #include <limits>
+#include <vector>
 
 namespace hstu {
 namespace {
@@ -51,6 +52,7 @@ void check_batch(const Arguments& args, BatchParams& batch) {
     fail("max_seqlen_q", join("a length from 0 to max_seqlen_k (", args.max_seqlen_k, ")"),
          std::to_string(args.max_seqlen_q));
   }
+  batch.max_seqlen_q = static_cast<int>(args.max_seqlen_q);
 }
 
 void check_scale(const Arguments& args, ForwardParams& params) {
@@ -230,6 +232,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   check_shape("kv_cache", cache, {-1, 2, -1, args.q.size(1), args.q.size(2)},
               "(num_pages, 2, page_size, heads, head_dim)");
   check_last_stride("kv_cache", cache);
+  if (cache.size(0) < 1) fail("kv_cache", "at least one page", describe_shape(cache));
   if (args.v.size(2) != args.q.size(2)) {
     fail("v", join("the head_dim of q beside kv_cache (", args.q.size(2), ")"),
          describe_shape(args.v));
@@ -255,6 +258,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   paged.page_offsets =
       to_index_array("page_offsets", *args.page_offsets, args.q, b + 1, "(batch + 1)");
   paged.page_ids = to_index_array("page_ids", *args.page_ids, args.q, -1, "(pages of the batch)");
+  paged.num_page_ids = args.page_ids->size(0);
   paged.last_page_lens =
       to_index_array("last_page_lens", *args.last_page_lens, args.q, b, "(batch)");
 }
@@ -273,6 +277,57 @@ void to_params(const Arguments& args, ForwardParams& params) {
     fail("quant_mode", "-1 without descales: FP8 is not built", std::to_string(args.quant_mode));
   }
   check_range("sm_margin", args.sm_margin, 0, INT_MAX, "at least 0");
+}
+
+void to_params(const AppendArguments& args, AppendParams& params) {
+  const Tensor& k = args.k;
+  params.element_bytes = to_dtype("k", k) == DType::kFloat64   ? 8
+                         : to_dtype("k", k) == DType::kFloat32 ? 4
+                                                               : 2;
+  if (k.dim() != 3) fail("k", "shape (total_q, heads, head_dim)", describe_shape(k));
+  const int64_t total_q = k.size(0), heads = k.size(1), head_dim = k.size(2);
+  check_range("k", heads, 1, INT_MAX, "at least one head");
+  check_range("k", head_dim, 1, INT_MAX, "a head_dim of at least 1");
+  check_last_stride("k", k);
+  params.k = {readable(k), k.stride(0), k.stride(1), static_cast<int>(head_dim)};
+  const Tensor& v = args.v;
+  check_device("v", v, k, "k");
+  check_dtype("v", v, k, "k");
+  check_shape("v", v, {total_q, heads, head_dim}, "of k");
+  check_last_stride("v", v);
+  params.v = {readable(v), v.stride(0), v.stride(1), static_cast<int>(head_dim)};
+  params.heads = static_cast<int>(heads);
+
+  BatchParams& batch = params.batch;
+  batch.total_q = total_q;
+  batch.total_k = std::numeric_limits<int64_t>::max();
+  batch.cu_seqlens_q = to_index_array("cu_seqlens_q", args.cu_seqlens_q, k, -1, "(batch + 1)", "k");
+  const int64_t b = args.cu_seqlens_q.size(0) - 1;
+  check_range("cu_seqlens_q", b, 0, INT_MAX, "1 to 2^31 offsets");
+  batch.batch = static_cast<int>(b);
+  batch.cu_seqlens_k =
+      to_index_array("cu_seqlens_k", args.cu_seqlens_k, k, b + 1, "(batch + 1)", "k");
+  batch.num_targets = to_index_array("num_targets", args.num_targets, k, b, "(batch)", "k");
+
+  const Tensor& cache = args.kv_cache;
+  check_device("kv_cache", cache, k, "k");
+  check_dtype("kv_cache", cache, k, "k");
+  check_shape("kv_cache", cache, {-1, 2, -1, heads, head_dim},
+              "(num_pages, 2, page_size, heads, head_dim)");
+  check_last_stride("kv_cache", cache);
+  check_range("kv_cache", cache.size(2), 1, INT_MAX, "a page size of at least 1");
+  PagedParams& paged = params.paged;
+  paged.kv_cache = writable(cache);
+  paged.num_pages = cache.size(0);
+  paged.page_size = static_cast<int>(cache.size(2));
+  paged.page_stride = cache.stride(0);
+  paged.kv_stride = cache.stride(1);
+  paged.slot_stride = cache.stride(2);
+  paged.head_stride = cache.stride(3);
+  paged.page_offsets =
+      to_index_array("page_offsets", args.page_offsets, k, b + 1, "(batch + 1)", "k");
+  paged.page_ids = to_index_array("page_ids", args.page_ids, k, -1, "(pages of the batch)", "k");
+  paged.num_page_ids = args.page_ids.size(0);
 }
 
 // ------------------------------------------------------------------------------------------ values
@@ -387,6 +442,48 @@ void check_values(const ForwardParams& params, const Arguments& args) {
     if (bias.thresholds[n] < (n ? bias.thresholds[n - 1] : 0)) {
       fail("ts_thresholds", "non-negative, non-decreasing values",
            join(bias.thresholds[n], " at index ", n));
+    }
+  }
+}
+
+void check_values(const AppendParams& params) {
+  const BatchParams& batch = params.batch;
+  const PagedParams& paged = params.paged;
+  check_offsets("cu_seqlens_q", batch.cu_seqlens_q, batch.batch, batch.total_q, "the rows of k");
+  check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k, "2^63");
+  check_offsets("page_offsets", paged.page_offsets, batch.batch, paged.num_page_ids,
+                "the number of page_ids");
+  std::vector<char> is_written(paged.num_pages);
+  for (int b = 0; b < batch.batch; ++b) {
+    const auto at = [b] { return join(" in sequence ", b); };
+    const int64_t rows = batch.cu_seqlens_q[b + 1] - batch.cu_seqlens_q[b];
+    const int64_t keys = batch.cu_seqlens_k[b + 1] - batch.cu_seqlens_k[b];
+    const int64_t targets = batch.num_targets ? batch.num_targets[b] : 0;
+    if (rows > keys) {
+      fail("cu_seqlens_q", join("no more rows than keys (", keys, ")", at()), join(rows, " rows"));
+    }
+    if (targets < 0 || targets > rows) {
+      fail("num_targets", join("a count from 0 to the rows (", rows, ")", at()),
+           std::to_string(targets));
+    }
+    const int64_t first = paged.page_offsets[b];
+    const int64_t count = paged.page_offsets[b + 1] - first;
+    if (count * paged.page_size < keys - targets) {
+      fail("page_offsets", join("pages for ", keys - targets, " keys", at()),
+           join(count, " of ", paged.page_size));
+    }
+    for (int64_t n = (keys - rows) / paged.page_size;
+         n * paged.page_size < keys - targets && rows > targets; ++n) {
+      const int64_t page = paged.page_ids[first + n];
+      if (page < 0 || page >= paged.num_pages) {
+        fail("page_ids", join("ids from 0 to ", paged.num_pages - 1),
+             join(page, " at index ", first + n));
+      }
+      if (is_written[page]) {
+        fail("page_ids", "each page that is written once",
+             join(page, " again at index ", first + n));
+      }
+      is_written[page] = 1;
     }
   }
 }

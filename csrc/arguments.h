@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "paged/append.h"
 #include "params.h"
 
 namespace hstu {
@@ -117,6 +118,23 @@ inline Arguments::Arguments(ArgumentReader& in, bool has_paged)
   in.read(sm_margin);
 }
 
+// What append_paged_kv is called with.
+struct AppendArguments {
+  Tensor k, v, kv_cache, page_offsets, page_ids, cu_seqlens_q, cu_seqlens_k;
+  OptionalTensor num_targets;
+
+  explicit AppendArguments(ArgumentReader& in)
+      : k(in.read<Tensor>()),
+        v(in.read<Tensor>()),
+        kv_cache(in.read<Tensor>()),
+        page_offsets(in.read<Tensor>()),
+        page_ids(in.read<Tensor>()),
+        cu_seqlens_q(in.read<Tensor>()),
+        cu_seqlens_k(in.read<Tensor>()) {
+    in.read(num_targets);
+  }
+};
+
 // ------------------------------------------------------------------------------------- checks
 
 // NOTE: every call passes these checks, so no text is put together before one has failed.
@@ -173,14 +191,15 @@ inline void check_range(const char* name, int64_t value, int64_t low, int64_t hi
   if (value < low || value > high) fail(name, expected, std::to_string(value));
 }
 
-inline void check_device(const char* name, const Tensor& tensor, const Tensor& q) {
+inline void check_device(const char* name, const Tensor& tensor, const Tensor& q,
+                         const char* whose = "q") {
   if (tensor.is_cpu() == q.is_cpu() && tensor.get_device_index() == q.get_device_index()) return;
   const auto describe = [](const Tensor& t) -> std::string {
     return t.is_cpu()    ? "cpu"
            : t.is_cuda() ? join("cuda:", t.get_device_index())
                          : "another device";
   };
-  fail(name, "the device of q (" + describe(q) + ")", describe(tensor));
+  fail(name, join("the device of ", whose, " (", describe(q), ")"), describe(tensor));
 }
 
 // A shape entry of -1 accepts any size.
@@ -217,9 +236,10 @@ inline DType to_dtype(const char* name, const Tensor& tensor) {
   }
 }
 
-inline void check_dtype(const char* name, const Tensor& tensor, const Tensor& q) {
+inline void check_dtype(const char* name, const Tensor& tensor, const Tensor& q,
+                        const char* whose = "q") {
   if (tensor.scalar_type() != q.scalar_type()) {
-    fail(name, "the dtype of q (" + describe_dtype(q) + ")", describe_dtype(tensor));
+    fail(name, join("the dtype of ", whose, " (", describe_dtype(q), ")"), describe_dtype(tensor));
   }
 }
 
@@ -241,8 +261,8 @@ inline DType bias_dtype(const char* name, const Tensor& tensor, const Tensor& q)
 
 // An int32 or int64 vector of `size` values.
 inline IndexArray to_index_array(const char* name, const Tensor& tensor, const Tensor& q,
-                                 int64_t size, const char* meaning) {
-  check_device(name, tensor, q);
+                                 int64_t size, const char* meaning, const char* whose = "q") {
+  check_device(name, tensor, q, whose);
   check_shape(name, tensor, {size}, meaning);
   check_last_stride(name, tensor);
   const bool is_int64 = tensor.scalar_type() == ScalarType::Long;
@@ -253,8 +273,8 @@ inline IndexArray to_index_array(const char* name, const Tensor& tensor, const T
 }
 
 inline IndexArray to_index_array(const char* name, const OptionalTensor& tensor, const Tensor& q,
-                                 int64_t size, const char* meaning) {
-  return tensor ? to_index_array(name, *tensor, q, size, meaning) : IndexArray{};
+                                 int64_t size, const char* meaning, const char* whose = "q") {
+  return tensor ? to_index_array(name, *tensor, q, size, meaning, whose) : IndexArray{};
 }
 
 // Uninitialised memory, on the device of `like` and by default of its dtype. It does not look an
@@ -296,8 +316,10 @@ inline DenseBias to_dense_bias(const Tensor& tensor, DType dtype, bool write) {
 
 // Checks everything that needs no value of a tensor on a device, and fills `params`.
 void to_params(const Arguments& args, ForwardParams& params);
+void to_params(const AppendArguments& args, AppendParams& params);
 
 // Checks offsets, lengths, counts and pages, all in host memory.
 void check_values(const ForwardParams& params, const Arguments& args);
+void check_values(const AppendParams& params);
 
 }  // namespace hstu

@@ -74,19 +74,30 @@ void print_choice(const char* pass, const char* kernels, const char* obstacle) {
 }  // namespace
 
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
+  const char* pass = params.paged.kv_cache ? "paged forward" : "forward";
   const char* obstacle = nullptr;
 #if HSTU_ATTN_SM90
   if (device.arch == 90) {
     obstacle = sm90::obstacle(device, params);
     if (!obstacle) {
-      print_choice("forward", "sm90", nullptr);
+      print_choice(pass, "sm90", nullptr);
+      if (params.paged.kv_cache) {
+        return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
+          return sm90::paged_forward<kHeadDim, kDType>();
+        });
+      }
       return find(HeadDims{}, params,
                   []<int kHeadDim, DType kDType>() { return sm90::forward<kHeadDim, kDType>(); });
     }
   }
 #endif
-  print_choice("forward", "sm80", obstacle);
+  print_choice(pass, "sm80", obstacle);
 #if HSTU_ATTN_SM80
+  if (params.paged.kv_cache) {
+    return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
+      return sm80::paged_forward<kHeadDim, kDType>();
+    });
+  }
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::forward<kHeadDim, kDType>(); });
 #else

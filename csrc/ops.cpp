@@ -1,6 +1,8 @@
 // The dispatcher ops: schemas, outputs, registration. See arguments.h for what is checked.
 #include "ops.h"
 
+#include <cstring>
+
 #include "cpu/runner.h"
 
 namespace hstu {
@@ -83,6 +85,23 @@ struct CpuOps {
                        BackwardParams& params) {
     if (gradients.drab) torch::stable::zero_(*gradients.drab);
     cpu::run_backward(params, torch_threads());
+  }
+  static void append(const AppendArguments&, const AppendParams& params) {
+    check_values(params);
+    const auto at = [&](const void* data, int64_t elements) {
+      return static_cast<char*>(const_cast<void*>(data)) + elements * params.element_bytes;
+    };
+    const PackedTensor &k = params.k, &v = params.v;
+    const size_t bytes = size_t(k.head_dim) * params.element_bytes;
+    for (int64_t row = 0; row < params.batch.total_q; ++row) {
+      const int64_t slot = find_slot(params, row);
+      for (int head = 0; slot >= 0 && head < params.heads; ++head) {
+        char* to = at(params.paged.kv_cache, slot + head * params.paged.head_stride);
+        std::memcpy(to, at(k.data, row * k.row_stride + head * k.head_stride), bytes);
+        std::memcpy(to + params.paged.kv_stride * params.element_bytes,
+                    at(v.data, row * v.row_stride + head * v.head_stride), bytes);
+      }
+    }
   }
 };
 
@@ -168,6 +187,16 @@ void bwd_out(StableIValue* stack, uint64_t, uint64_t) {
   DeviceOps::backward(args, dout, gradients, params);
 }
 
+// append_paged_kv(..., Tensor(a!) kv_cache, ...) -> ()
+template <typename DeviceOps>
+void append(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader in(stack);
+  const AppendArguments args(in);
+  AppendParams params;
+  to_params(args, params);
+  if (params.batch.batch > 0 && params.batch.total_q > 0) DeviceOps::append(args, params);
+}
+
 }  // namespace
 }  // namespace hstu
 
@@ -181,13 +210,17 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.def("hstu_varlen_bwd_out(Tensor dout, " HSTU_SHARED_SCHEMA HSTU_OPTIONS_SCHEMA
         ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
+  m.def(
+      "append_paged_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor page_offsets, "
+      "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets) -> ()");
 }
 
 #define HSTU_REGISTER(DeviceOps)                                 \
   m.impl("hstu_varlen_fwd", hstu::fwd<hstu::DeviceOps>);         \
   m.impl("hstu_varlen_fwd_out", hstu::fwd_out<hstu::DeviceOps>); \
   m.impl("hstu_varlen_bwd", hstu::bwd<hstu::DeviceOps>);         \
-  m.impl("hstu_varlen_bwd_out", hstu::bwd_out<hstu::DeviceOps>)
+  m.impl("hstu_varlen_bwd_out", hstu::bwd_out<hstu::DeviceOps>); \
+  m.impl("append_paged_kv", hstu::append<hstu::DeviceOps>)
 
 STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CPU, m) { HSTU_REGISTER(CpuOps); }
 #if defined(USE_CUDA)

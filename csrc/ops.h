@@ -19,6 +19,7 @@ struct CudaOps {
   static void forward(const Arguments& args, Tensor& out, ForwardParams& params);
   static void backward(const Arguments& args, const Tensor& dout, Gradients& gradients,
                        BackwardParams& params);
+  static void append(const AppendArguments& args, const AppendParams& params);
 };
 
 }  // namespace hstu

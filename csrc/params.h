@@ -37,6 +37,7 @@ struct BatchParams {
   int batch = 0;
   int64_t total_q = 0;
   int64_t total_k = 0;
+  int max_seqlen_q = 0;     // as the caller says; lengths may lie
   IndexArray cu_seqlens_q;  // [B + 1]
   IndexArray cu_seqlens_k;  // [B + 1]
   IndexArray seqused_q;     // [B] or null: the whole sequence
@@ -112,8 +113,9 @@ struct PagedParams {
   int64_t kv_stride = 0;  // from K to V within a page
   int64_t slot_stride = 0;
   int64_t head_stride = 0;
-  IndexArray page_offsets;    // [B + 1]
-  IndexArray page_ids;        // [page_offsets[B]]
+  IndexArray page_offsets;  // [B + 1]
+  IndexArray page_ids;      // [num_page_ids], of which page_offsets[B] are used
+  int64_t num_page_ids = 0;
   IndexArray last_page_lens;  // [B]
 };
 

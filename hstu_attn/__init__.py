@@ -3,7 +3,7 @@
     hstu_attention             the operator: packed sequences, a mask object, a bias object
     Mask                       what each query row sees
     DenseBias, RelativeBias    what is added to the scores
-    PagedKV                    a paged KV cache, for inference
+    PagedKV, append_paged_kv   a paged KV cache, for inference, and how it is filled
     hstu_attn_varlen_func      the operator as FBGEMM's users call it
     hstu_attn_qkvpacked_func   the same for q, k and v in one tensor
     HSTULayer, HSTUStack       the transduction layer around the operator
@@ -19,7 +19,7 @@ from ._version import __version__
 from .bias import DenseBias, RelativeBias
 from .interface import hstu_attention, hstu_attn_qkvpacked_func, hstu_attn_varlen_func
 from .mask import Mask
-from .paged import PagedKV
+from .paged import PagedKV, append_paged_kv
 
 if TYPE_CHECKING:
     import hstu_attn.testing as testing
@@ -36,6 +36,7 @@ __all__ = [
     "PagedKV",
     "RelativeBias",
     "__version__",
+    "append_paged_kv",
     "compat",
     "hstu_attention",
     "hstu_attn_qkvpacked_func",

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["LIBRARY_PATH", "Geometry", "attention", "attention_packed", "has_cuda_kernels"]
+__all__ = [
+    "LIBRARY_PATH",
+    "Geometry",
+    "append_paged_kv",
+    "attention",
+    "attention_packed",
+    "has_cuda_kernels",
+]
 
 LIBRARY_PATH = Path(__file__).with_name("_C.abi3.so")
 
@@ -112,6 +119,7 @@ def register() -> None:
     torch.library.register_fake("hstu_attn::hstu_varlen_bwd", _bwd_fake)
     torch.library.register_fake("hstu_attn::hstu_varlen_fwd_out", _fwd_out_fake)
     torch.library.register_fake("hstu_attn::hstu_varlen_bwd_out", _bwd_out_fake)
+    torch.library.register_fake("hstu_attn::append_paged_kv", _append_fake)
     torch.library.register_autograd(
         "hstu_attn::hstu_varlen_fwd", _fwd_gradients, setup_context=_save_for_gradients
     )
@@ -175,6 +183,14 @@ def _fwd_out_fake(*args: Any) -> None:
 
 def _bwd_out_fake(*args: Any) -> None:
     _check_devices(torch.ops.hstu_attn.hstu_varlen_bwd_out.default._schema, args)
+
+
+def _append_fake(*args: Any) -> None:
+    k: Tensor = args[0]
+    names = [a.name for a in torch.ops.hstu_attn.append_paged_kv.default._schema.arguments]
+    for name, value in zip(names, args, strict=True):
+        if isinstance(value, Tensor) and value.device != k.device:
+            raise ValueError(f"{name}: expected a tensor on {k.device}, got one on {value.device}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -431,6 +447,14 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     return False
+
+
+def append_paged_kv(*args: Tensor | None) -> None:
+    """The operator of that name: see `hstu_attn.append_paged_kv`."""
+    if torch.compiler.is_compiling():
+        torch.ops.hstu_attn.append_paged_kv(*args)
+    else:
+        _call(torch.ops.hstu_attn.append_paged_kv.default, *args)
 
 
 load()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-__all__ = ["PAGE_SIZES", "PagedKV"]
+from hstu_attn import ops
+
+__all__ = ["PAGE_SIZES", "PagedKV", "append_paged_kv"]
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -69,6 +72,49 @@ class PagedKV:
                 f"page_offsets: expected {self.last_page_lens.shape[0] + 1} entries, one more "
                 f"than last_page_lens, got {self.page_offsets.shape[0]}"
             )
+
+
+@torch.no_grad()
+def append_paged_kv(
+    k: Tensor,
+    v: Tensor,
+    paged_kv: PagedKV,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    num_targets: Tensor | None = None,
+) -> None:
+    """Writes the new history of a batch into its pages, before the attention that reads them.
+
+    The arguments are those of the `hstu_attention` call that follows: of each sequence, k and v
+    hold `[new history | targets]`, and rows that are targets are left out. Written by one kernel,
+    without a copy of offsets to the host; may be captured in a CUDA graph.
+
+    Args:
+        k, v: `(total_q, heads, head dim)` in any strides with a contiguous last dimension, of the
+            dtype of the cache and on its device.
+        paged_kv: the pages, which have room for the new history.
+        cu_seqlens_q: `(batch + 1,)` int32 or int64 offsets of the sequences in k and v.
+        cu_seqlens_k: `(batch + 1,)` offsets that count cached, new and target tokens.
+        num_targets: `(batch,)` targets at the end of each sequence; None is 0.
+
+    Raises:
+        ValueError: for a wrong shape, dtype or device; on the CPU also for offsets, counts or page
+            ids that do not fit, or a page that two sequences would write. On a GPU such rows are
+            left out.
+    """
+    if not isinstance(paged_kv, PagedKV):
+        raise ValueError(f"paged_kv: expected a PagedKV, got {type(paged_kv).__name__}")
+    ops.append_paged_kv(
+        k,
+        v,
+        paged_kv.kv_cache,
+        paged_kv.page_offsets,
+        paged_kv.page_ids,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        num_targets,
+    )
 
 
 def _one_of(name: str, value: Tensor | None, alias: str, alias_value: Tensor | None) -> Tensor:

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hstu_attn import DenseBias, Mask, PagedKV, RelativeBias, hstu_attention, hstu_attn_varlen_func
+from hstu_attn import (
+    DenseBias,
+    Mask,
+    PagedKV,
+    RelativeBias,
+    append_paged_kv,
+    hstu_attention,
+    hstu_attn_varlen_func,
+)
 from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.testing import Batch, check_against_reference, make_paged_batch, run
 
@@ -171,6 +179,352 @@ def test_gradients_are_refused(device):
         run(hstu_attention, batch, torch.ones_like(batch.q))
     with torch.no_grad():
         assert torch.isfinite(run(hstu_attention, batch)["out"]).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# Many tiles, on a GPU
+# ---------------------------------------------------------------------------------------------
+
+# Of max_seqlen_q, beyond which blocks no longer share the keys of a row: csrc/sm90/tile_config.h.
+FEW_ROWS = 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ["few", "many"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_many_tiles(dim, page_size, rows):
+    """Histories that end in the middle of tiles and pages, and at their ends."""
+    cached, new, targets = [1500, 0, 512, 700, 129], [37, 200, 0, 1, 3], [200, 130, 64, 0, 300]
+    if rows == "many":
+        new[1], targets[3] = 700, 515
+    batch = make_paged_batch(
+        cached, new, targets, page_size=page_size, dim=dim, dtype=BF16, device="cuda"
+    )
+    assert (batch.max_seqlen_q > FEW_ROWS) == (rows == "many")
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "rab"])
+@pytest.mark.parametrize("rows", ["few", "many"])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_every_paged_kernel(dim, rows, with_bias, dtype):
+    batch = make_paged_batch(
+        [300, 0, 40], [37, 70, 0], [80, 0, 9], page_size=32, dim=dim, dtype=dtype, device="cuda"
+    )
+    size = 424  # of the bias; rows are aligned to 16 bytes
+    batch.max_seqlen_k = size if rows == "few" else 2 * size
+    batch.max_seqlen_q = 200 if rows == "few" else 600
+    batch.scaling_seqlen = 200
+    if with_bias:
+        rab = torch.randn(3, 1, batch.max_seqlen_k, batch.max_seqlen_k, device="cuda")
+        batch = batch.with_bias(DenseBias(rab.to(dtype)))
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest", [FEW_ROWS, 2 * FEW_ROWS])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_request_gets_the_same_bits_in_any_batch(dim, longest):
+    cached, new, targets = [1500, 700, 129, 3000], [37, 1, 3, 100], [200, 70, 300, 64]
+    batch = make_paged_batch(cached, new, targets, page_size=64, dim=dim, dtype=BF16, device="cuda")
+    batch.max_seqlen_q = longest
+    batch.scaling_seqlen = 1000
+    out = run(hstu_attention, batch)["out"]
+    pages = batch.paged_kv
+    for b in range(len(cached)):
+        first, last = batch.cu_seqlens_q[b : b + 2].tolist()
+        first_page, last_page = pages.page_offsets[b : b + 2].tolist()
+        alone = replace(
+            batch,
+            q=batch.q[first:last],
+            k=batch.k[first:last],
+            v=batch.v[first:last],
+            cu_seqlens_q=batch.cu_seqlens_q[b : b + 2] - first,
+            cu_seqlens_k=batch.cu_seqlens_k[b : b + 2] - batch.cu_seqlens_k[b],
+            mask=replace(batch.mask, num_targets=batch.mask.num_targets[b : b + 1]),
+            paged_kv=PagedKV(
+                pages.kv_cache,
+                pages.page_offsets[b : b + 2] - first_page,
+                pages.page_ids[first_page:last_page],
+                pages.last_page_lens[b : b + 1],
+            ),
+        )
+        assert torch.equal(run(hstu_attention, alone)["out"], out[first:last])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest", [FEW_ROWS, 2 * FEW_ROWS])
+def test_a_captured_step_serves_other_users(longest):
+    """Appending and attending, replayed with other lengths, pages and values in the buffers."""
+    shapes = [([300, 90], [30, 5], [70, 20]), ([0, 700], [60, 1], [0, 64])]
+    batches = []
+    for cached, new, targets in shapes:
+        batch = make_paged_batch(
+            cached, new, targets, page_size=32, dim=64, dtype=BF16, device="cuda"
+        )
+        batch.max_seqlen_q, batch.max_seqlen_k, batch.scaling_seqlen = longest, 1024, 500
+        batches.append(batch)
+    rows, pages = 128, 64
+    cache = torch.zeros(pages, 2, 32, 2, 64, dtype=BF16, device="cuda")
+    q, k, v = torch.zeros(3, rows, 2, 64, dtype=BF16, device="cuda")
+    ids = torch.zeros(pages, dtype=torch.int32, device="cuda")
+    static = replace(
+        batches[0], q=q, k=k, v=v, cu_seqlens_q=batches[0].cu_seqlens_q.clone(),
+        cu_seqlens_k=batches[0].cu_seqlens_k.clone(),
+        mask=replace(batches[0].mask, num_targets=batches[0].mask.num_targets.clone()),
+        paged_kv=PagedKV(
+            cache,
+            batches[0].paged_kv.page_offsets.clone(),
+            ids,
+            batches[0].paged_kv.last_page_lens.clone(),
+        ),
+    )  # fmt: skip
+
+    def fill(batch: Batch) -> None:
+        for to, source in ((q, batch.q), (k, batch.k), (v, batch.v)):
+            to[: len(source)] = source
+        found = batch.paged_kv
+        cache[: len(found.kv_cache)] = found.kv_cache
+        ids[: len(found.page_ids)] = found.page_ids
+        for name in ("page_offsets", "last_page_lens"):
+            getattr(static.paged_kv, name).copy_(getattr(found, name))
+        static.cu_seqlens_q.copy_(batch.cu_seqlens_q)
+        static.cu_seqlens_k.copy_(batch.cu_seqlens_k)
+        targets = batch.mask.num_targets
+        static.mask.num_targets.copy_(torch.zeros(2) if targets is None else targets)
+
+    def step() -> torch.Tensor:
+        append_paged_kv(
+            k,
+            v,
+            static.paged_kv,
+            cu_seqlens_q=static.cu_seqlens_q,
+            cu_seqlens_k=static.cu_seqlens_k,
+            num_targets=static.mask.num_targets,
+        )
+        return run(hstu_attention, static)["out"]
+
+    graph = torch.cuda.CUDAGraph()
+    fill(batches[0])
+    step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for batch in (*batches, batches[0]):
+        batch.k.uniform_(-1, 1)  # new history is not NaN: it is appended
+        batch.v.uniform_(-1, 1)
+        fill(batch)
+        graph.replay()
+        replayed = captured.clone()
+        fill(batch)
+        assert torch.equal(step(), replayed)
+        count = len(batch.q)
+        assert replayed[:count].any()
+        assert not replayed[count:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("longest", [FEW_ROWS, 2 * FEW_ROWS])
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("page_ids", 1, 10**6),
+        ("page_ids", 0, -5),
+        ("page_offsets", 1, 10**6),
+        ("page_offsets", 0, -7),
+        ("page_offsets", 1, 1),
+        ("cu_seqlens_q", 1, 10**6),
+        ("cu_seqlens_k", 1, 10**6),
+        ("cu_seqlens_k", 1, 3),
+        ("num_targets", 0, 10**6),
+        ("num_targets", 1, -3),
+    ],
+)
+def test_lying_tables_stay_in_bounds(name, index, value, longest):
+    """Kernels read nothing outside of the tensors and write nothing but the output."""
+    batch = make_paged_batch(
+        [90, 300], [30, 13], [5, 70], page_size=32, dim=64, dtype=BF16, device="cuda"
+    )
+    batch.max_seqlen_q = longest
+    batch.max_seqlen_k = 2048
+    tables = {
+        "page_ids": batch.paged_kv.page_ids,
+        "page_offsets": batch.paged_kv.page_offsets,
+        "cu_seqlens_q": batch.cu_seqlens_q,
+        "cu_seqlens_k": batch.cu_seqlens_k,
+        "num_targets": batch.mask.num_targets,
+    }
+    tables[name][index] = value
+    before = batch.paged_kv.kv_cache.clone()
+    run(hstu_attention, batch)
+    torch.cuda.synchronize()
+    assert torch.equal(batch.paged_kv.kv_cache.view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.gpu
+def test_checked_calls_name_what_pages_lie(monkeypatch):
+    monkeypatch.setenv("HSTU_ATTN_CHECK", "1")
+    batch = make_paged_batch([40, 16], [3, 0], [5, 2], dtype=BF16, device="cuda")
+    run(hstu_attention, batch)
+    batch.paged_kv.page_ids[1] = 99
+    refuse(batch, "page_ids")
+    k, v, pages, arguments, _ = append_batch("cuda")
+    append_paged_kv(k, v, pages, **arguments)
+    pages.page_ids[0] = -1
+    with pytest.raises(ValueError, match="page_ids: expected"):
+        append_paged_kv(k, v, pages, **arguments)
+
+
+# ---------------------------------------------------------------------------------------------
+# Appending
+# ---------------------------------------------------------------------------------------------
+
+
+def append_batch(device, page_size=16, heads=2, dim=32, dtype=BF16, index=torch.int32):
+    """`(k, v, pages, arguments, expected cache)`: sequences with and without cached, new and target
+    rows, in a cache of pages that are in no order."""
+    cached, new, targets = [5, 0, 40, 16, 7], [20, 17, 0, 1, 3], [3, 0, 9, 2, 1]
+    rows = [n + t for n, t in zip(new, targets, strict=True)]
+    counts = [-(-(c + n) // page_size) for c, n in zip(cached, new, strict=True)]
+    order = torch.randperm(sum(counts) + 3)[: sum(counts)].tolist()
+    cache = torch.randn(sum(counts) + 3, 2, page_size, heads, dim, dtype=torch.float).to(dtype)
+    k, v = torch.randn(2, sum(rows), heads, dim, dtype=torch.float).to(dtype)
+    expected, row, first = cache.clone(), 0, 0
+    for c, n, total, count in zip(cached, new, rows, counts, strict=True):
+        for r in range(n):
+            page, slot = order[first + (c + r) // page_size], (c + r) % page_size
+            expected[page, 0, slot], expected[page, 1, slot] = k[row + r], v[row + r]
+        row, first = row + total, first + count
+
+    def offsets(lengths):
+        return torch.tensor([0, *lengths]).cumsum(0).to(device, index)
+
+    pages = PagedKV(
+        cache.to(device),
+        offsets(counts),
+        torch.tensor(order, dtype=index, device=device),
+        torch.tensor(
+            [(c + n - 1) % page_size + 1 for c, n in zip(cached, new, strict=True)], device=device
+        ),
+    )
+    arguments = {
+        "cu_seqlens_q": offsets(rows),
+        "cu_seqlens_k": offsets([c + r for c, r in zip(cached, rows, strict=True)]),
+        "num_targets": torch.tensor(targets, dtype=index, device=device),
+    }
+    return k.to(device), v.to(device), pages, arguments, expected
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_append(device, page_size, index):
+    k, v, pages, arguments, expected = append_batch(device, page_size, index=index)
+    append_paged_kv(k, v, pages, **arguments)
+    assert torch.equal(pages.kv_cache.cpu(), expected)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.float64, BF16],
+    ids=["fp32", "fp16", "fp64", "bf16"],
+)
+@pytest.mark.parametrize("dim", [8, 20, 256])
+def test_append_of_views(device, dtype, dim):
+    """Rows of one buffer, and a layer of a cache of many; also rows that are not aligned."""
+    k, v, pages, arguments, expected = append_batch(device, heads=3, dim=dim, dtype=dtype)
+    buffer = torch.full((k.shape[0], 2, 3, dim + 5), float("nan"), dtype=dtype, device=device)
+    buffer[:, 0, :, 1:-4], buffer[:, 1, :, 1:-4] = k, v
+    layers = torch.full((pages.kv_cache.shape[0], 2, *pages.kv_cache.shape[1:]), 7.0, dtype=dtype)
+    layers = layers.to(device)
+    layers[:, 1] = pages.kv_cache
+    pages = PagedKV(layers[:, 1], pages.page_offsets, pages.page_ids, pages.last_page_lens)
+    append_paged_kv(buffer[:, 0, :, 1:-4], buffer[:, 1, :, 1:-4], pages, **arguments)
+    assert torch.equal(layers[:, 1].cpu(), expected)
+    assert (layers[:, 0] == 7).all()
+
+
+def test_append_then_attend(device):
+    """What has been appended is what attention reads."""
+    batch = make_paged_batch([90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device)
+    pages = batch.paged_kv
+    expected = run(hstu_attention, batch)["out"]
+    whole = pages.kv_cache.clone()
+    k, v = batch.k.clone(), batch.v.clone()
+    offset = 0
+    for b, (cached, new, targets) in enumerate([(90, 30, 5), (3, 13, 0)]):
+        first = int(pages.page_offsets[b])
+        for r in range(new):
+            page = int(pages.page_ids[first + (cached + r) // 32])
+            slot = (cached + r) % 32
+            k[offset + r], v[offset + r] = whole[page, 0, slot], whole[page, 1, slot]
+            pages.kv_cache[page, :, slot] = float("nan")
+        offset += new + targets
+    append_paged_kv(
+        k,
+        v,
+        pages,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        cu_seqlens_k=batch.cu_seqlens_k,
+        num_targets=batch.mask.num_targets,
+    )
+    assert torch.equal(run(hstu_attention, batch)["out"], expected)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("page_ids", 1, 99),
+        ("page_ids", 0, -1),
+        ("page_offsets", 1, 1),
+        ("cu_seqlens_q", 1, 10**6),
+        ("cu_seqlens_k", 1, -5),
+        ("num_targets", 0, 24),
+    ],
+)
+def test_append_of_what_does_not_fit(device, name, index, value):
+    """An error where the host knows; on a GPU no page of others is written."""
+    k, v, pages, arguments, expected = append_batch(device)
+    tensors = {"page_ids": pages.page_ids, "page_offsets": pages.page_offsets, **arguments}
+    tensors[name][index] = value
+    if device == "cpu":
+        with pytest.raises(ValueError, match=rf"{name}: expected .*got "):
+            append_paged_kv(k, v, pages, **arguments)
+        return
+    listed = set(pages.page_ids.tolist())
+    others = [page for page in range(len(expected)) if page not in listed]
+    append_paged_kv(k, v, pages, **arguments)
+    if name.startswith("page"):
+        assert torch.equal(pages.kv_cache[others].cpu(), expected[others])
+
+
+def test_append_refuses_a_page_that_two_sequences_write():
+    k, v, pages, arguments, _ = append_batch("cpu")
+    pages.page_ids[2] = pages.page_ids[0]
+    with pytest.raises(ValueError, match="page_ids: expected each page that is written once, got"):
+        append_paged_kv(k, v, pages, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("k", lambda k, v, pages: (k[0], v, pages)),
+        ("v", lambda k, v, pages: (k, v[:-1], pages)),
+        ("v", lambda k, v, pages: (k, v.float(), pages)),
+        ("kv_cache", lambda k, v, pages: (k.float(), v.float(), pages)),
+        ("kv_cache", lambda k, v, pages: (k[:, :1], v[:, :1], pages)),
+    ],
+)
+def test_append_refuses_other_shapes_and_dtypes(device, name, change):
+    k, v, pages, arguments, _ = append_batch(device)
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
+        append_paged_kv(*change(k, v, pages), **arguments)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ void check_built(const Arguments& args, const ForwardParams& params) {
     throw NotImplemented(std::string(args.pos_weight ? "pos_weight" : "ts_weight") +
                          ": the relative bias is not built for GPUs, only rab is");
   }
-  if (params.paged.kv_cache) throw NotImplemented("kv_cache: pages are not built for GPUs");
 }
 
 // ------------------------------------------------------------------------------------ alignment
@@ -59,6 +58,21 @@ class AlignedCopies {
     input(args.q, params.q);
     input(args.k, params.k);
     input(args.v, params.v);
+    if (args.kv_cache) pages(*args.kv_cache, params.paged);
+  }
+  void pages(const Tensor& cache, PagedParams& paged) {
+    const bool aligned = reinterpret_cast<uintptr_t>(paged.kv_cache) % 16 == 0 &&
+                         paged.page_stride % 8 == 0 && paged.kv_stride % 8 == 0 &&
+                         paged.slot_stride % 8 == 0 && paged.head_stride % 8 == 0;
+    if (aligned) return;
+    Tensor copy = allocate(cache, cache.sizes());
+    torch::stable::copy_(copy, cache);
+    inputs_.push_back(copy);
+    paged.kv_cache = writable(copy);
+    paged.page_stride = copy.stride(0);
+    paged.kv_stride = copy.stride(1);
+    paged.slot_stride = copy.stride(2);
+    paged.head_stride = copy.stride(3);
   }
   void output(Tensor& tensor, PackedTensor& packed) {
     if (!is_aligned(packed)) outputs_.emplace_back(&tensor, replace(tensor, packed));
@@ -102,17 +116,33 @@ class HostCopies {
   std::vector<std::vector<char>> copies_;
 };
 
+// A debugging aid: kernels clamp what offsets and counts say, and so hide that they are wrong.
+bool checks_values() {
+  const char* asked = std::getenv("HSTU_ATTN_CHECK");
+  return asked && std::string_view(asked) == "1";
+}
+
+template <typename Params>
+void replace_index_arrays(HostCopies& copies, Params& params) {
+  BatchParams& batch = params.batch;
+  const size_t count = batch.batch;
+  copies.replace(batch.cu_seqlens_q, count + 1);
+  copies.replace(batch.cu_seqlens_k, count + 1);
+  copies.replace(batch.seqused_q, count);
+  copies.replace(batch.seqused_k, count);
+  copies.replace(batch.num_contexts, count);
+  copies.replace(batch.num_targets, count);
+  PagedParams& paged = params.paged;
+  copies.replace(paged.page_offsets, count + 1);
+  copies.replace(paged.page_ids, paged.num_page_ids);
+  copies.replace(paged.last_page_lens, count);
+}
+
 void check_values_on_host(const Arguments& args, ForwardParams params) {
   const int device_index = args.q.get_device_index();
   const DeviceGuard guard(device_index);
   HostCopies copies(current_stream(device_index));
-  const size_t batch = params.batch.batch;
-  copies.replace(params.batch.cu_seqlens_q, batch + 1);
-  copies.replace(params.batch.cu_seqlens_k, batch + 1);
-  copies.replace(params.batch.seqused_q, batch);
-  copies.replace(params.batch.seqused_k, batch);
-  copies.replace(params.batch.num_contexts, batch);
-  copies.replace(params.batch.num_targets, batch);
+  replace_index_arrays(copies, params);
   check_values(params, args);
 }
 
@@ -154,9 +184,7 @@ bool has_work(const BatchParams& batch) {
 
 void CudaOps::check(const Arguments& args, const ForwardParams& params) {
   check_built(args, params);
-  // A debugging aid: kernels clamp what offsets and counts say, and so hide that they are wrong.
-  const char* asked = std::getenv("HSTU_ATTN_CHECK");
-  if (asked && std::string_view(asked) == "1") check_values_on_host(args, params);
+  if (checks_values()) check_values_on_host(args, params);
 }
 
 void CudaOps::forward(const Arguments& args, Tensor& out, ForwardParams& params) {
@@ -192,6 +220,18 @@ void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gra
   if (gradients.drab && !kernel.writes_drab_whole) torch::stable::zero_(*gradients.drab);
   call.run(kernel, params);
   copies.copy_back();
+}
+
+void CudaOps::append(const AppendArguments& args, const AppendParams& params) {
+  const int device_index = args.k.get_device_index();
+  const DeviceGuard guard(device_index);
+  if (checks_values()) {
+    HostCopies copies(current_stream(device_index));
+    AppendParams copied = params;
+    replace_index_arrays(copies, copied);
+    check_values(copied);
+  }
+  append_on_gpu(params, cuda_device(device_index).multiprocessors, current_stream(device_index));
 }
 
 }  // namespace hstu

@@ -13,7 +13,8 @@
 
 namespace hstu::sm80 {
 
-template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias>
+template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias,
+          KeySource kSource = KeySource::kPacked>
 struct Forward {
   static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kMemory, kHasBias>();
   static constexpr int kRows = kTiles.rows;
@@ -27,14 +28,16 @@ struct Forward {
   using Order = KeyOrder<32>;
   using RowMma = Mma<Element, kTiles.warps, 1>;
   using Tile = ScoreTile<kRows, kKeys, RowMma, Order>;
+  static constexpr bool kIsPaged = kSource == KeySource::kPaged;
+  using KeyRows = std::conditional_t<kIsPaged, PagedRows<Element>, HeadRows<Element>>;
 
   struct SharedMemory {
     // O in the end: each warp's own rows take their place.
     alignas(128) Element q[kRows * kHeadDim];
     alignas(128) Element k[kStages][kKeys * kHeadDim];
     alignas(128) Element v[kStages][kKeys * kHeadDim];
-    HeadRows<Element> k_rows;
-    HeadRows<Element> v_rows;
+    KeyRows k_rows;
+    KeyRows v_rows;
     BiasMatrix bias;
     TileMap map;
     WorkQueue::SharedMemory queue;
@@ -66,8 +69,15 @@ struct Forward {
     const int r0 = work.tile * kRows;
 
     if (threadIdx.x == 0) {
-      shared.k_rows = {params.k, sequence.k_begin, sequence.k_len, head};
-      shared.v_rows = {params.v, sequence.k_begin, sequence.k_len, head};
+      if constexpr (kIsPaged) {
+        shared.k_rows = {params.paged, PagePart::kKeys,      params.k,
+                         sequence,     work.sequence_number, head};
+        shared.v_rows = {params.paged, PagePart::kValues,    params.v,
+                         sequence,     work.sequence_number, head};
+      } else {
+        shared.k_rows = {params.k, sequence.k_begin, sequence.k_len, head};
+        shared.v_rows = {params.v, sequence.k_begin, sequence.k_len, head};
+      }
       shared.bias = {params.rab, work.sequence_number, head, params.heads};
     }
     const auto copy_keys = [&](int k0, int stage) {

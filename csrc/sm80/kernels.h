@@ -1,4 +1,4 @@
-// The kernels of this folder, one forward and one backward for each head dim and dtype; those that
+// The kernels of this folder, two forwards and a backward for each head dim and dtype; those that
 // are built are instantiated in instantiations/.
 #pragma once
 
@@ -8,6 +8,10 @@ namespace hstu::sm80 {
 
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
+
+// With a paged KV cache.
+template <int kHeadDim, DType kDType>
+ForwardKernel paged_forward();
 
 template <int kHeadDim, DType kDType>
 BackwardKernel backward();

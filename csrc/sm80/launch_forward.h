@@ -7,11 +7,11 @@
 
 namespace hstu::sm80 {
 
-template <int kHeadDim, DType kDType>
+template <int kHeadDim, DType kDType, KeySource kSource>
 struct ForwardLauncher {
   using Element = ElementOf<kDType>;
   template <Memory kMemory, bool kHasBias = false>
-  using Kernel = Forward<kHeadDim, Element, kMemory, kHasBias>;
+  using Kernel = Forward<kHeadDim, Element, kMemory, kHasBias, kSource>;
 
   static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge>::SharedMemory);
 
@@ -59,7 +59,13 @@ struct ForwardLauncher {
 
 template <int kHeadDim, DType kDType>
 ForwardKernel forward() {
-  using Launcher = ForwardLauncher<kHeadDim, kDType>;
+  using Launcher = ForwardLauncher<kHeadDim, kDType, KeySource::kPacked>;
+  return {Launcher::workspace_bytes, Launcher::run};
+}
+
+template <int kHeadDim, DType kDType>
+ForwardKernel paged_forward() {
+  using Launcher = ForwardLauncher<kHeadDim, kDType, KeySource::kPaged>;
   return {Launcher::workspace_bytes, Launcher::run};
 }
 

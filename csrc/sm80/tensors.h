@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "../common/fragments.h"
-#include "../params.h"
+#include "../common/pages.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
@@ -137,6 +137,56 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
                      cast_smem_ptr_to_uint(passes.chunk(to, pass))),
                  "l"(from + static_cast<int64_t>(row) * rows.row_stride),
                  "r"(row < count ? 16 : 0));
+  }
+}
+
+// The keys, or the values, of one sequence and head: history in pages, targets in packed rows.
+template <typename Element>
+struct PagedRows {
+  const Element* pages;  // of the head
+  const PagedParams* paged;
+  PageList list;
+  int history_end;
+  HeadRows<Element> targets;
+
+  HSTU_DEVICE PagedRows(const PagedParams& paged, PagePart part, const PackedTensor& tensor,
+                        const Sequence& sequence, int b, int head)
+      : pages(static_cast<const Element*>(paged.kv_cache) + head * paged.head_stride +
+              (part == PagePart::kValues ? paged.kv_stride : 0)),
+        paged(&paged),
+        list(paged, b),
+        history_end(sequence.history_end),
+        targets(tensor, TargetRows(sequence).begin, TargetRows(sequence).count, head) {}
+
+  // Null where there is no such row.
+  HSTU_DEVICE const Element* row(int key) const {
+    if (key >= history_end) {
+      const int target = key - history_end;
+      if (target >= targets.count) return nullptr;
+      return targets.first + static_cast<int64_t>(target) * targets.row_stride;
+    }
+    const int page = key / paged->page_size;
+    if (page >= list.count) return nullptr;
+    return pages + list.page(*paged, page) * paged->page_stride +
+           key % paged->page_size * paged->slot_stride;
+  }
+};
+
+template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
+          typename Element>
+HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Element* to) {
+  using Passes = RowPasses<kRows, kColumns, kThreads, kHidesThread>;
+  const Passes passes;
+  const int first = begin + Order::key(passes.slot);
+  const bool has_column = passes.column < rows.targets.head_dim;
+#pragma unroll
+  for (int pass = 0; pass < Passes::kPasses; ++pass) {
+    const Element* row = has_column ? rows.row(first + Order::key(pass * Passes::kStep)) : nullptr;
+    // NOTE: an address that exists, of which no byte is read.
+    const Element* from = row ? row + passes.column : rows.pages;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     cast_smem_ptr_to_uint(passes.chunk(to, pass))),
+                 "l"(from), "r"(row ? 16 : 0));
   }
 }
 

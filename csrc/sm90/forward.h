@@ -1,9 +1,10 @@
 // The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
-// A work item is a tile of rows of one head, 64 rows for each of two or three consumer warpgroups.
-// In the producer warpgroup, one warp finds the items and which tiles of keys they see, and a
-// thread of each other warp copies Q, K or V by TMA. Consumers multiply by wgmma; scores and P
-// never leave the registers.
+// A work item is a tile of rows of one head, 64 rows for each of two or three
+// consumer warpgroups. In the producer warpgroup, one warp finds the items and
+// which tiles of keys they see, and a thread of each other warp copies Q, K or
+// V by TMA. Consumers multiply by wgmma; scores and P never leave the
+// registers.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -13,7 +14,9 @@
 #include "../common/work_list.h"
 #include "../common/zero.h"
 #include "bias.h"
+#include "paged_keys.h"
 #include "pipeline.h"
+#include "split.h"
 #include "stores.h"
 #include "tensors.h"
 
@@ -24,13 +27,18 @@ struct ForwardMaps {
   CUtensorMap k;
   CUtensorMap v;
   CUtensorMap bias;
+  PageMap pages;
 };
 
-template <int kHeadDim_, typename Element_, bool kHasBias>
+// kSplits blocks of a cluster share an item's keys, and add up their sums in
+// the end.
+template <int kHeadDim_, typename Element_, bool kHasBias, KeySource kSource = KeySource::kPacked,
+          int kSplits = 1>
 struct Forward {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kHasBias>();
+  static constexpr bool kIsPaged = kSource == KeySource::kPaged;
+  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kHasBias, kIsPaged>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
@@ -41,7 +49,10 @@ struct Forward {
   static constexpr int kNoItem = INT_MAX;
   static constexpr int kNoKey = INT_MAX;
   static constexpr int kFinders = kConsumers + 1;  // lanes: see find_item()
-  static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers);
+  static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers, kIsPaged);
+  static constexpr int kClusterBlocks = kSplits;
+  static constexpr bool kIsSplit = kSplits > 1;
+  static constexpr int kCopiers = kIsPaged ? 32 : 1;  // lanes that copy K, and V
 
   using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
   using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
@@ -52,7 +63,8 @@ struct Forward {
     int head;              // -1: there are no more
     int keys[kConsumers];  // end of those that some row of a warpgroup sees
 
-    // The first visible tile of keys from key `first` on, by its first key; kNoKey: there is none.
+    // The first visible tile of keys from key `first` on, by its first key;
+    // kNoKey: there is none.
     HSTU_DEVICE int tile_from(int first) const {
       int found = kNoKey;
       for (const Interval& keys : summary.hull) {
@@ -78,8 +90,9 @@ struct Forward {
     HSTU_DEVICE bool is_last() const { return bits & kLast; }
     HSTU_DEVICE bool is_last_of(int warpgroup) const { return bits & kLastOfFirst << warpgroup; }
   };
-  // The next item is looked for when a few tiles of the last one are left to be copied: earlier, it
-  // would be kept from other blocks, which are idle in the end.
+  // The next item is looked for when a few tiles of the last one are left to be
+  // copied: earlier, it would be kept from other blocks, which are idle in the
+  // end.
   static constexpr int kTilesLeft = 2;
   using ItemPlace = RingPlace<4>;
   using QueryPlace = RingPlace<kTiles.query_stages>;
@@ -107,8 +120,9 @@ struct Forward {
                               const WorkList& list, SharedMemory& shared) {
     constexpr int kConsumerWarps = kConsumers * 4;
     if (threadIdx.x == 0) {
-      // From the lanes that find an item; to the consumers and the threads that copy.
-      shared.item_handover.init(kConsumers * kWarpgroup + 3, kFinders);
+      // From the lanes that find an item; to the consumers and the threads that
+      // copy.
+      shared.item_handover.init(kConsumers * kWarpgroup + 1 + 2 * kCopiers, kFinders);
       shared.q_handover.init(kConsumerWarps);
       shared.k_handover.init(kConsumerWarps);
       shared.v_handover.init(kConsumerWarps);
@@ -119,18 +133,20 @@ struct Forward {
       prefetch_map(maps.k);
       prefetch_map(maps.v);
       if constexpr (kHasBias) prefetch_map(maps.bias);
+      if constexpr (kIsPaged) prefetch_map(maps.pages.map);
     }
     __syncthreads();
     if (!list.tiles) wait_for_previous_kernel();  // else before the list is read
 
-    // NOTE: by a shuffle, so that the compiler knows it to be the same in all lanes.
+    // NOTE: by a shuffle, so that the compiler knows it to be the same in all
+    // lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
       if (threadIdx.x < 32) find_items(params, list, shared);
       if (threadIdx.x == 32) copy_queries(maps, shared);
-      if (threadIdx.x == 64) copy_keys(params, maps, shared);
-      if (threadIdx.x == 96) copy_values(maps, shared);
+      if (threadIdx.x >= 64 && threadIdx.x < 64 + kCopiers) copy_keys(params, maps, shared);
+      if (threadIdx.x >= 96 && threadIdx.x < 96 + kCopiers) copy_values(params, maps, shared);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
       consume(params, shared, warpgroup - 1);
@@ -144,21 +160,23 @@ struct Forward {
   }
 
  private:
-  // --------------------------------------------------------------------------------- producers
+  // ---------------------------------------------------------------------------------
+  // producers
 
-  // By one warp, which zeroes the outputs of items that see no key; consumers do not get them.
+  // By one warp, which zeroes the outputs of items that see no key; consumers
+  // do not get them.
   static HSTU_DEVICE void find_items(const ForwardParams& params, const WorkList& list,
                                      SharedMemory& shared) {
     const int lane = static_cast<int>(threadIdx.x);
     ItemPlace place;
-    if (lane == 0) shared.number = static_cast<int>(blockIdx.x);
+    if (lane == 0) shared.number = static_cast<int>(blockIdx.x) / kSplits;
     for (;;) {
       // NOTE: in shared memory, since producers have few registers.
       Item& item = shared.items[place.stage()];
       shared.item_handover.wait_empty(place);
       find_item(params, list, shared, item);
       __syncwarp();
-      if (item.head >= 0 && item.tile_from(0) == kNoKey) {
+      if (!kIsSplit && item.head >= 0 && item.tile_from(0) == kNoKey) {
         const Sequence& sequence = item.work.sequence;
         const int first = item.work.tile * kRows;
         zero_rows_of_head<Element>(params.out, sequence.q_begin + first,
@@ -167,7 +185,7 @@ struct Forward {
       } else {
         if (lane < kFinders) shared.item_handover.full[place.stage()].arrive();
         if (item.head < 0) return;
-        shared.next_item_wanted.wait(place.count % 2);
+        if (!kIsSplit) shared.next_item_wanted.wait(place.count % 2);
         place.advance();
       }
       if (lane == 0) shared.number = next_number(list);
@@ -181,8 +199,8 @@ struct Forward {
     return blocks_anew() + atomicAdd(list.next, 1);
   }
 
-  // Item shared.number, if there is one. By a warp: a lane each finds what a warpgroup's rows see,
-  // and the next one what all rows see.
+  // Item shared.number, if there is one. By a warp: a lane each finds what a
+  // warpgroup's rows see, and the next one what all rows see.
   static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list,
                                     const SharedMemory& shared, Item& item) {
     const int lane = static_cast<int>(threadIdx.x);
@@ -215,6 +233,7 @@ struct Forward {
         item.summary = list.summaries.at(before + item.work.tile, item.head);
         // NOTE: offsets that lie may leave a summary unwritten.
         for (Interval& keys : item.summary.hull) keys.end = min(keys.end, sequence.k_len);
+        if constexpr (kIsPaged) to_columns(item);
       }
       return;
     }
@@ -223,20 +242,37 @@ struct Forward {
     closed_form.func = nullptr;
     const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
     if (lane < kConsumers) {
-      item.keys[lane] = max(keys.interval[0].end, keys.interval[1].end);
+      const int end = max(keys.interval[0].end, keys.interval[1].end);
+      item.keys[lane] = kIsPaged ? PagedColumns<kKeys>(sequence).end(end) : end;
     } else {
       item.summary = {};
       item.summary.set_hull(keys);
       forget_registers();
       Mask(closed_form, sequence, 0).shared_intervals(r0, r1, item.summary.shared);
+      if constexpr (kIsPaged) to_columns(item);
+      if constexpr (kIsSplit) take_share<kKeys, kSplits>(item.summary.hull);
     }
   }
 
-  // Q, K and V are copied by a thread each, so that none waits for another's stage.
+  // What rows see, from keys to columns of tiles: see paged_keys.h.
+  static HSTU_DEVICE void to_columns(Item& item) {
+    const Sequence& sequence = item.work.sequence;
+    const PagedColumns<kKeys> paged(sequence);
+    for (int n = 0; n < 2; ++n) {
+      item.summary.hull[n] = paged.columns(item.summary.hull[n], sequence.k_len);
+      item.summary.shared[n] = paged.columns(item.summary.shared[n], sequence.k_len);
+    }
+  }
+
+  // Q, K and V are copied by a thread each, so that none waits for another's
+  // stage; with pages, K and V by a warp each.
+
+  static HSTU_DEVICE bool is_leader() { return !kIsPaged || threadIdx.x % 32 == 0; }
 
   static HSTU_DEVICE void copy_queries(const ForwardMaps& maps, SharedMemory& shared) {
     QueryPlace place;
     for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
+      if (kIsSplit && item.tile_from(0) == kNoKey) return;
       const Sequence& sequence = item.work.sequence;
       const RaggedRows rows{sequence.q_begin, sequence.q_len, item.head};
       const int first = item.work.tile * kRows;
@@ -252,49 +288,77 @@ struct Forward {
     BiasPlace bias_place;
     bool is_next_wanted = false;
     for_each_key_tile(shared, [&](const Item& item, int first, int next, KeyPlace place) {
-      if (!is_next_wanted && first + kTilesLeft * kKeys >= item.end()) {
+      if (is_leader() && !is_next_wanted && first + kTilesLeft * kKeys >= item.end()) {
         shared.next_item_wanted.arrive();
         is_next_wanted = true;
       }
       if (next == kNoKey) is_next_wanted = false;
       shared.k_handover.wait_empty(place);
-      int bits = first;
-      const bool is_full = item.summary.classify(first, first + kKeys) == TileKind::kFull;
-      if (!is_full) bits |= KeyTile::kPartial;
-      if (next == kNoKey) bits |= KeyTile::kLast;
-      for (int n = 0; n < kConsumers; ++n) {
-        if (next >= item.keys[n]) bits |= KeyTile::kLastOfFirst << n;
+      if (is_leader()) {
+        int bits = first;
+        const bool is_full = item.summary.classify(first, first + kKeys) == TileKind::kFull;
+        if (!is_full) bits |= KeyTile::kPartial;
+        if (next == kNoKey) bits |= KeyTile::kLast;
+        for (int n = 0; n < kConsumers; ++n) {
+          if (next >= item.keys[n]) bits |= KeyTile::kLastOfFirst << n;
+        }
+        shared.key_tiles[place.stage()] = {bits};
       }
-      shared.key_tiles[place.stage()] = {bits};
-      copy_rows<kKeys, kHeadDim>(maps.k, key_rows(item), first, shared.k[place.stage()],
+      copy_tile<PagePart::kKeys>(params, maps, maps.k, item, first, shared.k[place.stage()],
                                  shared.k_handover.full[place.stage()]);
-      if constexpr (kHasBias) {
+      if (kHasBias && is_leader()) {
         const Sequence& sequence = item.work.sequence;
         shared.bias_handover.wait_empty(bias_place);
         auto& bias_full = shared.bias_handover.full[bias_place.stage()];
         bias_full.arrive_and_expect_tx(kRows * kKeys * sizeof(Element));
-        start_copy_bias<kRows, kKeys>(maps.bias, item.work.sequence_number,
-                                      item.head / (params.heads / params.rab.heads),
-                                      item.work.tile * kRows + sequence.offset, first,
-                                      shared.bias[bias_place.stage()], bias_full);
+        start_copy_bias<kRows, kKeys>(
+            maps.bias, item.work.sequence_number, item.head / (params.heads / params.rab.heads),
+            item.work.tile * kRows + sequence.offset, first_key(sequence, first),
+            shared.bias[bias_place.stage()], bias_full);
         bias_place.advance();
       }
     });
   }
 
-  static HSTU_DEVICE void copy_values(const ForwardMaps& maps, SharedMemory& shared) {
+  static HSTU_DEVICE void copy_values(const ForwardParams& params, const ForwardMaps& maps,
+                                      SharedMemory& shared) {
     for_each_key_tile(shared, [&](const Item& item, int first, int, KeyPlace place) {
       shared.v_handover.wait_empty(place);
-      copy_rows<kKeys, kHeadDim>(maps.v, key_rows(item), first, shared.v[place.stage()],
-                                 shared.v_handover.full[place.stage()]);
+      copy_tile<PagePart::kValues>(params, maps, maps.v, item, first, shared.v[place.stage()],
+                                   shared.v_handover.full[place.stage()]);
     });
   }
 
-  static HSTU_DEVICE RaggedRows key_rows(const Item& item) {
-    return {item.work.sequence.k_begin, item.work.sequence.k_len, item.head};
+  // The tile of K or V that begins with column `first`.
+  template <PagePart kPart>
+  static HSTU_DEVICE void copy_tile(const ForwardParams& params, const ForwardMaps& maps,
+                                    const CUtensorMap& packed, const Item& item, int first,
+                                    Element* to, cutlass::arch::ClusterTransactionBarrier& full) {
+    const Sequence& sequence = item.work.sequence;
+    if constexpr (!kIsPaged) {
+      copy_rows<kKeys, kHeadDim>(packed, {sequence.k_begin, sequence.k_len, item.head}, first, to,
+                                 full);
+    } else {
+      if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim * sizeof(Element));
+      const PagedColumns<kKeys> paged(sequence);
+      if (!paged.is_target(first)) {
+        const PageList list(params.paged, item.work.sequence_number);
+        start_copy_pages<kPart, kKeys, kHeadDim>(params.paged, maps.pages, list, sequence,
+                                                 item.head, first, to, full);
+      } else if (is_leader()) {
+        start_copy_rows<kKeys, kHeadDim>(packed, target_rows(sequence, item.head),
+                                         first - paged.first_target(), to, full);
+      }
+    }
   }
 
-  // Calls visit(item, first, next, place) for each tile of keys, told by its first key.
+  // The first key of the tile that begins with column `first`.
+  static HSTU_DEVICE int first_key(const Sequence& sequence, int first) {
+    return kIsPaged ? PagedColumns<kKeys>(sequence).key(first) : first;
+  }
+
+  // Calls visit(item, first, next, place) for each tile of keys, told by its
+  // first key.
   template <typename Visit>
   static HSTU_DEVICE void for_each_key_tile(SharedMemory& shared, Visit visit) {
     KeyPlace place;
@@ -308,15 +372,17 @@ struct Forward {
     });
   }
 
-  // --------------------------------------------------------------------------------- consumers
+  // ---------------------------------------------------------------------------------
+  // consumers
 
   using Scores =
       decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}));
   using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
 
-  // All tiles of all items are one sequence of steps: S of a tile is started, then P V of the tile
-  // before it, which runs beside the activation of S. The sequence is broken where the warpgroup's
-  // rows see fewer keys than the others'.
+  // All tiles of all items are one sequence of steps: S of a tile is started,
+  // then P V of the tile before it, which runs beside the activation of S. The
+  // sequence is broken where the warpgroup's rows see fewer keys than the
+  // others'.
   static HSTU_DEVICE void consume(const ForwardParams& params, SharedMemory& shared,
                                   int warpgroup) {
     const Turns<kTiles.takes_turns, kConsumers> turns{warpgroup};
@@ -349,7 +415,8 @@ struct Forward {
     };
     const auto has_item = [&] {
       shared.item_handover.wait_full(item_place);
-      if (item_of(item_place).head < 0) return false;
+      const Item& item = item_of(item_place);
+      if (item.head < 0 || (kIsSplit && item.tile_from(0) == kNoKey)) return false;
       shared.q_handover.wait_full(q_place);
       return true;
     };
@@ -368,7 +435,8 @@ struct Forward {
       tile = read_by_warp(shared.key_tiles[k_place.stage()]);
       shared.k_handover.release_by_warp(k_place);
       activate(params, scores);
-      // NOTE: a branch, behind which the compiler does not move the activation: to wait for P V.
+      // NOTE: a branch, behind which the compiler does not move the activation:
+      // to wait for P V.
       if (tile.is_last_of(warpgroup)) shared.q_handover.release_by_warp(q_place);
     };
     // P = M * P, rounded
@@ -379,7 +447,7 @@ struct Forward {
       }
     };
     const auto end_item = [&](ItemPlace place) {
-      store_out(params, item_of(place), warpgroup, out);
+      if (!kIsSplit) store_out(params, item_of(place), warpgroup, out);
       shared.item_handover.release(place);
       out_scale = GMMA::ScaleOut::Zero;
     };
@@ -442,10 +510,14 @@ struct Forward {
       let_tiles_pass();
       end_item(item_place.before());
     }
+    if constexpr (kIsSplit) {
+      if (item_place.count == 0) clear(out);  // the block had no tile
+      add_up(params, shared, warpgroup, out);
+    }
   }
 
-  // Which of 64 keys one row sees: lane n of a warp finds it for row n % 16 of the warp's, and the
-  // first or second 64 keys of the tile.
+  // Which of 64 keys one row sees: lane n of a warp finds it for row n % 16 of
+  // the warp's, and the first or second 64 keys of the tile.
   static HSTU_DEVICE uint64_t find_visible(const ForwardParams& params, const Item& item,
                                            int warpgroup, KeyTile tile) {
     static_assert(kKeys <= 128, "two lanes find what a row sees");
@@ -454,7 +526,10 @@ struct Forward {
     const int row = first_row(item, warpgroup) + lane % 16;
     if (row >= sequence.q_len) return 0;
     const Mask mask(params.mask, sequence, item.head);
-    return mask.row_bits(row, tile.first_key() + lane / 16 * 64);
+    const int column = tile.first_key() + lane / 16 * 64;
+    if constexpr (!kIsPaged) return mask.row_bits(row, column);
+    const PagedColumns<kKeys> paged(sequence);
+    return paged.without_gap(mask.row_bits(row, paged.key(column)), column);
   }
 
   // P = silu(alpha * S)
@@ -467,7 +542,8 @@ struct Forward {
     }
   }
 
-  // Zeroes what the mask hides. Four lanes share a row, and each gets the bits of it.
+  // Zeroes what the mask hides. Four lanes share a row, and each gets the bits
+  // of it.
   template <typename Weights>
   static HSTU_DEVICE void hide(uint64_t visible, Weights& weights) {
     const int lane = thread_anew() % 32;
@@ -494,18 +570,47 @@ struct Forward {
     return item.work.tile * kRows + warpgroup * kWarpgroupRows + warp * 16;
   }
 
+  static HSTU_DEVICE float scale_of(const ForwardParams& params, const Sequence& sequence,
+                                    int row) {
+    if (!params.attn_scale) return static_cast<float>(params.scale);
+    const bool is_own = params.attn_scale_per_row && row < sequence.q_len;
+    return params.attn_scale[is_own ? sequence.q_begin + row : 0];
+  }
+
+  // O = scale * sum over the cluster's blocks, rounded once
+  static HSTU_DEVICE void add_up(const ForwardParams& params, SharedMemory& shared, int warpgroup,
+                                 const Out& out) {
+    static_assert(kRows * kHeadDim * sizeof(float) <= sizeof(shared.k) + sizeof(shared.v),
+                  "the sums take the place of K and V");
+    asm volatile("bar.sync %0, %1;" ::"n"(static_cast<int>(NamedBarrier::kConsumers)),
+                 "n"(kConsumers * kWarpgroup)
+                 : "memory");  // K and V have been read
+    float* const sums =
+        reinterpret_cast<float*>(shared.k[0]) + warpgroup * kWarpgroupRows * kHeadDim;
+    const Item& item = shared.items[0];
+    const Sequence& sequence = item.work.sequence;
+    const int first = first_row(item, warpgroup) + thread_anew() % 32 / 4;
+    add_up_cluster<kSplits>(out, sums, [&](int column, int m, float x, float y) {
+      const int row = first + 8 * m;
+      if (item.head < 0 || row >= sequence.q_len || column >= params.out.head_dim) return;
+      const float scale = scale_of(params, sequence, row);
+      Element* to = static_cast<Element*>(params.out.data) +
+                    (sequence.q_begin + row) * params.out.row_stride +
+                    item.head * params.out.head_stride + column;
+      const cutlass::NumericArrayConverter<Element, float, 2> convert;
+      *reinterpret_cast<cutlass::Array<Element, 2>*>(to) = convert({scale * x, scale * y});
+    });
+  }
+
   // O = scale * O, rounded once
   static HSTU_DEVICE void store_out(const ForwardParams& params, const Item& item, int warpgroup,
                                     Out& out) {
     const Sequence& sequence = item.work.sequence;
     auto matrix = as_matrix(out);
-    float scale = params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int row = first_row(item, warpgroup) + thread_anew() % 32 / 4 + 8 * m;
-      if (params.attn_scale_per_row && row < sequence.q_len) {
-        scale = params.attn_scale[sequence.q_begin + row];
-      }
+      const float scale = scale_of(params, sequence, row);
 #pragma unroll
       for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
     }

@@ -1,5 +1,5 @@
-// The kernels of this folder, a forward and a backward for each head dim and dtype; those that are
-// built are instantiated in instantiations/.
+// The kernels of this folder, two forwards and a backward for each head dim and dtype; those that
+// are built are instantiated in instantiations/.
 #pragma once
 
 #include <climits>
@@ -27,17 +27,30 @@ inline bool can_map(const DenseBias& bias, int batch, DType dtype) {
          is_step(bias.batch_stride, batch);
 }
 
+// Whether one can describe the pages as rows.
+inline bool can_map(const PagedParams& paged, int heads) {
+  const PackedTensor rows = {const_cast<void*>(paged.kv_cache), paged.slot_stride,
+                             paged.head_stride, 0};
+  const bool steps = paged.slot_stride > 0 && paged.page_stride % paged.slot_stride == 0 &&
+                     paged.kv_stride % paged.slot_stride == 0 && paged.page_stride > 0 &&
+                     paged.kv_stride > 0;
+  return steps && can_map(rows, paged.num_pages * (paged.page_stride / paged.slot_stride), heads);
+}
+
 // What keeps the kernels from taking the call, which those of sm80 then take; null: nothing.
 inline const char* obstacle(const CudaDevice& device, const ForwardParams& params) {
   const BatchParams& batch = params.batch;
+  const int64_t key_rows = params.paged.kv_cache ? batch.total_q : batch.total_k;
   if (device.shared_memory_bytes < kSharedMemory) return "less than 227 KB of shared memory";
   if (!can_map(params.q, batch.total_q, params.heads) ||
-      !can_map(params.k, batch.total_k, params.heads) ||
-      !can_map(params.v, batch.total_k, params.heads)) {
+      !can_map(params.k, key_rows, params.heads) || !can_map(params.v, key_rows, params.heads)) {
     return "strides of q, k or v that no tensor map can have";
   }
   if (params.rab.data && !can_map(params.rab, batch.batch, params.dtype)) {
     return "a rab in another dtype than q, or whose rows are not aligned to 16 bytes";
+  }
+  if (params.paged.kv_cache && !can_map(params.paged, params.heads)) {
+    return "strides of kv_cache that no tensor map can have";
   }
   return nullptr;
 }
@@ -52,6 +65,10 @@ inline const char* backward_obstacle(const CudaDevice& device, const BackwardPar
 
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
+
+// With a paged KV cache.
+template <int kHeadDim, DType kDType>
+ForwardKernel paged_forward();
 
 template <int kHeadDim, DType kDType>
 BackwardKernel backward();

@@ -1,4 +1,5 @@
-// Every tile number of the sm90 kernels, each with its reason. A new head dim is added here.
+// Every tile number of the sm90 kernels, each with its reason. A new head dim
+// is added here.
 #pragma once
 
 namespace hstu::sm90 {
@@ -12,46 +13,61 @@ constexpr int kWarpgroupRows = 64;  // of scores that a consumer warpgroup holds
 struct ForwardTiles {
   int consumers;     // warpgroups, each with rows of its own
   int keys;          // of a tile of scores
-  int query_stages;  // of Q: 2 where there is room, so that the next item's waits already
+  int query_stages;  // of Q: 2 where there is room, so that the next item's
+                     // waits already
   int key_stages;    // of K and V
-  bool takes_turns;  // at the tensor cores: one warpgroup's products beside another's activation
+  bool takes_turns;  // at the tensor cores: one warpgroup's products beside
+                     // another's activation
 };
 
-// Registers of a thread: setmaxnreg moves them from the producer to the consumers.
+// Registers of a thread: setmaxnreg moves them from the producer to the
+// consumers.
 struct Registers {
   int producer;
   int consumer;
 };
 
-// The 64 K registers of a multiprocessor over all threads; of what adds up to that, what spills in
-// no role.
-constexpr Registers forward_registers(int head_dim, int consumers) {
+// The 64 K registers of a multiprocessor over all threads; of what adds up to
+// that, what spills in no role.
+constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged) {
+  if (is_paged && head_dim <= 64) return {80, 216};
+  if (is_paged) return {56, 224};
   if (head_dim == 256) return {40, 232};
   if (consumers == 2) return {56, 224};
   if (head_dim == 32) return {56, 152};
   return {32, 160};
 }
 
-// Three consumers where scores, P and O of 64 rows fit into 160 registers, two elsewhere. 128 keys,
-// but at head dim 256, whose O takes 128 registers and whose stages of K and V take 32 KB each for
-// 64 keys. As many stages as find room: a dense bias takes two of 16 KB for each consumer.
-template <int kHeadDim, bool kHasBias>
+// Three consumers where scores, P and O of 64 rows fit into 160 registers, two
+// elsewhere. 128 keys, but at head dim 256, whose O takes 128 registers and
+// whose stages of K and V take 32 KB each for 64 keys. As many stages as find
+// room: a dense bias takes two of 16 KB for each consumer.
+// Producers that look for pages need registers of those of a third consumer, too.
+template <int kHeadDim, bool kHasBias, bool kIsPaged>
 constexpr ForwardTiles forward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "forward_tiles has no entry for this head dim");
   if constexpr (kHeadDim <= 64) {
-    if constexpr (kHasBias) return {2, 128, 2, 4, true};
+    if constexpr (kHasBias || kIsPaged) return {2, 128, 2, 4, true};
     return {3, 128, 2, 4, true};
   }
   if constexpr (kHeadDim == 128) return {2, 128, kHasBias ? 1 : 2, 2, true};
   if constexpr (kHeadDim == 256) return {2, 64, 1, 2, true};
 }
 
-// Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
+// With a paged cache, of sequences of kFewRows rows or fewer, so many blocks of
+// a cluster share a tile of rows: 256 rows of 4 heads make 8 to 16 tiles, for
+// 132 multiprocessors. 8 is the most that every GPU lets a cluster have.
+constexpr int kFewRows = 512;
+constexpr int kKeySplits = 8;
+
+// Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a
+// warpgroup.
 constexpr int kBackwardRows = 64;
 
-// As for the forward. A producer that looks at masks takes up to 88; where sums and scores take all
-// that a consumer can have, producers keep the least that they do with.
+// As for the forward. A producer that looks at masks takes up to 88; where sums
+// and scores take all that a consumer can have, producers keep the least that
+// they do with.
 constexpr Registers backward_registers(bool producers_look) {
   if (producers_look) return {88, 208};
   return {24, 240};

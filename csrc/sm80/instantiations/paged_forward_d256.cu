@@ -1,0 +1,12 @@
+#include "../launch_forward.h"
+
+namespace hstu::sm80 {
+
+#if HSTU_ATTN_DTYPE_BF16
+template ForwardKernel paged_forward<256, DType::kBFloat16>();
+#endif
+#if HSTU_ATTN_DTYPE_FP16
+template ForwardKernel paged_forward<256, DType::kFloat16>();
+#endif
+
+}  // namespace hstu::sm80

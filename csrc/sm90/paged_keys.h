@@ -1,0 +1,98 @@
+// Keys and values in pages: the tiles that they make, and copies of them.
+//
+// History lies in pages and targets in packed rows, so a tile holds keys of one kind: the first
+// target begins a tile of its own. Tiles are counted in columns, which are keys but for the gap
+// between the end of the history and that tile.
+#pragma once
+
+#include "../common/mask.h"
+#include "../common/pages.h"
+#include "tensor_map.h"
+
+namespace hstu::sm90 {
+
+template <int kKeys>
+struct PagedColumns {
+  int history_end;
+
+  HSTU_DEVICE explicit PagedColumns(const Sequence& sequence) : history_end(sequence.history_end) {}
+
+  HSTU_DEVICE int first_target() const { return (history_end + kKeys - 1) / kKeys * kKeys; }
+  HSTU_DEVICE bool is_target(int column) const { return column >= first_target(); }
+  HSTU_DEVICE int key(int column) const {
+    return is_target(column) ? column - first_target() + history_end : column;
+  }
+  // Where keys that end with `key` end.
+  HSTU_DEVICE int end(int key) const {
+    return key > history_end ? key - history_end + first_target() : key;
+  }
+  // NOTE: keys past those of the sequence are nobody's, and would be too many to count on.
+  HSTU_DEVICE Interval columns(Interval keys, int k_len) const {
+    const int begin = min(keys.begin, k_len);
+    return {begin < history_end ? begin : begin - history_end + first_target(),
+            end(min(keys.end, k_len))};
+  }
+  // Of what is seen of 64 keys from column `first` on, what the tile has.
+  HSTU_DEVICE uint64_t without_gap(uint64_t visible, int first) const {
+    const int count = is_target(first) ? 64 : history_end - first;
+    if (count >= 64) return visible;
+    return count <= 0 ? 0 : visible & ((uint64_t{1} << count) - 1);
+  }
+};
+
+// How copies find a page: rows of [num_pages, 2, page_size] in the tensor map's order.
+struct PageMap {
+  CUtensorMap map;  // for boxes of a page's rows, or a tile's where they are fewer
+  int page_rows;    // from a page to the next
+  int value_rows;   // from a page's keys to its values
+};
+
+template <int kHeadDim>
+PageMap make_page_map(const PagedParams& paged, int head_dim, int heads, int keys, DType dtype) {
+  const PackedTensor rows = {const_cast<void*>(paged.kv_cache), paged.slot_stride,
+                             paged.head_stride, head_dim};
+  PageMap pages;
+  pages.map = make_ragged_map<kHeadDim>(rows, heads, std::min(paged.page_size, keys), dtype);
+  pages.page_rows = static_cast<int>(paged.page_stride / paged.slot_stride);
+  pages.value_rows = static_cast<int>(paged.kv_stride / paged.slot_stride);
+  return pages;
+}
+
+// Starts copying a tile of kKeys rows of history from key `first` on to shared memory; those past
+// its end, or in no page, become zeros. By a warp: a lane takes a box.
+template <PagePart kPart, int kKeys, int kHeadDim, typename Element>
+HSTU_DEVICE void start_copy_pages(const PagedParams& paged, const PageMap& pages,
+                                  const PageList& list, const Sequence& sequence, int head,
+                                  int first, Element* to,
+                                  cutlass::arch::ClusterTransactionBarrier& barrier) {
+  constexpr int kPanels = kHeadDim / kPanel<kHeadDim>;
+  const int box_rows = min(paged.page_size, kKeys);
+  const int boxes = kKeys / box_rows * kPanels;
+  for (int n = static_cast<int>(threadIdx.x) % 32; n < boxes; n += 32) {
+    const int row = n / kPanels * box_rows;  // of the tile
+    const int panel = n % kPanels;
+    const int key = first + row;
+    const int page = key / paged.page_size;
+    int64_t begin = 0;
+    int count = 0;
+    if (key < sequence.history_end && page < list.count) {
+      begin = list.page(paged, page) * pages.page_rows +
+              (kPart == PagePart::kValues ? pages.value_rows : 0);
+      count = min(paged.page_size, sequence.history_end - page * paged.page_size);
+    }
+    const int far = kRaggedRows;
+    cute::SM90_TMA_LOAD_5D::copy(&pages.map, reinterpret_cast<uint64_t*>(&barrier),
+                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                 to + (panel * kKeys + row) * kPanel<kHeadDim>,
+                                 panel * kPanel<kHeadDim>, far - count + key % paged.page_size,
+                                 head, static_cast<int>(begin) + count, far);
+  }
+}
+
+// The packed rows of a sequence's targets.
+HSTU_DEVICE RaggedRows target_rows(const Sequence& sequence, int head) {
+  const TargetRows rows(sequence);
+  return {rows.begin, rows.count, head};
+}
+
+}  // namespace hstu::sm90
