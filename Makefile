@@ -2,6 +2,7 @@
 # into $(VENV) and is quick the second time:
 #
 #   make demo        train the example recommender, with a report at the end   (DEMO_ARGS="...")
+#   make serve       serve what it trained, over HTTP                          (SERVE_ARGS="...")
 #   make test        run the tests                                             (PYTEST_ARGS="...")
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
@@ -21,18 +22,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
 
 DEMO_ARGS ?=
+SERVE_ARGS ?= --data runs/synthetic-movielens/ratings.dat
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: demo test bench-cpu bench-gpu install cuda lint mypy format asan sanitize-cuda wheel sdist \
-  clean
+.PHONY: demo serve test bench-cpu bench-gpu install cuda lint mypy format asan sanitize-cuda wheel \
+  sdist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built
 	$(BIN)/python examples/train_retrieval.py $(DEMO_ARGS)
+
+serve: $(VENV)/.built
+	$(BIN)/python examples/serve.py $(SERVE_ARGS)
 
 test: $(VENV)/.built
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

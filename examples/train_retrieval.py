@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import sys
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from recommender.checkpoint import Checkpoints, random_state, restore_random_sta
 from recommender.curves import plot_curves
 from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
 from recommender.model import RetrievalModel, sampled_softmax_loss
+from recommender.saved import load_model, save_model
 from tqdm import tqdm
 
 from hstu_attn import HSTULayerConfig, RelativeBias, hstu_attention
@@ -312,8 +312,7 @@ class Trainer:
                     self._validate(bar)
                 if last or self.step % options.checkpoint_every == 0:
                     self._save()
-        self.model.load_state_dict(torch.load(self.best, self.device, weights_only=True))
-        self.model.eval()
+        self.model = load_model(self.best, self.device).model
 
     def resume(self) -> None:
         """Continues from the newest checkpoint, if there is one.
@@ -386,9 +385,7 @@ class Trainer:
     def _validate(self, bar: tqdm[Any]) -> None:
         metrics = self.evaluate("validation")
         if metrics.ndcg_10 >= max((m.ndcg_10 for m in self.validation.values()), default=0.0):
-            temporary = self.best.with_suffix(".tmp")
-            torch.save(self.model.state_dict(), temporary)
-            os.replace(temporary, self.best)
+            save_model(self.best, self.model, self.log.item_ids, self.log.titles)
         self.validation[self.step] = metrics
         bar.write(
             f"step {self.step:5d}  loss {self._progress()['loss']}  validation "

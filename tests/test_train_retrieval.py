@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from recommender.evaluation import (  # noqa: E402
     ranks_of_targets,
 )
 from recommender.model import RetrievalModel, sampled_softmax_loss  # noqa: E402
+from recommender.saved import load_model  # noqa: E402
 
 SMALL = [
     *("--dim", "16", "--layers", "1", "--max-seq-len", "30", "--tokens-per-batch", "256"),
@@ -220,6 +222,22 @@ def test_a_run_from_end_to_end(
     assert list(history["validation"]) == ["8", "16", "24"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
+    # The model that did best is whole in its file, with its catalogue.
+    saved = load_model(out / "best.pt", torch.device("cpu"))
+    log = open_event_log(ratings)
+    assert (saved.item_ids == log.item_ids).all()
+    assert saved.titles == log.titles
+    metrics = evaluate(
+        saved.model.scores,
+        log,
+        held_out_windows(log, "test", 30),
+        tokens_per_batch=16384,
+        exclude_seen=True,
+        device=torch.device("cpu"),
+    )
+    assert asdict(metrics) == rows["HSTU"]
+    assert saved.model.compute_dtype == torch.bfloat16
+
     # A finished run is only reported again.
     assert train_retrieval.main([*arguments, "--resume"]) == 0
     assert "Continuing after step 24 of 24" in capsys.readouterr().out
@@ -228,6 +246,13 @@ def test_a_run_from_end_to_end(
     # A checkpoint is not continued with other options.
     assert train_retrieval.main([*arguments, "--resume", "--dropout", "0.5"]) == 1
     assert "was made with dropout = 0.2, this run has 0.5" in capsys.readouterr().err
+
+
+def test_other_files_are_not_taken_for_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    torch.save({"weight": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"other\.pt is not a model that train_retrieval\.py"):
+        load_model(path, torch.device("cpu"))
 
 
 def test_a_killed_run_continues_exactly(ratings: Path, tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ class RetrievalModel(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.config = config
         self.max_seq_len = max_seq_len
+        self.dropout_ratio = dropout_ratio
         self.l2_normalise = l2_normalise
         self.compute_dtype = compute_dtype
         self.reads_times = config.enable_relative_attention_bias and config.num_buckets > 0

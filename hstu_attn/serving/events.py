@@ -53,17 +53,20 @@ def event_rows(
     Raises:
         ValueError: for what is not integers in rows of two or three.
     """
-    if not len(events):
-        return np.empty((0, 3), np.int64)
     try:
-        rows = np.asarray([Event(*event) for event in events])
+        rows = np.asarray(
+            events if isinstance(events, np.ndarray) else [Event(*event) for event in events]
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: expected rows of item, time and action, got {error}") from None
-    if rows.ndim != 2 or rows.dtype.kind not in "iu" or not np.can_cast(rows.dtype, np.int64):
-        raise ValueError(
-            f"{name}: expected integers within int64, got {rows.dtype} of shape {rows.shape}"
-        )
-    return rows.astype(np.int64)
+    if not rows.size:
+        return np.empty((0, 3), np.int64)
+    if rows.ndim != 2 or rows.shape[1] not in (2, 3):
+        raise ValueError(f"{name}: expected rows of item, time and action, got shape {rows.shape}")
+    if rows.dtype.kind not in "iu" or not np.can_cast(rows.dtype, np.int64):
+        raise ValueError(f"{name}: expected integers within int64, got {rows.dtype}")
+    actions = np.zeros((len(rows), 3 - rows.shape[1]), np.int64)
+    return np.concatenate([rows, actions], axis=1, dtype=np.int64)
 
 
 class EventStore:

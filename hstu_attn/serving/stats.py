@@ -47,9 +47,10 @@ class EngineStats:
         rejected: refused because the queue was full; not among `requests`.
         batches: computed.
         hit_tokens: rows of events that a cache had, and that were not computed.
-        new_tokens: rows of events computed for the first time: those that came with requests.
-        recomputed_tokens: rows of events computed again: the last one of each request, whose time
-            may have changed, and those of evicted users and shortened histories.
+        new_tokens: rows of events that came with the requests.
+        recomputed_tokens: other rows of events that were computed: the last one before a request,
+            whose time may have changed; and those of evicted users, of shortened histories and of
+            what was in the store beforehand.
         batch_size: of the batches, in requests.
         latency: from submission to the answer, in seconds, of completed requests.
         queued: requests that wait now.

@@ -1,0 +1,479 @@
+"""The server of the example over a socket: the model of a short training run, each path, and each
+way to be refused."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hstu_attn.data import EventLog, JaggedBatch, open_event_log
+from hstu_attn.data.synthetic import write_synthetic_movielens
+
+pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import serve  # noqa: E402
+import train_retrieval  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from recommender.http import MAX_BODY_BYTES, MAX_CANDIDATES, make_app  # noqa: E402
+from recommender.saved import SavedModel, load_model  # noqa: E402
+
+from hstu_attn.serving import Engine  # noqa: E402
+
+LONGEST = 30
+CPU = torch.device("cpu")
+TRAINING = [
+    *("--dim", "16", "--layers", "2", "--max-seq-len", str(LONGEST), "--tokens-per-batch", "256"),
+    *("--negatives", "32", "--steps", "8", "--eval-every", "8", "--device", "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def ratings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_synthetic_movielens(tmp_path_factory.mktemp("data"), 50, 120, 25)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ratings: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    assert train_retrieval.main([*TRAINING, "--data", str(ratings), "--out", str(out)]) == 0
+    return out / "best.pt"
+
+
+@pytest.fixture(scope="module")
+def saved(checkpoint: Path) -> SavedModel:
+    return load_model(checkpoint, CPU)
+
+
+@pytest.fixture(scope="module")
+def log(ratings: Path) -> EventLog:
+    return open_event_log(ratings)
+
+
+class Client:
+    """Speaks to a server; a connection for each request."""
+
+    def __init__(self, address: str) -> None:
+        self.host, port = address.removeprefix("http://").split(":")
+        self.port = int(port)
+
+    def send(
+        self, method: str, path: str, body: Any = None, headers: Any = None, **options: Any
+    ) -> tuple[int, Any, Any]:
+        """Status, headers and the decoded body."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
+        try:
+            if body is not None and not isinstance(body, bytes) and not hasattr(body, "__next__"):
+                body = json.dumps(body).encode()
+            headers = {"Content-Type": "application/json", **(headers or {})}
+            connection.request(method, path, body, headers, **options)
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            return response.status, response.headers, json.loads(text) if is_json else text
+        finally:
+            connection.close()
+
+    def post(self, path: str, **body: Any) -> Any:
+        status, _, answer = self.send("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    def metrics(self) -> dict[str, float]:
+        """Values without labels, and HTTP answers by path and status."""
+        status, headers, text = self.send("GET", "/metrics")
+        assert status == 200
+        assert headers["Content-Type"].startswith("text/plain")
+        values = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(sample.labels.values())
+                values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return values
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """The server as its user starts it."""
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0", *arguments]
+    server = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if found := re.search(r"^Serving .* at (http://\S+)$", line):
+                yield server, Client(found[1])
+                break
+        else:
+            raise AssertionError(server.stderr.read() if server.stderr else "")
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint: Path, ratings: Path) -> Iterator[Client]:
+    with process("--model", str(checkpoint), "--data", str(ratings)) as (_, client):
+        yield client
+
+
+def whole(saved: SavedModel, items: np.ndarray, times: np.ndarray, at: int) -> Tensor:
+    """The scores of all items by the model without a cache, after events on items by their ids."""
+    indices = torch.from_numpy(np.searchsorted(saved.item_ids, items))
+    known = torch.tensor(times.astype(np.int64))
+    later = torch.cat([known[1:], torch.tensor([at])])
+    offsets = torch.tensor([0, len(indices)])
+    batch = JaggedBatch(torch.zeros(1), offsets, indices, known, indices, later)
+    with torch.no_grad():
+        return saved.model.scores(batch)[0]
+
+
+def history(log: EventLog, user: int, longest: int = LONGEST) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of items and times of a user's latest events."""
+    number = int(np.flatnonzero(log.user_ids == user)[0])
+    start, end = log.offsets[number : number + 2]
+    latest = slice(max(start, end - longest), end)
+    return log.item_ids[log.items[latest]], log.timestamps[latest]
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------
+
+
+def test_scores_of_a_user_of_the_data(client: Client, saved: SavedModel, log: EventLog) -> None:
+    items, times = history(log, 3, LONGEST)
+    candidates = [int(item) for item in saved.item_ids[[5, 2, 9, 2]]]
+    for _ in range(2):  # computed, then cached
+        at = int(times[-1]) + 3600
+        answer = client.post("/score", user=3, candidates=candidates, time=at)
+        expected = whole(saved, items, times, at)[[5, 2, 9, 2]]
+        assert answer["user"] == 3
+        assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+
+
+def test_events_are_remembered(client: Client, saved: SavedModel) -> None:
+    items, times, user = (
+        saved.item_ids[[3, 1, 4, 1, 5]],
+        np.array([10, 99, 10**4, 10**6, 10**6]),
+        -9,
+    )
+    for start, end in ((0, 1), (1, 3), (3, 5)):
+        events = [
+            {"item": int(item), "time": int(at)}
+            for item, at in zip(items[start:end], times[start:end], strict=True)
+        ]
+        candidates = [int(item) for item in saved.item_ids]
+        answer = client.post("/score", user=-9, events=events, candidates=candidates)
+        expected = whole(saved, items[:end], times[:end], int(times[end - 1]))
+        assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("exclude_seen", [True, False])
+def test_recommendations(
+    client: Client, saved: SavedModel, log: EventLog, exclude_seen: bool
+) -> None:
+    items, times = history(log, 4)
+    answer = client.post("/recommend", user=4, k=7, exclude_seen=exclude_seen)
+    scores = whole(saved, items, times, int(times[-1]))
+    if exclude_seen:
+        scores[np.searchsorted(saved.item_ids, items)] = -torch.inf
+    best = scores.topk(7)
+    assert [row["item"] for row in answer["items"]] == saved.item_ids[best.indices].tolist()
+    assert [row["title"] for row in answer["items"]] == [
+        saved.titles[index] for index in best.indices
+    ]
+    assert [row["score"] for row in answer["items"]] == pytest.approx(
+        best.values.tolist(), rel=1e-4, abs=1e-5
+    )
+    assert len(client.post("/recommend", user=4)["items"]) == 10
+
+
+def test_health_and_metrics(client: Client) -> None:
+    before = client.metrics()
+    for user in (1, 2, 1):
+        client.post("/recommend", user=user, k=1)
+    assert client.send("POST", "/score", {"user": 1})[0] == 422
+    assert client.send("GET", "/nothing")[0] == 404
+    assert client.send("GET", "/score")[0] == 405
+    status, _, state = client.send("GET", "/health")
+    assert (status, state["status"], state["queued"]) == (200, "ok", 0)
+    assert state["users"] >= 50
+    after = client.metrics()
+    change = {name: after[name] - before.get(name, 0) for name in after}
+    assert change["hstu_engine_requests_total"] == change["hstu_engine_completed_total"] == 3
+    assert change["hstu_engine_latency_seconds_count"] == 3
+    assert change["hstu_engine_latency_seconds_bucket{+Inf}"] == 3
+    assert change["hstu_engine_batch_size_sum"] == 3
+    assert change["hstu_engine_hit_tokens_total"] > 0
+    assert change["hstu_http_responses_total{/recommend,200}"] == 3
+    assert change["hstu_http_responses_total{/score,422}"] == 1
+    assert change["hstu_http_responses_total{other,404}"] == 1
+    assert after["hstu_engine_users"] == state["users"]
+
+
+def test_many_at_once(client: Client, saved: SavedModel, log: EventLog) -> None:
+    candidates = [int(item) for item in saved.item_ids]
+    users = [int(user) for user in log.user_ids[10:40]] * 2
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(
+            pool.map(lambda user: client.post("/score", user=user, candidates=candidates), users)
+        )
+    for user, answer in zip(users, answers, strict=True):
+        items, times = history(log, user)
+        expected = whole(saved, items, times, int(times[-1]))
+        assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------
+
+EVENT = {"item": 1, "time": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/score", {"candidates": [1]}, ["user"]),
+        ("/score", {"user": 1}, ["candidates"]),
+        ("/score", {"user": "1", "candidates": [1]}, ["user"]),
+        ("/score", {"user": 2**63, "candidates": [1]}, ["user"]),
+        ("/score", {"user": 1, "candidates": [1.5]}, ["candidates", 0]),
+        ("/score", {"user": 1, "candidates": [1, 10**6]}, ["candidates", 1]),
+        ("/score", {"user": 1, "candidates": [1] * (MAX_CANDIDATES + 1)}, ["candidates"]),
+        ("/score", {"user": 1, "candidates": [], "events": [{"item": 1}]}, ["events", 0, "time"]),
+        (
+            "/score",
+            {"user": 1, "candidates": [], "events": [EVENT, {"item": 0, "time": 1}]},
+            ["events", 1, "item"],
+        ),
+        (
+            "/score",
+            {"user": 1, "candidates": [], "events": [{"item": 1, "time": -1}]},
+            ["events", 0, "time"],
+        ),
+        ("/score", {"user": 1, "candidates": [], "events": [EVENT] * 1001}, ["events"]),
+        ("/score", {"user": 1, "candidates": [], "time": 2**62}, ["time"]),
+        ("/score", {"user": 1, "candidates": [], "tiem": 1}, ["tiem"]),
+        ("/score", {"user": 10**9, "candidates": [1]}, ["events"]),
+        ("/recommend", {"user": 1, "k": 0}, ["k"]),
+        ("/recommend", {"user": 1, "k": 1001}, ["k"]),
+        ("/recommend", {"user": 1, "exclude_seen": 1}, ["exclude_seen"]),
+        ("/recommend", {"user": 10**9}, ["events"]),
+        ("/recommend", [1], []),
+    ],
+)
+def test_what_is_wrong_is_named(client: Client, path: str, body: Any, place: list[Any]) -> None:
+    status, _, answer = client.send("POST", path, body)
+    assert status == 422
+    assert ["body", *place] in [detail["loc"] for detail in answer["detail"]]
+    assert all(detail["msg"] for detail in answer["detail"])
+
+
+def test_a_body_that_is_no_json(client: Client) -> None:
+    status, _, answer = client.send("POST", "/score", b"{]")
+    assert status == 422
+    assert answer["detail"][0]["type"] == "json_invalid"
+
+
+def test_large_bodies(client: Client) -> None:
+    large = b" " * (MAX_BODY_BYTES + 1)
+    for body in (large, iter([large[:1000]] * (len(large) // 1000 + 1))):
+        chunked = not isinstance(body, bytes)
+        headers = {"Transfer-Encoding": "chunked"} if chunked else {}
+        status, _, answer = client.send("POST", "/score", body, headers, encode_chunked=chunked)
+        assert status == 413
+        assert answer["detail"] == f"The body must have at most {MAX_BODY_BYTES} bytes"
+    at_the_limit = json.dumps({"user": 3, "candidates": []}).encode().ljust(MAX_BODY_BYTES)
+    assert client.send("POST", "/score", at_the_limit)[0] == 200
+
+
+class SlowServer:
+    """The server within this process, whose model waits until it may go on."""
+
+    def __init__(self, checkpoint: Path, *arguments: str) -> None:
+        options = serve.parse_arguments(["--model", str(checkpoint), *arguments])
+        saved = load_model(options.model, CPU)
+        self.engine: Engine = serve.make_engine(options, saved)
+        self.go_on, self.reached = threading.Event(), threading.Event()
+        embed = self.engine.model.embed
+
+        def slow_embed(rows: Any) -> Tensor:
+            self.reached.set()
+            assert self.go_on.wait(20)
+            if self.go_on_with_error:
+                raise RuntimeError("a failure")
+            return embed(rows)
+
+        self.go_on_with_error = False
+        self.engine.model.embed = slow_embed
+        listener = serve.socket.create_server(("127.0.0.1", 0))
+        self.client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        app = make_app(self.engine, saved, options.timeout)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+        self.thread = threading.Thread(target=self.server.run, args=([listener],))
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def slow(checkpoint: Path, *arguments: str) -> Iterator[SlowServer]:
+    server = SlowServer(checkpoint, *arguments)
+    try:
+        yield server
+    finally:
+        server.go_on.set()
+        server.stop()
+
+
+def body(user: int) -> dict[str, Any]:
+    return {"user": user, "events": [EVENT], "candidates": [1]}
+
+
+def test_a_timeout_has_no_effect(checkpoint: Path, saved: SavedModel) -> None:
+    with slow(checkpoint, "--timeout", "0.2") as server:
+        status, _, answer = server.client.send("POST", "/score", body(1))
+        assert (status, answer["detail"][:22]) == (504, "No answer within 0.2 s")
+        server.go_on.set()
+        answer = server.client.post("/score", **body(1))
+        expected = whole(saved, np.array([1]), np.array([5]), 5)[np.searchsorted(saved.item_ids, 1)]
+        assert answer["scores"] == pytest.approx([expected.item()], rel=1e-4)
+        stats = server.engine.stats()
+        assert (stats.completed, stats.cancelled) == (1, 1)
+
+
+def test_overload_is_said_at_once_and_passes(checkpoint: Path) -> None:
+    with (
+        slow(checkpoint, "--max-queue", "3", "--timeout", "20") as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        first = pool.submit(server.client.send, "POST", "/score", body(0))
+        assert server.reached.wait(10)
+        others = [pool.submit(server.client.send, "POST", "/score", body(n)) for n in range(1, 12)]
+        refused = [future for future in others if future in done_within(others, count=8)]
+        for future in refused:
+            status, headers, answer = future.result()
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert "max_queue" in answer["detail"]
+        assert len(refused) == 8
+        assert server.client.send("GET", "/health")[2]["queued"] == 3
+        server.go_on.set()
+        answered = [first, *(future for future in others if future not in refused)]
+        assert [future.result()[0] for future in answered] == [200] * 4
+        assert server.client.send("POST", "/score", body(50))[0] == 200
+        assert server.client.metrics()["hstu_engine_rejected_total"] == 8
+
+
+def done_within(futures: list[Any], count: int) -> list[Any]:
+    """The first `count` that are done."""
+    limit = time.monotonic() + 10
+    while time.monotonic() < limit:
+        done = [future for future in futures if future.done()]
+        if len(done) >= count:
+            return done
+        time.sleep(0.01)
+    raise AssertionError(f"{len(done)} of {count} were done")
+
+
+def test_failures_are_500_and_alone(checkpoint: Path) -> None:
+    with slow(checkpoint) as server:
+        server.go_on.set()
+        server.go_on_with_error = True
+        assert server.client.send("POST", "/score", body(1))[0] == 500
+        server.go_on_with_error = False
+        assert server.client.send("POST", "/score", body(1))[0] == 200
+        metrics = server.client.metrics()
+        assert metrics["hstu_engine_failed_total"] == 1
+        assert metrics["hstu_http_responses_total{/score,500}"] == 1
+
+
+def test_after_closing_it_is_unavailable(checkpoint: Path) -> None:
+    with slow(checkpoint) as server:
+        server.engine.close()
+        status, headers, answer = server.client.send("GET", "/health")
+        assert (status, answer["status"]) == (503, "closed")
+        status, headers, answer = server.client.send("POST", "/score", body(1))
+        assert (status, headers["Retry-After"], answer["detail"]) == (
+            503,
+            "1",
+            "the engine is closed",
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Start and end
+# ---------------------------------------------------------------------------------------------
+
+
+def test_sigterm_answers_what_has_arrived(checkpoint: Path) -> None:
+    """Requests wait for a batch that never fills; they are answered before the server ends."""
+    arguments = ("--max-wait-ms", "1500", "--max-batch-size", "64")
+    with (
+        process("--model", str(checkpoint), *arguments) as (server, client),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        futures = [pool.submit(client.send, "POST", "/score", body(n)) for n in range(4)]
+        limit = time.monotonic() + 10
+        while client.send("GET", "/health")[2]["queued"] < 4:
+            assert time.monotonic() < limit
+        server.send_signal(signal.SIGTERM)
+        assert [future.result()[0] for future in futures] == [200] * 4
+        assert server.wait(10) == 0
+        assert server.stderr is not None
+        assert server.stderr.read() == ""
+
+
+def test_what_cannot_be_served_is_said(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(["--model", str(tmp_path / "absent.pt")]) == 1
+    assert "absent.pt" in capsys.readouterr().err
+    assert serve.main(["--model", str(checkpoint), "--cache-mib", "0"]) == 1
+    assert "num_pages: expected from 1 to" in capsys.readouterr().err
+    with serve.socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["--model", str(checkpoint), "--port", str(port)]) == 1
+    assert "in use" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        serve.parse_arguments(["--timeout", "0"])
+    assert "--timeout must be positive" in capsys.readouterr().err
+
+
+def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) -> None:
+    log = open_event_log(ratings)
+    fewer = saved._replace(item_ids=saved.item_ids[::2])
+    store = serve.EventStore(100, LONGEST)
+    serve.add_events(store, log, fewer)
+    items, times = history(log, 7)
+    known = np.isin(items, fewer.item_ids)
+    events = store.history(7).events
+    assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
+    assert events[:, 1].tolist() == times[known].tolist()
