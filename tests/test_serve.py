@@ -176,11 +176,7 @@ def test_scores_of_a_user_of_the_data(client: Client, saved: SavedModel, log: Ev
 
 
 def test_events_are_remembered(client: Client, saved: SavedModel) -> None:
-    items, times, user = (
-        saved.item_ids[[3, 1, 4, 1, 5]],
-        np.array([10, 99, 10**4, 10**6, 10**6]),
-        -9,
-    )
+    items, times = saved.item_ids[[3, 1, 4, 1, 5]], np.array([10, 99, 10**4, 10**6, 10**6])
     for start, end in ((0, 1), (1, 3), (3, 5)):
         events = [
             {"item": int(item), "time": int(at)}
