@@ -6,6 +6,7 @@
 - training_step: attention's share of a training step of the example, on a GPU
 - plots: draws stored results of attention
 - retrieval: what examples/train_retrieval.py reaches
+- serving: examples/serve.py under load, over loopback
 - readme: writes the tables of README.md and docs/ from the stored results
 
 The rest is shared: the batches that are measured (cases, for GPUs workloads), the same attention in

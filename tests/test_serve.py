@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import serving
+from benchmarks.report import read_results
 from hstu_attn.data import EventLog, JaggedBatch, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 
@@ -327,7 +330,7 @@ class SlowServer:
 
         self.go_on_with_error = False
         self.engine.model.embed = slow_embed
-        listener = serve.socket.create_server(("127.0.0.1", 0))
+        listener = serve.listen("127.0.0.1", 0)
         self.client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
         app = make_app(self.engine, saved, options.timeout)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
@@ -454,13 +457,19 @@ def test_what_cannot_be_served_is_said(
     assert "absent.pt" in capsys.readouterr().err
     assert serve.main(["--model", str(checkpoint), "--cache-mib", "0"]) == 1
     assert "num_pages: expected from 1 to" in capsys.readouterr().err
-    with serve.socket.create_server(("127.0.0.1", 0)) as taken:
+    with serve.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert serve.main(["--model", str(checkpoint), "--port", str(port)]) == 1
     assert "in use" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         serve.parse_arguments(["--timeout", "0"])
     assert "--timeout must be positive" in capsys.readouterr().err
+
+
+def test_answers_do_not_wait_for_the_client() -> None:
+    """Without Nagle's algorithm, which asyncio turns off where it sees the protocol."""
+    with serve.listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) -> None:
@@ -473,3 +482,20 @@ def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) 
     events = store.history(7).events
     assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
     assert events[:, 1].tolist() == times[known].tolist()
+
+
+def test_the_load_test(
+    checkpoint: Path, ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(checkpoint), "--data", str(ratings), "--seconds", "0.5"]
+    path = tmp_path / "serving.json"
+    serving.main([*arguments, "--concurrency", "2", "4", "--json", str(path)])
+    records, printed = read_results(path), capsys.readouterr().out
+    assert [record["concurrency"] for record in records] == [2, 4]
+    for record in records:
+        assert record["answered"] > 0
+        assert record["failed"] == 0
+        assert 0 < record["p50_ms"] <= record["p95_ms"] <= record["p99_ms"] < 500
+        assert 1 <= record["mean_batch"] <= 4
+        assert 0 < record["hit_share"] < 1
+        assert str(record["qps"]) in printed
