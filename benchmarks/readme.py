@@ -227,6 +227,23 @@ def retrieval_tables(folder: Path = RESULTS / "retrieval") -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
+# The server of the example
+# ---------------------------------------------------------------------------------------------
+
+
+def serving_tables(folder: Path = RESULTS / "serving") -> list[str]:
+    """One table for each machine."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        records = read_results(path)
+        fields = ("qps", "p50_ms", "p95_ms", "p99_ms", "mean_batch")
+        rows = [[str(r["concurrency"]), *(_number(r[name]) for name in fields)] for r in records]
+        header = ["requests under way", "a second", "median ms", "p95 ms", "p99 ms", "in a batch"]
+        lines += [*_markdown_table(header, rows), "", f"{_origin(records)}.", ""]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------------------------------------
 # The limits of the CPU kernels
 # ---------------------------------------------------------------------------------------------
 
@@ -264,6 +281,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "gpu": gpu_tables,
         "step": step_tables,
         "retrieval": retrieval_tables,
+        "serving": serving_tables,
     },
     ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},
 }
