@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from hstu_attn.bias import RelativeBias
 from hstu_attn.interface import hstu_attention
 from hstu_attn.mask import Mask
+from hstu_attn.paged import append_paged_kv
 
 if TYPE_CHECKING:
     from hstu_attn.serving.rows import CachedRows
@@ -417,7 +418,15 @@ class HSTULayer(nn.Module):
         """
         rows.check(self.config)
         u, v, q, k = self._project(x)
-        rows.step.append(layer, *rows.history(k, v))
+        pages = rows.step.paged_kv(layer)
+        append_paged_kv(
+            k,
+            v,
+            pages,
+            cu_seqlens_q=rows.seq_offsets,
+            cu_seqlens_k=rows.key_offsets,
+            num_targets=rows.num_targets,
+        )
         attention = hstu_attention(
             q,
             k,
@@ -430,7 +439,7 @@ class HSTULayer(nn.Module):
             bias=self._bias(timestamps, row_timestamps),
             alpha=self.config.alpha,
             scaling_seqlen=self.config.scaling_seqlen,
-            paged_kv=rows.step.paged_kv(layer),
+            paged_kv=pages,
         )
         return self._output(x, attention, u)
 

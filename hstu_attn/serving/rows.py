@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -110,24 +109,8 @@ class CachedRows:
         self.max_seq_len = max_seq_len
         self.max_key_len = max_key_len
         self.num_targets = num_targets
-        self.key_offsets = seq_offsets + _offsets(step.cached_lens)
-        self._history: Tensor | None = None
-        if num_targets is not None:
-            targets = _offsets(num_targets)
-            count = torch.arange(step.slots.shape[0], device=seq_offsets.device)
-            ends = (seq_offsets - targets)[1:].contiguous()
-            self._history = count + targets[torch.searchsorted(ends, count, right=True)]
+        self.key_offsets = seq_offsets + F.pad(step.cached_lens.cumsum(0), (1, 0))
 
     def check(self, config: HSTULayerConfig) -> None:
         """Raises ValueError where layers so configured cannot be cached: `check_cacheable`."""
         check_cacheable(config, with_targets=self.num_targets is not None)
-
-    def history(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Of tensors `(total, ...)`, the rows that the step writes, `(N, ...)`."""
-        if self._history is None:
-            return parts
-        return tuple(part[self._history] for part in parts)
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return F.pad(lengths.cumsum(0), (1, 0))
