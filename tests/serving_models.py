@@ -156,8 +156,25 @@ def make_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
     return model
 
 
-def make_cache(num_pages: int, dtype: torch.dtype = torch.float64, **options: Any) -> PagedKVCache:
-    return PagedKVCache(LAYERS, num_pages, 16, HEADS, DIM, dtype, "cpu", **options)
+def make_cache(
+    num_pages: int, dtype: torch.dtype = torch.float64, device: str = "cpu", **options: Any
+) -> PagedKVCache:
+    return PagedKVCache(LAYERS, num_pages, 16, HEADS, DIM, dtype, device, **options)
+
+
+class Gate:
+    """Holds up a model's computation until it is opened."""
+
+    def __init__(self, model: Any) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        embed = model.embed
+
+        def gated(rows: Any) -> Tensor:
+            self.reached.set()
+            assert self.opened.wait(10)
+            return embed(rows)
+
+        model.embed = gated
 
 
 class Histories:

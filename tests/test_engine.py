@@ -32,8 +32,10 @@ from serving_models import (
     SPOILT,
     STU,
     Boom,
+    Gate,
     Histories,
     RankingModel,
+    Retrieval,
     assert_close,
     make_cache,
     make_model,
@@ -148,18 +150,23 @@ def test_random_traffic(name: str) -> None:
     assert max(lengths) > LONGEST - 8
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
-def test_compute_dtypes(name: str, dtype: torch.dtype) -> None:
+def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
+    """The same weights, computed in another dtype on the CPU."""
+    other = make_model(name, dtype)
+    inner = (lambda served: served.model) if name == "retrieval" else lambda served: served
+    inner(other).load_state_dict(inner(model).state_dict())
+    return other
+
+
+def check_answers(name: str, dtype: torch.dtype, device: str) -> None:
     """With a cache, about as far from the exact scores as without one."""
-    model, exact_model = make_model(name, dtype), make_model(name)
-    if name == "retrieval":
-        exact_model.model.load_state_dict(model.model.state_dict())
-    else:
-        exact_model.load_state_dict(model.state_dict())
-    plain, exact, rng = Histories(model), Histories(exact_model), random.Random(0)
+    model = make_model(name, dtype)
+    plain, exact = (Histories(twin(name, model, d)) for d in (dtype, torch.float64))
+    rng = random.Random(0)
     found: list[list[Tensor]] = [[], [], []]
-    with Engine(model, make_cache(12, dtype)) as engine:
+    if device != "cpu":
+        model = Retrieval(model.model.to(device)) if name == "retrieval" else model.to(device)
+    with Engine(model, make_cache(12, dtype, device)) as engine:
         for turn in range(20):
             candidates = [rng.randrange(SPOILT) for _ in range(10)]
             request = (turn % 3, some_events(rng, turn * 10**6, 3), candidates, None)
@@ -171,6 +178,16 @@ def test_compute_dtypes(name: str, dtype: torch.dtype) -> None:
                 scores.append(more)
     scores, expected, yardstick = map(torch.cat, found)
     assert_matches("scores", scores, expected, yardstick)
+
+
+@pytest.mark.parametrize("name", ["retrieval", "ranking", "ranking, times"])
+def test_bf16(name: str, device: str) -> None:
+    check_answers(name, torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
+def test_fp32(name: str) -> None:
+    check_answers(name, torch.float32, "cpu")
 
 
 def test_a_stale_row_would_be_seen() -> None:
@@ -191,22 +208,6 @@ def test_a_stale_row_would_be_seen() -> None:
 # ---------------------------------------------------------------------------------------------
 # Order, batches and time
 # ---------------------------------------------------------------------------------------------
-
-
-class Gate:
-    """Holds up a model's computation until it is opened."""
-
-    def __init__(self, model: Any) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-        self.batches: list[int] = []
-        embed = model.embed
-
-        def gated(rows: Any) -> Tensor:
-            self.reached.set()
-            assert self.opened.wait(10)
-            return embed(rows)
-
-        model.embed = gated
 
 
 @dataclass
