@@ -8,6 +8,11 @@
 namespace hstu {
 namespace {
 
+// What the sequences of a batch hold together at most: all listed pages, and targets.
+int64_t most_keys(const PagedParams& paged, int64_t total_q) {
+  return std::min<int64_t>(paged.num_page_ids * paged.page_size + total_q, INT_MAX);
+}
+
 // Windows and lengths beyond any sequence are cut to this, so that sums of two of them fit an int.
 constexpr int64_t kMaxLength = 1 << 30;
 
@@ -31,7 +36,7 @@ void check_tensors(const Arguments& args, ForwardParams& params) {
   params.k = to_packed("k", args.k, q, rows_k, heads, head_dim, meaning_k, false);
   params.v = to_packed("v", args.v, q, rows_k, heads, -1, meaning_k, false);
   params.batch.total_q = total_q;
-  params.batch.total_k = args.kv_cache ? std::numeric_limits<int64_t>::max() : rows_k;
+  params.batch.total_k = rows_k;  // with pages, see check_paged()
 }
 
 void check_batch(const Arguments& args, BatchParams& batch) {
@@ -259,6 +264,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
       to_index_array("page_offsets", *args.page_offsets, args.q, b + 1, "(batch + 1)");
   paged.page_ids = to_index_array("page_ids", *args.page_ids, args.q, -1, "(pages of the batch)");
   paged.num_page_ids = args.page_ids->size(0);
+  params.batch.total_k = most_keys(paged, params.batch.total_q);
   paged.last_page_lens =
       to_index_array("last_page_lens", *args.last_page_lens, args.q, b, "(batch)");
 }
@@ -300,7 +306,6 @@ void to_params(const AppendArguments& args, AppendParams& params) {
 
   BatchParams& batch = params.batch;
   batch.total_q = total_q;
-  batch.total_k = std::numeric_limits<int64_t>::max();
   batch.cu_seqlens_q = to_index_array("cu_seqlens_q", args.cu_seqlens_q, k, -1, "(batch + 1)", "k");
   const int64_t b = args.cu_seqlens_q.size(0) - 1;
   check_range("cu_seqlens_q", b, 0, INT_MAX, "1 to 2^31 offsets");
@@ -328,6 +333,7 @@ void to_params(const AppendArguments& args, AppendParams& params) {
       to_index_array("page_offsets", args.page_offsets, k, b + 1, "(batch + 1)", "k");
   paged.page_ids = to_index_array("page_ids", args.page_ids, k, -1, "(pages of the batch)", "k");
   paged.num_page_ids = args.page_ids.size(0);
+  batch.total_k = most_keys(paged, total_q);
 }
 
 // ------------------------------------------------------------------------------------------ values
@@ -414,7 +420,8 @@ void check_pages(const ForwardParams& params, int b, int64_t cached, int64_t new
 void check_values(const ForwardParams& params, const Arguments& args) {
   const BatchParams& batch = params.batch;
   check_offsets("cu_seqlens_q", batch.cu_seqlens_q, batch.batch, batch.total_q, "total_q");
-  check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k, "total_k");
+  check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k,
+                params.paged.kv_cache ? "the keys of all pages and rows" : "total_k");
   if (params.paged.kv_cache) {
     check_offsets("page_offsets", params.paged.page_offsets, batch.batch, args.page_ids->size(0),
                   "the number of page_ids");
@@ -450,7 +457,8 @@ void check_values(const AppendParams& params) {
   const BatchParams& batch = params.batch;
   const PagedParams& paged = params.paged;
   check_offsets("cu_seqlens_q", batch.cu_seqlens_q, batch.batch, batch.total_q, "the rows of k");
-  check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k, "2^63");
+  check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k,
+                "the keys of all pages and rows");
   check_offsets("page_offsets", paged.page_offsets, batch.batch, paged.num_page_ids,
                 "the number of page_ids");
   std::vector<char> is_written(paged.num_pages);

@@ -36,7 +36,7 @@ struct PackedTensor {
 struct BatchParams {
   int batch = 0;
   int64_t total_q = 0;
-  int64_t total_k = 0;
+  int64_t total_k = 0;      // with pages, what they and the targets have room for
   int max_seqlen_q = 0;     // as the caller says; lengths may lie
   IndexArray cu_seqlens_q;  // [B + 1]
   IndexArray cu_seqlens_k;  // [B + 1]
@@ -134,7 +134,7 @@ struct ForwardParams {
   PagedParams paged;
 
   double alpha = 1.0;
-  double scale = 1.0;                 // used where attn_scale is null
+  double scale = 1.0;                 // 1 / scaling_seqlen, of rows without an attn_scale
   const float* attn_scale = nullptr;  // [1] or [total_q], or null
   bool attn_scale_per_row = false;
 };

@@ -185,80 +185,101 @@ def test_gradients_are_refused(device):
 # Many tiles, on a GPU
 # ---------------------------------------------------------------------------------------------
 
-# Of max_seqlen_q, beyond which blocks no longer share the keys of a row: csrc/sm90/tile_config.h.
-FEW_ROWS = 512
+# On Hopper, blocks share the keys of rows where a call's shape has few of them.
+LONGEST = {"8 blocks": 200, "4 blocks": 700, "1 block": 4000}
+
+
+def with_longest(batch: Batch, blocks: str) -> Batch:
+    longest = max(LONGEST[blocks], batch.max_seqlen_q)
+    return replace(
+        batch,
+        max_seqlen_q=longest,
+        max_seqlen_k=max(longest, batch.max_seqlen_k),
+        scaling_seqlen=500,
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", ["few", "many"])
+@pytest.mark.parametrize("blocks", LONGEST)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_many_tiles(dim, page_size, rows):
+def test_many_tiles(dim, page_size, blocks):
     """Histories that end in the middle of tiles and pages, and at their ends."""
-    cached, new, targets = [1500, 0, 512, 700, 129], [37, 200, 0, 1, 3], [200, 130, 64, 0, 300]
-    if rows == "many":
-        new[1], targets[3] = 700, 515
     batch = make_paged_batch(
-        cached, new, targets, page_size=page_size, dim=dim, dtype=BF16, device="cuda"
+        [1500, 0, 512, 700, 129],
+        [37, 150, 0, 1, 3],
+        [160, 30, 64, 0, 190],
+        page_size=page_size,
+        heads=1,
+        dim=dim,
+        dtype=BF16,
+        device="cuda",
     )
-    assert (batch.max_seqlen_q > FEW_ROWS) == (rows == "many")
-    check_against_reference(hstu_attention, batch, backward=False)
+    check_against_reference(hstu_attention, with_longest(batch, blocks), backward=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "rab"])
-@pytest.mark.parametrize("rows", ["few", "many"])
+@pytest.mark.parametrize("pairs", [1, 2, 3], ids=LONGEST)  # of sequences
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_every_paged_kernel(dim, rows, with_bias, dtype):
+def test_every_paged_kernel(dim, pairs, with_bias, dtype):
+    targets = [0, 0] if with_bias else [80, 9]  # a bias beside targets runs sm80
     batch = make_paged_batch(
-        [300, 0, 40], [37, 70, 0], [80, 0, 9], page_size=32, dim=dim, dtype=dtype, device="cuda"
+        [300, 40] * pairs,
+        [37, 70] * pairs,
+        targets * pairs,
+        page_size=32,
+        dim=dim,
+        dtype=dtype,
+        device="cuda",
     )
-    size = 424  # of the bias; rows are aligned to 16 bytes
-    batch.max_seqlen_k = size if rows == "few" else 2 * size
-    batch.max_seqlen_q = 200 if rows == "few" else 600
-    batch.scaling_seqlen = 200
+    batch = replace(batch, max_seqlen_q=424, max_seqlen_k=424, scaling_seqlen=200)
     if with_bias:
-        rab = torch.randn(3, 1, batch.max_seqlen_k, batch.max_seqlen_k, device="cuda")
+        rab = torch.randn(2 * pairs, 1, 424, 424, device="cuda")
         batch = batch.with_bias(DenseBias(rab.to(dtype)))
     check_against_reference(hstu_attention, batch, backward=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("longest", [FEW_ROWS, 2 * FEW_ROWS])
+@pytest.mark.parametrize("blocks", LONGEST)
 @pytest.mark.parametrize("dim", [64, 256])
-def test_a_request_gets_the_same_bits_in_any_batch(dim, longest):
-    cached, new, targets = [1500, 700, 129, 3000], [37, 1, 3, 100], [200, 70, 300, 64]
-    batch = make_paged_batch(cached, new, targets, page_size=64, dim=dim, dtype=BF16, device="cuda")
-    batch.max_seqlen_q = longest
-    batch.scaling_seqlen = 1000
+def test_a_request_gets_the_same_bits_beside_others(dim, blocks):
+    """In a batch of the same shape: with other users, as in a captured step."""
+    cached, new, targets = [1500, 700, 129, 3000], [37, 1, 3, 100], [150, 70, 190, 64]
+    batch = make_paged_batch(
+        cached, new, targets, page_size=64, heads=1, dim=dim, dtype=BF16, device="cuda"
+    )
+    batch = with_longest(batch, blocks)
     out = run(hstu_attention, batch)["out"]
+    first, last = batch.cu_seqlens_q[1:3].tolist()
     pages = batch.paged_kv
-    for b in range(len(cached)):
-        first, last = batch.cu_seqlens_q[b : b + 2].tolist()
-        first_page, last_page = pages.page_offsets[b : b + 2].tolist()
-        alone = replace(
-            batch,
-            q=batch.q[first:last],
-            k=batch.k[first:last],
-            v=batch.v[first:last],
-            cu_seqlens_q=batch.cu_seqlens_q[b : b + 2] - first,
-            cu_seqlens_k=batch.cu_seqlens_k[b : b + 2] - batch.cu_seqlens_k[b],
-            mask=replace(batch.mask, num_targets=batch.mask.num_targets[b : b + 1]),
-            paged_kv=PagedKV(
-                pages.kv_cache,
-                pages.page_offsets[b : b + 2] - first_page,
-                pages.page_ids[first_page:last_page],
-                pages.last_page_lens[b : b + 1],
-            ),
-        )
-        assert torch.equal(run(hstu_attention, alone)["out"], out[first:last])
+    page_offsets = pages.page_offsets.clone()
+    page_offsets[2:] = page_offsets[2]
+    page_offsets[1:] -= page_offsets[1].item()
+    alone = replace(
+        batch,
+        q=batch.q[first:last],
+        k=batch.k[first:last],
+        v=batch.v[first:last],
+        cu_seqlens_q=(batch.cu_seqlens_q - first).clamp(0, last - first),
+        cu_seqlens_k=(batch.cu_seqlens_k - batch.cu_seqlens_k[1]).clamp(
+            0, int(batch.cu_seqlens_k[2] - batch.cu_seqlens_k[1])
+        ),
+        paged_kv=PagedKV(
+            pages.kv_cache,
+            page_offsets,
+            pages.page_ids[int(pages.page_offsets[1]) :],
+            pages.last_page_lens,
+        ),
+    )
+    assert torch.equal(run(hstu_attention, alone)["out"], out[first:last])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("longest", [FEW_ROWS, 2 * FEW_ROWS])
-def test_a_captured_step_serves_other_users(longest):
+@pytest.mark.parametrize("blocks", LONGEST)
+def test_a_captured_step_serves_other_users(blocks):
     """Appending and attending, replayed with other lengths, pages and values in the buffers."""
     shapes = [([300, 90], [30, 5], [70, 20]), ([0, 700], [60, 1], [0, 64])]
     batches = []
@@ -266,8 +287,7 @@ def test_a_captured_step_serves_other_users(longest):
         batch = make_paged_batch(
             cached, new, targets, page_size=32, dim=64, dtype=BF16, device="cuda"
         )
-        batch.max_seqlen_q, batch.max_seqlen_k, batch.scaling_seqlen = longest, 1024, 500
-        batches.append(batch)
+        batches.append(replace(with_longest(batch, blocks), max_seqlen_k=50_000))
     rows, pages = 128, 64
     cache = torch.zeros(pages, 2, 32, 2, 64, dtype=BF16, device="cuda")
     q, k, v = torch.zeros(3, rows, 2, 64, dtype=BF16, device="cuda")
@@ -329,7 +349,7 @@ def test_a_captured_step_serves_other_users(longest):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("longest", [FEW_ROWS, 2 * FEW_ROWS])
+@pytest.mark.parametrize("blocks", LONGEST)
 @pytest.mark.parametrize(
     ("name", "index", "value"),
     [
@@ -345,13 +365,12 @@ def test_a_captured_step_serves_other_users(longest):
         ("num_targets", 1, -3),
     ],
 )
-def test_lying_tables_stay_in_bounds(name, index, value, longest):
+def test_lying_tables_stay_in_bounds(name, index, value, blocks):
     """Kernels read nothing outside of the tensors and write nothing but the output."""
     batch = make_paged_batch(
         [90, 300], [30, 13], [5, 70], page_size=32, dim=64, dtype=BF16, device="cuda"
     )
-    batch.max_seqlen_q = longest
-    batch.max_seqlen_k = 2048
+    batch = with_longest(batch, blocks)
     tables = {
         "page_ids": batch.paged_kv.page_ids,
         "page_offsets": batch.paged_kv.page_offsets,
@@ -499,9 +518,9 @@ def test_append_of_what_does_not_fit(device, name, index, value):
         return
     listed = set(pages.page_ids.tolist())
     others = [page for page in range(len(expected)) if page not in listed]
+    before = pages.kv_cache[others]
     append_paged_kv(k, v, pages, **arguments)
-    if name.startswith("page"):
-        assert torch.equal(pages.kv_cache[others].cpu(), expected[others])
+    assert torch.equal(pages.kv_cache[others], before)
 
 
 def test_append_refuses_a_page_that_two_sequences_write():

@@ -99,10 +99,7 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params,
   prepared.row_output = params.out;
   // A third of the cache for K and V of a chunk; the rest is passed through.
   const int64_t row_bytes = int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * 2;
-  const PagedParams& paged = params.paged;
-  const int64_t key_rows =
-      paged.kv_cache ? paged.num_page_ids * paged.page_size : params.batch.total_k;
-  prepared.set_chunks(key_rows, launch.device.l2_bytes / 3 / row_bytes);
+  prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
   // Where a block has few items, an even end is worth more than what chunks save.
   const int64_t blocks = persistent_blocks<Form>(launch, items);
   if (Form::kWaitsForMemory && items >= 6 * blocks) prepared.late = 3;

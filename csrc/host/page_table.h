@@ -1,5 +1,6 @@
-// Which pages of a KV cache hold whose tokens. The cache itself is the caller's tensor: nothing
-// here reads or writes it, and nothing waits for a GPU.
+// Which pages of a KV cache hold whose tokens, in the memory of the device and, if there is such a
+// tier, of the host. The pages themselves are the caller's tensors: nothing here reads or writes
+// them, and nothing waits for a GPU.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace hstu {
@@ -22,6 +24,7 @@ struct PageTableConfig {
   int64_t num_pages = 0;
   int64_t page_size = 0;  // tokens
   bool evict = true;      // whether users in no open step may lose their pages to others
+  int64_t host_pages = 0;  // of the tier in host memory, which takes users who are evicted
 };
 
 struct PageTableStats {
@@ -31,7 +34,15 @@ struct PageTableStats {
   int64_t users = 0;
   int64_t hits = 0;       // users that a released step found with tokens
   int64_t misses = 0;     // users that it found without
-  int64_t evictions = 0;  // users evicted
+  int64_t evictions = 0;  // users who lost their device pages
+  int64_t free_host_pages = 0;
+  int64_t used_host_pages = 0;
+  int64_t host_users = 0;       // whose tokens are on the host alone, but for the next ones:
+  int64_t returning_users = 0;  // on their way back, in open steps
+  int64_t host_hits = 0;        // of the hits, those that came back from the host
+  int64_t losses = 0;           // users who lost their tokens: evicted, and with no room on the host
+  int64_t pages_to_host = 0;
+  int64_t pages_from_host = 0;
 };
 
 struct StepSize {
@@ -49,8 +60,24 @@ struct StepTables {
   int32_t* slots;           // [N] page * page_size + offset of each new token
 };
 
+// Pages to copy from one tier to the other, in pairs.
+struct PageMoves {
+  std::vector<int64_t> device;
+  std::vector<int64_t> host;
+
+  void add(int64_t device_page, int64_t host_page) {
+    device.push_back(device_page);
+    host.push_back(host_page);
+  }
+};
+
 // Users are in at most one open step each. A user without tokens is the same as an unknown one, and
 // is kept only while its step is open. Every method is atomic: it succeeds or changes nothing.
+//
+// With a tier on the host, a user in no open step is in one tier or the other. A step brings back
+// those of its users who are on the host; they hold pages in both tiers until it is closed, so that
+// rolling it back needs no copy. The copies that a step asks for (`moves`) must be made, or put in
+// the order of the copies to come, before the next step begins; else the step must be cancelled.
 class PageTable {
  public:
   explicit PageTable(const PageTableConfig& config) : config_(config) {
@@ -59,8 +86,13 @@ class PageTable {
       fail("num_pages", "from 1 to " + std::to_string(kMaxTokens / config.page_size) + " pages",
            config.num_pages);
     }
-    free_.reserve(config.num_pages);
-    for (int64_t page = config.num_pages; page-- > 0;) free_.push_back(static_cast<int32_t>(page));
+    if (config.host_pages < 0 || config.host_pages > kMaxTokens / config.page_size) {
+      fail("host_pages", "from 0 to " + std::to_string(kMaxTokens / config.page_size) + " pages",
+           config.host_pages);
+    }
+    if (config.host_pages && !config.evict) {
+      fail("host_pages", "0 where nobody is evicted", config.host_pages);
+    }
   }
 
   // Opens a step: finds room for the new tokens of all users, evicting others if need be, and pins
@@ -71,28 +103,48 @@ class PageTable {
     const Lock lock(mutex_);
     const int64_t number = next_step_++;
     Step& step = open_[number];
+    std::vector<Victim> victims;
     try {
       enrol(step, number, users, new_tokens, cached_lens, batch);
-      reserve(step);
+      victims = choose_victims(step);
+      reserve(step, victims);
     } catch (...) {
       close(number, step);
       throw;
     }
     // From here on, nothing throws.
-    for (const Member& member : step.members) take_from_lru(*member.user);
-    while (pages_free() < step.new_pages) evict(*oldest_);
+    for (const Member& member : step.members) {
+      User& user = *member.user;
+      tier_of(user).take(user);
+      host_.pinned_pages += size_of(user.host_pages);
+    }
+    evict(victims, step);
     for (const Member& member : step.members) {
       User& user = *member.user;
       user.length += member.new_tokens;
-      for (int64_t n = pages_of(user.length) - user.pages_held(); n > 0; --n) {
-        user.pages.push_back(free_.back());
-        free_.pop_back();
-      }
-      pinned_pages_ += user.pages_held();
-      step.pages += user.pages_held();
+      device_.extend(user.pages, pages_of(user.length) - size_of(user.pages));
+      device_.pinned_pages += size_of(user.pages);
+      step.pages += size_of(user.pages);
       step.tokens += member.new_tokens;
     }
+    stats_.pages_to_host += size_of(step.evicted.host);
+    stats_.pages_from_host += step.returning_pages;
     return {number, step.pages, step.tokens};
+  }
+
+  // The pages of users that an open step evicted, to copy to the host, and of those that it brings
+  // back, to copy to the device. No page is in both, nor twice in either.
+  std::pair<PageMoves, PageMoves> moves(int64_t number) const {
+    const Lock lock(mutex_);
+    const Step& step = find_step(number);
+    PageMoves returned;
+    for (const Member& member : step.members) {
+      const User& user = *member.user;
+      for (size_t n = 0; n < user.host_pages.size(); ++n) {
+        returned.add(user.pages[n], user.host_pages[n]);
+      }
+    }
+    return {step.evicted, returned};
   }
 
   // Fills in the tables of an open step.
@@ -121,29 +173,39 @@ class PageTable {
   }
 
   // Closes a step and keeps its tokens. Its users are now the most recently used ones, the last of
-  // the batch most recently.
+  // the batch most recently; none is on the host.
   void release(int64_t number) {
-    const Lock lock(mutex_);
-    Step& step = find_step(number);
-    for (const Member& member : step.members) ++(member.cached() ? stats_.hits : stats_.misses);
-    finish(number, step);
-  }
-
-  // Closes a step and drops its tokens: users are as long as they were, and own the pages that they
-  // owned. Users evicted for it stay evicted.
-  void roll_back(int64_t number) {
     const Lock lock(mutex_);
     Step& step = find_step(number);
     for (const Member& member : step.members) {
       User& user = *member.user;
-      user.length -= member.new_tokens;
-      while (user.pages_held() > pages_of(user.length)) {
-        free_.push_back(user.pages.back());
-        user.pages.pop_back();
-        --pinned_pages_;
-      }
+      ++(member.cached() ? stats_.hits : stats_.misses);
+      if (!user.host_pages.empty()) ++stats_.host_hits;
+      host_.pinned_pages -= size_of(user.host_pages);
+      host_.shorten(user.host_pages, 0);
     }
     finish(number, step);
+  }
+
+  // Closes a step and drops its tokens: users are as long as they were, own the pages that they
+  // owned, and are where they were, as the most recently used ones there. Users evicted for it stay
+  // evicted.
+  void roll_back(int64_t number) {
+    const Lock lock(mutex_);
+    undo(number, find_step(number));
+  }
+
+  // The same for a step whose copies could not be made: users whom it evicted are forgotten.
+  void cancel(int64_t number) {
+    const Lock lock(mutex_);
+    Step& step = find_step(number);
+    for (const int64_t id : step.evicted_users) {
+      const auto found = users_.find(id);  // unless it has been freed
+      if (found != users_.end() && found->second.on_host()) lose(found->second);
+    }
+    stats_.pages_to_host -= size_of(step.evicted.host);
+    stats_.pages_from_host -= step.returning_pages;
+    undo(number, step);
   }
 
   // Tokens of each user, new ones of open steps included; 0 for an unknown user.
@@ -155,11 +217,18 @@ class PageTable {
     }
   }
 
-  // A user's pages, in order.
+  // A user's pages on the device, in order.
   std::vector<int32_t> pages(int64_t user) const {
     const Lock lock(mutex_);
     const auto found = users_.find(user);
     return found == users_.end() ? std::vector<int32_t>() : found->second.pages;
+  }
+
+  // A user's pages on the host, in order.
+  std::vector<int32_t> host_pages(int64_t user) const {
+    const Lock lock(mutex_);
+    const auto found = users_.find(user);
+    return found == users_.end() ? std::vector<int32_t>() : found->second.host_pages;
   }
 
   // Forgets users, known or not.
@@ -179,16 +248,23 @@ class PageTable {
   void clear() {
     const Lock lock(mutex_);
     if (!open_.empty()) fail("clear", "no open step", open_.size());
-    while (oldest_) drop(*oldest_);
+    while (device_.oldest) drop(*device_.oldest);
+    while (host_.oldest) drop(*host_.oldest);
   }
 
   PageTableStats stats() const {
     const Lock lock(mutex_);
     PageTableStats stats = stats_;
-    stats.free_pages = pages_free();
+    stats.free_pages = size_of(device_.free);
     stats.used_pages = config_.num_pages - stats.free_pages;
-    stats.pinned_pages = pinned_pages_;
-    stats.users = static_cast<int64_t>(users_.size());
+    stats.pinned_pages = device_.pinned_pages;
+    stats.users = size_of(users_);
+    stats.free_host_pages = size_of(host_.free);
+    stats.used_host_pages = config_.host_pages - stats.free_host_pages;
+    for (const auto& [id, user] : users_) {
+      stats.host_users += user.on_host();
+      stats.returning_users += user.step && !user.host_pages.empty();
+    }
     return stats;
   }
 
@@ -198,16 +274,56 @@ class PageTable {
   static constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();  // slots are int32
   static constexpr const char* kNotInStep = "users in no open step";
 
-  // In the list of least recent use if it is in no open step.
+  // In its tier's list of least recent use if it is in no open step.
   struct User {
     int64_t id = 0;
     int64_t step = 0;  // the open step that pins it, or 0
     int32_t length = 0;
     std::vector<int32_t> pages;
+    std::vector<int32_t> host_pages;
     User* older = nullptr;
     User* newer = nullptr;
 
-    int64_t pages_held() const { return static_cast<int64_t>(pages.size()); }
+    bool on_host() const { return pages.empty() && !host_pages.empty(); }
+  };
+
+  // The pages of one memory, and the users in no open step who have theirs there.
+  struct Tier {
+    std::vector<int32_t> free;  // a stack; its memory is for all pages
+    int64_t pinned_pages = 0;   // of users in open steps
+    User* oldest = nullptr;
+    User* newest = nullptr;
+
+    explicit Tier(int64_t num_pages) {
+      free.reserve(num_pages);
+      for (int64_t page = num_pages; page-- > 0;) free.push_back(static_cast<int32_t>(page));
+    }
+
+    // Adds free pages at the end of a user's, which have the memory for them.
+    void extend(std::vector<int32_t>& pages, int64_t count) {
+      for (; count > 0; --count) {
+        pages.push_back(free.back());
+        free.pop_back();
+      }
+    }
+
+    // Frees a user's pages after the first `count`.
+    void shorten(std::vector<int32_t>& pages, int64_t count) {
+      for (; size_of(pages) > count; pages.pop_back()) free.push_back(pages.back());
+    }
+
+    void add(User& user) {
+      user.older = newest;
+      user.newer = nullptr;
+      (newest ? newest->newer : oldest) = &user;
+      newest = &user;
+    }
+
+    void take(User& user) {
+      if (!user.length) return;  // it is new
+      (user.older ? user.older->newer : oldest) = user.newer;
+      (user.newer ? user.newer->older : newest) = user.older;
+    }
   };
 
   struct Member {
@@ -220,8 +336,16 @@ class PageTable {
   struct Step {
     std::vector<Member> members;
     int64_t new_pages = 0;
+    int64_t returning_pages = 0;  // of members that it brings back
     int64_t pages = 0;
     int64_t tokens = 0;
+    PageMoves evicted;
+    std::vector<int64_t> evicted_users;  // to the host
+  };
+
+  struct Victim {
+    User* user;
+    bool to_host;
   };
 
   template <class T>
@@ -230,10 +354,16 @@ class PageTable {
                                 std::to_string(got));
   }
 
+  template <class Container>
+  static int64_t size_of(const Container& container) {
+    return static_cast<int64_t>(container.size());
+  }
+
   int64_t pages_of(int64_t tokens) const {
     return (tokens + config_.page_size - 1) / config_.page_size;
   }
-  int64_t pages_free() const { return static_cast<int64_t>(free_.size()); }
+
+  Tier& tier_of(const User& user) { return user.on_host() ? host_ : device_; }
 
   Step& find_step(int64_t number) {
     const auto found = open_.find(number);
@@ -264,11 +394,13 @@ class PageTable {
              std::to_string(user.length) + " tokens of user " + std::to_string(user.id),
              cached_lens[b]);
       }
-      step.new_pages += pages_of(user.length + new_tokens[b]) - user.pages_held();
-      own_pages += user.pages_held();
+      step.new_pages += pages_of(user.length + new_tokens[b]) - size_of(user.pages);
+      step.returning_pages += size_of(user.host_pages);
+      own_pages += size_of(user.pages);
     }
-    const int64_t unpinned = config_.num_pages - pages_free() - pinned_pages_;
-    const int64_t available = pages_free() + (config_.evict ? unpinned - own_pages : 0);
+    const int64_t free = size_of(device_.free);
+    const int64_t unpinned = config_.num_pages - free - device_.pinned_pages;
+    const int64_t available = free + (config_.evict ? unpinned - own_pages : 0);
     if (step.new_pages > available) {
       throw OutOfPages("num_pages: expected " + std::to_string(step.new_pages) +
                        (config_.evict ? " free or evictable" : " free") +
@@ -277,8 +409,26 @@ class PageTable {
     }
   }
 
+  // Users of the device tier, least recently used first, whose pages make the room that enrol() has
+  // found to be there; and which of them the host takes: the most recently used ones that fit.
+  std::vector<Victim> choose_victims(const Step& step) const {
+    std::vector<Victim> victims;
+    int64_t room = size_of(device_.free);
+    for (User* user = device_.oldest; room < step.new_pages; user = user->newer) {
+      if (user->step) continue;  // a member of this step
+      victims.push_back({user, false});
+      room += size_of(user->pages);
+    }
+    int64_t host_room = config_.host_pages - host_.pinned_pages - step.returning_pages;
+    for (auto victim = victims.rbegin(); victim != victims.rend(); ++victim) {
+      victim->to_host = size_of(victim->user->pages) <= host_room;
+      if (victim->to_host) host_room -= size_of(victim->user->pages);
+    }
+    return victims;
+  }
+
   // Memory for the page lists, so that nothing throws once pages move.
-  void reserve(Step& step) {
+  void reserve(Step& step, const std::vector<Victim>& victims) {
     for (const Member& member : step.members) {
       User& user = *member.user;
       const size_t wanted = pages_of(int64_t{user.length} + member.new_tokens);
@@ -286,6 +436,12 @@ class PageTable {
         user.pages.reserve(std::max(wanted, 2 * user.pages.capacity()));
       }
     }
+    if (!config_.host_pages) return;
+    int64_t pages = 0;
+    for (const Victim& victim : victims) pages += victim.to_host ? size_of(victim.user->pages) : 0;
+    step.evicted.device.reserve(pages);
+    step.evicted.host.reserve(pages);
+    step.evicted_users.reserve(victims.size());
   }
 
   // Unpins a step's users and forgets those without tokens.
@@ -299,33 +455,59 @@ class PageTable {
 
   void finish(int64_t number, Step& step) {
     for (const Member& member : step.members) {
-      pinned_pages_ -= member.user->pages_held();
-      if (member.user->length) add_to_lru(*member.user);
+      User& user = *member.user;
+      device_.pinned_pages -= size_of(user.pages);
+      host_.pinned_pages -= size_of(user.host_pages);
+      if (user.length) tier_of(user).add(user);
     }
     close(number, step);
   }
 
-  void add_to_lru(User& user) {
-    user.older = newest_;
-    user.newer = nullptr;
-    (newest_ ? newest_->newer : oldest_) = &user;
-    newest_ = &user;
+  void undo(int64_t number, Step& step) {
+    for (const Member& member : step.members) {
+      User& user = *member.user;
+      user.length -= member.new_tokens;
+      const int64_t before = size_of(user.pages);
+      device_.shorten(user.pages, user.host_pages.empty() ? pages_of(user.length) : 0);
+      device_.pinned_pages -= before - size_of(user.pages);
+    }
+    finish(number, step);
   }
 
-  void take_from_lru(User& user) {
-    if (!user.length) return;  // it is new
-    (user.older ? user.older->newer : oldest_) = user.newer;
-    (user.newer ? user.newer->older : newest_) = user.older;
+  void evict(const std::vector<Victim>& victims, Step& step) {
+    int64_t wanted = 0;
+    for (const Victim& victim : victims) wanted += victim.to_host ? size_of(victim.user->pages) : 0;
+    while (size_of(host_.free) < wanted) lose(*host_.oldest);
+    for (const Victim& victim : victims) {
+      victim.to_host ? move_to_host(*victim.user, step) : lose(*victim.user);
+    }
+    stats_.evictions += size_of(victims);
   }
 
-  void evict(User& user) {
+  void move_to_host(User& user, Step& step) {
+    device_.take(user);
+    user.host_pages.swap(user.pages);  // the list is as long there
+    for (auto page = user.host_pages.rbegin(); page != user.host_pages.rend(); ++page) {
+      device_.free.push_back(*page);
+    }
+    for (int32_t& page : user.host_pages) {
+      step.evicted.add(page, host_.free.back());
+      page = host_.free.back();
+      host_.free.pop_back();
+    }
+    step.evicted_users.push_back(user.id);
+    host_.add(user);
+  }
+
+  void lose(User& user) {
     drop(user);
-    ++stats_.evictions;
+    ++stats_.losses;
   }
 
   void drop(User& user) {
-    take_from_lru(user);
-    free_.insert(free_.end(), user.pages.rbegin(), user.pages.rend());
+    tier_of(user).take(user);
+    device_.shorten(user.pages, 0);
+    host_.shorten(user.host_pages, 0);
     users_.erase(user.id);
   }
 
@@ -333,10 +515,8 @@ class PageTable {
   mutable std::mutex mutex_;
   std::unordered_map<int64_t, User> users_;
   std::unordered_map<int64_t, Step> open_;
-  std::vector<int32_t> free_;  // a stack; its memory is for all pages
-  User* oldest_ = nullptr;
-  User* newest_ = nullptr;
-  int64_t pinned_pages_ = 0;
+  Tier device_{config_.num_pages};
+  Tier host_{config_.host_pages};
   int64_t next_step_ = 1;
   PageTableStats stats_;
 };

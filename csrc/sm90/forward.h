@@ -52,6 +52,9 @@ struct Forward {
   static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers, kIsPaged);
   static constexpr int kClusterBlocks = kSplits;
   static constexpr bool kIsSplit = kSplits > 1;
+  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
+                    (1 + kConsumers) * (65536 / kThreads / 8 * 8),
+                "warpgroups would wait for registers that a block does not have");
   static constexpr int kCopiers = kIsPaged ? 32 : 1;  // lanes that copy K, and V
 
   using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
@@ -62,6 +65,7 @@ struct Forward {
     SpanSummary summary;   // of what its rows see
     int head;              // -1: there are no more
     int keys[kConsumers];  // end of those that some row of a warpgroup sees
+    PageList pages;
 
     // The first visible tile of keys from key `first` on, by its first key;
     // kNoKey: there is none.
@@ -170,6 +174,7 @@ struct Forward {
     const int lane = static_cast<int>(threadIdx.x);
     ItemPlace place;
     if (lane == 0) shared.number = static_cast<int>(blockIdx.x) / kSplits;
+    __syncwarp();
     for (;;) {
       // NOTE: in shared memory, since producers have few registers.
       Item& item = shared.items[place.stage()];
@@ -204,7 +209,12 @@ struct Forward {
   static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list,
                                     const SharedMemory& shared, Item& item) {
     const int lane = static_cast<int>(threadIdx.x);
-    if (lane == 0) {
+    if constexpr (kIsSplit) {
+      const int number = shared.number;
+      const bool exists = number != kNoItem && find_paged_tile(params, number / list.parts, kRows,
+                                                               item.work, item.pages);
+      if (lane == 0) item.head = exists ? number % list.parts : -1;
+    } else if (lane == 0) {
       const int number = shared.number;
       const int tile = number / list.parts;
       bool exists = number != kNoItem;
@@ -217,6 +227,7 @@ struct Forward {
         exists = list.tiles != nullptr;  // others come after it
       }
       item.head = exists ? number - tile * list.parts : -1;
+      if (kIsPaged && exists) item.pages = PageList(params.paged, item.work.sequence_number);
     }
     __syncwarp();
     if (item.head < 0 || lane >= kFinders) return;
@@ -286,6 +297,7 @@ struct Forward {
   static HSTU_DEVICE void copy_keys(const ForwardParams& params, const ForwardMaps& maps,
                                     SharedMemory& shared) {
     BiasPlace bias_place;
+    PageWindow window;
     bool is_next_wanted = false;
     for_each_key_tile(shared, [&](const Item& item, int first, int next, KeyPlace place) {
       if (is_leader() && !is_next_wanted && first + kTilesLeft * kKeys >= item.end()) {
@@ -304,7 +316,7 @@ struct Forward {
         }
         shared.key_tiles[place.stage()] = {bits};
       }
-      copy_tile<PagePart::kKeys>(params, maps, maps.k, item, first, shared.k[place.stage()],
+      copy_tile<PagePart::kKeys>(params, maps, maps.k, window, item, first, shared.k[place.stage()],
                                  shared.k_handover.full[place.stage()]);
       if (kHasBias && is_leader()) {
         const Sequence& sequence = item.work.sequence;
@@ -322,18 +334,20 @@ struct Forward {
 
   static HSTU_DEVICE void copy_values(const ForwardParams& params, const ForwardMaps& maps,
                                       SharedMemory& shared) {
+    PageWindow window;
     for_each_key_tile(shared, [&](const Item& item, int first, int, KeyPlace place) {
       shared.v_handover.wait_empty(place);
-      copy_tile<PagePart::kValues>(params, maps, maps.v, item, first, shared.v[place.stage()],
-                                   shared.v_handover.full[place.stage()]);
+      copy_tile<PagePart::kValues>(params, maps, maps.v, window, item, first,
+                                   shared.v[place.stage()], shared.v_handover.full[place.stage()]);
     });
   }
 
   // The tile of K or V that begins with column `first`.
   template <PagePart kPart>
   static HSTU_DEVICE void copy_tile(const ForwardParams& params, const ForwardMaps& maps,
-                                    const CUtensorMap& packed, const Item& item, int first,
-                                    Element* to, cutlass::arch::ClusterTransactionBarrier& full) {
+                                    const CUtensorMap& packed, PageWindow& window, const Item& item,
+                                    int first, Element* to,
+                                    cutlass::arch::ClusterTransactionBarrier& full) {
     const Sequence& sequence = item.work.sequence;
     if constexpr (!kIsPaged) {
       copy_rows<kKeys, kHeadDim>(packed, {sequence.k_begin, sequence.k_len, item.head}, first, to,
@@ -342,8 +356,8 @@ struct Forward {
       if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim * sizeof(Element));
       const PagedColumns<kKeys> paged(sequence);
       if (!paged.is_target(first)) {
-        const PageList list(params.paged, item.work.sequence_number);
-        start_copy_pages<kPart, kKeys, kHeadDim>(params.paged, maps.pages, list, sequence,
+        window.enter(item.pages);
+        start_copy_pages<kPart, kKeys, kHeadDim>(params.paged, maps.pages, window, sequence,
                                                  item.head, first, to, full);
       } else if (is_leader()) {
         start_copy_rows<kKeys, kHeadDim>(packed, target_rows(sequence, item.head),

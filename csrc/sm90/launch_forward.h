@@ -14,7 +14,7 @@ struct ForwardLauncher {
 
   static int64_t workspace_bytes(const ForwardParams& params, const CudaLaunch& launch) {
     Workspace workspace(nullptr);
-    if (splits_keys(params)) return 0;
+    if (key_splits(params, launch) > 1) return 0;
     if (params.rab.data) {
       take_forward_list<Kernel<true>>(workspace, params, launch);
     } else {
@@ -28,31 +28,41 @@ struct ForwardLauncher {
   }
 
  private:
-  // Whether few rows are to meet many keys: then blocks share the keys of a
-  // tile of rows. By nothing that differs between the calls of a captured
-  // graph, nor by what else is in the batch, so that sums are always made in
-  // the same order.
-  static bool splits_keys(const ForwardParams& params) {
-    return kSource == KeySource::kPaged && params.batch.max_seqlen_q <= kFewRows &&
-           !is_given_by_row(params.mask);
+  // How many blocks share the keys of a tile of rows: more than one where all run at once. By the
+  // shape of the call, which is that of every replay of a graph, and not by lengths: sums are made
+  // in the same order.
+  static int key_splits(const ForwardParams& params, const CudaLaunch& launch) {
+    if (kSource != KeySource::kPaged || is_given_by_row(params.mask)) return 1;
+    const BatchParams& batch = params.batch;
+    constexpr int kRows = Kernel<false>::kRows;
+    const int64_t items =
+        int64_t{batch.batch} * params.heads * ((batch.max_seqlen_q + kRows - 1) / kRows);
+    const int blocks = launch.device.multiprocessors - launch.sm_margin;
+    if (items * kManySplits <= blocks) return kManySplits;
+    return items * kFewSplits <= blocks ? kFewSplits : 1;
   }
 
   template <bool kHasBias>
   static void run_form(const ForwardParams& params, const CudaLaunch& launch) {
     if constexpr (kSource == KeySource::kPaged) {
-      if (splits_keys(params)) {
-        using Form = Kernel<kHasBias, kKeySplits>;
-        WorkList list;  // none: a cluster for each tile of rows
-        list.parts = params.heads;
-        list.capacity = WorkList::max_tiles(params.batch.total_q, params.batch.batch, Form::kRows);
-        const int64_t clusters = int64_t{list.capacity} * params.heads;
-        return run_kernel<Form>(params, launch, list, clusters * kKeySplits);
-      }
+      const int splits = key_splits(params, launch);
+      if (splits == kManySplits) return run_split<Kernel<kHasBias, kManySplits>>(params, launch);
+      if (splits == kFewSplits) return run_split<Kernel<kHasBias, kFewSplits>>(params, launch);
     }
     using Form = Kernel<kHasBias>;
     Workspace workspace(launch.workspace);
     const WorkList list = take_forward_list<Form>(workspace, params, launch);
     run_kernel<Form>(params, launch, list, prepare_forward<Form>(list, params, launch));
+  }
+
+  // A cluster for each tile of rows, and no list.
+  template <typename Form>
+  static void run_split(const ForwardParams& params, const CudaLaunch& launch) {
+    WorkList list;
+    list.parts = params.heads;
+    list.capacity = WorkList::max_tiles(params.batch.total_q, params.batch.batch, Form::kRows);
+    const int64_t clusters = int64_t{list.capacity} * params.heads;
+    run_kernel<Form>(params, launch, list, clusters * Form::kClusterBlocks);
   }
 
   template <typename Form>

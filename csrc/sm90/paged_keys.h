@@ -58,34 +58,61 @@ PageMap make_page_map(const PagedParams& paged, int head_dim, int heads, int key
   return pages;
 }
 
+// The page ids of 32 pages in a row, one in each lane of a warp that copies.
+class PageWindow {
+ public:
+  // To be called before others, by all lanes: which sequence's pages.
+  HSTU_DEVICE void enter(const PageList& list) {
+    if (list.first == list_.first && list.count == list_.count) return;
+    list_ = list;
+    first_ = INT_MIN;
+  }
+  // Makes sure of pages [begin, end), no more than 32. By all lanes.
+  HSTU_DEVICE void show(const PagedParams& paged, int begin, int end) {
+    if (begin >= first_ && end <= first_ + 32) return;
+    first_ = begin;
+    const int n = begin + static_cast<int>(threadIdx.x) % 32;
+    id_ = n < list_.count ? static_cast<int>(list_.page(paged, n)) : -1;
+  }
+  // The id of a page that is shown; -1: the sequence has none. By all lanes.
+  HSTU_DEVICE int page(int n) const { return __shfl_sync(0xffffffff, id_, n - first_); }
+
+ private:
+  PageList list_;
+  int first_ = INT_MIN;
+  int id_ = -1;
+};
+
 // Starts copying a tile of kKeys rows of history from key `first` on to shared memory; those past
 // its end, or in no page, become zeros. By a warp: a lane takes a box.
 template <PagePart kPart, int kKeys, int kHeadDim, typename Element>
 HSTU_DEVICE void start_copy_pages(const PagedParams& paged, const PageMap& pages,
-                                  const PageList& list, const Sequence& sequence, int head,
-                                  int first, Element* to,
-                                  cutlass::arch::ClusterTransactionBarrier& barrier) {
+                                  PageWindow& window, const Sequence& sequence, int head, int first,
+                                  Element* to, cutlass::arch::ClusterTransactionBarrier& barrier) {
   constexpr int kPanels = kHeadDim / kPanel<kHeadDim>;
-  const int box_rows = min(paged.page_size, kKeys);
+  constexpr int kFar = kRaggedRows;
+  const int page_size = paged.page_size;
+  const int box_rows = min(page_size, kKeys);
   const int boxes = kKeys / box_rows * kPanels;
-  for (int n = static_cast<int>(threadIdx.x) % 32; n < boxes; n += 32) {
-    const int row = n / kPanels * box_rows;  // of the tile
-    const int panel = n % kPanels;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  window.show(paged, first / page_size, (first + kKeys - 1) / page_size + 1);
+  for (int n = 0; n < boxes; n += 32) {
+    const int box = min(n + lane, boxes - 1);
+    const int row = box / kPanels * box_rows;  // of the tile
+    const int panel = box % kPanels;
     const int key = first + row;
-    const int page = key / paged.page_size;
-    int64_t begin = 0;
-    int count = 0;
-    if (key < sequence.history_end && page < list.count) {
-      begin = list.page(paged, page) * pages.page_rows +
-              (kPart == PagePart::kValues ? pages.value_rows : 0);
-      count = min(paged.page_size, sequence.history_end - page * paged.page_size);
-    }
-    const int far = kRaggedRows;
+    const int page = key / page_size;
+    const int id = window.page(page);
+    // NOTE: a count of 0 puts all rows behind the end.
+    const int count = id < 0 ? 0 : clamp(sequence.history_end - page * page_size, 0, page_size);
+    const int begin =
+        max(id, 0) * pages.page_rows + (kPart == PagePart::kValues ? pages.value_rows : 0);
+    if (n + lane >= boxes) continue;
     cute::SM90_TMA_LOAD_5D::copy(&pages.map, reinterpret_cast<uint64_t*>(&barrier),
                                  static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                  to + (panel * kKeys + row) * kPanel<kHeadDim>,
-                                 panel * kPanel<kHeadDim>, far - count + key % paged.page_size,
-                                 head, static_cast<int>(begin) + count, far);
+                                 panel * kPanel<kHeadDim>, kFar - count + key % page_size, head,
+                                 begin + count, kFar);
   }
 }
 

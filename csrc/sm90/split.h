@@ -2,10 +2,38 @@
 // sums need no rescaling, these are added up in the end.
 #pragma once
 
-#include "../common/mask.h"
+#include "../common/pages.h"
+#include "../common/work_list.h"
 #include "stores.h"
 
 namespace hstu::sm90 {
+
+// find_row_tile(), and the sequence's pages, by a warp, each lane of which looks at some sequences:
+// a block that has one item would wait for each step of a search.
+HSTU_DEVICE bool find_paged_tile(const ForwardParams& params, int number, int size, WorkTile& found,
+                                 PageList& pages) {
+  const BatchParams& batch = params.batch;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int before = 0;  // sequences whose first tile is not behind it
+  for (int first = 0; first < batch.batch; first += 32) {
+    const int b = first + lane;
+    const bool is_before =
+        b < batch.batch &&
+        first_tile(clamp(batch.cu_seqlens_q[b], 0, batch.total_q), b, size) <= number;
+    const int count = __popc(__ballot_sync(0xffffffff, is_before));
+    before += count;
+    if (count < 32) break;
+  }
+  const int b = max(before - 1, 0);
+  const PageList list(params.paged, b);
+  const Sequence sequence = load_sequence(batch, b);
+  const int tile = number - static_cast<int>(first_tile(sequence.q_begin, b, size));
+  if (lane == 0) {
+    found = {sequence, b, tile};
+    pages = list;
+  }
+  return tile >= 0 && tile * size < sequence.q_len;
+}
 
 // Leaves of what an item's rows see the tiles that the block takes.
 template <int kKeys, int kSplits>
@@ -48,24 +76,34 @@ HSTU_DEVICE void add_up_cluster(const Sum& sum, float* sums, Store store) {
   forget_registers();
   cluster_sync();
   const uint32_t own = cast_smem_ptr_to_uint(sums);
-  for (int piece = static_cast<int>(block_rank_in_cluster()); piece < kPieces; piece += kSplits) {
-    float4 parts[kSplits];
+  const int rank = static_cast<int>(block_rank_in_cluster());
+  // NOTE: all of it is asked for at once, since each answer takes a microsecond.
+  constexpr int kShare = (kPieces + kSplits - 1) / kSplits;
+  float4 parts[kShare][kSplits];
 #pragma unroll
-    for (int rank = 0; rank < kSplits; ++rank) {
-      const uint32_t from = set_block_rank(own + piece * kPieceSize * sizeof(float), rank);
+  for (int n = 0; n < kShare; ++n) {
+    const int piece = min(rank + n * kSplits, kPieces - 1);
+#pragma unroll
+    for (int block = 0; block < kSplits; ++block) {
+      const uint32_t from = set_block_rank(own + piece * kPieceSize * sizeof(float), block);
+      float4& part = parts[n][block];
       asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(parts[rank].x), "=f"(parts[rank].y), "=f"(parts[rank].z),
-                     "=f"(parts[rank].w)
+                   : "=f"(part.x), "=f"(part.y), "=f"(part.z), "=f"(part.w)
                    : "r"(from));
     }
-    float4 total = parts[0];
+  }
 #pragma unroll
-    for (int rank = 1; rank < kSplits; ++rank) {
-      total.x += parts[rank].x;
-      total.y += parts[rank].y;
-      total.z += parts[rank].z;
-      total.w += parts[rank].w;
+  for (int n = 0; n < kShare; ++n) {
+    const int piece = rank + n * kSplits;
+    float4 total = parts[n][0];
+#pragma unroll
+    for (int block = 1; block < kSplits; ++block) {
+      total.x += parts[n][block].x;
+      total.y += parts[n][block].y;
+      total.z += parts[n][block].z;
+      total.w += parts[n][block].w;
     }
+    if (piece >= kPieces) break;
     const int column = piece * 8 + thread % 4 * 2;
     store(column, 0, total.x, total.y);
     store(column, 1, total.z, total.w);

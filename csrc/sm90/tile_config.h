@@ -30,7 +30,7 @@ struct Registers {
 // The 64 K registers of a multiprocessor over all threads; of what adds up to
 // that, what spills in no role.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged) {
-  if (is_paged && head_dim <= 64) return {80, 216};
+  if (is_paged && head_dim <= 64) return {88, 208};
   if (is_paged) return {56, 224};
   if (head_dim == 256) return {40, 232};
   if (consumers == 2) return {56, 224};
@@ -55,11 +55,10 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 256) return {2, 64, 1, 2, true};
 }
 
-// With a paged cache, of sequences of kFewRows rows or fewer, so many blocks of
-// a cluster share a tile of rows: 256 rows of 4 heads make 8 to 16 tiles, for
-// 132 multiprocessors. 8 is the most that every GPU lets a cluster have.
-constexpr int kFewRows = 512;
-constexpr int kKeySplits = 8;
+// Of a cluster's blocks that share a tile of rows, with a paged cache. 8 is the most that every GPU
+// lets a cluster have.
+constexpr int kManySplits = 8;
+constexpr int kFewSplits = 4;
 
 // Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a
 // warpgroup.
