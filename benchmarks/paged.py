@@ -13,6 +13,9 @@ medians of interleaved rounds over several input sets that are together too larg
 The forms' outputs are first compared with the reference. "needs" is what the bytes and the FLOPs
 need at the least: the longer of the two, bytes at the rate of a copy and FLOPs at that of an 8192^3
 bf16 product in the same run. Keys and values of pages count once, q, k, v and the output once each.
+
+`--stack` measures a stack of layers instead (8 of 4 heads of 256, width 1024, in bf16; batch 8): a
+step on a cache, launched from Python and as a replayed graph, and the whole stack on all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from typing import Any
 
 import torch
 
-from hstu_attn import Mask, PagedKV, append_paged_kv, hstu_attention
+from hstu_attn import (
+    HSTULayerConfig,
+    HSTUStack,
+    Mask,
+    PagedKV,
+    append_paged_kv,
+    hstu_attention,
+)
 from hstu_attn.reference import hstu_attention as reference_attention
 from hstu_attn.testing import Batch, assert_matches, make_paged_batch, run
 
@@ -221,6 +231,68 @@ def check(request: Request) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
+# A stack
+# ---------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 8, 1024
+STACK = Request(256, history=4096, new=128, candidates=256, batch=8)
+
+
+def stack_calls() -> dict[str, Callable[[], Any]]:
+    """A scoring step of the stack: `cached`, `graph` and `recompute`."""
+    from hstu_attn.serving import CachedRows
+    from hstu_attn.serving.rows import StepTensors
+
+    r = STACK
+    config = HSTULayerConfig.stu(
+        embedding_dim=WIDTH, num_heads=HEADS, hidden_dim=r.head_dim, attention_dim=r.head_dim
+    )
+    config = replace(config, scaling_seqlen=r.history)
+    stack = HSTUStack(config, LAYERS, device="cuda", dtype=torch.bfloat16).eval()
+    inputs = make_inputs(r)
+    assert inputs.paged_kv is not None
+    pages = inputs.paged_kv
+    tables = (pages.page_offsets, pages.page_ids, pages.last_page_lens)
+    caches = pages.kv_cache.new_empty((LAYERS, *pages.kv_cache.shape)).uniform_(-1, 1)
+    cached_lens = torch.full((r.batch,), r.cached, dtype=torch.int32, device="cuda")
+    targets = inputs.mask.num_targets
+    x = torch.randn(r.rows, WIDTH, dtype=torch.bfloat16, device="cuda")
+    total = r.batch * (r.history + r.candidates)
+    whole = torch.randn(total, WIDTH, dtype=torch.bfloat16, device="cuda")
+
+    def cached() -> torch.Tensor:
+        step = StepTensors(caches, *tables, cached_lens)
+        lengths = (inputs.max_seqlen_q, inputs.max_seqlen_k)
+        rows = CachedRows(step, inputs.cu_seqlens_q, *lengths, targets)
+        return stack.forward_cached(x, rows)
+
+    @torch.no_grad()
+    def recompute() -> torch.Tensor:
+        offsets, longest = inputs.cu_seqlens_k, inputs.max_seqlen_k
+        result: torch.Tensor = stack(whole, offsets, longest, num_targets=targets)
+        return result
+
+    return {"cached": cached, "graph": captured(cached), "recompute": recompute}
+
+
+def measure_stack(gpu: Gpu, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each form in each round; `cached` with what the host takes to launch it."""
+    times: dict[str, list[float]] = {}
+    calls = stack_calls()
+    for n in range(WARM_UP + rounds):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            if n >= WARM_UP:
+                times.setdefault(name, []).append(start.elapsed_time(end))
+    return times
+
+
+# ---------------------------------------------------------------------------------------------
 # Measuring
 # ---------------------------------------------------------------------------------------------
 
@@ -254,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--rounds", type=int, default=21, help="of which the median counts")
     parser.add_argument("--quick", action="store_true", help="history 4096 at batch 1 and 8 alone")
+    parser.add_argument("--stack", action="store_true", help="a stack of layers instead")
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--commit", help="of the sources; by default what git says")
     return parser
@@ -270,6 +343,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described = {**gpu_software(gpu.name, command, options.commit), **limits}
     print(f"{gpu.name}: product {limits['matmul_tflops']} TFLOP/s, copy {limits['copy_tbps']} TB/s")
     records: list[dict[str, Any]] = []
+    if options.stack:
+        stack_times = measure_stack(gpu, options.rounds)
+        case = {**asdict(STACK), "heads": HEADS, "layers": LAYERS, "width": WIDTH}
+        for name, found in stack_times.items():
+            us = 1e3 * statistics.median(found)
+            print(f"{name:10s} {us:9.1f} us")
+            fastest = rounded(1e3 * min(found))
+            records.append(
+                {**described, **case, "impl": name, "us": rounded(us), "fastest_us": fastest}
+            )
+        if options.json:
+            write_records(options.json, records)
+        return 0
     cases = requests(options.head_dims)
     if options.quick:
         cases = [r for r in cases if (r.history, r.new, r.candidates) == (4096, 128, 256)]
