@@ -1,10 +1,9 @@
 // The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
-// A work item is a tile of rows of one head, 64 rows for each of two or three
-// consumer warpgroups. In the producer warpgroup, one warp finds the items and
-// which tiles of keys they see, and a thread of each other warp copies Q, K or
-// V by TMA. Consumers multiply by wgmma; scores and P never leave the
-// registers.
+// A work item is a tile of rows of one head, 64 rows for each of two or three consumer warpgroups.
+// In the producer warpgroup, one warp finds the items and which tiles of keys they see, and a
+// thread of each other warp copies Q, K or V by TMA. Consumers multiply by wgmma; scores and P
+// never leave the registers.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -30,8 +29,7 @@ struct ForwardMaps {
   PageMap pages;
 };
 
-// kSplits blocks of a cluster share an item's keys, and add up their sums in
-// the end.
+// kSplits blocks of a cluster share an item's keys, and add up their sums in the end.
 template <int kHeadDim_, typename Element_, bool kHasBias, KeySource kSource = KeySource::kPacked,
           int kSplits = 1>
 struct Forward {
@@ -67,8 +65,7 @@ struct Forward {
     int keys[kConsumers];  // end of those that some row of a warpgroup sees
     PageList pages;
 
-    // The first visible tile of keys from key `first` on, by its first key;
-    // kNoKey: there is none.
+    // The first visible tile of keys from key `first` on, by its first key; kNoKey: there is none.
     HSTU_DEVICE int tile_from(int first) const {
       int found = kNoKey;
       for (const Interval& keys : summary.hull) {
@@ -94,9 +91,8 @@ struct Forward {
     HSTU_DEVICE bool is_last() const { return bits & kLast; }
     HSTU_DEVICE bool is_last_of(int warpgroup) const { return bits & kLastOfFirst << warpgroup; }
   };
-  // The next item is looked for when a few tiles of the last one are left to be
-  // copied: earlier, it would be kept from other blocks, which are idle in the
-  // end.
+  // The next item is looked for when a few tiles of the last one are left to be copied: earlier, it
+  // would be kept from other blocks, which are idle in the end.
   static constexpr int kTilesLeft = 2;
   using ItemPlace = RingPlace<4>;
   using QueryPlace = RingPlace<kTiles.query_stages>;
@@ -124,8 +120,7 @@ struct Forward {
                               const WorkList& list, SharedMemory& shared) {
     constexpr int kConsumerWarps = kConsumers * 4;
     if (threadIdx.x == 0) {
-      // From the lanes that find an item; to the consumers and the threads that
-      // copy.
+      // From the lanes that find an item; to the consumers and the threads that copy.
       shared.item_handover.init(kConsumers * kWarpgroup + 1 + 2 * kCopiers, kFinders);
       shared.q_handover.init(kConsumerWarps);
       shared.k_handover.init(kConsumerWarps);
@@ -142,8 +137,7 @@ struct Forward {
     __syncthreads();
     if (!list.tiles) wait_for_previous_kernel();  // else before the list is read
 
-    // NOTE: by a shuffle, so that the compiler knows it to be the same in all
-    // lanes.
+    // NOTE: by a shuffle, so that the compiler knows it to be the same in all lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
@@ -164,11 +158,9 @@ struct Forward {
   }
 
  private:
-  // ---------------------------------------------------------------------------------
-  // producers
+  // --------------------------------------------------------------------------------- producers
 
-  // By one warp, which zeroes the outputs of items that see no key; consumers
-  // do not get them.
+  // By one warp, which zeroes the outputs of items that see no key; consumers do not get them.
   static HSTU_DEVICE void find_items(const ForwardParams& params, const WorkList& list,
                                      SharedMemory& shared) {
     const int lane = static_cast<int>(threadIdx.x);
@@ -204,8 +196,8 @@ struct Forward {
     return blocks_anew() + atomicAdd(list.next, 1);
   }
 
-  // Item shared.number, if there is one. By a warp: a lane each finds what a
-  // warpgroup's rows see, and the next one what all rows see.
+  // Item shared.number, if there is one. By a warp: a lane each finds what a warpgroup's rows see,
+  // and the next one what all rows see.
   static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list,
                                     const SharedMemory& shared, Item& item) {
     const int lane = static_cast<int>(threadIdx.x);
@@ -275,8 +267,8 @@ struct Forward {
     }
   }
 
-  // Q, K and V are copied by a thread each, so that none waits for another's
-  // stage; with pages, K and V by a warp each.
+  // Q, K and V are copied by a thread each, so that none waits for another's stage; with pages, K
+  // and V by a warp each.
 
   static HSTU_DEVICE bool is_leader() { return !kIsPaged || threadIdx.x % 32 == 0; }
 
@@ -371,8 +363,7 @@ struct Forward {
     return kIsPaged ? PagedColumns<kKeys>(sequence).key(first) : first;
   }
 
-  // Calls visit(item, first, next, place) for each tile of keys, told by its
-  // first key.
+  // Calls visit(item, first, next, place) for each tile of keys, told by its first key.
   template <typename Visit>
   static HSTU_DEVICE void for_each_key_tile(SharedMemory& shared, Visit visit) {
     KeyPlace place;
@@ -386,17 +377,15 @@ struct Forward {
     });
   }
 
-  // ---------------------------------------------------------------------------------
-  // consumers
+  // --------------------------------------------------------------------------------- consumers
 
   using Scores =
       decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}));
   using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
 
-  // All tiles of all items are one sequence of steps: S of a tile is started,
-  // then P V of the tile before it, which runs beside the activation of S. The
-  // sequence is broken where the warpgroup's rows see fewer keys than the
-  // others'.
+  // All tiles of all items are one sequence of steps: S of a tile is started, then P V of the tile
+  // before it, which runs beside the activation of S. The sequence is broken where the warpgroup's
+  // rows see fewer keys than the others'.
   static HSTU_DEVICE void consume(const ForwardParams& params, SharedMemory& shared,
                                   int warpgroup) {
     const Turns<kTiles.takes_turns, kConsumers> turns{warpgroup};
@@ -449,8 +438,7 @@ struct Forward {
       tile = read_by_warp(shared.key_tiles[k_place.stage()]);
       shared.k_handover.release_by_warp(k_place);
       activate(params, scores);
-      // NOTE: a branch, behind which the compiler does not move the activation:
-      // to wait for P V.
+      // NOTE: a branch, behind which the compiler does not move the activation: to wait for P V.
       if (tile.is_last_of(warpgroup)) shared.q_handover.release_by_warp(q_place);
     };
     // P = M * P, rounded
@@ -530,8 +518,8 @@ struct Forward {
     }
   }
 
-  // Which of 64 keys one row sees: lane n of a warp finds it for row n % 16 of
-  // the warp's, and the first or second 64 keys of the tile.
+  // Which of 64 keys one row sees: lane n of a warp finds it for row n % 16 of the warp's, and the
+  // first or second 64 keys of the tile.
   static HSTU_DEVICE uint64_t find_visible(const ForwardParams& params, const Item& item,
                                            int warpgroup, KeyTile tile) {
     static_assert(kKeys <= 128, "two lanes find what a row sees");
@@ -556,8 +544,7 @@ struct Forward {
     }
   }
 
-  // Zeroes what the mask hides. Four lanes share a row, and each gets the bits
-  // of it.
+  // Zeroes what the mask hides. Four lanes share a row, and each gets the bits of it.
   template <typename Weights>
   static HSTU_DEVICE void hide(uint64_t visible, Weights& weights) {
     const int lane = thread_anew() % 32;

@@ -1,5 +1,4 @@
-// Every tile number of the sm90 kernels, each with its reason. A new head dim
-// is added here.
+// Every tile number of the sm90 kernels, each with its reason. A new head dim is added here.
 #pragma once
 
 namespace hstu::sm90 {
@@ -13,22 +12,20 @@ constexpr int kWarpgroupRows = 64;  // of scores that a consumer warpgroup holds
 struct ForwardTiles {
   int consumers;     // warpgroups, each with rows of its own
   int keys;          // of a tile of scores
-  int query_stages;  // of Q: 2 where there is room, so that the next item's
-                     // waits already
+  int query_stages;  // of Q: 2 where there is room, so that the next item's waits already
   int key_stages;    // of K and V
-  bool takes_turns;  // at the tensor cores: one warpgroup's products beside
-                     // another's activation
+  bool takes_turns;  // at the tensor cores: one warpgroup's products beside another's activation
 };
 
-// Registers of a thread: setmaxnreg moves them from the producer to the
-// consumers.
+// Registers of a thread: setmaxnreg moves them from the producer to the consumers.
 struct Registers {
   int producer;
   int consumer;
 };
 
-// The 64 K registers of a multiprocessor over all threads; of what adds up to
-// that, what spills in no role.
+// The 64 K registers of a multiprocessor over all threads, in steps of 8: a block gets what it begins
+// with, and no more adds up. Of what does, what spills in no role; producers that look for pages
+// need more.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged) {
   if (is_paged && head_dim <= 64) return {88, 208};
   if (is_paged) return {56, 224};
@@ -38,10 +35,9 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   return {32, 160};
 }
 
-// Three consumers where scores, P and O of 64 rows fit into 160 registers, two
-// elsewhere. 128 keys, but at head dim 256, whose O takes 128 registers and
-// whose stages of K and V take 32 KB each for 64 keys. As many stages as find
-// room: a dense bias takes two of 16 KB for each consumer.
+// Three consumers where scores, P and O of 64 rows fit into 160 registers, two elsewhere. 128 keys,
+// but at head dim 256, whose O takes 128 registers and whose stages of K and V take 32 KB each for
+// 64 keys. As many stages as find room: a dense bias takes two of 16 KB for each consumer.
 // Producers that look for pages need registers of those of a third consumer, too.
 template <int kHeadDim, bool kHasBias, bool kIsPaged>
 constexpr ForwardTiles forward_tiles() {
@@ -60,13 +56,11 @@ constexpr ForwardTiles forward_tiles() {
 constexpr int kManySplits = 8;
 constexpr int kFewSplits = 4;
 
-// Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a
-// warpgroup.
+// Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
 constexpr int kBackwardRows = 64;
 
-// As for the forward. A producer that looks at masks takes up to 88; where sums
-// and scores take all that a consumer can have, producers keep the least that
-// they do with.
+// As for the forward. A producer that looks at masks takes up to 88; where sums and scores take all
+// that a consumer can have, producers keep the least that they do with.
 constexpr Registers backward_registers(bool producers_look) {
   if (producers_look) return {88, 208};
   return {24, 240};
