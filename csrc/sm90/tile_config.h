@@ -23,9 +23,9 @@ struct Registers {
   int consumer;
 };
 
-// The 64 K registers of a multiprocessor over all threads, in steps of 8: a block gets what it begins
-// with, and no more adds up. Of what does, what spills in no role; producers that look for pages
-// need more.
+// The 64 K registers of a multiprocessor over all threads, in steps of 8: a block gets what it
+// begins with, and no more adds up. Of what does, what spills in no role; producers that look for
+// pages need more.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged) {
   if (is_paged && head_dim <= 64) return {88, 208};
   if (is_paged) return {56, 224};
