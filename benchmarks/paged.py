@@ -42,6 +42,7 @@ from hstu_attn import (
 from hstu_attn.reference import hstu_attention as reference_attention
 from hstu_attn.testing import Batch, assert_matches, make_paged_batch, run
 
+from . import plots
 from .gpu import Gpu
 from .report import gpu_software, rounded, text_table, write_records
 
@@ -328,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="history 4096 at batch 1 and 8 alone")
     parser.add_argument("--stack", action="store_true", help="a stack of layers instead")
     parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--plot", type=Path, help="a picture of the results")
     parser.add_argument("--commit", help="of the sources; by default what git says")
     return parser
 
@@ -388,6 +390,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
     header = ["D", "history", "new", "candidates", "batch", "page", "needs us", *IMPLS]
     print("\n".join(text_table([header, *rows])))
+    if options.plot:
+        plots.paged(records, options.plot)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .report import read_results
 
-__all__ = ["bars", "draw", "roofline"]
+__all__ = ["bars", "draw", "paged", "roofline"]
 
 Record = dict[str, Any]
 DIRECTIONS = ("forward", "backward")
@@ -116,6 +116,39 @@ def bars(records: Sequence[Record], head_dim: int, path: Path) -> None:
     panels[0].legend(fontsize=8, ncols=len(impls), loc="upper left")
     labels = [case.replace(", ", ",\n") for case in cases]
     panels[1].set_xticks(range(len(cases)), labels, fontsize=8)
+    _save(figure, path)
+
+
+def paged(records: Sequence[Record], path: Path) -> None:
+    """Of benchmarks.paged, batch 8 and pages of 128: each form beside what the request needs."""
+    forms = ("graph", "gather", "recompute")
+    found: dict[tuple[int, ...], dict[str, Record]] = {}
+    for r in records:
+        if (r["batch"], r["page_size"]) == (8, 128):
+            key = (r["head_dim"], r["history"], r["new"], r["candidates"])
+            found.setdefault(key, {})[r["impl"]] = r
+    dims = sorted({key[0] for key in found})
+    figure, axes = _pyplot().subplots(1, len(dims), figsize=(5.5 * len(dims), 5), squeeze=False)
+    for axis, dim in zip(axes[0], dims, strict=True):
+        cases = {key[1:]: value for key, value in found.items() if key[0] == dim}
+        for n, name in enumerate(forms):
+            heights = [case[name]["us"] for case in cases.values()]
+            axis.bar([x + 0.27 * n for x in range(len(cases))], heights, 0.25, label=name)
+        needs = [case["graph"]["needs_us"] for case in cases.values()]
+        axis.hlines(
+            needs,
+            [x - 0.15 for x in range(len(cases))],
+            [x + 0.69 for x in range(len(cases))],
+            colors="black",
+            label="needs",
+        )
+        labels = [f"{history} / {new} / {candidates}" for history, new, candidates in cases]
+        axis.set_xticks([x + 0.27 for x in range(len(cases))], labels, rotation=60, ha="right")
+        axis.set_yscale("log")
+        axis.set_title(f"head dim {dim}")
+        axis.set_xlabel("history / new / candidates")
+    axes[0][0].set_ylabel("microseconds, batch 8")
+    axes[0][0].legend()
     _save(figure, path)
 
 

@@ -207,6 +207,42 @@ def step_tables(folder: Path = RESULTS) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
+# The paged cache
+# ---------------------------------------------------------------------------------------------
+
+PAGED_FIELDS = ("head_dim", "history", "new", "candidates", "batch", "page_size")
+PAGED_FORMS = ("graph", "paged", "append", "gather", "recompute")
+
+
+def paged_tables(folder: Path = RESULTS) -> list[str]:
+    """One table for each GPU."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*/paged.json")):
+        records = read_results(path)
+        cases: dict[tuple[Any, ...], dict[str, Record]] = {}
+        for record in records:
+            key = tuple(record[field] for field in PAGED_FIELDS)
+            cases.setdefault(key, {})[record["impl"]] = record
+        rows = []
+        for key, found in cases.items():
+            needs = found["graph"]["needs_us"]
+            times = [_number(found[name]["us"]) if name in found else "-" for name in PAGED_FORMS]
+            share = f"{needs / found['graph']['us']:.2f}"
+            rows.append([*map(str, key), _number(needs), *times, share])
+        header = ["D", *PAGED_FIELDS[1:-1], "page", "needs", *PAGED_FORMS, "needs / graph"]
+        first = records[0]
+        lines += [
+            f"{first['gpu']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
+            f"product {_number(first['matmul_tflops'])} TFLOP/s, copy {first['copy_tbps']} TB/s; "
+            f"microseconds; `{first['command']}`:",
+            "",
+            *_markdown_table(header, rows),
+            "",
+        ]
+    return lines[:-1]
+
+
+# ---------------------------------------------------------------------------------------------
 # The retrieval example
 # ---------------------------------------------------------------------------------------------
 
@@ -284,6 +320,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "serving": serving_tables,
     },
     ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},
+    ROOT / "docs/kernels/paged.md": {"paged": paged_tables},
 }
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
-from benchmarks import paged
+from benchmarks import paged, plots, readme
+from benchmarks.report import write_records
 from hstu_attn import Mask
 from hstu_attn.mask import dense_mask
 from hstu_attn.testing import assert_matches, make_paged_batch
@@ -62,6 +65,32 @@ def test_cases_vary_one_thing():
         assert {r.candidates for r in of_dim} == {32, 256, 1024}
         assert {r.page_size for r in of_dim} == {16, 32, 64, 128}
         assert any(r.cached == 0 for r in of_dim)
+
+
+def test_records_become_a_plot_and_a_table(tmp_path):
+    origin = {
+        "gpu": "a GPU",
+        "torch": "2.13",
+        "date": "2026-01-01",
+        "commit": "abc",
+        "matmul_tflops": 800.0,
+        "copy_tbps": 4.2,
+        "command": "python -m benchmarks.paged",
+    }
+    records = []
+    for request in paged.requests([64])[:4]:
+        for impl, us in (("graph", 40.0), ("paged", 45.0), ("gather", 300.0), ("recompute", 200.0)):
+            case = {**asdict(request), "impl": impl, "us": us, "needs_us": 20.0}
+            records.append({**origin, **case})
+    plots.paged(records, tmp_path / "paged.png")
+    assert (tmp_path / "paged.png").stat().st_size > 1000
+    (tmp_path / "gpu").mkdir()
+    write_records(tmp_path / "gpu/paged.json", records)
+    lines = readme.paged_tables(tmp_path)
+    rows = [line for line in lines if line.startswith("| 64 |")]
+    assert len(rows) == 4
+    assert rows[1].startswith("| 64 | 4096 | 128 | 256 | 8 | 128 | 20 | 40 | 45 | - | 300 | 200 |")
+    assert rows[1].endswith("| 0.50 |")
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
