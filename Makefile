@@ -27,6 +27,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
 .PHONY: demo serve test bench-cpu bench-gpu install cuda lint mypy format asan sanitize-cuda wheel \
@@ -85,7 +86,7 @@ cuda: $(VENV)/.cuda
 lint: $(VENV)/.tools
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FORMATTED)
 	$(BIN)/mypy $(TYPED)
 
 mypy: $(VENV)/.tools
@@ -94,10 +95,11 @@ mypy: $(VENV)/.tools
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	$(BIN)/clang-format -i $(CXX_SOURCES)
+	$(BIN)/clang-format -i $(CXX_FORMATTED)
 
 # A tree of its own, so that tests find the instrumented libraries and nothing else. Left out are the
-# tests of what instrumenting changes (the library's symbols, the memory of the process) and of texts.
+# tests of what instrumenting changes (the library's symbols, the memory of the process), of texts, and
+# of a program that is compiled from this tree.
 ASAN := build/asan
 asan: $(VENV)/.installed
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
@@ -105,7 +107,7 @@ asan: $(VENV)/.installed
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
-	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks gpu_benchmarks process_memory readme triton_baseline)
+	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks gpu_benchmarks process_memory readme scoring_step triton_baseline)
 
 # A small case of every kernel. Without the caching allocator each tensor is an allocation of its own,
 # so that a step outside is seen; SANITIZER is compute-sanitizer of the toolkit, or of pip's package

@@ -4,15 +4,17 @@ Engine           scores for many users at once, on keys and values that it keeps
 ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
 EventStore       the users' latest events, from which an engine recomputes what is not cached
 PagedKVCache     the keys and values of many users in pages, under an LRU policy
-CachedRows       where the rows of `HSTUStack.forward_cached` lie
+CachedRows       where the rows of `HSTUStack.forward_cached` lie; StepTensors, the tensors it needs
+ScoringStep      a step over cached rows as a function of tensors, to be exported
 check_cacheable  refuses layers whose keys and values cannot be cached
 """
 
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
 from .engine import Engine, EngineClosedError, NoHistoryError, OverloadedError, Recommendation
 from .events import Event, EventStore
+from .export import ScoringStep
 from .model import CatalogueModel, Rows, ServedModel
-from .rows import CachedRows, check_cacheable
+from .rows import CachedRows, StepTensors, check_cacheable
 from .stats import EngineStats, Histogram
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "PagedKVCache",
     "Recommendation",
     "Rows",
+    "ScoringStep",
     "ServedModel",
+    "StepTensors",
     "check_cacheable",
 ]

@@ -17,8 +17,8 @@ from torch import Tensor
 from .batch import Batch, Plan, Request, pack
 from .cache import CacheStep, PagedKVCache
 from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
-from .model import CatalogueModel, Rows, ServedModel
-from .rows import CachedRows, check_cacheable
+from .model import CatalogueModel, ServedModel, check_model, row_dtype
+from .rows import CachedRows
 from .stats import Counters, EngineStats
 
 __all__ = [
@@ -512,20 +512,8 @@ def _check_model(model: ServedModel, cache: PagedKVCache, store: EventStore) -> 
             f"store: expected max_events of at most the model's max_history = {model.max_history}, "
             f"got {store.max_events}"
         )
+    check_model(model)
     config = model.stack.config
-    check_cacheable(config, with_targets=model.candidates_are_rows)
-    if model.candidates_are_rows and config.target_group_size != 1:
-        raise ValueError(
-            "target_group_size: expected 1, so that candidates do not see each other, got "
-            f"{config.target_group_size}"
-        )
-    if model.reads_times and not (config.enable_relative_attention_bias and config.num_buckets):
-        raise ValueError(
-            "reads_times: expected False of a model without a time table "
-            "(enable_relative_attention_bias with num_buckets > 0 makes one), got True"
-        )
-    if model.stack.training:
-        raise ValueError("model: expected evaluation mode (eval()), got training mode")
     layers, pages, _, page_size, *heads = cache.kv_cache.shape
     expected = [len(model.stack.layers), config.num_heads, config.attention_dim]
     if [layers, *heads] != expected:
@@ -544,11 +532,8 @@ def _check_model(model: ServedModel, cache: PagedKVCache, store: EventStore) -> 
         raise ValueError(
             f"cache: expected the model's device, {device}, got {cache.kv_cache.device}"
         )
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    with torch.no_grad():
-        row = model.embed(Rows(zero, zero, zero, zero.bool()))
-    if row.dtype != cache.kv_cache.dtype:
+    dtype = row_dtype(model)
+    if dtype != cache.kv_cache.dtype:
         raise ValueError(
-            f"cache: expected the dtype of the model's rows, {row.dtype}, got "
-            f"{cache.kv_cache.dtype}"
+            f"cache: expected the dtype of the model's rows, {dtype}, got {cache.kv_cache.dtype}"
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from hstu_attn.layer import HSTUStack
 
-__all__ = ["CatalogueModel", "Rows", "ServedModel"]
+from .rows import check_cacheable
+
+__all__ = ["CatalogueModel", "Rows", "ServedModel", "check_model", "row_dtype"]
 
 
 class Rows(NamedTuple):
@@ -80,3 +83,34 @@ class CatalogueModel(ServedModel, Protocol):
     def score_catalogue(self, states: Tensor) -> Tensor:
         """Scores `(n, num_items)` of all items; `states` are `(n, embedding_dim)` of the stack's
         output, after the last event of each user."""
+
+
+def check_model(model: ServedModel) -> None:
+    """Whether a model can be served from a cache.
+
+    Raises:
+        ValueError: as `check_cacheable`; for candidates that see each other, for times without a
+            table, or for training mode.
+    """
+    config = model.stack.config
+    check_cacheable(config, with_targets=model.candidates_are_rows)
+    if model.candidates_are_rows and config.target_group_size != 1:
+        raise ValueError(
+            "target_group_size: expected 1, so that candidates do not see each other, got "
+            f"{config.target_group_size}"
+        )
+    if model.reads_times and not (config.enable_relative_attention_bias and config.num_buckets):
+        raise ValueError(
+            "reads_times: expected False of a model without a time table "
+            "(enable_relative_attention_bias with num_buckets > 0 makes one), got True"
+        )
+    if model.stack.training:
+        raise ValueError("model: expected evaluation mode (eval()), got training mode")
+
+
+@torch.no_grad()
+def row_dtype(model: ServedModel) -> torch.dtype:
+    """The dtype that a model embeds rows in, which is that of its cache."""
+    device = next(model.stack.parameters()).device
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return model.embed(Rows(zero, zero, zero, zero.bool())).dtype

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from hstu_attn.layer import HSTULayerConfig
+from hstu_attn.paged import PagedKV
 
 from .cache import CacheStep
 
-__all__ = ["CachedRows", "check_cacheable"]
+__all__ = ["CachedRows", "StepTensors", "check_cacheable"]
 
 
 def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
@@ -59,6 +63,30 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
             )
 
 
+class StepTensors(NamedTuple):
+    """What `CachedRows` reads of a `CacheStep`, as tensors alone: for `torch.export`, or a cache
+    that is kept elsewhere. All on one device.
+
+    Attributes:
+        kv_caches: of each layer `(num_pages, 2, page_size, heads, head_dim)`, as in `PagedKV`; or
+            all in one tensor, as in `PagedKVCache`.
+        page_offsets: int32 or int64 `(B + 1,)`, as in `PagedKV`; pages for what is written, too.
+        page_ids: int32 or int64 `(page_offsets[-1],)`.
+        last_page_lens: int32 or int64 `(B,)`, with what is written.
+        cached_lens: int32 or int64 `(B,)` tokens of each user that stay as they are.
+    """
+
+    kv_caches: Sequence[Tensor] | Tensor
+    page_offsets: Tensor
+    page_ids: Tensor
+    last_page_lens: Tensor
+    cached_lens: Tensor
+
+    def paged_kv(self, layer: int) -> PagedKV:
+        """A layer's pages, as `CacheStep.paged_kv`."""
+        return PagedKV(self.kv_caches[layer], self.page_offsets, self.page_ids, self.last_page_lens)
+
+
 class CachedRows:
     """The rows that `HSTUStack.forward_cached` is given, beside an open step of a cache.
 
@@ -67,7 +95,7 @@ class CachedRows:
     host.
 
     Args:
-        step: the open step, of the same users in the same order.
+        step: the open step, of the same users in the same order; or its tensors.
         seq_offsets: int32 or int64 `(batch + 1,)`, on the device of the cache.
         max_seq_len: no sequence has more rows.
         max_key_len: no sequence has more rows and cached tokens together.
@@ -87,7 +115,7 @@ class CachedRows:
 
     def __init__(
         self,
-        step: CacheStep,
+        step: CacheStep | StepTensors,
         seq_offsets: Tensor,
         max_seq_len: int,
         max_key_len: int,
