@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from serving_models import RANKING, RankingModel
 
 import hstu_attn
 from benchmarks import readme
@@ -26,9 +27,17 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_the_code_runs(capsys):
-    """Block after block, as a reader would type them."""
-    namespace: dict[str, Any] = {}
+def test_the_code_runs(capsys, monkeypatch):
+    """Block after block, as a reader would type them who has a model to serve."""
+    model = RankingModel(RANKING["ranking"], layers=1, items=10, actions=2, max_history=40).eval()
+    namespace: dict[str, Any] = {"model": model}
+    packages = []
+    # A package takes long to compile; tests of its own do it.
+    monkeypatch.setattr(
+        torch._inductor,
+        "aoti_compile_and_package",
+        lambda program, package_path: packages.append((program, package_path)),
+    )
     for block in BLOCKS:
         # The eager backend: the compiler's own code generation is tested elsewhere.
         code = block.replace("dynamic=True)", 'dynamic=True, backend="aot_eager")')
@@ -37,6 +46,7 @@ def test_the_code_runs(capsys):
     assert "torch.Size([16, 4, 64]) torch.Size([16, 4, 64])" in capsys.readouterr().out
     assert namespace["pos_weight"].grad.any()
     assert namespace["ts_weight"].grad.any()
+    assert packages == [(namespace["program"], "step.pt2")]
 
 
 def test_the_first_example_is_right():
