@@ -276,6 +276,18 @@ def stack_calls() -> dict[str, Callable[[], Any]]:
     return {"cached": cached, "graph": captured(cached), "recompute": recompute}
 
 
+APPEND = Request(128, history=2048, new=2048, candidates=64, batch=64)
+
+
+def append_tbps(gpu: Gpu, rounds: int) -> float:
+    """TB/s of appending 256 MB, counting what is read and what is written."""
+    batch = make_inputs(APPEND)
+    times = [gpu.milliseconds(functools.partial(append, batch)) for _ in range(WARM_UP + rounds)]
+    row = HEADS * APPEND.head_dim * 2
+    moved = 2 * 2 * row * APPEND.batch * APPEND.new
+    return moved / statistics.median(times[WARM_UP:]) / 1e9
+
+
 def measure_stack(gpu: Gpu, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each form in each round; `cached` with what the host takes to launch it."""
     times: dict[str, list[float]] = {}
@@ -358,6 +370,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             write_records(options.json, records)
         return 0
+    append_rate = rounded(append_tbps(gpu, options.rounds))
+    described["append_tbps"] = append_rate
+    print(f"append {append_rate} TB/s")
     cases = requests(options.head_dims)
     if options.quick:
         cases = [r for r in cases if (r.history, r.new, r.candidates) == (4096, 128, 256)]

@@ -233,7 +233,8 @@ def paged_tables(folder: Path = RESULTS) -> list[str]:
         first = records[0]
         lines += [
             f"{first['gpu']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
-            f"product {_number(first['matmul_tflops'])} TFLOP/s, copy {first['copy_tbps']} TB/s; "
+            f"product {_number(first['matmul_tflops'])} TFLOP/s, copy {first['copy_tbps']} TB/s, "
+            f"appending 256 MB {first['append_tbps']} TB/s; "
             f"microseconds; `{first['command']}`:",
             "",
             *_markdown_table(header, rows),
