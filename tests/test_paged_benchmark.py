@@ -75,6 +75,7 @@ def test_records_become_a_plot_and_a_table(tmp_path):
         "commit": "abc",
         "matmul_tflops": 800.0,
         "copy_tbps": 4.2,
+        "append_tbps": 3.9,
         "command": "python -m benchmarks.paged",
     }
     records = []
