@@ -1,4 +1,5 @@
-"""The paged KV cache of serving: random operations against a simple model, threads, attention."""
+"""The paged KV cache of serving: threads, what is promised case by case, attention. Random
+operations are in test_paged_cache_model.py, the cases of the host tier in test_host_tier.py."""
 
 from __future__ import annotations
 
@@ -6,273 +7,37 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, contextmanager
-from itertools import chain, pairwise
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from hstu_attn import Mask, hstu_attention, reference
 from hstu_attn.testing import assert_matches, offsets
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
-from hstu_attn.serving import CacheStep, OutOfPagesError, PagedKVCache
+from paged_caches import (
+    DIM,
+    HEADS,
+    LAYERS,
+    USERS,
+    Boom,
+    append,
+    check_rows,
+    fill,
+    flat,
+    make_cache,
+    page_lists,
+    unchanged,
+)
 
-LAYERS, PAGE, HEADS, DIM = 2, 16, 2, 3
-
-
-def make_cache(num_pages: int = 8, *, evict: bool = True) -> PagedKVCache:
-    """A cache of integers, so that what is read back can be compared bit for bit."""
-    return PagedKVCache(LAYERS, num_pages, PAGE, HEADS, DIM, torch.int64, "cpu", evict=evict)
-
-
-def rows(layer: int, tokens: list[int]) -> torch.Tensor:
-    """Keys and values `(2, tokens, heads, dim)` that no other token or layer has."""
-    ids = torch.tensor(tokens, dtype=torch.int64) * LAYERS + layer
-    values = ids[:, None] * (2 * HEADS * DIM) + torch.arange(2 * HEADS * DIM)
-    return values.view(len(tokens), 2, HEADS, DIM).transpose(0, 1)
-
-
-def append(step: CacheStep, tokens: list[int]) -> None:
-    for layer in range(LAYERS):
-        step.append(layer, *rows(layer, tokens))
+from hstu_attn.serving import OutOfPagesError, PagedKVCache
 
 
-def read(cache: PagedKVCache, pages: list[int], length: int) -> torch.Tensor:
-    """`(layers, 2, length, heads, dim)`"""
-    held = cache.kv_cache[:, torch.tensor(pages, dtype=torch.int64)].transpose(1, 2)
-    return held.reshape(LAYERS, 2, -1, HEADS, DIM)[:, :, :length]
-
-
-def check_rows(cache: PagedKVCache, pages: list[int], tokens: list[int]) -> None:
-    expected = torch.stack([rows(layer, tokens) for layer in range(LAYERS)])
-    assert torch.equal(read(cache, pages, len(tokens)), expected)
-
-
-def page_lists(step: CacheStep) -> list[list[int]]:
-    ends = step.page_offsets.tolist()
-    return [step.page_ids[a:b].tolist() for a, b in pairwise(ends)]
-
-
-def flat(lists: Iterable[list[int]]) -> list[int]:
-    return list(chain.from_iterable(lists))
-
-
-def pages_of(length: int) -> int:
-    return -(-length // PAGE)
-
-
-class Boom(Exception):
-    pass
-
-
-@contextmanager
-def unchanged(cache: PagedKVCache, users: range):
-    """What fails inside leaves the cache as it was."""
-
-    def state() -> object:
-        held = [cache._table.pages(user) for user in users]
-        return cache.stats(), cache.lookup(users).tolist(), held, cache.kv_cache.clone()
-
-    *before, content = state()
-    yield
-    *after, content_after = state()
-    assert after == before
-    assert torch.equal(content, content_after)
-
-
-# ---------------------------------------------------------------------------------------------
-# Random operations against a model
-# ---------------------------------------------------------------------------------------------
-
-USERS = range(-3, 7)
-
-
-class OpenStep(NamedTuple):
-    manager: AbstractContextManager[CacheStep]
-    step: CacheStep
-    cached: dict[int, list[int]]
-    new: dict[int, list[int]]  # the rewritten ones, then the new ones
-    pages_before: dict[int, list[int]]
-    written: bool
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """The model: the tokens of each user, and the unpinned users, least recently used first."""
-
-    @initialize(num_pages=st.integers(1, 12), evict=st.booleans())
-    def start(self, num_pages: int, evict: bool) -> None:
-        self.cache = make_cache(num_pages, evict=evict)
-        self.num_pages, self.evict = num_pages, evict
-        self.tokens: dict[int, list[int]] = {}
-        self.unpinned: list[int] = []
-        self.open: list[OpenStep] = []
-        self.hits = self.misses = self.evictions = self.next_token = 0
-
-    def free_pages(self) -> int:
-        return self.num_pages - sum(pages_of(len(tokens)) for tokens in self.tokens.values())
-
-    def fresh(self, count: int) -> list[int]:
-        self.next_token += count
-        return list(range(self.next_token - count, self.next_token))
-
-    @rule(
-        batch=st.dictionaries(st.sampled_from(USERS), st.integers(0, 40), max_size=5),
-        expect=st.booleans(),
-        written=st.booleans(),
-        rewritten=st.sampled_from([0, 1, 17]),
-    )
-    def begin(self, batch: dict[int, int], expect: bool, written: bool, rewritten: int) -> None:
-        cached = {user: self.tokens.get(user, []) for user in batch}
-        again = [min(rewritten, len(tokens)) for tokens in cached.values()]
-        manager = self.cache.step(
-            list(batch),
-            list(batch.values()),
-            cached_lens=[len(tokens) for tokens in cached.values()] if expect else None,
-            rewritten=again if rewritten else None,
-        )
-        pinned = {user for step in self.open for user in step.new}
-        if pinned & set(batch):
-            with unchanged(self.cache, USERS), pytest.raises(ValueError, match="no open step"):
-                manager.__enter__()
-            return
-        victims = [user for user in self.unpinned if user not in batch]
-        need = sum(
-            pages_of(len(cached[user]) + count) - pages_of(len(cached[user]))
-            for user, count in batch.items()
-        )
-        room = self.free_pages()
-        room += sum(pages_of(len(self.tokens[user])) for user in victims) * self.evict
-        if need > room:
-            with unchanged(self.cache, USERS), pytest.raises(OutOfPagesError):
-                manager.__enter__()
-            return
-
-        while self.free_pages() < need:
-            del self.tokens[victims[0]]
-            self.unpinned.remove(victims.pop(0))
-            self.evictions += 1
-        pages_before = {user: self.cache._table.pages(user) for user in batch}
-        new = {}
-        for (user, count), r in zip(batch.items(), again, strict=True):
-            new[user] = self.fresh(r + count)
-            self.tokens[user] = cached[user][: len(cached[user]) - r] + new[user]
-        self.unpinned = [user for user in self.unpinned if user not in batch]
-        step = manager.__enter__()
-        self.check_tables(step, new)
-        if written:
-            append(step, flat(new.values()))
-        self.open.append(OpenStep(manager, step, cached, new, pages_before, written))
-
-    def check_tables(self, step: CacheStep, new: dict[int, list[int]]) -> None:
-        kept = [len(self.tokens[user]) - len(tokens) for user, tokens in new.items()]
-        assert step.cached_lens.tolist() == kept
-        lists = page_lists(step)
-        assert lists == [self.cache._table.pages(user) for user in new]
-        slots, last = [], []
-        for pages, user, before in zip(lists, new, kept, strict=True):
-            after = len(self.tokens[user])
-            slots += [pages[n // PAGE] * PAGE + n % PAGE for n in range(before, after)]
-            last.append((after - 1) % PAGE + 1 if after else 0)
-        assert step.slots.tolist() == slots
-        assert step.last_page_lens.tolist() == last
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        step = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        if not step.written:
-            append(step.step, flat(step.new.values()))
-        step.manager.__exit__(None, None, None)
-        for user, cached in step.cached.items():
-            self.hits, self.misses = self.hits + bool(cached), self.misses + (not cached)
-            self.unpin(user)
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def roll_back(self, data: st.DataObject) -> None:
-        step = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        assert not step.manager.__exit__(Boom, Boom(), None)  # the exception goes on
-        for user, cached in step.cached.items():
-            # What was written again stays so.
-            latest = self.tokens[user] if step.written else cached
-            self.tokens[user] = latest[: len(cached)]
-            assert self.cache._table.pages(user) == step.pages_before[user]
-            self.unpin(user)
-
-    def unpin(self, user: int) -> None:
-        if self.tokens[user]:
-            self.unpinned.append(user)
-        else:
-            del self.tokens[user]
-
-    @rule(users=st.lists(st.sampled_from(USERS), max_size=3))
-    def free(self, users: list[int]) -> None:
-        if {user for step in self.open for user in step.new} & set(users):
-            with unchanged(self.cache, USERS), pytest.raises(ValueError, match="no open step"):
-                self.cache.free(users)
-            return
-        self.cache.free(users)
-        self.unpinned = [user for user in self.unpinned if user not in users]
-        for user in users:
-            self.tokens.pop(user, None)
-
-    @rule()
-    def clear(self) -> None:
-        if self.open:
-            with unchanged(self.cache, USERS), pytest.raises(ValueError, match="no open step"):
-                self.cache.clear()
-            return
-        self.cache.clear()
-        self.tokens, self.unpinned = {}, []
-
-    @invariant()
-    def accounts_agree(self) -> None:
-        lengths = [len(self.tokens.get(user, [])) for user in USERS]
-        assert self.cache.lookup(USERS).tolist() == lengths
-        held = {user: self.cache._table.pages(user) for user in USERS}
-        owned = flat(held.values())
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        assert all(0 <= page < self.num_pages for page in owned)
-        assert [len(pages) for pages in held.values()] == [pages_of(n) for n in lengths]
-        pinned = {user for step in self.open for user in step.new}
-        stats = self.cache.stats()
-        assert stats.free_pages == self.num_pages - len(owned) == self.free_pages()
-        assert stats.used_pages == len(owned)
-        assert stats.pinned_pages == sum(len(held[user]) for user in pinned)
-        assert stats.users == len(self.tokens)
-        assert stats[-3:] == (self.hits, self.misses, self.evictions)
-
-    @invariant()
-    def every_byte_is_the_one_written(self) -> None:
-        unwritten = {u: len(new) for s in self.open if not s.written for u, new in s.new.items()}
-        for user, tokens in self.tokens.items():
-            kept = tokens[: len(tokens) - unwritten.get(user, 0)]
-            check_rows(self.cache, self.cache._table.pages(user), kept)
-
-
-def test_random_operations_against_a_model():
-    run_state_machine_as_test(
-        CacheMachine, settings=settings(max_examples=100, stateful_step_count=200)
-    )
-
-
-def test_threads():
+@pytest.mark.parametrize("host_pages", [0, 12])
+def test_threads(host_pages):
     """Threads fight for users and pages; of each user, what is cached is what was appended."""
-    cache = make_cache(24)
+    cache = make_cache(24, host_pages=host_pages)
     written: dict[int, list[int]] = {}  # a user's entry is touched in a step of that user alone
     failures: list[BaseException] = []
     steps = [0] * 4
@@ -294,7 +59,7 @@ def test_threads():
                     ):
                         before = written.get(user, []) if cached else []
                         assert len(before) == cached
-                        check_rows(cache, page_lists(step)[n], before + new[n])
+                        check_rows(cache.kv_cache, page_lists(step)[n], before + new[n])
                     if rng.random() < 0.2:
                         raise Boom
                     for n, user in enumerate(users):
@@ -326,22 +91,18 @@ def test_threads():
         sys.setswitchinterval(interval)
     assert not failures, failures[0]
     assert steps == [150] * 4
-    assert cache.stats().evictions > 0
-    assert cache.stats().pinned_pages == 0
+    stats = cache.stats()
+    assert stats.losses > 0
+    assert (stats.host_hits > 0) == bool(host_pages)
+    assert stats.pinned_pages == stats.returning_users == 0
     cache.clear()
     assert cache.stats().free_pages == 24
+    assert cache.stats().free_host_pages == host_pages
 
 
 # ---------------------------------------------------------------------------------------------
 # What is promised, case by case
 # ---------------------------------------------------------------------------------------------
-
-
-def fill(cache: PagedKVCache, **counts: int) -> None:
-    """Steps of one user each: `_3=20` gives user 3 twenty tokens."""
-    for name, count in counts.items():
-        with cache.step([int(name[1:])], [count]) as step:
-            append(step, list(range(count)))
 
 
 def test_unknown_users_start_empty():
@@ -426,7 +187,7 @@ def test_an_exception_drops_the_new_tokens():
     assert cache.lookup([1, 2]).tolist() == [20, 0]
     assert cache.stats() == before
     assert cache._table.pages(1) == pages
-    check_rows(cache, pages, list(range(20)))
+    check_rows(cache.kv_cache, pages, list(range(20)))
 
 
 def test_rewriting_more_than_there_is_is_refused():
@@ -551,21 +312,29 @@ def test_bad_sizes_are_refused(sizes, message):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_growing_histories_against_dense_attention(device, page_size):
-    """Steps over two layers; pages run short, so that users return to find nothing cached."""
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "host_pages"), [(16, 10, 0), (64, 4, 0), (16, 10, 12)]
+)
+def test_growing_histories_against_dense_attention(device, page_size, num_pages, host_pages):
+    """Steps over two layers; pages run short, so that users return to find nothing cached, or to
+    have it brought back."""
     heads, dim, dtype = 2, 32, torch.bfloat16
-    cache = PagedKVCache(LAYERS, 512 // page_size, page_size, heads, dim, dtype, device)
+    sizes = (LAYERS, num_pages, page_size, heads, dim)
+    cache = PagedKVCache(*sizes, dtype, device, host_pages=host_pages)
     rng = random.Random(torch.initial_seed())
-    history = {user: torch.empty(LAYERS, 2, 0, heads, dim, dtype=dtype) for user in range(6)}
+    none = torch.empty(LAYERS, 2, 0, heads, dim, dtype=dtype)
+    history = dict.fromkeys(range(8), none)
 
     def random_rows(count: int) -> torch.Tensor:
         return torch.empty(LAYERS, 2, count, heads, dim, dtype=dtype).uniform_(-1, 1)
 
-    for _ in range(12):
-        users = rng.sample(range(6), 3)
+    for _ in range(24):
+        users = rng.sample(range(8), 2)
         targets = [rng.choice([0, 1, 7]) for _ in users]
         for user in users:
+            if history[user].shape[2] > 60:  # with more, two might have no room
+                cache.free([user])
+                history[user] = none
             history[user] = torch.cat([history[user], random_rows(rng.randrange(14))], 2)
         lengths = [history[user].shape[2] for user in users]
         new = [n - c for n, c in zip(lengths, cache.lookup(users).tolist(), strict=True)]
@@ -600,4 +369,6 @@ def test_growing_histories_against_dense_attention(device, page_size):
                 exact = reference.hstu_attention(q.double(), k.double(), v.double(), **common)
                 yardstick = reference.hstu_attention(q, k, v, **common, compute_dtype=dtype)
                 assert_matches("out", out, exact, yardstick)
-    assert cache.stats().hits > 0
+    stats = cache.stats()
+    assert min(stats.hits, stats.evictions) > 0
+    assert (stats.host_hits > 0) == bool(host_pages)

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
@@ -56,7 +57,7 @@ std::tuple<int64_t, Int32s, std::array<int64_t, 5>> begin(
     }
     return {size.step, tables, lengths};
   } catch (...) {
-    table.roll_back(size.step);
+    table.cancel(size.step);  // nobody will copy its pages
     throw;
   }
 }
@@ -76,13 +77,31 @@ void free_users(PageTable& table, const Int64s& users) {
   table.free(ids, users.size());
 }
 
+// (2, pages): those on the device, then those on the host.
+py::array_t<int64_t> to_array(const PageMoves& moves) {
+  const py::ssize_t pages = static_cast<py::ssize_t>(moves.device.size());
+  py::array_t<int64_t> array({py::ssize_t{2}, pages});
+  std::copy(moves.device.begin(), moves.device.end(), array.mutable_data());
+  std::copy(moves.host.begin(), moves.host.end(), array.mutable_data() + pages);
+  return array;
+}
+
+py::tuple moves(const PageTable& table, int64_t step) {
+  const auto [evicted, returned] = table.moves(step);
+  return py::make_tuple(to_array(evicted), to_array(returned));
+}
+
 py::dict stats(const PageTable& table) {
   const PageTableStats stats = table.stats();
   using namespace py::literals;
   return py::dict("free_pages"_a = stats.free_pages, "used_pages"_a = stats.used_pages,
                   "pinned_pages"_a = stats.pinned_pages, "users"_a = stats.users,
-                  "hits"_a = stats.hits, "misses"_a = stats.misses,
-                  "evictions"_a = stats.evictions);
+                  "hits"_a = stats.hits, "misses"_a = stats.misses, "evictions"_a = stats.evictions,
+                  "free_host_pages"_a = stats.free_host_pages,
+                  "used_host_pages"_a = stats.used_host_pages, "host_users"_a = stats.host_users,
+                  "returning_users"_a = stats.returning_users, "host_hits"_a = stats.host_hits,
+                  "losses"_a = stats.losses, "pages_to_host"_a = stats.pages_to_host,
+                  "pages_from_host"_a = stats.pages_from_host);
 }
 
 }  // namespace
@@ -91,20 +110,29 @@ void bind_page_table(py::module_& m) {
   py::register_exception<OutOfPages>(m, "OutOfPagesError", PyExc_RuntimeError);
 
   py::class_<PageTable>(m, "PageTable", "Users to pages of a KV cache (csrc/host/page_table.h).")
-      .def(py::init([](int64_t num_pages, int64_t page_size, bool evict) {
-             return std::make_unique<PageTable>(PageTableConfig{num_pages, page_size, evict});
+      .def(py::init([](int64_t num_pages, int64_t page_size, bool evict, int64_t host_pages) {
+             return std::make_unique<PageTable>(
+                 PageTableConfig{num_pages, page_size, evict, host_pages});
            }),
-           py::arg("num_pages"), py::arg("page_size"), py::kw_only(), py::arg("evict") = true)
+           py::arg("num_pages"), py::arg("page_size"), py::kw_only(), py::arg("evict") = true,
+           py::arg("host_pages") = 0)
       .def("begin", &begin, py::arg("users"), py::arg("new_tokens"),
            py::arg("cached_lens") = py::none(),
            "opens a step: its number, then page_offsets, page_ids, last_page_lens, cached_lens and "
            "slots in one array, and the length of each")
+      .def("moves", &moves, py::arg("step"),
+           "pages to copy to the host, and back: of each the pages on the device and on the host")
       .def("release", &PageTable::release, py::arg("step"), NoGil(),
            "closes a step and keeps its tokens")
       .def("roll_back", &PageTable::roll_back, py::arg("step"), NoGil(),
            "closes a step and drops its tokens")
+      .def("cancel", &PageTable::cancel, py::arg("step"), NoGil(),
+           "closes a step whose pages could not be copied; drops its tokens and whom it evicted")
       .def("lookup", &lookup, py::arg("users"), "tokens of each user, 0 for an unknown one")
-      .def("pages", &PageTable::pages, py::arg("user"), NoGil(), "a user's pages, in order")
+      .def("pages", &PageTable::pages, py::arg("user"), NoGil(),
+           "a user's pages on the device, in order")
+      .def("host_pages", &PageTable::host_pages, py::arg("user"), NoGil(),
+           "a user's pages on the host, in order")
       .def("free", &free_users, py::arg("users"), "forgets users")
       .def("clear", &PageTable::clear, NoGil(), "forgets all users")
       .def("stats", &stats, "counts of pages, users and what became of them");

@@ -22,8 +22,8 @@ struct OutOfPages : std::runtime_error {
 
 struct PageTableConfig {
   int64_t num_pages = 0;
-  int64_t page_size = 0;  // tokens
-  bool evict = true;      // whether users in no open step may lose their pages to others
+  int64_t page_size = 0;   // tokens
+  bool evict = true;       // whether users in no open step may lose their pages to others
   int64_t host_pages = 0;  // of the tier in host memory, which takes users who are evicted
 };
 
@@ -40,7 +40,7 @@ struct PageTableStats {
   int64_t host_users = 0;       // whose tokens are on the host alone, but for the next ones:
   int64_t returning_users = 0;  // on their way back, in open steps
   int64_t host_hits = 0;        // of the hits, those that came back from the host
-  int64_t losses = 0;           // users who lost their tokens: evicted, and with no room on the host
+  int64_t losses = 0;  // users who lost their tokens: evicted, and with no room on the host
   int64_t pages_to_host = 0;
   int64_t pages_from_host = 0;
 };
@@ -80,20 +80,7 @@ struct PageMoves {
 // the order of the copies to come, before the next step begins; else the step must be cancelled.
 class PageTable {
  public:
-  explicit PageTable(const PageTableConfig& config) : config_(config) {
-    if (config.page_size < 1) fail("page_size", "a positive count of tokens", config.page_size);
-    if (config.num_pages < 1 || config.num_pages > kMaxTokens / config.page_size) {
-      fail("num_pages", "from 1 to " + std::to_string(kMaxTokens / config.page_size) + " pages",
-           config.num_pages);
-    }
-    if (config.host_pages < 0 || config.host_pages > kMaxTokens / config.page_size) {
-      fail("host_pages", "from 0 to " + std::to_string(kMaxTokens / config.page_size) + " pages",
-           config.host_pages);
-    }
-    if (config.host_pages && !config.evict) {
-      fail("host_pages", "0 where nobody is evicted", config.host_pages);
-    }
-  }
+  explicit PageTable(const PageTableConfig& config) : config_(checked(config)) {}
 
   // Opens a step: finds room for the new tokens of all users, evicting others if need be, and pins
   // the users until the step is released or rolled back. `cached_lens`, or null, is what the caller
@@ -117,6 +104,7 @@ class PageTable {
       User& user = *member.user;
       tier_of(user).take(user);
       host_.pinned_pages += size_of(user.host_pages);
+      stats_.returning_users += !user.host_pages.empty();
     }
     evict(victims, step);
     for (const Member& member : step.members) {
@@ -127,13 +115,14 @@ class PageTable {
       step.pages += size_of(user.pages);
       step.tokens += member.new_tokens;
     }
-    stats_.pages_to_host += size_of(step.evicted.host);
+    stats_.pages_to_host += step.evicted_pages;
     stats_.pages_from_host += step.returning_pages;
     return {number, step.pages, step.tokens};
   }
 
   // The pages of users that an open step evicted, to copy to the host, and of those that it brings
-  // back, to copy to the device. No page is in both, nor twice in either.
+  // back, to copy to the device. A page of the device may be among both: it must be read for the
+  // first before it is written for the second. No page of the host is.
   std::pair<PageMoves, PageMoves> moves(int64_t number) const {
     const Lock lock(mutex_);
     const Step& step = find_step(number);
@@ -180,7 +169,8 @@ class PageTable {
     for (const Member& member : step.members) {
       User& user = *member.user;
       ++(member.cached() ? stats_.hits : stats_.misses);
-      if (!user.host_pages.empty()) ++stats_.host_hits;
+      stats_.host_hits += !user.host_pages.empty();
+      stats_.returning_users -= !user.host_pages.empty();
       host_.pinned_pages -= size_of(user.host_pages);
       host_.shorten(user.host_pages, 0);
     }
@@ -203,7 +193,7 @@ class PageTable {
       const auto found = users_.find(id);  // unless it has been freed
       if (found != users_.end() && found->second.on_host()) lose(found->second);
     }
-    stats_.pages_to_host -= size_of(step.evicted.host);
+    stats_.pages_to_host -= step.evicted_pages;
     stats_.pages_from_host -= step.returning_pages;
     undo(number, step);
   }
@@ -261,10 +251,7 @@ class PageTable {
     stats.users = size_of(users_);
     stats.free_host_pages = size_of(host_.free);
     stats.used_host_pages = config_.host_pages - stats.free_host_pages;
-    for (const auto& [id, user] : users_) {
-      stats.host_users += user.on_host();
-      stats.returning_users += user.step && !user.host_pages.empty();
-    }
+    stats.host_users = host_.users;
     return stats;
   }
 
@@ -291,6 +278,7 @@ class PageTable {
   struct Tier {
     std::vector<int32_t> free;  // a stack; its memory is for all pages
     int64_t pinned_pages = 0;   // of users in open steps
+    int64_t users = 0;          // in the list
     User* oldest = nullptr;
     User* newest = nullptr;
 
@@ -317,12 +305,14 @@ class PageTable {
       user.newer = nullptr;
       (newest ? newest->newer : oldest) = &user;
       newest = &user;
+      ++users;
     }
 
     void take(User& user) {
       if (!user.length) return;  // it is new
       (user.older ? user.older->newer : oldest) = user.newer;
       (user.newer ? user.newer->older : newest) = user.older;
+      --users;
     }
   };
 
@@ -337,10 +327,11 @@ class PageTable {
     std::vector<Member> members;
     int64_t new_pages = 0;
     int64_t returning_pages = 0;  // of members that it brings back
+    int64_t evicted_pages = 0;    // of others whom it moves to the host
     int64_t pages = 0;
     int64_t tokens = 0;
     PageMoves evicted;
-    std::vector<int64_t> evicted_users;  // to the host
+    std::vector<int64_t> evicted_users;
   };
 
   struct Victim {
@@ -357,6 +348,21 @@ class PageTable {
   template <class Container>
   static int64_t size_of(const Container& container) {
     return static_cast<int64_t>(container.size());
+  }
+
+  static const PageTableConfig& checked(const PageTableConfig& config) {
+    if (config.page_size < 1) fail("page_size", "a positive count of tokens", config.page_size);
+    const int64_t most = kMaxTokens / config.page_size;
+    if (config.num_pages < 1 || config.num_pages > most) {
+      fail("num_pages", "from 1 to " + std::to_string(most) + " pages", config.num_pages);
+    }
+    if (config.host_pages < 0 || config.host_pages > most) {
+      fail("host_pages", "from 0 to " + std::to_string(most) + " pages", config.host_pages);
+    }
+    if (config.host_pages && !config.evict) {
+      fail("host_pages", "0 where nobody is evicted", config.host_pages);
+    }
+    return config;
   }
 
   int64_t pages_of(int64_t tokens) const {
@@ -411,7 +417,7 @@ class PageTable {
 
   // Users of the device tier, least recently used first, whose pages make the room that enrol() has
   // found to be there; and which of them the host takes: the most recently used ones that fit.
-  std::vector<Victim> choose_victims(const Step& step) const {
+  std::vector<Victim> choose_victims(Step& step) const {
     std::vector<Victim> victims;
     int64_t room = size_of(device_.free);
     for (User* user = device_.oldest; room < step.new_pages; user = user->newer) {
@@ -419,10 +425,11 @@ class PageTable {
       victims.push_back({user, false});
       room += size_of(user->pages);
     }
-    int64_t host_room = config_.host_pages - host_.pinned_pages - step.returning_pages;
+    const int64_t host_room = config_.host_pages - host_.pinned_pages - step.returning_pages;
     for (auto victim = victims.rbegin(); victim != victims.rend(); ++victim) {
-      victim->to_host = size_of(victim->user->pages) <= host_room;
-      if (victim->to_host) host_room -= size_of(victim->user->pages);
+      const int64_t pages = size_of(victim->user->pages);
+      victim->to_host = pages <= host_room - step.evicted_pages;
+      if (victim->to_host) step.evicted_pages += pages;
     }
     return victims;
   }
@@ -436,11 +443,9 @@ class PageTable {
         user.pages.reserve(std::max(wanted, 2 * user.pages.capacity()));
       }
     }
-    if (!config_.host_pages) return;
-    int64_t pages = 0;
-    for (const Victim& victim : victims) pages += victim.to_host ? size_of(victim.user->pages) : 0;
-    step.evicted.device.reserve(pages);
-    step.evicted.host.reserve(pages);
+    if (!step.evicted_pages) return;
+    step.evicted.device.reserve(step.evicted_pages);
+    step.evicted.host.reserve(step.evicted_pages);
     step.evicted_users.reserve(victims.size());
   }
 
@@ -467,6 +472,7 @@ class PageTable {
     for (const Member& member : step.members) {
       User& user = *member.user;
       user.length -= member.new_tokens;
+      stats_.returning_users -= !user.host_pages.empty();
       const int64_t before = size_of(user.pages);
       device_.shorten(user.pages, user.host_pages.empty() ? pages_of(user.length) : 0);
       device_.pinned_pages -= before - size_of(user.pages);
@@ -475,9 +481,7 @@ class PageTable {
   }
 
   void evict(const std::vector<Victim>& victims, Step& step) {
-    int64_t wanted = 0;
-    for (const Victim& victim : victims) wanted += victim.to_host ? size_of(victim.user->pages) : 0;
-    while (size_of(host_.free) < wanted) lose(*host_.oldest);
+    while (size_of(host_.free) < step.evicted_pages) lose(*host_.oldest);
     for (const Victim& victim : victims) {
       victim.to_host ? move_to_host(*victim.user, step) : lose(*victim.user);
     }

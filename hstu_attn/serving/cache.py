@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hstu_attn.paged import PAGE_SIZES, PagedKV
 
+from .host_tier import HostTier, Returning
+
 try:
     import hstu_attn._host as _host
 except ImportError as error:
@@ -33,7 +35,13 @@ class CacheStats(NamedTuple):
 
     `used_pages` are all but `free_pages`; `pinned_pages` are those of users in open steps. `hits`
     and `misses` count users of finished steps that were found with and without tokens, `evictions`
-    users evicted.
+    users who lost their pages on the device.
+
+    Of the host tier: `host_users` have their tokens there, and so have `returning_users`, whom open
+    steps bring back and who are in both tiers until then. `host_hits` are the hits that came back
+    from the host. `losses` count users whose tokens are lost: evicted where the host had no room,
+    or least recently used on the host when it had to take others. `bytes_to_host` and
+    `bytes_from_host` have been copied.
     """
 
     free_pages: int
@@ -43,6 +51,14 @@ class CacheStats(NamedTuple):
     hits: int
     misses: int
     evictions: int
+    free_host_pages: int
+    used_host_pages: int
+    host_users: int
+    returning_users: int
+    host_hits: int
+    losses: int
+    bytes_to_host: int
+    bytes_from_host: int
 
 
 class CacheStep:
@@ -61,6 +77,7 @@ class CacheStep:
     __slots__ = (
         "_kv_cache",
         "_open",
+        "_returning",
         "_rows",
         "cached_lens",
         "last_page_lens",
@@ -69,11 +86,18 @@ class CacheStep:
         "slots",
     )
 
-    def __init__(self, kv_cache: Tensor, tables: Tensor, lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        kv_cache: Tensor,
+        tables: Tensor,
+        lengths: Sequence[int],
+        returning: Returning | None = None,
+    ) -> None:
         self.page_offsets, self.page_ids, self.last_page_lens, self.cached_lens, self.slots = (
             tables.split(lengths)
         )
         self._kv_cache = kv_cache
+        self._returning = returning
         self._rows: tuple[Tensor, Tensor] | None = None
         self._open = True
 
@@ -122,6 +146,8 @@ class CacheStep:
             raise ValueError(
                 f"layer: expected from 0 to {self._kv_cache.shape[0] - 1}, got {layer}"
             )
+        if self._returning is not None:
+            self._returning.wait(layer)
         return self._kv_cache[layer]
 
 
@@ -131,6 +157,11 @@ class PagedKVCache:
     A user is an int64 id; an unknown one starts empty. Methods may be called from several threads,
     and none waits for a GPU. The GPU work of all steps must be ordered, by one stream or by events:
     a page that is freed while a kernel still reads it may be written by the next step.
+
+    With `host_pages`, users who are evicted keep their tokens in host memory while there is room
+    there, or users to drop who were used less recently. A step brings its users back: a layer's
+    rows are there for what is computed after the step's `paged_kv` or `append` of that layer, and
+    those of the following layers are copied meanwhile.
 
     Args:
         num_layers: layers of the model; one page id stands for that page of every layer.
@@ -142,9 +173,12 @@ class PagedKVCache:
         device: of the cache; None means torch's default device.
         evict: whether users in no open step lose their pages, the least recently used first, when a
             batch finds too few free ones. If not, that is an error.
+        host_pages: pages of the same size in host memory, pinned if the device is a GPU (torch then
+            takes a power of two of bytes); only with `evict`.
 
     Attributes:
         kv_cache: `(num_layers, num_pages, 2, page_size, heads, head_dim)`, index 0 keys, 1 values.
+            Those of a step's users are there after the step's `paged_kv` of the layer.
 
     Raises:
         ValueError: for a size out of range.
@@ -170,6 +204,7 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         *,
         evict: bool = True,
+        host_pages: int = 0,
     ) -> None:
         sizes = {"num_layers": num_layers, "heads": heads, "head_dim": head_dim}
         for name, size in sizes.items():
@@ -178,10 +213,11 @@ class PagedKVCache:
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
         self._page_size = page_size
-        self._table = _host.PageTable(num_pages, page_size, evict=evict)
+        self._table = _host.PageTable(num_pages, page_size, evict=evict, host_pages=host_pages)
         self.kv_cache = torch.zeros(
             (num_layers, num_pages, 2, page_size, heads, head_dim), dtype=dtype, device=device
         )
+        self._host_tier = HostTier(self.kv_cache, host_pages) if host_pages else None
 
     @contextmanager
     def step(
@@ -195,7 +231,8 @@ class PagedKVCache:
         """Makes room for a batch's new tokens, and pins its users until the block is left.
 
         An exception inside the block drops the new tokens again: lengths, pages and cached rows are
-        as before, but for users evicted meanwhile, and for rows that the block has written again.
+        as before, but for users evicted meanwhile, and for rows that the block has written again
+        (a user who was on the host is there again, and its rows are as they were).
         Without one, every token of the step must have been written in every layer when the block is
         left.
 
@@ -216,18 +253,25 @@ class PagedKVCache:
                 The cache is as it was.
         """
         counts = _int64s("new_tokens", new_tokens)
-        number, tables, lengths = self._table.begin(
+        number, tables, lengths, returning = self._begin(
             _int64s("users", users),
             counts,
             None if cached_lens is None else _int64s("cached_lens", cached_lens),
         )
         step = None
         try:
-            if rewritten is not None:
-                again = _int64s("rewritten", rewritten)
-                tables, lengths = _with_rewritten(tables, lengths, again, counts, self._page_size)
-            step = CacheStep(self.kv_cache, self._to_device(torch.from_numpy(tables)), lengths)
-            yield step
+            try:
+                if rewritten is not None:
+                    again = _int64s("rewritten", rewritten)
+                    tables, lengths = _with_rewritten(
+                        tables, lengths, again, counts, self._page_size
+                    )
+                on_device = self._to_device(torch.from_numpy(tables))
+                step = CacheStep(self.kv_cache, on_device, lengths, returning)
+                yield step
+            finally:
+                if returning is not None:
+                    returning.wait(-1)  # before others may own the pages
         except BaseException:
             self._table.roll_back(number)
             raise
@@ -237,8 +281,23 @@ class PagedKVCache:
             if step is not None:
                 step._open = False
 
+    def _begin(
+        self, users: Int64s, new_tokens: Int64s, cached_lens: Int64s | None
+    ) -> tuple[int, Int32s, Sequence[int], Returning | None]:
+        """Opens a step of the table: its number, its tables, and what has to be waited for."""
+        if self._host_tier is None:
+            return *self._table.begin(users, new_tokens, cached_lens), None
+        with self._host_tier.lock:
+            number, tables, lengths = self._table.begin(users, new_tokens, cached_lens)
+            try:
+                returning = self._host_tier.move(*self._table.moves(number))
+            except BaseException:
+                self._table.cancel(number)
+                raise
+        return number, tables, lengths, returning
+
     def lookup(self, users: Ints) -> Tensor:
-        """int32 `(B,)` on the CPU: the tokens of each user, 0 for an unknown one.
+        """int32 `(B,)` on the CPU: the tokens of each user in either tier, 0 for an unknown one.
 
         Does not count as a use, and includes new tokens of open steps.
         """
@@ -262,7 +321,11 @@ class PagedKVCache:
 
     def stats(self) -> CacheStats:
         """Counts of pages and users, at one moment."""
-        return CacheStats(**self._table.stats())
+        counts = self._table.stats()
+        page_bytes = 0 if self._host_tier is None else self._host_tier.page_bytes
+        for direction in ("to_host", "from_host"):
+            counts["bytes_" + direction] = page_bytes * counts.pop("pages_" + direction)
+        return CacheStats(**counts)
 
     def _to_device(self, tables: Tensor) -> Tensor:
         if self.kv_cache.is_cuda:

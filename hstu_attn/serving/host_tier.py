@@ -1,0 +1,154 @@
+"""Pages of a KV cache in host memory, and the copies between them and those of the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["HostTier", "Returning"]
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Returning:
+    """The copies that bring a step's users back, layer by layer.
+
+    Args:
+        device: of the cache.
+        layers: an event for each layer, recorded when its copies are done; none on a CPU, where
+            they are done when they have been made, and where there are no copies.
+    """
+
+    def __init__(self, device: torch.device, layers: list[torch.cuda.Event]) -> None:
+        self._device = device
+        self._layers = layers
+
+    def wait(self, layer: int) -> None:
+        """Lets the current stream, not the host, wait for the copies of the layers up to this one:
+        `layer` from 0, or -1 for the last one."""
+        if self._layers:
+            torch.cuda.current_stream(self._device).wait_event(self._layers[layer])
+
+
+class HostTier:
+    """Host pages `(layers, num_pages, words)`, pinned if the cache is on a GPU.
+
+    On a GPU, copies of one step overlap with its computation. Below, `main` is the stream that is
+    current when the step begins, and `side` a stream of the tier's own. What may go wrong, and why
+    it does not:
+
+    - The pages of an evicted user are written again too early. They are first gathered into a
+      buffer, on main: after all work of earlier steps, which wrote them, and before that of this
+      step, which may write them.
+    - A page is filled with a returning user's rows while its former owner's are still read. Side
+      waits for main before it writes any: for the work of earlier steps, and for the gathering.
+    - The rows of a returning user are read, or written next to, before they are there. Whoever uses
+      a layer lets its stream wait for that layer's event first (`Returning.wait`).
+    - Such a page is given to another user while side still writes it, because the step failed
+      before it came to that layer. The end of a step waits for the last layer in any case.
+    - A host page is written before it has been read, or read before it has been written. Only side
+      touches host pages, in the order in which `move` was called; and that is the order in which
+      the page table gave them away, if one lock is held over both.
+    - A buffer is used again while a copy still reads or writes it. Those of returning users belong
+      to side alone, and torch is told that side reads the one that main filled.
+
+    Args:
+        kv_cache: `(layers, device pages, ...)`, contiguous; a page of a layer has a multiple of 8
+            bytes.
+        num_pages: of the host.
+
+    Attributes:
+        lock: to hold from when the page table moves users until `move` has returned.
+        page_bytes: of one page in all layers.
+    """
+
+    def __init__(self, kv_cache: Tensor, num_pages: int) -> None:
+        self._device = kv_cache.device
+        self._device_pages = kv_cache.flatten(2).view(torch.int64)
+        layers, _, words = self._device_pages.shape
+        self._side = torch.cuda.Stream(kv_cache.device) if kv_cache.is_cuda else None
+        self._host_pages = torch.empty(
+            (layers, num_pages, words),
+            dtype=torch.int64,
+            device="cpu",
+            pin_memory=self._side is not None,
+        )
+        self.lock = threading.Lock()
+        self.page_bytes = 8 * words * layers
+
+    @torch.no_grad()
+    def move(self, evicted: Int64s, returning: Int64s) -> Returning:
+        """Copies pages between the tiers, or on a GPU starts to, without waiting for it.
+
+        Args:
+            evicted: `(2, n)` pages to copy to the host: those on the device, those on the host.
+            returning: `(2, n)` pages to copy to the device, likewise.
+
+        Returns:
+            What to wait for before a layer is used, and at the end of the step.
+        """
+        if not evicted.size and not returning.size:
+            return Returning(self._device, [])
+        ids = torch.from_numpy(np.concatenate([evicted[0], returning[0]]))
+        if self._side is not None:
+            ids = ids.pin_memory()  # else the copy might wait for the GPU
+        ids = ids.to(self._device, non_blocking=True)
+        leaving, arriving = ids.split([evicted.shape[1], returning.shape[1]])
+        gathered = self._device_pages.index_select(1, leaving)
+        with self._on_side(ids, gathered):
+            events = self._bring_back(returning[1], arriving)
+            self._take_away(gathered, evicted[1])
+        return Returning(self._device, events)
+
+    @contextmanager
+    def _on_side(self, *inputs: Tensor) -> Iterator[None]:
+        """On a GPU, the block's work is side's, after what is main's so far; it reads `inputs`."""
+        if self._side is None:
+            yield
+            return
+        main = torch.cuda.current_stream(self._device)
+        for tensor in inputs:
+            tensor.record_stream(self._side)
+        self._side.wait_stream(main)
+        try:
+            with torch.cuda.stream(self._side):
+                yield
+        except BaseException:
+            main.wait_stream(self._side)  # the pages that side writes will be given to others
+            raise
+
+    def _bring_back(self, host_ids: Int64s, device_ids: Tensor) -> list[torch.cuda.Event]:
+        """From the host, a layer at a time, with an event after each if there is any page."""
+        events: list[torch.cuda.Event] = []
+        if not len(host_ids):
+            return events
+        runs = _runs(host_ids)
+        for device_pages, host_pages in zip(self._device_pages, self._host_pages, strict=True):
+            buffer = device_pages.new_empty(len(host_ids), device_pages.shape[1])
+            for start, end, page in runs:
+                buffer[start:end].copy_(host_pages[page : page + end - start], non_blocking=True)
+            device_pages.index_copy_(0, device_ids, buffer)
+            if self._side is not None:
+                events.append(self._side.record_event())
+        return events
+
+    def _take_away(self, gathered: Tensor, host_ids: Int64s) -> None:
+        """To the host, from `(layers, n, words)`."""
+        runs = _runs(host_ids)
+        for buffer, host_pages in zip(gathered, self._host_pages, strict=True):
+            for start, end, page in runs:
+                host_pages[page : page + end - start].copy_(buffer[start:end], non_blocking=True)
+
+
+def _runs(pages: Int64s) -> list[tuple[int, int, int]]:
+    """Where pages follow each other: the indices of the first and after the last, and the first
+    page. So one copy does for each."""
+    starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+    ends = np.append(starts[1:], len(pages))
+    return list(zip(starts.tolist(), ends.tolist(), pages[starts].tolist(), strict=False))
