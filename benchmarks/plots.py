@@ -148,7 +148,7 @@ def paged(records: Sequence[Record], path: Path) -> None:
         axis.set_title(f"head dim {dim}")
         axis.set_xlabel("history / new / candidates")
     axes[0][0].set_ylabel("microseconds, batch 8")
-    axes[0][0].legend()
+    axes[0][0].legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=4)
     _save(figure, path)
 
 

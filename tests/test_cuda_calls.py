@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hstu_attn import Mask, PagedKV, RelativeBias, hstu_attention
+from hstu_attn import Mask, RelativeBias, hstu_attention
 from hstu_attn.testing import Batch, make_batch, offsets, poisoned_memory, run
 from tests import raw_ops
 
@@ -291,14 +291,6 @@ def test_what_is_not_built_yet():
     tables = torch.zeros(2, 9, device="cuda", requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"^pos_weight: the relative bias is not built"):
         hstu_attention(batch.q, batch.k, batch.v, **batch.with_bias(RelativeBias(tables)).options())
-    pages = PagedKV(
-        torch.zeros(1, 2, 16, 2, 32, dtype=BF16, device="cuda"),
-        offsets([1], "cuda"),
-        offsets([], "cuda"),
-        torch.tensor([9], device="cuda"),
-    )
-    with pytest.raises(NotImplementedError, match=r"^kv_cache: pages are not built for GPUs"):
-        hstu_attention(batch.q, batch.k, batch.v, **replace(batch, paged_kv=pages).options())
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
