@@ -139,10 +139,11 @@ def has_cuda_kernels() -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
-def _check_devices(schema: torch.FunctionSchema, args: tuple[Any, ...]) -> None:
-    """All on q's device; the kernels check it too, but one meta tensor keeps a call from them."""
+def _check_devices(schema: torch.FunctionSchema, args: tuple[Any, ...], like: str = "q") -> None:
+    """All on the device of one argument; the kernels check it too, but one meta tensor keeps a
+    call from them."""
     arguments = [argument.name for argument in schema.arguments]
-    device = args[arguments.index("q")].device
+    device = args[arguments.index(like)].device
     for name, value in zip(arguments, args, strict=True):
         if isinstance(value, Tensor) and value.device != device:
             raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.device}")
@@ -186,11 +187,7 @@ def _bwd_out_fake(*args: Any) -> None:
 
 
 def _append_fake(*args: Any) -> None:
-    k: Tensor = args[0]
-    names = [a.name for a in torch.ops.hstu_attn.append_paged_kv.default._schema.arguments]
-    for name, value in zip(names, args, strict=True):
-        if isinstance(value, Tensor) and value.device != k.device:
-            raise ValueError(f"{name}: expected a tensor on {k.device}, got one on {value.device}")
+    _check_devices(torch.ops.hstu_attn.append_paged_kv.default._schema, args, like="k")
 
 
 # ---------------------------------------------------------------------------------------------

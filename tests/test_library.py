@@ -53,6 +53,17 @@ def test_opcheck_forward_paged():
     torch.library.opcheck(LIBRARY.hstu_varlen_fwd.default, (), arguments)
 
 
+def test_opcheck_append():
+    batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16)
+    k, v = torch.randn(2, *batch.k.shape)
+    pages = batch.paged_kv
+    arguments = (
+        *(k, v, pages.kv_cache.nan_to_num(), pages.page_offsets, pages.page_ids),
+        *(batch.cu_seqlens_q, batch.cu_seqlens_k, batch.mask.num_targets),
+    )
+    torch.library.opcheck(LIBRARY.append_paged_kv.default, arguments)
+
+
 @pytest.mark.parametrize(("mask", "bias"), CASES, ids=IDS)
 def test_opcheck_forward_out(mask, bias):
     batch = batch_of(mask, bias)
