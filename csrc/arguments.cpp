@@ -17,7 +17,7 @@ int64_t most_keys(const PagedParams& paged, int64_t total_q) {
 constexpr int64_t kMaxLength = 1 << 30;
 
 void check_tensors(const Arguments& args, ForwardParams& params) {
-  const Tensor& q = args.q;
+  const TensorView& q = args.q;
   params.dtype = to_dtype("q", q);
   if (q.dim() != 3) fail("q", "shape (total_q, heads, head_dim)", describe_shape(q));
   if (args.v.dim() != 3) fail("v", "shape (total_k, heads, head_dim_v)", describe_shape(args.v));
@@ -32,15 +32,15 @@ void check_tensors(const Arguments& args, ForwardParams& params) {
   const char* meaning_k =
       args.kv_cache ? "(total_q, heads, head_dim)" : "(total_k, heads, head_dim)";
   params.heads = static_cast<int>(heads);
-  params.q = to_packed("q", q, q, -1, heads, head_dim, "(total_q, heads, head_dim)", false);
-  params.k = to_packed("k", args.k, q, rows_k, heads, head_dim, meaning_k, false);
-  params.v = to_packed("v", args.v, q, rows_k, heads, -1, meaning_k, false);
+  params.q = to_packed("q", q, q, -1, heads, head_dim, "(total_q, heads, head_dim)");
+  params.k = to_packed("k", args.k, q, rows_k, heads, head_dim, meaning_k);
+  params.v = to_packed("v", args.v, q, rows_k, heads, -1, meaning_k);
   params.batch.total_q = total_q;
   params.batch.total_k = rows_k;  // with pages, see check_paged()
 }
 
 void check_batch(const Arguments& args, BatchParams& batch) {
-  const Tensor& q = args.q;
+  const TensorView& q = args.q;
   batch.cu_seqlens_q = to_index_array("cu_seqlens_q", args.cu_seqlens_q, q, -1, "(batch + 1)");
   const int64_t offsets = args.cu_seqlens_q.size(0);
   if (offsets < 1) fail("cu_seqlens_q", "at least one offset", describe_shape(args.cu_seqlens_q));
@@ -69,7 +69,7 @@ void check_scale(const Arguments& args, ForwardParams& params) {
   params.scale = length > 0 ? 1.0 / static_cast<double>(length) : 0.0;
   params.alpha = args.alpha;
   if (!args.attn_scale) return;
-  const Tensor& scale = *args.attn_scale;
+  const TensorView& scale = *args.attn_scale;
   check_device("attn_scale", scale, args.q);
   check_dtype("attn_scale", scale, ScalarType::Float, "float32");
   const bool per_row = scale.dim() == 1 && scale.size(0) == args.q.size(0) && scale.size(0) != 1;
@@ -78,7 +78,7 @@ void check_scale(const Arguments& args, ForwardParams& params) {
          describe_shape(scale));
   }
   if (per_row) check_last_stride("attn_scale", scale);
-  params.attn_scale = static_cast<const float*>(scale.const_data_ptr());
+  params.attn_scale = static_cast<const float*>(scale.data);
   params.attn_scale_per_row = per_row;
 }
 
@@ -102,7 +102,7 @@ void check_arbitrary_mask(const Arguments& args, MaskParams& mask) {
         std::pair("min_full_attn_seq_len", args.min_full_attn_seq_len != 0)}) {
     if (given) fail(other, join("nothing beside ", name), "a value");
   }
-  const Tensor& tensor = args.row_spans ? *args.row_spans : *args.func;
+  const TensorView& tensor = args.row_spans ? *args.row_spans : *args.func;
   check_device(name, tensor, args.q);
   check_dtype(name, tensor, ScalarType::Int, "int32");
   if (args.row_spans) {
@@ -113,7 +113,7 @@ void check_arbitrary_mask(const Arguments& args, MaskParams& mask) {
       check_shape(name, tensor, {total_q, 4}, "(total_q, 4) or (heads, total_q, 4)");
     }
     check_last_stride(name, tensor);
-    mask.row_spans = static_cast<const int32_t*>(tensor.const_data_ptr());
+    mask.row_spans = static_cast<const int32_t*>(tensor.data);
     mask.row_spans_head_stride = per_head ? tensor.stride(0) : 0;
     mask.row_spans_row_stride = tensor.stride(per_head ? 1 : 0);
     return;
@@ -126,7 +126,7 @@ void check_arbitrary_mask(const Arguments& args, MaskParams& mask) {
   }
   check_range(name, tensor.size(1), 1, kMaxLength, "an odd n below 2^30");
   check_last_stride(name, tensor);
-  mask.func = static_cast<const int32_t*>(tensor.const_data_ptr());
+  mask.func = static_cast<const int32_t*>(tensor.data);
   mask.func_length = static_cast<int>(tensor.size(1));
   mask.func_head_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
   mask.func_entry_stride = tensor.stride(1);
@@ -156,7 +156,7 @@ void check_mask(const Arguments& args, MaskParams& mask) {
   mask.min_full_attn_seq_len = static_cast<int>(std::min(args.min_full_attn_seq_len, kMaxLength));
 }
 
-BiasTable to_table(const char* name, const Tensor& weight, const Arguments& args) {
+BiasTable to_table(const char* name, const TensorView& weight, const Arguments& args) {
   check_device(name, weight, args.q);
   const DType dtype = bias_dtype(name, weight, args.q);
   const int64_t heads = args.q.size(1);
@@ -167,23 +167,23 @@ BiasTable to_table(const char* name, const Tensor& weight, const Arguments& args
          describe_shape(weight));
   }
   check_last_stride(name, weight);
-  return {weight.const_data_ptr(), dtype, static_cast<int>(weight.size(0)),
-          static_cast<int>(weight.size(1)), weight.stride(0)};
+  return {weight.data, dtype, static_cast<int>(weight.size(0)), static_cast<int>(weight.size(1)),
+          weight.stride(0)};
 }
 
-const int64_t* to_times(const char* name, const Tensor& tensor, const Arguments& args, int64_t size,
-                        const char* meaning) {
+const int64_t* to_times(const char* name, const TensorView& tensor, const Arguments& args,
+                        int64_t size, const char* meaning) {
   check_device(name, tensor, args.q);
   check_dtype(name, tensor, ScalarType::Long, "int64");
   check_shape(name, tensor, {size}, meaning);
   check_last_stride(name, tensor);
-  return static_cast<const int64_t*>(tensor.const_data_ptr());
+  return static_cast<const int64_t*>(tensor.data);
 }
 
 void check_bias(const Arguments& args, ForwardParams& params) {
   const int64_t heads = args.q.size(1);
   if (args.rab) {
-    const Tensor& rab = *args.rab;
+    const TensorView& rab = *args.rab;
     check_device("rab", rab, args.q);
     const DType dtype = bias_dtype("rab", rab, args.q);
     check_shape("rab", rab, {params.batch.batch, -1, args.max_seqlen_k, args.max_seqlen_k},
@@ -194,7 +194,7 @@ void check_bias(const Arguments& args, ForwardParams& params) {
     check_last_stride("rab", rab);
     if (args.pos_weight) fail("pos_weight", "None beside rab", "a tensor");
     if (args.ts_weight) fail("ts_weight", "None beside rab", "a tensor");
-    params.rab = to_dense_bias(rab, dtype, false);
+    params.rab = to_dense_bias(rab, dtype);
   }
   RelativeBias& bias = params.relative_bias;
   if (args.pos_weight) {
@@ -231,7 +231,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
     }
     return;
   }
-  const Tensor& cache = *args.kv_cache;
+  const TensorView& cache = *args.kv_cache;
   check_device("kv_cache", cache, args.q);
   check_dtype("kv_cache", cache, args.q);
   check_shape("kv_cache", cache, {-1, 2, -1, args.q.size(1), args.q.size(2)},
@@ -253,7 +253,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   }
   const int64_t b = params.batch.batch;
   PagedParams& paged = params.paged;
-  paged.kv_cache = cache.const_data_ptr();
+  paged.kv_cache = cache.data;
   paged.num_pages = cache.size(0);
   paged.page_size = static_cast<int>(size);
   paged.page_stride = cache.stride(0);
@@ -286,7 +286,7 @@ void to_params(const Arguments& args, ForwardParams& params) {
 }
 
 void to_params(const AppendArguments& args, AppendParams& params) {
-  const Tensor& k = args.k;
+  const TensorView& k = args.k;
   params.element_bytes = to_dtype("k", k) == DType::kFloat64   ? 8
                          : to_dtype("k", k) == DType::kFloat32 ? 4
                                                                : 2;
@@ -295,13 +295,13 @@ void to_params(const AppendArguments& args, AppendParams& params) {
   check_range("k", heads, 1, INT_MAX, "at least one head");
   check_range("k", head_dim, 1, INT_MAX, "a head_dim of at least 1");
   check_last_stride("k", k);
-  params.k = {readable(k), k.stride(0), k.stride(1), static_cast<int>(head_dim)};
-  const Tensor& v = args.v;
+  params.k = {k.data, k.stride(0), k.stride(1), static_cast<int>(head_dim)};
+  const TensorView& v = args.v;
   check_device("v", v, k, "k");
   check_dtype("v", v, k, "k");
   check_shape("v", v, {total_q, heads, head_dim}, "of k");
   check_last_stride("v", v);
-  params.v = {readable(v), v.stride(0), v.stride(1), static_cast<int>(head_dim)};
+  params.v = {v.data, v.stride(0), v.stride(1), static_cast<int>(head_dim)};
   params.heads = static_cast<int>(heads);
 
   BatchParams& batch = params.batch;
@@ -314,7 +314,7 @@ void to_params(const AppendArguments& args, AppendParams& params) {
       to_index_array("cu_seqlens_k", args.cu_seqlens_k, k, b + 1, "(batch + 1)", "k");
   batch.num_targets = to_index_array("num_targets", args.num_targets, k, b, "(batch)", "k");
 
-  const Tensor& cache = args.kv_cache;
+  const TensorView& cache = args.kv_cache;
   check_device("kv_cache", cache, k, "k");
   check_dtype("kv_cache", cache, k, "k");
   check_shape("kv_cache", cache, {-1, 2, -1, heads, head_dim},
@@ -322,7 +322,7 @@ void to_params(const AppendArguments& args, AppendParams& params) {
   check_last_stride("kv_cache", cache);
   check_range("kv_cache", cache.size(2), 1, INT_MAX, "a page size of at least 1");
   PagedParams& paged = params.paged;
-  paged.kv_cache = writable(cache);
+  paged.kv_cache = cache.data;
   paged.num_pages = cache.size(0);
   paged.page_size = static_cast<int>(cache.size(2));
   paged.page_stride = cache.stride(0);

@@ -1,28 +1,20 @@
-// What the ops are called with, as torch tensors: reading, checking, and conversion to params.h.
-// Beside this only ops.cpp and cuda/ops.cpp see torch.
+// What the ops are called with: reading, checking, and conversion to params.h. Of torch this sees
+// the names of dtypes alone; stable_tensor.h and fast_call.h have where the arguments come from.
 //
 // A bad argument is a std::invalid_argument (ValueError in Python) that names the argument, what
 // was expected and what came.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
-#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
 #include "paged/append.h"
 #include "params.h"
+#include "tensor_view.h"
 
 namespace hstu {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // The part of the schemas that all ops share, in the order in which Arguments reads it.
 #define HSTU_SHARED_SCHEMA                                                                      \
@@ -39,98 +31,52 @@ using OptionalTensor = std::optional<Tensor>;
   "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, " \
   "bool deterministic, int sm_margin"
 
-// Reads the arguments of a boxed call one after another.
-class ArgumentReader {
- public:
-  explicit ArgumentReader(StableIValue* stack) : next_(stack) {}
-
-  template <typename T>
-  T read() {
-    return torch::stable::detail::to<T>(*next_++);
-  }
-  template <typename T>
-  void read(T& value) {
-    value = read<T>();
-  }
-
- private:
-  StableIValue* next_;
-};
-
+// Views: whoever reads the arguments keeps the tensors.
 struct Arguments {
-  Tensor q, k, v, cu_seqlens_q, cu_seqlens_k;
-  OptionalTensor seqused_q, seqused_k;
+  TensorView q, k, v, cu_seqlens_q, cu_seqlens_k;
+  OptionalView seqused_q, seqused_k;
   int64_t max_seqlen_q, max_seqlen_k, scaling_seqlen;
-  OptionalTensor attn_scale;
+  OptionalView attn_scale;
   double alpha;
-  OptionalTensor num_contexts, num_targets;
+  OptionalView num_contexts, num_targets;
   int64_t target_group_size, window_left, window_right, min_full_attn_seq_len;
-  OptionalTensor row_spans, func, rab;
-  OptionalTensor pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds;
-  OptionalTensor kv_cache, page_offsets, page_ids, last_page_lens;
+  OptionalView row_spans, func, rab;
+  OptionalView pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds;
+  OptionalView kv_cache, page_offsets, page_ids, last_page_lens;
   int64_t quant_mode;
-  OptionalTensor q_descale, k_descale, v_descale;
+  OptionalView q_descale, k_descale, v_descale;
   bool deterministic;
   int64_t sm_margin;
 
-  // The forward ops have the paged arguments, the backward ops have not.
-  Arguments(ArgumentReader& in, bool has_paged);
-};
-
-inline Arguments::Arguments(ArgumentReader& in, bool has_paged)
-    : q(in.read<Tensor>()),
-      k(in.read<Tensor>()),
-      v(in.read<Tensor>()),
-      cu_seqlens_q(in.read<Tensor>()),
-      cu_seqlens_k(in.read<Tensor>()) {
-  in.read(seqused_q);
-  in.read(seqused_k);
-  in.read(max_seqlen_q);
-  in.read(max_seqlen_k);
-  in.read(scaling_seqlen);
-  in.read(attn_scale);
-  in.read(alpha);
-  in.read(num_contexts);
-  in.read(num_targets);
-  in.read(target_group_size);
-  in.read(window_left);
-  in.read(window_right);
-  in.read(min_full_attn_seq_len);
-  in.read(row_spans);
-  in.read(func);
-  in.read(rab);
-  in.read(pos_weight);
-  in.read(ts_weight);
-  in.read(timestamps);
-  in.read(row_timestamps);
-  in.read(ts_thresholds);
-  if (has_paged) {
-    in.read(kv_cache);
-    in.read(page_offsets);
-    in.read(page_ids);
-    in.read(last_page_lens);
+  // A Reader has read(T&), which gives one argument of the schema after another. The forward ops
+  // have the paged arguments, the backward ops have not.
+  template <typename Reader>
+  Arguments(Reader& in, bool has_paged) {
+    const auto read = [&in](auto&... values) { (in.read(values), ...); };
+    read(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
+    read(max_seqlen_q, max_seqlen_k, scaling_seqlen, attn_scale, alpha);
+    read(num_contexts, num_targets, target_group_size, window_left, window_right);
+    read(min_full_attn_seq_len, row_spans, func);
+    read(rab, pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds);
+    if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens);
+    read(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin);
   }
-  in.read(quant_mode);
-  in.read(q_descale);
-  in.read(k_descale);
-  in.read(v_descale);
-  in.read(deterministic);
-  in.read(sm_margin);
-}
+};
 
 // What append_paged_kv is called with.
 struct AppendArguments {
-  Tensor k, v, kv_cache, page_offsets, page_ids, cu_seqlens_q, cu_seqlens_k;
-  OptionalTensor num_targets;
+  TensorView k, v, kv_cache, page_offsets, page_ids, cu_seqlens_q, cu_seqlens_k;
+  OptionalView num_targets;
 
-  explicit AppendArguments(ArgumentReader& in)
-      : k(in.read<Tensor>()),
-        v(in.read<Tensor>()),
-        kv_cache(in.read<Tensor>()),
-        page_offsets(in.read<Tensor>()),
-        page_ids(in.read<Tensor>()),
-        cu_seqlens_q(in.read<Tensor>()),
-        cu_seqlens_k(in.read<Tensor>()) {
+  template <typename Reader>
+  explicit AppendArguments(Reader& in) {
+    in.read(k);
+    in.read(v);
+    in.read_written(kv_cache);
+    in.read(page_offsets);
+    in.read(page_ids);
+    in.read(cu_seqlens_q);
+    in.read(cu_seqlens_k);
     in.read(num_targets);
   }
 };
@@ -151,7 +97,7 @@ std::string join(const Parts&... parts) {
   throw std::invalid_argument(name + ": expected " + expected + ", got " + got);
 }
 
-inline std::string describe_shape(const Tensor& tensor) {
+inline std::string describe_shape(const TensorView& tensor) {
   std::string text = "shape (";
   for (int64_t n = 0; n < tensor.dim(); ++n) {
     text += (n ? ", " : "") + std::to_string(tensor.size(n));
@@ -159,7 +105,7 @@ inline std::string describe_shape(const Tensor& tensor) {
   return text + ")";
 }
 
-inline std::string describe_strides(const Tensor& tensor) {
+inline std::string describe_strides(const TensorView& tensor) {
   std::string text = "strides (";
   for (int64_t n = 0; n < tensor.dim(); ++n) {
     text += (n ? ", " : "") + std::to_string(tensor.stride(n));
@@ -167,8 +113,8 @@ inline std::string describe_strides(const Tensor& tensor) {
   return text + ")";
 }
 
-inline std::string describe_dtype(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline std::string describe_dtype(const TensorView& tensor) {
+  switch (tensor.dtype) {
     case ScalarType::Float:
       return "float32";
     case ScalarType::BFloat16:
@@ -182,7 +128,7 @@ inline std::string describe_dtype(const Tensor& tensor) {
     case ScalarType::Long:
       return "int64";
     default:
-      return torch::headeronly::toString(tensor.scalar_type());
+      return torch::headeronly::toString(tensor.dtype);
   }
 }
 
@@ -191,22 +137,22 @@ inline void check_range(const char* name, int64_t value, int64_t low, int64_t hi
   if (value < low || value > high) fail(name, expected, std::to_string(value));
 }
 
-inline void check_device(const char* name, const Tensor& tensor, const Tensor& q,
+inline void check_device(const char* name, const TensorView& tensor, const TensorView& q,
                          const char* whose = "q") {
-  if (tensor.is_cpu() == q.is_cpu() && tensor.get_device_index() == q.get_device_index()) return;
-  const auto describe = [](const Tensor& t) -> std::string {
-    return t.is_cpu()    ? "cpu"
-           : t.is_cuda() ? join("cuda:", t.get_device_index())
-                         : "another device";
+  if (tensor.is_on_device_of(q)) return;
+  const auto describe = [](const TensorView& t) -> std::string {
+    return t.device_type == DeviceType::kCpu    ? "cpu"
+           : t.device_type == DeviceType::kCuda ? join("cuda:", t.device_index)
+                                                : "another device";
   };
   fail(name, join("the device of ", whose, " (", describe(q), ")"), describe(tensor));
 }
 
 // A shape entry of -1 accepts any size.
-inline void check_shape(const char* name, const Tensor& tensor,
+inline void check_shape(const char* name, const TensorView& tensor,
                         std::initializer_list<int64_t> shape, const char* meaning) {
   const auto matches = [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; };
-  if (std::ranges::equal(tensor.sizes(), shape, matches)) return;
+  if (std::ranges::equal(tensor.sizes, shape, matches)) return;
   std::string expected;
   for (const int64_t size : shape) {
     expected += (expected.empty() ? "" : ", ") + (size < 0 ? "any" : std::to_string(size));
@@ -214,15 +160,15 @@ inline void check_shape(const char* name, const Tensor& tensor,
   fail(name, join("shape ", meaning, " = (", expected, ")"), describe_shape(tensor));
 }
 
-inline void check_last_stride(const char* name, const Tensor& tensor) {
+inline void check_last_stride(const char* name, const TensorView& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (tensor.size(last) > 1 && tensor.numel() > 0 && tensor.stride(last) != 1) {
     fail(name, "a contiguous last dimension", describe_strides(tensor));
   }
 }
 
-inline DType to_dtype(const char* name, const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline DType to_dtype(const char* name, const TensorView& tensor) {
+  switch (tensor.dtype) {
     case ScalarType::Float:
       return DType::kFloat32;
     case ScalarType::BFloat16:
@@ -236,22 +182,21 @@ inline DType to_dtype(const char* name, const Tensor& tensor) {
   }
 }
 
-inline void check_dtype(const char* name, const Tensor& tensor, const Tensor& q,
+inline void check_dtype(const char* name, const TensorView& tensor, const TensorView& q,
                         const char* whose = "q") {
-  if (tensor.scalar_type() != q.scalar_type()) {
+  if (tensor.dtype != q.dtype) {
     fail(name, join("the dtype of ", whose, " (", describe_dtype(q), ")"), describe_dtype(tensor));
   }
 }
 
-inline void check_dtype(const char* name, const Tensor& tensor, ScalarType dtype,
+inline void check_dtype(const char* name, const TensorView& tensor, ScalarType dtype,
                         const char* expected) {
-  if (tensor.scalar_type() != dtype) fail(name, expected, describe_dtype(tensor));
+  if (tensor.dtype != dtype) fail(name, expected, describe_dtype(tensor));
 }
 
 // A bias may have the dtype of q or be float32.
-inline DType bias_dtype(const char* name, const Tensor& tensor, const Tensor& q) {
-  const bool good =
-      tensor.scalar_type() == q.scalar_type() || tensor.scalar_type() == ScalarType::Float;
+inline DType bias_dtype(const char* name, const TensorView& tensor, const TensorView& q) {
+  const bool good = tensor.dtype == q.dtype || tensor.dtype == ScalarType::Float;
   if (!good)
     fail(name, "float32 or the dtype of q (" + describe_dtype(q) + ")", describe_dtype(tensor));
   return to_dtype(name, tensor);
@@ -260,52 +205,35 @@ inline DType bias_dtype(const char* name, const Tensor& tensor, const Tensor& q)
 // --------------------------------------------------------------------------------- conversion
 
 // An int32 or int64 vector of `size` values.
-inline IndexArray to_index_array(const char* name, const Tensor& tensor, const Tensor& q,
+inline IndexArray to_index_array(const char* name, const TensorView& tensor, const TensorView& q,
                                  int64_t size, const char* meaning, const char* whose = "q") {
   check_device(name, tensor, q, whose);
   check_shape(name, tensor, {size}, meaning);
   check_last_stride(name, tensor);
-  const bool is_int64 = tensor.scalar_type() == ScalarType::Long;
-  if (!is_int64 && tensor.scalar_type() != ScalarType::Int) {
+  const bool is_int64 = tensor.dtype == ScalarType::Long;
+  if (!is_int64 && tensor.dtype != ScalarType::Int) {
     fail(name, "int32 or int64", describe_dtype(tensor));
   }
-  return {tensor.const_data_ptr(), is_int64};
+  return {tensor.data, is_int64};
 }
 
-inline IndexArray to_index_array(const char* name, const OptionalTensor& tensor, const Tensor& q,
+inline IndexArray to_index_array(const char* name, const OptionalView& tensor, const TensorView& q,
                                  int64_t size, const char* meaning, const char* whose = "q") {
   return tensor ? to_index_array(name, *tensor, q, size, meaning, whose) : IndexArray{};
 }
 
-// Uninitialised memory, on the device of `like` and by default of its dtype. It does not look an
-// operator up by its name, as torch::stable::new_empty does in every call.
-inline Tensor allocate(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
-                       std::optional<ScalarType> dtype = std::nullopt) {
-  using torch::stable::detail::from, torch::stable::detail::to;
-  int32_t code = dtype ? to<int32_t>(from(*dtype)) : 0;
-  AtenTensorHandle tensor = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_aten_new_empty(like.get(), sizes.data(), static_cast<int64_t>(sizes.size()),
-                                dtype ? &code : nullptr, nullptr, nullptr, 0, nullptr, &tensor));
-  return Tensor(tensor);
-}
-
-inline void* writable(const Tensor& tensor) { return tensor.mutable_data_ptr(); }
-inline void* readable(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
-
 // A packed tensor (rows, heads, head_dim) like q in dtype and device.
-inline PackedTensor to_packed(const char* name, const Tensor& tensor, const Tensor& q, int64_t rows,
-                              int64_t heads, int64_t head_dim, const char* meaning, bool write) {
+inline PackedTensor to_packed(const char* name, const TensorView& tensor, const TensorView& q,
+                              int64_t rows, int64_t heads, int64_t head_dim, const char* meaning) {
   check_device(name, tensor, q);
   check_dtype(name, tensor, q);
   check_shape(name, tensor, {rows, heads, head_dim}, meaning);
   check_last_stride(name, tensor);
-  return {write ? writable(tensor) : readable(tensor), tensor.stride(0), tensor.stride(1),
-          static_cast<int>(tensor.size(2))};
+  return {tensor.data, tensor.stride(0), tensor.stride(1), static_cast<int>(tensor.size(2))};
 }
 
-inline DenseBias to_dense_bias(const Tensor& tensor, DType dtype, bool write) {
-  return {write ? writable(tensor) : readable(tensor),
+inline DenseBias to_dense_bias(const TensorView& tensor, DType dtype) {
+  return {tensor.data,
           dtype,
           static_cast<int>(tensor.size(1)),
           static_cast<int>(tensor.size(2)),

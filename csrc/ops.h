@@ -7,8 +7,8 @@ namespace hstu {
 
 // What the backward writes. An empty optional is a gradient that is not asked for.
 struct Gradients {
-  Tensor dq, dk, dv;
-  OptionalTensor drab, dpos_weight, dts_weight;
+  TensorView dq, dk, dv;
+  OptionalView drab, dpos_weight, dts_weight;
 };
 
 // The ops on a GPU; ops.cpp has the CPU's, of the same form.
@@ -16,8 +16,8 @@ struct CudaOps {
   // What to_params() cannot tell: whether it is built, and the values of index arrays.
   static void check(const Arguments& args, const ForwardParams& params);
   // Here `params` points into the other arguments.
-  static void forward(const Arguments& args, Tensor& out, ForwardParams& params);
-  static void backward(const Arguments& args, const Tensor& dout, Gradients& gradients,
+  static void forward(const Arguments& args, const TensorView& out, ForwardParams& params);
+  static void backward(const Arguments& args, const TensorView& dout, const Gradients& gradients,
                        BackwardParams& params);
   static void append(const AppendArguments& args, const AppendParams& params);
 };

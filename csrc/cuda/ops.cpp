@@ -11,6 +11,7 @@
 
 #include "../common/cuda_check.h"
 #include "../dispatch.h"
+#include "../stable_tensor.h"
 
 // NOTE: libtorch_cuda has it, which a CPU-only torch lacks; the same library must load there too.
 #pragma weak aoti_torch_get_current_cuda_stream
@@ -49,10 +50,10 @@ bool is_aligned(const PackedTensor& packed) {
 // they may go as soon as these are launched.
 class AlignedCopies {
  public:
-  void input(const Tensor& tensor, PackedTensor& packed) {
+  void input(const TensorView& tensor, PackedTensor& packed) {
     if (is_aligned(packed)) return;
     Tensor copy = replace(tensor, packed);
-    torch::stable::copy_(copy, tensor);
+    torch::stable::copy_(copy, borrow(tensor));
   }
   void inputs(const Arguments& args, ForwardParams& params) {
     input(args.q, params.q);
@@ -60,38 +61,41 @@ class AlignedCopies {
     input(args.v, params.v);
     if (args.kv_cache) pages(*args.kv_cache, params.paged);
   }
-  void pages(const Tensor& cache, PagedParams& paged) {
+  void pages(const TensorView& cache, PagedParams& paged) {
     const bool aligned = reinterpret_cast<uintptr_t>(paged.kv_cache) % 16 == 0 &&
                          paged.page_stride % 8 == 0 && paged.kv_stride % 8 == 0 &&
                          paged.slot_stride % 8 == 0 && paged.head_stride % 8 == 0;
     if (aligned) return;
-    Tensor copy = allocate(cache, cache.sizes());
-    torch::stable::copy_(copy, cache);
+    Tensor copy = allocate(cache, cache.sizes);
+    torch::stable::copy_(copy, borrow(cache));
     inputs_.push_back(copy);
-    paged.kv_cache = writable(copy);
+    paged.kv_cache = copy.mutable_data_ptr();
     paged.page_stride = copy.stride(0);
     paged.kv_stride = copy.stride(1);
     paged.slot_stride = copy.stride(2);
     paged.head_stride = copy.stride(3);
   }
-  void output(Tensor& tensor, PackedTensor& packed) {
-    if (!is_aligned(packed)) outputs_.emplace_back(&tensor, replace(tensor, packed));
+  void output(const TensorView& tensor, PackedTensor& packed) {
+    if (!is_aligned(packed)) outputs_.emplace_back(tensor, replace(tensor, packed));
   }
   void copy_back() {
-    for (auto& [tensor, copy] : outputs_) torch::stable::copy_(*tensor, copy);
+    for (const auto& [tensor, copy] : outputs_) {
+      Tensor to = borrow(tensor);
+      torch::stable::copy_(to, copy);
+    }
   }
 
  private:
-  Tensor replace(const Tensor& tensor, PackedTensor& packed) {
-    const Tensor copy = allocate(tensor, tensor.sizes());
-    packed.data = writable(copy);
+  Tensor replace(const TensorView& tensor, PackedTensor& packed) {
+    const Tensor copy = allocate(tensor, tensor.sizes);
+    packed.data = copy.mutable_data_ptr();
     packed.row_stride = copy.stride(0);
     packed.head_stride = copy.stride(1);
     return inputs_.emplace_back(copy);
   }
 
   std::vector<Tensor> inputs_;
-  std::vector<std::pair<Tensor*, Tensor>> outputs_;
+  std::vector<std::pair<TensorView, Tensor>> outputs_;
 };
 
 // --------------------------------------------------------------------------- HSTU_ATTN_CHECK=1
@@ -139,7 +143,7 @@ void replace_index_arrays(HostCopies& copies, Params& params) {
 }
 
 void check_values_on_host(const Arguments& args, ForwardParams params) {
-  const int device_index = args.q.get_device_index();
+  const int device_index = args.q.device_index;
   const DeviceGuard guard(device_index);
   HostCopies copies(current_stream(device_index));
   replace_index_arrays(copies, params);
@@ -151,9 +155,9 @@ void check_values_on_host(const Arguments& args, ForwardParams params) {
 // One call of an op, whose device is current meanwhile.
 class Call {
  public:
-  explicit Call(const Arguments& args) : q_(args.q), guard_(q_.get_device_index()) {
-    launch_.device = cuda_device(q_.get_device_index());
-    launch_.stream = current_stream(q_.get_device_index());
+  explicit Call(const Arguments& args) : q_(args.q), guard_(q_.device_index) {
+    launch_.device = cuda_device(q_.device_index);
+    launch_.stream = current_stream(q_.device_index);
     launch_.sm_margin = static_cast<int>(args.sm_margin);
     launch_.deterministic = args.deterministic;
   }
@@ -162,16 +166,16 @@ class Call {
 
   template <typename Kernel, typename Params>
   void run(const Kernel& kernel, const Params& params) {
-    OptionalTensor workspace;  // may go when the kernels are launched, as AlignedCopies
+    std::optional<Tensor> workspace;  // may go when the kernels are launched, as AlignedCopies
     if (const int64_t bytes = kernel.workspace_bytes(params, launch_); bytes > 0) {
       workspace = allocate(q_, {bytes}, ScalarType::Byte);
-      launch_.workspace = writable(*workspace);
+      launch_.workspace = workspace->mutable_data_ptr();
     }
     kernel.run(params, launch_);
   }
 
  private:
-  const Tensor& q_;
+  const TensorView& q_;
   DeviceGuard guard_;
   CudaLaunch launch_;
 };
@@ -187,10 +191,10 @@ void CudaOps::check(const Arguments& args, const ForwardParams& params) {
   if (checks_values()) check_values_on_host(args, params);
 }
 
-void CudaOps::forward(const Arguments& args, Tensor& out, ForwardParams& params) {
+void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParams& params) {
   Call call(args);
   if (!has_work(params.batch)) {
-    torch::stable::zero_(out);
+    fill_with_zeros(out);
     return;
   }
   AlignedCopies copies;
@@ -200,14 +204,14 @@ void CudaOps::forward(const Arguments& args, Tensor& out, ForwardParams& params)
   copies.copy_back();
 }
 
-void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gradients,
+void CudaOps::backward(const Arguments& args, const TensorView& dout, const Gradients& gradients,
                        BackwardParams& params) {
   Call call(args);
   if (!has_work(params.batch)) {
-    for (Tensor* tensor : {&gradients.dq, &gradients.dk, &gradients.dv}) {
-      torch::stable::zero_(*tensor);
+    for (const TensorView* tensor : {&gradients.dq, &gradients.dk, &gradients.dv}) {
+      fill_with_zeros(*tensor);
     }
-    if (gradients.drab) torch::stable::zero_(*gradients.drab);
+    if (gradients.drab) fill_with_zeros(*gradients.drab);
     return;
   }
   AlignedCopies copies;
@@ -217,13 +221,13 @@ void CudaOps::backward(const Arguments& args, const Tensor& dout, Gradients& gra
   copies.output(gradients.dk, params.dk);
   copies.output(gradients.dv, params.dv);
   const BackwardKernel kernel = backward_kernel(call.device(), params);
-  if (gradients.drab && !kernel.writes_drab_whole) torch::stable::zero_(*gradients.drab);
+  if (gradients.drab && !kernel.writes_drab_whole) fill_with_zeros(*gradients.drab);
   call.run(kernel, params);
   copies.copy_back();
 }
 
 void CudaOps::append(const AppendArguments& args, const AppendParams& params) {
-  const int device_index = args.k.get_device_index();
+  const int device_index = args.k.device_index;
   const DeviceGuard guard(device_index);
   if (checks_values()) {
     HostCopies copies(current_stream(device_index));

@@ -1,0 +1,125 @@
+// torch's tensors on its stable ABI: as views, as the arguments of boxed calls, and as memory.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <span>
+#include <vector>
+
+#include "tensor_view.h"
+
+namespace hstu {
+
+using torch::stable::Tensor;
+using Sizes = std::span<const int64_t>;
+
+// ------------------------------------------------------------------------------------------ views
+
+inline TensorView view_with(const Tensor& tensor, const void* data) {
+  int64_t *sizes = nullptr, *strides = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  const size_t dim = tensor.dim();
+  return {.data = const_cast<void*>(data),
+          .dtype = tensor.scalar_type(),
+          .device_type = tensor.is_cpu()    ? DeviceType::kCpu
+                         : tensor.is_cuda() ? DeviceType::kCuda
+                                            : DeviceType::kOther,
+          .device_index = tensor.get_device_index(),
+          .sizes = {sizes, dim},
+          .strides = {strides, dim}};
+}
+
+// NOTE: a tensor may share its memory with a lazy clone until it is asked for data to write.
+inline TensorView view(const Tensor& tensor) { return view_with(tensor, tensor.const_data_ptr()); }
+inline TensorView written_view(const Tensor& tensor) {
+  return view_with(tensor, tensor.mutable_data_ptr());
+}
+
+// ---------------------------------------------------------------------------------------- reading
+
+// Reads the arguments of a boxed call one after another, and keeps the tensors.
+class StackReader {
+ public:
+  explicit StackReader(StableIValue* stack) : next_(stack) { tensors_.reserve(kUsualTensors); }
+
+  template <typename T>
+  void read(T& value) {
+    value = next<T>();
+  }
+  void read(TensorView& value) { value = view(tensors_.emplace_back(next<Tensor>())); }
+  void read(OptionalView& value) {
+    if (auto tensor = next<std::optional<Tensor>>())
+      value = view(tensors_.emplace_back(std::move(*tensor)));
+  }
+  void read_written(TensorView& value) {
+    value = written_view(tensors_.emplace_back(next<Tensor>()));
+  }
+  void read_written(OptionalView& value) {
+    if (auto tensor = next<std::optional<Tensor>>()) {
+      value = written_view(tensors_.emplace_back(std::move(*tensor)));
+    }
+  }
+
+ private:
+  static constexpr size_t kUsualTensors = 16;
+
+  template <typename T>
+  T next() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+  StableIValue* next_;
+  std::vector<Tensor> tensors_;
+};
+
+// ----------------------------------------------------------------------------------------- memory
+
+inline int32_t dtype_code(ScalarType dtype) {
+  using torch::stable::detail::from, torch::stable::detail::to;
+  return to<int32_t>(from(dtype));
+}
+
+inline int32_t device_code(const TensorView& tensor) {
+  return tensor.device_type == DeviceType::kCuda ? aoti_torch_device_type_cuda()
+                                                 : aoti_torch_device_type_cpu();
+}
+
+// Contiguous uninitialised memory, on the device of `like` and by default of its dtype. It does not
+// look an operator up by its name, as torch::stable::new_empty does in every call.
+inline Tensor allocate(const TensorView& like, Sizes sizes,
+                       std::optional<ScalarType> dtype = std::nullopt) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t n = sizes.size(); n-- > 1;) {
+    strides[n - 1] = strides[n] * std::max<int64_t>(sizes[n], 1);
+  }
+  AtenTensorHandle tensor = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      dtype_code(dtype.value_or(like.dtype)), device_code(like), like.device_index, &tensor));
+  return Tensor(tensor);
+}
+inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> sizes,
+                       std::optional<ScalarType> dtype = std::nullopt) {
+  return allocate(like, Sizes(sizes.begin(), sizes.size()), dtype);
+}
+
+// A tensor on the memory of `view`, for torch's own functions; it must not outlive that memory.
+inline Tensor borrow(const TensorView& view) {
+  AtenTensorHandle tensor = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      view.data, view.dim(), view.sizes.data(), view.strides.data(), 0, dtype_code(view.dtype),
+      device_code(view), view.device_index, &tensor));
+  return Tensor(tensor);
+}
+
+inline void fill_with_zeros(const TensorView& view) {
+  if (view.numel() == 0) return;
+  Tensor tensor = borrow(view);
+  torch::stable::zero_(tensor);
+}
+
+}  // namespace hstu
