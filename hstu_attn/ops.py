@@ -4,7 +4,8 @@
 `_C.abi3.so`. Gradients are recorded in one of two ways. Eager calls go through
 `torch.autograd.Function`s that call the raw operators below autograd, because
 `torch.library.register_autograd` costs a call 140 us or more of host time when gradients are
-recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers.
+recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers. The forward
+of an eager call does not even go through the operator where that makes no difference: fast_call.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from . import fast_call
 
 __all__ = [
     "LIBRARY_PATH",
@@ -105,6 +108,7 @@ def load(path: Path = LIBRARY_PATH) -> bool:
             f"{torch.__version__}: {error}. {_BUILD_HINT}"
         ) from error
     register()
+    fast_call.connect(path)
     return True
 
 
@@ -245,10 +249,35 @@ def _call(op: Callable[..., _Result], *args: Any) -> _Result:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     except RuntimeError as error:
-        # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
-        _, marker, text = str(error).partition("NotImplementedError: ")
-        if not marker:
-            raise
+        _refuse_what_is_not_built(error)
+        raise
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    geometry: Sequence[Any],
+    biases: tuple[Tensor | None, ...],
+    times: Sequence[Any],
+    pages: Sequence[Any],
+    options: Sequence[Any],
+) -> Tensor:
+    """The forward below autograd: by a fast call, or by the operator."""
+    try:
+        out = fast_call.forward(q, k, v, geometry, biases, times, pages, options)
+    except RuntimeError as error:
+        _refuse_what_is_not_built(error)
+        raise
+    if out is NotImplemented:
+        return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
+    return out  # type: ignore[no-any-return]
+
+
+def _refuse_what_is_not_built(error: RuntimeError) -> None:
+    # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
+    _, marker, text = str(error).partition("NotImplementedError: ")
+    if marker:
         raise NotImplementedError(text) from None
 
 
@@ -298,7 +327,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
         ctx.rest = (geometry, times, options)
         biases = (rab, pos_weight, ts_weight)
-        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
+        return _forward(q, k, v, geometry, biases, times, NO_PAGES, options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -351,7 +380,7 @@ class _AttentionPacked(torch.autograd.Function):
         ctx.rest = (geometry, times, options)
         q, k, v = qkv.unbind(1)
         biases = (rab, pos_weight, ts_weight)
-        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
+        return _forward(q, k, v, geometry, biases, times, NO_PAGES, options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -418,7 +447,7 @@ def attention(
         return _Attention.apply(  # type: ignore[no-any-return]
             q, k, v, *biases, geometry, times, options
         )
-    return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
+    return _forward(q, k, v, geometry, biases, times, pages, options)
 
 
 def attention_packed(
