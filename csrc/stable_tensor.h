@@ -30,7 +30,8 @@ inline TensorView view_with(const Tensor& tensor, const void* data) {
                                             : DeviceType::kOther,
           .device_index = tensor.get_device_index(),
           .sizes = {sizes, dim},
-          .strides = {strides, dim}};
+          .strides = {strides, dim},
+          .handle = tensor.get()};
 }
 
 // NOTE: a tensor may share its memory with a lazy clone until it is asked for data to write.
@@ -92,14 +93,18 @@ inline int32_t device_code(const TensorView& tensor) {
 // look an operator up by its name, as torch::stable::new_empty does in every call.
 inline Tensor allocate(const TensorView& like, Sizes sizes,
                        std::optional<ScalarType> dtype = std::nullopt) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t n = sizes.size(); n-- > 1;) {
-    strides[n - 1] = strides[n] * std::max<int64_t>(sizes[n], 1);
-  }
+  const auto dim = static_cast<int64_t>(sizes.size());
+  int32_t code = dtype_code(dtype.value_or(like.dtype));
   AtenTensorHandle tensor = nullptr;
+  if (like.handle) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.handle, sizes.data(), dim, &code,
+                                                            nullptr, nullptr, 0, nullptr, &tensor));
+    return Tensor(tensor);
+  }
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t n = sizes.size(); n-- > 1;) strides[n - 1] = strides[n] * sizes[n];
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-      dtype_code(dtype.value_or(like.dtype)), device_code(like), like.device_index, &tensor));
+      dim, sizes.data(), strides.data(), code, device_code(like), like.device_index, &tensor));
   return Tensor(tensor);
 }
 inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> sizes,
@@ -107,9 +112,13 @@ inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> si
   return allocate(like, Sizes(sizes.begin(), sizes.size()), dtype);
 }
 
-// A tensor on the memory of `view`, for torch's own functions; it must not outlive that memory.
-inline Tensor borrow(const TensorView& view) {
+// The tensor that `view` is of, or another one on its memory, which it must not outlive.
+inline Tensor as_tensor(const TensorView& view) {
   AtenTensorHandle tensor = nullptr;
+  if (view.handle) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &tensor));
+    return Tensor(tensor);
+  }
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
       view.data, view.dim(), view.sizes.data(), view.strides.data(), 0, dtype_code(view.dtype),
       device_code(view), view.device_index, &tensor));
@@ -118,7 +127,7 @@ inline Tensor borrow(const TensorView& view) {
 
 inline void fill_with_zeros(const TensorView& view) {
   if (view.numel() == 0) return;
-  Tensor tensor = borrow(view);
+  Tensor tensor = as_tensor(view);
   torch::stable::zero_(tensor);
 }
 

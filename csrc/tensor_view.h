@@ -8,6 +8,8 @@
 #include <optional>
 #include <span>
 
+struct AtenTensorOpaque;  // torch's, in its stable ABI
+
 namespace hstu {
 
 using torch::headeronly::ScalarType;
@@ -22,6 +24,7 @@ struct TensorView {
   int device_index = 0;  // of a GPU
   std::span<const int64_t> sizes;
   std::span<const int64_t> strides;
+  AtenTensorOpaque* handle = nullptr;  // of the tensor in torch's stable ABI; null in fast calls
 
   int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
   int64_t size(int64_t n) const { return sizes[n]; }

@@ -53,7 +53,7 @@ class AlignedCopies {
   void input(const TensorView& tensor, PackedTensor& packed) {
     if (is_aligned(packed)) return;
     Tensor copy = replace(tensor, packed);
-    torch::stable::copy_(copy, borrow(tensor));
+    torch::stable::copy_(copy, as_tensor(tensor));
   }
   void inputs(const Arguments& args, ForwardParams& params) {
     input(args.q, params.q);
@@ -67,7 +67,7 @@ class AlignedCopies {
                          paged.slot_stride % 8 == 0 && paged.head_stride % 8 == 0;
     if (aligned) return;
     Tensor copy = allocate(cache, cache.sizes);
-    torch::stable::copy_(copy, borrow(cache));
+    torch::stable::copy_(copy, as_tensor(cache));
     inputs_.push_back(copy);
     paged.kv_cache = copy.mutable_data_ptr();
     paged.page_stride = copy.stride(0);
@@ -80,7 +80,7 @@ class AlignedCopies {
   }
   void copy_back() {
     for (const auto& [tensor, copy] : outputs_) {
-      Tensor to = borrow(tensor);
+      Tensor to = as_tensor(tensor);
       torch::stable::copy_(to, copy);
     }
   }
