@@ -42,7 +42,7 @@ def connect(library: Path) -> bool:
     if os.environ.get("HSTU_ATTN_FAST_CALL") == "0":
         return False
     try:
-        from . import _host
+        import hstu_attn._host as _host
 
         # Where one of these returns something true, operators are more than their kernels.
         obstacles = (
@@ -57,10 +57,10 @@ def connect(library: Path) -> bool:
         forward = _host.make_fast_forward(
             function=ctypes.cast(function, ctypes.c_void_p).value,
             kinds="".join(_KINDS[str(argument.type)] for argument in schema.arguments),
-            exchange_api=torch.Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
+            exchange_api=torch.Tensor.__dlpack_c_exchange_api__,
             tensor_types=(torch.Tensor, torch.nn.Parameter),
             obstacles=obstacles,
         )
-    except (ImportError, AttributeError, ValueError):
+    except (AttributeError, ImportError, KeyError, OSError, ValueError):
         return False
     return True

@@ -15,7 +15,6 @@ from .paged import PagedKV
 __all__ = ["hstu_attention", "hstu_attn_qkvpacked_func", "hstu_attn_varlen_func"]
 
 _FULL = Mask.full()
-_NO_BIAS: tuple[None, None, None] = (None, None, None)
 _QUANT_MODES = {
     0: "plain cast",
     1: "per row",
@@ -294,7 +293,7 @@ def _geometry(
     left, right = mask.window_size
     if mask.func_causal:
         right = 0
-    return ops.Geometry(
+    return (
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_q,
@@ -317,10 +316,10 @@ def _geometry(
 
 def _bias_arguments(
     bias: Bias | Tensor | None,
-) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], tuple[Tensor | None, ...]]:
+) -> tuple[ops.Biases, tuple[Tensor | None, ...]]:
     """`((rab, pos_weight, ts_weight), (timestamps, row_timestamps, thresholds))`."""
     if bias is None:
-        return _NO_BIAS, ops.NO_TIMES
+        return ops.NO_BIASES, ops.NO_TIMES
     if isinstance(bias, RelativeBias):
         thresholds = bias.thresholds
         if thresholds is None and bias.ts_weight is not None:
@@ -368,19 +367,22 @@ def _fbgemm_bias(rab: Tensor | None, has_drab: bool) -> Tensor | None:
 def _check_call(q: Tensor, attn_scale: Tensor | None, quant_mode: int) -> None:
     if quant_mode != -1:
         _refuse_quant_mode(quant_mode)
-    if attn_scale is None:
-        pass
-    elif not isinstance(attn_scale, Tensor):
-        raise ValueError(f"attn_scale: expected a tensor, got {type(attn_scale).__name__}")
-    elif attn_scale.requires_grad:
-        raise ValueError(
-            "attn_scale: expected a tensor that does not require a gradient (it gets none), got "
-            "requires_grad=True"
-        )
-    if isinstance(q, Tensor) and q.is_cuda and not ops.has_cuda_kernels():
+    if attn_scale is not None:
+        _check_attn_scale(attn_scale)
+    if not ops.has_cuda_kernels() and isinstance(q, Tensor) and q.is_cuda:
         raise NotImplementedError(
             f"q: this build of hstu_attn has no CUDA kernels, got a tensor on {q.device}; build it "
             "with HSTU_ATTN_CUDA=1 and a CUDA toolkit"
+        )
+
+
+def _check_attn_scale(attn_scale: Tensor) -> None:
+    if not isinstance(attn_scale, Tensor):
+        raise ValueError(f"attn_scale: expected a tensor, got {type(attn_scale).__name__}")
+    if attn_scale.requires_grad:
+        raise ValueError(
+            "attn_scale: expected a tensor that does not require a gradient (it gets none), got "
+            "requires_grad=True"
         )
 
 
@@ -427,7 +429,7 @@ def _explain_types(
     for name, value in zip(("rab", "pos_weight", "ts_weight"), biases, strict=True):
         if value is not None and not isinstance(value, Tensor):
             raise ValueError(f"{name}: expected a tensor or None, got {type(value).__name__}")
-    for name, value in geometry._asdict().items():
+    for name, value in zip(ops.GEOMETRY, geometry, strict=True):
         if name == "alpha":
             if not isinstance(value, (int, float)):
                 raise ValueError(f"alpha: expected a float, got {type(value).__name__}")

@@ -122,7 +122,7 @@ def dir_of_library() -> list[str]:
 def test_lengths_are_symbolic_and_the_python_order_is_the_schemas():
     arguments = schema("hstu_varlen_fwd").arguments
     names = [argument.name for argument in arguments]
-    assert names[3:20] == list(ops.Geometry._fields)
+    assert names[3:20] == list(ops.GEOMETRY)
     assert names[20:23] == ["rab", "pos_weight", "ts_weight"]
     assert len(names) == ops._NUM_ARGS
     text = str(schema("hstu_varlen_fwd"))

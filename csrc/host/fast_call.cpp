@@ -140,7 +140,7 @@ class FastForward {
     return found == expected;
   }
 
-  // False where only the operator knows what the argument is, or with an exception set.
+  // False where only the operator knows what the argument is; with an exception set, for an error.
   bool convert(PyObject* object, char kind, DLTensor& tensor, FastArgument& argument) const {
     switch (kind) {
       case kOptionalTensor:
@@ -159,9 +159,11 @@ class FastForward {
         return overflow == 0;
       }
       case kFloat:
-        if (!PyFloat_CheckExact(object)) return false;
-        argument.number = PyFloat_AS_DOUBLE(object);
-        return true;
+        if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return false;
+        argument.number = PyFloat_AsDouble(object);
+        if (!PyErr_Occurred()) return true;
+        PyErr_Clear();  // beyond a double
+        return false;
       case kBool:
         argument.integer = object == Py_True;
         return PyBool_Check(object);
