@@ -30,17 +30,19 @@ const int64_t* values_of(const Int64s& array, const char* name, const Int64s& us
 }
 
 // The step's number, its tables one after the other, and the length of each.
-std::tuple<int64_t, Int32s, std::array<int64_t, 5>> begin(
-    PageTable& table, const Int64s& users, const Int64s& new_tokens,
-    const std::optional<Int64s>& cached_lens) {
+std::tuple<int64_t, Int32s, std::array<int64_t, 5>> begin(PageTable& table, const Int64s& users,
+                                                          const Int64s& new_tokens,
+                                                          const std::optional<Int64s>& cached_lens,
+                                                          const std::optional<Int64s>& rewritten) {
   const int64_t batch = users.size();
   const int64_t* ids = values_of(users, "users", users);
   const int64_t* tokens = values_of(new_tokens, "new_tokens", users);
   const int64_t* cached = cached_lens ? values_of(*cached_lens, "cached_lens", users) : nullptr;
+  const int64_t* again = rewritten ? values_of(*rewritten, "rewritten", users) : nullptr;
   StepSize size;
   {
     const py::gil_scoped_release no_gil;
-    size = table.begin(ids, tokens, cached, batch);
+    size = table.begin(ids, tokens, cached, again, batch);
   }
   try {
     const std::array<int64_t, 5> lengths = {batch + 1, size.pages, batch, batch, size.tokens};
@@ -117,7 +119,7 @@ void bind_page_table(py::module_& m) {
            py::arg("num_pages"), py::arg("page_size"), py::kw_only(), py::arg("evict") = true,
            py::arg("host_pages") = 0)
       .def("begin", &begin, py::arg("users"), py::arg("new_tokens"),
-           py::arg("cached_lens") = py::none(),
+           py::arg("cached_lens") = py::none(), py::arg("rewritten") = py::none(),
            "opens a step: its number, then page_offsets, page_ids, last_page_lens, cached_lens and "
            "slots in one array, and the length of each")
       .def("moves", &moves, py::arg("step"),

@@ -48,16 +48,17 @@ struct PageTableStats {
 struct StepSize {
   int64_t step = 0;    // its number
   int64_t pages = 0;   // of its users, new ones included
-  int64_t tokens = 0;  // new
+  int64_t tokens = 0;  // to write
 };
 
-// What a step of B users, P pages and N new tokens fills in.
+// What a step of B users, P pages and N tokens to write fills in: of each user those that are
+// written again, then the new ones.
 struct StepTables {
   int32_t* page_offsets;    // [B + 1]
   int32_t* page_ids;        // [P]
   int32_t* last_page_lens;  // [B]
-  int32_t* cached_lens;     // [B] tokens before the step
-  int32_t* slots;           // [N] page * page_size + offset of each new token
+  int32_t* cached_lens;     // [B] tokens from before the step that stay as they are
+  int32_t* slots;           // [N] page * page_size + offset of each token to write
 };
 
 // Pages to copy from one tier to the other, in pairs.
@@ -84,15 +85,16 @@ class PageTable {
 
   // Opens a step: finds room for the new tokens of all users, evicting others if need be, and pins
   // the users until the step is released or rolled back. `cached_lens`, or null, is what the caller
-  // believes to be cached of each user.
+  // believes to be cached of each user; `rewritten`, or null, how many of a user's last cached
+  // tokens are written again.
   StepSize begin(const int64_t* users, const int64_t* new_tokens, const int64_t* cached_lens,
-                 int64_t batch) {
+                 const int64_t* rewritten, int64_t batch) {
     const Lock lock(mutex_);
     const int64_t number = next_step_++;
     Step& step = open_[number];
     std::vector<Victim> victims;
     try {
-      enrol(step, number, users, new_tokens, cached_lens, batch);
+      enrol(step, number, users, new_tokens, cached_lens, rewritten, batch);
       victims = choose_victims(step);
       reserve(step, victims);
     } catch (...) {
@@ -113,7 +115,7 @@ class PageTable {
       device_.extend(user.pages, pages_of(user.length) - size_of(user.pages));
       device_.pinned_pages += size_of(user.pages);
       step.pages += size_of(user.pages);
-      step.tokens += member.new_tokens;
+      step.tokens += user.length - member.kept();
     }
     stats_.pages_to_host += step.evicted_pages;
     stats_.pages_from_host += step.returning_pages;
@@ -149,9 +151,9 @@ class PageTable {
       page_id = std::copy(user.pages.begin(), user.pages.end(), page_id);
       tables.page_offsets[b + 1] = static_cast<int32_t>(page_id - tables.page_ids);
       tables.last_page_lens[b] = user.length ? (user.length - 1) % page_size + 1 : 0;
-      tables.cached_lens[b] = member.cached();
+      tables.cached_lens[b] = member.kept();
       ++b;
-      for (int32_t token = member.cached(); token < user.length;) {
+      for (int32_t token = member.kept(); token < user.length;) {
         const int32_t offset = token % page_size;
         const int32_t run = std::min(page_size - offset, user.length - token);
         const int32_t first = user.pages[token / page_size] * page_size + offset;
@@ -319,8 +321,11 @@ class PageTable {
   struct Member {
     User* user;  // stays where it is: users_ is a map of nodes
     int32_t new_tokens;
+    int32_t rewritten;
 
-    int32_t cached() const { return user->length - new_tokens; }  // once the step is open
+    // Once the step is open:
+    int32_t cached() const { return user->length - new_tokens; }
+    int32_t kept() const { return cached() - rewritten; }
   };
 
   struct Step {
@@ -382,7 +387,7 @@ class PageTable {
 
   // Marks the users as the step's. What it throws half way, close() undoes.
   void enrol(Step& step, int64_t number, const int64_t* users, const int64_t* new_tokens,
-             const int64_t* cached_lens, int64_t batch) {
+             const int64_t* cached_lens, const int64_t* rewritten, int64_t batch) {
     step.members.reserve(batch);
     int64_t own_pages = 0;
     for (int64_t b = 0; b < batch; ++b) {
@@ -394,11 +399,18 @@ class PageTable {
       if (user.step) fail("users", kNotInStep, users[b]);
       user.id = users[b];
       user.step = number;
-      step.members.push_back({&user, static_cast<int32_t>(new_tokens[b])});
+      const int64_t again = rewritten ? rewritten[b] : 0;
+      step.members.push_back(
+          {&user, static_cast<int32_t>(new_tokens[b]), static_cast<int32_t>(again)});
       if (cached_lens && cached_lens[b] != user.length) {
         fail("cached_lens",
              std::to_string(user.length) + " tokens of user " + std::to_string(user.id),
              cached_lens[b]);
+      }
+      if (again < 0 || again > user.length) {
+        fail("rewritten",
+             "counts from 0 to the " + std::to_string(user.length) + " tokens that are cached",
+             again);
       }
       step.new_pages += pages_of(user.length + new_tokens[b]) - size_of(user.pages);
       step.returning_pages += size_of(user.host_pages);

@@ -35,8 +35,9 @@ class Scorer {
   at::Tensor score(const at::Tensor& users, const at::Tensor& new_tokens,
                    const at::Tensor& rewritten, at::ArrayRef<at::Tensor> rows) {
     const int64_t batch = users.numel();
-    const hstu::StepSize size = table_.begin(users.const_data_ptr<int64_t>(),
-                                             new_tokens.const_data_ptr<int64_t>(), nullptr, batch);
+    const auto values = [](const at::Tensor& x) { return x.const_data_ptr<int64_t>(); };
+    const hstu::StepSize size =
+        table_.begin(values(users), values(new_tokens), nullptr, values(rewritten), batch);
     try {
       const auto int32 = [](int64_t length) { return at::empty(length, at::kInt); };
       const at::Tensor page_offsets = int32(batch + 1), page_ids = int32(size.pages);
@@ -48,8 +49,7 @@ class Scorer {
            last_page_lens.mutable_data_ptr<int32_t>(), cached_lens.mutable_data_ptr<int32_t>(),
            slots.mutable_data_ptr<int32_t>()});
       std::vector<at::Tensor> inputs = kv_cache_.unbind();
-      inputs.insert(inputs.end(), {page_offsets, page_ids, last_page_lens,
-                                   (cached_lens - rewritten).to(at::kInt)});
+      inputs.insert(inputs.end(), {page_offsets, page_ids, last_page_lens, cached_lens});
       inputs.insert(inputs.end(), rows.begin(), rows.end());
       const at::Tensor scores = loader_.run(inputs)[0];
       table_.release(size.step);

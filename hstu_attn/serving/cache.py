@@ -212,7 +212,6 @@ class PagedKVCache:
                 raise ValueError(f"{name}: expected a positive count, got {size}")
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
-        self._page_size = page_size
         self._table = _host.PageTable(num_pages, page_size, evict=evict, host_pages=host_pages)
         self.kv_cache = torch.zeros(
             (num_layers, num_pages, 2, page_size, heads, head_dim), dtype=dtype, device=device
@@ -252,20 +251,15 @@ class PagedKVCache:
             OutOfPagesError: if there are too few pages, or, with `evict=False`, too few free ones.
                 The cache is as it was.
         """
-        counts = _int64s("new_tokens", new_tokens)
         number, tables, lengths, returning = self._begin(
             _int64s("users", users),
-            counts,
+            _int64s("new_tokens", new_tokens),
             None if cached_lens is None else _int64s("cached_lens", cached_lens),
+            None if rewritten is None else _int64s("rewritten", rewritten),
         )
         step = None
         try:
             try:
-                if rewritten is not None:
-                    again = _int64s("rewritten", rewritten)
-                    tables, lengths = _with_rewritten(
-                        tables, lengths, again, counts, self._page_size
-                    )
                 on_device = self._to_device(torch.from_numpy(tables))
                 step = CacheStep(self.kv_cache, on_device, lengths, returning)
                 yield step
@@ -282,13 +276,17 @@ class PagedKVCache:
                 step._open = False
 
     def _begin(
-        self, users: Int64s, new_tokens: Int64s, cached_lens: Int64s | None
+        self,
+        users: Int64s,
+        new_tokens: Int64s,
+        cached_lens: Int64s | None,
+        rewritten: Int64s | None,
     ) -> tuple[int, Int32s, Sequence[int], Returning | None]:
         """Opens a step of the table: its number, its tables, and what has to be waited for."""
         if self._host_tier is None:
-            return *self._table.begin(users, new_tokens, cached_lens), None
+            return *self._table.begin(users, new_tokens, cached_lens, rewritten), None
         with self._host_tier.lock:
-            number, tables, lengths = self._table.begin(users, new_tokens, cached_lens)
+            number, tables, lengths = self._table.begin(users, new_tokens, cached_lens, rewritten)
             try:
                 returning = self._host_tier.move(*self._table.moves(number))
             except BaseException:
@@ -342,27 +340,3 @@ def _int64s(name: str, values: Ints) -> Int64s:
     if array.size and (array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64)):
         raise ValueError(f"{name}: expected integers within int64, got {array.dtype}")
     return np.ascontiguousarray(array, dtype=np.int64)
-
-
-def _with_rewritten(
-    tables: Int32s, lengths: Sequence[int], rewritten: Int64s, new_tokens: Int64s, page_size: int
-) -> tuple[Int32s, list[int]]:
-    """The tables of a step and their lengths, with slots for tokens that are written again, too."""
-    page_offsets, page_ids, last_page_lens, cached, _ = np.split(tables, np.cumsum(lengths)[:-1])
-    if len(rewritten) != len(cached):
-        raise ValueError(
-            f"rewritten: expected {len(cached)} values, one for each user, got {len(rewritten)}"
-        )
-    wrong = np.flatnonzero((rewritten < 0) | (rewritten > cached))
-    if len(wrong):
-        raise ValueError(
-            f"rewritten: expected counts from 0 to the {cached[wrong[0]]} tokens that are cached, "
-            f"got {rewritten[wrong[0]]}"
-        )
-    kept, written = cached - rewritten, rewritten + new_tokens
-    starts = np.cumsum(written) - written
-    positions = np.arange(written.sum()) + np.repeat(kept - starts, written)
-    pages = page_ids[np.repeat(page_offsets[:-1], written) + positions // page_size]
-    slots = pages * page_size + positions % page_size
-    sections = (page_offsets, page_ids, last_page_lens, kept, slots)
-    return np.concatenate(sections).astype(np.int32), [len(section) for section in sections]
