@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from hstu_attn.data import JaggedBatch
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
-from hstu_attn.serving import Event, PagedKVCache, Rows
+from hstu_attn.serving import Engine, Event, PagedKVCache, Rows
+from hstu_attn.testing import assert_matches
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -35,6 +36,10 @@ STU = replace(
     HSTULayerConfig.stu(embedding_dim=24, num_heads=HEADS, hidden_dim=DIM, attention_dim=DIM),
     scaling_seqlen=LONGEST,
 )
+RETRIEVAL = {
+    "retrieval": RESEARCH,
+    "retrieval, no bias": replace(RESEARCH, enable_relative_attention_bias=False),
+}
 RANKING = {
     "ranking": STU,
     "ranking, window": replace(STU, max_attn_len=7),
@@ -144,8 +149,8 @@ def fail_if_poisoned(layer: torch.nn.Module) -> None:
 
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
     model: Any
-    if name == "retrieval":
-        inner = RetrievalModel(ITEMS, RESEARCH, LAYERS, LONGEST, 0.2, compute_dtype=dtype)
+    if name in RETRIEVAL:
+        inner = RetrievalModel(ITEMS, RETRIEVAL[name], LAYERS, LONGEST, 0.2, compute_dtype=dtype)
         strengthen(inner)
         model = Retrieval(inner)
     else:
@@ -202,6 +207,41 @@ class Histories:
 def assert_close(scores: Tensor, expected: Tensor) -> None:
     tolerance = 1e-9 if scores.dtype == torch.float64 else 1e-5
     torch.testing.assert_close(scores, expected, rtol=tolerance, atol=tolerance)
+
+
+def on_device(model: Any, device: str) -> Any:
+    """The model there; one of retrieval anew, for it keeps tensors that are not its module's."""
+    return Retrieval(model.model.to(device)) if isinstance(model, Retrieval) else model.to(device)
+
+
+def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
+    """The same weights, computed in another dtype on the CPU."""
+    other = make_model(name, dtype)
+    inner = (lambda served: served.model) if name in RETRIEVAL else lambda served: served
+    inner(other).load_state_dict(inner(model).state_dict())
+    return other
+
+
+def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) -> None:
+    """With a cache, about as far from the exact scores as without one."""
+    model = make_model(name, dtype)
+    plain, exact = (Histories(twin(name, model, d)) for d in (dtype, torch.float64))
+    rng = random.Random(0)
+    found: list[list[Tensor]] = [[], [], []]
+    if device != "cpu":
+        model = on_device(model, device)
+    with Engine(model, make_cache(12, dtype, device), **options) as engine:
+        for turn in range(20):
+            candidates = [rng.randrange(SPOILT) for _ in range(10)]
+            request = (turn % 3, some_events(rng, turn * 10**6, 3), candidates, None)
+            for scores, more in zip(
+                found,
+                (engine.score(*request[:3]), exact.expect(*request), plain.expect(*request)),
+                strict=True,
+            ):
+                scores.append(more)
+    scores, expected, yardstick = map(torch.cat, found)
+    assert_matches("scores", scores, expected, yardstick)
 
 
 def some_events(rng: random.Random, start: int, count: int, actions: int = 1) -> list[Event]:

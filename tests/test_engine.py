@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hstu_attn.layer import HSTULayerConfig
-from hstu_attn.testing import assert_matches
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from serving_models import (
@@ -35,8 +34,8 @@ from serving_models import (
     Gate,
     Histories,
     RankingModel,
-    Retrieval,
     assert_close,
+    check_answers,
     make_cache,
     make_model,
     some_events,
@@ -48,11 +47,14 @@ from hstu_attn.serving import (
     EngineClosedError,
     Event,
     EventStore,
+    GraphBuckets,
     NoHistoryError,
     OutOfPagesError,
     OverloadedError,
     PagedKVCache,
 )
+
+SOME_SHAPES = GraphBuckets(batch_sizes=(2, 5), row_counts=(8, 24, 40))  # smaller than some batches
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +79,15 @@ class Sent:
     future: Future[Tensor]
 
 
-@pytest.mark.parametrize("name", ["retrieval", *RANKING])
-def test_random_traffic(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        *((name, False) for name in ("retrieval", *RANKING)),
+        ("retrieval", SOME_SHAPES),
+        ("ranking, times", SOME_SHAPES),
+    ],
+)
+def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
     """Threads send requests for users in common. A user's requests are noted in the order in which
     they arrive; later they are answered again, one after the other and without a cache."""
     model = make_model(name)
@@ -86,7 +95,7 @@ def test_random_traffic(name: str) -> None:
     users, per_thread = 15, 150
     sent: dict[int, list[Sent]] = {user: [] for user in range(users)}
     locks = [threading.Lock() for _ in range(users)]
-    engine = Engine(model, cache, max_batch_size=6, max_wait=0.001)
+    engine = Engine(model, cache, max_batch_size=6, max_wait=0.001, graphs=graphs)
 
     def send(thread: int) -> None:
         rng = random.Random(torch.initial_seed() + thread)
@@ -142,42 +151,13 @@ def test_random_traffic(name: str) -> None:
     assert stats.completed == answered == sum(stats.latency.counts)
     assert stats.batches == sum(stats.batch_size.counts)
     assert stats.hit_tokens > 100
+    assert 0 < stats.graph_batches < stats.batches if graphs else stats.graph_batches == 0
     assert stats.users == len(histories.events)
     assert stats.queued == 0
     assert cache.stats().evictions > 0
     assert cache.stats().pinned_pages == 0
     lengths = [len(events) for events in histories.events.values()]
     assert max(lengths) > LONGEST - 8
-
-
-def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
-    """The same weights, computed in another dtype on the CPU."""
-    other = make_model(name, dtype)
-    inner = (lambda served: served.model) if name == "retrieval" else lambda served: served
-    inner(other).load_state_dict(inner(model).state_dict())
-    return other
-
-
-def check_answers(name: str, dtype: torch.dtype, device: str) -> None:
-    """With a cache, about as far from the exact scores as without one."""
-    model = make_model(name, dtype)
-    plain, exact = (Histories(twin(name, model, d)) for d in (dtype, torch.float64))
-    rng = random.Random(0)
-    found: list[list[Tensor]] = [[], [], []]
-    if device != "cpu":
-        model = Retrieval(model.model.to(device)) if name == "retrieval" else model.to(device)
-    with Engine(model, make_cache(12, dtype, device)) as engine:
-        for turn in range(20):
-            candidates = [rng.randrange(SPOILT) for _ in range(10)]
-            request = (turn % 3, some_events(rng, turn * 10**6, 3), candidates, None)
-            for scores, more in zip(
-                found,
-                (engine.score(*request[:3]), exact.expect(*request), plain.expect(*request)),
-                strict=True,
-            ):
-                scores.append(more)
-    scores, expected, yardstick = map(torch.cat, found)
-    assert_matches("scores", scores, expected, yardstick)
 
 
 @pytest.mark.parametrize("name", ["retrieval", "ranking", "ranking, times"])
@@ -353,12 +333,13 @@ def test_close_may_fail_what_waits(hold: Callable[..., Held]) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
-def test_a_failure_is_alone_and_leaves_no_trace(name: str) -> None:
+def test_a_failure_is_alone_and_leaves_no_trace(name: str, graphs: bool) -> None:
     model = make_model(name)
     histories, rng = Histories(model), random.Random(1)
     cache = make_cache(24)
-    with Engine(model, cache, max_batch_size=8, max_wait=30.0) as engine:
+    with Engine(model, cache, max_batch_size=8, max_wait=30.0, graphs=graphs) as engine:
 
         def batch(events_of: dict[int, list[Event]], candidates: list[int]) -> None:
             futures = {

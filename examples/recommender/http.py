@@ -240,6 +240,7 @@ class EngineCollector(Collector):
             ("failed", "Requests ended by an error.", stats.failed),
             ("cancelled", "Requests timed out or cancelled.", stats.cancelled),
             ("rejected", "Requests refused because the queue was full.", stats.rejected),
+            ("graph_batches", "Batches computed by a captured graph.", stats.graph_batches),
             ("hit_tokens", "Rows of events read from the cache.", stats.hit_tokens),
             ("new_tokens", "Rows of events computed first.", stats.new_tokens),
             ("recomputed_tokens", "Rows of events computed again.", stats.recomputed_tokens),

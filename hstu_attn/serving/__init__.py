@@ -2,6 +2,7 @@
 
 Engine           scores for many users at once, on keys and values that it keeps
 ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
+GraphBuckets     the shapes that an engine captures in CUDA graphs
 EventStore       the users' latest events, from which an engine recomputes what is not cached
 PagedKVCache     the keys and values of many users in pages, under an LRU policy
 CachedRows       where the rows of `HSTUStack.forward_cached` lie; StepTensors, the tensors it needs
@@ -13,6 +14,7 @@ from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
 from .engine import Engine, EngineClosedError, NoHistoryError, OverloadedError, Recommendation
 from .events import Event, EventStore
 from .export import ScoringStep
+from .graphs import GraphBuckets
 from .model import CatalogueModel, Rows, ServedModel
 from .rows import CachedRows, StepTensors, check_cacheable
 from .stats import EngineStats, Histogram
@@ -27,6 +29,7 @@ __all__ = [
     "EngineStats",
     "Event",
     "EventStore",
+    "GraphBuckets",
     "Histogram",
     "NoHistoryError",
     "OutOfPagesError",

@@ -64,6 +64,8 @@ class Batch(NamedTuple):
         rows: what the model embeds.
         max_seq_len: most rows of a request.
         max_key_len: most keys of a request.
+        host_offsets: `seq_offsets` as an array.
+        host_targets: `num_targets` as an array.
         row_times: int64 `(total,)`, when each row is asked: at its user's next event, or now.
         key_times: int64 `(total_k,)`.
         candidates: int64 `(n,)`, of all requests.
@@ -76,6 +78,8 @@ class Batch(NamedTuple):
     rows: Rows
     max_seq_len: int
     max_key_len: int
+    host_offsets: Int64s
+    host_targets: Int64s
     row_times: Tensor
     key_times: Tensor
     candidates: Tensor
@@ -117,10 +121,11 @@ def pack(
     if candidates_are_rows:
         state_rows += 1 + np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    columns += [np.append(0, ends), np.asarray(targets), state_rows, last_rows]
+    seq_offsets, num_targets = np.append(0, ends), np.asarray(targets)
+    columns += [seq_offsets, num_targets, state_rows, last_rows]
     items, actions, positions, is_candidate, *others = _upload(columns, device)
     rows = Rows(items, actions, positions, is_candidate.bool())
-    return Batch(rows, max(*q_lens, 1), max(*k_lens, 1), *others)
+    return Batch(rows, max(*q_lens, 1), max(*k_lens, 1), seq_offsets, num_targets, *others)
 
 
 def _upload(arrays: Sequence[Int64s], device: torch.device) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -72,6 +73,9 @@ class CacheStep:
         page_offsets: int32 `(B + 1,)`, as in `PagedKV`; the new tokens have their place already.
         page_ids: int32 `(page_offsets[-1],)`.
         last_page_lens: int32 `(B,)`.
+        host_tables: `page_offsets`, `page_ids`, `last_page_lens` and `cached_lens` as arrays.
+        is_returning: whether users are brought back from the host, so that the rows of the next
+            layers may still be on their way.
     """
 
     __slots__ = (
@@ -80,6 +84,7 @@ class CacheStep:
         "_returning",
         "_rows",
         "cached_lens",
+        "host_tables",
         "last_page_lens",
         "page_ids",
         "page_offsets",
@@ -90,12 +95,15 @@ class CacheStep:
         self,
         kv_cache: Tensor,
         tables: Tensor,
+        host_tables: Int32s,
         lengths: Sequence[int],
         returning: Returning | None = None,
     ) -> None:
         self.page_offsets, self.page_ids, self.last_page_lens, self.cached_lens, self.slots = (
             tables.split(lengths)
         )
+        a, b, c, d = itertools.accumulate(lengths[:4])
+        self.host_tables = host_tables[:a], host_tables[a:b], host_tables[b:c], host_tables[c:d]
         self._kv_cache = kv_cache
         self._returning = returning
         self._rows: tuple[Tensor, Tensor] | None = None
@@ -138,6 +146,10 @@ class CacheStep:
         keys, values = pages.unbind(1)
         keys[self._rows] = k
         values[self._rows] = v
+
+    @property
+    def is_returning(self) -> bool:
+        return self._returning is not None and self._returning.is_under_way
 
     def _layer(self, layer: int) -> Tensor:
         if not self._open:
@@ -261,7 +273,7 @@ class PagedKVCache:
         try:
             try:
                 on_device = self._to_device(torch.from_numpy(tables))
-                step = CacheStep(self.kv_cache, on_device, lengths, returning)
+                step = CacheStep(self.kv_cache, on_device, tables, lengths, returning)
                 yield step
             finally:
                 if returning is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .batch import Batch, Plan, Request, pack
 from .cache import CacheStep, PagedKVCache
 from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
+from .graphs import GraphBuckets, StackGraphs, StepLimits
 from .model import CatalogueModel, ServedModel, check_model, row_dtype
 from .rows import CachedRows
 from .stats import Counters, EngineStats
@@ -78,6 +79,10 @@ class Engine:
         max_wait: how long a request may wait for others to join it, in seconds.
         max_queue: requests that may wait.
         max_candidates: candidates of a request.
+        graphs: whether the stack's steps are captured in CUDA graphs and replayed, which saves the
+            host what launching each kernel takes; `GraphBuckets` says for which shapes. Batches
+            are padded to them, so scores may be rounded differently. On a CPU they are padded
+            likewise, which only costs time.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -98,6 +103,7 @@ class Engine:
         max_wait: float = 0.002,
         max_queue: int = 1024,
         max_candidates: int = 1024,
+        graphs: bool | GraphBuckets = False,
     ) -> None:
         if store is None:
             store = EventStore(100_000, model.max_history)
@@ -117,6 +123,7 @@ class Engine:
         self._cache = cache
         self._cache.clear()
         self._store = store  # the worker's alone, as is the cache
+        self._graphs = self._make_graphs(graphs)
         self._counters = Counters()
         self._queue: deque[Request] = deque()
         self._closed = False
@@ -254,6 +261,24 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @torch.no_grad()
+    def _make_graphs(self, graphs: bool | GraphBuckets) -> StackGraphs | None:
+        if graphs is False:
+            return None
+        model = self.model
+        return StackGraphs(
+            model.stack,
+            self._cache.kv_cache,
+            GraphBuckets() if graphs is True else graphs,
+            StepLimits(
+                self.max_batch_size,
+                self._store.max_events,
+                self.max_candidates if model.candidates_are_rows else 0,
+            ),
+            reads_times=model.reads_times,
+            with_targets=model.candidates_are_rows,
+        )
+
     def _submit(
         self,
         user: User,
@@ -388,7 +413,8 @@ class Engine:
         last = [count - first for count, first in zip(cached, kept, strict=True)]
         with self._cache.step(keys, new, cached_lens=cached, rewritten=last) as step:
             batch = pack(plans, kept, self.model.candidates_are_rows, self._device)
-            answers = self._answers(plans, batch, self._states(step, batch))
+            states, by_graph = self._states(step, batch)
+            answers = self._answers(plans, batch, states)
         computed = sum(lengths) - sum(kept)
         first_time = sum(
             min(len(plan.request.events), length)
@@ -396,14 +422,21 @@ class Engine:
         )
         with self._counters.change() as stats:
             stats.batches += 1
+            stats.graph_batches += by_graph
             stats.batch_size.add(len(plans))
             stats.hit_tokens += sum(kept)
             stats.new_tokens += first_time
             stats.recomputed_tokens += computed - first_time
         return answers
 
-    def _states(self, step: CacheStep, batch: Batch) -> Tensor:
-        """The stack's output, `(total, embedding_dim)`."""
+    def _states(self, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
+        """The stack's output, `(total, embedding_dim)`, maybe with more rows after it; and whether
+        it is by a graph, and so stays until the next batch."""
+        x = self.model.embed(batch.rows)
+        if self._graphs is not None:
+            states = self._graphs.run(step, batch, x)
+            if states is not None:
+                return states, True
         rows = CachedRows(
             step,
             batch.seq_offsets,
@@ -411,10 +444,8 @@ class Engine:
             batch.max_key_len,
             batch.num_targets if self.model.candidates_are_rows else None,
         )
-        x = self.model.embed(batch.rows)
-        if not self.model.reads_times:
-            return self.model.stack.forward_cached(x, rows)
-        return self.model.stack.forward_cached(x, rows, batch.key_times, batch.row_times)
+        times = (batch.key_times, batch.row_times) if self.model.reads_times else ()
+        return self.model.stack.forward_cached(x, rows, *times), False
 
     def _answers(
         self, plans: list[Plan], batch: Batch, states: Tensor

@@ -29,6 +29,11 @@ class Returning:
         self._device = device
         self._layers = layers
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether copies were made that a GPU may not have come to yet."""
+        return bool(self._layers)
+
     def wait(self, layer: int) -> None:
         """Lets the current stream, not the host, wait for the copies of the layers up to this one:
         `layer` from 0, or -1 for the last one."""

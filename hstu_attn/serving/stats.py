@@ -46,6 +46,7 @@ class EngineStats:
         cancelled: timed out, or cancelled by the caller; without an effect.
         rejected: refused because the queue was full; not among `requests`.
         batches: computed.
+        graph_batches: of these, those that a captured graph computed.
         hit_tokens: rows of events that a cache had, and that were not computed.
         new_tokens: rows of events that came with the requests.
         recomputed_tokens: other rows of events that were computed: the last one before a request,
@@ -63,6 +64,7 @@ class EngineStats:
     cancelled: int = 0
     rejected: int = 0
     batches: int = 0
+    graph_batches: int = 0
     hit_tokens: int = 0
     new_tokens: int = 0
     recomputed_tokens: int = 0

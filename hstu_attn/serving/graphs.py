@@ -1,0 +1,331 @@
+"""Steps of a stack as CUDA graphs: captured once for a shape, replayed for any users."""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hstu_attn.layer import HSTUStack
+
+from .batch import Batch
+from .cache import CacheStep
+from .rows import CachedRows, StepTensors
+
+__all__ = ["GraphBuckets", "Shape", "StackGraphs", "StepLimits"]
+
+Call = Callable[[], None]
+
+_TILE_ROWS = 128  # to the kernels, no sequence has fewer rows
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class GraphBuckets:
+    """The shapes that an engine's batches are padded to, so that a graph captured once serves many.
+
+    A batch takes the smallest shape that holds its requests and rows. A batch that none holds is
+    computed without a graph: it has work enough to hide what launching it takes.
+
+    Args:
+        batch_sizes: requests, increasing; None is the powers of two up to the engine's
+            `max_batch_size`, and that.
+        row_counts: rows of all requests together, increasing: events to compute, and candidates
+            where these are rows.
+        ahead: whether all shapes are captured when the engine is made; if not, each when a batch
+            first has it, which that batch waits for.
+
+    Raises:
+        ValueError: for counts that are not positive and increasing.
+    """
+
+    batch_sizes: tuple[int, ...] | None = None
+    row_counts: tuple[int, ...] = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_sizes", "row_counts"):
+            counts = getattr(self, name)
+            if counts is None and name == "batch_sizes":
+                continue
+            if not counts or list(counts) != sorted({count for count in counts if count > 0}):
+                raise ValueError(f"{name}: expected increasing positive counts, got {counts}")
+
+
+class StepLimits(NamedTuple):
+    """What no step of an engine exceeds.
+
+    Attributes:
+        requests: together in a step.
+        events: of a user.
+        candidates: of a request, where candidates are rows; else 0.
+    """
+
+    requests: int
+    events: int
+    candidates: int
+
+    @property
+    def keys(self) -> int:
+        """Of a request."""
+        return max(1, self.events + self.candidates)
+
+
+class Shape(NamedTuple):
+    """All that a graph is captured for.
+
+    Attributes:
+        batch: requests; those that a batch lacks have no rows.
+        rows: of all together; those that a batch lacks belong to no request.
+        longest: rows of a request, at most. Kernels choose by it how many blocks share keys.
+    """
+
+    batch: int
+    rows: int
+    longest: int
+
+
+class StackGraphs:
+    """Runs a stack on batches that are padded to a few shapes, in buffers of its own.
+
+    A graph keeps the addresses of what it reads and writes. So a batch's tables and rows are copied
+    into buffers, and the graph of its shape is replayed: it reads lengths and pages there, writes
+    keys and values into the pages, and the output into a buffer. All shapes share the buffers and,
+    on a GPU, the memory of what is in between, so all must run on one stream. Only the stack is
+    captured: a model may do whatever it likes where it embeds and scores.
+
+    A shape is captured on buffers without any request, so neither that nor its failure touches a
+    user's pages. If it fails, batches of that shape are computed without a graph from then on.
+
+    Args:
+        stack: its parameters may change in place, but not move.
+        kv_cache: as `PagedKVCache.kv_cache`.
+        buckets: the shapes.
+        limits: of the steps.
+        reads_times: whether the stack is given times.
+        with_targets: whether candidates are rows.
+    """
+
+    def __init__(
+        self,
+        stack: HSTUStack,
+        kv_cache: Tensor,
+        buckets: GraphBuckets,
+        limits: StepLimits,
+        *,
+        reads_times: bool,
+        with_targets: bool,
+    ) -> None:
+        self._stack = stack
+        self._kv_cache = kv_cache
+        self._max_keys = limits.keys
+        self._pages_each = -(-limits.events // kv_cache.shape[3])
+        self._with_targets = with_targets
+        sizes = buckets.batch_sizes or _powers_of_two(limits.requests)
+        self._batch_sizes = _needed(sizes, limits.requests)
+        self._row_counts = _needed(buckets.row_counts, limits.requests * limits.keys)
+        self._replays: dict[Shape, Call | None] = {}
+        self._capture = capture_on(kv_cache.device)
+
+        batch, rows = self._batch_sizes[-1], self._row_counts[-1]
+        device, width = kv_cache.device, stack.config.embedding_dim
+        self._tables = torch.zeros(
+            _sections(batch)[-1].start + batch * self._pages_each, dtype=torch.int32, device=device
+        )
+        self._x = torch.zeros((rows, width), dtype=kv_cache.dtype, device=device)
+        self._states = torch.zeros_like(self._x)
+        self._times: tuple[Tensor, ...] = ()
+        if reads_times:
+            self._times = tuple(
+                torch.zeros(count, dtype=torch.int64, device=device)
+                for count in (batch * self._max_keys, rows)
+            )
+        if buckets.ahead:
+            for shape in self._shapes():
+                self._replay_of(shape)
+
+    def run(self, step: CacheStep, batch: Batch, x: Tensor) -> Tensor | None:
+        """The stack's output, whose first rows are those of the batch, until the next run; or None
+        where the batch must be computed without a graph.
+
+        Args:
+            step: an open one of the cache.
+            batch: of the same users.
+            x: `(total, embedding_dim)`, the embedded rows.
+
+        Raises:
+            RuntimeError: from the GPU; on a CPU, whatever the stack raises.
+        """
+        total = len(batch.rows.items)
+        if (x.shape, x.dtype) != ((total, self._x.shape[1]), self._x.dtype):
+            return None  # the stack says what is wrong with it
+        if step.is_returning:
+            return None  # which would wait for the rows of all layers before the first
+        shape = self._shape_of(len(batch.host_targets), total, batch.max_seq_len)
+        replay = None if shape is None else self._replay_of(shape)
+        if shape is None or replay is None:
+            return None
+        self._fill(shape, step, batch, x)
+        replay()
+        return self._states[: shape.rows]
+
+    # --- shapes ----------------------------------------------------------------------------------
+
+    def _shape_of(self, requests: int, rows: int, longest: int) -> Shape | None:
+        batch = _at_least(self._batch_sizes, requests)
+        total = None if batch is None else _at_least(self._row_counts, max(rows, batch))
+        if batch is None or total is None:
+            return None
+        return next(shape for shape in self._of(batch, total) if shape.longest >= longest)
+
+    def _of(self, batch: int, rows: int) -> list[Shape]:
+        """For requests of about as many rows each, and for others."""
+        most = min(rows, self._max_keys)
+        even = min(most, max(-(-rows // batch), _TILE_ROWS))
+        return [Shape(batch, rows, longest) for longest in sorted({even, most})]
+
+    def _shapes(self) -> Iterator[Shape]:
+        for batch in self._batch_sizes:
+            for rows in self._row_counts:
+                if rows >= batch:
+                    yield from self._of(batch, rows)
+
+    # --- buffers ---------------------------------------------------------------------------------
+
+    def _fill(self, shape: Shape, step: CacheStep, batch: Batch, x: Tensor) -> None:
+        page_offsets, page_ids, last_page_lens, cached_lens = step.host_tables
+        sections = _sections(shape.batch)
+        tables = np.zeros(sections[-1].start + len(page_ids), np.int32)
+        values: list[np.ndarray[Any, Any]] = [page_offsets, last_page_lens, cached_lens]
+        values += [batch.host_offsets, batch.host_targets, page_ids]
+        for section, value in zip(sections, values, strict=True):
+            tables[section][: len(value)] = value
+        for section, offsets in ((sections[0], page_offsets), (sections[3], batch.host_offsets)):
+            tables[section][len(offsets) :] = offsets[-1]
+        uploaded = torch.from_numpy(tables)
+        if self._tables.is_cuda:
+            uploaded = uploaded.pin_memory()  # else the copy would wait for the GPU
+        self._tables[: len(tables)].copy_(uploaded, non_blocking=True)
+        self._x[: len(x)].copy_(x)
+        for buffer, times in zip(self._times, (batch.key_times, batch.row_times), strict=False):
+            buffer[: len(times)].copy_(times)
+
+    def _call(self, shape: Shape) -> Call:
+        """What is captured: the stack, from buffer to buffer."""
+        sections = _sections(shape.batch)
+        first = sections[-1].start
+        sections[-1] = slice(first, first + shape.batch * self._pages_each)
+        page_offsets, last_page_lens, cached_lens, seq_offsets, targets, page_ids = (
+            self._tables[section] for section in sections
+        )
+        step = StepTensors(self._kv_cache, page_offsets, page_ids, last_page_lens, cached_lens)
+        num_targets = targets if self._with_targets else None
+        x, states = self._x[: shape.rows], self._states[: shape.rows]
+        times = [*self._times]
+        if times:
+            times[1] = times[1][: shape.rows]
+
+        def call() -> None:
+            rows = CachedRows(step, seq_offsets, shape.longest, self._max_keys, num_targets)
+            states.copy_(self._stack.forward_cached(x, rows, *times))
+
+        return call
+
+    def _replay_of(self, shape: Shape) -> Call | None:
+        if shape not in self._replays:
+            self._replays[shape] = None
+            self._tables.zero_()  # requests without rows
+            try:
+                self._replays[shape] = self._capture(self._call(shape))
+            except Exception as error:
+                warnings.warn(
+                    f"graphs: batches padded to {shape} are computed without a graph, which could "
+                    f"not be captured: {error!r}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self._replays[shape]
+
+
+# --- capturing -----------------------------------------------------------------------------------
+
+
+def capture_on(device: torch.device) -> Callable[[Call], Call]:
+    """What turns a call into one that does the same again: on a GPU by a graph, elsewhere the call
+    itself."""
+    return CudaCapture(device) if device.type == "cuda" else lambda call: call
+
+
+class CudaCapture:
+    """Captures calls in CUDA graphs, which share memory: they must be replayed on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    def __call__(self, call: Call) -> Call:
+        """Runs the call a few times, and captures it.
+
+        Raises:
+            RuntimeError: for what cannot be captured; what the call raises.
+        """
+        graph = torch.cuda.CUDAGraph()
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._side):  # torch.cuda.graph does not leave it if it fails
+                for _ in range(_WARM_UPS):
+                    call()
+                # NOTE: other threads may use the GPU meanwhile, for whatever cannot be captured.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+                ):
+                    call()
+        except BaseException:
+            self._end_failed(graph)
+            raise
+        finally:
+            self._side.synchronize()  # before anyone writes the buffers that the call reads
+        return graph.replay
+
+    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+        """NOTE: where a capture was invalidated, torch before 2.12 does not end its pool: it would
+        keep freed memory that two streams have used, and ask the graph which stream it captures."""
+        self._failed.append(graph)
+        with suppress(RuntimeError):  # the pool has ended: the call failed, and not the capture
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Those below a count, and that."""
+    return [*(2**n for n in range((most - 1).bit_length())), most]
+
+
+def _needed(counts: Sequence[int], most: int) -> Sequence[int]:
+    """Without those that are larger than any that is at least `most`."""
+    return counts[: bisect_left(counts, most) + 1]
+
+
+def _at_least(counts: Sequence[int], least: int) -> int | None:
+    found = bisect_left(counts, least)
+    return counts[found] if found < len(counts) else None
+
+
+def _sections(batch: int) -> list[slice]:
+    """Where the tables of `batch` requests lie: page_offsets, last_page_lens, cached_lens,
+    seq_offsets and num_targets, and from there on page_ids."""
+    ends = [*accumulate((batch + 1, batch, batch, batch + 1, batch), initial=0)]
+    return [*(slice(a, b) for a, b in pairwise(ends)), slice(ends[-1], None)]
