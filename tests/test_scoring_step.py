@@ -99,7 +99,13 @@ def traffic(model: Any) -> Iterator[Step]:
             expected.append(whole(model, after, candidates, at))
         rewritten = [min(count, 1) for count in cached]
         kept = [count - again for count, again in zip(cached, rewritten, strict=True)]
-        batch = pack(plans, kept, model.candidates_are_rows, torch.device("cpu"))
+        batch = pack(
+            plans,
+            kept,
+            torch.device("cpu"),
+            candidates_are_rows=model.candidates_are_rows,
+            reads_times=model.reads_times,
+        )
         inputs = {
             "seq_offsets": batch.seq_offsets,
             **batch.rows._asdict(),

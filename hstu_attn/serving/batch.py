@@ -66,8 +66,9 @@ class Batch(NamedTuple):
         max_key_len: most keys of a request.
         host_offsets: `seq_offsets` as an array.
         host_targets: `num_targets` as an array.
-        row_times: int64 `(total,)`, when each row is asked: at its user's next event, or now.
-        key_times: int64 `(total_k,)`.
+        row_times: int64 `(total,)`, when each row is asked: at its user's next event, or now; empty
+            where the model reads no times.
+        key_times: int64 `(total_k,)`, or empty likewise.
         candidates: int64 `(n,)`, of all requests.
         seq_offsets: int64 `(B + 1,)`.
         num_targets: int64 `(B,)`.
@@ -90,42 +91,59 @@ class Batch(NamedTuple):
 
 
 def pack(
-    plans: Sequence[Plan], kept: Sequence[int], candidates_are_rows: bool, device: torch.device
+    plans: Sequence[Plan],
+    kept: Sequence[int],
+    device: torch.device,
+    *,
+    candidates_are_rows: bool,
+    reads_times: bool,
 ) -> Batch:
     """The rows to compute: of each plan the events after the first `kept`, and its candidates."""
-    parts, q_lens, k_lens, targets, counts = [], [], [], [], []
-    for plan, first in zip(plans, kept, strict=True):
-        events, candidates = plan.after.events, plan.request.candidates
-        n = len(events)
-        targets.append(len(candidates) if candidates_are_rows else 0)
-        targeted = candidates[: targets[-1]]
-        times = np.append(events[:, TIME], np.full(len(targeted) + 1, plan.at))
-        parts.append(
-            (
-                np.append(events[first:, ITEM], targeted),
-                np.append(events[first:, ACTION], np.zeros_like(targeted)),
-                np.append(np.arange(first, n), np.full_like(targeted, n)),
-                np.append(np.zeros(n - first, np.int64), np.ones_like(targeted)),
-                times[first + 1 :],
-                times[:-1],
-                candidates,
-            )
-        )
-        counts.append(len(candidates))
-        q_lens.append(n - first + len(targeted))
-        k_lens.append(n + len(targeted))
+    first = np.asarray(kept)
+    lengths = np.array([len(plan.after.events) for plan in plans])
+    counts = np.array([len(plan.request.candidates) for plan in plans])
+    targets = counts if candidates_are_rows else np.zeros_like(counts)
+    written = lengths - first
+    candidates = np.concatenate([plan.request.candidates for plan in plans])
+    events = np.concatenate([plan.after.events[k:] for plan, k in zip(plans, kept, strict=True)])
 
-    ends = np.cumsum(np.asarray(q_lens))
-    last_rows = ends - targets - 1
+    kinds = np.tile([False, True], len(plans))
+    is_candidate = np.repeat(kinds, np.stack([written, targets], axis=1).ravel())
+    items, actions, positions = np.zeros((3, len(is_candidate)), np.int64)
+    items[~is_candidate] = events[:, ITEM]
+    actions[~is_candidate] = events[:, ACTION]
+    positions[~is_candidate] = _ranges(first, written)
+    if candidates_are_rows:
+        items[is_candidate] = candidates
+        positions[is_candidate] = np.repeat(lengths, targets)
+
+    row_times = key_times = np.empty(0, np.int64)
+    if reads_times:
+        parts = [
+            np.append(plan.after.events[:, TIME], np.full(count + 1, plan.at))
+            for plan, count in zip(plans, targets, strict=True)
+        ]
+        row_times = np.concatenate([part[k + 1 :] for part, k in zip(parts, kept, strict=True)])
+        key_times = np.concatenate([part[:-1] for part in parts])
+
+    seq_offsets = np.append(0, np.cumsum(written + targets))
+    last_rows = seq_offsets[1:] - targets - 1
     state_rows = np.repeat(last_rows, counts)
     if candidates_are_rows:
-        state_rows += 1 + np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    seq_offsets, num_targets = np.append(0, ends), np.asarray(targets)
-    columns += [seq_offsets, num_targets, state_rows, last_rows]
-    items, actions, positions, is_candidate, *others = _upload(columns, device)
-    rows = Rows(items, actions, positions, is_candidate.bool())
-    return Batch(rows, max(*q_lens, 1), max(*k_lens, 1), seq_offsets, num_targets, *others)
+        state_rows += _ranges(np.ones_like(counts), counts)
+    columns = [items, actions, positions, is_candidate, row_times, key_times, candidates]
+    columns += [seq_offsets, targets, state_rows, last_rows]
+    uploaded = _upload(columns, device)
+    rows = Rows(uploaded[0], uploaded[1], uploaded[2], is_candidate=uploaded[3].bool())
+    longest = int((written + targets).max(initial=1)), int((lengths + targets).max(initial=1))
+    return Batch(rows, *longest, seq_offsets, targets, *uploaded[4:])
+
+
+def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
+    """`[start, start + length)` of each, one after the other."""
+    before = np.cumsum(lengths) - lengths
+    numbers: Int64s = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return numbers
 
 
 def _upload(arrays: Sequence[Int64s], device: torch.device) -> list[Tensor]:

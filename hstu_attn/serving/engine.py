@@ -404,7 +404,7 @@ class Engine:
             for plan, answer in zip(plans, answers, strict=True):
                 self._finish(plan, answer)
 
-    def _compute(self, plans: list[Plan]) -> list[Tensor | Recommendation]:
+    def _compute(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
         keys = [plan.after.key for plan in plans]
         cached = self._cache.lookup(keys).tolist()
         kept = [max(count - 1, 0) for count in cached]
@@ -412,7 +412,13 @@ class Engine:
         new = [length - count for length, count in zip(lengths, cached, strict=True)]
         last = [count - first for count, first in zip(cached, kept, strict=True)]
         with self._cache.step(keys, new, cached_lens=cached, rewritten=last) as step:
-            batch = pack(plans, kept, self.model.candidates_are_rows, self._device)
+            batch = pack(
+                plans,
+                kept,
+                self._device,
+                candidates_are_rows=self.model.candidates_are_rows,
+                reads_times=self.model.reads_times,
+            )
             states, by_graph = self._states(step, batch)
             answers = self._answers(plans, batch, states)
         computed = sum(lengths) - sum(kept)
@@ -449,31 +455,35 @@ class Engine:
 
     def _answers(
         self, plans: list[Plan], batch: Batch, states: Tensor
-    ) -> list[Tensor | Recommendation]:
-        """On the CPU, so that what fails on the device has failed by now."""
+    ) -> list[Tensor | Recommendation | None]:
+        """On the CPU, so that what fails on the device has failed by now; None where a score is not
+        finite."""
         scores = self.model.score(states[batch.state_rows], batch.candidates).cpu()
         listed = scores.split([len(plan.request.candidates) for plan in plans])
-        answers: list[Tensor | Recommendation] = [*listed]
+        answers: list[Tensor | Recommendation | None] = [*listed]
+        if not scores.isfinite().all():
+            answers = [found if found.isfinite().all() else None for found in listed]
         asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
         if asking and isinstance(self.model, CatalogueModel):
             chosen = torch.tensor(asking, device=self._device)
             catalogue = self.model.score_catalogue(states[batch.last_rows[chosen]])
             best = _best(catalogue, [plans[number] for number in asking])
             for number, recommendation in zip(asking, best, strict=True):
-                answers[number] = recommendation
+                finite = recommendation.scores.isfinite().all()
+                answers[number] = recommendation if finite else None
         return answers
 
-    def _finish(self, plan: Plan, answer: Tensor | Recommendation) -> None:
+    def _finish(self, plan: Plan, answer: Tensor | Recommendation | None) -> None:
         """Stores the events and answers; if nobody wants the answer any more, forgets the rows."""
         request = plan.request
-        scores = answer.scores if isinstance(answer, Recommendation) else answer
-        if not scores.isfinite().all():
+        if answer is None:
             self._cache.free([plan.after.key])
             self._fail(request, FloatingPointError("scores: expected finite ones, got NaN or Inf"))
             return
         wanted = request.future.set_running_or_notify_cancel()  # else cancelled; now it cannot be
         unused = self._store.put(request.user, plan.after) if wanted else [plan.after.key]
-        self._cache.free(unused)
+        if unused:
+            self._cache.free(unused)
         with self._counters.change() as stats:
             if wanted:
                 stats.completed += 1
