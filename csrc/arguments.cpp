@@ -58,6 +58,7 @@ void check_batch(const Arguments& args, BatchParams& batch) {
          std::to_string(args.max_seqlen_q));
   }
   batch.max_seqlen_q = static_cast<int>(args.max_seqlen_q);
+  batch.max_seqlen_k = static_cast<int>(args.max_seqlen_k);
 }
 
 void check_scale(const Arguments& args, ForwardParams& params) {

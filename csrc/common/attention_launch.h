@@ -61,33 +61,33 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, in
   launch_kernel(kernel, config, launch, name, arguments...);
 }
 
-// The list of a forward by Form. A batch whose items all find room on the GPU at once needs none,
-// and nothing prepared.
+// The list of a forward by Form, where `shares` items share the keys of a tile and head. A batch
+// whose items all find room on the GPU at once needs none, and nothing prepared, unless they share.
 template <typename Form>
 WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
-                           const CudaLaunch& launch) {
+                           const CudaLaunch& launch, int shares = 1) {
   const BatchParams& batch = params.batch;
-  const int64_t items =
-      int64_t{WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows)} * params.heads;
+  const int parts = params.heads * shares;
   WorkList list;
-  list.capacity = static_cast<int>(items / params.heads);
-  if (items > resident_blocks<Form>(launch) || is_given_by_row(params.mask)) {
+  list.capacity = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
+  const int64_t items = int64_t{list.capacity} * parts;
+  if (items > resident_blocks<Form>(launch) || is_given_by_row(params.mask) || shares > 1) {
     list = workspace.take_list(batch.total_q, batch.batch, Form::kRows);
     if (is_given_by_row(params.mask)) {
       list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
     } else if (Form::kBeginsUnlisted) {
-      list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / params.heads);
+      list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / parts);
     }
   }
-  list.parts = params.heads;
+  list.parts = parts;
   return list;
 }
 
-// Prepares the list, if there is one. The blocks to launch.
+// Prepares the list, if there is one, and zeroes `zero_bytes` of workspace. The blocks to launch.
 template <typename Form>
-int64_t prepare_forward(const WorkList& list, const ForwardParams& params,
-                        const CudaLaunch& launch) {
-  const int64_t items = int64_t{list.capacity} * params.heads;
+int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
+                        void* zeros = nullptr, int64_t zero_bytes = 0) {
+  const int64_t items = int64_t{list.capacity} * list.parts;
   if (!list.tiles) return items;
   PrepareParams prepared;
   prepared.batch = params.batch;
@@ -97,6 +97,8 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params,
   prepared.tile_keys = Form::kKeys;
   prepared.heads = params.heads;
   prepared.row_output = params.out;
+  prepared.zeros = zeros;
+  prepared.zero_bytes = zero_bytes;
   // A third of the cache for K and V of a chunk; the rest is passed through.
   const int64_t row_bytes = int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * 2;
   prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);

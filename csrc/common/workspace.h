@@ -12,8 +12,14 @@ class Workspace {
   template <typename T>
   T* take(int64_t count) {
     T* piece = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += bytes<T>(count);
     return piece;
+  }
+
+  // What take() takes.
+  template <typename T>
+  static int64_t bytes(int64_t count) {
+    return (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
   }
 
   WorkList take_list(int64_t total, int batch, int tile_size) {

@@ -29,9 +29,11 @@ struct ForwardMaps {
   PageMap pages;
 };
 
-// kSplits blocks of a cluster share an item's keys, and add up their sums in the end.
+// The keys of an item may be shared in two ways: kSplits blocks of a cluster take a part each and
+// add up their sums in the end; or they make several items of the list, see
+// KeyShares.
 template <int kHeadDim_, typename Element_, bool kHasBias, KeySource kSource = KeySource::kPacked,
-          int kSplits = 1>
+          int kSplits = 1, bool kIsShared_ = false>
 struct Forward {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -49,7 +51,9 @@ struct Forward {
   static constexpr int kFinders = kConsumers + 1;  // lanes: see find_item()
   static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers, kIsPaged);
   static constexpr int kClusterBlocks = kSplits;
+  static constexpr bool kIsShared = kIsShared_;
   static constexpr bool kIsSplit = kSplits > 1;
+  static_assert(!kIsShared || (kIsPaged && !kIsSplit), "what shares are made for");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
@@ -64,17 +68,27 @@ struct Forward {
     int head;              // -1: there are no more
     int keys[kConsumers];  // end of those that some row of a warpgroup sees
     PageList pages;
+    Interval share;    // of the keys, where they are shared: see KeyShares
+    int other_shares;  // in which its rows see keys
 
     // The first visible tile of keys from key `first` on, by its first key; kNoKey: there is none.
     HSTU_DEVICE int tile_from(int first) const {
+      if constexpr (!kIsShared) return tile_of(first, INT_MAX);
+      return tile_of(max(first, share.begin), share.end);
+    }
+    // The first visible tile of keys from key `first` on that begins before key `last`.
+    HSTU_DEVICE int tile_of(int first, int last) const {
       int found = kNoKey;
       for (const Interval& keys : summary.hull) {
         const int key = max(first, keys.begin / kKeys * kKeys);
-        if (key < keys.end) found = min(found, key);
+        if (key < min(keys.end, last)) found = min(found, key);
       }
       return found;
     }
-    HSTU_DEVICE int end() const { return max(summary.hull[0].end, summary.hull[1].end); }
+    HSTU_DEVICE int end() const {
+      const int last = max(summary.hull[0].end, summary.hull[1].end);
+      return kIsShared ? min(last, share.end) : last;
+    }
   };
   // A tile of keys of an item; in one register.
   struct KeyTile {
@@ -92,8 +106,9 @@ struct Forward {
     HSTU_DEVICE bool is_last_of(int warpgroup) const { return bits & kLastOfFirst << warpgroup; }
   };
   // The next item is looked for when a few tiles of the last one are left to be copied: earlier, it
-  // would be kept from other blocks, which are idle in the end.
-  static constexpr int kTilesLeft = 2;
+  // would be kept from other blocks, which are idle in the end.// A share is too short to wait for
+  // that.
+  static constexpr int kTilesLeft = kIsShared ? 4 : 2;
   using ItemPlace = RingPlace<4>;
   using QueryPlace = RingPlace<kTiles.query_stages>;
   using KeyPlace = RingPlace<kTiles.key_stages>;
@@ -117,7 +132,7 @@ struct Forward {
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
-                              const WorkList& list, SharedMemory& shared) {
+                              const WorkList& list, const KeyShares& shares, SharedMemory& shared) {
     constexpr int kConsumerWarps = kConsumers * 4;
     if (threadIdx.x == 0) {
       // From the lanes that find an item; to the consumers and the threads that copy.
@@ -141,13 +156,13 @@ struct Forward {
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
-      if (threadIdx.x < 32) find_items(params, list, shared);
+      if (threadIdx.x < 32) find_items(params, list, shares, shared);
       if (threadIdx.x == 32) copy_queries(maps, shared);
       if (threadIdx.x >= 64 && threadIdx.x < 64 + kCopiers) copy_keys(params, maps, shared);
       if (threadIdx.x >= 96 && threadIdx.x < 96 + kCopiers) copy_values(params, maps, shared);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
-      consume(params, shared, warpgroup - 1);
+      consume(params, shares, shared, warpgroup - 1);
       if (!list.tiles) {  // nothing else ran before
         const int warp =
             static_cast<int>(blockIdx.x) * kConsumerWarps + static_cast<int>(threadIdx.x) / 32 - 4;
@@ -162,7 +177,7 @@ struct Forward {
 
   // By one warp, which zeroes the outputs of items that see no key; consumers do not get them.
   static HSTU_DEVICE void find_items(const ForwardParams& params, const WorkList& list,
-                                     SharedMemory& shared) {
+                                     const KeyShares& shares, SharedMemory& shared) {
     const int lane = static_cast<int>(threadIdx.x);
     ItemPlace place;
     if (lane == 0) shared.number = static_cast<int>(blockIdx.x) / kSplits;
@@ -171,13 +186,16 @@ struct Forward {
       // NOTE: in shared memory, since producers have few registers.
       Item& item = shared.items[place.stage()];
       shared.item_handover.wait_empty(place);
-      find_item(params, list, shared, item);
+      find_item(params, list, shares, shared, item);
       __syncwarp();
       if (!kIsSplit && item.head >= 0 && item.tile_from(0) == kNoKey) {
         const Sequence& sequence = item.work.sequence;
         const int first = item.work.tile * kRows;
-        zero_rows_of_head<Element>(params.out, sequence.q_begin + first,
-                                   min(kRows, sequence.q_len - first), item.head);
+        // Of an item in shares the first one does it, where none has a key.
+        if (!kIsShared || (item.share.begin == 0 && item.tile_of(0, INT_MAX) == kNoKey)) {
+          zero_rows_of_head<Element>(params.out, sequence.q_begin + first,
+                                     min(kRows, sequence.q_len - first), item.head);
+        }
         __syncwarp();
       } else {
         if (lane < kFinders) shared.item_handover.full[place.stage()].arrive();
@@ -199,27 +217,30 @@ struct Forward {
   // Item shared.number, if there is one. By a warp: a lane each finds what a warpgroup's rows see,
   // and the next one what all rows see.
   static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list,
-                                    const SharedMemory& shared, Item& item) {
+                                    const KeyShares& shares, const SharedMemory& shared,
+                                    Item& item) {
     const int lane = static_cast<int>(threadIdx.x);
-    if constexpr (kIsSplit) {
-      const int number = shared.number;
-      const bool exists = number != kNoItem && find_paged_tile(params, number / list.parts, kRows,
-                                                               item.work, item.pages);
-      if (lane == 0) item.head = exists ? number % list.parts : -1;
-    } else if (lane == 0) {
-      const int number = shared.number;
-      const int tile = number / list.parts;
-      bool exists = number != kNoItem;
-      if (exists && list.tiles && tile >= list.unlisted) {
+    const int number = shared.number;
+    const int tile = number / list.parts;
+    const int part = number - tile * list.parts;
+    bool exists = number != kNoItem;
+    const bool is_listed = list.tiles && tile >= list.unlisted;
+    if (kIsPaged && exists && !is_listed) {
+      const bool has_rows = find_paged_tile(params, tile, kRows, item.work, item.pages);
+      exists = has_rows || list.tiles != nullptr;  // others come after one without rows
+    }
+    if (lane == 0) {
+      if (exists && is_listed) {
         wait_for_previous_kernel();
         exists = tile - list.unlisted < *list.count;
         if (exists) item.work = list.tiles[tile - list.unlisted];
-      } else if (exists && !find_row_tile(params.batch, tile, kRows, item.work)) {
+        if (kIsPaged && exists) item.pages = PageList(params.paged, item.work.sequence_number);
+      } else if (!kIsPaged && exists && !find_row_tile(params.batch, tile, kRows, item.work)) {
         item.work = {};                  // without rows
         exists = list.tiles != nullptr;  // others come after it
       }
-      item.head = exists ? number - tile * list.parts : -1;
-      if (kIsPaged && exists) item.pages = PageList(params.paged, item.work.sequence_number);
+      item.head = exists ? (kIsShared ? part % params.heads : part) : -1;
+      if constexpr (kIsShared) item.share = shares.of(part / params.heads);
     }
     __syncwarp();
     if (item.head < 0 || lane >= kFinders) return;
@@ -237,6 +258,7 @@ struct Forward {
         // NOTE: offsets that lie may leave a summary unwritten.
         for (Interval& keys : item.summary.hull) keys.end = min(keys.end, sequence.k_len);
         if constexpr (kIsPaged) to_columns(item);
+        if constexpr (kIsShared) count_shares(shares, item);
       }
       return;
     }
@@ -253,8 +275,19 @@ struct Forward {
       forget_registers();
       Mask(closed_form, sequence, 0).shared_intervals(r0, r1, item.summary.shared);
       if constexpr (kIsPaged) to_columns(item);
+      if constexpr (kIsShared) count_shares(shares, item);
       if constexpr (kIsSplit) take_share<kKeys, kSplits>(item.summary.hull);
     }
+  }
+
+  static HSTU_DEVICE void count_shares(const KeyShares& shares, Item& item) {
+    int others = -1;
+#pragma unroll 1
+    for (int n = 0; n < shares.count; ++n) others += has_keys(item, shares.of(n));
+    item.other_shares = others;
+  }
+  static HSTU_DEVICE bool has_keys(const Item& item, Interval share) {
+    return item.tile_of(share.begin, share.end) != kNoKey;
   }
 
   // What rows see, from keys to columns of tiles: see paged_keys.h.
@@ -292,7 +325,9 @@ struct Forward {
     PageWindow window;
     bool is_next_wanted = false;
     for_each_key_tile(shared, [&](const Item& item, int first, int next, KeyPlace place) {
-      if (is_leader() && !is_next_wanted && first + kTilesLeft * kKeys >= item.end()) {
+      // NOTE: the keys of an item may end behind its last tile, where a share ends in a gap.
+      const bool is_end = next == kNoKey || first + kTilesLeft * kKeys >= item.end();
+      if (is_leader() && !is_next_wanted && is_end) {
         shared.next_item_wanted.arrive();
         is_next_wanted = true;
       }
@@ -386,8 +421,8 @@ struct Forward {
   // All tiles of all items are one sequence of steps: S of a tile is started, then P V of the tile
   // before it, which runs beside the activation of S. The sequence is broken where the warpgroup's
   // rows see fewer keys than the others'.
-  static HSTU_DEVICE void consume(const ForwardParams& params, SharedMemory& shared,
-                                  int warpgroup) {
+  static HSTU_DEVICE void consume(const ForwardParams& params, const KeyShares& shares,
+                                  SharedMemory& shared, int warpgroup) {
     const Turns<kTiles.takes_turns, kConsumers> turns{warpgroup};
     turns.begin();
     ItemPlace item_place;
@@ -449,7 +484,13 @@ struct Forward {
       }
     };
     const auto end_item = [&](ItemPlace place) {
-      if (!kIsSplit) store_out(params, item_of(place), warpgroup, out);
+      if constexpr (!kIsSplit) {
+        if (kIsShared && item_of(place).other_shares > 0) {
+          add_shares(params, shares, item_of(place), warpgroup, out);
+        } else {
+          store_out(params, item_of(place), warpgroup, out);
+        }
+      }
       shared.item_handover.release(place);
       out_scale = GMMA::ScaleOut::Zero;
     };
@@ -578,6 +619,16 @@ struct Forward {
     return params.attn_scale[is_own ? sequence.q_begin + row : 0];
   }
 
+  // Of a thread's two rows
+  struct RowScales {
+    float of[2];
+
+    HSTU_DEVICE RowScales(const ForwardParams& params, const Item& item, int warpgroup) {
+      const int row = first_row(item, warpgroup) + thread_anew() % 32 / 4;
+      for (int m = 0; m < 2; ++m) of[m] = scale_of(params, item.work.sequence, row + 8 * m);
+    }
+  };
+
   // O = scale * sum over the cluster's blocks, rounded once
   static HSTU_DEVICE void add_up(const ForwardParams& params, SharedMemory& shared, int warpgroup,
                                  const Out& out) {
@@ -603,30 +654,70 @@ struct Forward {
     });
   }
 
-  // O = scale * O, rounded once
-  static HSTU_DEVICE void store_out(const ForwardParams& params, const Item& item, int warpgroup,
-                                    Out& out) {
+  // Where an item's keys are shared: leaves the sum over this share, and the last warpgroup to come
+  // stores O = scale * the sum over all of them.
+  static HSTU_DEVICE void add_shares(const ForwardParams& params, const KeyShares& shares,
+                                     const Item& item, int warpgroup, const Out& out) {
+    wait_for_previous_kernel();  // which has zeroed what is counted
     const Sequence& sequence = item.work.sequence;
-    auto matrix = as_matrix(out);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const int row = first_row(item, warpgroup) + thread_anew() % 32 / 4 + 8 * m;
-      const float scale = scale_of(params, sequence, row);
-#pragma unroll
-      for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
+    const int64_t tile =
+        first_tile(sequence.q_begin, item.work.sequence_number, kRows) + item.work.tile;
+    const int64_t place = (tile * params.heads + item.head) * kConsumers + warpgroup;
+    constexpr int kSize = kWarpgroupRows * kHeadDim;
+    float* const sums = shares.sums + place * shares.count * kSize;
+    leave_sum(out, sums + item.share.begin / shares.keys * kSize);
+    if (!arrives_last(shares.arrived + place, item.other_shares, warpgroup)) return;
+    uint32_t seen = 0;  // a bit for each share in which its rows see keys
+#pragma unroll 1
+    for (int n = 0; n < shares.count; ++n) seen |= uint32_t{has_keys(item, shares.of(n))} << n;
+    const RowScales scales(params, item, warpgroup);
+#pragma unroll 1
+    for (int column = 0; column < kHeadDim; column += kStoredColumns) {
+      auto sum = make_stored_columns();
+      add_sums(sums, seen, shares.count, kSize, column, sum);
+      store_columns(params, item, warpgroup, scales, column, sum);
     }
+  }
+
+  // O = scale * O
+  static HSTU_DEVICE void store_out(const ForwardParams& params, const Item& item, int warpgroup,
+                                    const Out& out) {
+    const RowScales scales(params, item, warpgroup);
+#pragma unroll
+    for (int column = 0; column < kHeadDim; column += kStoredColumns) {
+      auto sum = make_stored_columns();
+#pragma unroll
+      for (int n = 0; n < size(sum); ++n) sum(n) = out(column / 2 + n);
+      store_columns(params, item, warpgroup, scales, column, sum);
+      forget_registers();
+    }
+  }  // Of a warpgroup's rows at a time. With two ways to store them, there are registers for a few.
+  static constexpr int kStoredColumns = kIsShared ? 32 : kHeadDim;
+  static HSTU_DEVICE auto make_stored_columns() {
+    return make_tensor<float>(Int<kStoredColumns / 2>{});
+  }
+  // Scaled, and rounded once.
+  template <typename Sum>
+  static HSTU_DEVICE void store_columns(const ForwardParams& params, const Item& item,
+                                        int warpgroup, const RowScales& scales, int column,
+                                        Sum& sum) {
+#pragma unroll
+    for (int n = 0; n < size(sum); ++n) sum(n) *= scales.of[n / 2 % 2];
+    const Sequence& sequence = item.work.sequence;
     const int first = item.work.tile * kRows + warpgroup * kWarpgroupRows;
-    store_sum<Element, kHeadDim>(out, params.out, item.head, sequence.q_begin + first,
-                                 sequence.q_len - first, 0);
+    store_sum<Element, kStoredColumns>(sum, params.out, item.head, sequence.q_begin + first,
+                                       sequence.q_len - first, column);
   }
 };
 
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     run_forward(const __grid_constant__ ForwardParams params,
-                const __grid_constant__ ForwardMaps maps, const WorkList list) {
+                const __grid_constant__ ForwardMaps maps, const WorkList list,
+                const __grid_constant__ KeyShares shares) {
   extern __shared__ __align__(1024) char shared[];
-  Kernel::run(params, maps, list, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+  Kernel::run(params, maps, list, shares,
+              *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
 }
 
 }  // namespace hstu::sm90

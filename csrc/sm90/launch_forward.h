@@ -9,65 +9,119 @@ namespace hstu::sm90 {
 
 template <int kHeadDim, DType kDType, KeySource kSource>
 struct ForwardLauncher {
-  template <bool kHasBias, int kSplits = 1>
-  using Kernel = Forward<kHeadDim, ElementOf<kDType>, kHasBias, kSource, kSplits>;
-
   static int64_t workspace_bytes(const ForwardParams& params, const CudaLaunch& launch) {
-    Workspace workspace(nullptr);
-    if (key_splits(params, launch) > 1) return 0;
-    if (params.rab.data) {
-      take_forward_list<Kernel<true>>(workspace, params, launch);
-    } else {
-      take_forward_list<Kernel<false>>(workspace, params, launch);
-    }
-    return workspace.used();
+    return choose(params, launch, [&]<typename Form>() {
+      Workspace workspace(nullptr);
+      take<Form>(workspace, params, launch);
+      return workspace.used();
+    });
   }
 
   static void run(const ForwardParams& params, const CudaLaunch& launch) {
-    params.rab.data ? run_form<true>(params, launch) : run_form<false>(params, launch);
+    choose(params, launch, [&]<typename Form>() { run_form<Form>(params, launch); });
   }
 
  private:
+  template <bool kHasBias, int kSplits = 1, bool kIsShared = false>
+  using Kernel = Forward<kHeadDim, ElementOf<kDType>, kHasBias, kSource, kSplits, kIsShared>;
+
+  // use<the form of kernel for the call>()
+  template <typename Use>
+  static auto choose(const ForwardParams& params, const CudaLaunch& launch, Use use) {
+    return params.rab.data ? choose_form<true>(params, launch, use)
+                           : choose_form<false>(params, launch, use);
+  }
+  template <bool kHasBias, typename Use>
+  static auto choose_form(const ForwardParams& params, const CudaLaunch& launch, Use use) {
+    if constexpr (kSource == KeySource::kPaged) {
+      const int splits = key_splits(params, launch);
+      if (splits == kManySplits) return use.template operator()<Kernel<kHasBias, kManySplits>>();
+      if (splits == kFewSplits) return use.template operator()<Kernel<kHasBias, kFewSplits>>();
+      if (key_shares(params, launch).count > 1) {
+        return use.template operator()<Kernel<kHasBias, 1, true>>();
+      }
+    }
+    return use.template operator()<Kernel<kHasBias>>();
+  }
+
+  // Tiles of rows and heads, if all sequences were as long as they may be.
+  static int64_t most_items(const ForwardParams& params) {
+    const BatchParams& batch = params.batch;
+    return int64_t{batch.batch} * params.heads * divided(batch.max_seqlen_q, Kernel<false>::kRows);
+  }
+  static int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
   // How many blocks share the keys of a tile of rows: more than one where all run at once. By the
   // shape of the call, which is that of every replay of a graph, and not by lengths: sums are made
   // in the same order.
   static int key_splits(const ForwardParams& params, const CudaLaunch& launch) {
-    if (kSource != KeySource::kPaged || is_given_by_row(params.mask)) return 1;
-    const BatchParams& batch = params.batch;
-    constexpr int kRows = Kernel<false>::kRows;
-    const int64_t items =
-        int64_t{batch.batch} * params.heads * ((batch.max_seqlen_q + kRows - 1) / kRows);
+    if (is_given_by_row(params.mask)) return 1;
+    const int64_t items = most_items(params);
     const int blocks = launch.device.multiprocessors - launch.sm_margin;
     if (items * kManySplits <= blocks) return kManySplits;
     return items * kFewSplits <= blocks ? kFewSplits : 1;
   }
 
-  template <bool kHasBias>
-  static void run_form(const ForwardParams& params, const CudaLaunch& launch) {
-    if constexpr (kSource == KeySource::kPaged) {
-      const int splits = key_splits(params, launch);
-      if (splits == kManySplits) return run_split<Kernel<kHasBias, kManySplits>>(params, launch);
-      if (splits == kFewSplits) return run_split<Kernel<kHasBias, kFewSplits>>(params, launch);
+  // How many items share the keys of a tile of rows: what should end soonest. By the shape of the
+  // call, too.
+  static KeyShares key_shares(const ForwardParams& params, const CudaLaunch& launch) {
+    using Form = Kernel<false, 1, true>;
+    const int64_t items = most_items(params);
+    const int64_t tiles = divided(params.batch.max_seqlen_k, Form::kKeys) + 1;
+    const int64_t blocks = resident_blocks<Form>(launch);
+    constexpr int kTilesToAdd = kKeysToAddShare / Form::kKeys;
+    int64_t least = divided(items, blocks) * tiles * 9 / 10;  // a little faster is not worth it
+    KeyShares shares;
+    for (int count = 2; count <= kMostShares; ++count) {
+      const int64_t share = divided(tiles, count);
+      const int64_t tiles_of_block = divided(items * count, blocks) * (share + kTilesToAdd);
+      if (tiles_of_block >= least) continue;
+      least = tiles_of_block;
+      shares.count = count;
+      shares.keys = static_cast<int>(share) * Form::kKeys;
     }
-    using Form = Kernel<kHasBias>;
-    Workspace workspace(launch.workspace);
-    const WorkList list = take_forward_list<Form>(workspace, params, launch);
-    run_kernel<Form>(params, launch, list, prepare_forward<Form>(list, params, launch));
+    return shares;
   }
 
-  // A cluster for each tile of rows, and no list.
-  template <typename Form>
-  static void run_split(const ForwardParams& params, const CudaLaunch& launch) {
+  struct Taken {
     WorkList list;
-    list.parts = params.heads;
-    list.capacity = WorkList::max_tiles(params.batch.total_q, params.batch.batch, Form::kRows);
-    const int64_t clusters = int64_t{list.capacity} * params.heads;
-    run_kernel<Form>(params, launch, list, clusters * Form::kClusterBlocks);
+    KeyShares shares;
+    int64_t counter_bytes = 0;  // of shares
+  };
+
+  template <typename Form>
+  static Taken take(Workspace& workspace, const ForwardParams& params, const CudaLaunch& launch) {
+    Taken taken;
+    if constexpr (Form::kIsSplit) {  // a cluster for each tile of rows, and no list
+      const BatchParams& batch = params.batch;
+      taken.list.parts = params.heads;
+      taken.list.capacity = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
+      return taken;
+    }
+    KeyShares& shares = taken.shares;
+    if constexpr (Form::kIsShared) shares = key_shares(params, launch);
+    taken.list = take_forward_list<Form>(workspace, params, launch, shares.count);
+    if constexpr (Form::kIsShared) {
+      const int64_t places = int64_t{taken.list.capacity} * params.heads * Form::kConsumers;
+      shares.sums = workspace.take<float>(places * shares.count * kWarpgroupRows * kHeadDim);
+      shares.arrived = workspace.take<int>(places);
+      taken.counter_bytes = Workspace::bytes<int>(places);
+    }
+    return taken;
+  }
+
+  template <typename Form>
+  static void run_form(const ForwardParams& params, const CudaLaunch& launch) {
+    Workspace workspace(launch.workspace);
+    const Taken taken = take<Form>(workspace, params, launch);
+    const int64_t blocks = prepare_forward<Form>(taken.list, params, launch, taken.shares.arrived,
+                                                 taken.counter_bytes);
+    run_kernel<Form>(params, launch, taken.list, taken.shares, blocks * Form::kClusterBlocks);
   }
 
   template <typename Form>
   static void run_kernel(const ForwardParams& params, const CudaLaunch& launch,
-                         const WorkList& list, int64_t blocks) {
+                         const WorkList& list, const KeyShares& shares, int64_t blocks) {
     const int heads = params.heads;
     ForwardMaps maps = {};
     maps.q = make_ragged_map<kHeadDim>(params.q, heads, kWarpgroupRows, kDType);
@@ -78,7 +132,8 @@ struct ForwardLauncher {
       maps.pages =
           make_page_map<kHeadDim>(params.paged, params.q.head_dim, heads, Form::kKeys, kDType);
     }
-    launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, maps, list);
+    launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, maps, list,
+                           shares);
   }
 };
 

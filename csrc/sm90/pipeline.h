@@ -89,7 +89,7 @@ HSTU_DEVICE Tile read_by_warp(const Tile& tile) {
 
 // Named barriers. Barrier 0 is __syncthreads(). Of those that begin with kFirst, each consumer
 // warpgroup has one.
-enum class NamedBarrier : int { kFirstTurn = 1, kFirstOfWarpgroup = 1, kConsumers = 4 };
+enum class NamedBarrier : int { kFirstTurn = 1, kConsumers = 4, kFirstOfWarpgroup = 5 };
 
 // Consumer warpgroups issue their products in turn, so that one's products run beside another's
 // activation.

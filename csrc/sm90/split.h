@@ -1,5 +1,6 @@
-// An item shared by the blocks of a cluster: each takes some of its tiles of keys, and since the
-// sums need no rescaling, these are added up in the end.
+// An item whose keys are shared: by the blocks of a cluster, each of which takes some of its tiles,
+// or by items of the list of their own. Since the sums need no rescaling, they are added up in the
+// end.
 #pragma once
 
 #include "../common/pages.h"
@@ -8,31 +9,110 @@
 
 namespace hstu::sm90 {
 
-// find_row_tile(), and the sequence's pages, by a warp, each lane of which looks at some sequences:
-// a block that has one item would wait for each step of a search.
+// Shares of fixed length, so that which keys add up to a sum depends on nothing else in the batch.
+// Each leaves its sum in device memory; the last one to come adds them up, in the order of keys.
+struct KeyShares {
+  int count = 1;
+  int keys = INT_MAX;      // of a share, the last one has all that follow
+  float* sums = nullptr;   // [row tiles, heads, warpgroups, count, 64 * head dim], see first_tile()
+  int* arrived = nullptr;  // [row tiles, heads, warpgroups]: shares that have left a sum
+
+  HSTU_HOST_DEVICE Interval of(int n) const {
+    return {n * keys, n + 1 < count ? (n + 1) * keys : INT_MAX};
+  }
+};
+
+// A warpgroup's sums, in the order of registers: four values of each thread and then the next four.
+template <typename Sum>
+HSTU_DEVICE void leave_sum(const Sum& sum, float* to) {
+  to += thread_anew() % kWarpgroup * 4;
+#pragma unroll
+  for (int n = 0; n < size(sum); n += 4) {
+    *reinterpret_cast<float4*>(to + n * kWarpgroup) = {sum(n), sum(n + 1), sum(n + 2), sum(n + 3)};
+  }
+}
+
+// The sum of what leave_sum() has left of some columns, from `first_column` on, in `count` places
+// of `size` values, of which those are filled whose bit is set.
+template <typename Sum>
+HSTU_DEVICE void add_sums(const float* from, uint32_t filled, int count, int size_of_place,
+                          int first_column, Sum& sum) {
+  constexpr int kPieces = decltype(size(sum))::value / 4;
+  constexpr int kAtOnce = 4;  // asked for at once: each answer takes most of a microsecond
+  from += thread_anew() % kWarpgroup * 4 + first_column * kWarpgroupRows;
+  clear(sum);
+#pragma unroll 1
+  for (int first = 0; first < count; first += kAtOnce) {
+    float4 parts[kAtOnce][kPieces] = {};
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (!(filled >> (first + n) & 1)) continue;
+      const float* const place = from + (first + n) * size_of_place;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        // NOTE: from the L2 cache, where others have written it.
+        parts[n][piece] = __ldcg(reinterpret_cast<const float4*>(place) + piece * kWarpgroup);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        sum(piece * 4) += parts[n][piece].x;
+        sum(piece * 4 + 1) += parts[n][piece].y;
+        sum(piece * 4 + 2) += parts[n][piece].z;
+        sum(piece * 4 + 3) += parts[n][piece].w;
+      }
+    }
+  }
+}
+
+// Whether `others` have arrived before; if so, what they wrote can be read. By a warpgroup.
+HSTU_DEVICE bool arrives_last(int* arrived, int others, int warpgroup) {
+  const int barrier = static_cast<int>(NamedBarrier::kFirstOfWarpgroup) + warpgroup;
+  __threadfence();
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroup) : "memory");
+  int is_last = 0;
+  if (thread_anew() % kWarpgroup == 0) is_last = atomicAdd(arrived, 1) == others;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.s32 p, %0, 0;\n"
+      "barrier.cta.red.or.pred q, %1, %2, p;\n"
+      "selp.s32 %0, 1, 0, q;\n"
+      "}\n"
+      : "+r"(is_last)
+      : "r"(barrier), "n"(kWarpgroup)
+      : "memory");
+  __threadfence();
+  return is_last != 0;
+}
+
+// The tile of find_row_tile(), or one without rows, and the sequence's pages. By a warp, each lane
+// of which looks at a sequence of its own: a block that has few items would wait for each step of a
+// search.
 HSTU_DEVICE bool find_paged_tile(const ForwardParams& params, int number, int size, WorkTile& found,
                                  PageList& pages) {
   const BatchParams& batch = params.batch;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  int before = 0;  // sequences whose first tile is not behind it
+  bool exists = false;
   for (int first = 0; first < batch.batch; first += 32) {
-    const int b = first + lane;
-    const bool is_before =
-        b < batch.batch &&
-        first_tile(clamp(batch.cu_seqlens_q[b], 0, batch.total_q), b, size) <= number;
-    const int count = __popc(__ballot_sync(0xffffffff, is_before));
-    before += count;
-    if (count < 32) break;
+    const int b = min(first + lane, batch.batch - 1);
+    const Sequence sequence = load_sequence(batch, b);
+    const PageList list(params.paged, b);
+    const int64_t tile = number - first_tile(sequence.q_begin, b, size);
+    // The last sequence whose first tile is not behind it
+    const unsigned begun = __ballot_sync(0xffffffff, first + lane < batch.batch && tile >= 0);
+    if (begun == 0) break;
+    const int owner = 31 - __clz(begun);
+    exists = __shfl_sync(0xffffffff, tile * size < sequence.q_len, owner);
+    if (lane == owner) {
+      found = exists ? WorkTile{sequence, b, static_cast<int>(tile)} : WorkTile{};
+      pages = list;
+    }
+    if (owner < 31) break;
   }
-  const int b = max(before - 1, 0);
-  const PageList list(params.paged, b);
-  const Sequence sequence = load_sequence(batch, b);
-  const int tile = number - static_cast<int>(first_tile(sequence.q_begin, b, size));
-  if (lane == 0) {
-    found = {sequence, b, tile};
-    pages = list;
-  }
-  return tile >= 0 && tile * size < sequence.q_len;
+  return exists;
 }
 
 // Leaves of what an item's rows see the tiles that the block takes.

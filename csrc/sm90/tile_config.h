@@ -56,6 +56,11 @@ constexpr ForwardTiles forward_tiles() {
 constexpr int kManySplits = 8;
 constexpr int kFewSplits = 4;
 
+// Of the items that share a tile of rows: what leaving and adding up their sums takes, in keys that
+// would be multiplied meanwhile (measured).
+constexpr int kMostShares = 8;
+constexpr int kKeysToAddShare = 512;
+
 // Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
 constexpr int kBackwardRows = 64;
 
