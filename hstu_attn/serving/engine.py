@@ -80,9 +80,9 @@ class Engine:
         max_queue: requests that may wait.
         max_candidates: candidates of a request.
         graphs: whether the stack's steps are captured in CUDA graphs and replayed, which saves the
-            host what launching each kernel takes; `GraphBuckets` says for which shapes. Batches
-            are padded to them, so scores may be rounded differently. On a CPU they are padded
-            likewise, which only costs time.
+            host what launching each kernel takes; `GraphBuckets` says for which shapes. None means
+            on a GPU. Batches are padded to the shapes, so scores may be rounded differently; with
+            True on a CPU they are padded likewise, which only costs time.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -103,7 +103,7 @@ class Engine:
         max_wait: float = 0.002,
         max_queue: int = 1024,
         max_candidates: int = 1024,
-        graphs: bool | GraphBuckets = False,
+        graphs: bool | GraphBuckets | None = None,
     ) -> None:
         if store is None:
             store = EventStore(100_000, model.max_history)
@@ -262,7 +262,9 @@ class Engine:
         self.close()
 
     @torch.no_grad()
-    def _make_graphs(self, graphs: bool | GraphBuckets) -> StackGraphs | None:
+    def _make_graphs(self, graphs: bool | GraphBuckets | None) -> StackGraphs | None:
+        if graphs is None:
+            graphs = self._device.type == "cuda"
         if graphs is False:
             return None
         model = self.model
