@@ -222,19 +222,41 @@ void check_bias(const Arguments& args, ForwardParams& params) {
   }
 }
 
+// Of q's dtype without scales, or e4m3 with them.
+void check_cache_dtype(const TensorView& cache, const OptionalView& scales, const TensorView& q,
+                       const char* whose, PagedParams& paged) {
+  if (cache.dtype != ScalarType::Float8_e4m3fn) {
+    if (cache.dtype != q.dtype) {
+      fail("kv_cache", join("the dtype of ", whose, " (", describe_dtype(q), ") or float8_e4m3fn"),
+           describe_dtype(cache));
+    }
+    if (scales) fail("kv_scales", "None beside a kv_cache that is not float8_e4m3fn", "a tensor");
+    return;
+  }
+  if (!scales) fail("kv_scales", "a tensor beside a float8_e4m3fn kv_cache", "None");
+  check_device("kv_scales", *scales, q, whose);
+  check_dtype("kv_scales", *scales, ScalarType::Float, "float32");
+  check_shape("kv_scales", *scales, {cache.size(0), 2, cache.size(2), cache.size(3)},
+              "(num_pages, 2, page_size, heads)");
+  check_last_stride("kv_scales", *scales);
+  paged.scales = static_cast<const float*>(scales->data);
+  paged.scale_page_stride = scales->stride(0);
+  paged.scale_kv_stride = scales->stride(1);
+  paged.scale_slot_stride = scales->stride(2);
+}
+
 void check_paged(const Arguments& args, ForwardParams& params) {
   if (!args.kv_cache) {
-    for (const auto& [name, given] :
-         {std::pair("page_offsets", args.page_offsets.has_value()),
-          std::pair("page_ids", args.page_ids.has_value()),
-          std::pair("last_page_lens", args.last_page_lens.has_value())}) {
+    for (const auto& [name, given] : {std::pair("page_offsets", args.page_offsets.has_value()),
+                                      std::pair("page_ids", args.page_ids.has_value()),
+                                      std::pair("last_page_lens", args.last_page_lens.has_value()),
+                                      std::pair("kv_scales", args.kv_scales.has_value())}) {
       if (given) fail(name, "None without kv_cache", "a tensor");
     }
     return;
   }
   const TensorView& cache = *args.kv_cache;
   check_device("kv_cache", cache, args.q);
-  check_dtype("kv_cache", cache, args.q);
   check_shape("kv_cache", cache, {-1, 2, -1, args.q.size(1), args.q.size(2)},
               "(num_pages, 2, page_size, heads, head_dim)");
   check_last_stride("kv_cache", cache);
@@ -254,6 +276,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   }
   const int64_t b = params.batch.batch;
   PagedParams& paged = params.paged;
+  check_cache_dtype(cache, args.kv_scales, args.q, "q", paged);
   paged.kv_cache = cache.data;
   paged.num_pages = cache.size(0);
   paged.page_size = static_cast<int>(size);
@@ -288,9 +311,10 @@ void to_params(const Arguments& args, ForwardParams& params) {
 
 void to_params(const AppendArguments& args, AppendParams& params) {
   const TensorView& k = args.k;
-  params.element_bytes = to_dtype("k", k) == DType::kFloat64   ? 8
-                         : to_dtype("k", k) == DType::kFloat32 ? 4
-                                                               : 2;
+  params.dtype = to_dtype("k", k);
+  params.element_bytes = params.dtype == DType::kFloat64   ? 8
+                         : params.dtype == DType::kFloat32 ? 4
+                                                           : 2;
   if (k.dim() != 3) fail("k", "shape (total_q, heads, head_dim)", describe_shape(k));
   const int64_t total_q = k.size(0), heads = k.size(1), head_dim = k.size(2);
   check_range("k", heads, 1, INT_MAX, "at least one head");
@@ -317,12 +341,14 @@ void to_params(const AppendArguments& args, AppendParams& params) {
 
   const TensorView& cache = args.kv_cache;
   check_device("kv_cache", cache, k, "k");
-  check_dtype("kv_cache", cache, k, "k");
   check_shape("kv_cache", cache, {-1, 2, -1, heads, head_dim},
               "(num_pages, 2, page_size, heads, head_dim)");
   check_last_stride("kv_cache", cache);
   check_range("kv_cache", cache.size(2), 1, INT_MAX, "a page size of at least 1");
   PagedParams& paged = params.paged;
+  check_cache_dtype(cache, args.kv_scales, k, "k", paged);
+  if (paged.scales)
+    check_range("k", head_dim, 1, 256, "a head_dim of at most 256 beside kv_scales");
   paged.kv_cache = cache.data;
   paged.num_pages = cache.size(0);
   paged.page_size = static_cast<int>(cache.size(2));

@@ -25,8 +25,9 @@ namespace hstu {
   "SymInt min_full_attn_seq_len, Tensor? row_spans, Tensor? func, Tensor? rab, "                \
   "Tensor? pos_weight, Tensor? ts_weight, Tensor? timestamps, Tensor? row_timestamps, "         \
   "Tensor? ts_thresholds, "
-#define HSTU_PAGED_SCHEMA \
-  "Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, "
+#define HSTU_PAGED_SCHEMA                                                              \
+  "Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
+  "Tensor? kv_scales, "
 #define HSTU_OPTIONS_SCHEMA                                                   \
   "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, " \
   "bool deterministic, int sm_margin"
@@ -42,7 +43,7 @@ struct Arguments {
   int64_t target_group_size, window_left, window_right, min_full_attn_seq_len;
   OptionalView row_spans, func, rab;
   OptionalView pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds;
-  OptionalView kv_cache, page_offsets, page_ids, last_page_lens;
+  OptionalView kv_cache, page_offsets, page_ids, last_page_lens, kv_scales;
   int64_t quant_mode;
   OptionalView q_descale, k_descale, v_descale;
   bool deterministic;
@@ -58,7 +59,7 @@ struct Arguments {
     read(num_contexts, num_targets, target_group_size, window_left, window_right);
     read(min_full_attn_seq_len, row_spans, func);
     read(rab, pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds);
-    if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens);
+    if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales);
     read(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin);
   }
 };
@@ -66,7 +67,7 @@ struct Arguments {
 // What append_paged_kv is called with.
 struct AppendArguments {
   TensorView k, v, kv_cache, page_offsets, page_ids, cu_seqlens_q, cu_seqlens_k;
-  OptionalView num_targets;
+  OptionalView num_targets, kv_scales;
 
   template <typename Reader>
   explicit AppendArguments(Reader& in) {
@@ -78,6 +79,7 @@ struct AppendArguments {
     in.read(cu_seqlens_q);
     in.read(cu_seqlens_k);
     in.read(num_targets);
+    in.read_written(kv_scales);
   }
 };
 
@@ -127,6 +129,8 @@ inline std::string describe_dtype(const TensorView& tensor) {
       return "int32";
     case ScalarType::Long:
       return "int64";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
     default:
       return torch::headeronly::toString(tensor.dtype);
   }

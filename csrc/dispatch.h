@@ -59,7 +59,8 @@ struct BackwardKernel {
 
 // Throws NotImplemented, naming what is built, where there is no kernel for the arguments.
 // Expected of the tensors: pointers aligned to 16 bytes, row and head strides multiples of 8
-// elements; rab and drab alone may have any strides.
+// elements, those of an e4m3 cache multiples of 16, or of 8 for a head dim that is none of 16; rab
+// and drab alone may have any strides.
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params);
 BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params);
 

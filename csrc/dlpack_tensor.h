@@ -14,6 +14,8 @@ inline ScalarType to_scalar_type(const DLDataType& dtype) {
     switch (dtype.code << 8 | dtype.bits) {
       case DLDataType::kBfloat << 8 | 16:
         return ScalarType::BFloat16;
+      case DLDataType::kFloat8E4m3fn << 8 | 8:
+        return ScalarType::Float8_e4m3fn;
       case DLDataType::kFloat << 8 | 16:
         return ScalarType::Half;
       case DLDataType::kFloat << 8 | 32:

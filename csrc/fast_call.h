@@ -1,7 +1,7 @@
 // Operators of `_C` as plain C functions, which `_host` calls from Python without the dispatcher.
 //
 // The dispatcher, torch's Python binding and the boxed calls of the stable ABI cost a call of the
-// forward's 36 arguments more host time than all that is behind them. Nothing but C passes between
+// forward's 37 arguments more host time than all that is behind them. Nothing but C passes between
 // the two libraries: `_C` serves any torch and CPython, `_host` is built for one CPython.
 #pragma once
 
@@ -18,7 +18,7 @@ struct DLDevice {
 };
 
 struct DLDataType {
-  static constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
+  static constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4, kFloat8E4m3fn = 10;
   uint8_t code, bits;
   uint16_t lanes;
 };
@@ -42,7 +42,7 @@ union FastArgument {
   double number;
 };
 
-constexpr int64_t kFastCallVersion = 1;
+constexpr int64_t kFastCallVersion = 2;
 
 struct FastCall {
   int64_t version;

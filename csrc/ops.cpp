@@ -2,7 +2,6 @@
 // fast_call.h for the ops without the dispatcher.
 #include "ops.h"
 
-#include <cstring>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -90,20 +89,7 @@ struct CpuOps {
   }
   static void append(const AppendArguments&, const AppendParams& params) {
     check_values(params);
-    const auto at = [&](const void* data, int64_t elements) {
-      return static_cast<char*>(const_cast<void*>(data)) + elements * params.element_bytes;
-    };
-    const PackedTensor &k = params.k, &v = params.v;
-    const size_t bytes = size_t(k.head_dim) * params.element_bytes;
-    for (int64_t row = 0; row < params.batch.total_q; ++row) {
-      const int64_t slot = find_slot(params, row);
-      for (int head = 0; slot >= 0 && head < params.heads; ++head) {
-        char* to = at(params.paged.kv_cache, slot + head * params.paged.head_stride);
-        std::memcpy(to, at(k.data, row * k.row_stride + head * k.head_stride), bytes);
-        std::memcpy(to + params.paged.kv_stride * params.element_bytes,
-                    at(v.data, row * v.row_stride + head * v.head_stride), bytes);
-      }
-    }
+    append_on_cpu(params);
   }
 };
 
@@ -196,7 +182,7 @@ void bwd_out(StableIValue* stack, uint64_t, uint64_t) {
   DeviceOps::backward(args, dout, gradients, params);
 }
 
-// append_paged_kv(..., Tensor(a!) kv_cache, ...) -> ()
+// append_paged_kv(..., Tensor(a!) kv_cache, ..., Tensor(b!)? kv_scales) -> ()
 template <typename DeviceOps>
 void append(StableIValue* stack, uint64_t, uint64_t) {
   StackReader in(stack);
@@ -263,7 +249,8 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
   m.def(
       "append_paged_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor page_offsets, "
-      "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets) -> ()");
+      "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets, "
+      "Tensor(b!)? kv_scales) -> ()");
 }
 
 #define HSTU_REGISTER(DeviceOps)                                 \

@@ -105,7 +105,8 @@ struct RelativeBias {
   }
 };
 
-// Keys and values [0, Lk - T) of each sequence in pages [num_pages, 2, page_size, H, D].
+// Keys and values [0, Lk - T) of each sequence in pages [num_pages, 2, page_size, H, D]: of q's
+// dtype, or e4m3 values each of which counts times the scale of its row and head.
 struct PagedParams {
   const void* kv_cache = nullptr;  // may be null: k and v hold every key
   int64_t num_pages = 0;
@@ -118,6 +119,12 @@ struct PagedParams {
   IndexArray page_ids;      // [num_page_ids], of which page_offsets[B] are used
   int64_t num_page_ids = 0;
   IndexArray last_page_lens;  // [B]
+
+  // [num_pages, 2, page_size, H] of an e4m3 cache, or null: the cache is of q's dtype
+  const float* scales = nullptr;
+  int64_t scale_page_stride = 0;
+  int64_t scale_kv_stride = 0;
+  int64_t scale_slot_stride = 0;
 };
 
 struct ForwardParams {

@@ -127,6 +127,7 @@ def hstu_attention(
             paged_kv.page_offsets,
             paged_kv.page_ids,
             paged_kv.last_page_lens,
+            paged_kv.kv_scales,
         )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = (quant_mode, None, None, None, deterministic, sm_margin)

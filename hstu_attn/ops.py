@@ -72,13 +72,13 @@ _Q, _K, _V = 0, 1, 2
 _RAB = 3 + len(GEOMETRY)
 _POS, _TS = _RAB + 1, _RAB + 2
 _TIMES = slice(_TS + 1, _TS + 4)  # timestamps, row_timestamps, ts_thresholds
-_PAGED = slice(_TS + 4, _TS + 8)  # kv_cache, page_offsets, page_ids, last_page_lens
-_OPTIONS = slice(_TS + 8, _TS + 14)  # quant_mode, three descales, deterministic, sm_margin
-_NUM_ARGS = _TS + 14
+_PAGED = slice(_TS + 4, _TS + 9)  # kv_cache, page_offsets, page_ids, last_page_lens, kv_scales
+_OPTIONS = slice(_TS + 9, _TS + 15)  # quant_mode, three descales, deterministic, sm_margin
+_NUM_ARGS = _TS + 15
 
 NO_BIASES: Biases = (None, None, None)
 NO_TIMES: tuple[None, ...] = (None,) * 3
-NO_PAGES: tuple[None, ...] = (None,) * 4
+NO_PAGES: tuple[None, ...] = (None,) * 5
 
 
 # ---------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ def attention(
         geometry: lengths, scale and mask.
         biases: `(rab, pos_weight, ts_weight)`.
         times: `(timestamps, row_timestamps, ts_thresholds)`.
-        pages: `(kv_cache, page_offsets, page_ids, last_page_lens)`.
+        pages: `(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales)`.
         options: `(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin)`.
     """
     if torch.compiler.is_compiling():

@@ -22,22 +22,25 @@ class PagedKV:
 
     Args:
         kv_cache: `(num_pages, 2, page_size, heads, head dim)`, index 0 keys, index 1 values; page
-            sizes 16, 32, 64, 128 and 256.
+            sizes 16, 32, 64, 128 and 256. Of the dtype of q, or float8_e4m3fn beside `kv_scales`.
         page_offsets: `(batch + 1,)` offsets into `page_ids`. The serving name is `kv_indptr`.
         page_ids: `(page_offsets[-1],)` the pages of each sequence, in order; `kv_indices`.
         last_page_lens: `(batch,)` tokens in each sequence's last page, `(h - 1) % page_size + 1`,
             0 where `h` is 0; `kv_last_page_len`.
+        kv_scales: float32 `(num_pages, 2, page_size, heads)`, what the elements of each row and
+            head of a float8_e4m3fn cache are multiplied by; None for other caches.
 
     Raises:
         ValueError: if an argument is missing, given by both its names, or of a wrong shape.
     """
 
-    __slots__ = ("kv_cache", "last_page_lens", "page_ids", "page_offsets")
+    __slots__ = ("kv_cache", "kv_scales", "last_page_lens", "page_ids", "page_offsets")
 
     kv_cache: Tensor
     page_offsets: Tensor
     page_ids: Tensor
     last_page_lens: Tensor
+    kv_scales: Tensor | None
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class PagedKV:
         page_offsets: Tensor | None = None,
         page_ids: Tensor | None = None,
         last_page_lens: Tensor | None = None,
+        kv_scales: Tensor | None = None,
         *,
         kv_indptr: Tensor | None = None,
         kv_indices: Tensor | None = None,
@@ -61,7 +65,9 @@ class PagedKV:
             raise ValueError(
                 f"kv_cache: expected a page size in {PAGE_SIZES}, got {kv_cache.shape[2]}"
             )
+        _check_scales(kv_cache, kv_scales)
         self.kv_cache = kv_cache
+        self.kv_scales = kv_scales
         self.page_offsets = _one_of("page_offsets", page_offsets, "kv_indptr", kv_indptr)
         self.page_ids = _one_of("page_ids", page_ids, "kv_indices", kv_indices)
         self.last_page_lens = _one_of(
@@ -90,9 +96,15 @@ def append_paged_kv(
     hold `[new history | targets]`, and rows that are targets are left out. Written by one kernel,
     without a copy of offsets to the host; may be captured in a CUDA graph.
 
+    Into a float8_e4m3fn cache, each row of a head is written as `x / scale`, rounded to the nearest
+    (ties to even), and its scale `max |x| / 448` into `kv_scales`, so that what is there already
+    stays as it is. The maximum is of finite elements, and a row without any other than zero has the
+    scale 1; NaN and infinity are written as NaN.
+
     Args:
         k, v: `(total_q, heads, head dim)` in any strides with a contiguous last dimension, of the
-            dtype of the cache and on its device.
+            dtype of the cache and on its device. Into a float8_e4m3fn cache any dtype on a CPU,
+            bf16 and fp16 on a GPU, with heads of at most 256 elements.
         paged_kv: the pages, which have room for the new history.
         cu_seqlens_q: `(batch + 1,)` int32 or int64 offsets of the sequences in k and v.
         cu_seqlens_k: `(batch + 1,)` offsets that count cached, new and target tokens.
@@ -102,6 +114,7 @@ def append_paged_kv(
         ValueError: for a wrong shape, dtype or device; on the CPU also for offsets, counts or page
             ids that do not fit, or a page that two sequences would write. On a GPU such rows are
             left out.
+        NotImplementedError: for what this build or this GPU has no kernel for.
     """
     if not isinstance(paged_kv, PagedKV):
         raise ValueError(f"paged_kv: expected a PagedKV, got {type(paged_kv).__name__}")
@@ -114,7 +127,30 @@ def append_paged_kv(
         cu_seqlens_q,
         cu_seqlens_k,
         num_targets,
+        paged_kv.kv_scales,
     )
+
+
+def _check_scales(kv_cache: Tensor, kv_scales: Tensor | None) -> None:
+    if kv_cache.dtype != torch.float8_e4m3fn:
+        if kv_scales is not None:
+            raise ValueError(
+                f"kv_scales: expected None beside a kv_cache of {kv_cache.dtype}, got a "
+                f"{type(kv_scales).__name__}"
+            )
+        return
+    if not isinstance(kv_scales, Tensor):
+        raise ValueError(
+            "kv_scales: expected a tensor beside a kv_cache of torch.float8_e4m3fn, got "
+            f"{type(kv_scales).__name__}"
+        )
+    if kv_scales.shape != kv_cache.shape[:4]:
+        raise ValueError(
+            f"kv_scales: expected shape {tuple(kv_cache.shape[:4])}, that of kv_cache without the "
+            f"head dim, got {tuple(kv_scales.shape)}"
+        )
+    if kv_scales.dtype != torch.float32:
+        raise ValueError(f"kv_scales: expected torch.float32, got {kv_scales.dtype}")
 
 
 def _one_of(name: str, value: Tensor | None, alias: str, alias_value: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor, time
 from .mask import Mask, dense_mask
 from .paged import PagedKV
 
-__all__ = ["hstu_attention"]
+__all__ = ["dequantise_rows", "hstu_attention", "quantise_rows"]
 
 
 def hstu_attention(
@@ -195,6 +195,22 @@ def _relative_bias(
     return total
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What `append_paged_kv` writes of rows `(..., head dim)` into a float8_e4m3fn cache: the
+    elements, and a float32 scale `(...)` of each row."""
+    x = x.float()
+    largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
+    scales = largest / 448
+    scales = torch.where(scales > 0, scales, 1)
+    elements = (x / scales[..., None]).clamp(-448, 448)
+    return torch.where(x.isfinite(), elements, torch.nan).to(torch.float8_e4m3fn), scales
+
+
+def dequantise_rows(elements: Tensor, scales: Tensor) -> Tensor:
+    """float64 `(..., head dim)`: what `quantise_rows` has kept, exactly."""
+    return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
+
+
 def _paged_keys_values(
     paged: PagedKV, k: Tensor, v: Tensor, b: int, *, history: int, targets: int, end: int
 ) -> tuple[Tensor, Tensor]:
@@ -205,7 +221,12 @@ def _paged_keys_values(
     """
     first, last = int(paged.page_offsets[b]), int(paged.page_offsets[b + 1])
     target_rows = slice(end - targets, end)
-    pages = paged.kv_cache[paged.page_ids[first:last].to(torch.int64)]
+    ids = paged.page_ids[first:last].to(torch.int64)
+    if paged.kv_scales is None:
+        pages = paged.kv_cache[ids]
+    else:
+        codes = paged.kv_cache.view(torch.uint8)[ids].view(paged.kv_cache.dtype)
+        pages = dequantise_rows(codes, paged.kv_scales[ids]).to(k.dtype)
     keys = torch.cat([pages[:, 0].flatten(0, 1)[:history], k[target_rows]])
     values = torch.cat([pages[:, 1].flatten(0, 1)[:history], v[target_rows]])
     return keys, values

@@ -407,11 +407,13 @@ def make_paged_batch(
     device: torch.device | str = "cpu",
     window: tuple[int, int] = (-1, 0),
     target_group_size: int = 1,
+    fp8: bool = False,
 ) -> Batch:
     """A paged batch: of each sequence so many cached tokens, new history tokens and candidates.
 
     Pages lie in random order; what no sequence owns is NaN, and so are the rows of k and v that the
-    operator must take from the pages instead.
+    operator must take from the pages instead. With `fp8` the cache is of float8_e4m3fn; what counts
+    as exact is what it holds.
     """
     lengths_q = [n + t for n, t in zip(new, targets, strict=True)]
     history = [c + n for c, n in zip(cached, new, strict=True)]
@@ -435,6 +437,13 @@ def make_paged_batch(
         for position in range(length):
             page = page_ids[int(page_offsets[b]) + position // page_size]
             cache[int(page), :, position % page_size].uniform_(-1, 1)
+    scales = None
+    if fp8:
+        is_owned = cache.isfinite().all(-1)
+        magnitudes = 10 ** torch.empty((*is_owned.shape, 1)).uniform_(-1, 1)
+        cache, scales = reference.quantise_rows(cache * magnitudes)
+        scales[~is_owned] = float("nan")
+        scales = scales.to(device)
     for b, count in enumerate(new):
         start = int(batch.cu_seqlens_q[b])
         poison(batch.k[start : start + count], batch.v[start : start + count])
@@ -444,6 +453,7 @@ def make_paged_batch(
         page_offsets.to(device),
         page_ids.to(device),
         torch.tensor(last_page_lens, dtype=torch.int32, device=device),
+        scales,
     )
     return replace(
         batch,

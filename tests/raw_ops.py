@@ -11,7 +11,7 @@ from hstu_attn.testing import Batch
 
 ops = torch.ops.hstu_attn
 
-_PAGED = ("kv_cache", "page_offsets", "page_ids", "last_page_lens")
+_PAGED = ("kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales")
 
 
 def arguments(batch: Batch, *, paged: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 import hstu_attn
 from hstu_attn import hstu_attention, ops
+from hstu_attn.reference import quantise_rows
 from hstu_attn.testing import Batch, make_batch, make_paged_batch, run
 from tests import raw_ops
 
@@ -47,21 +48,32 @@ def test_opcheck_forward(mask, bias):
     torch.library.opcheck(LIBRARY.hstu_varlen_fwd.default, (), arguments)
 
 
-def test_opcheck_forward_paged():
-    batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16)
+# NOTE: torch compares the arguments that an operator must leave alone, but none of e4m3.
+FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_opcheck_forward_paged(fp8):
+    batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16, fp8=fp8)
     arguments = raw_ops.arguments(batch, paged=True)
-    torch.library.opcheck(LIBRARY.hstu_varlen_fwd.default, (), arguments)
+    checks = {"test_utils": FP8_CHECKS} if fp8 else {}
+    torch.library.opcheck(LIBRARY.hstu_varlen_fwd.default, (), arguments, **checks)
 
 
-def test_opcheck_append():
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_opcheck_append(fp8):
     batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16)
     k, v = torch.randn(2, *batch.k.shape)
     pages = batch.paged_kv
+    cache, scales = pages.kv_cache.nan_to_num(), None
+    if fp8:
+        cache, scales = quantise_rows(cache)
     arguments = (
-        *(k, v, pages.kv_cache.nan_to_num(), pages.page_offsets, pages.page_ids),
-        *(batch.cu_seqlens_q, batch.cu_seqlens_k, batch.mask.num_targets),
+        *(k, v, cache, pages.page_offsets, pages.page_ids),
+        *(batch.cu_seqlens_q, batch.cu_seqlens_k, batch.mask.num_targets, scales),
     )
-    torch.library.opcheck(LIBRARY.append_paged_kv.default, arguments)
+    checks = {"test_utils": FP8_CHECKS} if fp8 else {}
+    torch.library.opcheck(LIBRARY.append_paged_kv.default, arguments, **checks)
 
 
 @pytest.mark.parametrize(("mask", "bias"), CASES, ids=IDS)
@@ -137,7 +149,7 @@ def test_lengths_are_symbolic_and_the_python_order_is_the_schemas():
         "min_full_attn_seq_len",
     }
     shared = [a.name for a in schema("hstu_varlen_bwd").arguments]
-    paged = ("kv_cache", "page_offsets", "page_ids", "last_page_lens")
+    paged = ("kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales")
     assert shared[1:-2] == [name for name in names if name not in paged]
 
 

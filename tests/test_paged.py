@@ -20,33 +20,47 @@ from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.testing import Batch, check_against_reference, make_paged_batch, run
 
 BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+
+with_and_without_fp8 = pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 
 
+@with_and_without_fp8
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(
     ("new", "targets"),
     [([40, 3, 1], [0, 0, 0]), ([0, 0, 0], [70, 3, 1]), ([33, 0, 5], [7, 64, 0])],
     ids=["new-history", "targets-alone", "both"],
 )
-def test_every_page_size(device, page_size, new, targets):
+def test_every_page_size(device, page_size, new, targets, fp8):
     batch = make_paged_batch(
-        [300, 16, 0], new, targets, page_size=page_size, dtype=BF16, device=device
+        [300, 16, 0],
+        new,
+        targets,
+        page_size=page_size,
+        dtype=BF16,
+        device=device,
+        fp8=fp8,
     )
     check_against_reference(hstu_attention, batch, backward=False)
 
 
+@with_and_without_fp8
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.float64], ids=["fp32", "fp16", "fp64"]
 )
 @pytest.mark.parametrize("dim", [32, 128, 40])
-def test_dtypes_and_head_dims(dtype, dim):
-    batch = make_paged_batch([90, 200], [30, 1], [9, 0], page_size=32, dim=dim, dtype=dtype)
+def test_dtypes_and_head_dims(dtype, dim, fp8):
+    batch = make_paged_batch(
+        [90, 200], [30, 1], [9, 0], page_size=32, dim=dim, dtype=dtype, fp8=fp8
+    )
     check_against_reference(hstu_attention, batch, backward=False)
 
 
+@with_and_without_fp8
 @pytest.mark.parametrize("window", [(-1, 0), (50, 0)], ids=["causal", "window"])
 @pytest.mark.parametrize("group", [1, 4])
-def test_masks(device, window, group):
+def test_masks(device, window, group, fp8):
     batch = make_paged_batch(
         [90, 3, 64],
         [30, 13, 0],
@@ -56,6 +70,7 @@ def test_masks(device, window, group):
         device=device,
         window=window,
         target_group_size=group,
+        fp8=fp8,
     )
     check_against_reference(hstu_attention, batch, backward=False)
     contexts = torch.tensor([4, 16, 0], dtype=torch.int32, device=device)
@@ -63,8 +78,11 @@ def test_masks(device, window, group):
     check_against_reference(hstu_attention, batch, backward=False)
 
 
-def test_full_and_arbitrary_masks(device):
-    batch = make_paged_batch([90, 3], [30, 13], [0, 0], page_size=32, dtype=BF16, device=device)
+@with_and_without_fp8
+def test_full_and_arbitrary_masks(device, fp8):
+    batch = make_paged_batch(
+        [90, 3], [30, 13], [0, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
+    )
     batch.mask = Mask.full()
     check_against_reference(hstu_attention, batch, backward=False)
     spans = torch.randint(0, 120, (43, 4), dtype=torch.int32, device=device)
@@ -72,8 +90,11 @@ def test_full_and_arbitrary_masks(device):
     check_against_reference(hstu_attention, batch, backward=False)
 
 
-def test_biases(device):
-    batch = make_paged_batch([90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device)
+@with_and_without_fp8
+def test_biases(device, fp8):
+    batch = make_paged_batch(
+        [90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
+    )
     size = batch.max_seqlen_k
     batch.bias = None
     rab = torch.randn(2, 1, size, size, dtype=BF16, device=device)
@@ -86,22 +107,31 @@ def test_biases(device):
     check_against_reference(hstu_attention, batch.with_bias(relative), backward=False)
 
 
-def test_history_without_a_token_has_no_page(device):
+@with_and_without_fp8
+def test_history_without_a_token_has_no_page(device, fp8):
     """h = 0: nothing cached, nothing new, and candidates that see only themselves."""
-    batch = make_paged_batch([0, 40], [0, 2], [5, 3], page_size=16, dtype=BF16, device=device)
+    batch = make_paged_batch(
+        [0, 40], [0, 2], [5, 3], page_size=16, dtype=BF16, device=device, fp8=fp8
+    )
     assert batch.paged_kv.page_offsets[:2].tolist() == [0, 0]
     assert batch.paged_kv.last_page_lens[0] == 0
     check_against_reference(hstu_attention, batch, backward=False)
 
 
-def test_history_that_ends_with_its_page(device):
-    batch = make_paged_batch([30, 64], [2, 0], [3, 3], page_size=32, dtype=BF16, device=device)
+@with_and_without_fp8
+def test_history_that_ends_with_its_page(device, fp8):
+    batch = make_paged_batch(
+        [30, 64], [2, 0], [3, 3], page_size=32, dtype=BF16, device=device, fp8=fp8
+    )
     assert batch.paged_kv.last_page_lens.tolist() == [32, 32]
     check_against_reference(hstu_attention, batch, backward=False)
 
 
-def test_no_rows_in_the_batch(device):
-    batch = make_paged_batch([30, 64], [0, 0], [0, 0], page_size=32, dtype=BF16, device=device)
+@with_and_without_fp8
+def test_no_rows_in_the_batch(device, fp8):
+    batch = make_paged_batch(
+        [30, 64], [0, 0], [0, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
+    )
     assert run(hstu_attention, batch)["out"].shape == (0, 2, 32)
 
 
@@ -161,20 +191,29 @@ def test_index_dtypes_mix(device):
     assert torch.equal(run(hstu_attention, batch)["out"], expected)
 
 
-def test_a_cache_that_is_a_slice(device):
+@with_and_without_fp8
+def test_a_cache_that_is_a_slice(device, fp8):
     """One layer of a cache of many layers."""
-    batch = make_paged_batch([90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device)
+    batch = make_paged_batch(
+        [90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
+    )
     expected = run(hstu_attention, batch)["out"]
     pages = batch.paged_kv
     layers = torch.full((pages.kv_cache.shape[0], 3, *pages.kv_cache.shape[1:]), float("nan"))
     layers = layers.to(pages.kv_cache)
     layers[:, 1] = pages.kv_cache
-    batch.paged_kv = PagedKV(layers[:, 1], pages.page_offsets, pages.page_ids, pages.last_page_lens)
+    scales = pages.kv_scales
+    if scales is not None:
+        scales = torch.stack([scales, scales * float("nan")], 1)[:, 0]
+    batch.paged_kv = PagedKV(
+        layers[:, 1], pages.page_offsets, pages.page_ids, pages.last_page_lens, scales
+    )
     assert torch.equal(run(hstu_attention, batch)["out"], expected)
 
 
-def test_gradients_are_refused(device):
-    batch = make_paged_batch([9], [3], [0], dtype=BF16, device=device)
+@with_and_without_fp8
+def test_gradients_are_refused(device, fp8):
+    batch = make_paged_batch([9], [3], [0], dtype=BF16, device=device, fp8=fp8)
     with pytest.raises(NotImplementedError, match="paged_kv"):
         run(hstu_attention, batch, torch.ones_like(batch.q))
     with torch.no_grad():
@@ -199,11 +238,12 @@ def with_longest(batch: Batch, blocks: str) -> Batch:
     )
 
 
+@with_and_without_fp8
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", LONGEST)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_many_tiles(dim, page_size, blocks):
+def test_many_tiles(dim, page_size, blocks, fp8):
     """Histories that end in the middle of tiles and pages, and at their ends."""
     batch = make_paged_batch(
         [1500, 0, 512, 700, 129],
@@ -214,17 +254,19 @@ def test_many_tiles(dim, page_size, blocks):
         dim=dim,
         dtype=BF16,
         device="cuda",
+        fp8=fp8,
     )
     check_against_reference(hstu_attention, with_longest(batch, blocks), backward=False)
 
 
+@with_and_without_fp8
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "rab"])
 @pytest.mark.parametrize("pairs", [1, 2, 3], ids=LONGEST)  # of sequences
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_every_paged_kernel(dim, pairs, with_bias, dtype):
+def test_every_paged_kernel(dim, pairs, with_bias, dtype, fp8):
     targets = [0, 0] if with_bias else [80, 9]  # a bias beside targets runs sm80
     batch = make_paged_batch(
         [300, 40] * pairs,
@@ -234,6 +276,7 @@ def test_every_paged_kernel(dim, pairs, with_bias, dtype):
         dim=dim,
         dtype=dtype,
         device="cuda",
+        fp8=fp8,
     )
     batch = replace(batch, max_seqlen_q=424, max_seqlen_k=424, scaling_seqlen=200)
     if with_bias:
@@ -242,14 +285,23 @@ def test_every_paged_kernel(dim, pairs, with_bias, dtype):
     check_against_reference(hstu_attention, batch, backward=False)
 
 
+@with_and_without_fp8
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", LONGEST)
 @pytest.mark.parametrize("dim", [64, 256])
-def test_a_request_gets_the_same_bits_beside_others(dim, blocks):
+def test_a_request_gets_the_same_bits_beside_others(dim, blocks, fp8):
     """In a batch of the same shape: with other users, as in a captured step."""
     cached, new, targets = [1500, 700, 129, 3000], [37, 1, 3, 100], [150, 70, 190, 64]
     batch = make_paged_batch(
-        cached, new, targets, page_size=64, heads=1, dim=dim, dtype=BF16, device="cuda"
+        cached,
+        new,
+        targets,
+        page_size=64,
+        heads=1,
+        dim=dim,
+        dtype=BF16,
+        device="cuda",
+        fp8=fp8,
     )
     batch = with_longest(batch, blocks)
     out = run(hstu_attention, batch)["out"]
@@ -272,6 +324,7 @@ def test_a_request_gets_the_same_bits_beside_others(dim, blocks):
             page_offsets,
             pages.page_ids[int(pages.page_offsets[1]) :],
             pages.last_page_lens,
+            pages.kv_scales,
         ),
     )
     assert torch.equal(run(hstu_attention, alone)["out"], out[first:last])
@@ -347,6 +400,7 @@ def test_a_captured_step_serves_other_users(blocks):
         assert not replayed[count:].any()
 
 
+@with_and_without_fp8
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("blocks", LONGEST)
@@ -365,10 +419,17 @@ def test_a_captured_step_serves_other_users(blocks):
         ("num_targets", 1, -3),
     ],
 )
-def test_lying_tables_stay_in_bounds(name, index, value, blocks):
+def test_lying_tables_stay_in_bounds(name, index, value, blocks, fp8):
     """Kernels read nothing outside of the tensors and write nothing but the output."""
     batch = make_paged_batch(
-        [90, 300], [30, 13], [5, 70], page_size=32, dim=64, dtype=BF16, device="cuda"
+        [90, 300],
+        [30, 13],
+        [5, 70],
+        page_size=32,
+        dim=64,
+        dtype=BF16,
+        device="cuda",
+        fp8=fp8,
     )
     batch = with_longest(batch, blocks)
     tables = {
@@ -382,7 +443,7 @@ def test_lying_tables_stay_in_bounds(name, index, value, blocks):
     before = batch.paged_kv.kv_cache.clone()
     run(hstu_attention, batch)
     torch.cuda.synchronize()
-    assert torch.equal(batch.paged_kv.kv_cache.view(torch.int16), before.view(torch.int16))
+    assert torch.equal(batch.paged_kv.kv_cache.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,11 @@ struct Float16 {
   uint16_t bits;
 };
 
+// Of a quantised cache alone. Without infinities.
+struct E4m3 {
+  uint8_t bits;
+};
+
 HSTU_INLINE float as_float(uint32_t bits) {
   float result;
   std::memcpy(&result, &bits, sizeof(result));
@@ -36,6 +41,14 @@ HSTU_INLINE float to_float(Float16 x) {
   const float magnitude = as_float(static_cast<uint32_t>(x.bits & 0x7fff) << 13) * 0x1p112f;
   const uint32_t special = magnitude >= 65536.0f ? 0x7f800000 : 0;  // infinity and NaN
   return as_float(sign | special | as_bits(magnitude));
+}
+
+// Likewise; here the exponent's bias moves from 7 to 127.
+HSTU_INLINE float to_float(E4m3 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
+  const uint32_t magnitude = x.bits & 0x7f;
+  const uint32_t special = magnitude == 0x7f ? 0x7fc00000 : 0;  // NaN
+  return as_float(sign | special | as_bits(as_float(magnitude << 20) * 0x1p120f));
 }
 
 template <typename T>

@@ -25,6 +25,8 @@ class Arena {
   int64_t used_ = 0;
 };
 
+constexpr int kMaxHeadDim = 256;
+
 // Rows of one sequence and head. With pages, rows [0, paged_rows) lie in pages.
 template <typename T>
 struct RowSource {
@@ -33,14 +35,27 @@ struct RowSource {
   int columns = 0;
 
   int paged_rows = 0;
-  const T* pages = nullptr;
+  const T* pages = nullptr;  // of the head; null where they are e4m3
+  const E4m3* quantised_pages = nullptr;
+  const float* scales = nullptr;  // of the head and quantised_pages
   const PagedParams* paged = nullptr;
   int64_t first_page = 0;  // index into page_ids
 
-  HSTU_INLINE const T* row(int r) const {
+  HSTU_INLINE bool is_quantised() const { return scales != nullptr; }
+
+  // In place, or made in `copy`.
+  HSTU_INLINE const T* row(int r, T* copy) const {
     if (r >= paged_rows) return first + r * row_stride;
     const int64_t page = paged->page_ids[first_page + r / paged->page_size];
-    return pages + page * paged->page_stride + r % paged->page_size * paged->slot_stride;
+    const int64_t slot = r % paged->page_size;
+    const int64_t offset = page * paged->page_stride + slot * paged->slot_stride;
+    if (!is_quantised()) return pages + offset;
+    using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    const Wide scale = scales[page * paged->scale_page_stride + slot * paged->scale_slot_stride];
+    for (int d = 0; d < columns; ++d) {
+      copy[d] = from_float<T>(scale * static_cast<Wide>(to_float(quantised_pages[offset + d])));
+    }
+    return copy;
   }
 };
 
@@ -144,15 +159,16 @@ struct Packer {
                               int64_t stride, Unit* staging) {
     const int padded = round_up(count, Arithmetic::kColumns);
     // Whole squares of rows that already consist of units need no copy.
-    const int in_place =
-        kUnitRows && source.columns % kPadding == 0 ? count / kLanes<Unit> * kLanes<Unit> : 0;
+    const bool has_units = kUnitRows && source.columns % kPadding == 0 && !source.is_quantised();
+    const int in_place = has_units ? count / kLanes<Unit> * kLanes<Unit> : 0;
     const Matrix<Unit> copied =
         copy_rows(source, begin + in_place, count - in_place, padded - in_place, staging);
     for (int row = 0; row < padded; row += kLanes<Unit>) {
       const Unit* square[kLanes<Unit>];
       for (int n = 0; n < kLanes<Unit>; ++n) {
-        square[n] = row < in_place ? reinterpret_cast<const Unit*>(source.row(begin + row + n))
-                                   : copied.from(row - in_place + n, 0).data;
+        square[n] = row < in_place
+                        ? reinterpret_cast<const Unit*>(source.row(begin + row + n, nullptr))
+                        : copied.from(row - in_place + n, 0).data;
       }
       transpose(square, copied.row_stride, copy + row, stride);
     }
@@ -177,9 +193,10 @@ struct Packer {
                                 Unit* copy) {
     const int columns = source.columns;
     const int stride = round_up(columns, kPadding) / kPair;
+    T made[kMaxHeadDim];
     for (int r = 0; r < count; ++r) {
       Unit* units = copy + r * stride;
-      const T* row = source.row(begin + r);
+      const T* row = source.row(begin + r, made);
       if constexpr (kPair == 1) {
         for (int d = 0; d < columns; ++d) units[d] = to_float(row[d]);
       } else {
@@ -196,10 +213,11 @@ struct Packer {
   static Matrix<Unit> copy_row_pairs(const RowSource<T>& source, int begin, int count, Unit* copy) {
     const int columns = source.columns;
     const int stride = round_up(columns, kPadding);
+    T made[2][kMaxHeadDim];
     for (int r = 0; r < round_up(count, kPadding); r += kPair) {
       Unit* units = copy + r / kPair * stride;
-      const T* even = r < count ? source.row(begin + r) : nullptr;
-      const T* odd = r + 1 < count ? source.row(begin + r + 1) : nullptr;
+      const T* even = r < count ? source.row(begin + r, made[0]) : nullptr;
+      const T* odd = r + 1 < count ? source.row(begin + r + 1, made[1]) : nullptr;
       if (odd) {
         for (int d = 0; d < columns; ++d) {
           units[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;

@@ -3,6 +3,7 @@
 
 #include "../common/activation.h"
 #include "../common/mask.h"
+#include "../common/pages.h"
 #include "bias.h"
 #include "pack.h"
 
@@ -98,19 +99,26 @@ struct HeadView {
     }
     // Only the targets' keys lie in k and v: the last rows of the sequence.
     const int64_t begin = sequence.q_begin - sequence.offset;
-    k = paged_source(params, params.k, begin, b, head, 0);
-    v = paged_source(params, params.v, begin, b, head, params.paged.kv_stride);
+    k = paged_source(params, PagePart::kKeys, begin, b, head);
+    v = paged_source(params, PagePart::kValues, begin, b, head);
   }
 
  private:
-  RowSource<T> paged_source(const ForwardParams& params, const PackedTensor& tensor, int64_t begin,
-                            int b, int head, int64_t kv_offset) const {
-    RowSource<T> source = row_source<T>(tensor, begin, head);
+  RowSource<T> paged_source(const ForwardParams& params, PagePart part, int64_t begin, int b,
+                            int head) const {
+    const PagedParams& paged = params.paged;
+    const bool is_values = part == PagePart::kValues;
+    RowSource<T> source = row_source<T>(is_values ? params.v : params.k, begin, head);
     source.paged_rows = sequence.history_end;
-    source.paged = &params.paged;
-    source.pages =
-        static_cast<const T*>(params.paged.kv_cache) + kv_offset + head * params.paged.head_stride;
-    source.first_page = params.paged.page_offsets[b];
+    source.paged = &paged;
+    const int64_t offset = (is_values ? paged.kv_stride : 0) + head * paged.head_stride;
+    if (paged.scales) {
+      source.quantised_pages = static_cast<const E4m3*>(paged.kv_cache) + offset;
+      source.scales = paged.scales + (is_values ? paged.scale_kv_stride : 0) + head;
+    } else {
+      source.pages = static_cast<const T*>(paged.kv_cache) + offset;
+    }
+    source.first_page = paged.page_offsets[b];
     return source;
   }
 };

@@ -62,9 +62,11 @@ class AlignedCopies {
     if (args.kv_cache) pages(*args.kv_cache, params.paged);
   }
   void pages(const TensorView& cache, PagedParams& paged) {
+    // NOTE: e4m3 rows of head dims that are odd multiples of 8 begin between 16 bytes in any case.
+    const int unit = paged.scales && cache.size(4) % 16 == 0 ? 16 : 8;
     const bool aligned = reinterpret_cast<uintptr_t>(paged.kv_cache) % 16 == 0 &&
-                         paged.page_stride % 8 == 0 && paged.kv_stride % 8 == 0 &&
-                         paged.slot_stride % 8 == 0 && paged.head_stride % 8 == 0;
+                         paged.page_stride % unit == 0 && paged.kv_stride % unit == 0 &&
+                         paged.slot_stride % unit == 0 && paged.head_stride % unit == 0;
     if (aligned) return;
     Tensor copy = allocate(cache, cache.sizes);
     torch::stable::copy_(copy, as_tensor(cache));
@@ -227,6 +229,10 @@ void CudaOps::backward(const Arguments& args, const TensorView& dout, const Grad
 }
 
 void CudaOps::append(const AppendArguments& args, const AppendParams& params) {
+  if (params.paged.scales && params.element_bytes != 2) {
+    throw NotImplemented("k: on a GPU bfloat16 and float16 are built beside kv_scales, got " +
+                         describe_dtype(args.k));
+  }
   const int device_index = args.k.device_index;
   const DeviceGuard guard(device_index);
   if (checks_values()) {

@@ -2,6 +2,10 @@
 //
 // A warp takes a few rows of all heads: a lane each finds where a row goes, since that takes many
 // loads one after another, and then all lanes copy.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
 #include <algorithm>
 
 #include "../common/cuda_check.h"
@@ -31,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * kRows;
        begin < params.batch.total_q; begin += warps * kRows) {
     const bool has_row = lane < kRows && begin + lane < params.batch.total_q;
-    const int64_t own_slot = has_row ? find_slot(params, begin + lane) : -1;
+    const int64_t own_slot = has_row ? find_slot(params, begin + lane).element : -1;
     for (int first = 0; first < kRows; first += kRowsAtOnce) {
       int64_t slots[kRowsAtOnce];
 #pragma unroll
@@ -59,17 +63,136 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// Whether every row of every head begins at a multiple of 16 bytes.
+// ------------------------------------------------------------------------------- an e4m3 cache
+
+constexpr int kPiece = 8;  // elements of a lane: 16 bytes of a row, 8 of the cache
+
+HSTU_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+HSTU_DEVICE float to_float(__half x) { return __half2float(x); }
+
+// A lane's part of a row of a head, of which `count` elements exist.
+template <typename Element>
+struct Piece {
+  alignas(16) Element elements[kPiece];
+
+  template <bool kAligned>
+  HSTU_DEVICE void load(const Element* from, int count) {
+    if constexpr (kAligned) {
+      if (count > 0) {
+        *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<const uint4*>(from));
+        return;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kPiece; ++n) elements[n] = n < count ? from[n] : Element(0.0f);
+  }
+
+  HSTU_DEVICE float largest() const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kPiece; ++n) {
+      const float x = to_float(elements[n]);
+      if (is_finite(x)) largest = fmaxf(largest, fabsf(x));
+    }
+    return largest;
+  }
+
+  template <bool kAligned>
+  HSTU_DEVICE void store(uint8_t* to, int count, float scale) const {
+    alignas(8) uint16_t pairs[kPiece / 2];
+#pragma unroll
+    for (int n = 0; n < kPiece; n += 2) {
+      const auto code = [&](int m) {
+        const float x = to_float(elements[m]);
+        return is_finite(x) ? x / scale : __int_as_float(0x7fffffff);
+      };
+      pairs[n / 2] = __nv_cvt_float2_to_fp8x2({code(n), code(n + 1)}, __NV_SATFINITE, __NV_E4M3);
+    }
+    if constexpr (kAligned) {
+      if (count > 0) *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(pairs);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kPiece; ++n) {
+        if (n < count) to[n] = pairs[n / 2] >> n % 2 * 8;
+      }
+    }
+  }
+};
+
+// The same with a row of a head in `kPiece` elements each of neighbouring lanes, 2^n of them, which
+// find its largest magnitude together. 80 registers a thread are enough where pieces are loaded
+// whole.
+template <typename Element, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kAligned ? 3 : 2)
+    append_quantised_kernel(const __grid_constant__ AppendParams params, int head_lanes) {
+  const PackedTensor* const tensors[] = {&params.k, &params.v};
+  const PagedParams& paged = params.paged;
+  auto* const cache = static_cast<uint8_t*>(const_cast<void*>(paged.kv_cache));
+  auto* const scales = const_cast<float*>(paged.scales);
+  const int lane = threadIdx.x % 32;
+  const int column = lane % head_lanes * kPiece;
+  const int64_t warps = int64_t{gridDim.x} * kThreads / 32;
+  for (int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * kRows;
+       begin < params.batch.total_q; begin += warps * kRows) {
+    const bool has_row = lane < kRows && begin + lane < params.batch.total_q;
+    const Slot own_slot = has_row ? find_slot(params, begin + lane) : Slot{};
+    for (int first = 0; first < kRows; first += kRowsAtOnce) {
+      int64_t slots[kRowsAtOnce];
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        slots[r] = __shfl_sync(~0u, own_slot.element, first + r);
+      }
+      for (int first_head = 0; first_head < params.heads; first_head += 32 / head_lanes) {
+        const int head = first_head + lane / head_lanes;
+        const int count = head < params.heads ? params.k.head_dim - column : 0;
+        Piece<Element> pieces[kRowsAtOnce][2];
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            const PackedTensor& tensor = *tensors[part];
+            const int64_t at = (begin + first + r) * tensor.row_stride + head * tensor.head_stride;
+            pieces[r][part].template load<kAligned>(
+                static_cast<const Element*>(tensor.data) + at + column, slots[r] < 0 ? 0 : count);
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+          const int64_t scale_slot = __shfl_sync(~0u, own_slot.scale, first + r);
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            float largest = pieces[r][part].largest();
+            for (int step = head_lanes / 2; step > 0; step /= 2) {
+              largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+            }
+            if (slots[r] < 0 || count <= 0) continue;
+            const float scale = e4m3_scale(largest);
+            uint8_t* to = cache + slots[r] + part * paged.kv_stride + head * paged.head_stride;
+            pieces[r][part].template store<kAligned>(to + column, count, scale);
+            if (column == 0) scales[scale_slot + part * paged.scale_kv_stride + head] = scale;
+          }
+        }
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------- launches
+
+// Whether every row of every head begins at a multiple of 16 bytes, and in an e4m3 cache at one of
+// 8.
 bool is_aligned(const AppendParams& params) {
   const PagedParams& paged = params.paged;
-  const auto fits = [&](int64_t elements) { return elements * params.element_bytes % 16 == 0; };
+  const int cache_unit = paged.scales ? kPiece : 16 / params.element_bytes;
   const auto begins = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   const auto rows = [&](const PackedTensor& tensor) {
-    return begins(tensor.data) && fits(tensor.row_stride) && fits(tensor.head_stride);
+    return begins(tensor.data) && tensor.row_stride * params.element_bytes % 16 == 0 &&
+           tensor.head_stride * params.element_bytes % 16 == 0 &&
+           tensor.head_dim * params.element_bytes % 16 == 0;
   };
-  return rows(params.k) && rows(params.v) && fits(params.k.head_dim) && begins(paged.kv_cache) &&
-         fits(paged.page_stride) && fits(paged.kv_stride) && fits(paged.slot_stride) &&
-         fits(paged.head_stride);
+  return rows(params.k) && rows(params.v) && begins(paged.kv_cache) &&
+         paged.page_stride % cache_unit == 0 && paged.kv_stride % cache_unit == 0 &&
+         paged.slot_stride % cache_unit == 0 && paged.head_stride % cache_unit == 0;
 }
 
 }  // namespace
@@ -80,8 +203,24 @@ void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream
   const auto grid =
       static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{multiprocessors} * kBlocksPerSm));
   if (grid == 0) return;
-  const auto kernel = is_aligned(params) ? append_kernel<uint4> : append_kernel<uint16_t>;
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  if (params.paged.scales) {
+    int head_lanes = 1;
+    while (head_lanes * kPiece < params.k.head_dim) head_lanes *= 2;
+    const auto launch = [&](auto kernel) {
+      kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, head_lanes);
+    };
+    const bool aligned = is_aligned(params);
+    if (params.dtype == DType::kBFloat16) {
+      launch(aligned ? append_quantised_kernel<__nv_bfloat16, true>
+                     : append_quantised_kernel<__nv_bfloat16, false>);
+    } else {
+      launch(aligned ? append_quantised_kernel<__half, true>
+                     : append_quantised_kernel<__half, false>);
+    }
+  } else {
+    const auto kernel = is_aligned(params) ? append_kernel<uint4> : append_kernel<uint16_t>;
+    kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  }
   check_launch("append_paged_kv");
 }
 

@@ -11,13 +11,31 @@ struct AppendParams {
   BatchParams batch;
   PagedParams paged;  // written
   int heads = 0;
-  int element_bytes = 0;
+  DType dtype = DType::kFloat32;  // of k and v
+  int element_bytes = 0;          // likewise
 };
 
-// Where row `row` of the packed tensors goes: K to element `k` of the cache, V by kv_stride
-// further. -1: nowhere, since it is a target or, where offsets or ids lie, none of a page of the
-// sequence.
-HSTU_HOST_DEVICE int64_t find_slot(const AppendParams& params, int64_t row) {
+// Where a row of the packed tensors goes: K to this element of the cache and its scale to that of
+// the scales, V by kv_stride and scale_kv_stride further. -1: nowhere, since it is a target or,
+// where offsets or ids lie, none of a page of the sequence.
+struct Slot {
+  int64_t element = -1;
+  int64_t scale = -1;
+};
+
+// What an e4m3 cache holds of a row of a head: x / scale, rounded to the nearest, ties to even.
+// The scale maps the largest finite magnitude to that of e4m3. NaN and infinity are stored as NaN.
+constexpr float kLargestE4m3 = 448.0f;
+
+HSTU_HOST_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
+
+// NOTE: of the smallest magnitudes the scale would be zero.
+HSTU_HOST_DEVICE float e4m3_scale(float largest) {
+  const float scale = largest / kLargestE4m3;
+  return scale > 0.0f ? scale : 1.0f;
+}
+
+HSTU_HOST_DEVICE Slot find_slot(const AppendParams& params, int64_t row) {
   const BatchParams& batch = params.batch;
   int low = 0, high = batch.batch - 1;  // the last sequence that does not begin behind the row
   while (low < high) {
@@ -31,17 +49,21 @@ HSTU_HOST_DEVICE int64_t find_slot(const AppendParams& params, int64_t row) {
   const Sequence sequence = load_sequence(batch, low);
   const int64_t r = row - sequence.q_begin;
   const int64_t key = r + sequence.offset;
-  if (r < 0 || r >= sequence.q_len || key < 0 || key >= sequence.history_end) return -1;
+  if (r < 0 || r >= sequence.q_len || key < 0 || key >= sequence.history_end) return {};
   const PagedParams& paged = params.paged;
   const PageList list(paged, low);
   const int64_t n = key / paged.page_size;
-  if (n >= list.count) return -1;
+  if (n >= list.count) return {};
   const int64_t page = paged.page_ids[list.first + n];
-  if (page < 0 || page >= paged.num_pages) return -1;
-  return page * paged.page_stride + key % paged.page_size * paged.slot_stride;
+  if (page < 0 || page >= paged.num_pages) return {};
+  const int64_t in_page = key % paged.page_size;
+  return {page * paged.page_stride + in_page * paged.slot_stride,
+          page * paged.scale_page_stride + in_page * paged.scale_slot_stride};
 }
 
-// The kernel, on the stream of the call; see append.cu.
+void append_on_cpu(const AppendParams& params);
+
+// The kernel, on the stream of the call; see append.cu. Only 2-byte dtypes for an e4m3 cache.
 void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream);
 
 }  // namespace hstu

@@ -49,6 +49,7 @@ inline const char* obstacle(const CudaDevice& device, const ForwardParams& param
   if (params.rab.data && !can_map(params.rab, batch.batch, params.dtype)) {
     return "a rab in another dtype than q, or whose rows are not aligned to 16 bytes";
   }
+  if (params.paged.scales) return "an fp8 cache";
   if (params.paged.kv_cache && !can_map(params.paged, params.heads)) {
     return "strides of kv_cache that no tensor map can have";
   }
