@@ -1,6 +1,8 @@
 // What forward and backward share: shared-memory layouts, copies of rows, and products of tiles.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <cute/tensor.hpp>
 
 #include "../common/fragments.h"
@@ -140,10 +142,17 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
   }
 }
 
+// Starts copying 16 bytes, aligned to as many.
+HSTU_DEVICE void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(cast_smem_ptr_to_uint(to)),
+               "l"(from));
+}
+
 // The keys, or the values, of one sequence and head: history in pages, targets in packed rows.
 template <typename Element>
 struct PagedRows {
   const Element* pages;  // of the head
+  const float* scales;   // of the head, or null; with them, pages hold e4m3
   const PagedParams* paged;
   PageList list;
   int history_end;
@@ -151,30 +160,114 @@ struct PagedRows {
 
   HSTU_DEVICE PagedRows(const PagedParams& paged, PagePart part, const PackedTensor& tensor,
                         const Sequence& sequence, int b, int head)
-      : pages(static_cast<const Element*>(paged.kv_cache) + head * paged.head_stride +
-              (part == PagePart::kValues ? paged.kv_stride : 0)),
+      : scales(paged.scales),
         paged(&paged),
         list(paged, b),
         history_end(sequence.history_end),
-        targets(tensor, TargetRows(sequence).begin, TargetRows(sequence).count, head) {}
-
-  // Null where there is no such row.
-  HSTU_DEVICE const Element* row(int key) const {
-    if (key >= history_end) {
-      const int target = key - history_end;
-      if (target >= targets.count) return nullptr;
-      return targets.first + static_cast<int64_t>(target) * targets.row_stride;
+        targets(tensor, TargetRows(sequence).begin, TargetRows(sequence).count, head) {
+    const bool is_values = part == PagePart::kValues;
+    const int64_t offset = head * paged.head_stride + (is_values ? paged.kv_stride : 0);
+    if (scales) {
+      pages =
+          reinterpret_cast<const Element*>(static_cast<const uint8_t*>(paged.kv_cache) + offset);
+      scales += head + (is_values ? paged.scale_kv_stride : 0);
+    } else {
+      pages = static_cast<const Element*>(paged.kv_cache) + offset;
     }
+  }
+
+  // Row `key` of the history on is a target's. Null where there is no such row.
+  HSTU_DEVICE const Element* target_row(int key) const {
+    const int target = key - history_end;
+    if (target >= targets.count) return nullptr;
+    return targets.first + static_cast<int64_t>(target) * targets.row_stride;
+  }
+
+  // Null where there is no such row. Not for e4m3.
+  HSTU_DEVICE const Element* row(int key) const {
+    if (key >= history_end) return target_row(key);
     const int page = key / paged->page_size;
     if (page >= list.count) return nullptr;
     return pages + list.page(*paged, page) * paged->page_stride +
            key % paged->page_size * paged->slot_stride;
   }
+
+  // A row of e4m3 and its scale.
+  struct Quantised {
+    const uint8_t* elements = nullptr;  // null where the history has no such row
+    const float* scale = nullptr;
+  };
+  HSTU_DEVICE Quantised quantised_row(int key) const {
+    if (key >= history_end) return {};
+    const int n = key / paged->page_size;
+    if (n >= list.count) return {};
+    const int64_t page = list.page(*paged, n);
+    const int slot = key % paged->page_size;
+    return {reinterpret_cast<const uint8_t*>(pages) + page * paged->page_stride +
+                slot * paged->slot_stride,
+            scales + page * paged->scale_page_stride + slot * paged->scale_slot_stride};
+  }
 };
+
+// 8 elements of e4m3 times their scale, rounded.
+template <typename Element>
+HSTU_DEVICE uint4 dequantised(uint2 elements, float scale) {
+  const auto pair = [scale](uint32_t bits) {
+    const float2 x = __half22float2(
+        __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bits), __NV_E4M3)));
+    cutlass::Array<float, 2> scaled = {scale * x.x, scale * x.y};
+    const auto rounded = cutlass::NumericArrayConverter<Element, float, 2>{}(scaled);
+    return reinterpret_cast<const uint32_t&>(rounded);
+  };
+  return {pair(elements.x & 0xffff), pair(elements.x >> 16), pair(elements.y & 0xffff),
+          pair(elements.y >> 16)};
+}
+
+// From an e4m3 cache. What comes from there is in shared memory when this returns, and visible to
+// others after the barrier that follows wait_for_copies(); targets are copied as others are.
+template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
+          typename Element>
+HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, Element* to) {
+  using Passes = RowPasses<kRows, kColumns, kThreads, kHidesThread>;
+  // Loads under way: more would take registers that the sums need.
+  constexpr int kAtOnce = Passes::kPasses < 4 ? Passes::kPasses : 4;
+  static_assert(Passes::kPasses % kAtOnce == 0, "passes are made of whole groups of loads");
+  const Passes passes;
+  const int first = begin + Order::key(passes.slot);
+  const bool has_column = passes.column < rows.targets.head_dim;
+#pragma unroll
+  for (int group = 0; group < Passes::kPasses; group += kAtOnce) {
+    uint2 elements[kAtOnce];
+    float scales[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const auto row = rows.quantised_row(first + Order::key((group + n) * Passes::kStep));
+      const bool is_read = row.elements && has_column;
+      elements[n] = is_read ? __ldg(reinterpret_cast<const uint2*>(row.elements + passes.column))
+                            : uint2{0, 0};
+      scales[n] = is_read ? __ldg(row.scale) : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int key = first + Order::key((group + n) * Passes::kStep);
+      Element* chunk = passes.chunk(to, group + n);
+      const Element* target =
+          key >= rows.history_end && has_column ? rows.target_row(key) : nullptr;
+      if (target) {
+        copy_async(chunk, target + passes.column);
+      } else {
+        *reinterpret_cast<uint4*>(chunk) = dequantised<Element>(elements[n], scales[n]);
+      }
+    }
+  }
+}
 
 template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
           typename Element>
 HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Element* to) {
+  if (rows.scales) {
+    return copy_quantised_rows<kRows, kColumns, kThreads, Order, kHidesThread>(rows, begin, to);
+  }
   using Passes = RowPasses<kRows, kColumns, kThreads, kHidesThread>;
   const Passes passes;
   const int first = begin + Order::key(passes.slot);
@@ -188,12 +281,6 @@ HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Elem
                      cast_smem_ptr_to_uint(passes.chunk(to, pass))),
                  "l"(from), "r"(row ? 16 : 0));
   }
-}
-
-// Starts copying 16 bytes, aligned to as many.
-HSTU_DEVICE void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(cast_smem_ptr_to_uint(to)),
-               "l"(from));
 }
 
 HSTU_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
