@@ -235,7 +235,7 @@ HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, 
   const Passes passes;
   const int first = begin + Order::key(passes.slot);
   const bool has_column = passes.column < rows.targets.head_dim;
-#pragma unroll
+#pragma unroll 1
   for (int group = 0; group < Passes::kPasses; group += kAtOnce) {
     uint2 elements[kAtOnce];
     float scales[kAtOnce];
