@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hstu_attn import ops
 
-__all__ = ["PAGE_SIZES", "PagedKV", "append_paged_kv"]
+__all__ = ["PAGE_SIZES", "PagedKV", "append_paged_kv", "dequantise_rows", "quantise_rows"]
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -129,6 +129,22 @@ def append_paged_kv(
         num_targets,
         paged_kv.kv_scales,
     )
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What `append_paged_kv` writes of rows `(..., head dim)` into a float8_e4m3fn cache: the
+    elements, and a float32 scale `(...)` of each row."""
+    x = x.float()
+    largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
+    scales = largest / 448
+    scales = torch.where(scales > 0, scales, 1)
+    elements = (x / scales[..., None]).clamp(-448, 448)
+    return torch.where(x.isfinite(), elements, torch.nan).to(torch.float8_e4m3fn), scales
+
+
+def dequantise_rows(elements: Tensor, scales: Tensor) -> Tensor:
+    """float64 `(..., head dim)`: what `quantise_rows` has kept, exactly."""
+    return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
 
 
 def _check_scales(kv_cache: Tensor, kv_scales: Tensor | None) -> None:

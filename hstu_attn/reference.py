@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor, time_bucket
 from .mask import Mask, dense_mask
-from .paged import PagedKV
+from .paged import PagedKV, dequantise_rows
 
-__all__ = ["dequantise_rows", "hstu_attention", "quantise_rows"]
+__all__ = ["hstu_attention"]
 
 
 def hstu_attention(
@@ -193,22 +193,6 @@ def _relative_bias(
         weights = bias.ts_weight.to(compute_dtype)[:, bucket]
         total = total + weights.repeat_interleave(heads // weights.shape[0], 0)
     return total
-
-
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What `append_paged_kv` writes of rows `(..., head dim)` into a float8_e4m3fn cache: the
-    elements, and a float32 scale `(...)` of each row."""
-    x = x.float()
-    largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
-    scales = largest / 448
-    scales = torch.where(scales > 0, scales, 1)
-    elements = (x / scales[..., None]).clamp(-448, 448)
-    return torch.where(x.isfinite(), elements, torch.nan).to(torch.float8_e4m3fn), scales
-
-
-def dequantise_rows(elements: Tensor, scales: Tensor) -> Tensor:
-    """float64 `(..., head dim)`: what `quantise_rows` has kept, exactly."""
-    return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
 
 
 def _paged_keys_values(

@@ -46,7 +46,7 @@ def check_rows(pages: torch.Tensor, ids: list[int], tokens: list[int]) -> None:
 def host_cache(cache: PagedKVCache) -> torch.Tensor:
     """The pages of the host tier, in the shape of `kv_cache`."""
     assert cache._host_tier is not None
-    return cache._host_tier._host_pages.unflatten(2, (2, PAGE, HEADS, DIM))
+    return cache._host_tier._host_pages[0].unflatten(2, (2, PAGE, HEADS, DIM))
 
 
 def page_lists(step: CacheStep) -> list[list[int]]:

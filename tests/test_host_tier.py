@@ -412,7 +412,7 @@ def test_random_steps(device):
 @pytest.mark.gpu(kernels=False)
 def test_the_host_does_not_wait_for_the_gpu():
     cache = make_cache(2, "cuda", host_pages=4)
-    held = cache._host_tier._host_pages
+    (held,) = cache._host_tier._host_pages
     assert held.is_pinned()
 
     def serve() -> None:

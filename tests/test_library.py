@@ -9,7 +9,7 @@ import torch
 
 import hstu_attn
 from hstu_attn import hstu_attention, ops
-from hstu_attn.reference import quantise_rows
+from hstu_attn.paged import quantise_rows
 from hstu_attn.testing import Batch, make_batch, make_paged_batch, run
 from tests import raw_ops
 

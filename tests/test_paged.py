@@ -453,158 +453,6 @@ def test_checked_calls_name_what_pages_lie(monkeypatch):
     run(hstu_attention, batch)
     batch.paged_kv.page_ids[1] = 99
     refuse(batch, "page_ids")
-    k, v, pages, arguments, _ = append_batch("cuda")
-    append_paged_kv(k, v, pages, **arguments)
-    pages.page_ids[0] = -1
-    with pytest.raises(ValueError, match="page_ids: expected"):
-        append_paged_kv(k, v, pages, **arguments)
-
-
-# ---------------------------------------------------------------------------------------------
-# Appending
-# ---------------------------------------------------------------------------------------------
-
-
-def append_batch(device, page_size=16, heads=2, dim=32, dtype=BF16, index=torch.int32):
-    """`(k, v, pages, arguments, expected cache)`: sequences with and without cached, new and target
-    rows, in a cache of pages that are in no order."""
-    cached, new, targets = [5, 0, 40, 16, 7], [20, 17, 0, 1, 3], [3, 0, 9, 2, 1]
-    rows = [n + t for n, t in zip(new, targets, strict=True)]
-    counts = [-(-(c + n) // page_size) for c, n in zip(cached, new, strict=True)]
-    order = torch.randperm(sum(counts) + 3)[: sum(counts)].tolist()
-    cache = torch.randn(sum(counts) + 3, 2, page_size, heads, dim, dtype=torch.float).to(dtype)
-    k, v = torch.randn(2, sum(rows), heads, dim, dtype=torch.float).to(dtype)
-    expected, row, first = cache.clone(), 0, 0
-    for c, n, total, count in zip(cached, new, rows, counts, strict=True):
-        for r in range(n):
-            page, slot = order[first + (c + r) // page_size], (c + r) % page_size
-            expected[page, 0, slot], expected[page, 1, slot] = k[row + r], v[row + r]
-        row, first = row + total, first + count
-
-    def offsets(lengths):
-        return torch.tensor([0, *lengths]).cumsum(0).to(device, index)
-
-    pages = PagedKV(
-        cache.to(device),
-        offsets(counts),
-        torch.tensor(order, dtype=index, device=device),
-        torch.tensor(
-            [(c + n - 1) % page_size + 1 for c, n in zip(cached, new, strict=True)], device=device
-        ),
-    )
-    arguments = {
-        "cu_seqlens_q": offsets(rows),
-        "cu_seqlens_k": offsets([c + r for c, r in zip(cached, rows, strict=True)]),
-        "num_targets": torch.tensor(targets, dtype=index, device=device),
-    }
-    return k.to(device), v.to(device), pages, arguments, expected
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_append(device, page_size, index):
-    k, v, pages, arguments, expected = append_batch(device, page_size, index=index)
-    append_paged_kv(k, v, pages, **arguments)
-    assert torch.equal(pages.kv_cache.cpu(), expected)
-
-
-@pytest.mark.sanitize
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, torch.float64, BF16],
-    ids=["fp32", "fp16", "fp64", "bf16"],
-)
-@pytest.mark.parametrize("dim", [8, 20, 256])
-def test_append_of_views(device, dtype, dim):
-    """Rows of one buffer, and a layer of a cache of many; also rows that are not aligned."""
-    k, v, pages, arguments, expected = append_batch(device, heads=3, dim=dim, dtype=dtype)
-    buffer = torch.full((k.shape[0], 2, 3, dim + 5), float("nan"), dtype=dtype, device=device)
-    buffer[:, 0, :, 1:-4], buffer[:, 1, :, 1:-4] = k, v
-    layers = torch.full((pages.kv_cache.shape[0], 2, *pages.kv_cache.shape[1:]), 7.0, dtype=dtype)
-    layers = layers.to(device)
-    layers[:, 1] = pages.kv_cache
-    pages = PagedKV(layers[:, 1], pages.page_offsets, pages.page_ids, pages.last_page_lens)
-    append_paged_kv(buffer[:, 0, :, 1:-4], buffer[:, 1, :, 1:-4], pages, **arguments)
-    assert torch.equal(layers[:, 1].cpu(), expected)
-    assert (layers[:, 0] == 7).all()
-
-
-def test_append_then_attend(device):
-    """What has been appended is what attention reads."""
-    batch = make_paged_batch([90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device)
-    pages = batch.paged_kv
-    expected = run(hstu_attention, batch)["out"]
-    whole = pages.kv_cache.clone()
-    k, v = batch.k.clone(), batch.v.clone()
-    offset = 0
-    for b, (cached, new, targets) in enumerate([(90, 30, 5), (3, 13, 0)]):
-        first = int(pages.page_offsets[b])
-        for r in range(new):
-            page = int(pages.page_ids[first + (cached + r) // 32])
-            slot = (cached + r) % 32
-            k[offset + r], v[offset + r] = whole[page, 0, slot], whole[page, 1, slot]
-            pages.kv_cache[page, :, slot] = float("nan")
-        offset += new + targets
-    append_paged_kv(
-        k,
-        v,
-        pages,
-        cu_seqlens_q=batch.cu_seqlens_q,
-        cu_seqlens_k=batch.cu_seqlens_k,
-        num_targets=batch.mask.num_targets,
-    )
-    assert torch.equal(run(hstu_attention, batch)["out"], expected)
-
-
-@pytest.mark.sanitize
-@pytest.mark.parametrize(
-    ("name", "index", "value"),
-    [
-        ("page_ids", 1, 99),
-        ("page_ids", 0, -1),
-        ("page_offsets", 1, 1),
-        ("cu_seqlens_q", 1, 10**6),
-        ("cu_seqlens_k", 1, -5),
-        ("num_targets", 0, 24),
-    ],
-)
-def test_append_of_what_does_not_fit(device, name, index, value):
-    """An error where the host knows; on a GPU no page of others is written."""
-    k, v, pages, arguments, expected = append_batch(device)
-    tensors = {"page_ids": pages.page_ids, "page_offsets": pages.page_offsets, **arguments}
-    tensors[name][index] = value
-    if device == "cpu":
-        with pytest.raises(ValueError, match=rf"{name}: expected .*got "):
-            append_paged_kv(k, v, pages, **arguments)
-        return
-    listed = set(pages.page_ids.tolist())
-    others = [page for page in range(len(expected)) if page not in listed]
-    before = pages.kv_cache[others]
-    append_paged_kv(k, v, pages, **arguments)
-    assert torch.equal(pages.kv_cache[others], before)
-
-
-def test_append_refuses_a_page_that_two_sequences_write():
-    k, v, pages, arguments, _ = append_batch("cpu")
-    pages.page_ids[2] = pages.page_ids[0]
-    with pytest.raises(ValueError, match="page_ids: expected each page that is written once, got"):
-        append_paged_kv(k, v, pages, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("k", lambda k, v, pages: (k[0], v, pages)),
-        ("v", lambda k, v, pages: (k, v[:-1], pages)),
-        ("v", lambda k, v, pages: (k, v.float(), pages)),
-        ("kv_cache", lambda k, v, pages: (k.float(), v.float(), pages)),
-        ("kv_cache", lambda k, v, pages: (k[:, :1], v[:, :1], pages)),
-    ],
-)
-def test_append_refuses_other_shapes_and_dtypes(device, name, change):
-    k, v, pages, arguments, _ = append_batch(device)
-    with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
-        append_paged_kv(*change(k, v, pages), **arguments)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -612,6 +460,7 @@ def test_append_refuses_other_shapes_and_dtypes(device, name, change):
 # ---------------------------------------------------------------------------------------------
 
 CACHE = torch.zeros(4, 2, 16, 2, 32)
+SCALES = torch.ones(4, 2, 16, 2)
 INTS = torch.zeros(3, dtype=torch.int32)
 
 
@@ -631,6 +480,11 @@ INTS = torch.zeros(3, dtype=torch.int32)
         ("page_ids", {"kv_indices": INTS}),
         ("last_page_lens", {"last_page_lens": None}),
         ("last_page_lens", {"kv_last_page_len": INTS}),
+        ("kv_scales", {"kv_scales": SCALES}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8)}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": 1.0}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": SCALES[1:]}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": SCALES.double()}),
     ],
 )
 def test_bad_caches_are_refused(name, arguments):
@@ -684,5 +538,16 @@ def test_pages_that_do_not_fit_the_lengths_are_refused():
     batch = fresh()
     batch.paged_kv.page_ids = batch.paged_kv.page_ids.float()
     refuse(batch, "page_ids")
+    batch = fresh()
+    scales = batch.paged_kv.kv_cache[..., 0].clone()
+    batch.paged_kv.kv_scales = scales
+    refuse(batch, "kv_scales")
+    batch.paged_kv.kv_cache = batch.paged_kv.kv_cache.to(FP8)
+    for wrong in (None, scales[1:], scales.double(), scales.mT.contiguous().mT):
+        batch.paged_kv.kv_scales = wrong
+        refuse(batch, "kv_scales")
+    batch.paged_kv.kv_scales = scales
+    batch.paged_kv.kv_cache = batch.paged_kv.kv_cache.to(torch.float8_e5m2)
+    refuse(batch, "kv_cache")
     batch = fresh()
     refuse(replace(batch, v=torch.zeros(batch.v.shape[0], 2, 16)), "v")

@@ -120,9 +120,12 @@ def traffic(model: Any) -> Iterator[Step]:
         yield Step(list(asked), new, rewritten, inputs, torch.cat(expected))
 
 
-def run(call: Any, steps: list[Step]) -> Iterator[tuple[Tensor, Tensor]]:
+def run(
+    call: Any, steps: list[Step], dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores and what they should be, over one cache."""
-    cache = PagedKVCache(LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, torch.float32, "cpu")
+    cache = PagedKVCache(LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, dtype, "cpu")
+    scales = {} if cache.kv_scales is None else {"kv_scales": cache.kv_scales.unbind()}
     for step in steps:
         with cache.step(step.users, step.new_tokens, rewritten=step.rewritten) as open_step:
             scores = call(
@@ -132,6 +135,7 @@ def run(call: Any, steps: list[Step]) -> Iterator[tuple[Tensor, Tensor]]:
                 last_page_lens=open_step.last_page_lens,
                 cached_lens=open_step.cached_lens,
                 **step.inputs,
+                **scales,
             )
         yield scores, step.expected
 
@@ -152,6 +156,21 @@ def test_scores_are_those_of_whole_histories(name: str) -> None:
     for scores, expected in run(program.module(), steps):
         assert_close(scores, expected)
     assert step.state_dict().keys() == program.state_dict.keys()
+
+
+def test_an_e4m3_cache() -> None:
+    """The graph writes elements and scales, and scores as the step itself does."""
+    model, dtype = make_model("ranking, times"), torch.float8_e4m3fn
+    step, steps = make_step(model), list(traffic(model))
+    program = step.export(PAGE_SIZE, dtype)
+    error = size = 0.0
+    for (scores, expected), (exported, _) in zip(
+        run(step, steps, dtype), run(program.module(), steps, dtype), strict=True
+    ):
+        assert_close(exported, scores)
+        error += (scores - expected).square().sum().item()
+        size += expected.square().sum().item()
+    assert 0 < error < 0.05 * size
 
 
 @pytest.fixture(scope="module")

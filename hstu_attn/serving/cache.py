@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hstu_attn.paged import PAGE_SIZES, PagedKV
+from hstu_attn.paged import PAGE_SIZES, PagedKV, quantise_rows
 
 from .host_tier import HostTier, Returning
 
@@ -80,6 +80,7 @@ class CacheStep:
 
     __slots__ = (
         "_kv_cache",
+        "_kv_scales",
         "_open",
         "_returning",
         "_rows",
@@ -98,6 +99,7 @@ class CacheStep:
         host_tables: Int32s,
         lengths: Sequence[int],
         returning: Returning | None = None,
+        kv_scales: Tensor | None = None,
     ) -> None:
         self.page_offsets, self.page_ids, self.last_page_lens, self.cached_lens, self.slots = (
             tables.split(lengths)
@@ -105,6 +107,7 @@ class CacheStep:
         a, b, c, d = itertools.accumulate(lengths[:4])
         self.host_tables = host_tables[:a], host_tables[a:b], host_tables[b:c], host_tables[c:d]
         self._kv_cache = kv_cache
+        self._kv_scales = kv_scales
         self._returning = returning
         self._rows: tuple[Tensor, Tensor] | None = None
         self._open = True
@@ -116,7 +119,9 @@ class CacheStep:
             ValueError: if there is no such layer.
             RuntimeError: if the step has ended.
         """
-        return PagedKV(self._layer(layer), self.page_offsets, self.page_ids, self.last_page_lens)
+        pages = self._layer(layer)
+        scales = None if self._kv_scales is None else self._kv_scales[layer]
+        return PagedKV(pages, self.page_offsets, self.page_ids, self.last_page_lens, scales)
 
     @torch.no_grad()
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -124,7 +129,9 @@ class CacheStep:
 
         Args:
             layer: from 0.
-            k: `(N, heads, head_dim)` in batch order, of the cache's dtype and on its device.
+            k: `(N, heads, head_dim)` in batch order, of the cache's dtype and on its device. For a
+                float8_e4m3fn cache of another floating dtype: it is quantised, as by
+                `append_paged_kv`.
             v: the same for values.
 
         Raises:
@@ -134,18 +141,26 @@ class CacheStep:
         pages = self._layer(layer)
         shape = (self.slots.shape[0], *pages.shape[3:])
         for name, tensor in (("k", k), ("v", v)):
-            expected = (shape, pages.dtype, pages.device)
-            if (tuple(tensor.shape), tensor.dtype, tensor.device) != expected:
+            if self._kv_scales is None:
+                dtype, has_dtype = str(pages.dtype), tensor.dtype == pages.dtype
+            else:
+                dtype = "floating of two bytes or more"
+                has_dtype = tensor.is_floating_point() and tensor.itemsize > 1
+            if (tuple(tensor.shape), tensor.device) != (shape, pages.device) or not has_dtype:
                 raise ValueError(
-                    f"{name}: expected shape {shape}, {pages.dtype} on {pages.device}, got "
+                    f"{name}: expected shape {shape}, {dtype} on {pages.device}, got "
                     f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
                 )
         if self._rows is None:
             page_size = pages.shape[2]
             self._rows = self.slots // page_size, self.slots % page_size
-        keys, values = pages.unbind(1)
-        keys[self._rows] = k
-        values[self._rows] = v
+        for part, tensor in enumerate((k, v)):
+            if self._kv_scales is None:
+                pages[:, part][self._rows] = tensor
+            else:
+                elements, scales = quantise_rows(tensor)
+                pages.view(torch.uint8)[:, part][self._rows] = elements.view(torch.uint8)
+                self._kv_scales[layer][:, part][self._rows] = scales
 
     @property
     def is_returning(self) -> bool:
@@ -181,7 +196,8 @@ class PagedKVCache:
         page_size: tokens of a page: 16, 32, 64, 128 or 256.
         heads: attention heads.
         head_dim: of keys and of values.
-        dtype: of the cache.
+        dtype: of the cache. With float8_e4m3fn, rows of any floating dtype are kept in a byte an
+            element, and a scale for each row and head.
         device: of the cache; None means torch's default device.
         evict: whether users in no open step lose their pages, the least recently used first, when a
             batch finds too few free ones. If not, that is an error.
@@ -191,6 +207,8 @@ class PagedKVCache:
     Attributes:
         kv_cache: `(num_layers, num_pages, 2, page_size, heads, head_dim)`, index 0 keys, 1 values.
             Those of a step's users are there after the step's `paged_kv` of the layer.
+        kv_scales: float32 `(num_layers, num_pages, 2, page_size, heads)` of a float8_e4m3fn cache,
+            as in `PagedKV`; else None.
 
     Raises:
         ValueError: for a size out of range.
@@ -228,7 +246,15 @@ class PagedKVCache:
         self.kv_cache = torch.zeros(
             (num_layers, num_pages, 2, page_size, heads, head_dim), dtype=dtype, device=device
         )
-        self._host_tier = HostTier(self.kv_cache, host_pages) if host_pages else None
+        self.kv_scales: Tensor | None = None
+        if dtype == torch.float8_e4m3fn:
+            self.kv_scales = torch.zeros(
+                self.kv_cache.shape[:-1], dtype=torch.float32, device=device
+            )
+        self._host_tier = None
+        if host_pages:
+            scales = () if self.kv_scales is None else (self.kv_scales,)
+            self._host_tier = HostTier((self.kv_cache, *scales), host_pages)
 
     @contextmanager
     def step(
@@ -273,7 +299,9 @@ class PagedKVCache:
         try:
             try:
                 on_device = self._to_device(torch.from_numpy(tables))
-                step = CacheStep(self.kv_cache, on_device, tables, lengths, returning)
+                step = CacheStep(
+                    self.kv_cache, on_device, tables, lengths, returning, self.kv_scales
+                )
                 yield step
             finally:
                 if returning is not None:

@@ -279,6 +279,8 @@ class Engine:
             ),
             reads_times=model.reads_times,
             with_targets=model.candidates_are_rows,
+            kv_scales=self._cache.kv_scales,
+            dtype=row_dtype(model),
         )
 
     def _submit(
@@ -576,7 +578,8 @@ def _check_model(model: ServedModel, cache: PagedKVCache, store: EventStore) -> 
             f"cache: expected the model's device, {device}, got {cache.kv_cache.device}"
         )
     dtype = row_dtype(model)
-    if dtype != cache.kv_cache.dtype:
+    if cache.kv_cache.dtype not in (dtype, torch.float8_e4m3fn):
         raise ValueError(
-            f"cache: expected the dtype of the model's rows, {dtype}, got {cache.kv_cache.dtype}"
+            f"cache: expected the dtype of the model's rows, {dtype}, or {torch.float8_e4m3fn}, "
+            f"got {cache.kv_cache.dtype}"
         )

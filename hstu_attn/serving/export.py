@@ -81,6 +81,7 @@ class ScoringStep(nn.Module):
         num_targets: Tensor | None = None,
         key_times: Tensor | None = None,
         row_times: Tensor | None = None,
+        kv_scales: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """Writes the new events of `B` users into their pages, and scores `n` candidates.
 
@@ -89,7 +90,7 @@ class ScoringStep(nn.Module):
 
         Args:
             kv_caches: of each layer `(num_pages, 2, page_size, heads, head_dim)`, contiguous, in
-                the dtype in which the model embeds; written in place.
+                the dtype in which the model embeds or float8_e4m3fn; written in place.
             page_offsets: int32 `(B + 1,)`, as in `PagedKV`, with pages for the new events.
             page_ids: int32 `(page_offsets[-1],)`.
             last_page_lens: int32 `(B,)`, with the new events.
@@ -104,6 +105,8 @@ class ScoringStep(nn.Module):
             key_times: int64 `(total_k,)` times of each user's cached and given rows, where the
                 model reads times.
             row_times: int64 `(total,)` when each row is asked: at its user's next event, or now.
+            kv_scales: float32 of each layer `(num_pages, 2, page_size, heads)`, contiguous, where
+                the caches are of float8_e4m3fn; written in place.
 
         Returns:
             Scores `(n,)`, floating.
@@ -123,14 +126,17 @@ class ScoringStep(nn.Module):
         layers = len(self.model.stack.layers)
         if len(kv_caches) != layers:
             raise ValueError(f"kv_caches: expected {layers} tensors, got {len(kv_caches)}")
-        pages = StepTensors(kv_caches, page_offsets, page_ids, last_page_lens, cached_lens)
+        if kv_scales is not None and len(kv_scales) != layers:
+            raise ValueError(f"kv_scales: expected {layers} tensors, got {len(kv_scales)}")
+        tables = (page_offsets, page_ids, last_page_lens, cached_lens)
+        pages = StepTensors(kv_caches, *tables, kv_scales)
         rows = CachedRows(pages, seq_offsets, self.max_seq_len, self.max_key_len, num_targets)
         x = self.model.embed(Rows(items, actions, positions, is_candidate))
         states = self.model.stack.forward_cached(x, rows, key_times, row_times)
         return self.model.score(states[state_rows], candidates)
 
     @torch.no_grad()
-    def export(self, page_size: int) -> ExportedProgram:
+    def export(self, page_size: int, cache_dtype: torch.dtype | None = None) -> ExportedProgram:
         """The step as a graph, for the model's device and any number of users, rows, candidates and
         pages. It takes the arguments of `forward` by name, or in that order where there are no
         names, without those that this model does not need. The caches are written in place.
@@ -141,9 +147,10 @@ class ScoringStep(nn.Module):
 
         Args:
             page_size: tokens of a page: 16, 32, 64, 128 or 256.
+            cache_dtype: float8_e4m3fn, or None for the dtype in which the model embeds.
 
         Raises:
-            ValueError: for another page size.
+            ValueError: for another page size or dtype.
         """
         stack, config = self.model.stack, self.model.stack.config
         device = next(stack.parameters()).device
@@ -165,7 +172,7 @@ class ScoringStep(nn.Module):
         }
         cache = torch.zeros(
             (9, 2, page_size, config.num_heads, config.attention_dim),
-            dtype=row_dtype(self.model),
+            dtype=cache_dtype or row_dtype(self.model),
             device=device,
         )
         # NOTE: a tensor for each layer. If they were views of one, AOTInductor (torch 2.13) would
@@ -176,4 +183,8 @@ class ScoringStep(nn.Module):
             dim, example = sizes[size]
             inputs[name] = torch.zeros(example, dtype=dtype, device=device)
             shapes[name] = {0: dim}
+        if cache.dtype == torch.float8_e4m3fn:
+            scales = torch.zeros(cache.shape[:-1], device=device)
+            inputs["kv_scales"] = tuple(scales.clone() for _ in stack.layers)
+            shapes["kv_scales"] = tuple({0: pages} for _ in stack.layers)
         return torch.export.export(self, (), inputs, dynamic_shapes=shapes)

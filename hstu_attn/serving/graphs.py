@@ -112,6 +112,8 @@ class StackGraphs:
         limits: of the steps.
         reads_times: whether the stack is given times.
         with_targets: whether candidates are rows.
+        kv_scales: as `PagedKVCache.kv_scales`.
+        dtype: of the rows; None is that of the cache.
     """
 
     def __init__(
@@ -123,9 +125,12 @@ class StackGraphs:
         *,
         reads_times: bool,
         with_targets: bool,
+        kv_scales: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._stack = stack
         self._kv_cache = kv_cache
+        self._kv_scales = kv_scales
         self._max_keys = limits.keys
         self._pages_each = -(-limits.events // kv_cache.shape[3])
         self._with_targets = with_targets
@@ -140,7 +145,7 @@ class StackGraphs:
         self._tables = torch.zeros(
             _sections(batch)[-1].start + batch * self._pages_each, dtype=torch.int32, device=device
         )
-        self._x = torch.zeros((rows, width), dtype=kv_cache.dtype, device=device)
+        self._x = torch.zeros((rows, width), dtype=dtype or kv_cache.dtype, device=device)
         self._states = torch.zeros_like(self._x)
         self._times: tuple[Tensor, ...] = ()
         if reads_times:
@@ -226,7 +231,8 @@ class StackGraphs:
         page_offsets, last_page_lens, cached_lens, seq_offsets, targets, page_ids = (
             self._tables[section] for section in sections
         )
-        step = StepTensors(self._kv_cache, page_offsets, page_ids, last_page_lens, cached_lens)
+        tables = (page_offsets, page_ids, last_page_lens, cached_lens)
+        step = StepTensors(self._kv_cache, *tables, self._kv_scales)
         num_targets = targets if self._with_targets else None
         x, states = self._x[: shape.rows], self._states[: shape.rows]
         times = [*self._times]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class Returning:
 
 
 class HostTier:
-    """Host pages `(layers, num_pages, words)`, pinned if the cache is on a GPU.
+    """Host pages `(layers, num_pages, words)` of each tensor of a cache, pinned if it is on a GPU.
 
     On a GPU, copies of one step overlap with its computation. Below, `main` is the stream that is
     current when the step begins, and `side` a stream of the tier's own. What may go wrong, and why
@@ -64,28 +64,30 @@ class HostTier:
       to side alone, and torch is told that side reads the one that main filled.
 
     Args:
-        kv_cache: `(layers, device pages, ...)`, contiguous; a page of a layer has a multiple of 8
-            bytes.
+        tensors: of the cache, each `(layers, device pages, ...)`, contiguous; a page of a layer has
+            a multiple of 8 bytes.
         num_pages: of the host.
 
     Attributes:
         lock: to hold from when the page table moves users until `move` has returned.
-        page_bytes: of one page in all layers.
+        page_bytes: of one page in all layers and tensors.
     """
 
-    def __init__(self, kv_cache: Tensor, num_pages: int) -> None:
-        self._device = kv_cache.device
-        self._device_pages = kv_cache.flatten(2).view(torch.int64)
-        layers, _, words = self._device_pages.shape
-        self._side = torch.cuda.Stream(kv_cache.device) if kv_cache.is_cuda else None
-        self._host_pages = torch.empty(
-            (layers, num_pages, words),
-            dtype=torch.int64,
-            device="cpu",
-            pin_memory=self._side is not None,
-        )
+    def __init__(self, tensors: Sequence[Tensor], num_pages: int) -> None:
+        self._device = tensors[0].device
+        self._device_pages = [tensor.flatten(2).view(torch.int64) for tensor in tensors]
+        self._side = torch.cuda.Stream(self._device) if tensors[0].is_cuda else None
+        self._host_pages = [
+            torch.empty(
+                (pages.shape[0], num_pages, pages.shape[2]),
+                dtype=torch.int64,
+                device="cpu",
+                pin_memory=self._side is not None,
+            )
+            for pages in self._device_pages
+        ]
         self.lock = threading.Lock()
-        self.page_bytes = 8 * words * layers
+        self.page_bytes = sum(8 * pages.shape[0] * pages.shape[2] for pages in self._device_pages)
 
     @torch.no_grad()
     def move(self, evicted: Int64s, returning: Int64s) -> Returning:
@@ -105,8 +107,8 @@ class HostTier:
             ids = ids.pin_memory()  # else the copy might wait for the GPU
         ids = ids.to(self._device, non_blocking=True)
         leaving, arriving = ids.split([evicted.shape[1], returning.shape[1]])
-        gathered = self._device_pages.index_select(1, leaving)
-        with self._on_side(ids, gathered):
+        gathered = [pages.index_select(1, leaving) for pages in self._device_pages]
+        with self._on_side(ids, *gathered):
             events = self._bring_back(returning[1], arriving)
             self._take_away(gathered, evicted[1])
         return Returning(self._device, events)
@@ -134,21 +136,26 @@ class HostTier:
         if not len(host_ids):
             return events
         runs = _runs(host_ids)
-        for device_pages, host_pages in zip(self._device_pages, self._host_pages, strict=True):
-            buffer = device_pages.new_empty(len(host_ids), device_pages.shape[1])
-            for start, end, page in runs:
-                buffer[start:end].copy_(host_pages[page : page + end - start], non_blocking=True)
-            device_pages.index_copy_(0, device_ids, buffer)
+        for layer in range(len(self._device_pages[0])):
+            for device, host in zip(self._device_pages, self._host_pages, strict=True):
+                device_pages, host_pages = device[layer], host[layer]
+                buffer = device_pages.new_empty(len(host_ids), device_pages.shape[1])
+                for start, end, page in runs:
+                    rows = host_pages[page : page + end - start]
+                    buffer[start:end].copy_(rows, non_blocking=True)
+                device_pages.index_copy_(0, device_ids, buffer)
             if self._side is not None:
                 events.append(self._side.record_event())
         return events
 
-    def _take_away(self, gathered: Tensor, host_ids: Int64s) -> None:
-        """To the host, from `(layers, n, words)`."""
+    def _take_away(self, gathered: Sequence[Tensor], host_ids: Int64s) -> None:
+        """To the host, from `(layers, n, words)` of each tensor."""
         runs = _runs(host_ids)
-        for buffer, host_pages in zip(gathered, self._host_pages, strict=True):
-            for start, end, page in runs:
-                host_pages[page : page + end - start].copy_(buffer[start:end], non_blocking=True)
+        for buffers, host in zip(gathered, self._host_pages, strict=True):
+            for buffer, host_pages in zip(buffers, host, strict=True):
+                for start, end, page in runs:
+                    rows = host_pages[page : page + end - start]
+                    rows.copy_(buffer[start:end], non_blocking=True)
 
 
 def _runs(pages: Int64s) -> list[tuple[int, int, int]]:

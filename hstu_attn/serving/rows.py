@@ -74,6 +74,8 @@ class StepTensors(NamedTuple):
         page_ids: int32 or int64 `(page_offsets[-1],)`.
         last_page_lens: int32 or int64 `(B,)`, with what is written.
         cached_lens: int32 or int64 `(B,)` tokens of each user that stay as they are.
+        kv_scales: of each layer, or of all in one tensor, as in `PagedKV`, where the caches are of
+            float8_e4m3fn; else None.
     """
 
     kv_caches: Sequence[Tensor] | Tensor
@@ -81,10 +83,14 @@ class StepTensors(NamedTuple):
     page_ids: Tensor
     last_page_lens: Tensor
     cached_lens: Tensor
+    kv_scales: Sequence[Tensor] | Tensor | None = None
 
     def paged_kv(self, layer: int) -> PagedKV:
         """A layer's pages, as `CacheStep.paged_kv`."""
-        return PagedKV(self.kv_caches[layer], self.page_offsets, self.page_ids, self.last_page_lens)
+        scales = None if self.kv_scales is None else self.kv_scales[layer]
+        return PagedKV(
+            self.kv_caches[layer], self.page_offsets, self.page_ids, self.last_page_lens, scales
+        )
 
 
 class CachedRows:
