@@ -403,7 +403,7 @@ class HSTULayer(nn.Module):
 
         Args:
             x: ``(total, embedding_dim)``, of each sequence the rows to write, then the targets; in
-                the dtype of the cache.
+                the dtype of the cache, or any beside one of float8_e4m3fn.
             rows: where these rows lie, and the open step of the cache.
             layer: the number of this layer in the cache, from 0.
             timestamps: ``(total_k,)`` int64 event times of cached and given rows together.

@@ -114,9 +114,10 @@ def test_dtypes(counter, dtype):
     assert_fast(counter, small(dtype=dtype))
 
 
-def test_pages(counter, device):
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_pages(counter, device, fp8):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16, device=device, dtype=dtype)
+    batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16, device=device, dtype=dtype, fp8=fp8)
     assert_fast(counter, batch)
 
 

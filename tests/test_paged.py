@@ -211,6 +211,24 @@ def test_a_cache_that_is_a_slice(device, fp8):
     assert torch.equal(run(hstu_attention, batch)["out"], expected)
 
 
+@pytest.mark.parametrize("shift", [1, 8])
+@pytest.mark.parametrize("dim", [32, 40])
+def test_e4m3_pages_that_are_not_aligned(device, dim, shift):
+    batch = make_paged_batch(
+        [90, 3], [30, 13], [5, 0], page_size=32, dim=dim, dtype=BF16, device=device, fp8=True
+    )
+    expected = run(hstu_attention, batch)["out"]
+    pages = batch.paged_kv
+    elements = pages.kv_cache.view(torch.uint8)
+    wide = torch.zeros((*elements.shape[:-1], dim + 24), dtype=torch.uint8, device=device)
+    wide[..., shift : shift + dim] = elements
+    batch.paged_kv = PagedKV(
+        wide.view(FP8)[..., shift : shift + dim],
+        *(pages.page_offsets, pages.page_ids, pages.last_page_lens, pages.kv_scales),
+    )
+    assert torch.equal(run(hstu_attention, batch)["out"], expected)
+
+
 @with_and_without_fp8
 def test_gradients_are_refused(device, fp8):
     batch = make_paged_batch([9], [3], [0], dtype=BF16, device=device, fp8=fp8)
