@@ -66,7 +66,8 @@ class ServedModel(Protocol):
         If not, they are compared with the state after the last event, as in retrieval."""
 
     def embed(self, rows: Rows) -> Tensor:
-        """`(total, embedding_dim)`, the input of the stack, in the dtype of the cache."""
+        """`(total, embedding_dim)`, the input of the stack: in the dtype of the cache, or in any
+        beside one of float8_e4m3fn."""
 
     def score(self, states: Tensor, candidates: Tensor) -> Tensor:
         """Scores `(n,)`, floating, of candidates `(n,)`, int64.
