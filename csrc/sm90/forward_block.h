@@ -4,6 +4,7 @@
 #include "paged_keys.h"
 #include "pipeline.h"
 #include "split.h"
+#include "stored_keys.h"
 #include "tensors.h"
 
 namespace hstu::sm90 {
@@ -26,6 +27,7 @@ struct ForwardBlock {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHasBias = kHasBias_;
   static constexpr bool kIsPaged = kSource == KeySource::kPaged;
+  static constexpr bool kTakesStored = kIsPaged && !kHasBias;  // e4m3: a bias leaves no room
   static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kHasBias, kIsPaged>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
@@ -46,7 +48,7 @@ struct ForwardBlock {
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
-  static constexpr int kCopiers = kIsPaged ? 32 : 1;  // lanes that copy K, and V
+  static constexpr int kCopiers = kIsPaged ? 32 : 1;  // lanes that copy Q, K, and V
 
   using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
   using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
@@ -103,6 +105,7 @@ struct ForwardBlock {
   using QueryPlace = RingPlace<kTiles.query_stages>;
   using KeyPlace = RingPlace<kTiles.key_stages>;
   using BiasPlace = RingPlace<2>;
+  using Stored = StoredTiles<KeyPlace::kStages, kKeys>;
 
   struct SharedMemory {
     alignas(1024) Element q[QueryPlace::kStages][kConsumers][kWarpgroupRows * kHeadDim];
@@ -110,6 +113,7 @@ struct ForwardBlock {
     alignas(1024) Element v[KeyPlace::kStages][kKeys * kHeadDim];
     alignas(1024) Element bias[kHasBias ? BiasPlace::kStages : 0][kRows * kKeys];
     Item items[ItemPlace::kStages];
+    Stored stored[kTakesStored ? 2 : 0];  // keys, values
     KeyTile key_tiles[KeyPlace::kStages];
     int number;  // of the item to be found
     cutlass::arch::ClusterBarrier next_item_wanted;
@@ -124,7 +128,10 @@ struct ForwardBlock {
   // By one thread.
   static HSTU_DEVICE void init(SharedMemory& shared) {
     // From the lanes that find an item; to the consumers and the threads that copy.
-    shared.item_handover.init(kConsumers * kWarpgroup + 1 + 2 * kCopiers, kFinders);
+    shared.item_handover.init(kConsumers * kWarpgroup + 3 * kCopiers, kFinders);
+    if constexpr (kTakesStored) {
+      for (Stored& stored : shared.stored) stored.init();
+    }
     constexpr int kConsumerWarps = kConsumers * 4;
     shared.q_handover.init(kConsumerWarps);
     shared.k_handover.init(kConsumerWarps);

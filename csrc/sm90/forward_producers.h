@@ -22,6 +22,7 @@ struct ForwardProducers : Block {
   using Block::kNoKey;
   using Block::kRows;
   using Block::kSplits;
+  using Block::kTakesStored;
   using Block::kTilesLeft;
   using typename Block::BiasPlace;
   using typename Block::Element;
@@ -31,11 +32,12 @@ struct ForwardProducers : Block {
   using typename Block::KeyTile;
   using typename Block::QueryPlace;
   using typename Block::SharedMemory;
+  using StoredPlace = typename Block::Stored::Place;
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
                               const WorkList& list, const KeyShares& shares, SharedMemory& shared) {
     if (threadIdx.x < 32) find_items(params, list, shares, shared);
-    if (threadIdx.x == 32) copy_queries(maps, shared);
+    if (threadIdx.x >= 32 && threadIdx.x < 32 + kCopiers) copy_queries(params, maps, shared);
     if (threadIdx.x >= 64 && threadIdx.x < 64 + kCopiers) copy_keys(params, maps, shared);
     if (threadIdx.x >= 96 && threadIdx.x < 96 + kCopiers) copy_values(params, maps, shared);
   }
@@ -163,28 +165,64 @@ struct ForwardProducers : Block {
     }
   }
 
-  // Q, K and V are copied by a thread each, so that none waits for another's stage; with pages, K
-  // and V by a warp each.
+  // Q, K and V are copied by a thread each, so that none waits for another's stage; with pages, by
+  // a warp each. If these hold e4m3, the first warp copies it, too, and the others convert it.
 
   static HSTU_DEVICE bool is_leader() { return !kIsPaged || threadIdx.x % 32 == 0; }
 
-  static HSTU_DEVICE void copy_queries(const ForwardMaps& maps, SharedMemory& shared) {
+  static HSTU_DEVICE void copy_queries(const ForwardParams& params, const ForwardMaps& maps,
+                                       SharedMemory& shared) {
     QueryPlace place;
+    KeyPlace key_place;
+    StoredPlace stored_place;
+    PageWindow window;
     for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
       if (kIsSplit && item.tile_from(0) == kNoKey) return;
       const Sequence& sequence = item.work.sequence;
       const RaggedRows rows{sequence.q_begin, sequence.q_len, item.head};
       const int first = item.work.tile * kRows;
-      shared.q_handover.wait_empty(place);
-      copy_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first, shared.q[place.stage()][0],
-                                                 shared.q_handover.full[place.stage()]);
+      if (is_leader()) {
+        shared.q_handover.wait_empty(place);
+        copy_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first, shared.q[place.stage()][0],
+                                                   shared.q_handover.full[place.stage()]);
+      }
       place.advance();
+      if constexpr (kTakesStored) {
+        if (!params.paged.scales) return;
+        __syncwarp();
+        copy_stored(params, maps, shared, item, key_place, stored_place, window);
+      }
     });
+  }
+
+  // The stored keys and values of an item.
+  static HSTU_DEVICE void copy_stored(const ForwardParams& params, const ForwardMaps& maps,
+                                      SharedMemory& shared, const Item& item, KeyPlace& key_place,
+                                      StoredPlace& stored_place, PageWindow& window) {
+    const Sequence& sequence = item.work.sequence;
+    const PagedColumns<kKeys> paged(sequence);
+    window.enter(item.pages);
+    for (int first = item.tile_from(0); first != kNoKey; first = item.tile_from(first + kKeys)) {
+      const int stage = key_place.stage();
+      if (!paged.is_target(first)) {
+        shared.k_handover.wait_empty(key_place);
+        start_copy_stored<PagePart::kKeys, kKeys, kHeadDim>(
+            params.paged, maps.pages, window, sequence, item.head, first, shared.k[stage],
+            shared.stored[0], stored_place);
+        shared.v_handover.wait_empty(key_place);
+        start_copy_stored<PagePart::kValues, kKeys, kHeadDim>(
+            params.paged, maps.pages, window, sequence, item.head, first, shared.v[stage],
+            shared.stored[1], stored_place);
+        stored_place.advance();
+      }
+      key_place.advance();
+    }
   }
 
   static HSTU_DEVICE void copy_keys(const ForwardParams& params, const ForwardMaps& maps,
                                     SharedMemory& shared) {
     BiasPlace bias_place;
+    StoredPlace stored_place;
     PageWindow window;
     bool is_next_wanted = false;
     for_each_key_tile(shared, [&](const Item& item, int first, int next, KeyPlace place) {
@@ -206,8 +244,8 @@ struct ForwardProducers : Block {
         }
         shared.key_tiles[place.stage()] = {bits};
       }
-      copy_tile<PagePart::kKeys>(params, maps, maps.k, window, item, first, shared.k[place.stage()],
-                                 shared.k_handover.full[place.stage()]);
+      copy_tile<PagePart::kKeys>(params, maps, maps.k, shared, window, stored_place, item, first,
+                                 shared.k[place.stage()], shared.k_handover.full[place.stage()]);
       if (kHasBias && is_leader()) {
         const Sequence& sequence = item.work.sequence;
         shared.bias_handover.wait_empty(bias_place);
@@ -225,9 +263,10 @@ struct ForwardProducers : Block {
   static HSTU_DEVICE void copy_values(const ForwardParams& params, const ForwardMaps& maps,
                                       SharedMemory& shared) {
     PageWindow window;
+    StoredPlace stored_place;
     for_each_key_tile(shared, [&](const Item& item, int first, int, KeyPlace place) {
       shared.v_handover.wait_empty(place);
-      copy_tile<PagePart::kValues>(params, maps, maps.v, window, item, first,
+      copy_tile<PagePart::kValues>(params, maps, maps.v, shared, window, stored_place, item, first,
                                    shared.v[place.stage()], shared.v_handover.full[place.stage()]);
     });
   }
@@ -235,7 +274,8 @@ struct ForwardProducers : Block {
   // The tile of K or V that begins with column `first`.
   template <PagePart kPart>
   static HSTU_DEVICE void copy_tile(const ForwardParams& params, const ForwardMaps& maps,
-                                    const CUtensorMap& packed, PageWindow& window, const Item& item,
+                                    const CUtensorMap& packed, SharedMemory& shared,
+                                    PageWindow& window, StoredPlace& stored_place, const Item& item,
                                     int first, Element* to,
                                     cutlass::arch::ClusterTransactionBarrier& full) {
     const Sequence& sequence = item.work.sequence;
@@ -243,9 +283,18 @@ struct ForwardProducers : Block {
       copy_rows<kKeys, kHeadDim>(packed, {sequence.k_begin, sequence.k_len, item.head}, first, to,
                                  full);
     } else {
-      if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim * sizeof(Element));
       const PagedColumns<kKeys> paged(sequence);
-      if (!paged.is_target(first)) {
+      const bool is_target = paged.is_target(first);
+      if constexpr (kTakesStored) {
+        if (!is_target && params.paged.scales) {
+          convert_stored<kKeys, kHeadDim>(shared.stored[static_cast<int>(kPart)], stored_place, to);
+          stored_place.advance();
+          if (is_leader()) full.arrive();
+          return;
+        }
+      }
+      if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim * sizeof(Element));
+      if (!is_target) {
         window.enter(item.pages);
         start_copy_pages<kPart, kKeys, kHeadDim>(params.paged, maps.pages, window, sequence,
                                                  item.head, first, to, full);

@@ -53,6 +53,7 @@ inline const char* obstacle(const CudaDevice& device, const ForwardParams& param
   if (params.paged.kv_cache && !can_map(params.paged, params.heads)) {
     return "strides of kv_cache that no tensor map can have";
   }
+  if (params.paged.scales && params.rab.data) return "a rab and a cache of e4m3";
   // NOTE: targets begin a tile, and TMA takes no box of the bias that begins between 16 bytes.
   if (params.paged.kv_cache && params.rab.data && batch.num_targets) {
     return "a rab beside targets and a paged cache";

@@ -50,16 +50,14 @@ inline auto tensor_map_encoder() {
 }
 
 template <int kRank>
-CUtensorMap encode_map(void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
+CUtensorMap encode_map(void* data, CUtensorMapDataType type, const cuuint64_t (&sizes)[kRank],
                        const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
                        CUtensorMapSwizzle swizzle) {
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
-      &map,
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      &map, type, kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: expected success, got error " +
@@ -68,17 +66,39 @@ CUtensorMap encode_map(void* data, DType dtype, const cuuint64_t (&sizes)[kRank]
   return map;
 }
 
-// For copies of `box_rows` rows and kPanel columns of a 16-bit tensor.
+inline CUtensorMapDataType map_type(DType dtype) {
+  return dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// For copies of `box_rows` rows and kPanel columns.
 template <int kHeadDim>
-CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows, DType dtype) {
-  const auto row_bytes = static_cast<cuuint64_t>(tensor.row_stride) * 2;
-  const auto head_bytes = heads == 1 ? row_bytes : static_cast<cuuint64_t>(tensor.head_stride) * 2;
+CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
+                            CUtensorMapDataType type, int element_bytes,
+                            CUtensorMapSwizzle swizzle) {
+  const auto row_bytes = static_cast<cuuint64_t>(tensor.row_stride) * element_bytes;
+  const auto head_bytes =
+      heads == 1 ? row_bytes : static_cast<cuuint64_t>(tensor.head_stride) * element_bytes;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(tensor.head_dim), kRaggedRows,
                               static_cast<cuuint64_t>(heads), INT_MAX, INT_MAX};
   const cuuint64_t strides[] = {row_bytes, head_bytes, row_bytes, (uint64_t{1} << 34) - row_bytes};
   const cuuint32_t box[] = {kPanel<kHeadDim>, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
-  return encode_map<5>(tensor.data, dtype, sizes, strides, box,
-                       kHeadDim < 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_map<5>(tensor.data, type, sizes, strides, box, swizzle);
+}
+
+// Of a 16-bit tensor.
+template <int kHeadDim>
+CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows, DType dtype) {
+  return make_ragged_map<kHeadDim>(
+      tensor, heads, box_rows, map_type(dtype), 2,
+      kHeadDim < 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Of bytes, one row of a panel behind the other.
+template <int kHeadDim>
+CUtensorMap make_stored_map(const PackedTensor& tensor, int heads, int box_rows) {
+  return make_ragged_map<kHeadDim>(tensor, heads, box_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
+                                   CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 // For copies of 64 rows and 64 columns of a 16-bit bias.
@@ -91,7 +111,8 @@ inline CUtensorMap make_bias_map(const DenseBias& bias, int batch) {
       row_bytes, bias.heads > 1 ? static_cast<cuuint64_t>(bias.head_stride) * 2 : row_bytes,
       batch > 1 ? static_cast<cuuint64_t>(bias.batch_stride) * 2 : row_bytes};
   const cuuint32_t box[] = {64, 64, 1, 1};
-  return encode_map<4>(bias.data, bias.dtype, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_map<4>(bias.data, map_type(bias.dtype), sizes, strides, box,
+                       CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {

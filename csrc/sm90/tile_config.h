@@ -27,8 +27,8 @@ struct Registers {
 // begins with, and no more adds up. Of what does, what spills in no role; producers that look for
 // pages need more.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged) {
-  if (is_paged && head_dim <= 64) return {88, 208};
-  if (is_paged) return {56, 224};
+  if (is_paged && head_dim <= 128) return {88, 208};
+  if (is_paged) return {72, 216};
   if (head_dim == 256) return {40, 232};
   if (consumers == 2) return {56, 224};
   if (head_dim == 32) return {56, 152};
