@@ -34,7 +34,12 @@ inline bool can_map(const PagedParams& paged, int heads) {
   const bool steps = paged.slot_stride > 0 && paged.page_stride % paged.slot_stride == 0 &&
                      paged.kv_stride % paged.slot_stride == 0 && paged.page_stride > 0 &&
                      paged.kv_stride > 0;
-  return steps && can_map(rows, paged.num_pages * (paged.page_stride / paged.slot_stride), heads);
+  // NOTE: bytes of e4m3; rows of 16 bits are aligned by the caller.
+  const bool aligned =
+      !paged.scales || (paged.page_stride % 16 == 0 && paged.kv_stride % 16 == 0 &&
+                        paged.slot_stride % 16 == 0 && paged.head_stride % 16 == 0);
+  return steps && aligned &&
+         can_map(rows, paged.num_pages * (paged.page_stride / paged.slot_stride), heads);
 }
 
 // What keeps the kernels from taking the call, which those of sm80 then take; null: nothing.
@@ -49,7 +54,6 @@ inline const char* obstacle(const CudaDevice& device, const ForwardParams& param
   if (params.rab.data && !can_map(params.rab, batch.batch, params.dtype)) {
     return "a rab in another dtype than q, or whose rows are not aligned to 16 bytes";
   }
-  if (params.paged.scales) return "an fp8 cache";
   if (params.paged.kv_cache && !can_map(params.paged, params.heads)) {
     return "strides of kv_cache that no tensor map can have";
   }
