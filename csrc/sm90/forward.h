@@ -15,10 +15,9 @@
 
 namespace hstu::sm90 {
 
-template <int kHeadDim, typename Element, bool kHasBias_, KeySource kSource = KeySource::kPacked,
-          int kSplits = 1, bool kIsShared = false>
-struct Forward : ForwardBlock<kHeadDim, Element, kHasBias_, kSource, kSplits, kIsShared> {
-  using Block = ForwardBlock<kHeadDim, Element, kHasBias_, kSource, kSplits, kIsShared>;
+template <int kHeadDim, typename Element, bool kHasBias_, KeyForm kForm = KeyForm{}>
+struct Forward : ForwardBlock<kHeadDim, Element, kHasBias_, kForm> {
+  using Block = ForwardBlock<kHeadDim, Element, kHasBias_, kForm>;
   using Block::kConsumers;
   using Block::kHasBias;
   using Block::kIsPaged;

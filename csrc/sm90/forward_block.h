@@ -17,17 +17,31 @@ struct ForwardMaps {
   PageMap pages;
 };
 
-// The keys of an item may be shared in two ways: kSplits blocks of a cluster take a part each and
-// add up their sums in the end; or they make several items of the list, see
-// KeyShares.
-template <int kHeadDim_, typename Element_, bool kHasBias_, KeySource kSource, int kSplits_,
-          bool kIsShared_>
+// Where keys come from, and who shares an item's.
+struct KeyForm {
+  KeySource source = KeySource::kPacked;
+  bool is_stored = false;  // pages are of e4m3, and become tiles of 16 bits
+  // Blocks of a cluster that take a part each, and add up their sums in the end.
+  int splits = 1;
+  bool is_shared = false;  // by items of the list: see KeyShares
+};
+
+constexpr KeyForm split(KeyForm form, int splits) {
+  form.splits = splits;
+  return form;
+}
+constexpr KeyForm shared(KeyForm form) {
+  form.is_shared = true;
+  return form;
+}
+
+template <int kHeadDim_, typename Element_, bool kHasBias_, KeyForm kForm>
 struct ForwardBlock {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHasBias = kHasBias_;
-  static constexpr bool kIsPaged = kSource == KeySource::kPaged;
-  static constexpr bool kTakesStored = kIsPaged && !kHasBias;  // e4m3: a bias leaves no room
+  static constexpr bool kIsPaged = kForm.source == KeySource::kPaged;
+  static constexpr bool kIsStored = kForm.is_stored;
   static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kHasBias, kIsPaged>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
@@ -39,16 +53,19 @@ struct ForwardBlock {
   static constexpr int kNoItem = INT_MAX;
   static constexpr int kNoKey = INT_MAX;
   static constexpr int kFinders = kConsumers + 1;  // lanes: see find_item()
-  static constexpr Registers kRegisters = forward_registers(kHeadDim, kConsumers, kIsPaged);
-  static constexpr int kSplits = kSplits_;
+  static constexpr Registers kRegisters =
+      forward_registers(kHeadDim, kConsumers, kIsPaged, kIsStored);
+  static constexpr int kSplits = kForm.splits;
   static constexpr int kClusterBlocks = kSplits;
-  static constexpr bool kIsShared = kIsShared_;
+  static constexpr bool kIsShared = kForm.is_shared;
   static constexpr bool kIsSplit = kSplits > 1;
   static_assert(!kIsShared || (kIsPaged && !kIsSplit), "what shares are made for");
+  static_assert(!kIsStored || (kIsPaged && !kHasBias), "a bias leaves no room for scales");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
-  static constexpr int kCopiers = kIsPaged ? 32 : 1;  // lanes that copy Q, K, and V
+  static constexpr int kCopiers = kIsPaged ? 32 : 1;        // lanes that copy K, and V
+  static constexpr int kQueryCopiers = kIsStored ? 32 : 1;  // Q, and what is stored
 
   using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
   using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
@@ -113,7 +130,7 @@ struct ForwardBlock {
     alignas(1024) Element v[KeyPlace::kStages][kKeys * kHeadDim];
     alignas(1024) Element bias[kHasBias ? BiasPlace::kStages : 0][kRows * kKeys];
     Item items[ItemPlace::kStages];
-    Stored stored[kTakesStored ? 2 : 0];  // keys, values
+    Stored stored[kIsStored ? 2 : 0];  // keys, values
     KeyTile key_tiles[KeyPlace::kStages];
     int number;  // of the item to be found
     cutlass::arch::ClusterBarrier next_item_wanted;
@@ -128,8 +145,8 @@ struct ForwardBlock {
   // By one thread.
   static HSTU_DEVICE void init(SharedMemory& shared) {
     // From the lanes that find an item; to the consumers and the threads that copy.
-    shared.item_handover.init(kConsumers * kWarpgroup + 3 * kCopiers, kFinders);
-    if constexpr (kTakesStored) {
+    shared.item_handover.init(kConsumers * kWarpgroup + kQueryCopiers + 2 * kCopiers, kFinders);
+    if constexpr (kIsStored) {
       for (Stored& stored : shared.stored) stored.init();
     }
     constexpr int kConsumerWarps = kConsumers * 4;

@@ -17,12 +17,13 @@ struct ForwardProducers : Block {
   using Block::kIsPaged;
   using Block::kIsShared;
   using Block::kIsSplit;
+  using Block::kIsStored;
   using Block::kKeys;
   using Block::kNoItem;
   using Block::kNoKey;
+  using Block::kQueryCopiers;
   using Block::kRows;
   using Block::kSplits;
-  using Block::kTakesStored;
   using Block::kTilesLeft;
   using typename Block::BiasPlace;
   using typename Block::Element;
@@ -37,7 +38,7 @@ struct ForwardProducers : Block {
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
                               const WorkList& list, const KeyShares& shares, SharedMemory& shared) {
     if (threadIdx.x < 32) find_items(params, list, shares, shared);
-    if (threadIdx.x >= 32 && threadIdx.x < 32 + kCopiers) copy_queries(params, maps, shared);
+    if (threadIdx.x >= 32 && threadIdx.x < 32 + kQueryCopiers) copy_queries(params, maps, shared);
     if (threadIdx.x >= 64 && threadIdx.x < 64 + kCopiers) copy_keys(params, maps, shared);
     if (threadIdx.x >= 96 && threadIdx.x < 96 + kCopiers) copy_values(params, maps, shared);
   }
@@ -181,14 +182,13 @@ struct ForwardProducers : Block {
       const Sequence& sequence = item.work.sequence;
       const RaggedRows rows{sequence.q_begin, sequence.q_len, item.head};
       const int first = item.work.tile * kRows;
-      if (is_leader()) {
+      if (threadIdx.x == 32) {
         shared.q_handover.wait_empty(place);
         copy_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first, shared.q[place.stage()][0],
                                                    shared.q_handover.full[place.stage()]);
       }
       place.advance();
-      if constexpr (kTakesStored) {
-        if (!params.paged.scales) return;
+      if constexpr (kIsStored) {
         __syncwarp();
         copy_stored(params, maps, shared, item, key_place, stored_place, window);
       }
@@ -285,8 +285,8 @@ struct ForwardProducers : Block {
     } else {
       const PagedColumns<kKeys> paged(sequence);
       const bool is_target = paged.is_target(first);
-      if constexpr (kTakesStored) {
-        if (!is_target && params.paged.scales) {
+      if constexpr (kIsStored) {
+        if (!is_target) {
           convert_stored<kKeys, kHeadDim>(shared.stored[static_cast<int>(kPart)], stored_place, to);
           stored_place.advance();
           if (is_leader()) full.arrive();

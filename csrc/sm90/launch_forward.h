@@ -22,26 +22,32 @@ struct ForwardLauncher {
   }
 
  private:
-  template <bool kHasBias, int kSplits = 1, bool kIsShared = false>
-  using Kernel = Forward<kHeadDim, ElementOf<kDType>, kHasBias, kSource, kSplits, kIsShared>;
+  template <bool kHasBias, KeyForm kForm = KeyForm{.source = kSource}>
+  using Kernel = Forward<kHeadDim, ElementOf<kDType>, kHasBias, kForm>;
 
   // use<the form of kernel for the call>()
   template <typename Use>
   static auto choose(const ForwardParams& params, const CudaLaunch& launch, Use use) {
-    return params.rab.data ? choose_form<true>(params, launch, use)
-                           : choose_form<false>(params, launch, use);
+    if constexpr (kSource == KeySource::kPaged) {
+      if (params.paged.scales) return choose_form<false, true>(params, launch, use);
+    }
+    return params.rab.data ? choose_form<true, false>(params, launch, use)
+                           : choose_form<false, false>(params, launch, use);
   }
-  template <bool kHasBias, typename Use>
+  template <bool kHasBias, bool kIsStored, typename Use>
   static auto choose_form(const ForwardParams& params, const CudaLaunch& launch, Use use) {
+    constexpr KeyForm kForm = {.source = kSource, .is_stored = kIsStored};
     if constexpr (kSource == KeySource::kPaged) {
       const int splits = key_splits(params, launch);
-      if (splits == kManySplits) return use.template operator()<Kernel<kHasBias, kManySplits>>();
-      if (splits == kFewSplits) return use.template operator()<Kernel<kHasBias, kFewSplits>>();
+      if (splits == kManySplits)
+        return use.template operator()<Kernel<kHasBias, split(kForm, kManySplits)>>();
+      if (splits == kFewSplits)
+        return use.template operator()<Kernel<kHasBias, split(kForm, kFewSplits)>>();
       if (key_shares(params, launch).count > 1) {
-        return use.template operator()<Kernel<kHasBias, 1, true>>();
+        return use.template operator()<Kernel<kHasBias, shared(kForm)>>();
       }
     }
-    return use.template operator()<Kernel<kHasBias>>();
+    return use.template operator()<Kernel<kHasBias, kForm>>();
   }
 
   // Tiles of rows and heads, if all sequences were as long as they may be.
@@ -65,7 +71,7 @@ struct ForwardLauncher {
   // How many items share the keys of a tile of rows: what should end soonest. By the shape of the
   // call, too.
   static KeyShares key_shares(const ForwardParams& params, const CudaLaunch& launch) {
-    using Form = Kernel<false, 1, true>;
+    using Form = Kernel<false, shared({.source = kSource})>;
     const int64_t items = most_items(params);
     const int64_t tiles = divided(params.batch.max_seqlen_k, Form::kKeys) + 1;
     const int64_t blocks = resident_blocks<Form>(launch);

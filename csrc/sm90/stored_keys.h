@@ -83,7 +83,7 @@ template <int kKeys, int kHeadDim, typename Element, typename Stored>
 HSTU_DEVICE void convert_stored(const Stored& stored, typename Stored::Place place, Element* tile) {
   constexpr int kPieces = kKeys * kHeadDim / 16;  // of 16 values
   constexpr int kRowPieces = kPanel<kHeadDim> / 16;
-  constexpr int kAtOnce = 2;
+  constexpr int kAtOnce = 4;  // loads of a lane
   static_assert(kPieces % (32 * kAtOnce) == 0);
   constexpr int kSwizzleBits = kHeadDim < 64 ? 0x30 : 0x70;
   const int lane = static_cast<int>(threadIdx.x) % 32;
