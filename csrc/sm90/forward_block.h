@@ -26,11 +26,11 @@ struct KeyForm {
   bool is_shared = false;  // by items of the list: see KeyShares
 };
 
-constexpr KeyForm split(KeyForm form, int splits) {
+constexpr KeyForm with_splits(KeyForm form, int splits) {
   form.splits = splits;
   return form;
 }
-constexpr KeyForm shared(KeyForm form) {
+constexpr KeyForm with_shares(KeyForm form) {
   form.is_shared = true;
   return form;
 }

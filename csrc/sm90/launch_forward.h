@@ -39,12 +39,14 @@ struct ForwardLauncher {
     constexpr KeyForm kForm = {.source = kSource, .is_stored = kIsStored};
     if constexpr (kSource == KeySource::kPaged) {
       const int splits = key_splits(params, launch);
-      if (splits == kManySplits)
-        return use.template operator()<Kernel<kHasBias, split(kForm, kManySplits)>>();
-      if (splits == kFewSplits)
-        return use.template operator()<Kernel<kHasBias, split(kForm, kFewSplits)>>();
+      if (splits == kManySplits) {
+        return use.template operator()<Kernel<kHasBias, with_splits(kForm, kManySplits)>>();
+      }
+      if (splits == kFewSplits) {
+        return use.template operator()<Kernel<kHasBias, with_splits(kForm, kFewSplits)>>();
+      }
       if (key_shares(params, launch).count > 1) {
-        return use.template operator()<Kernel<kHasBias, shared(kForm)>>();
+        return use.template operator()<Kernel<kHasBias, with_shares(kForm)>>();
       }
     }
     return use.template operator()<Kernel<kHasBias, kForm>>();
@@ -71,7 +73,7 @@ struct ForwardLauncher {
   // How many items share the keys of a tile of rows: what should end soonest. By the shape of the
   // call, too.
   static KeyShares key_shares(const ForwardParams& params, const CudaLaunch& launch) {
-    using Form = Kernel<false, shared({.source = kSource})>;
+    using Form = Kernel<false, with_shares({.source = kSource})>;
     const int64_t items = most_items(params);
     const int64_t tiles = divided(params.batch.max_seqlen_k, Form::kKeys) + 1;
     const int64_t blocks = resident_blocks<Form>(launch);

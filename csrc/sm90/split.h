@@ -96,6 +96,8 @@ HSTU_DEVICE bool find_paged_tile(const ForwardParams& params, int number, int si
   const BatchParams& batch = params.batch;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   bool exists = false;
+  if (lane == 0) found = {};  // NOTE: offsets that lie may begin behind it
+  __syncwarp();
   for (int first = 0; first < batch.batch; first += 32) {
     const int b = min(first + lane, batch.batch - 1);
     const Sequence sequence = load_sequence(batch, b);
