@@ -223,8 +223,8 @@ HSTU_DEVICE uint4 dequantised(uint2 elements, float scale) {
           pair(elements.y >> 16)};
 }
 
-// From an e4m3 cache. What comes from there is in shared memory when this returns, and visible to
-// others after the barrier that follows wait_for_copies(); targets are copied as others are.
+// Copies rows of an e4m3 cache, but not asynchronously: they are in shared memory when this
+// returns, and visible to others after the barrier that follows wait_for_copies().
 template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
           typename Element>
 HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, Element* to) {
@@ -241,7 +241,8 @@ HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, 
     float scales[kAtOnce];
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      const auto row = rows.quantised_row(first + Order::key((group + n) * Passes::kStep));
+      const int key = first + Order::key((group + n) * Passes::kStep);
+      const auto row = rows.quantised_row(key);
       const bool is_read = row.elements && has_column;
       elements[n] = is_read ? __ldg(reinterpret_cast<const uint2*>(row.elements + passes.column))
                             : uint2{0, 0};
@@ -249,15 +250,19 @@ HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, 
     }
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      const int key = first + Order::key((group + n) * Passes::kStep);
-      Element* chunk = passes.chunk(to, group + n);
-      const Element* target =
-          key >= rows.history_end && has_column ? rows.target_row(key) : nullptr;
-      if (target) {
-        copy_async(chunk, target + passes.column);
-      } else {
-        *reinterpret_cast<uint4*>(chunk) = dequantised<Element>(elements[n], scales[n]);
-      }
+      *reinterpret_cast<uint4*>(passes.chunk(to, group + n)) =
+          dequantised<Element>(elements[n], scales[n]);
+    }
+  }
+  // Targets, over the zeros of their rows.
+  if (begin + kRows <= rows.history_end || !has_column) return;
+#pragma unroll 1
+  for (int pass = 0; pass < Passes::kPasses; ++pass) {
+    const int key = first + Order::key(pass * Passes::kStep);
+    const Element* target = key >= rows.history_end ? rows.target_row(key) : nullptr;
+    if (target) {
+      *reinterpret_cast<uint4*>(passes.chunk(to, pass)) =
+          *reinterpret_cast<const uint4*>(target + passes.column);
     }
   }
 }
