@@ -7,6 +7,7 @@
     hstu_attn_varlen_func      the operator as FBGEMM's users call it
     hstu_attn_qkvpacked_func   the same for q, k and v in one tensor
     HSTULayer, HSTUStack       the transduction layer around the operator
+    jagged                     what joins, splits and embeds packed sequences around the layers
     compat                     the operator as users of other libraries call it
     reference, testing         its definition in plain PyTorch, and how to compare with that
 
@@ -24,7 +25,7 @@ from .paged import PagedKV, append_paged_kv
 if TYPE_CHECKING:
     import hstu_attn.testing as testing
 
-    from . import compat, reference
+    from . import compat, jagged, reference
     from .layer import HSTULayer, HSTULayerConfig, HSTUStack
 
 __all__ = [
@@ -41,12 +42,13 @@ __all__ = [
     "hstu_attention",
     "hstu_attn_qkvpacked_func",
     "hstu_attn_varlen_func",
+    "jagged",
     "reference",
     "testing",
 ]
 
 _LAZY_NAMES = {"HSTULayer": "layer", "HSTULayerConfig": "layer", "HSTUStack": "layer"}
-_LAZY_MODULES = {"compat", "reference", "testing"}
+_LAZY_MODULES = {"compat", "jagged", "reference", "testing"}
 
 
 def __getattr__(name: str) -> Any:

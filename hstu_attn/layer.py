@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from hstu_attn.bias import RelativeBias
 from hstu_attn.interface import hstu_attention
+from hstu_attn.jagged import jagged_positions
 from hstu_attn.mask import Mask
 from hstu_attn.paged import append_paged_kv
 
@@ -39,7 +40,6 @@ __all__ = [
     "HSTULayerConfig",
     "HSTUStack",
     "PositionalEmbedding",
-    "jagged_positions",
 ]
 
 
@@ -594,14 +594,6 @@ class HSTUStack(nn.Module):
             unit = cast(HSTULayer, layer)
             x = unit.forward_cached(x, rows, number, timestamps, row_timestamps)
         return x
-
-
-def jagged_positions(seq_offsets: Tensor, total: int) -> Tensor:
-    """The position of each packed row within its sequence, ``(total,)`` int64, found without
-    copying the offsets ``(batch + 1,)`` to the host."""
-    rows = torch.arange(total, device=seq_offsets.device, dtype=seq_offsets.dtype)
-    sequence = torch.searchsorted(seq_offsets[1:].contiguous(), rows, right=True)
-    return (rows - seq_offsets[sequence]).to(torch.int64)
 
 
 class PositionalEmbedding(nn.Module):

@@ -1,0 +1,529 @@
+"""What stands around HSTU layers for packed ("jagged") sequences: joining and splitting them,
+events of two rows, padded batches, and the embeddings of position and time.
+
+A packed tensor is ``values`` ``(total, ...)`` with ``offsets`` ``(batch + 1,)`` int32 or int64:
+sequence ``b`` owns the rows ``offsets[b] .. offsets[b + 1]``. ``total`` may be larger than the last
+offset; the rows past it belong to no sequence, so that a batch can be padded to a size that was
+compiled or captured. They are zeros in every result here and get no gradient, whatever they hold.
+
+Nothing is padded on the way and nothing is copied to the host: the sizes of all results follow from
+the sizes of the arguments, so that every function runs in a CUDA graph, in
+``torch.compile(fullgraph=True)`` and in ``torch.export``. All are differentiable in their floating
+arguments. What the host knows of the arguments (shapes, dtypes, devices) is checked; what offsets
+hold is not. Offsets that do not start at 0, decrease or exceed the rows give rows of no meaning,
+but are never followed out of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "add_position_time_embeddings",
+    "concat_jagged",
+    "deinterleave_jagged",
+    "dense_to_jagged",
+    "interleave_jagged",
+    "jagged_backend",
+    "jagged_ids",
+    "jagged_positions",
+    "jagged_to_dense",
+    "split_jagged",
+]
+
+
+# ---------------------------------------------------------------------------------------------
+# Where rows lie
+# ---------------------------------------------------------------------------------------------
+
+
+def jagged_ids(offsets: Tensor, total: int) -> Tensor:
+    """The number of the sequence of each packed row.
+
+    Args:
+        offsets: ``(batch + 1,)`` int32 or int64.
+        total: how many rows.
+
+    Returns:
+        ``(total,)`` int64; ``batch`` for rows past the last offset, which belong to no sequence.
+
+    Raises:
+        ValueError: for another shape or dtype of ``offsets``, or a negative ``total``.
+    """
+    _check_offsets("offsets", offsets)
+    _check_size("total", total)
+    return _locate(offsets, total)[0]
+
+
+def jagged_positions(offsets: Tensor, total: int) -> Tensor:
+    """The position of each packed row within its sequence, from 0.
+
+    Args:
+        offsets: ``(batch + 1,)`` int32 or int64.
+        total: how many rows.
+
+    Returns:
+        ``(total,)`` int64; 0 for rows past the last offset.
+
+    Raises:
+        ValueError: for another shape or dtype of ``offsets``, or a negative ``total``.
+    """
+    _check_offsets("offsets", offsets)
+    _check_size("total", total)
+    return _locate(offsets, total)[1]
+
+
+# ---------------------------------------------------------------------------------------------
+# Sequences in parts
+# ---------------------------------------------------------------------------------------------
+
+
+def concat_jagged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Joins the sequences of several packed tensors: sequence ``b`` of the result is sequence ``b``
+    of the first part, then that of the second, and so on. So are contexts, history and targets put
+    together.
+
+    Args:
+        parts: ``(values, offsets)`` of each part, ``values`` ``(total_i, ...)`` of one dtype and
+            with the same sizes behind the first, ``offsets`` ``(batch + 1,)`` int32 or int64.
+
+    Returns:
+        ``values`` ``(sum of total_i, ...)``, and ``offsets`` ``(batch + 1,)``, the sum of those of
+        the parts.
+
+    Raises:
+        ValueError: for no part, or parts that do not fit each other in shape, dtype or device.
+    """
+    if not len(parts):
+        raise ValueError("parts: expected at least one part, got none")
+    first = parts[0][0]
+    for number, (values, offsets) in enumerate(parts):
+        _check_values(f"parts[{number}] values", values)
+        _check_like(f"parts[{number}] values", values, "parts[0] values", first)
+        size = None if number == 0 else parts[0][1].shape[0]
+        _check_offsets(f"parts[{number}] offsets", offsets, first.device, size)
+    bases = [0]
+    for values, _ in parts:
+        bases.append(bases[-1] + values.shape[0])
+    lengths, starts = _segments([offsets for _, offsets in parts])
+    sources = torch.stack(
+        [offsets[:-1] + base for (_, offsets), base in zip(parts, bases, strict=False)], dim=1
+    )
+    joined = _shifted(
+        torch.cat([values for values, _ in parts]),
+        (starts + lengths).flatten(),
+        (sources - starts).flatten(),
+        bases[-1],
+    )
+    offsets = parts[0][1]
+    for _, others in parts[1:]:
+        offsets = offsets + others
+    return joined, offsets
+
+
+def split_jagged(
+    values: Tensor, parts_offsets: Sequence[Tensor], totals: Sequence[int] | None = None
+) -> list[Tensor]:
+    """Takes apart what :func:`concat_jagged` joined.
+
+    Args:
+        values: ``(total, ...)``, of each sequence the rows of the first part, then those of the
+            second, and so on.
+        parts_offsets: of each part ``(batch + 1,)`` int32 or int64.
+        totals: how many rows each result has. None is ``total`` for each: only the device knows
+            how many belong to a part, and it may be all.
+
+    Returns:
+        For each part ``(total_i, ...)``; rows past the last offset of the part are zeros.
+
+    Raises:
+        ValueError: for no part, offsets that do not fit ``values`` or each other in shape, dtype or
+            device, or another number of ``totals`` than of parts.
+    """
+    _check_values("values", values)
+    if not len(parts_offsets):
+        raise ValueError("parts_offsets: expected at least one tensor, got none")
+    for number, offsets in enumerate(parts_offsets):
+        _check_offsets(
+            f"parts_offsets[{number}]", offsets, values.device, parts_offsets[0].shape[0]
+        )
+    if totals is None:
+        totals = [values.shape[0]] * len(parts_offsets)
+    if len(totals) != len(parts_offsets):
+        raise ValueError(f"totals: expected {len(parts_offsets)} numbers, got {len(totals)}")
+    for number, total in enumerate(totals):
+        _check_size(f"totals[{number}]", total)
+    _, starts = _segments(parts_offsets)
+    return [
+        _shifted(values, offsets[1:].long(), starts[:, part] - offsets[:-1], totals[part])
+        for part, offsets in enumerate(parts_offsets)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Events of two rows
+# ---------------------------------------------------------------------------------------------
+
+
+def interleave_jagged(items: Tensor, actions: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Two rows for each event, its item and then its action, as in "Actions Speak Louder than
+    Words" (arXiv 2402.17152, section 2.2).
+
+    Args:
+        items: ``(total, ...)``, a row for each event.
+        actions: the shape and dtype of ``items``.
+        offsets: ``(batch + 1,)`` int32 or int64, in events.
+
+    Returns:
+        ``values`` ``(2 * total, ...)`` and ``offsets`` ``(batch + 1,)``, in rows.
+
+    Raises:
+        ValueError: for arguments that do not fit each other in shape, dtype or device.
+    """
+    _check_values("items", items)
+    _check_offsets("offsets", offsets, items.device)
+    _check_like("actions", actions, "items", items, rows=True)
+    doubled = offsets * 2
+    return _without_rows_past(torch.stack([items, actions], dim=1).flatten(0, 1), doubled), doubled
+
+
+def deinterleave_jagged(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes apart what :func:`interleave_jagged` put together.
+
+    Args:
+        values: ``(2 * total, ...)``, item and action rows by turns.
+        offsets: ``(batch + 1,)`` int32 or int64, in rows; all even.
+
+    Returns:
+        ``items`` and ``actions``, ``(total, ...)`` each and perhaps strided, and ``offsets``
+        ``(batch + 1,)``, in events.
+
+    Raises:
+        ValueError: for an odd number of rows, or arguments that do not fit each other in shape,
+            dtype or device.
+    """
+    _check_values("values", values)
+    _check_offsets("offsets", offsets, values.device)
+    if values.shape[0] % 2 != 0:
+        raise ValueError(f"values: expected an even number of rows, got {values.shape[0]}")
+    rows = _without_rows_past(values, offsets)
+    return rows[0::2], rows[1::2], offsets // 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Padded batches
+# ---------------------------------------------------------------------------------------------
+
+# NOTE: FBGEMM's kernels have no fp64 on the CPU, and take a padding as a floating number. Those for
+# GPUs have not been compared with what is promised here.
+_FBGEMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FBGEMM_DEVICES = ("cpu",)
+
+
+def jagged_backend(values: Tensor) -> Literal["fbgemm", "torch"]:
+    """Which kernels :func:`dense_to_jagged` and :func:`jagged_to_dense` run for a tensor:
+    ``"fbgemm"`` if `fbgemm_gpu` has been imported, and ``values`` are fp32, bf16 or fp16 on the
+    CPU; otherwise ``"torch"``. The results are the same."""
+    registered = hasattr(torch.ops.fbgemm, "jagged_to_padded_dense") and hasattr(
+        torch.ops.fbgemm, "dense_to_jagged"
+    )
+    served = values.dtype in _FBGEMM_DTYPES and values.device.type in _FBGEMM_DEVICES
+    return "fbgemm" if registered and served else "torch"
+
+
+def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """Packs the first rows of each sequence of a padded batch.
+
+    Args:
+        dense: ``(batch, max_len, ...)``.
+        offsets: ``(batch + 1,)`` int32 or int64: where the rows go.
+        total: rows of the result.
+
+    Returns:
+        ``(total, ...)``; what lies past the last offset, or past ``max_len`` in its sequence, is
+        zeros.
+
+    Raises:
+        ValueError: for arguments that do not fit each other in shape, dtype or device, or a
+            negative ``total``.
+    """
+    if dense.dim() < 2:
+        raise ValueError(f"dense: expected shape (batch, max_len, ...), got {tuple(dense.shape)}")
+    _check_offsets("offsets", offsets, dense.device, dense.shape[0] + 1)
+    _check_size("total", total)
+    if jagged_backend(dense) == "fbgemm":
+        rows = dense.flatten(2) if dense.dim() > 2 else dense.unsqueeze(2)
+        packed: Tensor
+        packed, _ = torch.ops.fbgemm.dense_to_jagged(rows, [_in_order(offsets, total)], total)
+        return _without_rows_past(packed.reshape(total, *dense.shape[2:]), offsets)
+    batch, max_len = dense.shape[:2]
+    ids, positions = _locate(offsets, total)
+    held = (ids < batch) & (positions < max_len)
+    return _take(dense.flatten(0, 1), ids * max_len + positions, held)
+
+
+def jagged_to_dense(values: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> Tensor:
+    """A padded batch of packed sequences.
+
+    Args:
+        values: ``(total, ...)``.
+        offsets: ``(batch + 1,)`` int32 or int64.
+        max_len: rows of each sequence in the result; what is longer is cut at its end.
+        fill: what stands behind shorter sequences, a number that the dtype of ``values`` has.
+
+    Returns:
+        ``(batch, max_len, ...)``.
+
+    Raises:
+        ValueError: for arguments that do not fit each other in shape, dtype or device, or a
+            negative ``max_len``.
+    """
+    _check_values("values", values)
+    _check_offsets("offsets", offsets, values.device)
+    _check_size("max_len", max_len)
+    batch, total = offsets.shape[0] - 1, values.shape[0]
+    if jagged_backend(values) == "fbgemm":
+        rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(1)
+        padded: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(
+            rows, [_in_order(offsets, total)], [max_len], fill
+        )
+        return padded.reshape(batch, max_len, *values.shape[1:])
+    columns = torch.arange(max_len, device=offsets.device)
+    starts, lengths = offsets[:-1].long(), offsets.diff()
+    held = columns < lengths.unsqueeze(1)
+    rows = starts.unsqueeze(1) + columns
+    taken = _take(values, rows.flatten(), held.flatten(), fill)
+    return taken.reshape(batch, max_len, *values.shape[1:])
+
+
+# ---------------------------------------------------------------------------------------------
+# Position and time
+# ---------------------------------------------------------------------------------------------
+
+
+def add_position_time_embeddings(
+    x: Tensor,
+    offsets: Tensor,
+    position_table: Tensor,
+    *,
+    time_table: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    query_timestamps: Tensor | None = None,
+    num_targets: Tensor | None = None,
+    contextual_seq_len: int = 0,
+    count_from: Literal["start", "end"] = "end",
+    time_bucket: Literal["sqrt", "log"] = "sqrt",
+    time_bucket_width: float = 60.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Adds to each packed row a learned embedding of its position and one of its age:
+    ``x * scale + (position_table[p] + time_table[t])``.
+
+    The numbers are those of Meta's public generative-recommenders, `ops/position.py`:
+    `add_timestamp_positional_embeddings` with ``count_from="end"`` and ``time_bucket_width=60``,
+    and `add_positional_embeddings` with ``count_from="start"`` and no time table. The model there
+    has ``scale = sqrt(width)``. With `n` the rows of a sequence before its targets and `i` the
+    position of a row,
+
+        p = max(n - i, 0) + contextual_seq_len      counted from the end, but for contextual rows,
+        p = i                                       where i < contextual_seq_len
+        p = min(i, n)                               counted from the start
+        t = floor(f(max(query time - timestamp, 1e-6) / time_bucket_width)), at least 0,
+
+    and beyond a table its last entry. So all targets of a sequence have one position. ``t`` is
+    computed in fp32, as there.
+
+    Args:
+        x: ``(total, width)``, floating.
+        offsets: ``(batch + 1,)`` int32 or int64.
+        position_table: ``(positions, width)``, floating.
+        time_table: ``(buckets, width)``, floating; None adds no embedding of time.
+        timestamps: ``(total,)`` int64, the time of each row; given exactly with ``time_table``.
+        query_timestamps: ``(batch,)`` int64, the time from which ages count; None is the time of
+            the last row of each sequence.
+        num_targets: ``(batch,)`` int32 or int64, the rows at the end of each sequence that are
+            targets, two for each where they are interleaved with actions; None gives every row a
+            position of its own.
+        contextual_seq_len: the first so many rows of every sequence are context, whose positions
+            have the first entries of the table to themselves; 0 if counted from the start, where
+            they always do.
+        count_from: ``"end"``, so that a position says how recent a row is, or ``"start"``.
+        time_bucket: `f`, ``"sqrt"`` or the natural ``"log"``.
+        time_bucket_width: in the unit of the timestamps; 60 for seconds there.
+        scale: factor on ``x``.
+
+    Returns:
+        ``(total, width)`` in the dtype of ``x``; the sum of both embeddings is rounded to it first.
+
+    Raises:
+        ValueError: for arguments that do not fit each other in shape, dtype or device, an empty
+            table, a time table without timestamps or the reverse, and a number or word other than
+            those above.
+    """
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x: expected floating (total, width), got {_told(x)}")
+    _check_offsets("offsets", offsets, x.device)
+    total, batch = x.shape[0], offsets.shape[0] - 1
+    _check_table("position_table", position_table, x)
+    if num_targets is not None:
+        _check_integers("num_targets", num_targets, batch, x.device, (torch.int32, torch.int64))
+    if count_from not in ("start", "end"):
+        raise ValueError(f"count_from: expected 'start' or 'end', got {count_from!r}")
+    _check_size("contextual_seq_len", contextual_seq_len)
+    if count_from == "start" and contextual_seq_len > 0:
+        raise ValueError(
+            f"contextual_seq_len: expected 0 with count_from='start', got {contextual_seq_len}"
+        )
+    if (time_table is None) != (timestamps is None):
+        given = "timestamps" if time_table is None else "time_table"
+        raise ValueError(f"{given}: expected time_table and timestamps or neither, got it alone")
+    if query_timestamps is not None and timestamps is None:
+        raise ValueError("query_timestamps: expected None without timestamps, got a tensor")
+
+    ids, rows = _locate(offsets, total)
+    lengths = offsets.diff().long()
+    before_targets = _of_sequence(lengths if num_targets is None else lengths - num_targets, ids)
+    positions = torch.minimum(rows, before_targets)
+    if count_from == "end":
+        positions = before_targets - positions + contextual_seq_len
+        positions = torch.where(rows < contextual_seq_len, rows, positions)
+    added = F.embedding(positions.clamp(0, position_table.shape[0] - 1), position_table)
+    if time_table is not None and timestamps is not None:
+        _check_table("time_table", time_table, x)
+        _check_integers("timestamps", timestamps, total, x.device, (torch.int64,))
+        if time_bucket not in ("sqrt", "log"):
+            raise ValueError(f"time_bucket: expected 'sqrt' or 'log', got {time_bucket!r}")
+        if not time_bucket_width > 0:
+            raise ValueError(f"time_bucket_width: expected more than 0, got {time_bucket_width}")
+        if query_timestamps is None:
+            query_timestamps = _take(timestamps, offsets[1:].long() - 1, lengths > 0)
+        else:
+            _check_integers("query_timestamps", query_timestamps, batch, x.device, (torch.int64,))
+        age = (_of_sequence(query_timestamps, ids) - timestamps).to(torch.float32)
+        age = age.clamp(min=1e-6) / time_bucket_width
+        bucket = age.log() if time_bucket == "log" else age.sqrt()
+        buckets = bucket.clamp(0, time_table.shape[0] - 1).to(torch.int64)
+        added = added + F.embedding(buckets, time_table)
+    return _without_rows_past(x * scale + added.to(x.dtype), offsets)
+
+
+# ---------------------------------------------------------------------------------------------
+# What these are made of
+# ---------------------------------------------------------------------------------------------
+
+
+def _locate(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of each row the sequence, ``batch`` if it has none, and the position, 0 if it has none."""
+    offsets = offsets.long()
+    rows = torch.arange(total, device=offsets.device)
+    ids = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+    positions = (rows - offsets[ids]).masked_fill(ids == offsets.shape[0] - 1, 0)
+    return ids, positions.clamp(min=0)
+
+
+def _of_sequence(numbers: Tensor, ids: Tensor) -> Tensor:
+    """``numbers[ids]``, and 0 for rows that have no sequence."""
+    return F.pad(numbers, (0, 1))[ids]
+
+
+def _segments(parts_offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """How long each part of each sequence is, and where it starts when all are joined; both
+    ``(batch, parts)`` int64."""
+    lengths = torch.stack([offsets.long().diff() for offsets in parts_offsets], dim=1)
+    ends = lengths.flatten().cumsum(0).view_as(lengths)
+    return lengths, ends - lengths
+
+
+def _shifted(values: Tensor, ends: Tensor, shifts: Tensor, total: int) -> Tensor:
+    """``(total, ...)``: row ``r`` is ``values[r + shifts[s]]``, with ``s`` the first segment that
+    ends after it, and zeros past the last segment."""
+    rows = torch.arange(total, device=values.device)
+    segments = torch.searchsorted(ends.contiguous(), rows, right=True)
+    return _take(values, rows + _of_sequence(shifts, segments), segments < shifts.shape[0])
+
+
+def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor:
+    """``values[rows]`` where ``held``, and ``fill`` elsewhere."""
+    if values.shape[0] == 0:  # a row to read, though none is held
+        values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+    # NOTE: in bounds for any offsets. If they were clamped, rows that are not held would all be the
+    # same one, and its gradient, a sum by atomics on a GPU, would wait for each of them.
+    rows = rows.remainder(values.shape[0])
+    return values.index_select(0, rows).masked_fill(~_like_rows(held, values), fill)
+
+
+def _without_rows_past(values: Tensor, offsets: Tensor) -> Tensor:
+    """``values`` with zeros past the last offset."""
+    past = torch.arange(values.shape[0], device=values.device) >= offsets[-1]
+    return values.masked_fill(_like_rows(past, values), 0)
+
+
+def _like_rows(flags: Tensor, values: Tensor) -> Tensor:
+    return flags.view(flags.shape + (1,) * (values.dim() - 1))
+
+
+def _in_order(offsets: Tensor, total: int) -> Tensor:
+    """Offsets from 0 up to ``total`` at most, for kernels that trust them."""
+    return F.pad(offsets[1:].clamp(0, total).cummax(0).values, (1, 0))
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks of what the host knows
+# ---------------------------------------------------------------------------------------------
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _check_offsets(
+    name: str, offsets: Tensor, device: torch.device | None = None, size: int | None = None
+) -> None:
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name}: expected shape (batch + 1,), got {tuple(offsets.shape)}")
+    if size is not None and offsets.shape[0] != size:
+        raise ValueError(f"{name}: expected shape ({size},), got {tuple(offsets.shape)}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {offsets.dtype}")
+    if device is not None and offsets.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {offsets.device}")
+
+
+def _check_values(name: str, values: Tensor) -> None:
+    if values.dim() < 1:
+        raise ValueError(f"{name}: expected shape (total, ...), got ()")
+
+
+def _check_like(name: str, values: Tensor, other: str, like: Tensor, rows: bool = False) -> None:
+    """The dtype, device and shape of another tensor; but for ``rows``, of any number of rows."""
+    first = 0 if rows else 1
+    fits = values.dim() == like.dim() and values.shape[first:] == like.shape[first:]
+    if not fits or values.dtype != like.dtype or values.device != like.device:
+        what = "a tensor like" if rows else "rows like those of"
+        raise ValueError(f"{name}: expected {what} {other}, {_told(like)}, got {_told(values)}")
+
+
+def _check_table(name: str, table: Tensor, x: Tensor) -> None:
+    fits = table.dim() == 2 and table.shape[1] == x.shape[1] and table.shape[0] > 0
+    if not fits or not table.is_floating_point() or table.device != x.device:
+        raise ValueError(
+            f"{name}: expected floating (1 or more, {x.shape[1]}) on {x.device}, got {_told(table)}"
+        )
+
+
+def _check_integers(
+    name: str, numbers: Tensor, size: int, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if numbers.shape != (size,) or numbers.dtype not in dtypes or numbers.device != device:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}: expected {names} ({size},) on {device}, got {_told(numbers)}")
+
+
+def _check_size(name: str, size: int) -> None:
+    if size < 0:
+        raise ValueError(f"{name}: expected 0 or more, got {size}")
