@@ -136,7 +136,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     elements, and a float32 scale `(...)` of each row."""
     x = x.float()
     largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
-    scales = largest / 448
+    # NOTE: by a tensor: a number's reciprocal would be rounded first on a GPU.
+    scales = largest / torch.full_like(largest, 448)
     scales = torch.where(scales > 0, scales, 1)
     elements = (x / scales[..., None]).clamp(-448, 448)
     return torch.where(x.isfinite(), elements, torch.nan).to(torch.float8_e4m3fn), scales
