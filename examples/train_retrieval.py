@@ -3,12 +3,15 @@
     python examples/train_retrieval.py                                      # a made-up data set
     python examples/train_retrieval.py --data ml-1m/ratings.dat --epochs 60
     python examples/train_retrieval.py --data ml-1m/ratings.dat --epochs 60 --resume
+    python examples/train_retrieval.py --data Video_Games.csv.gz
+    python examples/train_retrieval.py --data KuaiRand-1K/data --only long_view
 
-Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles beside them). Of each
-user the last event is for testing, the one before it for validation, and the rest for training
-(arXiv 2402.17152, section 4.1.1). Training is by sampled softmax; evaluation ranks the whole
-catalogue and stands beside two baselines. The output directory holds the curves, the metrics and
-checkpoints, from which a killed run continues exactly.
+Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles beside them), Amazon
+reviews (ratings only, of 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
+testing, the one before it for validation, and the rest for training (arXiv 2402.17152, section
+4.1.1). Training is by sampled softmax; evaluation ranks the whole catalogue and stands beside two
+baselines. The output directory holds the curves, the metrics and checkpoints, from which a killed
+run continues exactly.
 """
 
 from __future__ import annotations
@@ -35,8 +38,11 @@ from tqdm import tqdm
 
 from hstu_attn import HSTULayerConfig, RelativeBias, hstu_attention
 from hstu_attn.data import (
+    ACTIONS,
+    LAYOUT_NAMES,
     BatchSampler,
     EventLog,
+    LayoutName,
     held_out_windows,
     jagged_batch,
     open_event_log,
@@ -50,7 +56,8 @@ SYNTHETIC_DATA = Path("runs/synthetic-movielens")
 CPU = torch.device("cpu")
 EVALUATION_TOKENS = 16384
 NOT_PART_OF_THE_RUN = (
-    *("data", "cache_dir", "out", "resume", "device", "show_user", "checkpoint_every"),
+    *("data", "layout", "only", "cache_dir", "out", "resume", "device", "show_user"),
+    "checkpoint_every",
 )
 
 
@@ -61,7 +68,9 @@ class TrainingError(RuntimeError):
 class Options(argparse.Namespace):
     """The command line."""
 
-    data: Path | None
+    data: list[Path] | None
+    layout: LayoutName | None
+    only: str | None
     cache_dir: Path | None
     out: Path
     resume: bool
@@ -86,7 +95,7 @@ class Options(argparse.Namespace):
     keep_seen: bool
     eval_every: int
     checkpoint_every: int
-    show_user: int | None
+    show_user: str | None
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Options:
@@ -98,8 +107,16 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     files.add_argument(
         "--data",
         type=Path,
-        help="MovieLens ratings.dat or ratings.csv; without it a made-up data set is written to "
+        nargs="+",
+        help="MovieLens ratings.dat or ratings.csv, Amazon reviews as ratings only, or KuaiRand's "
+        "logs or their directory, each also as .gz; without it a made-up data set is written to "
         f"{SYNTHETIC_DATA} once and read from there",
+    )
+    files.add_argument(
+        "--layout", choices=LAYOUT_NAMES, help="of --data; None is told by its first line"
+    )
+    files.add_argument(
+        "--only", choices=ACTIONS, help="events with this action alone, where the data have actions"
     )
     files.add_argument(
         "--cache-dir", type=Path, help="preprocessed data go here; None is beside the data"
@@ -154,9 +171,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     running.add_argument(
         "--keep-seen", action="store_true", help="rank items that the user has seen, too"
     )
-    running.add_argument(
-        "--show-user", type=int, help="id of the user to recommend for; None is the first"
-    )
+    running.add_argument("--show-user", help="id of the user to recommend for; None is the first")
     options = parser.parse_args(arguments, namespace=Options())
     positive = (
         *("steps", "epochs", "tokens_per_batch", "max_seq_len", "learning_rate", "clip_norm"),
@@ -196,14 +211,16 @@ def has_relative_bias(device: torch.device) -> bool:
 
 def open_data(options: Options) -> EventLog:
     """The events to train on; writes the made-up ones where no file is given."""
-    source = options.data
-    if source is None:
-        source = SYNTHETIC_DATA / "ratings.dat"
-        if not source.exists():
-            print(f"Writing a made-up data set to {source}")
+    sources = options.data
+    if sources is None:
+        sources = [SYNTHETIC_DATA / "ratings.dat"]
+        if not sources[0].exists():
+            print(f"Writing a made-up data set to {sources[0]}")
             write_synthetic_movielens(SYNTHETIC_DATA)
-    log = open_event_log(source, options.cache_dir, progress=True)
-    print(f"{source}: {log.describe()}")
+    log = open_event_log(
+        sources, options.cache_dir, progress=True, layout=options.layout, only=options.only
+    )
+    print(f"{', '.join(map(str, sources))}: {log.describe()}")
     return log
 
 
@@ -435,10 +452,10 @@ def print_recommendations(trainer: Trainer, count: int = 10) -> None:
     log, options = trainer.log, trainer.options
     user = 0
     if options.show_user is not None:
-        found = np.flatnonzero(log.user_ids == options.show_user)
-        if not len(found):
+        found = log.find_user(options.show_user)
+        if found is None:
             raise ValueError(f"--show-user must be a user of the data, got {options.show_user}")
-        user = int(found[0])
+        user = found
     window = held_out_windows(log, "test", options.max_seq_len).take(np.array([user]))
     scores = trainer.model.scores(jagged_batch(log, window).to(trainer.device))
     if not options.keep_seen:
@@ -448,7 +465,7 @@ def print_recommendations(trainer: Trainer, count: int = 10) -> None:
     recommended = scores[0].topk(min(count, log.num_items)).indices.tolist()
     next_item = int(log.items[end])
 
-    print(f"\nUser {log.user_ids[user]}\n")
+    print(f"\nUser {log.user_name(user)}\n")
     print(f"     {'watched last (newest first)':40}  recommended")
     for place, (seen, item) in enumerate(
         itertools.zip_longest(reversed(watched), recommended, fillvalue=None), start=1

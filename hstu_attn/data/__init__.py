@@ -5,22 +5,38 @@
     sampler = BatchSampler(windows.lengths, tokens_per_batch=8192, seed=0)
     batch = jagged_batch(log, windows.take(next(sampler)))
 
+Beside MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
+(`hstu_attn.data.kuairand`).
+
 It needs numpy and tqdm beside torch.
 """
 
-from hstu_attn.data.batches import BatchSampler, JaggedBatch, consecutive_batches, jagged_batch
+from hstu_attn.data.batches import (
+    BatchSampler,
+    JaggedBatch,
+    check_batch,
+    consecutive_batches,
+    jagged_batch,
+)
+from hstu_attn.data.detect import LAYOUT_NAMES, LayoutName
 from hstu_attn.data.events import EventLog, open_event_log
+from hstu_attn.data.kuairand import ACTIONS, unpack_actions
 from hstu_attn.data.split import HELD_OUT, Windows, held_out_windows, training_windows
 
 __all__ = [
+    "ACTIONS",
     "HELD_OUT",
+    "LAYOUT_NAMES",
     "BatchSampler",
     "EventLog",
     "JaggedBatch",
+    "LayoutName",
     "Windows",
+    "check_batch",
     "consecutive_batches",
     "held_out_windows",
     "jagged_batch",
     "open_event_log",
     "training_windows",
+    "unpack_actions",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 import numpy as np
@@ -14,7 +14,14 @@ from torch import Tensor
 from hstu_attn.data.events import EventLog
 from hstu_attn.data.split import Windows
 
-__all__ = ["BatchSampler", "JaggedBatch", "SamplerState", "consecutive_batches", "jagged_batch"]
+__all__ = [
+    "BatchSampler",
+    "JaggedBatch",
+    "SamplerState",
+    "check_batch",
+    "consecutive_batches",
+    "jagged_batch",
+]
 
 BATCHES_PER_POOL = 16
 
@@ -31,6 +38,10 @@ class JaggedBatch:
         timestamps: ``(total,)`` int64, when they happened.
         target_items: ``(total,)`` int64, the next event of each row.
         target_timestamps: ``(total,)`` int64, when that happens: the time of the prediction.
+        actions: ``(total,)`` int64, what the user did about ``items``, as the bits of
+            :data:`~hstu_attn.data.kuairand.ACTIONS`; None where the log does not tell.
+        target_actions: ``(total,)`` int64, the same of ``target_items``: what a ranking model
+            learns.
     """
 
     users: Tensor
@@ -39,10 +50,16 @@ class JaggedBatch:
     timestamps: Tensor
     target_items: Tensor
     target_timestamps: Tensor
+    actions: Tensor | None = None
+    target_actions: Tensor | None = None
 
     def to(self, device: torch.device) -> JaggedBatch:
         """The batch on another device."""
-        return JaggedBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self,
+            **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None},
+        )
 
 
 def jagged_batch(log: EventLog, windows: Windows) -> JaggedBatch:
@@ -50,15 +67,73 @@ def jagged_batch(log: EventLog, windows: Windows) -> JaggedBatch:
     lengths = windows.lengths
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.arange(offsets[-1]) + np.repeat(windows.starts - offsets[:-1], lengths)
-    columns = (
+    columns = [
         windows.users,
         offsets,
         log.items[rows],
         log.timestamps[rows],
         log.items[rows + 1],
         log.timestamps[rows + 1],
-    )
+    ]
+    if "actions" in log.columns:
+        columns += [log.columns["actions"][rows], log.columns["actions"][rows + 1]]
     return JaggedBatch(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
+
+
+def check_batch(batch: JaggedBatch, num_items: int) -> None:
+    """Checks a batch that was made elsewhere, before its values index embeddings.
+
+    Args:
+        batch: the batch.
+        num_items: items are from 0 to ``num_items - 1``.
+
+    Raises:
+        ValueError: naming the feature, the row, what was expected and what is there.
+    """
+    offsets, total = batch.seq_offsets, len(batch.items)
+    if offsets.shape != (len(batch.users) + 1,):
+        raise ValueError(
+            f"seq_offsets must be of shape ({len(batch.users) + 1},), one more than users, "
+            f"got {tuple(offsets.shape)}"
+        )
+    steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    _require(steps >= 0, "seq_offsets", offsets, "start from 0 and not decrease")
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(
+            f"seq_offsets must start from 0 and end at the {total} rows of items, "
+            f"got {int(offsets[0])} and {int(offsets[-1])}"
+        )
+    bits = 1 << 8
+    for name, limit in (
+        ("items", num_items),
+        ("target_items", num_items),
+        ("timestamps", None),
+        ("target_timestamps", None),
+        ("actions", bits),
+        ("target_actions", bits),
+    ):
+        feature = getattr(batch, name)
+        if feature is None:
+            continue
+        if feature.shape != (total,):
+            raise ValueError(f"{name} must be of shape ({total},), got {tuple(feature.shape)}")
+        if limit is not None:
+            good = (feature >= 0) & (feature < limit)
+            _require(good, name, feature, f"be from 0 to {limit - 1}")
+    times = batch.timestamps
+    same_sequence = torch.ones(total, dtype=torch.bool, device=times.device)
+    starts = offsets[:-1]
+    same_sequence[starts[starts < total]] = False
+    forwards = torch.diff(times, prepend=times[:1]) >= 0
+    _require(forwards | ~same_sequence, "timestamps", times, "not decrease within a sequence")
+    later = batch.target_timestamps >= times
+    _require(later, "target_timestamps", batch.target_timestamps, "not be before timestamps")
+
+
+def _require(good: Tensor, name: str, feature: Tensor, expected: str) -> None:
+    if not good.all():
+        row = int((~good).nonzero()[0])
+        raise ValueError(f"{name} must {expected}, got {int(feature[row])} in row {row}")
 
 
 class SamplerState(TypedDict):

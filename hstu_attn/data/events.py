@@ -1,6 +1,6 @@
 """Event logs on disk: who did what, how it was rated, and when, grouped by user in time order.
 
-A text file is streamed once and turned into arrays, memory-mapped afterwards, beside a JSON
+A source is streamed once and turned into arrays, memory-mapped afterwards, beside a JSON
 manifest with a fingerprint of the source and of the options. Opening the same source again maps
 the arrays; a changed source is read anew. The directory is written under another name and renamed,
 so it is either whole or absent.
@@ -13,21 +13,23 @@ import json
 import os
 import shutil
 import tempfile
-from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from hstu_attn.data.layout import EventLayout, MalformedLineError, MalformedLines
-from hstu_attn.data.movielens import detect_layout
+from hstu_attn.data.detect import LayoutName, detect_layout, source_files
+from hstu_attn.data.kuairand import ACTIONS
+from hstu_attn.data.layout import EventLayout, Events, MalformedLines
 
 __all__ = ["EventLog", "open_event_log"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ARRAYS = ("user_ids", "item_ids", "offsets", "items", "ratings", "timestamps")
+KEY_ARRAYS = ("user_keys", "item_keys")
 LEAST_USER_EVENTS = 3  # one to learn from, one to validate on, one to test on
 
 
@@ -36,12 +38,17 @@ class EventLog:
     ``offsets[u] .. offsets[u + 1]``, oldest first; events of one second keep the file's order.
 
     Attributes:
-        user_ids: ``(num_users,)`` int64, the source's ids.
-        item_ids: ``(num_items,)`` int64, the source's ids.
+        user_ids: ``(num_users,)`` int64, the source's ids, increasing; where those are text, the
+            numbers from 0.
+        item_ids: ``(num_items,)`` int64, the same of items.
+        user_keys: ``(num_users,)``, the source's ids where they are text (ASCII), increasing;
+            otherwise None.
+        item_keys: ``(num_items,)``, the same of items.
         offsets: ``(num_users + 1,)`` int64.
         items: ``(num_events,)`` int32, indices into ``item_ids``.
         ratings: ``(num_events,)`` float32.
         timestamps: ``(num_events,)`` int64, seconds.
+        columns: what else the layout tells of each event, by name, ``(num_events,)`` each.
         titles: one per item; its id where the source has no title.
         manifest: what was read, kept and refused, and the fingerprint.
         malformed_report: a file that lists every malformed line.
@@ -58,6 +65,16 @@ class EventLog:
         self.manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
         for name in ARRAYS:
             setattr(self, name, np.load(directory / f"{name}.npy", mmap_mode="r"))
+        keys = {
+            name: np.load(directory / f"{name}.npy", mmap_mode="r")
+            for name in self.manifest["keys"]
+        }
+        self.user_keys: NDArray[np.bytes_] | None = keys.get("user_keys")
+        self.item_keys: NDArray[np.bytes_] | None = keys.get("item_keys")
+        self.columns: dict[str, NDArray[Any]] = {
+            name: np.load(directory / f"column-{name}.npy", mmap_mode="r")
+            for name in self.manifest["columns"]
+        }
         self.titles: list[str] = json.loads((directory / "titles.json").read_text())
         self.malformed_report = directory / "malformed.txt"
 
@@ -73,12 +90,31 @@ class EventLog:
     def num_events(self) -> int:
         return len(self.items)
 
+    def user_name(self, user: int) -> str:
+        """The source's id of a user, as it stands there."""
+        return _name(self.user_ids, self.user_keys, user)
+
+    def find_user(self, name: str) -> int | None:
+        """The user with that id in the source, or None."""
+        if self.user_keys is not None:
+            place = int(np.searchsorted(self.user_keys, np.bytes_(name.encode())))
+        else:
+            if not (name.isascii() and name.isdigit()):
+                return None
+            place = int(np.searchsorted(self.user_ids, int(name)))
+        return place if place < self.num_users and self.user_name(place) == name else None
+
     def describe(self) -> str:
         """What was read and what was left out, in a few lines."""
         manifest = self.manifest
         lines = [
             f"{self.num_events:,} events of {self.num_users:,} users on {self.num_items:,} items"
         ]
+        if manifest["other_events"]:
+            lines.append(
+                f"Left out: {manifest['other_events']:,} events without "
+                f"{manifest['fingerprint']['only']}"
+            )
         if manifest["dropped_users"]:
             lines.append(
                 f"Left out: {manifest['dropped_users']:,} users with fewer than "
@@ -97,34 +133,49 @@ class EventLog:
 
 
 def open_event_log(
-    source: str | Path, cache_dir: str | Path | None = None, progress: bool = False
+    source: str | Path | Sequence[str | Path],
+    cache_dir: str | Path | None = None,
+    progress: bool = False,
+    *,
+    layout: LayoutName | None = None,
+    only: str | None = None,
 ) -> EventLog:
-    """Opens a file of events, preprocessing it if that has not been done.
+    """Opens files of events, preprocessing them if that has not been done.
 
     Preprocessing keeps up to some 100 bytes an event in memory.
 
     Args:
-        source: MovieLens `ratings.dat` or `ratings.csv`; titles are read from `movies.dat` or
-            `movies.csv` beside it.
+        source: one of these, each also with a name that ends in .gz:
+
+            * MovieLens `ratings.dat` or `ratings.csv`; titles are read from `movies.dat` or
+              `movies.csv` beside it. Malformed lines are left out and reported.
+            * Amazon reviews, ratings only, of 2018 or 2023
+              (:mod:`~hstu_attn.data.amazon`). A malformed line is an error.
+            * KuaiRand's logs, one file or several, or the directory that holds them
+              (:mod:`~hstu_attn.data.kuairand`). A malformed line is an error.
         cache_dir: where the preprocessed form goes; None is `hstu_cache` beside ``source``.
         progress: shows a progress bar while reading.
+        layout: "movielens", "amazon" or "kuairand"; None is told by the first line.
+        only: keeps only the events with that action, for example "long_view", where the layout has
+            actions.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: an unknown layout, a wrong header, or no user with enough events.
+        ValueError: an unknown layout, a wrong header, a malformed line, or no user with enough
+            events.
     """
-    source = Path(source)
-    layout = detect_layout(source)
-    root = Path(cache_dir) if cache_dir is not None else source.parent / "hstu_cache"
-    fingerprint = _fingerprint(source, layout)
+    sources = source_files(source)
+    kind = detect_layout(sources[0], layout)
+    root = Path(cache_dir) if cache_dir is not None else sources[0].parent / "hstu_cache"
+    fingerprint = _fingerprint(sources, kind, only)
     digest = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=6).hexdigest()
-    directory = root / f"{source.name}-{digest}"
+    directory = root / f"{sources[0].name}-{digest}"
     if not (directory / "manifest.json").is_file():
         root.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=root))
         try:
-            _preprocess(source, layout, fingerprint, temporary, progress)
-            _remove_stale(root, source, keep=directory)
+            _preprocess(sources, kind, fingerprint, temporary, progress)
+            _remove_stale(root, sources, fingerprint)
             if not directory.is_dir():  # another process may have been faster
                 os.replace(temporary, directory)
         finally:
@@ -132,30 +183,58 @@ def open_event_log(
     return EventLog(directory)
 
 
-def _fingerprint(source: Path, layout: EventLayout) -> dict[str, Any]:
+def _name(ids: NDArray[np.int64], keys: NDArray[np.bytes_] | None, index: int) -> str:
+    return str(ids[index]) if keys is None else bytes(keys[index]).decode("ascii")
+
+
+def _fingerprint(sources: list[Path], layout: EventLayout, only: str | None) -> dict[str, Any]:
     """What the preprocessed form depends on."""
     files = []
-    for path in [source, *layout.companions(source)]:
+    for path in [*sources, *(path for source in sources for path in layout.companions(source))]:
         status = path.stat()
         files.append({"name": path.name, "size": status.st_size, "mtime_ns": status.st_mtime_ns})
     return {
         "format": FORMAT_VERSION,
         "layout": layout.name,
         "least_user_events": LEAST_USER_EVENTS,
+        "only": only,
         "files": files,
     }
 
 
-def _remove_stale(root: Path, source: Path, keep: Path) -> None:
+def _source_name(sources: list[Path]) -> str:
+    return os.pathsep.join(str(source.resolve()) for source in sources)
+
+
+def _remove_stale(root: Path, sources: list[Path], fingerprint: dict[str, Any]) -> None:
     """Removes what was made from earlier states of the source."""
-    for manifest in root.glob(f"{source.name}-*/manifest.json"):
-        made_from = json.loads(manifest.read_text())["source"]
-        if made_from == str(source.resolve()) and manifest.parent != keep:
-            shutil.rmtree(manifest.parent, ignore_errors=True)
+    current = [fingerprint[name] for name in ("format", "files")]
+    for path in root.glob(f"{sources[0].name}-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        made_from = [manifest["fingerprint"][name] for name in ("format", "files")]
+        if manifest["source"] == _source_name(sources) and made_from != current:
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _keep_only(events: Events, only: str, layout: EventLayout) -> Events:
+    """The events with an action."""
+    if "actions" not in events.columns:
+        raise ValueError(f"only must be None for the layout {layout.name}, got {only!r}")
+    if only not in ACTIONS:
+        raise ValueError(f"only must be one of {', '.join(ACTIONS)}, got {only!r}")
+    keep = (events.columns["actions"] >> ACTIONS.index(only) & 1).astype(bool)
+    return replace(
+        events,
+        users=events.users[keep],
+        items=events.items[keep],
+        ratings=events.ratings[keep],
+        timestamps=events.timestamps[keep],
+        columns={name: column[keep] for name, column in events.columns.items()},
+    )
 
 
 def _preprocess(
-    source: Path,
+    sources: list[Path],
     layout: EventLayout,
     fingerprint: dict[str, Any],
     directory: Path,
@@ -164,85 +243,63 @@ def _preprocess(
     """Writes the arrays, the titles, the malformed lines and, last, the manifest."""
     with (directory / "malformed.txt").open("w", encoding="utf-8") as report:
         malformed = MalformedLines(report)
-        users, items, ratings, timestamps = _read(source, layout, malformed, progress)
-        titles = layout.read_titles(source, malformed.reject)
+        events = layout.read(sources, malformed, progress)
+        titles = layout.read_titles(sources[0], malformed.reject)
+    read_events = len(events.users)
+    if fingerprint["only"] is not None:
+        events = _keep_only(events, fingerprint["only"], layout)
 
-    order = np.lexsort((timestamps, users))
+    users = events.users
+    order = np.lexsort((events.timestamps, users))
     _, user_of_event, events_of_user = np.unique(users, return_inverse=True, return_counts=True)
     keep = order[events_of_user[user_of_event[order]] >= LEAST_USER_EVENTS]
     if not len(keep):
         first = "".join(f"\n  {example}" for example in malformed.examples)
         raise ValueError(
-            f"{source} has no user with at least {LEAST_USER_EVENTS} events "
+            f"{sources[0]} has no user with at least {LEAST_USER_EVENTS} events "
             f"({len(users):,} events, {malformed.count:,} malformed lines){first}"
         )
     user_ids, counts = np.unique(users[keep], return_counts=True)
-    item_ids, item_of_event = np.unique(items[keep], return_inverse=True)
+    item_ids, item_of_event = np.unique(events.items[keep], return_inverse=True)
+    keys: dict[str, NDArray[np.bytes_]] = {}
+    if events.user_keys is not None:
+        keys["user_keys"], user_ids = events.user_keys[user_ids], np.arange(len(user_ids))
+    if events.item_keys is not None:
+        keys["item_keys"], item_ids = events.item_keys[item_ids], np.arange(len(item_ids))
     arrays: dict[str, NDArray[Any]] = {
         "user_ids": user_ids,
         "item_ids": item_ids,
         "offsets": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         "items": item_of_event.astype(np.int32),
-        "ratings": ratings[keep],
-        "timestamps": timestamps[keep],
+        "ratings": events.ratings[keep],
+        "timestamps": events.timestamps[keep] // events.ticks_per_second,
+        **keys,
+        **{f"column-{name}": column[keep] for name, column in events.columns.items()},
     }
     content = hashlib.blake2b(digest_size=16)
-    for name in ARRAYS:
-        np.save(directory / f"{name}.npy", arrays[name])
-        content.update(arrays[name].tobytes())
+    for name, values in arrays.items():
+        np.save(directory / f"{name}.npy", values)
+        content.update(values.tobytes())
+    item_keys = keys.get("item_keys")
     (directory / "titles.json").write_text(
-        json.dumps([titles.get(int(item), f"item {item}") for item in item_ids])
+        json.dumps(
+            [
+                titles.get(int(item), f"item {_name(item_ids, item_keys, index)}")
+                for index, item in enumerate(item_ids)
+            ]
+        )
     )
     manifest = {
-        "source": str(source.resolve()),
+        "source": _source_name(sources),
         "fingerprint": fingerprint,
         "content": content.hexdigest(),
-        "read_events": len(users),
+        "keys": list(keys),
+        "columns": list(events.columns),
+        "read_events": read_events,
+        "other_events": read_events - len(users),
         "dropped_users": int((events_of_user < LEAST_USER_EVENTS).sum()),
         "dropped_events": len(users) - len(keep),
         "malformed_lines": malformed.count,
         "malformed_examples": malformed.examples,
     }
     (directory / "manifest.json").write_text(json.dumps(manifest, indent=2))
-
-
-def _read(
-    source: Path, layout: EventLayout, malformed: MalformedLines, progress: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    """Users, items, ratings and timestamps of the events in the order of the file."""
-    users, items, ratings, timestamps = array("q"), array("q"), array("f"), array("q")
-    bar = tqdm(
-        total=source.stat().st_size,
-        desc=f"reading {source.name}",
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    )
-    with source.open("rb") as file, bar:
-        for number, raw in enumerate(file, start=1):
-            line = raw.rstrip(b"\r\n")
-            if number == 1 and layout.header is not None:
-                if line != layout.header:
-                    raise ValueError(
-                        f"{source}:1: expected the header {layout.header.decode()!r}, "
-                        f"got {line.decode(errors='backslashreplace')!r}"
-                    )
-                continue
-            try:
-                user, item, rating, timestamp = layout.parse(line)
-            except MalformedLineError as error:
-                malformed.reject(source, number, line, str(error))
-            else:
-                users.append(user)
-                items.append(item)
-                ratings.append(rating)
-                timestamps.append(timestamp)
-            if number % 65536 == 0:
-                bar.update(file.tell() - bar.n)
-        bar.update(file.tell() - bar.n)
-    return (
-        np.frombuffer(users, np.int64),
-        np.frombuffer(items, np.int64),
-        np.frombuffer(ratings, np.float32),
-        np.frombuffer(timestamps, np.int64),
-    )

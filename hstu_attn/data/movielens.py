@@ -5,18 +5,22 @@ fields separated by `::`, and `ratings.csv` and `movies.csv` (20M, 25M, 32M, lat
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hstu_attn.data.layout import (
     Event,
-    EventLayout,
+    Events,
     MalformedLineError,
+    MalformedLines,
     Reject,
+    only_source,
     parse_natural_number,
+    read_lines,
 )
 
-__all__ = ["MovieLensLayout", "detect_layout"]
+__all__ = ["MOVIELENS_CSV", "MOVIELENS_DAT", "MovieLensLayout"]
 
 LOWEST_RATING, HIGHEST_RATING = 0.5, 5.0
 
@@ -67,6 +71,10 @@ class MovieLensLayout:
             parse_natural_number("timestamp", timestamp),
         )
 
+    def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
+        """The events of the one file of ratings."""
+        return read_lines(only_source(sources, self.name), self, malformed, progress)
+
     def companions(self, source: Path) -> list[Path]:
         """The file of titles, where it exists."""
         titles = source.with_name(self.titles_file)
@@ -101,24 +109,7 @@ class MovieLensLayout:
         return parse_natural_number("item", fields[0].encode()), fields[1]
 
 
-LAYOUTS: dict[str, EventLayout] = {
-    ".dat": MovieLensLayout("movielens-dat", b"::", None, "movies.dat", "latin-1"),
-    ".csv": MovieLensLayout(
-        "movielens-csv", b",", b"userId,movieId,rating,timestamp", "movies.csv", "utf-8"
-    ),
-}
-
-
-def detect_layout(source: Path) -> EventLayout:
-    """The layout of a ratings file, by the ending of its name.
-
-    Raises:
-        ValueError: for an ending that is not known.
-    """
-    layout = LAYOUTS.get(source.suffix)
-    if layout is None:
-        raise ValueError(
-            f"the data file's name must end in {' or '.join(LAYOUTS)} "
-            f"(MovieLens ratings.dat or ratings.csv), got {str(source)!r}"
-        )
-    return layout
+MOVIELENS_DAT = MovieLensLayout("movielens-dat", b"::", None, "movies.dat", "latin-1")
+MOVIELENS_CSV = MovieLensLayout(
+    "movielens-csv", b",", b"userId,movieId,rating,timestamp", "movies.csv", "utf-8"
+)

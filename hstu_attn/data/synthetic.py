@@ -15,6 +15,8 @@ Its viewers behave like this, so that there is something to learn:
 
 from __future__ import annotations
 
+import gzip
+import io
 import itertools
 import os
 import random
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["write_synthetic_movielens"]
+__all__ = ["FIRST_TIMESTAMP", "synthetic_events", "write_synthetic_movielens", "write_whole"]
 
 
 def _words(text: str) -> list[str]:
@@ -153,6 +155,35 @@ def write_synthetic_movielens(
     Raises:
         ValueError: more films, or more events per viewer, than can be made.
     """
+    catalogue, events = _simulate(num_users, num_items, mean_events, seed)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def write_films(file: TextIO) -> None:
+        for number, film in enumerate(catalogue.films, start=1):
+            genres = "|".join(GENRES[genre] for genre in film.genres)
+            file.write(f"{number}::{film.title} ({film.year})::{genres}\n")
+
+    def write_ratings(file: TextIO) -> None:
+        for user, film, rating, timestamp in events:
+            file.write(f"{user + 1}::{film + 1}::{rating}::{timestamp}\n")
+
+    write_whole(directory / "movies.dat", write_films)
+    write_whole(directory / "ratings.dat", write_ratings)
+    return directory / "ratings.dat"
+
+
+def synthetic_events(
+    num_users: int, num_items: int, mean_events: int, seed: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """User, item, rating and timestamp of all events, user by user, oldest first; users and items
+    are numbers from 0. The arguments are those of :func:`write_synthetic_movielens`."""
+    return _simulate(num_users, num_items, mean_events, seed)[1]
+
+
+def _simulate(
+    num_users: int, num_items: int, mean_events: int, seed: int
+) -> tuple[_Catalogue, Iterator[tuple[int, int, int, int]]]:
     if not 0 < num_items <= len(ADJECTIVES) * len(NOUNS):
         raise ValueError(
             f"num_items must be from 1 to {len(ADJECTIVES) * len(NOUNS)}, got {num_items}"
@@ -162,32 +193,33 @@ def write_synthetic_movielens(
             f"mean_events must be from {FEWEST_EVENTS} to a quarter of num_items = {num_items}, "
             f"got {mean_events}"
         )
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     generator = random.Random(seed)
     catalogue = _Catalogue(_make_films(num_items, generator))
 
-    def write_films(file: TextIO) -> None:
-        for number, film in enumerate(catalogue.films, start=1):
-            genres = "|".join(GENRES[genre] for genre in film.genres)
-            file.write(f"{number}::{film.title} ({film.year})::{genres}\n")
-
-    def write_ratings(file: TextIO) -> None:
-        for user in range(1, num_users + 1):
+    def events() -> Iterator[tuple[int, int, int, int]]:
+        for user in range(num_users):
             spread = generator.lognormvariate(-0.32, 0.8)  # its mean is 1
-            events = FEWEST_EVENTS + round((mean_events - FEWEST_EVENTS) * spread)
-            for film, rating, timestamp in _view(catalogue, min(events, num_items // 2), generator):
-                file.write(f"{user}::{film + 1}::{rating}::{timestamp}\n")
+            count = FEWEST_EVENTS + round((mean_events - FEWEST_EVENTS) * spread)
+            for event in _view(catalogue, min(count, num_items // 2), generator):
+                yield user, *event
 
-    _write(directory / "movies.dat", write_films)
-    _write(directory / "ratings.dat", write_ratings)
-    return directory / "ratings.dat"
+    return catalogue, events()
 
 
-def _write(path: Path, write: Callable[[TextIO], None]) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="latin-1") as file:
-        write(file)
+def write_whole(path: Path, write: Callable[[TextIO], None]) -> None:
+    """Writes a file under another name and renames it; it is packed where its name ends in .gz."""
+    temporary = path.with_name(path.name + ".tmp")
+    if path.suffix == ".gz":
+        # Without a name and a time in its header, the same text makes the same file.
+        with (
+            temporary.open("wb") as raw,
+            gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+            io.TextIOWrapper(packed, encoding="latin-1", newline="\n") as file,
+        ):
+            write(file)
+    else:
+        with temporary.open("w", encoding="latin-1") as file:
+            write(file)
     os.replace(temporary, path)
 
 

@@ -1,0 +1,112 @@
+"""Amazon reviews as ratings only, one review a line, unpacked or as `.csv.gz`.
+
+* 2018 (https://nijianmo.github.io/amazon/, "ratings only"): `item,user,rating,timestamp` without a
+  header, timestamps in seconds, all at midnight. The files of 2014 have the user first; they are
+  refused, because an item's ASIN has ten characters.
+* 2023 (https://amazon-reviews-2023.github.io/, "pure IDs", `rating_only` in
+  https://github.com/hyp1231/AmazonReviews2023): `user_id,parent_asin,rating,timestamp` with a
+  header, timestamps in milliseconds.
+
+Ids are text. They get whole numbers in the order of the text, and the log keeps the text:
+``EventLog.user_keys`` and ``item_keys``. The ids that are different are held in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hstu_attn.data.layout import Events, MalformedLines, Reject, only_source
+from hstu_attn.data.table import KeyIndex, read_table
+
+__all__ = ["AMAZON_2018", "AMAZON_2023", "ASIN_LENGTH", "FIRST_MILLISECOND", "AmazonLayout"]
+
+LOWEST_RATING, HIGHEST_RATING = 0.0, 5.0
+ASIN_LENGTH = 10
+FIRST_MILLISECOND = 10**11  # 1973 in milliseconds, the year 5138 in seconds: tells them apart
+
+
+@dataclass(frozen=True)
+class AmazonLayout:
+    """One of the two layouts of ratings.
+
+    Args:
+        name: stands in the manifest of the preprocessed log.
+        columns: in their order.
+        user: the column of users.
+        item: the column of items.
+        has_header: whether the first line names the columns.
+        ticks_per_second: of the timestamps.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    user: str
+    item: str
+    has_header: bool
+    ticks_per_second: int
+
+    def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
+        """The events of the one file.
+
+        Raises:
+            ValueError: a malformed line.
+        """
+        source = only_source(sources, self.name)
+        in_seconds = self.ticks_per_second == 1
+        times = {"most": FIRST_MILLISECOND - 1} if in_seconds else {"least": FIRST_MILLISECOND}
+        users, items = KeyIndex(), KeyIndex()
+        blocks = []
+        for block in read_table(
+            source, self.columns, has_header=self.has_header, progress=progress
+        ):
+            asins = block.keys(self.item)
+            if not self.has_header:
+                short = np.char.str_len(asins) != ASIN_LENGTH
+                if short.any():
+                    block.refuse(
+                        int(np.argmax(short)),
+                        self.item,
+                        f"an ASIN of {ASIN_LENGTH} characters (the files of 2018 have the item "
+                        "first, those of 2014 the user)",
+                    )
+            blocks.append(
+                (
+                    users.numbers(block.keys(self.user)),
+                    items.numbers(asins),
+                    block.decimal("rating", LOWEST_RATING, HIGHEST_RATING),
+                    block.natural("timestamp", **times),
+                )
+            )
+        if not blocks:
+            raise ValueError(f"{source} must hold ratings, got none")
+        user, item, ratings, timestamps = (
+            np.concatenate(column) for column in zip(*blocks, strict=True)
+        )
+        user_keys, user = users.sorted(user)
+        item_keys, item = items.sorted(item)
+        return Events(user, item, ratings, timestamps, self.ticks_per_second, user_keys, item_keys)
+
+    def companions(self, source: Path) -> list[Path]:
+        """None: the titles lie in files of other kinds."""
+        return []
+
+    def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
+        """None."""
+        return {}
+
+
+AMAZON_2018 = AmazonLayout(
+    "amazon-2018", ("item", "user", "rating", "timestamp"), "user", "item", False, 1
+)
+AMAZON_2023 = AmazonLayout(
+    "amazon-2023",
+    ("user_id", "parent_asin", "rating", "timestamp"),
+    "user_id",
+    "parent_asin",
+    True,
+    1000,
+)

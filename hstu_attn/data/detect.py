@@ -1,0 +1,81 @@
+"""Which layout a source has: named by the caller, or told by its first line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from hstu_attn.data.amazon import AMAZON_2018, AMAZON_2023, ASIN_LENGTH
+from hstu_attn.data.kuairand import KUAIRAND, kuairand_logs
+from hstu_attn.data.layout import EventLayout, open_bytes, shown
+from hstu_attn.data.movielens import MOVIELENS_CSV, MOVIELENS_DAT
+from hstu_attn.data.table import BYTE_ORDER_MARK
+
+__all__ = ["LAYOUT_NAMES", "LayoutName", "detect_layout", "source_files"]
+
+LayoutName = Literal["movielens", "amazon", "kuairand"]
+LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
+
+LONGEST_HEADER = 4096  # bytes
+
+
+def source_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files of a source: itself, each of them, or the logs in a directory of KuaiRand.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given = [source] if isinstance(source, str | Path) else source
+    files = []
+    for path in map(Path, given):
+        files += kuairand_logs(path) if path.is_dir() else [path]
+    if not files:
+        raise ValueError("the source must be at least one file, got none")
+    return files
+
+
+def detect_layout(source: Path, name: LayoutName | None = None) -> EventLayout:
+    """The layout of a file, by the ending of its name and by its first line.
+
+    Args:
+        source: the file.
+        name: one of :data:`LAYOUT_NAMES`; None is any of them.
+
+    Raises:
+        ValueError: none of the layouts.
+    """
+    if name is not None and name not in LAYOUT_NAMES:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
+    suffix = source.with_suffix("").suffix if source.suffix == ".gz" else source.suffix
+    if name in (None, "movielens"):
+        if suffix not in (".dat", ".csv"):
+            raise ValueError(
+                f"the data file's name must end in .dat or .csv (or either and .gz), "
+                f"got {str(source)!r}"
+            )
+        if suffix == ".dat":
+            return MOVIELENS_DAT
+        if name == "movielens":
+            return MOVIELENS_CSV
+    if name == "kuairand":
+        return KUAIRAND
+    with open_bytes(source, progress=False) as (file, _):
+        line = file.readline(LONGEST_HEADER).rstrip(b"\r\n").removeprefix(BYTE_ORDER_MARK)
+    fields = line.decode(errors="backslashreplace").split(",")
+    if name == "amazon":
+        return AMAZON_2023 if "parent_asin" in fields else AMAZON_2018
+    if fields[:2] == ["userId", "movieId"]:
+        return MOVIELENS_CSV
+    if "parent_asin" in fields:
+        return AMAZON_2023
+    if {"user_id", "video_id", "time_ms"} <= set(fields):
+        return KUAIRAND
+    if len(fields) == 4 and len(fields[0]) == ASIN_LENGTH and fields[3].isdigit():
+        return AMAZON_2018
+    expected = MOVIELENS_CSV.header.decode() if MOVIELENS_CSV.header else ""
+    raise ValueError(
+        f"{source}:1: expected the header {expected!r} (MovieLens), "
+        f"{','.join(AMAZON_2023.columns)!r} (Amazon, 2023) or that of KuaiRand's logs, or a line "
+        f"{','.join(AMAZON_2018.columns)!r} (Amazon, 2018), got {shown(line)!r}"
+    )

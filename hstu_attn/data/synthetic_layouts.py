@@ -1,0 +1,171 @@
+"""Writes made-up data sets in the layouts of Amazon reviews and of KuaiRand's logs. Their users
+behave as those of :mod:`hstu_attn.data.synthetic`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Literal, TextIO
+
+from hstu_attn.data.synthetic import FIRST_TIMESTAMP, synthetic_events, write_whole
+
+__all__ = ["write_synthetic_amazon", "write_synthetic_kuairand"]
+
+DAY = 86_400
+AMAZON_START = 1_420_070_400  # 2015
+
+CAPITALS_AND_DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+BEIJING = timezone(timedelta(hours=8))
+KUAIRAND_START, KUAIRAND_SPLIT, KUAIRAND_END = (
+    1000 * int(datetime(2022, month, day, tzinfo=BEIJING).timestamp())
+    for month, day in ((4, 8), (4, 22), (5, 9))
+)
+KUAIRAND_HEADER = (
+    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,"
+    "long_view,play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,"
+    "tab"
+)
+CLICK_MS, LONG_VIEW_MS = 7_000, 18_000  # played at least so long, or to the end
+
+
+def write_synthetic_amazon(
+    directory: str | Path,
+    year: Literal[2018, 2023] = 2023,
+    num_users: int = 2000,
+    num_items: int = 1000,
+    mean_events: int = 90,
+    seed: int = 0,
+    compress: bool = False,
+) -> Path:
+    """Writes `Synthetic.csv` into ``directory``, whole or not at all.
+
+    Args:
+        directory: made if absent.
+        year: of the layout. That of 2018 has no header, and all timestamps are at midnight.
+        num_users: reviewers.
+        num_items: products; not every one need be reviewed.
+        mean_events: reviews per user, on average; each has at least 20.
+        seed: the same arguments write the same file.
+        compress: writes `Synthetic.csv.gz`.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: another year, more items, or more events per user, than can be made.
+    """
+    if year not in (2018, 2023):
+        raise ValueError(f"year must be 2018 or 2023, got {year}")
+    generator = random.Random(seed)
+    user_length = {2018: 13, 2023: 26}[year]
+    users = _different("A" if year == 2018 else "AE", user_length, num_users, generator)
+    items = _different("B0", 8, num_items, generator)
+    events = synthetic_events(num_users, num_items, mean_events, seed)
+
+    def write(file: TextIO) -> None:
+        if year == 2023:
+            file.write("user_id,parent_asin,rating,timestamp\n")
+        for user, item, rating, time in events:
+            seconds = AMAZON_START + time - FIRST_TIMESTAMP
+            if year == 2018:
+                file.write(f"{items[item]},{users[user]},{rating}.0,{seconds - seconds % DAY}\n")
+            else:
+                milliseconds = 1000 * seconds + generator.randrange(1000)
+                file.write(f"{users[user]},{items[item]},{rating}.0,{milliseconds}\n")
+
+    path = Path(directory) / ("Synthetic.csv.gz" if compress else "Synthetic.csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, write)
+    return path
+
+
+def _different(prefix: str, length: int, count: int, generator: random.Random) -> list[str]:
+    """Ids that are all different."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[prefix + "".join(generator.choices(CAPITALS_AND_DIGITS, k=length))] = None
+    return list(found)
+
+
+def write_synthetic_kuairand(
+    directory: str | Path,
+    num_users: int = 2000,
+    num_items: int = 1000,
+    mean_events: int = 90,
+    seed: int = 0,
+    compress: bool = False,
+) -> list[Path]:
+    """Writes the two logs `log_standard_4_08_to_4_21_synthetic.csv` and
+    `log_standard_4_22_to_5_08_synthetic.csv` into ``directory``, each whole or not at all. The
+    better liked a video, the longer it is played.
+
+    Args:
+        directory: made if absent.
+        num_users: users.
+        num_items: videos; not every one need be shown.
+        mean_events: videos shown to a user, on average; each is shown at least 20.
+        seed: the same arguments write the same files.
+        compress: writes `.csv.gz`.
+
+    Returns:
+        The paths of both files.
+
+    Raises:
+        ValueError: more items, or more events per user, than can be made.
+    """
+    events = list(synthetic_events(num_users, num_items, mean_events, seed))
+    generator = random.Random(seed)
+    durations = [round(1000 * generator.lognormvariate(3.5, 0.8)) for _ in range(num_items)]
+    latest = max(time for *_, time in events) - FIRST_TIMESTAMP + 1
+    pace = (KUAIRAND_END - KUAIRAND_START) / latest  # milliseconds for a second
+    lines: tuple[list[str], list[str]] = ([], [])
+    for user, item, rating, time in events:
+        time_ms = KUAIRAND_START + int((time - FIRST_TIMESTAMP) * pace)
+        line = _shown(user, item, rating, time_ms, durations[item], generator)
+        lines[time_ms >= KUAIRAND_SPLIT].append(line)
+
+    def writer(part: list[str]) -> Callable[[TextIO], None]:
+        return lambda file: file.writelines([KUAIRAND_HEADER + "\n", *part])
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for dates, part in zip(("4_08_to_4_21", "4_22_to_5_08"), lines, strict=True):
+        name = f"log_standard_{dates}_synthetic.csv" + (".gz" if compress else "")
+        paths.append(directory / name)
+        write_whole(paths[-1], writer(part))
+    return paths
+
+
+def _shown(
+    user: int, item: int, rating: int, time_ms: int, duration_ms: int, generator: random.Random
+) -> str:
+    """The line of a video that was shown to a user who would rate it so."""
+
+    def happens(probability: float) -> int:
+        return int(generator.random() < probability)
+
+    at = datetime.fromtimestamp(time_ms / 1000, BEIJING)
+    play_ms = round(duration_ms * generator.betavariate(rating, 6 - rating) * 1.3)
+    liked, disliked = rating >= 4, rating == 1
+    columns = {
+        "is_click": int(play_ms >= duration_ms or play_ms > CLICK_MS),
+        "is_like": happens(0.3 if liked else 0.01),
+        "is_follow": happens(0.05 if liked else 0.0),
+        "is_comment": happens(0.03),
+        "is_forward": happens(0.02 if liked else 0.0),
+        "is_hate": happens(0.1 if disliked else 0.0),
+        "long_view": int(play_ms >= min(duration_ms, LONG_VIEW_MS)),
+        "play_time_ms": play_ms,
+        "duration_ms": duration_ms,
+        "profile_stay_time": 0,
+        "comment_stay_time": 0,
+        "is_profile_enter": happens(0.02 if liked else 0.0),
+        "is_rand": 0,
+        "tab": 1,
+    }
+    values = (user, item, f"{at:%Y%m%d}", 100 * at.hour, time_ms, *columns.values())
+    return ",".join(map(str, values)) + "\n"
