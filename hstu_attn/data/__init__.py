@@ -6,11 +6,12 @@
     batch = jagged_batch(log, windows.take(next(sampler)))
 
 Beside MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
-(`hstu_attn.data.kuairand`).
+(`hstu_attn.data.kuairand`). ``BalancedBatchSampler`` divides batches among ranks by what they cost.
 
 It needs numpy and tqdm beside torch.
 """
 
+from hstu_attn.data.balance import AttentionCost, BalancedBatchSampler, balance, imbalance
 from hstu_attn.data.batches import (
     BatchSampler,
     JaggedBatch,
@@ -27,14 +28,18 @@ __all__ = [
     "ACTIONS",
     "HELD_OUT",
     "LAYOUT_NAMES",
+    "AttentionCost",
+    "BalancedBatchSampler",
     "BatchSampler",
     "EventLog",
     "JaggedBatch",
     "LayoutName",
     "Windows",
+    "balance",
     "check_batch",
     "consecutive_batches",
     "held_out_windows",
+    "imbalance",
     "jagged_batch",
     "open_event_log",
     "training_windows",
