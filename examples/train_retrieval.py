@@ -4,7 +4,7 @@
     python examples/train_retrieval.py --data ml-1m/ratings.dat --epochs 60
     python examples/train_retrieval.py --data ml-1m/ratings.dat --epochs 60 --resume
     python examples/train_retrieval.py --data Video_Games.csv.gz
-    python examples/train_retrieval.py --data KuaiRand-1K/data --only long_view
+    python examples/train_retrieval.py --data KuaiRand-Pure/data --only long_view
 
 Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles beside them), Amazon
 reviews (ratings only, of 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
@@ -222,6 +222,13 @@ def open_data(options: Options) -> EventLog:
     )
     print(f"{', '.join(map(str, sources))}: {log.describe()}")
     return log
+
+
+def share_of_repeats(log: EventLog) -> float:
+    """The share of users whose last event is on an item that they had before."""
+    counts = np.diff(log.offsets)
+    on_last_item = log.items == np.repeat(log.items[log.offsets[1:] - 1], counts)
+    return float((np.add.reduceat(on_last_item, log.offsets[:-1], dtype=np.int64) > 1).mean())
 
 
 def evaluate_split(
@@ -509,6 +516,12 @@ def train(options: Options) -> None:
         f"Test, leave-one-out: the last event of {log.num_users:,} users among {ranked} "
         f"({log.num_items:,} items in all).",
     )
+    repeats = share_of_repeats(log)
+    if repeats and not options.keep_seen:
+        print(
+            f"\nThe last item of {repeats:.1%} of the users is one that they had before: always a "
+            "miss here. --keep-seen ranks such items, too."
+        )
     print(f"\nco-occurrence: {co_occurrence.describe()}, the best of its settings in validation")
     print_recommendations(trainer)
     rows = {name: asdict(metrics) for name, metrics in table.items()}

@@ -381,6 +381,13 @@ def test_a_named_layout_needs_no_telling_name(tmp_path: Path) -> None:
     assert open_event_log(path, layout="amazon").num_events == 6
 
 
+def test_repeated_items_are_told(tmp_path: Path) -> None:
+    log = open_event_log(write_kuairand(tmp_path))
+    # The user 4 watches 60, 70 and 60 again; the user 2 watches 60, 70 and 80.
+    assert train_retrieval.share_of_repeats(log) == 0.5
+    assert train_retrieval.share_of_repeats(open_event_log(write_amazon(tmp_path, 2023))) == 0
+
+
 @pytest.mark.parametrize("kind", ["amazon", "kuairand"])
 def test_trains_on_them(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
@@ -435,6 +442,8 @@ def test_a_malformed_batch_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_batch(spoilt(name, row, value), log.num_items)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    check_batch(JaggedBatch(nothing, torch.zeros(1).long(), *[nothing] * 4), log.num_items)
     with pytest.raises(ValueError, match=r"actions must be of shape \(4,\), got \(3,\)"):
         check_batch(dataclasses.replace(batch, actions=torch.zeros(3)), log.num_items)
     with pytest.raises(ValueError, match=r"seq_offsets must be of shape \(3,\).*got \(2,\)"):

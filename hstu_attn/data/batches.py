@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hstu_attn.data.events import EventLog
+from hstu_attn.data.kuairand import ACTIONS
 from hstu_attn.data.split import Windows
 
 __all__ = [
@@ -103,7 +104,7 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
             f"seq_offsets must start from 0 and end at the {total} rows of items, "
             f"got {int(offsets[0])} and {int(offsets[-1])}"
         )
-    bits = 1 << 8
+    bits = 1 << len(ACTIONS)
     for name, limit in (
         ("items", num_items),
         ("target_items", num_items),
