@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import random
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -344,6 +346,58 @@ def test_refuses_logs(tmp_path: Path) -> None:
     amazon = write_amazon(tmp_path, 2023)
     with pytest.raises(ValueError, match="the layout amazon-2023 is one file, got 2"):
         open_event_log([amazon, amazon])
+
+
+def read_line_by_line(text: bytes) -> list[tuple[bytes, int, float]] | int:
+    """Key, whole number and rating of each line, or the number of the first malformed line."""
+    rows = []
+    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n") if text else [], start=1):
+        fields = re.fullmatch(rb"([!#-+\--~]{1,64}),(\d{1,18}),(\d+(?:\.\d*)?)\r?", line)
+        if fields is None or not 0 <= float(fields[3]) <= 5:
+            return number
+        rows.append((fields[1], int(fields[2]), float(np.float32(fields[3]))))
+    return rows
+
+
+def test_reads_what_a_reader_of_single_lines_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random tables, most of them with one byte put in or changed."""
+    generator = random.Random(0)
+    path = tmp_path / "table.csv"
+    outcomes = set()
+    for _ in range(400):
+        monkeypatch.setattr(table, "BLOCK_BYTES", generator.choice([1, 7, 40, 1 << 20]))
+        lines = [
+            b"%s,%d,%s"
+            % (
+                bytes(generator.choices(b"ABCxyz019_", k=generator.randint(1, 20))),
+                generator.randrange(10 ** generator.randint(1, 18)),
+                generator.choice([b"5.0", b"3", b"0.5"]),
+            )
+            for _ in range(generator.randint(1, 12))
+        ]
+        text = generator.choice([b"\n", b"\r\n"]).join(lines) + generator.choice([b"", b"\n"])
+        place = generator.randrange(len(text))
+        change = generator.choice([*b',\n\r 0a"\xff-.\x00', None])
+        if change is not None:
+            text = text[:place] + bytes([change]) + text[place + generator.randint(0, 1) :]
+        path.write_bytes(text)
+        expected = read_line_by_line(text)
+        rows: list[tuple[bytes, int, float]] = []
+        try:
+            for block in table.read_table(path, "knr", has_header=False, progress=False):
+                columns = block.keys("k"), block.natural("n"), block.decimal("r", 0, 5)
+                rows += zip(*(column.tolist() for column in columns), strict=True)
+        except ValueError as error:
+            line = int(str(error).removeprefix(f"{path}:").split(":")[0])
+            # Of a block the columns are checked one after the other: another line may come first.
+            assert isinstance(expected, int)
+            assert expected <= line
+        else:
+            assert rows == expected
+        outcomes.add(isinstance(expected, int))
+    assert outcomes == {False, True}
 
 
 def test_columns_are_found_by_name(tmp_path: Path) -> None:
