@@ -1,4 +1,4 @@
-"""What stands around the layers, whatever the numbers are (test_jagged_numbers.py has these): no copy
+"""What stands around the layers, whatever the numbers are (those: test_jagged_numbers.py): no copy
 to the host, no graph break, zeros past the last offset, nothing read out of bounds."""
 
 from __future__ import annotations
