@@ -16,12 +16,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 4;  // of 64 registers a thread
-constexpr int kRows = 8;         // of a warp
+constexpr int kMostRows = 8;     // of a warp
 constexpr int kRowsAtOnce = 4;   // asked for before the first one is written
 
 template <typename Piece>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    append_kernel(const __grid_constant__ AppendParams params) {
+    append_kernel(const __grid_constant__ AppendParams params, int rows) {
   const PackedTensor& k = params.k;
   const PackedTensor& v = params.v;
   const PagedParams& paged = params.paged;
@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                                     elements * params.element_bytes);
   };
   const int64_t warps = int64_t{gridDim.x} * kThreads / 32;
-  for (int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * kRows;
-       begin < params.batch.total_q; begin += warps * kRows) {
-    const bool has_row = lane < kRows && begin + lane < params.batch.total_q;
+  for (int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * rows;
+       begin < params.batch.total_q; begin += warps * rows) {
+    const bool has_row = lane < rows && begin + lane < params.batch.total_q;
     const int64_t own_slot = has_row ? find_slot(params, begin + lane).element : -1;
-    for (int first = 0; first < kRows; first += kRowsAtOnce) {
+    for (int first = 0; first < rows; first += kRowsAtOnce) {
       int64_t slots[kRowsAtOnce];
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r) slots[r] = __shfl_sync(~0u, own_slot, first + r);
@@ -124,7 +124,7 @@ struct Piece {
 // whole.
 template <typename Element, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kAligned ? 3 : 2)
-    append_quantised_kernel(const __grid_constant__ AppendParams params, int head_lanes) {
+    append_quantised_kernel(const __grid_constant__ AppendParams params, int rows, int head_lanes) {
   const PackedTensor* const tensors[] = {&params.k, &params.v};
   const PagedParams& paged = params.paged;
   auto* const cache = static_cast<uint8_t*>(const_cast<void*>(paged.kv_cache));
@@ -132,11 +132,11 @@ __global__ void __launch_bounds__(kThreads, kAligned ? 3 : 2)
   const int lane = threadIdx.x % 32;
   const int column = lane % head_lanes * kPiece;
   const int64_t warps = int64_t{gridDim.x} * kThreads / 32;
-  for (int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * kRows;
-       begin < params.batch.total_q; begin += warps * kRows) {
-    const bool has_row = lane < kRows && begin + lane < params.batch.total_q;
+  for (int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32 * rows;
+       begin < params.batch.total_q; begin += warps * rows) {
+    const bool has_row = lane < rows && begin + lane < params.batch.total_q;
     const Slot own_slot = has_row ? find_slot(params, begin + lane) : Slot{};
-    for (int first = 0; first < kRows; first += kRowsAtOnce) {
+    for (int first = 0; first < rows; first += kRowsAtOnce) {
       int64_t slots[kRowsAtOnce];
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r) {
@@ -198,16 +198,20 @@ bool is_aligned(const AppendParams& params) {
 }  // namespace
 
 void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream) {
-  constexpr int kBlockRows = kThreads / 32 * kRows;
-  const int64_t blocks = (params.batch.total_q + kBlockRows - 1) / kBlockRows;
+  // As many rows to a warp as leave no warp without one.
+  const int64_t most_blocks = int64_t{multiprocessors} * kBlocksPerSm;
+  const int64_t total = params.batch.total_q;
+  const int rows =
+      static_cast<int>(std::clamp<int64_t>(total / (most_blocks * kThreads / 32), 1, kMostRows));
+  const int64_t block_rows = kThreads / 32 * rows;
   const auto grid =
-      static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{multiprocessors} * kBlocksPerSm));
+      static_cast<unsigned>(std::min((total + block_rows - 1) / block_rows, most_blocks));
   if (grid == 0) return;
   if (params.paged.scales) {
     int head_lanes = 1;
     while (head_lanes * kPiece < params.k.head_dim) head_lanes *= 2;
     const auto launch = [&](auto kernel) {
-      kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, head_lanes);
+      kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, rows, head_lanes);
     };
     const bool aligned = is_aligned(params);
     if (params.dtype == DType::kBFloat16) {
@@ -219,7 +223,7 @@ void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream
     }
   } else {
     const auto kernel = is_aligned(params) ? append_kernel<uint4> : append_kernel<uint16_t>;
-    kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+    kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, rows);
   }
   check_launch("append_paged_kv");
 }

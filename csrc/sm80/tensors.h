@@ -1,10 +1,9 @@
 // What forward and backward share: shared-memory layouts, copies of rows, and products of tiles.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include <cute/tensor.hpp>
 
+#include "../common/e4m3.h"
 #include "../common/fragments.h"
 #include "../common/pages.h"
 #include "tile_config.h"
@@ -209,20 +208,6 @@ struct PagedRows {
   }
 };
 
-// 8 elements of e4m3 times their scale, rounded.
-template <typename Element>
-HSTU_DEVICE uint4 dequantised(uint2 elements, float scale) {
-  const auto pair = [scale](uint32_t bits) {
-    const float2 x = __half22float2(
-        __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bits), __NV_E4M3)));
-    cutlass::Array<float, 2> scaled = {scale * x.x, scale * x.y};
-    const auto rounded = cutlass::NumericArrayConverter<Element, float, 2>{}(scaled);
-    return reinterpret_cast<const uint32_t&>(rounded);
-  };
-  return {pair(elements.x & 0xffff), pair(elements.x >> 16), pair(elements.y & 0xffff),
-          pair(elements.y >> 16)};
-}
-
 // Copies rows of an e4m3 cache, but not asynchronously: they are in shared memory when this
 // returns, and visible to others after the barrier that follows wait_for_copies().
 template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
@@ -250,8 +235,9 @@ HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, 
     }
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      *reinterpret_cast<uint4*>(passes.chunk(to, group + n)) =
-          dequantised<Element>(elements[n], scales[n]);
+      const uint2 low = dequantised<Element>(elements[n].x, scales[n]);
+      const uint2 high = dequantised<Element>(elements[n].y, scales[n]);
+      *reinterpret_cast<uint4*>(passes.chunk(to, group + n)) = {low.x, low.y, high.x, high.y};
     }
   }
   // Targets, over the zeros of their rows.

@@ -3,8 +3,8 @@
 
 #include "paged_keys.h"
 #include "pipeline.h"
+#include "quantised_keys.h"
 #include "split.h"
-#include "stored_keys.h"
 #include "tensors.h"
 
 namespace hstu::sm90 {
@@ -20,7 +20,7 @@ struct ForwardMaps {
 // Where keys come from, and who shares an item's.
 struct KeyForm {
   KeySource source = KeySource::kPacked;
-  bool is_stored = false;  // pages are of e4m3, and become tiles of 16 bits
+  bool is_quantised = false;  // pages are of e4m3, and become tiles of 16 bits
   // Blocks of a cluster that take a part each, and add up their sums in the end.
   int splits = 1;
   bool is_shared = false;  // by items of the list: see KeyShares
@@ -41,7 +41,7 @@ struct ForwardBlock {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHasBias = kHasBias_;
   static constexpr bool kIsPaged = kForm.source == KeySource::kPaged;
-  static constexpr bool kIsStored = kForm.is_stored;
+  static constexpr bool kIsQuantised = kForm.is_quantised;
   static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kHasBias, kIsPaged>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
@@ -54,18 +54,18 @@ struct ForwardBlock {
   static constexpr int kNoKey = INT_MAX;
   static constexpr int kFinders = kConsumers + 1;  // lanes: see find_item()
   static constexpr Registers kRegisters =
-      forward_registers(kHeadDim, kConsumers, kIsPaged, kIsStored);
+      forward_registers(kHeadDim, kConsumers, kIsPaged, kIsQuantised);
   static constexpr int kSplits = kForm.splits;
   static constexpr int kClusterBlocks = kSplits;
   static constexpr bool kIsShared = kForm.is_shared;
   static constexpr bool kIsSplit = kSplits > 1;
   static_assert(!kIsShared || (kIsPaged && !kIsSplit), "what shares are made for");
-  static_assert(!kIsStored || (kIsPaged && !kHasBias), "a bias leaves no room for scales");
+  static_assert(!kIsQuantised || (kIsPaged && !kHasBias), "a bias leaves no room for scales");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
-  static constexpr int kCopiers = kIsPaged ? 32 : 1;        // lanes that copy K, and V
-  static constexpr int kQueryCopiers = kIsStored ? 32 : 1;  // Q, and what is stored
+  static constexpr int kCopiers = kIsPaged ? 32 : 1;           // lanes that copy K, and V
+  static constexpr int kQueryCopiers = kIsQuantised ? 32 : 1;  // Q, and what is stored
 
   using ScoreMma = SharedMma<Element, kKeys, kHeadDim>;
   using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
@@ -122,7 +122,7 @@ struct ForwardBlock {
   using QueryPlace = RingPlace<kTiles.query_stages>;
   using KeyPlace = RingPlace<kTiles.key_stages>;
   using BiasPlace = RingPlace<2>;
-  using Stored = StoredTiles<KeyPlace::kStages, kKeys>;
+  using Quantised = QuantisedTiles<KeyPlace::kStages, kKeys>;
 
   struct SharedMemory {
     alignas(1024) Element q[QueryPlace::kStages][kConsumers][kWarpgroupRows * kHeadDim];
@@ -130,7 +130,7 @@ struct ForwardBlock {
     alignas(1024) Element v[KeyPlace::kStages][kKeys * kHeadDim];
     alignas(1024) Element bias[kHasBias ? BiasPlace::kStages : 0][kRows * kKeys];
     Item items[ItemPlace::kStages];
-    Stored stored[kIsStored ? 2 : 0];  // keys, values
+    Quantised quantised[kIsQuantised ? 2 : 0];  // keys, values
     KeyTile key_tiles[KeyPlace::kStages];
     int number;  // of the item to be found
     cutlass::arch::ClusterBarrier next_item_wanted;
@@ -146,8 +146,8 @@ struct ForwardBlock {
   static HSTU_DEVICE void init(SharedMemory& shared) {
     // From the lanes that find an item; to the consumers and the threads that copy.
     shared.item_handover.init(kConsumers * kWarpgroup + kQueryCopiers + 2 * kCopiers, kFinders);
-    if constexpr (kIsStored) {
-      for (Stored& stored : shared.stored) stored.init();
+    if constexpr (kIsQuantised) {
+      for (Quantised& quantised : shared.quantised) quantised.init();
     }
     constexpr int kConsumerWarps = kConsumers * 4;
     shared.q_handover.init(kConsumerWarps);

@@ -15,9 +15,9 @@ struct ForwardProducers : Block {
   using Block::kHasBias;
   using Block::kHeadDim;
   using Block::kIsPaged;
+  using Block::kIsQuantised;
   using Block::kIsShared;
   using Block::kIsSplit;
-  using Block::kIsStored;
   using Block::kKeys;
   using Block::kNoItem;
   using Block::kNoKey;
@@ -33,7 +33,7 @@ struct ForwardProducers : Block {
   using typename Block::KeyTile;
   using typename Block::QueryPlace;
   using typename Block::SharedMemory;
-  using StoredPlace = typename Block::Stored::Place;
+  using QuantisedPlace = typename Block::Quantised::Place;
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
                               const WorkList& list, const KeyShares& shares, SharedMemory& shared) {
@@ -175,7 +175,7 @@ struct ForwardProducers : Block {
                                        SharedMemory& shared) {
     QueryPlace place;
     KeyPlace key_place;
-    StoredPlace stored_place;
+    QuantisedPlace quantised_place;
     PageWindow window;
     for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
       if (kIsSplit && item.tile_from(0) == kNoKey) return;
@@ -188,17 +188,18 @@ struct ForwardProducers : Block {
                                                    shared.q_handover.full[place.stage()]);
       }
       place.advance();
-      if constexpr (kIsStored) {
+      if constexpr (kIsQuantised) {
         __syncwarp();
-        copy_stored(params, maps, shared, item, key_place, stored_place, window);
+        copy_quantised(params, maps, shared, item, key_place, quantised_place, window);
       }
     });
   }
 
   // The stored keys and values of an item.
-  static HSTU_DEVICE void copy_stored(const ForwardParams& params, const ForwardMaps& maps,
-                                      SharedMemory& shared, const Item& item, KeyPlace& key_place,
-                                      StoredPlace& stored_place, PageWindow& window) {
+  static HSTU_DEVICE void copy_quantised(const ForwardParams& params, const ForwardMaps& maps,
+                                         SharedMemory& shared, const Item& item,
+                                         KeyPlace& key_place, QuantisedPlace& quantised_place,
+                                         PageWindow& window) {
     const Sequence& sequence = item.work.sequence;
     const PagedColumns<kKeys> paged(sequence);
     window.enter(item.pages);
@@ -206,14 +207,14 @@ struct ForwardProducers : Block {
       const int stage = key_place.stage();
       if (!paged.is_target(first)) {
         shared.k_handover.wait_empty(key_place);
-        start_copy_stored<PagePart::kKeys, kKeys, kHeadDim>(
+        start_copy_quantised<PagePart::kKeys, kKeys, kHeadDim>(
             params.paged, maps.pages, window, sequence, item.head, first, shared.k[stage],
-            shared.stored[0], stored_place);
+            shared.quantised[0], quantised_place);
         shared.v_handover.wait_empty(key_place);
-        start_copy_stored<PagePart::kValues, kKeys, kHeadDim>(
+        start_copy_quantised<PagePart::kValues, kKeys, kHeadDim>(
             params.paged, maps.pages, window, sequence, item.head, first, shared.v[stage],
-            shared.stored[1], stored_place);
-        stored_place.advance();
+            shared.quantised[1], quantised_place);
+        quantised_place.advance();
       }
       key_place.advance();
     }
@@ -222,7 +223,7 @@ struct ForwardProducers : Block {
   static HSTU_DEVICE void copy_keys(const ForwardParams& params, const ForwardMaps& maps,
                                     SharedMemory& shared) {
     BiasPlace bias_place;
-    StoredPlace stored_place;
+    QuantisedPlace quantised_place;
     PageWindow window;
     bool is_next_wanted = false;
     for_each_key_tile(shared, [&](const Item& item, int first, int next, KeyPlace place) {
@@ -244,7 +245,7 @@ struct ForwardProducers : Block {
         }
         shared.key_tiles[place.stage()] = {bits};
       }
-      copy_tile<PagePart::kKeys>(params, maps, maps.k, shared, window, stored_place, item, first,
+      copy_tile<PagePart::kKeys>(params, maps, maps.k, shared, window, quantised_place, item, first,
                                  shared.k[place.stage()], shared.k_handover.full[place.stage()]);
       if (kHasBias && is_leader()) {
         const Sequence& sequence = item.work.sequence;
@@ -263,11 +264,12 @@ struct ForwardProducers : Block {
   static HSTU_DEVICE void copy_values(const ForwardParams& params, const ForwardMaps& maps,
                                       SharedMemory& shared) {
     PageWindow window;
-    StoredPlace stored_place;
+    QuantisedPlace quantised_place;
     for_each_key_tile(shared, [&](const Item& item, int first, int, KeyPlace place) {
       shared.v_handover.wait_empty(place);
-      copy_tile<PagePart::kValues>(params, maps, maps.v, shared, window, stored_place, item, first,
-                                   shared.v[place.stage()], shared.v_handover.full[place.stage()]);
+      copy_tile<PagePart::kValues>(params, maps, maps.v, shared, window, quantised_place, item,
+                                   first, shared.v[place.stage()],
+                                   shared.v_handover.full[place.stage()]);
     });
   }
 
@@ -275,8 +277,8 @@ struct ForwardProducers : Block {
   template <PagePart kPart>
   static HSTU_DEVICE void copy_tile(const ForwardParams& params, const ForwardMaps& maps,
                                     const CUtensorMap& packed, SharedMemory& shared,
-                                    PageWindow& window, StoredPlace& stored_place, const Item& item,
-                                    int first, Element* to,
+                                    PageWindow& window, QuantisedPlace& quantised_place,
+                                    const Item& item, int first, Element* to,
                                     cutlass::arch::ClusterTransactionBarrier& full) {
     const Sequence& sequence = item.work.sequence;
     if constexpr (!kIsPaged) {
@@ -285,10 +287,11 @@ struct ForwardProducers : Block {
     } else {
       const PagedColumns<kKeys> paged(sequence);
       const bool is_target = paged.is_target(first);
-      if constexpr (kIsStored) {
+      if constexpr (kIsQuantised) {
         if (!is_target) {
-          convert_stored<kKeys, kHeadDim>(shared.stored[static_cast<int>(kPart)], stored_place, to);
-          stored_place.advance();
+          dequantise_tile<kKeys, kHeadDim>(shared.quantised[static_cast<int>(kPart)],
+                                           quantised_place, to);
+          quantised_place.advance();
           if (is_leader()) full.arrive();
           return;
         }

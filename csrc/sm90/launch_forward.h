@@ -34,9 +34,9 @@ struct ForwardLauncher {
     return params.rab.data ? choose_form<true, false>(params, launch, use)
                            : choose_form<false, false>(params, launch, use);
   }
-  template <bool kHasBias, bool kIsStored, typename Use>
+  template <bool kHasBias, bool kIsQuantised, typename Use>
   static auto choose_form(const ForwardParams& params, const CudaLaunch& launch, Use use) {
-    constexpr KeyForm kForm = {.source = kSource, .is_stored = kIsStored};
+    constexpr KeyForm kForm = {.source = kSource, .is_quantised = kIsQuantised};
     if constexpr (kSource == KeySource::kPaged) {
       const int splits = key_splits(params, launch);
       if (splits == kManySplits) {

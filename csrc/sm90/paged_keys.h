@@ -53,7 +53,7 @@ PageMap make_page_map(const PagedParams& paged, int head_dim, int heads, int key
                              paged.head_stride, head_dim};
   PageMap pages;
   const int box_rows = std::min(paged.page_size, keys);
-  pages.map = paged.scales ? make_stored_map<kHeadDim>(rows, heads, box_rows)
+  pages.map = paged.scales ? make_quantised_map<kHeadDim>(rows, heads, box_rows)
                            : make_ragged_map<kHeadDim>(rows, heads, box_rows, dtype);
   pages.page_rows = static_cast<int>(paged.page_stride / paged.slot_stride);
   pages.value_rows = static_cast<int>(paged.kv_stride / paged.slot_stride);

@@ -88,6 +88,18 @@ HSTU_DEVICE bool arrives_last(int* arrived, int others, int warpgroup) {
   return is_last != 0;
 }
 
+// The value of one lane, in all lanes of a warp.
+template <typename Value>
+HSTU_DEVICE Value of_lane(Value value, int lane) {
+  static_assert(sizeof(Value) % sizeof(uint32_t) == 0);
+  uint32_t words[sizeof(Value) / sizeof(uint32_t)];
+  memcpy(words, &value, sizeof(Value));
+#pragma unroll
+  for (uint32_t& word : words) word = __shfl_sync(0xffffffff, word, lane);
+  memcpy(&value, words, sizeof(Value));
+  return value;
+}
+
 // The tile of find_row_tile(), or one without rows, and the sequence's pages. By a warp, each lane
 // of which looks at a sequence of its own: a block that has few items would wait for each step of a
 // search.
@@ -97,7 +109,6 @@ HSTU_DEVICE bool find_paged_tile(const ForwardParams& params, int number, int si
   const int lane = static_cast<int>(threadIdx.x) % 32;
   bool exists = false;
   if (lane == 0) found = {};  // NOTE: offsets that lie may begin behind it
-  __syncwarp();
   for (int first = 0; first < batch.batch; first += 32) {
     const int b = min(first + lane, batch.batch - 1);
     const Sequence sequence = load_sequence(batch, b);
@@ -107,10 +118,12 @@ HSTU_DEVICE bool find_paged_tile(const ForwardParams& params, int number, int si
     const unsigned begun = __ballot_sync(0xffffffff, first + lane < batch.batch && tile >= 0);
     if (begun == 0) break;
     const int owner = 31 - __clz(begun);
-    exists = __shfl_sync(0xffffffff, tile * size < sequence.q_len, owner);
-    if (lane == owner) {
-      found = exists ? WorkTile{sequence, b, static_cast<int>(tile)} : WorkTile{};
-      pages = list;
+    const WorkTile last = of_lane(WorkTile{sequence, b, static_cast<int>(tile)}, owner);
+    const PageList last_pages = of_lane(list, owner);
+    exists = int64_t{last.tile} * size < last.sequence.q_len;
+    if (lane == 0) {
+      found = exists ? last : WorkTile{};
+      pages = last_pages;
     }
     if (owner < 31) break;
   }

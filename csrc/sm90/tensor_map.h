@@ -96,7 +96,7 @@ CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
 
 // Of bytes, one row of a panel behind the other.
 template <int kHeadDim>
-CUtensorMap make_stored_map(const PackedTensor& tensor, int heads, int box_rows) {
+CUtensorMap make_quantised_map(const PackedTensor& tensor, int heads, int box_rows) {
   return make_ragged_map<kHeadDim>(tensor, heads, box_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
                                    CU_TENSOR_MAP_SWIZZLE_NONE);
 }

@@ -26,9 +26,10 @@ struct Registers {
 // The 64 K registers of a multiprocessor over all threads, in steps of 8: a block gets what it
 // begins with, and no more adds up. Of what does, what spills in no role; producers that look for
 // pages need more.
-constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged, bool is_stored) {
+constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged,
+                                      bool is_quantised) {
   if (is_paged && head_dim <= 64) return {88, 208};
-  if (is_stored) return head_dim == 128 ? Registers{88, 208} : Registers{72, 216};
+  if (is_quantised) return head_dim == 128 ? Registers{88, 208} : Registers{72, 216};
   if (is_paged) return {56, 224};
   if (head_dim == 256) return {40, 232};
   if (consumers == 2) return {56, 224};

@@ -2,10 +2,9 @@
 // there.
 #pragma once
 
-#include <cuda_fp8.h>
 #include <cutlass/arch/barrier.h>
-#include <cutlass/numeric_conversion.h>
 
+#include "../common/e4m3.h"
 #include "paged_keys.h"
 #include "pipeline.h"
 
@@ -14,7 +13,7 @@ namespace hstu::sm90 {
 // Stored bytes of a tile and the scales of its rows, on their way. They have a ring of their own,
 // since tiles of targets pass it by; the bytes lie in the second half of the tile's place.
 template <int kStages, int kKeys>
-struct StoredTiles {
+struct QuantisedTiles {
   using Place = RingPlace<kStages>;
 
   float scales[kStages][kKeys];
@@ -34,15 +33,15 @@ HSTU_DEVICE void start_copy_word(const float* from, float* to, bool exists) {
 }
 
 // Starts copying the stored bytes and scales of the tile of history from key `first` on. By a warp.
-template <PagePart kPart, int kKeys, int kHeadDim, typename Element, typename Stored>
-HSTU_DEVICE void start_copy_stored(const PagedParams& paged, const PageMap& pages,
-                                   PageWindow& window, const Sequence& sequence, int head,
-                                   int first, Element* tile, Stored& stored,
-                                   typename Stored::Place place) {
+template <PagePart kPart, int kKeys, int kHeadDim, typename Element, typename Quantised>
+HSTU_DEVICE void start_copy_quantised(const PagedParams& paged, const PageMap& pages,
+                                      PageWindow& window, const Sequence& sequence, int head,
+                                      int first, Element* tile, Quantised& quantised,
+                                      typename Quantised::Place place) {
   static_assert(sizeof(Element) == 2);
   constexpr int kSize = kKeys * kHeadDim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  auto& full = stored.full[place.stage()];
+  auto& full = quantised.full[place.stage()];
   if (lane == 0) full.arrive_and_expect_tx(kSize);
   start_copy_pages<kPart, kKeys, kHeadDim>(paged, pages, window, sequence, head, first,
                                            reinterpret_cast<uint8_t*>(tile) + kSize, full);
@@ -55,42 +54,29 @@ HSTU_DEVICE void start_copy_stored(const PagedParams& paged, const PageMap& page
     const int64_t at = max(id, 0) * paged.scale_page_stride +
                        (kPart == PagePart::kValues ? paged.scale_kv_stride : 0) +
                        key % paged.page_size * paged.scale_slot_stride + head;
-    start_copy_word(paged.scales + (exists ? at : 0), stored.scales[place.stage()] + row, exists);
+    start_copy_word(paged.scales + (exists ? at : 0), quantised.scales[place.stage()] + row,
+                    exists);
   }
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
                    cast_smem_ptr_to_uint(reinterpret_cast<uint64_t*>(&full)))
                : "memory");
 }
 
-// 16 stored values times a scale, rounded.
-template <typename Element>
-HSTU_DEVICE void convert(uint4 bytes, float scale, uint4 (&to)[2]) {
-  const uint32_t words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
-  uint32_t* const pairs = reinterpret_cast<uint32_t*>(to);
-  const cutlass::NumericArrayConverter<Element, float, 2> round;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const auto two = static_cast<__nv_fp8x2_storage_t>(words[n / 2] >> n % 2 * 16);
-    const float2 values = __half22float2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3));
-    const auto rounded = round({values.x * scale, values.y * scale});
-    pairs[n] = reinterpret_cast<const uint32_t&>(rounded);
-  }
-}
-
 // Turns the stored bytes of a tile, which have come, into the tile. By a warp.
 // NOTE: in place, in ascending order: what is written never reaches what has not been read.
-template <int kKeys, int kHeadDim, typename Element, typename Stored>
-HSTU_DEVICE void convert_stored(const Stored& stored, typename Stored::Place place, Element* tile) {
+template <int kKeys, int kHeadDim, typename Element, typename Quantised>
+HSTU_DEVICE void dequantise_tile(const Quantised& quantised, typename Quantised::Place place,
+                                 Element* tile) {
   constexpr int kPieces = kKeys * kHeadDim / 16;  // of 16 values
   constexpr int kRowPieces = kPanel<kHeadDim> / 16;
   constexpr int kAtOnce = 4;  // loads of a lane
   static_assert(kPieces % (32 * kAtOnce) == 0);
   constexpr int kSwizzleBits = kHeadDim < 64 ? 0x30 : 0x70;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  stored.full[place.stage()].wait(place.parity());
+  quantised.full[place.stage()].wait(place.parity());
   char* const memory = reinterpret_cast<char*>(tile);
   const uint4* const bytes = reinterpret_cast<const uint4*>(memory + kKeys * kHeadDim);
-  const float* const scales = stored.scales[place.stage()];
+  const float* const scales = quantised.scales[place.stage()];
 #pragma unroll 1
   for (int first = lane; first < kPieces; first += 32 * kAtOnce) {
     uint4 pieces[kAtOnce];
@@ -100,12 +86,18 @@ HSTU_DEVICE void convert_stored(const Stored& stored, typename Stored::Place pla
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int piece = first + n * 32;
-      uint4 converted[2];
-      convert<Element>(pieces[n], scales[piece / kRowPieces % kKeys], converted);
+      const float scale = scales[piece / kRowPieces % kKeys];
+      const auto four = [&](uint32_t word) { return dequantised<Element>(word, scale); };
+      const uint2 parts[] = {four(pieces[n].x), four(pieces[n].y), four(pieces[n].z),
+                             four(pieces[n].w)};
       const int offset = piece * 32;
       const int swizzle = offset >> 3 & kSwizzleBits;
-      *reinterpret_cast<uint4*>(memory + (offset ^ swizzle)) = converted[0];
-      *reinterpret_cast<uint4*>(memory + (offset + 16 ^ swizzle)) = converted[1];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint2 low = parts[half * 2], high = parts[half * 2 + 1];
+        *reinterpret_cast<uint4*>(memory + (offset + half * 16 ^ swizzle)) = {low.x, low.y, high.x,
+                                                                              high.y};
+      }
     }
   }
   cutlass::arch::fence_view_async_shared();  // before wgmma reads it
