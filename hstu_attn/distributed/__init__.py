@@ -1,0 +1,33 @@
+"""Training on many GPUs: a process per GPU, ranks joined by ``torch.distributed``.
+
+    launch              starting the ranks' processes, and failing together
+    embedding           embedding tables whose rows are divided among the ranks
+    parallel            data parallelism of everything else, and losses and clipping that are the
+                        same on any number of ranks
+    checkpoint          saving and loading, on another number of ranks if need be
+    torchrec_tables     tables by torchrec, where it is installed
+
+Nothing here is imported before it is asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .embedding import RoutedIds, ShardedEmbedding
+
+__all__ = ["RoutedIds", "ShardedEmbedding"]
+
+_LAZY_NAMES = {"RoutedIds": "embedding", "ShardedEmbedding": "embedding"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY_NAMES:
+        value = getattr(import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,134 @@
+"""Processes that run functions of tests together, as ranks of a process group.
+
+They are started once for all tests that ask for as many of them; a test sends them a function that
+can be imported and its arguments, and gets what each rank returned.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=60)
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+
+
+class RankPool:
+    """``number`` processes, each a rank of the default process group; with NCCL each has a GPU."""
+
+    def __init__(self, number: int, backend: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(number):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, number, backend, store, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What each rank returns of ``function(*arguments)``.
+
+        Raises:
+            RuntimeError: a rank failed; the text is its trace. The pool is of no use then.
+        """
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        results: dict[Connection, Any] = {}
+        while len(results) < len(self.pipes):
+            waiting = [pipe for pipe in self.pipes if pipe not in results]
+            ready = wait(waiting, timeout=2 * TIMEOUT.total_seconds())
+            if not ready:
+                raise RuntimeError("ranks did not answer in time")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    good, results[pipe] = pipe.recv()
+                except EOFError:
+                    raise RuntimeError("a rank ended") from None
+                if not good:
+                    raise RuntimeError(f"rank {self.pipes.index(pipe)}: {results[pipe]}")
+        return [results[pipe] for pipe in self.pipes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _serve(rank: int, number: int, backend: str, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=number, timeout=TIMEOUT
+    )
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, function(*arguments)
+        except Exception:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+
+
+_pools: dict[tuple[int, str], RankPool] = {}
+
+
+def run_ranks(
+    number: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
+) -> list[Any]:
+    """What each of ``number`` ranks returns of ``function(*arguments)``. One rank is this process,
+    without a process group. Skips the test where NCCL has too few GPUs."""
+    if number == 1:
+        return [function(*arguments)]
+    if backend == "nccl" and torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} GPUs")
+    key = number, backend
+    if key not in _pools:
+        _pools[key] = RankPool(number, backend)
+    try:
+        return _pools[key](function, *arguments)
+    except RuntimeError:
+        _pools.pop(key).close()
+        raise
+
+
+@atexit.register
+def close_pools() -> None:
+    """Ends the processes of all pools."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def device_type(backend: str) -> str:
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
