@@ -191,9 +191,65 @@ def test_ranks_share_each_epoch(
     assert list(samplers[0]) == list(sampler_of(0, **options))
 
 
-def test_sequences_that_are_too_few_for_the_ranks_join_the_batch_before() -> None:
+def test_sequences_that_are_less_than_half_a_batch_join_the_batch_before() -> None:
     sizes = np.sum([[len(part) for part in sampler_of(rank)] for rank in range(4)], axis=0)
     assert sizes.tolist() == [20] * 9 + [23]
+
+
+@pytest.mark.parametrize("number", [200, 203, 209, 211])
+def test_global_batches_are_those_of_any_number_of_ranks(number: int) -> None:
+    lengths = np.random.default_rng(number).integers(1, 100, number)
+
+    def global_batches(num_ranks: int, epoch: int) -> list[list[int]]:
+        samplers = [
+            BalancedBatchSampler(lengths, AttentionCost(20, 1), 20, num_ranks=num_ranks, rank=rank)
+            for rank in range(num_ranks)
+        ]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        return [sorted(itertools.chain(*parts)) for parts in zip(*samplers, strict=True)]
+
+    for epoch in range(2):
+        one = global_batches(1, epoch)
+        assert len(one) == (11 if number == 211 else 10)
+        for num_ranks in (2, 4, 10):
+            assert global_batches(num_ranks, epoch) == one
+
+
+def test_continues_where_it_was() -> None:
+    """Through the end of an epoch, by a loader that draws ahead, and with other ranks."""
+    sampler = sampler_of(1)
+    steps, states = [], []
+    while len(steps) < 25:
+        loader = DataLoader(
+            list(range(203)),  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            num_workers=1,
+            prefetch_factor=4,
+        )
+        for batch in loader:
+            states.append(sampler.state_dict())
+            steps.append(batch.tolist())
+            sampler.advance()
+    assert len(steps) == 30
+    assert states[12] == {"epoch": 1, "batch": 2}
+    for epoch in range(3):
+        seen = list(itertools.chain(*steps[10 * epoch : 10 * epoch + 10]))
+        assert len(set(seen)) == len(seen)
+    for start in (0, 9, 10, 12, 29):
+        other = sampler_of(1)
+        other.load_state_dict(states[start])
+        assert list(other) == steps[start : 10 * (start // 10 + 1)]
+    parts = []
+    for rank in range(4):
+        other = sampler_of(rank)
+        other.load_state_dict(states[12])
+        parts.append(next(iter(other)))
+    whole = sampler_of(0, num_ranks=1)
+    whole.load_state_dict(states[12])
+    assert sorted(itertools.chain(*parts)) == sorted(next(iter(whole)))
+    with pytest.raises(ValueError, match="batch must be from 0 to 9, the last of an epoch, got 10"):
+        sampler.load_state_dict({"epoch": 0, "batch": 10})
 
 
 def test_loads_a_data_set_by_torch() -> None:
@@ -216,6 +272,8 @@ def test_refuses() -> None:
         sampler_of(4)
     with pytest.raises(ValueError, match="global_batch_size must be at least num_ranks = 4, got 3"):
         sampler_of(0, global_batch_size=3)
+    with pytest.raises(ValueError, match="leaves 2 of 203 sequences for the last batch of an epoc"):
+        sampler_of(0, global_batch_size=3, num_ranks=3)
     with pytest.raises(ValueError, match="lengths must be positive, got 0 in row 1"):
         BalancedBatchSampler(
             np.array([3, 0]), AttentionCost(1, 1), global_batch_size=2, num_ranks=1, rank=0

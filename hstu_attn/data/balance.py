@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from hstu_attn.data.batches import SamplerState
 from hstu_attn.layer import HSTULayerConfig
 
 __all__ = ["AttentionCost", "BalancedBatchSampler", "balance", "imbalance"]
@@ -191,11 +192,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Each epoch shuffles all sequences, cuts them into global batches and divides each of those among
     the ranks by cost. Ranks need not talk to each other: they differ in ``rank`` alone. Every rank
-    has as many batches as any other, and none is empty: sequences at the end that are fewer than
-    the ranks go into the batch before.
+    has as many batches as any other, and none is empty. The global batches are the same for every
+    number of ranks: sequences at the end that are fewer than half a batch go into the batch before.
+
+    An iteration goes through what is left of an epoch. The loader may draw batches ahead, so the
+    training loop says what it has done, and the position is saved with the model:
+
+        while training:
+            for batch in loader:                        # of this sampler
+                ...
+                sampler.advance()
 
     NOTE: ranks have different numbers of sequences and rows. A loss that is a mean over rows is to
-    be weighted by a rank's share of the global batch's rows before gradients are averaged.
+    be weighted by a rank's share of the global batch's rows before gradients are averaged, as
+    :func:`hstu_attn.distributed.global_mean` does.
 
     Args:
         lengths: ``(n,)``, rows of each sequence, positive.
@@ -203,10 +213,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         global_batch_size: sequences of a batch over all ranks.
         num_ranks: how many ranks there are.
         rank: this one.
-        seed: of the order; the order of an epoch depends on it and on :meth:`set_epoch` alone.
+        seed: of the order; the order of an epoch depends on it and on the epoch alone.
         equal_counts: the ranks' batches hold equally many sequences, but for one.
         drop_last: leaves out the last global batch of an epoch if it is smaller.
         shuffle: otherwise global batches are consecutive sequences.
+
+    Raises:
+        ValueError: arguments out of range, or too few sequences for every rank to have one in each
+            batch.
     """
 
     def __init__(
@@ -247,20 +261,53 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self.epoch = 0
+        self.batch = 0
+        last = len(lengths) - (len(self) - 1) * global_batch_size
+        if not drop_last and last < num_ranks:
+            raise ValueError(
+                f"global_batch_size = {global_batch_size} leaves {last} of {len(lengths)} "
+                f"sequences for the last batch of an epoch, fewer than num_ranks = {num_ranks}"
+            )
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration goes through."""
-        self.epoch = epoch
+        """The next iteration goes through this epoch from its start."""
+        self.epoch, self.batch = epoch, 0
+
+    def advance(self) -> None:
+        """One more batch is done; after the last one of an epoch the next epoch begins."""
+        self.batch += 1
+        if self.batch == len(self):
+            self.set_epoch(self.epoch + 1)
+
+    def state_dict(self) -> SamplerState:
+        """The position: the epoch, and how many of its batches are done. It is the same on all
+        ranks, and good for any number of them."""
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """The next iteration continues from this position of a sampler with the same sequences,
+        batch size, seed and options.
+
+        Raises:
+            ValueError: an epoch has fewer batches.
+        """
+        if not 0 <= state["batch"] < len(self):
+            raise ValueError(
+                f"batch must be from 0 to {len(self) - 1}, the last of an epoch, "
+                f"got {state['batch']}"
+            )
+        self.epoch, self.batch = state["epoch"], state["batch"]
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.costs), self.global_batch_size)
-        return whole + (not self.drop_last and (rest >= self.num_ranks or not whole))
+        """Batches of a whole epoch."""
+        number, rest = divmod(len(self.costs), self.global_batch_size)
+        return number + (not self.drop_last and (2 * rest >= self.global_batch_size or not number))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = np.arange(len(self.costs))
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(order)
-        for number in range(len(self)):
+        for number in range(self.batch, len(self)):
             start, end = (self.global_batch_size * place for place in (number, number + 1))
             if number == len(self) - 1 and not self.drop_last:
                 end = len(order)

@@ -138,7 +138,7 @@ def _require(good: Tensor, name: str, feature: Tensor, expected: str) -> None:
 
 
 class SamplerState(TypedDict):
-    """Where a :class:`BatchSampler` stands."""
+    """Where a sampler of batches stands."""
 
     epoch: int
     batch: int
