@@ -15,10 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .embedding import RoutedIds, ShardedEmbedding
+    from .parallel import clip_gradients, global_mean, parallelize, parameter_groups
 
-__all__ = ["RoutedIds", "ShardedEmbedding"]
+__all__ = [
+    "RoutedIds",
+    "ShardedEmbedding",
+    "clip_gradients",
+    "global_mean",
+    "parallelize",
+    "parameter_groups",
+]
 
-_LAZY_NAMES = {"RoutedIds": "embedding", "ShardedEmbedding": "embedding"}
+_LAZY_NAMES = {
+    "RoutedIds": "embedding",
+    "ShardedEmbedding": "embedding",
+    "clip_gradients": "parallel",
+    "global_mean": "parallel",
+    "parallelize": "parallel",
+    "parameter_groups": "parallel",
+}
 
 
 def __getattr__(name: str) -> Any:

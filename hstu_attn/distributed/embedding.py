@@ -77,6 +77,8 @@ class ShardedEmbedding(nn.Module):
         dtype: floating dtype of the table.
     """
 
+    _bounds: Tensor
+
     def __init__(
         self,
         name: str,
