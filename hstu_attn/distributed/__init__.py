@@ -14,25 +14,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .embedding import RoutedIds, ShardedEmbedding
+    from .embedding import RoutedIds, ShardedEmbedding, ShardedEmbeddings
     from .parallel import clip_gradients, global_mean, parallelize, parameter_groups
+    from .torchrec_tables import torchrec_embedding_collection
 
 __all__ = [
     "RoutedIds",
     "ShardedEmbedding",
+    "ShardedEmbeddings",
     "clip_gradients",
     "global_mean",
     "parallelize",
     "parameter_groups",
+    "torchrec_embedding_collection",
 ]
 
 _LAZY_NAMES = {
     "RoutedIds": "embedding",
     "ShardedEmbedding": "embedding",
+    "ShardedEmbeddings": "embedding",
     "clip_gradients": "parallel",
     "global_mean": "parallel",
     "parallelize": "parallel",
     "parameter_groups": "parallel",
+    "torchrec_embedding_collection": "torchrec_tables",
 }
 
 

@@ -21,6 +21,7 @@ every rank that is the gradient of the mean over the global batch.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["RoutedIds", "ShardedEmbedding"]
+__all__ = ["RoutedIds", "ShardedEmbedding", "ShardedEmbeddings", "check_range", "device_of"]
 
 # Rows are drawn in blocks, each from a generator of its own, so that no rank draws the others'.
 ROWS_PER_BLOCK = 4096
@@ -113,7 +114,7 @@ class ShardedEmbedding(nn.Module):
         bounds = bounds.clamp(max=num_embeddings)
         self.first_row, self.end_row = int(bounds[rank]), int(bounds[rank + 1])
         if device is None and mesh is not None:
-            device = _device_of(mesh)
+            device = device_of(mesh)
         local = torch.empty(
             self.end_row - self.first_row, embedding_dim, device=device, dtype=dtype
         )
@@ -202,8 +203,7 @@ class ShardedEmbedding(nn.Module):
             raise ValueError(f"{self.name} ids must be int32 or int64, got {ids.dtype}")
         ids = ids.long()
         if self.num_ranks == 1:
-            if ids.numel():
-                self._check_range(ids, *torch.stack(ids.aminmax()).tolist())
+            check_range({self.name: ids}, {self.name: self.num_embeddings})
             return RoutedIds(ids, ids, [], [])
         distinct, inverse = torch.unique(ids, return_inverse=True)
         # The distinct ids are in order, so those of an owner are neighbours.
@@ -215,7 +215,7 @@ class ShardedEmbedding(nn.Module):
         dist.all_to_all_single(received, sent, group=group)
         sent_counts, received_counts = torch.stack([sent, received]).tolist()
         if min(sent_counts) < 0:
-            self._check_range(ids, int(distinct[0]), int(distinct[-1]))
+            check_range({self.name: ids}, {self.name: self.num_embeddings})
         if min(received_counts) < 0:
             raise ValueError(
                 f"{self.name} ids must be from 0 to {self.num_embeddings - 1}, which they are not "
@@ -231,15 +231,48 @@ class ShardedEmbedding(nn.Module):
             f"rows {self.first_row} to {self.end_row - 1} of {self.num_ranks} ranks"
         )
 
-    def _check_range(self, ids: Tensor, smallest: int, largest: int) -> None:
-        if smallest >= 0 and largest < self.num_embeddings:
-            return
-        outside = (ids < 0) | (ids >= self.num_embeddings)
-        row = int(outside.flatten().nonzero()[0])
-        raise ValueError(
-            f"{self.name} ids must be from 0 to {self.num_embeddings - 1}, "
-            f"got {int(ids.flatten()[row])} in row {row}"
+
+class ShardedEmbeddings(nn.Module):
+    """A :class:`ShardedEmbedding` for each feature.
+
+    Args:
+        tables: by feature, its number of rows and their width.
+        mesh: as in :class:`ShardedEmbedding`.
+        options: further arguments of every :class:`ShardedEmbedding`.
+    """
+
+    def __init__(
+        self, tables: Mapping[str, tuple[int, int]], mesh: DeviceMesh | None = None, **options: Any
+    ) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict(
+            {name: ShardedEmbedding(name, *size, mesh, **options) for name, size in tables.items()}
         )
+
+    def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of each feature's ids, as :meth:`ShardedEmbedding.forward` returns them. All
+        ranks are to name the same features in the same order."""
+        return {name: self.tables[name](feature) for name, feature in ids.items()}
+
+
+def check_range(ids: Mapping[str, Tensor], num_embeddings: Mapping[str, int]) -> None:
+    """Checks that ids are rows of their tables; it copies their range to the host, once for all.
+
+    Raises:
+        ValueError: naming the feature, the id and the row where it is.
+    """
+    present = {name: feature for name, feature in ids.items() if feature.numel()}
+    if not present:
+        return
+    ranges = torch.stack([torch.stack(feature.aminmax()) for feature in present.values()])
+    for (name, feature), (smallest, largest) in zip(present.items(), ranges.tolist(), strict=True):
+        rows = num_embeddings[name]
+        if smallest < 0 or largest >= rows:
+            row = int(((feature < 0) | (feature >= rows)).flatten().nonzero()[0])
+            raise ValueError(
+                f"{name} ids must be from 0 to {rows - 1}, "
+                f"got {int(feature.flatten()[row])} in row {row}"
+            )
 
 
 class _Exchange(torch.autograd.Function):
@@ -269,7 +302,8 @@ class _Exchange(torch.autograd.Function):
         return result / num_ranks, None, None, None, None
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank in a mesh; of several GPUs the current one."""
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)

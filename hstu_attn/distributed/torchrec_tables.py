@@ -1,0 +1,147 @@
+"""Embedding tables by torchrec, for tables whose dense gradients would not fit: its fused kernels
+update in the backward pass the rows that a batch has, and no others.
+
+    tables = torchrec_embedding_collection(
+        {"item": (1_000_000_000, 512)}, mesh, optimizer=torch.optim.Adam, options={"lr": 1e-3}
+    )
+    model = parallelize(Model(tables), mesh, "ddp", ignored_modules=[tables])
+    rows = tables({"item": item_ids})["item"]       # (total, 512)
+
+It takes and returns what :class:`~hstu_attn.distributed.embedding.ShardedEmbeddings` does. It needs
+torchrec and fbgemm-gpu: `pip install fbgemm-gpu` (or `fbgemm-gpu-cpu`) in the version that fits
+torch, and `pip install --no-deps torchrec tensordict torchmetrics tqdm pyre-extensions psutil`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hstu_attn.distributed.embedding import check_range, device_of
+
+__all__ = ["TorchrecTables", "torchrec_embedding_collection"]
+
+# fbgemm's kernel that finds each id's owner works on bags of ids at a time, so that one bag of all
+# ids would be work for one thread.
+IDS_PER_BAG = 32
+
+
+class TorchrecTables(nn.Module):
+    """Tables of torchrec, looked up by feature; made by :func:`torchrec_embedding_collection`.
+
+    Attributes:
+        collection: torchrec's ``ShardedEmbeddingCollection``; its ``fused_optimizer`` is the
+            optimiser of the tables.
+    """
+
+    def __init__(self, collection: nn.Module, num_embeddings: Mapping[str, int]) -> None:
+        super().__init__()
+        self.collection = collection
+        self.num_embeddings = dict(num_embeddings)
+
+    def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Looks rows up, all ranks together.
+
+        Args:
+            ids: by feature ``(total,)`` int32 or int64, of all features of the collection, of one device.
+
+        Returns:
+            By feature ``(total, embedding_dim)``.
+
+        Raises:
+            ValueError: other features, or ids of this rank that are no rows of their table.
+        """
+        from torchrec import KeyedJaggedTensor
+
+        if ids.keys() != self.num_embeddings.keys():
+            raise ValueError(
+                f"ids must name the features {sorted(self.num_embeddings)}, got {sorted(ids)}"
+            )
+        check_range(ids, self.num_embeddings)
+        names = list(self.num_embeddings)
+        totals = [ids[name].shape[0] for name in names]
+        bags = max(1, max(totals) // IDS_PER_BAG)
+        lengths = [
+            total // bags + (torch.arange(bags) < total % bags).to(torch.int32) for total in totals
+        ]
+        values = torch.cat([ids[name].long() for name in names])
+        rows = self.collection(
+            KeyedJaggedTensor(
+                keys=names,
+                values=values,
+                lengths=torch.cat(lengths).to(values.device, non_blocking=True),
+            )
+        )
+        return {name: rows[name].values() for name in names}
+
+
+def torchrec_embedding_collection(
+    tables: Mapping[str, tuple[int, int]],
+    mesh: DeviceMesh,
+    *,
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    std: float = 0.02,
+) -> TorchrecTables:
+    """Makes torchrec's ``EmbeddingCollection``, its rows divided among ranks.
+
+    Gradients are means over ranks, as everywhere here. The tables' optimiser runs within the
+    backward pass, so :func:`hstu_attn.distributed.clip_gradients` does not see their gradients, and
+    no other optimiser is to have their parameters.
+
+    Args:
+        tables: by feature, its number of rows and their width, which is the same for all.
+        mesh: one-dimensional, the ranks; also where there is one.
+        optimizer: of the tables: ``torch.optim.SGD``, ``Adam`` or ``Adagrad``, or one of torchrec,
+            as ``torchrec.optim.RowWiseAdagrad``.
+        options: of the optimiser, as ``lr``.
+        std: deviation of the initial rows, which depend on the number of ranks.
+
+    Raises:
+        ImportError: torchrec or fbgemm-gpu are not installed.
+        ValueError: a mesh of more dimensions.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: {mesh}")
+    from torchrec import EmbeddingCollection, EmbeddingConfig
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.shard import shard
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingEnv
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    configs = [
+        EmbeddingConfig(
+            name=name,
+            embedding_dim=width,
+            num_embeddings=rows,
+            feature_names=[name],
+            init_fn=lambda tensor: nn.init.normal_(tensor, std=std),
+        )
+        for name, (rows, width) in tables.items()
+    ]
+    # Without memory until it is divided.
+    collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+    apply_optimizer_in_backward(optimizer, collection.parameters(), dict(options))
+    sharder = EmbeddingCollectionSharder()
+    plan = construct_module_sharding_plan(
+        collection,
+        {name: row_wise() for name in tables},
+        sharder=sharder,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size())),
+        world_size=mesh.size(),
+        device_type=mesh.device_type,
+    )
+    sharded = shard(
+        collection,
+        plan,
+        env=ShardingEnv.from_process_group(mesh.get_group()),
+        device=device_of(mesh),
+        sharder=sharder,
+    )
+    return TorchrecTables(sharded, {name: rows for name, (rows, _) in tables.items()})
