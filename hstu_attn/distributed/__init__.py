@@ -14,11 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoints
     from .embedding import RoutedIds, ShardedEmbedding, ShardedEmbeddings
     from .parallel import clip_gradients, global_mean, parallelize, parameter_groups
     from .torchrec_tables import torchrec_embedding_collection
 
 __all__ = [
+    "Checkpoints",
     "RoutedIds",
     "ShardedEmbedding",
     "ShardedEmbeddings",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _LAZY_NAMES = {
+    "Checkpoints": "checkpoint",
     "RoutedIds": "embedding",
     "ShardedEmbedding": "embedding",
     "ShardedEmbeddings": "embedding",

@@ -48,7 +48,7 @@ class TorchrecTables(nn.Module):
         """Looks rows up, all ranks together.
 
         Args:
-            ids: by feature ``(total,)`` int32 or int64, of all features of the collection, of one device.
+            ids: by feature ``(total,)`` int32 or int64, of all features, on one device.
 
         Returns:
             By feature ``(total, embedding_dim)``.

@@ -1,0 +1,263 @@
+"""Checkpoints of a run on any number of ranks, which continue on any other number.
+
+    checkpoints = Checkpoints(directory)
+    step = checkpoints.load(model, optimizer, sampler=sampler) or 0
+    ...
+    checkpoints.save(step, model, optimizer, sampler=sampler)
+
+`directory/step-000000001000/` is a checkpoint by ``torch.distributed.checkpoint`` (the model with
+its divided tables, and the optimisers' state, each rank writing what it owns), beside `run.pt` (the
+step, and the position of whatever else is given) and `rank-00000.pt` .. (each rank's random
+generators). It is written under another name and gets its own when it is whole on the disk, so that
+a kill at any moment leaves the last whole one. All ranks see one directory, on machines apart by a
+shared file system.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+__all__ = ["Checkpoints"]
+
+# "replaced" is a whole checkpoint too: see _publish.
+_NAME = re.compile(r"step-(\d{12})(\.replaced)?")
+
+# State by the name of its parameter, so that optimisers may group parameters otherwise.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Checkpoints:
+    """The newest checkpoints of a run. All ranks of the default process group, or one process
+    without any, make and call it together.
+
+    Args:
+        directory: holds them; made if absent.
+        keep: how many stay; older ones are removed.
+        group: of all ranks; its collectives are to work on the CPU (gloo, or "cpu:gloo,cuda:nccl").
+            None is the default group.
+    """
+
+    def __init__(
+        self, directory: Path | str, *, keep: int = 2, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if keep <= 0:
+            raise ValueError(f"keep must be a positive number, got {keep}")
+        self.directory = Path(directory)
+        self.keep = keep
+        self.group = group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, in order."""
+        return sorted(self._found())
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] = (),
+        **others: Stateful,
+    ) -> Path:
+        """Saves a checkpoint of the step, in the place of one that is there.
+
+        Args:
+            step: how many are done.
+            model: plain, or made by :func:`hstu_attn.distributed.parallelize`.
+            optimizers: of the model's parameters.
+            others: what has ``state_dict`` and ``load_state_dict``, as a sampler or a scheduler;
+                the states are small, of tensors and plain Python values, and the same on all ranks,
+                of which the first one's are written.
+
+        Returns:
+            Where it is.
+        """
+        if not 0 <= step < 10**12:
+            raise ValueError(f"step must be from 0 to 10^12 - 1, got {step}")
+        final = self.directory / f"step-{step:012d}"
+        temporary = final.with_suffix(".writing")
+        if self.rank == 0:
+            for left in self.directory.glob("step-*.writing"):
+                shutil.rmtree(left)
+            temporary.mkdir()
+            run = {"step": step, "others": {name: it.state_dict() for name, it in others.items()}}
+            _write(temporary / "run.pt", run)
+        self._barrier()
+        _write(temporary / f"rank-{self.rank:05d}.pt", _random_state())
+        with _quiet_alone():
+            save_tensors(
+                _state_of(model, optimizers),
+                storage_writer=FileSystemWriter(temporary, sync_files=True),
+                process_group=self.group,
+            )
+        # The first rank has by now heard from every other that it wrote all it had to.
+        if self.rank == 0:
+            self._publish(temporary, final)
+        self._barrier()
+        return final
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] = (),
+        *,
+        step: int | None = None,
+        **others: Stateful,
+    ) -> int | None:
+        """Loads a checkpoint of the same model, which may have been saved on another number of
+        ranks or under another strategy. A rank takes up its random generators; one that was not
+        there when it was saved keeps its own.
+
+        Args:
+            model: as in :meth:`save`; loaded in place.
+            optimizers: as in :meth:`save`.
+            step: which one; None is the newest.
+            others: some of those that were saved, by the same names.
+
+        Returns:
+            The step; None where ``step`` is None and there is no checkpoint.
+
+        Raises:
+            ValueError: there is none of ``step``, or it lacks something of ``others``.
+        """
+        found = {number: path.name for number, path in self._found().items()}
+        if dist.is_initialized():
+            shared = [found]
+            dist.broadcast_object_list(shared, group=self.group, group_src=0)
+            (found,) = shared
+        if step is None and not found:
+            return None
+        wanted = max(found) if step is None else step
+        if wanted not in found:
+            raise ValueError(f"step must be one of {sorted(found)}, got {wanted}")
+        path = self.directory / found[wanted]
+        run = _read(path / "run.pt")
+        missing = others.keys() - run["others"].keys()
+        if missing:
+            raise ValueError(
+                f"others must be among {sorted(run['others'])}, which {path} has, "
+                f"got {sorted(missing)}"
+            )
+        state = _state_of(model, optimizers)
+        with _quiet_alone():
+            load_tensors(state, storage_reader=FileSystemReader(path), process_group=self.group)
+        set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizers"],
+            options=_OPTIONS,
+        )
+        for name, other in others.items():
+            other.load_state_dict(run["others"][name])
+        generators = path / f"rank-{self.rank:05d}.pt"
+        if generators.exists():
+            _restore_random_state(_read(generators))
+        return wanted
+
+    def _found(self) -> dict[int, Path]:
+        result: dict[int, Path] = {}
+        for path in sorted(self.directory.iterdir(), reverse=True):
+            if match := _NAME.fullmatch(path.name):
+                result[int(match[1])] = path  # the shorter name comes last: it is the newer
+        return result
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        """Gives a checkpoint that is whole its name, and removes what it makes superfluous."""
+        _sync_directory(temporary)
+        replaced = final.with_suffix(".replaced")
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(final, replaced)
+        os.replace(temporary, final)
+        _sync_directory(self.directory)
+        kept = sorted(self._found().items())[-self.keep :]
+        for path in self.directory.iterdir():
+            if _NAME.fullmatch(path.name) and path not in [other for _, other in kept]:
+                # Under a name that does not count, because removing may be cut short.
+                doomed = path.with_name(f"{path.name}.writing")
+                os.replace(path, doomed)
+                shutil.rmtree(doomed)
+
+    def _barrier(self) -> None:
+        if dist.is_initialized():
+            dist.barrier(self.group)
+
+
+def _state_of(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> dict[str, dict[str, Any]]:
+    parameters, state = get_state_dict(model, optimizers, options=_OPTIONS)
+    return {"model": parameters, "optimizers": state}
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in state and numpy:
+        numpy.random.set_state(state["numpy"])
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """Without torch's warning that a process saves by itself, where that is so."""
+    with warnings.catch_warnings():
+        if not dist.is_initialized():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

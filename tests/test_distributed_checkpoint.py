@@ -1,0 +1,165 @@
+"""Checkpoints on any number of ranks, and what a killed writer leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runs import BACKENDS, run_ranks
+from distributed_training import Run, Training
+from killed_writer import model_of, save_and_die
+from torch import Tensor, nn
+
+from hstu_attn.distributed import Checkpoints
+
+
+def part_of_run(run: Run, directory: str, number: int) -> tuple[Any, dict[str, Tensor], Any]:
+    """Continues a run from its newest checkpoint by a number of steps, and saves another."""
+    training = Training(run)
+    checkpoints = Checkpoints(directory)
+    step = checkpoints.load(training.model, training.optimizer, sampler=training.sampler) or 0
+    for group in training.optimizer.param_groups:
+        group["lr"] *= 0.5 if step else 1  # so that it is seen whether groups' options come back
+    results = training.steps(number)
+    checkpoints.save(step + number, training.model, training.optimizer, sampler=training.sampler)
+    return results, training.parameters(), training.sampler.state_dict()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(1, "ddp"), (2, "ddp"), (1, "ddp")],
+        [(2, "fsdp2"), (1, "ddp"), (2, "fsdp2")],
+        [(2, "ddp"), (2, "fsdp2"), (3, "fsdp2")],
+    ],
+)
+def test_continues_on_other_ranks(backend: str, parts: list[Any], tmp_path: Path) -> None:
+    """In parts of 3 steps, of which 4 make an epoch, as one rank in one directory does."""
+    seed = int(torch.randint(2**31, ()))
+    for ranks, strategy in parts:
+        on_one = part_of_run(Run(data_seed=seed), str(tmp_path / "one"), 3)
+        run = Run(strategy, backend, data_seed=seed)
+        many = run_ranks(ranks, part_of_run, run, str(tmp_path / "many"), 3, backend=backend)
+        for results, parameters, position in many:
+            torch.testing.assert_close(results, on_one[0], rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(parameters, on_one[1], rtol=2e-5, atol=2e-5)
+            assert position == on_one[2]
+    assert position == {"epoch": 2, "batch": 1}
+    assert Checkpoints(tmp_path / "many").steps() == [6, 9]
+    assert sorted(path.name for path in (tmp_path / "many").iterdir()) == [
+        "step-000000000006",
+        "step-000000000009",
+    ]
+
+
+def test_a_break_changes_nothing(tmp_path: Path) -> None:
+    """The references of the test above are themselves those of a run without breaks."""
+    run = Run(data_seed=int(torch.randint(2**31, ())))
+    straight = Training(run)
+    first = straight.steps(3)
+    for group in straight.optimizer.param_groups:
+        group["lr"] *= 0.5
+    second = straight.steps(3)
+    assert part_of_run(run, str(tmp_path), 3)[0] == first
+    results, parameters, _ = part_of_run(run, str(tmp_path), 3)
+    assert results == second
+    for name, parameter in straight.parameters().items():
+        assert torch.equal(parameters[name], parameter)
+
+
+def draw() -> list[float]:
+    return [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+
+
+def random_numbers(directory: str) -> tuple[list[float], list[float]]:
+    """What is drawn after a checkpoint, and again after it was loaded."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, model_of(1))
+    first = draw()
+    assert checkpoints.load(model_of(0)) == 1
+    return first, draw()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_random_generators(num_ranks: int, tmp_path: Path) -> None:
+    draws = run_ranks(num_ranks, random_numbers, str(tmp_path))
+    assert all(first == again for first, again in draws)
+    assert len({tuple(first) for first, _ in draws}) == num_ranks
+
+
+def newest(directory: Path) -> int:
+    """The step of the newest checkpoint, of which all is right."""
+    model = model_of(0)
+    step = Checkpoints(directory).load(model)
+    assert step is not None
+    assert {value for tensor in model.parameters() for value in tensor.flatten().tolist()} == {step}
+    return step
+
+
+def test_killed_writers(tmp_path: Path) -> None:
+    """At each moment of the writing, and while a checkpoint takes the place of one of its step."""
+    moments = [  # the moment, in which call, the steps, and the step that is then the newest
+        ("before the tensors", 3, [1, 2, 3], 2),
+        ("before the metadata", 3, [1, 2, 3], 2),
+        ("before a name", 2, [1, 2], 1),
+        ("after a name", 2, [1, 2], 2),
+        ("before a name", 2, [1, 1], 1),
+        ("after a name", 2, [1, 1], 1),
+        ("before a name", 4, [1, 2, 3], 3),
+        ("after a name", 4, [1, 2, 3], 3),
+    ]
+    # Its processes are copies of one that has imported torch.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hstu_attn.distributed.checkpoint"])
+    for number, (moment, call, steps, _) in enumerate(moments):
+        arguments = (tmp_path / str(number), moment, call, steps)
+        process = context.Process(target=save_and_die, args=arguments)
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    for number, (*_, expected) in enumerate(moments):
+        directory = tmp_path / str(number)
+        assert newest(directory) == expected, moments[number]
+        # It goes on as if nothing had been.
+        checkpoints = Checkpoints(directory)
+        for step in (expected, 7):
+            checkpoints.save(step, model_of(step))
+            assert newest(directory) == step
+        assert [path.name for path in sorted(directory.iterdir())] == [
+            f"step-{expected:012d}",
+            "step-000000000007",
+        ]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "new", keep=3)
+    assert checkpoints.load(model_of(0)) is None
+    with pytest.raises(ValueError, match=r"step must be one of \[\], got 4"):
+        checkpoints.load(model_of(0), step=4)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, model_of(step))
+    assert checkpoints.steps() == [2, 3, 4]
+    model = model_of(0)
+    assert checkpoints.load(model, step=3) == 3
+    assert model.bias[0].item() == 3
+    with pytest.raises(ValueError, match=r"step must be one of \[2, 3, 4\], got 1"):
+        checkpoints.load(model_of(0), step=1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match=r"others must be among \[\], which .*'scheduler'"):
+        checkpoints.load(model, scheduler=scheduler)
+    with pytest.raises(ValueError, match="keep must be a positive number, got 0"):
+        Checkpoints(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="step must be from 0 to 10\\^12 - 1, got -1"):
+        checkpoints.save(-1, nn.Linear(1, 1))
