@@ -16,30 +16,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints
     from .embedding import RoutedIds, ShardedEmbedding, ShardedEmbeddings
+    from .launch import RunStopped, World, run, stop_together
     from .parallel import clip_gradients, global_mean, parallelize, parameter_groups
     from .torchrec_tables import torchrec_embedding_collection
 
 __all__ = [
     "Checkpoints",
     "RoutedIds",
+    "RunStopped",
     "ShardedEmbedding",
     "ShardedEmbeddings",
+    "World",
     "clip_gradients",
     "global_mean",
     "parallelize",
     "parameter_groups",
+    "run",
+    "stop_together",
     "torchrec_embedding_collection",
 ]
 
 _LAZY_NAMES = {
     "Checkpoints": "checkpoint",
     "RoutedIds": "embedding",
+    "RunStopped": "launch",
     "ShardedEmbedding": "embedding",
     "ShardedEmbeddings": "embedding",
+    "World": "launch",
     "clip_gradients": "parallel",
     "global_mean": "parallel",
     "parallelize": "parallel",
     "parameter_groups": "parallel",
+    "run": "launch",
+    "stop_together": "launch",
     "torchrec_embedding_collection": "torchrec_tables",
 }
 

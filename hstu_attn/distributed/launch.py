@@ -1,0 +1,138 @@
+"""Starting the ranks of a run, and failing together.
+
+    # train.py, run by `python train.py` or `torchrun --nproc-per-node 8 train.py`
+    def main(world: World) -> None:
+        model = Model(world.mesh).to(world.device)
+        ...
+
+    if __name__ == "__main__":
+        run(main)
+
+A rank that fails ends the run: its error is written where torchrun finds and shows it, and torchrun
+ends the other ranks, which may be waiting for it. A rank that hangs without failing is found after
+``timeout``, by the first collective that waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hstu_attn.distributed.embedding import device_of
+
+__all__ = ["RunStopped", "World", "run", "stop_together"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of a run.
+
+    Attributes:
+        rank: its number among all ranks.
+        local_rank: its number among those of its machine.
+        num_ranks: how many there are.
+        device: its GPU, or the CPU.
+        mesh: all ranks, one-dimensional, ``"data"``; None in a process that torchrun did not start.
+    """
+
+    rank: int
+    local_rank: int
+    num_ranks: int
+    device: torch.device
+    mesh: DeviceMesh | None
+
+
+class RunStopped(RuntimeError):
+    """Raised on every rank by :func:`stop_together`."""
+
+
+def run(
+    main: Callable[[World], T],
+    *,
+    device_type: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> T:
+    """Runs ``main`` as the rank that torchrun's environment tells, or as the only one without it.
+
+    Args:
+        main: the program.
+        device_type: ``"cuda"`` or ``"cpu"``; None is CUDA where there is any. Collectives go by
+            NCCL between GPUs and by gloo between CPUs, which a run on GPUs has too.
+        timeout: a collective that waits longer than this for another rank is an error.
+
+    Returns:
+        What ``main`` returns.
+
+    Raises:
+        ValueError: an unknown device type, or fewer GPUs than ranks on this machine.
+    """
+    return cast(T, record(_run)(main, device_type, timeout))
+
+
+def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta) -> T:
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type not in ("cuda", "cpu"):
+        raise ValueError(f"device_type must be 'cuda' or 'cpu', got {device_type!r}")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"the ranks of a machine must be at most its GPUs, which are "
+                f"{torch.cuda.device_count()}, got the local rank {local_rank}"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return main(World(0, 0, 1, device, None))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        timeout=timeout,
+        device_id=device if device_type == "cuda" else None,
+    )
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
+    result = main(World(dist.get_rank(), local_rank, dist.get_world_size(), device, mesh))
+    # Only after success: a rank that fails must not wait here for the others.
+    dist.destroy_process_group()
+    return result
+
+
+def stop_together(problem: str | None, mesh: DeviceMesh | None) -> None:
+    """Raises on every rank what any of them has to say, so that none goes on or waits.
+
+        loss_sum = ...
+        stop_together(None if loss_sum.isfinite() else f"the loss is {loss_sum} at {step}", mesh)
+
+    All ranks call it together. It is one small reduction and the host waits for it.
+
+    Args:
+        problem: None where all is well on this rank.
+        mesh: one-dimensional, the ranks; None is this process alone.
+
+    Raises:
+        RunStopped: on all ranks, with the same text, which names the ranks.
+    """
+    if mesh is None:
+        problems = [problem]
+    else:
+        group = mesh.get_group()
+        flag = torch.tensor(int(problem is not None), device=device_of(mesh))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        if not flag.item():
+            return
+        problems = [None] * mesh.size()
+        dist.all_gather_object(problems, problem, group=group)
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    if said:
+        raise RunStopped("; ".join(said))

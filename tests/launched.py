@@ -1,0 +1,40 @@
+"""A program for torchrun, which ends well or badly: launched.py HOW DIRECTORY."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hstu_attn.distributed import World, global_mean, run, stop_together
+
+
+def main(world: World) -> None:
+    how, directory = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    for step in range(4):
+        value = torch.tensor(float(world.rank + step), device=world.device)
+        if how == "raise" and step == 3:
+            if world.rank == 1:
+                (directory / "raised").touch()
+                raise LookupError("the item 17 is nowhere")
+            time.sleep(600)
+        if how == "die" and step == 3:
+            if world.rank == 1:
+                (directory / "raised").touch()
+                os._exit(7)
+            dist.all_reduce(value)
+        if how == "nan" and step == 3 and world.rank == 1:
+            value = value * torch.nan
+        problem = None if value.isfinite() else f"the loss is {value.item()} at step {step}"
+        stop_together(problem, world.mesh)
+        mean = global_mean(value, 1, world.mesh)
+    (directory / f"rank-{world.rank}").write_text(f"{world.num_ranks} {world.device} {mean.item()}")
+
+
+if __name__ == "__main__":
+    run(main)
