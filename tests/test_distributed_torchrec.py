@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from distributed_runs import BACKENDS, device_type, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hstu_attn.distributed import ShardedEmbeddings, parallelize, torchrec_embedding_collection
+from hstu_attn.distributed import (
+    Checkpoints,
+    ShardedEmbeddings,
+    parallelize,
+    torchrec_embedding_collection,
+)
 
 TABLES = {"item": (7, 4), "user": (300, 4)}
 
@@ -87,3 +94,47 @@ def test_against_plain_tables(backend: str, lengths: tuple[tuple[int, int], ...]
         for name in TABLES:
             torch.testing.assert_close(after[name], tables.tables[name].weight.detach())
         torch.testing.assert_close(gradient, model.linear.weight.grad)
+
+
+def part_of_run(
+    backend: str, directory: str, ids: Tensor, weight: Tensor, steps: int
+) -> list[float]:
+    """The losses of the steps after the newest checkpoint, and another checkpoint after them."""
+    torch.manual_seed(len(ids))  # initial rows are drawn by torch's default generator
+    device = device_type(backend)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    tables = torchrec_embedding_collection(
+        {"item": TABLES["item"]}, mesh, optimizer=torch.optim.Adagrad, options={"lr": 0.1}
+    )
+    model = parallelize(Scored(tables, weight.to(device)), mesh, ignored_modules=[tables])
+    optimizer = torch.optim.Adagrad(model.module.linear.parameters(), lr=0.1)  # type: ignore[union-attr]
+    checkpoints = Checkpoints(directory)
+    step = checkpoints.load(model, optimizer) or 0
+    losses = []
+    for _ in range(steps):
+        loss = (model({"item": ids.to(device)})[1] - 1).square()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    checkpoints.save(step + steps, model, optimizer)
+    return losses
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_continues_on_other_ranks(backend: str, tmp_path: Path) -> None:
+    """With the rows and with what the fused optimiser has summed; all ranks have the same ids."""
+    arguments = torch.randint(7, (20,)), torch.randn(2, 4)
+    straight = run_ranks(
+        2, part_of_run, backend, str(tmp_path / "straight"), *arguments, 4, backend=backend
+    )[0]
+    start = str(tmp_path / "start")
+    first = run_ranks(2, part_of_run, backend, start, *arguments, 2, backend=backend)[0]
+    assert first == pytest.approx(straight[:2], rel=1e-6)
+    for ranks in (2, 3):
+        directory = str(tmp_path / str(ranks))
+        shutil.copytree(start, directory)
+        for losses in run_ranks(
+            ranks, part_of_run, backend, directory, *arguments, 2, backend=backend
+        ):
+            assert losses == pytest.approx(straight[2:], rel=1e-5)

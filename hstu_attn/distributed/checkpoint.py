@@ -40,6 +40,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from hstu_attn.distributed.torchrec_tables import TorchrecTables
+
 __all__ = ["Checkpoints"]
 
 # "replaced" is a whole checkpoint too: see _publish.
@@ -87,7 +89,7 @@ class Checkpoints:
         Args:
             step: how many are done.
             model: plain, or made by :func:`hstu_attn.distributed.parallelize`.
-            optimizers: of the model's parameters.
+            optimizers: of the model's parameters. Those of torchrec's tables are saved with them.
             others: what has ``state_dict`` and ``load_state_dict``, as a sampler or a scheduler;
                 the states are small, of tensors and plain Python values, and the same on all ranks,
                 of which the first one's are written.
@@ -171,6 +173,8 @@ class Checkpoints:
             optim_state_dict=state["optimizers"],
             options=_OPTIONS,
         )
+        for name, optimizer in _fused_optimizers(model).items():
+            optimizer.load_state_dict(state["fused"][name])
         for name, other in others.items():
             other.load_state_dict(run["others"][name])
         generators = path / f"rank-{self.rank:05d}.pt"
@@ -211,7 +215,19 @@ def _state_of(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> dict[str, dict[str, Any]]:
     parameters, state = get_state_dict(model, optimizers, options=_OPTIONS)
-    return {"model": parameters, "optimizers": state}
+    result: dict[str, dict[str, Any]] = {"model": parameters, "optimizers": state}
+    if fused := _fused_optimizers(model):
+        result["fused"] = {name: optimizer.state_dict() for name, optimizer in fused.items()}
+    return result
+
+
+def _fused_optimizers(model: nn.Module) -> dict[str, Any]:
+    """Those of torchrec's tables by the names of the tables."""
+    return {
+        name.removeprefix("module."): module.fused_optimizer
+        for name, module in model.named_modules()
+        if isinstance(module, TorchrecTables)
+    }
 
 
 def _random_state() -> dict[str, Any]:

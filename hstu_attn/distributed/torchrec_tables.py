@@ -35,14 +35,18 @@ class TorchrecTables(nn.Module):
     """Tables of torchrec, looked up by feature; made by :func:`torchrec_embedding_collection`.
 
     Attributes:
-        collection: torchrec's ``ShardedEmbeddingCollection``; its ``fused_optimizer`` is the
-            optimiser of the tables.
+        collection: torchrec's ``ShardedEmbeddingCollection``.
     """
 
     def __init__(self, collection: nn.Module, num_embeddings: Mapping[str, int]) -> None:
         super().__init__()
         self.collection = collection
         self.num_embeddings = dict(num_embeddings)
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """The tables' optimiser, which steps in the backward pass; its learning rate may be set."""
+        return self.collection.fused_optimizer
 
     def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Looks rows up, all ranks together.
@@ -97,8 +101,8 @@ def torchrec_embedding_collection(
     Args:
         tables: by feature, its number of rows and their width, which is the same for all.
         mesh: one-dimensional, the ranks; also where there is one.
-        optimizer: of the tables: ``torch.optim.SGD``, ``Adam`` or ``Adagrad``, or one of torchrec,
-            as ``torchrec.optim.RowWiseAdagrad``.
+        optimizer: of the tables: ``torch.optim.SGD``, ``Adagrad`` or, on GPUs, ``Adam``, or one of
+            torchrec, as ``torchrec.optim.RowWiseAdagrad``.
         options: of the optimiser, as ``lr``.
         std: deviation of the initial rows, which depend on the number of ranks.
 
