@@ -87,7 +87,7 @@ class Checkpoints:
         """Saves a checkpoint of the step, in the place of one that is there.
 
         Args:
-            step: how many are done.
+            step: how many steps of the optimisers are done.
             model: plain, or made by :func:`hstu_attn.distributed.parallelize`.
             optimizers: of the model's parameters. Those of torchrec's tables are saved with them.
             others: what has ``state_dict`` and ``load_state_dict``, as a sampler or a scheduler;
@@ -175,6 +175,8 @@ class Checkpoints:
         )
         for name, optimizer in _fused_optimizers(model).items():
             optimizer.load_state_dict(state["fused"][name])
+            # Adam's count, which its state lacks; a kernel takes it over before its first step.
+            optimizer.set_optimizer_step(wanted)
         for name, other in others.items():
             other.load_state_dict(run["others"][name])
         generators = path / f"rank-{self.rank:05d}.pt"
