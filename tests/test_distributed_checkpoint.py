@@ -60,19 +60,25 @@ def test_continues_on_other_ranks(backend: str, parts: list[Any], tmp_path: Path
     ]
 
 
-def test_a_break_changes_nothing(tmp_path: Path) -> None:
-    """The references of the test above are themselves those of a run without breaks."""
-    run = Run(data_seed=int(torch.randint(2**31, ())))
-    straight = Training(run)
-    first = straight.steps(3)
-    for group in straight.optimizer.param_groups:
+def without_a_break(run: Run) -> tuple[Any, dict[str, Tensor]]:
+    training = Training(run)
+    first = training.steps(3)
+    for group in training.optimizer.param_groups:
         group["lr"] *= 0.5
-    second = straight.steps(3)
-    assert part_of_run(run, str(tmp_path), 3)[0] == first
-    results, parameters, _ = part_of_run(run, str(tmp_path), 3)
-    assert results == second
-    for name, parameter in straight.parameters().items():
-        assert torch.equal(parameters[name], parameter)
+    return [first, training.steps(3)], training.parameters()
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
+def test_a_break_changes_nothing(num_ranks: int, strategy: Any, tmp_path: Path) -> None:
+    """Bit for bit, on the same ranks."""
+    run = Run(strategy, data_seed=int(torch.randint(2**31, ())))
+    straight = run_ranks(num_ranks, without_a_break, run)
+    first = run_ranks(num_ranks, part_of_run, run, str(tmp_path), 3)
+    second = run_ranks(num_ranks, part_of_run, run, str(tmp_path), 3)
+    for rank, (results, parameters) in enumerate(straight):
+        assert [first[rank][0], second[rank][0]] == results
+        for name, parameter in parameters.items():
+            assert torch.equal(second[rank][1][name], parameter)
 
 
 def draw() -> list[float]:
@@ -163,3 +169,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
     with pytest.raises(ValueError, match="step must be from 0 to 10\\^12 - 1, got -1"):
         checkpoints.save(-1, nn.Linear(1, 1))
+
+
+def save_until_a_rank_dies(directory: str) -> None:
+    if dist.get_rank() == 1:
+        save_and_die(Path(directory), "before the tensors", 2, [1, 2])
+    checkpoints = Checkpoints(directory)
+    for step in (1, 2):
+        checkpoints.save(step, model_of(step))
+
+
+def test_one_of_two_writers_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"a rank ended|Connection closed|onnection reset"):
+        run_ranks(2, save_until_a_rank_dies, str(tmp_path))
+    assert newest(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".writing")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hstu_attn.distributed import ShardedEmbedding
+from hstu_attn.distributed import Checkpoints, ShardedEmbedding
 
 ROWS, WIDTH = 7, 3
 
@@ -47,12 +48,15 @@ def lookup(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [7, 4])
 @pytest.mark.parametrize("lengths", [(40, 9, 5), (3, 0, 0), (0, 8, 1), (0, 0, 0)])
-def test_against_one_table(backend: str, num_ranks: int, lengths: tuple[int, ...]) -> None:
+def test_against_one_table(
+    backend: str, num_ranks: int, num_rows: int, lengths: tuple[int, ...]
+) -> None:
     """Rows and gradients, with ids many times in a batch, ranks without ids, and a last rank that
-    owns fewer rows than the others."""
-    table = torch.randn(ROWS, WIDTH)
-    ids = [torch.randint(ROWS, (length,)) for length in lengths[:num_ranks]]
+    owns fewer rows than the others, or none."""
+    table = torch.randn(num_rows, WIDTH)
+    ids = [torch.randint(num_rows, (length,)) for length in lengths[:num_ranks]]
     factors = [torch.randn(len(part), WIDTH) for part in ids]
     reference = nn.Embedding.from_pretrained(table.clone(), freeze=False)
     expected = [reference(part) for part in ids]
@@ -84,6 +88,32 @@ def test_shapes_and_dtypes(backend: str, num_ranks: int) -> None:
         assert torch.equal(rows, table.bfloat16()[ids[rank].long()])
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.05)
+
+
+def continued(directory: str, load: bool) -> Tensor:
+    """A step on a table of which the last rank has no row, with a checkpoint before or after."""
+    embedding = ShardedEmbedding("item", 4, WIDTH, mesh_of("gloo"), std=1.0)
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    checkpoints = Checkpoints(directory)
+    if load:
+        checkpoints.load(embedding, optimizer)
+    embedding(torch.arange(4)).pow(3).sum().backward()
+    optimizer.step()
+    if not load:
+        checkpoints.save(1, embedding, optimizer)
+    weight = embedding.weight.detach()
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def test_a_checkpoint_where_a_rank_has_no_row(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    (before,) = run_ranks(1, continued, directory, False)
+    (after,) = run_ranks(1, continued, directory, True)
+    assert not torch.equal(before, after)
+    for table in run_ranks(3, continued, directory, True):
+        torch.testing.assert_close(table, after)
+    run_ranks(3, continued, directory, False)
+    torch.testing.assert_close(run_ranks(1, continued, directory, True)[0], after)
 
 
 def initial_rows(backend: str, name: str, seed: int, rows: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hstu_attn import HSTULayer
 from hstu_attn.distributed import clip_gradients, global_mean, parallelize, parameter_groups
 
 STEPS = 20
@@ -59,6 +60,31 @@ def test_bf16_layers_keep_fp32_parameters(strategy: Any, backend: str) -> None:
         assert {tensor.dtype for tensor in rank["parameters"].values()} == {torch.float32}
     torch.testing.assert_close(one["losses"], exact["losses"], rtol=0.05, atol=0)
     assert one["losses"] != exact["losses"]
+
+
+def dtypes_in_layers(strategy: Any) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Of the weights and the rows that each layer has when it computes."""
+    training = Training(Run(strategy, compute_dtype=torch.bfloat16))
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def look(layer: HSTULayer, arguments: tuple[torch.Tensor, ...]) -> None:
+        weight = layer.uvqk.weight
+        assert not isinstance(weight, DTensor)
+        seen.append((weight.dtype, arguments[0].dtype))
+
+    for module in training.model.modules():
+        if isinstance(module, HSTULayer):
+            module.register_forward_pre_hook(look)
+    training.steps(1)
+    return seen
+
+
+def test_layers_gather_weights_in_bf16() -> None:
+    for rank in run_ranks(2, dtypes_in_layers, "fsdp2"):
+        assert rank == [(torch.bfloat16, torch.bfloat16)] * 2
+    for number in (1, 2):
+        for rank in run_ranks(number, dtypes_in_layers, "ddp"):
+            assert rank == [(torch.float32, torch.bfloat16)] * 2
 
 
 def sharding(strategy: Any) -> tuple[dict[str, tuple[int, ...]], int, list[int]]:
