@@ -30,7 +30,8 @@ class RankPool:
 
     def __init__(self, number: int, backend: str) -> None:
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        store = os.path.join(self.directory.name, "store")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(number):
@@ -72,6 +73,7 @@ class RankPool:
             process.kill()
         for process in self.processes:
             process.join()
+        self.directory.cleanup()
 
 
 def _serve(rank: int, number: int, backend: str, store: str, pipe: Connection) -> None:
