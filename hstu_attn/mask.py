@@ -16,17 +16,20 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
     "Mask",
     "TileKind",
     "batch_row_spans",
+    "clip_to_keys",
     "dense_mask",
     "kv_tiles",
     "q_tiles",
     "row_intervals",
     "row_spans",
+    "select_rows",
     "tile_kinds",
 ]
 
@@ -415,6 +418,64 @@ def batch_row_spans(
 def _used_lengths(starts: Tensor, seqused: Tensor | None) -> Tensor:
     lengths = starts.diff()
     return lengths if seqused is None else seqused.to(torch.int64).clamp(min=0).minimum(lengths)
+
+
+def select_rows(mask: Mask, seq_offsets: Tensor, rows: Tensor, total_q: int) -> Mask:
+    """What some rows of a packed batch see, as an arbitrary mask in the keys of their sequences.
+
+    Args:
+        mask: the mask of a batch that has as many queries as keys in each sequence.
+        seq_offsets: `(batch + 1,)` offsets of its sequences.
+        rows: `(rows,)` integers, the chosen rows of the packed batch.
+        total_q: rows of the packed batch.
+
+    Returns:
+        a mask of `row_spans`, or one of `func` where the given one has five or more bounds; its row
+        `n` is row `rows[n]` of the batch.
+    """
+    if mask.func is not None and mask.func.shape[1] > 3:
+        func = mask.func.index_select(2, rows)
+        if mask.func_causal:
+            starts = seq_offsets.to(rows.dtype)
+            position = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
+            func = torch.minimum(func, (position + 1).to(torch.int32))
+        return Mask.from_func(func)
+    heads = 1
+    if mask.func is not None:
+        heads = mask.func.shape[0]
+    elif mask.row_spans is not None and mask.row_spans.dim() == 3:
+        heads = mask.row_spans.shape[0]
+    spans = [
+        batch_row_spans(mask, seq_offsets, seq_offsets, total_q=total_q, head=head)
+        for head in range(heads)
+    ]
+    chosen = [of_head.index_select(0, rows) for of_head in spans]
+    return Mask.from_row_spans(chosen[0] if heads == 1 else torch.stack(chosen))
+
+
+def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor) -> Mask:
+    """The part of an arbitrary mask that lies in a range of keys, renumbered.
+
+    Args:
+        mask: a mask of `row_spans`, or of `func` that is not made causal.
+        first_key: `(rows,)` integers: of each row, the first key of the range.
+        num_keys: `(rows,)` integers: the keys in the range.
+        shift: `(rows,)` integers: the number that the first key of the range gets.
+    """
+    first_key, num_keys, shift = (x.to(torch.int32) for x in (first_key, num_keys, shift))
+    if mask.row_spans is not None:
+        first_key, num_keys, shift = (x[:, None] for x in (first_key, num_keys, shift))
+        bounds = mask.row_spans
+    else:
+        assert mask.func is not None
+        assert not mask.func_causal
+        # The first interval of a func begins at 0: it becomes an empty one, and what it held the
+        # second one.
+        bounds = F.pad(mask.func, (0, 0, 1, 0))
+    bounds = (bounds.clamp(min=0) - first_key).clamp(min=0).minimum(num_keys) + shift
+    if mask.row_spans is not None:
+        return Mask.from_row_spans(bounds)
+    return Mask.from_func(F.pad(bounds, (0, 0, 1, 0)))
 
 
 def dense_mask(
