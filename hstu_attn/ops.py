@@ -26,6 +26,7 @@ __all__ = [
     "Geometry",
     "append_paged_kv",
     "attention",
+    "attention_gradients",
     "attention_packed",
     "has_cuda_kernels",
 ]
@@ -451,6 +452,22 @@ def attention(
             q, k, v, *biases, (geometry, times, options)
         )
     return _forward(q, k, v, geometry, biases, times, pages, options)
+
+
+def attention_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    geometry: Geometry,
+    options: Sequence[Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of a call of `attention` without a bias, for those who keep the
+    books of autograd themselves; arguments as there, `dout` is `(total_q, heads, Dv)`."""
+    dq, dk, dv, *_ = _call(
+        _bwd, dout, q, k, v, *geometry, *NO_BIASES, *NO_TIMES, *options, False, False
+    )
+    return dq, dk, dv
 
 
 def attention_packed(

@@ -1,0 +1,566 @@
+"""Context parallelism: the rows of long sequences shared out over the ranks of a group.
+
+Each sequence of a packed batch is cut into `2 * world` chunks, and rank `r` holds chunks `r` and
+`2 * world - 1 - r` of it: a cheap one and a dear one under a causal mask, so that all ranks have
+the same work. Everything in a layer but attention goes row by row and needs nothing else. For
+attention, keys and values travel around the ring of the ranks while each computes what its rows
+take from the ones at hand. HSTU attention (Zhai et al. 2024, "Actions Speak Louder than Words",
+arXiv 2402.17152, section 3.2) has no softmax, so the outputs for parts of the keys add up; they are
+added in fp32, in the order of the ring, and rounded once. The backward sends keys and values around
+again, and their gradients after them.
+
+A rank's rows are a packed batch too: of each sequence its first chunk, then its second.
+
+    rows = ContextBatch(seq_offsets, max_seq_len, group)    what lies where; once for each batch
+    x = rows.shard(x)                                       this rank's rows
+    x = stack(x, seq_offsets, max_seq_len, context=rows)    offsets are those of whole sequences
+    loss = loss_of(x, rows.shard(labels))                   summed, or averaged over all rows
+
+Each rank's parameters get the gradient of its rows: sum them over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hstu_attn import ops
+from hstu_attn.distributed.context_rows import (
+    Shard,
+    chunk_bounds,
+    locate_rows,
+    shard_index,
+    shard_rows,
+    to_offsets,
+)
+from hstu_attn.interface import hstu_attention
+from hstu_attn.mask import Mask, clip_to_keys, select_rows
+
+__all__ = [
+    "ContextBatch",
+    "chunk_bounds",
+    "context_parallel_attention",
+    "gather_rows",
+    "shard_index",
+    "shard_rows",
+]
+
+_KEYS_TAG, _GRADIENTS_TAG = 1, 2  # messages between two ranks that are under way at once
+
+
+def gather_rows(
+    local: Tensor, seq_offsets: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The inverse of `shard_rows`, called by all ranks of a group: `ContextBatch.gather`."""
+    return ContextBatch(seq_offsets, 0, group).gather(local)
+
+
+# ---------------------------------------------------------------------------------------------
+# A batch over a group
+# ---------------------------------------------------------------------------------------------
+
+
+class ContextBatch:
+    """How the rows of a packed batch lie on the ranks of a group: for any number of layers.
+
+    Making one copies four numbers to the host; nothing else does. Every rank must make it of the
+    same offsets.
+
+    Args:
+        seq_offsets: `(batch + 1,)` int32 or int64, the offsets of the whole sequences, from 0 up.
+        max_seq_len: no whole sequence is longer.
+        group: the ranks that share the sequences; None means all. Without `torch.distributed`, one.
+        sm_margin: streaming multiprocessors that attention leaves free on a GPU, for the
+            communication that goes on beside it.
+
+    Attributes:
+        rank, world: this rank within the group, and the group's size.
+        rows: int64 `(local rows,)`: where in the packed batch each local row is.
+        positions: int64 `(local rows,)`: its position in its sequence.
+        offsets: int32 `(batch + 1,)`: the offsets of the sequences' local rows.
+
+    Raises:
+        ValueError: for `seq_offsets` that are no vector of integers, or a negative `max_seq_len`.
+    """
+
+    def __init__(
+        self,
+        seq_offsets: Tensor,
+        max_seq_len: int,
+        group: dist.ProcessGroup | None = None,
+        sm_margin: int = 0,
+    ) -> None:
+        if seq_offsets.dim() != 1 or seq_offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "seq_offsets: expected int32 or int64 (batch + 1,), got "
+                f"{seq_offsets.dtype} {tuple(seq_offsets.shape)}"
+            )
+        if max_seq_len < 0:
+            raise ValueError(f"max_seq_len: expected 0 or more, got {max_seq_len}")
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank = dist.get_rank(group) if is_distributed else 0
+        self.world = dist.get_world_size(group) if is_distributed else 1
+        self.seq_offsets = seq_offsets
+        self.max_seq_len = max_seq_len
+        self.sm_margin = sm_margin
+
+        self.bounds = chunk_bounds(seq_offsets, self.world)
+        shard = Shard.of(self.bounds, self.rank)
+        # Keys travel in slots: two for each sequence, as long as its longest chunk. So the shards
+        # of all ranks have the same layout. A slot's unused rows hold zeros, and a key and a value
+        # of zero contribute exactly zero to every output and gradient, under any mask.
+        slot_lengths = self.bounds[:, 1]
+        slot_offsets = to_offsets(2 * slot_lengths)
+        second_offsets = to_offsets(shard.second)
+        counts = (shard.offsets, second_offsets, slot_offsets, seq_offsets.to(torch.int64))
+        on_host: list[int] = torch.stack([offsets[-1] for offsets in counts]).tolist()
+        num_rows, num_second, self.num_slots, self.total = on_host
+
+        located = sequence, number, is_second = shard.locate(num_rows)
+        self.positions = shard.positions(*located)
+        self.rows = seq_offsets.to(torch.int64)[sequence] + self.positions
+        self.offsets = shard.offsets.to(torch.int32)
+        into_second = (slot_lengths - shard.first)[sequence] * is_second
+        # Where each local row is in the shard that travels.
+        self.slots = slot_offsets[sequence] + number + into_second
+        self.calls = _Calls(self, shard, slot_lengths, slot_offsets, sequence, num_second)
+        self._slot_offsets = slot_offsets
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's rows of `x` `(total, ...)`, differentiably."""
+        return x.index_select(0, self.rows)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The rows of all ranks, `(total, ...)`, from each rank's `(local rows, ...)`.
+
+        Differentiable: a row's gradient is the sum over the ranks of what each has for it.
+        """
+        self._check_rows("local", local)
+        padded = local.new_zeros((self.num_slots, *local.shape[1:]))
+        padded = padded.index_copy(0, self.slots, local)
+        if self.world > 1:
+            padded = cast(Tensor, _AllGather.apply(padded, self.group, self.world))
+        return padded.index_select(0, self._gather_index())
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: object = None,
+        alpha: float = 1.0,
+        scaling_seqlen: int = -1,
+    ) -> Tensor:
+        """`hstu_attention` of the whole sequences, for the local rows.
+
+        Gradients of k and v take in what the rows of all ranks contribute, so that every rank must
+        call the backward too. Equal inputs give bitwise equal results if they do in the operator.
+
+        Args:
+            q: `(local rows, heads, D)`, as for `hstu_attention`.
+            k: `(local rows, heads, D)`.
+            v: `(local rows, heads, Dv)`.
+            mask: of the whole packed batch; None means that rows see everything in their sequence.
+            bias: None.
+            alpha: factor of the scores.
+            scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means the batch's `max_seq_len`.
+
+        Returns:
+            `(local rows, heads, Dv)` of q's dtype. On a GPU each part of the sum, one or two for
+            each rank, has been rounded to that dtype; the sum itself is of fp32.
+
+        Raises:
+            NotImplementedError: with a bias.
+            ValueError: for q, k or v of another number of rows; and as `hstu_attention`.
+        """
+        if bias is not None:
+            raise NotImplementedError(
+                f"bias: expected None under context parallelism, got {type(bias).__name__}"
+            )
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            self._check_rows(name, tensor)
+        mask = Mask.full() if mask is None else mask
+        length = self.max_seq_len if scaling_seqlen == -1 else scaling_seqlen
+        if self.world == 1:
+            return hstu_attention(
+                q,
+                k,
+                v,
+                cu_seqlens_q=self.seq_offsets,
+                max_seqlen_q=self.max_seq_len,
+                mask=mask,
+                alpha=alpha,
+                scaling_seqlen=scaling_seqlen,
+                sm_margin=self.sm_margin,
+            )
+        plan = self.calls.of_mask(mask)
+        return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, (alpha, length or 1)))
+
+    def shift(self, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
+        """Starts to send a tensor to the next rank of the ring and to receive the last one's."""
+        following, preceding = (self._global_rank(self.rank + step) for step in (1, -1))
+        transfers: list[dist.Work] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, outgoing, following, self.group, tag),
+                dist.P2POp(dist.irecv, incoming, preceding, self.group, tag),
+            ]
+        )
+        return transfers
+
+    def _global_rank(self, rank: int) -> int:
+        rank %= self.world
+        if self.group is None:
+            return rank
+        return int(dist.get_global_rank(self.group, rank))
+
+    def _check_rows(self, name: str, tensor: Tensor) -> None:
+        if tensor.dim() < 1 or tensor.shape[0] != self.rows.shape[0]:
+            raise ValueError(
+                f"{name}: expected the {self.rows.shape[0]} rows of rank {self.rank} of "
+                f"{self.world}, got shape {tuple(tensor.shape)}"
+            )
+
+    def _gather_index(self) -> Tensor:
+        """Where each row of the packed batch is in the shards of all ranks."""
+        sequence, position = locate_rows(self.seq_offsets.to(torch.int64), self.total)
+        chunks = 2 * self.world
+        # The first chunks have a row more than the others.
+        length = self.bounds[sequence, -1] // chunks
+        in_long = self.bounds[sequence, -1] % chunks * (length + 1)
+        chunk = torch.where(
+            position < in_long,
+            position // (length + 1),
+            chunks - 1 - (self.bounds[sequence, -1] - 1 - position) // length.clamp(min=1),
+        )
+        is_second = chunk >= self.world
+        rank = torch.where(is_second, chunks - 1 - chunk, chunk)
+        number = position - self.bounds[sequence, chunk]
+        slot = self._slot_offsets[sequence] + number + self.bounds[sequence, 1] * is_second
+        return rank * self.num_slots + slot
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    mask: Mask | None = None,
+    alpha: float = 1.0,
+    scaling_seqlen: int = -1,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """One call of `ContextBatch.attention`, which serves several layers with one look at the
+    offsets.
+
+    Args:
+        q: `(local rows, heads, D)`: the rows that `shard_rows` gives this rank.
+        k: `(local rows, heads, D)`.
+        v: `(local rows, heads, Dv)`.
+        cu_seqlens: `(batch + 1,)` int32 or int64, the offsets of the whole sequences.
+        max_seqlen: no whole sequence is longer.
+        mask, alpha, scaling_seqlen: as for `hstu_attention` of the whole sequences.
+        group: the ranks that share the sequences; None means all.
+
+    Returns:
+        `(local rows, heads, Dv)` of q's dtype.
+
+    Raises:
+        ValueError: as `ContextBatch` and its `attention`.
+    """
+    return ContextBatch(cu_seqlens, max_seqlen, group).attention(
+        q, k, v, mask=mask, alpha=alpha, scaling_seqlen=scaling_seqlen
+    )
+
+
+class _AllGather(torch.autograd.Function):
+    """The tensors of all ranks, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None, world: int) -> Tensor:
+        ctx.group, ctx.world = group, world
+        gathered = local.new_empty((world, *local.shape))
+        dist.all_gather(list(gathered.unbind(0)), local.contiguous(), group=group)
+        return gathered.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        parts = gradient.unflatten(0, (ctx.world, -1)).contiguous()
+        local = torch.empty_like(parts[0])
+        dist.reduce_scatter(local, list(parts.unbind(0)), group=ctx.group)
+        return local, None, None
+
+
+# ---------------------------------------------------------------------------------------------
+# The calls of the operator
+# ---------------------------------------------------------------------------------------------
+
+
+class _Keys(Enum):
+    """The keys of a call."""
+
+    OWN = "the local rows"
+    SHARD = "the slots of a shard"
+    FIRST_TWICE = "of each sequence the first slot, two times over"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of the operator for what is at hand of keys and values."""
+
+    keys: _Keys
+    offsets_q: Tensor
+    offsets_k: Tensor
+    max_q: int
+    max_k: int
+    mask: Mask
+    rows: Tensor | None = None  # the local rows that take part; None for all
+
+    def geometry(self, alpha: float, scaling_seqlen: int) -> ops.Geometry:
+        mask = self.mask
+        lengths = (self.offsets_q, self.offsets_k, None, None, self.max_q, self.max_k)
+        composed = (None, None, 1, *mask.window_size, 0)
+        return (*lengths, scaling_seqlen, None, alpha, *composed, mask.row_spans, mask.func)
+
+
+class _Calls:
+    """Which calls a rank makes for each shard.
+
+    The operator wants no more queries than keys in a sequence. That holds in every call below,
+    because a sequence has at least as many slots as a rank has rows of it, and no chunk is longer
+    than an earlier one.
+    """
+
+    def __init__(
+        self,
+        batch: ContextBatch,
+        shard: Shard,
+        slot_lengths: Tensor,
+        slot_offsets: Tensor,
+        sequence: Tensor,
+        num_second: int,
+    ) -> None:
+        self.batch = batch
+        self.max_chunk = -(-batch.max_seq_len // (2 * batch.world))
+        self.slot_lengths = slot_lengths
+        self.slot_offsets = slot_offsets.to(torch.int32)
+        self.sequence = sequence
+        # Each chunk as a sequence of its own.
+        self.chunk_offsets = to_offsets(torch.stack([shard.first, shard.second], 1).flatten()).int()
+        self.each_slot_offsets = to_offsets(slot_lengths.repeat_interleave(2)).int()
+        # The second chunk of every sequence.
+        second_offsets = to_offsets(shard.second)
+        of, number = locate_rows(second_offsets, num_second)
+        self.second_rows = shard.offsets[of] + shard.first[of] + number
+        self.second_offsets = second_offsets.to(torch.int32)
+        # The first slot of every sequence, its second one, and the first in place of the second.
+        of, number = locate_rows(to_offsets(slot_lengths), batch.num_slots // 2)
+        self.first_slots = slot_offsets[of] + number
+        self.second_slots = self.first_slots + slot_lengths[of]
+        self.first_twice = torch.empty(
+            batch.num_slots, dtype=torch.int64, device=slot_offsets.device
+        )
+        self.first_twice[self.first_slots] = self.first_slots
+        self.first_twice[self.second_slots] = self.first_slots
+
+    def of_mask(self, mask: Mask) -> list[list[_Call]]:
+        """The calls for the shard of each rank."""
+        if _is_plain(mask, (-1, -1)):
+            return [[self._all(mask)]] * self.batch.world
+        if _is_plain(mask, (-1, 0)):
+            return [self._causal(source, mask) for source in range(self.batch.world)]
+        chosen = select_rows(mask, self.batch.seq_offsets, self.batch.rows, self.batch.total)
+        is_causal = not mask.is_arbitrary and mask.window_size[1] == 0 and mask.num_contexts is None
+        return [self._by_row(source, chosen, is_causal) for source in range(self.batch.world)]
+
+    def _all(self, mask: Mask) -> _Call:
+        most = 2 * self.max_chunk
+        return _Call(_Keys.SHARD, self.batch.offsets, self.slot_offsets, most, most, mask)
+
+    def _causal(self, source: int, mask: Mask) -> list[_Call]:
+        """Of the chunks of one sequence, in their order: first of the lower rank, first of the
+        higher, second of the higher, second of the lower."""
+        if source == self.batch.rank:
+            offsets, most = self.batch.offsets, 2 * self.max_chunk
+            return [_Call(_Keys.OWN, offsets, offsets, most, most, mask)]
+        if source < self.batch.rank:
+            # Both chunks see all of the first and nothing of the second.
+            chunks, slots, most = self.chunk_offsets, self.each_slot_offsets, self.max_chunk
+            return [_Call(_Keys.FIRST_TWICE, chunks, slots, most, most, Mask.full())]
+        # The second chunk sees all of both.
+        rows, slots, most = self.second_offsets, self.slot_offsets, self.max_chunk
+        return [_Call(_Keys.SHARD, rows, slots, most, 2 * most, Mask.full(), self.second_rows)]
+
+    def _by_row(self, source: int, mask: Mask, is_causal: bool) -> list[_Call]:
+        """A call for each chunk of the shard: what a row sees of one is two intervals at most."""
+        calls = []
+        zero = torch.zeros_like(self.slot_lengths)
+        for chunk, shift in (
+            (source, zero),
+            (2 * self.batch.world - 1 - source, self.slot_lengths),
+        ):
+            # The last chunk of this rank comes before the shard's second.
+            if is_causal and shift is not zero and source < self.batch.rank:
+                continue
+            begin = self.batch.bounds[:, chunk]
+            count = self.batch.bounds[:, chunk + 1] - begin
+            ranges = (of[self.sequence] for of in (begin, count, shift))
+            calls.append(self._all(clip_to_keys(mask, *ranges)))
+        return calls
+
+
+def _is_plain(mask: Mask, window: tuple[int, int]) -> bool:
+    return (
+        not mask.is_arbitrary
+        and tuple(mask.window_size) == window
+        and mask.num_contexts is None
+        and mask.num_targets is None
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The ring
+# ---------------------------------------------------------------------------------------------
+
+
+def _wait(transfers: list[dist.Work]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def _ring(batch: ContextBatch, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's shard in turn, this one's first, each with the rank it is of. While one is used
+    the next is on its way."""
+    for step in range(batch.world):
+        is_last = step == batch.world - 1
+        incoming = shard if is_last else torch.empty_like(shard)
+        transfers = [] if is_last else batch.shift(shard, incoming, _KEYS_TAG)
+        yield (batch.rank - step) % batch.world, shard
+        _wait(transfers)
+        shard = incoming
+
+
+class _ContextAttention(torch.autograd.Function):
+    """Attention of the local rows with the keys of all ranks. Saves q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ContextBatch,
+        plan: list[list[_Call]],
+        factors: tuple[float, int],
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.rest = batch, plan, factors
+        out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=_sum_dtype(q))
+        for source, shard in _ring(batch, _pack(batch, k, v)):
+            for call in plan[source]:
+                keys = _keys_of(batch, call, k, v, shard)
+                geometry, options = call.geometry(*factors), _options(batch)
+                part = ops.attention(
+                    _rows_of(call, q),
+                    *keys,
+                    geometry,
+                    ops.NO_BIASES,
+                    ops.NO_TIMES,
+                    ops.NO_PAGES,
+                    options,
+                )
+                _add_rows(out, call.rows, part)
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        batch, plan, factors = ctx.rest
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dq = torch.zeros(q.shape, dtype=_sum_dtype(q), device=q.device)
+        # The gradients of the shard at hand, which follow it around the ring and then come home.
+        sums = dq.new_zeros((batch.num_slots, k.shape[1], k.shape[2] + v.shape[2]))
+        arriving = sums
+        transfers: list[dist.Work] = []
+        for source, shard in _ring(batch, _pack(batch, k, v)):
+            parts = []
+            for call in plan[source]:
+                part, *of_keys = ops.attention_gradients(
+                    _rows_of(call, dout),
+                    _rows_of(call, q),
+                    *_keys_of(batch, call, k, v, shard),
+                    call.geometry(*factors),
+                    _options(batch),
+                )
+                _add_rows(dq, call.rows, part)
+                parts.append((call, torch.cat(of_keys, -1)))
+            _wait(transfers)
+            sums = arriving
+            for call, gradients in parts:
+                _add_keys(batch, call, sums, gradients)
+            arriving = torch.empty_like(sums)
+            transfers = batch.shift(sums, arriving, _GRADIENTS_TAG)
+        _wait(transfers)
+        dk, dv = arriving.index_select(0, batch.slots).split([k.shape[2], v.shape[2]], -1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _sum_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _options(batch: ContextBatch) -> tuple[Any, ...]:
+    return -1, None, None, None, torch.are_deterministic_algorithms_enabled(), batch.sm_margin
+
+
+def _pack(batch: ContextBatch, k: Tensor, v: Tensor) -> Tensor:
+    """This rank's shard of keys and values in one tensor `(slots, heads, D + Dv)`."""
+    shard = k.new_zeros((batch.num_slots, k.shape[1], k.shape[2] + v.shape[2]))
+    return shard.index_copy_(0, batch.slots, torch.cat([k, v], -1))
+
+
+def _rows_of(call: _Call, x: Tensor) -> Tensor:
+    return x if call.rows is None else x.index_select(0, call.rows)
+
+
+def _add_rows(total: Tensor, rows: Tensor | None, part: Tensor) -> None:
+    if rows is None:
+        total += part
+    else:
+        total.index_add_(0, rows, part.to(total.dtype))
+
+
+def _keys_of(
+    batch: ContextBatch, call: _Call, k: Tensor, v: Tensor, shard: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of a call."""
+    if call.keys is _Keys.OWN:
+        return k, v
+    if call.keys is _Keys.FIRST_TWICE:
+        shard = shard.index_select(0, batch.calls.first_twice)
+    return shard[..., : k.shape[2]], shard[..., k.shape[2] :]
+
+
+def _add_keys(batch: ContextBatch, call: _Call, sums: Tensor, gradients: Tensor) -> None:
+    """Adds the gradients of a call's keys and values to those of the shard."""
+    if call.keys is _Keys.SHARD:
+        sums += gradients
+    elif call.keys is _Keys.OWN:
+        sums.index_add_(0, batch.slots, gradients.to(sums.dtype))
+    else:
+        first = gradients.index_select(0, batch.calls.first_slots).to(sums.dtype)
+        first += gradients.index_select(0, batch.calls.second_slots)
+        sums.index_add_(0, batch.calls.first_slots, first)
