@@ -33,6 +33,7 @@ from hstu_attn.mask import Mask
 from hstu_attn.paged import append_paged_kv
 
 if TYPE_CHECKING:
+    from hstu_attn.distributed.context_parallel import ContextBatch
     from hstu_attn.serving.rows import CachedRows
 
 __all__ = [
@@ -348,6 +349,7 @@ class HSTULayer(nn.Module):
         num_contexts: Tensor | None = None,
         timestamps: Tensor | None = None,
         row_timestamps: Tensor | None = None,
+        context: ContextBatch | None = None,
     ) -> Tensor:
         """Applies the unit.
 
@@ -362,6 +364,9 @@ class HSTULayer(nn.Module):
                 leaves elapsed time out of it.
             row_timestamps: ``(total,)`` int64, the time at which each row is asked to predict;
                 None is the time of the next event in its sequence.
+            context: how the rows of the batch lie on the ranks of a group that shares its
+                sequences. Then ``x`` and the result are this rank's rows, and the other arguments
+                those of the whole sequences.
 
         Returns:
             ``(total, embedding_dim)`` in the dtype of ``x``.
@@ -369,8 +374,20 @@ class HSTULayer(nn.Module):
         Raises:
             ValueError: a shape or dtype that does not fit, ``num_targets`` or ``num_contexts``
                 without causal attention, or ``timestamps`` where no table uses them.
+            NotImplementedError: a relative bias beside ``context``.
         """
         u, v, q, k = self._project(x)
+        if context is not None:
+            attention = context.attention(
+                q,
+                k,
+                v,
+                mask=self._mask(seq_offsets, num_targets, num_contexts),
+                bias=self._bias(timestamps, row_timestamps),
+                alpha=self.config.alpha,
+                scaling_seqlen=self.config.scaling_seqlen,
+            )
+            return self._output(x, attention, u)
         attention = hstu_attention(
             q,
             k,
@@ -572,13 +589,13 @@ class HSTUStack(nn.Module):
         num_contexts: Tensor | None = None,
         timestamps: Tensor | None = None,
         row_timestamps: Tensor | None = None,
+        context: ContextBatch | None = None,
     ) -> Tensor:
         """Applies the layers in turn; arguments, result and errors are those of
         :meth:`HSTULayer.forward`."""
+        rest = (num_targets, num_contexts, timestamps, row_timestamps, context)
         for layer in self.layers:
-            x = layer(
-                x, seq_offsets, max_seq_len, num_targets, num_contexts, timestamps, row_timestamps
-            )
+            x = layer(x, seq_offsets, max_seq_len, *rest)
         return x
 
     def forward_cached(
