@@ -1,0 +1,385 @@
+"""Tensor parallelism: the heads of HSTU layers shared out over the ranks of a group.
+
+Rank `r` of `world` holds the heads `r * heads / world` to `(r + 1) * heads / world`: their columns
+of u, v, q and k in the first linear, which all ranks apply to the same rows, and the columns of the
+output linear that read them. Each computes attention for its heads, and the outputs of the last
+linear are summed over the ranks. What stands between, the norm of the attention output, goes over
+all heads; its mean and variance come from the ranks' own. (A `GroupNorm` stays within heads.)
+
+    stack = tensor_parallel(stack, init_device_mesh("cuda", (8,)))
+
+Then every rank calls the stack with the same rows and gets the same result. Parameters that all
+ranks hold (the input norm, the output bias, the tables of the relative bias) get the same, whole
+gradient on each, and the shards of the others theirs: nothing is left to be synchronised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hstu_attn.bias import RelativeBias
+from hstu_attn.interface import hstu_attention
+from hstu_attn.layer import HSTULayer, HSTULayerConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hstu_attn.distributed.context_parallel import ContextBatch
+
+__all__ = [
+    "TensorParallelHSTULayer",
+    "gather_state_dict",
+    "shard_state_dict",
+    "tensor_parallel",
+]
+
+
+def tensor_parallel(module: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
+    """Shares the heads of HSTU layers out over the ranks of a group.
+
+    Args:
+        module: an `HSTULayer`, or a module that holds some, such as an `HSTUStack`. Its parameters
+            must be equal on all ranks.
+        mesh: a mesh of one dimension, or a group of ranks.
+
+    Returns:
+        `module`, whose layers have been replaced; for an `HSTULayer`, what replaces it. Make
+        optimizers afterwards: the parameters are new ones.
+
+    Raises:
+        ValueError: where the ranks do not divide the number of heads, and for a mesh of more than
+            one dimension.
+    """
+    group = _group_of(mesh)
+    if isinstance(module, HSTULayer):
+        return TensorParallelHSTULayer(module, group)
+    layers = {name: x for name, x in module.named_modules() if isinstance(x, HSTULayer)}
+    made = {name: TensorParallelHSTULayer(layer, group) for name, layer in layers.items()}
+    for name, layer in made.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, layer)
+    return module
+
+
+def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}")
+    return mesh.get_group()
+
+
+# ---------------------------------------------------------------------------------------------
+# The layer
+# ---------------------------------------------------------------------------------------------
+
+
+class TensorParallelHSTULayer(HSTULayer):
+    """The heads of an `HSTULayer` that one rank holds. Its `config` counts these alone.
+
+    Where the configuration has dropout, each rank drops from the columns of its heads by its own
+    random numbers.
+
+    Args:
+        layer: the whole layer, with equal parameters on all ranks.
+        group: the ranks that share its heads.
+
+    Attributes:
+        full_config: the configuration of the whole layer.
+
+    Raises:
+        ValueError: where the ranks do not divide the number of heads.
+    """
+
+    def __init__(self, layer: HSTULayer, group: dist.ProcessGroup) -> None:
+        config = layer.config
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        if config.num_heads % world:
+            raise ValueError(
+                f"num_heads: expected a multiple of the {world} ranks, got {config.num_heads}"
+            )
+        heads = config.num_heads // world
+        super().__init__(replace(config, num_heads=heads, relative_bias_heads=1), device="meta")
+        self.full_config = config
+        self.group = group
+        self.first_head = rank * heads
+        parts = _partition(config)
+        for name, parameter in layer.named_parameters():
+            local = parameter.detach()
+            local = _part_of(local, *parts[name], rank, world) if name in parts else local.clone()
+            owner, _, attribute = name.rpartition(".")
+            made = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            setattr(self.get_submodule(owner), attribute, made)
+        self.train(layer.training)
+
+    def forward(
+        self,
+        x: Tensor,
+        seq_offsets: Tensor,
+        max_seq_len: int,
+        num_targets: Tensor | None = None,
+        num_contexts: Tensor | None = None,
+        timestamps: Tensor | None = None,
+        row_timestamps: Tensor | None = None,
+        context: ContextBatch | None = None,
+    ) -> Tensor:
+        """Arguments, result and errors are those of :meth:`HSTULayer.forward`; on all ranks the
+        same rows, and the same result."""
+        config = self.config
+        if x.dim() != 2 or x.shape[1] != config.embedding_dim:
+            raise ValueError(
+                f"x must have shape (total, {config.embedding_dim}), got {tuple(x.shape)}"
+            )
+        norm = self.input_norm
+        normed = F.layer_norm(
+            x, norm.normalized_shape, _like(norm.weight, x), _like(norm.bias, x), norm.eps
+        )
+        normed = _same_on_all(normed, self.group)
+        uvqk = F.linear(normed, self.uvqk.weight.to(x.dtype), _like(self.uvqk.bias, x))
+        if config.linear_activation == "silu":
+            uvqk = F.silu(uvqk)
+        u, *vqk = uvqk.split(config.split_sizes, dim=1)
+        if config.linear_activation == "silu_u":
+            u = F.silu(u)
+        v, q, k = (part.unflatten(1, (config.num_heads, -1)) for part in vqk)
+        mask = self._mask(seq_offsets, num_targets, num_contexts)
+        bias = self._local_bias(self._bias(timestamps, row_timestamps))
+        options: dict[str, Any] = {
+            "mask": mask,
+            "bias": bias,
+            "alpha": config.alpha,
+            "scaling_seqlen": config.scaling_seqlen,
+        }
+        if context is None:
+            options |= {"cu_seqlens_q": seq_offsets, "max_seqlen_q": max_seq_len}
+            attention = hstu_attention(q, k, v, **options)
+        else:
+            attention = context.attention(q, k, v, **options)
+        y = self._local_gate(attention, u)
+        y = F.dropout(y, config.output_dropout_ratio, self.training)
+        y = _sum_of_all(F.linear(y, self.output.weight.to(x.dtype)), self.group)
+        bias_of_output = _like(self.output.bias, x)
+        return x + (y if bias_of_output is None else y + bias_of_output)
+
+    def forward_cached(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Not built: a cache holds all heads.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("forward_cached: expected a layer with all heads")
+
+    def _local_bias(self, bias: RelativeBias | None) -> RelativeBias | None:
+        if bias is None:
+            return None
+        return replace(
+            bias,
+            pos_weight=self._local_table(bias.pos_weight),
+            ts_weight=self._local_table(bias.ts_weight),
+        )
+
+    def _local_table(self, table: Tensor | None) -> Tensor | None:
+        """What the heads of this rank use of a table, which all ranks hold."""
+        if table is None:
+            return None
+        table = _same_on_all(table, self.group)
+        if table.shape[0] == 1:
+            return table
+        heads_per_row = self.full_config.num_heads // table.shape[0]
+        head = self.first_head + torch.arange(self.config.num_heads, device=table.device)
+        return table.index_select(0, head // heads_per_row)
+
+    def _local_gate(self, attention: Tensor, u: Tensor) -> Tensor:
+        """What the columns of the output linear that this rank holds read."""
+        config, norm = self.config, self.output_norm
+        weight, bias = _like(norm.weight, u), _like(norm.bias, u)
+        flat = attention.flatten(1)
+        if isinstance(norm, nn.GroupNorm):
+            normed = F.group_norm(attention, norm.num_groups, weight, bias, norm.eps).flatten(1)
+        else:
+            normed = cast(Tensor, _Normalise.apply(flat, norm.eps, self.group))
+            if weight is not None:
+                normed = normed * weight
+            if bias is not None:
+                normed = normed + bias
+            normed = normed.to(u.dtype)
+        gated = normed * u
+        if config.concat_ua:
+            return torch.cat([u, normed, gated], dim=1)
+        return torch.cat([u] * config.concat_u + [flat] * config.concat_x + [gated], dim=1)
+
+
+def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter.to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------
+# Collectives
+# ---------------------------------------------------------------------------------------------
+
+# NOTE: torch.distributed.nn.functional.all_reduce sums gradients over the ranks as well, as is
+# right where each rank has a loss of its own. Here all ranks compute one and the same loss.
+
+
+class _SameOnAll(torch.autograd.Function):
+    """What all ranks hold, on its way to what differs between them: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _SumOfAll(torch.autograd.Function):
+    """The sum over the ranks, which all of them get; each term has the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        del ctx
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradient, None
+
+
+class _Normalise(torch.autograd.Function):
+    """Rows of which each rank holds as many columns, less the mean of all columns, over their
+    deviation: LayerNorm without weights, in fp32 at least.
+
+    Means and sums of squares about them are combined as by Chan, Golub and LeVeque, "Updating
+    Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), so that a large mean
+    costs no digits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.world, ctx.dtype = group, dist.get_world_size(group), x.dtype
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        variances, means = torch.var_mean(x, 1, correction=0)
+        local = torch.stack([means, variances])
+        every = local.new_empty((ctx.world, *local.shape))
+        dist.all_gather(list(every.unbind(0)), local, group=group)
+        means, variances = every.unbind(1)
+        mean = means.mean(0)
+        variance = variances.mean(0) + (means - mean).square().mean(0)
+        scale = torch.rsqrt(variance + eps)[:, None]
+        normed = (x - mean[:, None]) * scale
+        ctx.save_for_backward(normed, scale)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        normed, scale = ctx.saved_tensors
+        sums = torch.stack([gradient.mean(1), (gradient * normed).mean(1)])
+        dist.all_reduce(sums, group=ctx.group)
+        mean, slope = (sums / ctx.world)[..., None].unbind(0)
+        return ((gradient - mean - slope * normed) * scale).to(ctx.dtype), None, None
+
+
+def _same_on_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _SameOnAll.apply(x, group))
+
+
+def _sum_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _SumOfAll.apply(x, group))
+
+
+# ---------------------------------------------------------------------------------------------
+# Parameters
+# ---------------------------------------------------------------------------------------------
+
+
+def _partition(config: HSTULayerConfig) -> dict[str, tuple[int, Sequence[int]]]:
+    """The parameters that are shared out: the dimension, and the sizes of the parts along it of
+    which each is divided by heads."""
+    width = config.num_heads * config.hidden_dim
+    normed = config.num_heads if config.use_group_norm else width
+    return {
+        "uvqk.weight": (0, config.split_sizes),
+        "uvqk.bias": (0, config.split_sizes),
+        "output_norm.weight": (0, (normed,)),
+        "output_norm.bias": (0, (normed,)),
+        "output.weight": (1, (width,) * (config.output_features // width)),
+    }
+
+
+def _part_of(whole: Tensor, dim: int, sizes: Sequence[int], rank: int, world: int) -> Tensor:
+    parts = whole.split(list(sizes), dim)
+    return torch.cat([part.chunk(world, dim)[rank] for part in parts], dim)
+
+
+def _whole_of(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> Tensor:
+    """The inverse of `_part_of`, from the tensors of all ranks."""
+    split = [part.split([size // len(parts) for size in sizes], dim) for part in parts]
+    return torch.cat([torch.cat(of_ranks, dim) for of_ranks in zip(*split, strict=True)], dim)
+
+
+def _sharded(module: nn.Module) -> dict[str, tuple[TensorParallelHSTULayer, int, Sequence[int]]]:
+    """The parameters of a module that are shared out, by their names in its state."""
+    found = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, TensorParallelHSTULayer):
+            prefix = f"{name}." if name else ""
+            for of_layer, (dim, sizes) in _partition(layer.full_config).items():
+                found[prefix + of_layer] = (layer, dim, sizes)
+    return found
+
+
+def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state that the module had with whole layers; every rank must call it, and gets it all.
+
+    Args:
+        module: what `tensor_parallel` returned.
+    """
+    sharded = _sharded(module)
+    whole: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        whole[name] = tensor
+        if name in sharded:
+            layer, dim, sizes = sharded[name]
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(layer.group))]
+            dist.all_gather(parts, tensor.contiguous(), group=layer.group)
+            whole[name] = _whole_of(parts, dim, sizes)
+    return whole
+
+
+def shard_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank's module loads of the state of one with whole layers.
+
+    Args:
+        module: what `tensor_parallel` returned.
+        state: the state of the same module before that.
+
+    Example:
+        >>> stack.load_state_dict(shard_state_dict(stack, torch.load(path)))
+    """
+    sharded = _sharded(module)
+    local = dict(state)
+    for name in sharded.keys() & state.keys():
+        layer, dim, sizes = sharded[name]
+        group = layer.group
+        local[name] = _part_of(
+            state[name], dim, sizes, dist.get_rank(group), dist.get_world_size(group)
+        )
+    return local
