@@ -29,6 +29,7 @@ __all__ = [
     "q_tiles",
     "row_intervals",
     "row_spans",
+    "sees_anything",
     "select_rows",
     "tile_kinds",
 ]
@@ -476,6 +477,19 @@ def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor)
     if mask.row_spans is not None:
         return Mask.from_row_spans(bounds)
     return Mask.from_func(F.pad(bounds, (0, 0, 1, 0)))
+
+
+def sees_anything(mask: Mask) -> Tensor:
+    """Whether any row has an interval that is not empty: a bool scalar, for an arbitrary mask that
+    is not made causal."""
+    if mask.row_spans is not None:
+        begins, ends = mask.row_spans[..., 0::2], mask.row_spans[..., 1::2]
+    else:
+        assert mask.func is not None
+        assert not mask.func_causal
+        ends = mask.func[:, 0::2]
+        begins = F.pad(mask.func[:, 1::2], (0, 0, 1, 0))
+    return (begins < ends).any()
 
 
 def dense_mask(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from process_groups import run_group
 from torch import Tensor
 
-from hstu_attn import hstu_attention
+from hstu_attn import Mask, hstu_attention
 from hstu_attn.distributed.context_parallel import (
     ContextBatch,
     chunk_bounds,
@@ -250,6 +250,32 @@ def _check_calls_alone() -> None:
     assert torch.equal(alone, found["out"])
 
 
+def _check_skipping() -> None:
+    """No call for a chunk of keys that the local rows do not see."""
+    lengths = [70, 0, 131]
+    for name in ("local-left", "local-target", "context", "spans", "func-5"):
+        mask = make_mask(name, lengths)
+        context = ContextBatch(offsets(lengths), max(lengths))
+        batch = make_batch(lengths, mask=mask)
+        wanted = 0
+        for source in range(context.world):
+            for chunk in (source, 2 * context.world - 1 - source):
+                v = torch.zeros_like(batch.v)
+                for b, start in enumerate(batch.cu_seqlens_q[:-1].tolist()):
+                    begin, end = context.bounds[b, chunk : chunk + 2].tolist()
+                    v[start + begin : start + end] = 1
+                one = torch.ones_like(batch.q)
+                out = hstu_attention(one, one, v, **batch.options())
+                wanted += bool(context.shard(out).any())
+        plan = context.calls.of_mask(mask)
+        assert sum(map(len, plan)) == wanted, name
+        assert context.calls.of_mask(replace(mask)) is plan
+        if name == "local-left":
+            assert wanted < 2 * context.world
+    causal = [len(calls) for calls in context.calls.of_mask(Mask.causal())]
+    assert causal == [1] * context.world
+
+
 def _check_refusals() -> None:
     context = ContextBatch(offsets([6, 5]), 6)
     q = torch.zeros(len(context.rows), 2, 8)
@@ -290,9 +316,21 @@ def _check_training(config: HSTULayerConfig) -> None:
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
+def _check_nothing() -> None:
+    for lengths in ([], [0, 0]):
+        batch = make_batch(lengths, mask="causal")
+        context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
+        assert _shared(batch, batch.v, context)["dk"].shape == (0, 2, 32)
+        assert context.gather(batch.q).shape == batch.q.shape
+        context = ContextBatch(batch.cu_seqlens_q, 0)
+        assert context.attention(batch.q, batch.k, batch.v).shape == (0, 2, 32)
+
+
 def _check_around() -> None:
+    _check_nothing()
     _check_gather()
     _check_calls_alone()
+    _check_skipping()
     _check_refusals()
     widths = {"embedding_dim": 16, "num_heads": 2, "hidden_dim": 8, "attention_dim": 8}
     _check_training(HSTULayerConfig.stu(**widths, output_dropout_ratio=0.0, max_attn_len=9))

@@ -21,6 +21,7 @@ Each rank's parameters get the gradient of its rows: sum them over the group.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -41,7 +42,7 @@ from hstu_attn.distributed.context_rows import (
     to_offsets,
 )
 from hstu_attn.interface import hstu_attention
-from hstu_attn.mask import Mask, clip_to_keys, select_rows
+from hstu_attn.mask import Mask, clip_to_keys, sees_anything, select_rows
 
 __all__ = [
     "ContextBatch",
@@ -70,8 +71,9 @@ def gather_rows(
 class ContextBatch:
     """How the rows of a packed batch lie on the ranks of a group: for any number of layers.
 
-    Making one copies four numbers to the host; nothing else does. Every rank must make it of the
-    same offsets.
+    Making one copies four numbers to the host, and the first call with a mask that is neither full
+    nor plainly causal copies which chunks of keys it lets this rank see; nothing else does. Every
+    rank must make it of the same offsets, and mask tensors must not change while it is in use.
 
     Args:
         seq_offsets: `(batch + 1,)` int32 or int64, the offsets of the whole sequences, from 0 up.
@@ -208,7 +210,10 @@ class ContextBatch:
         return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, (alpha, length or 1)))
 
     def shift(self, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
-        """Starts to send a tensor to the next rank of the ring and to receive the last one's."""
+        """Starts to send a tensor to the next rank of the ring and to receive the last one's, which
+        is as large."""
+        if outgoing.numel() == 0:
+            return []
         following, preceding = (self._global_rank(self.rank + step) for step in (1, -1))
         transfers: list[dist.Work] = dist.batch_isend_irecv(
             [
@@ -353,7 +358,9 @@ class _Calls:
         sequence: Tensor,
         num_second: int,
     ) -> None:
-        self.batch = batch
+        self._found: dict[tuple[Any, ...], tuple[tuple[Tensor | None, ...], list[list[_Call]]]] = {}
+        # Not a cycle, so that the tensors of both are freed with the last use of the batch.
+        self.batch: ContextBatch = weakref.proxy(batch)
         self.max_chunk = -(-batch.max_seq_len // (2 * batch.world))
         self.slot_lengths = slot_lengths
         self.slot_offsets = slot_offsets.to(torch.int32)
@@ -377,14 +384,25 @@ class _Calls:
         self.first_twice[self.second_slots] = self.first_slots
 
     def of_mask(self, mask: Mask) -> list[list[_Call]]:
-        """The calls for the shard of each rank."""
+        """The calls for the shard of each rank, found once for the layers that share a mask."""
+        tensors = (mask.num_contexts, mask.num_targets, mask.row_spans, mask.func)
+        numbers = (mask.target_group_size, mask.min_full_attn_seq_len, mask.func_causal)
+        key = (tuple(mask.window_size), *numbers, *map(id, tensors))
+        if key not in self._found:
+            # The tensors are kept, so that no other gets the identity of one.
+            self._found[key] = tensors, self._find(mask)
+        return self._found[key][1]
+
+    def _find(self, mask: Mask) -> list[list[_Call]]:
+        world = self.batch.world
         if _is_plain(mask, (-1, -1)):
-            return [[self._all(mask)]] * self.batch.world
+            return [[self._all(mask)]] * world
         if _is_plain(mask, (-1, 0)):
-            return [self._causal(source, mask) for source in range(self.batch.world)]
+            return [self._causal(source, mask) for source in range(world)]
         chosen = select_rows(mask, self.batch.seq_offsets, self.batch.rows, self.batch.total)
-        is_causal = not mask.is_arbitrary and mask.window_size[1] == 0 and mask.num_contexts is None
-        return [self._by_row(source, chosen, is_causal) for source in range(self.batch.world)]
+        parts = [self._by_chunk(source, chosen) for source in range(world)]
+        sees = iter(torch.stack([sees_anything(part) for pair in parts for part in pair]).tolist())
+        return [[self._all(part) for part in pair if next(sees)] for pair in parts]
 
     def _all(self, mask: Mask) -> _Call:
         most = 2 * self.max_chunk
@@ -404,22 +422,17 @@ class _Calls:
         rows, slots, most = self.second_offsets, self.slot_offsets, self.max_chunk
         return [_Call(_Keys.SHARD, rows, slots, most, 2 * most, Mask.full(), self.second_rows)]
 
-    def _by_row(self, source: int, mask: Mask, is_causal: bool) -> list[_Call]:
-        """A call for each chunk of the shard: what a row sees of one is two intervals at most."""
-        calls = []
+    def _by_chunk(self, source: int, mask: Mask) -> list[Mask]:
+        """What rows see of each of a shard's two chunks: two intervals at most, where they see two
+        intervals of the sequence."""
         zero = torch.zeros_like(self.slot_lengths)
-        for chunk, shift in (
-            (source, zero),
-            (2 * self.batch.world - 1 - source, self.slot_lengths),
-        ):
-            # The last chunk of this rank comes before the shard's second.
-            if is_causal and shift is not zero and source < self.batch.rank:
-                continue
+        chunks = ((source, zero), (2 * self.batch.world - 1 - source, self.slot_lengths))
+        parts = []
+        for chunk, shift in chunks:
             begin = self.batch.bounds[:, chunk]
             count = self.batch.bounds[:, chunk + 1] - begin
-            ranges = (of[self.sequence] for of in (begin, count, shift))
-            calls.append(self._all(clip_to_keys(mask, *ranges)))
-        return calls
+            parts.append(clip_to_keys(mask, *(x[self.sequence] for x in (begin, count, shift))))
+        return parts
 
 
 def _is_plain(mask: Mask, window: tuple[int, int]) -> bool:
