@@ -283,6 +283,10 @@ def _check_refusals() -> None:
         context.attention(q, q, q, bias=torch.zeros(2, 1, 6, 6))
     with pytest.raises(ValueError, match=r"k: expected the .* rows of rank"):
         context.attention(q, q[1:], q)
+    with pytest.raises(ValueError, match=r"v: expected torch.float32 .* got torch.float64"):
+        context.attention(q, q, q.double())
+    with pytest.raises(ValueError, match=r"mask: expected a Mask or None, got str"):
+        context.attention(q, q, q, mask="causal")
     with pytest.raises(ValueError, match=r"local: expected the .* rows of rank"):
         context.gather(q[1:])
     config = HSTULayerConfig.research(

@@ -184,7 +184,8 @@ class ContextBatch:
 
         Raises:
             NotImplementedError: with a bias.
-            ValueError: for q, k or v of another number of rows; and as `hstu_attention`.
+            ValueError: for q, k or v of another number of rows or of different dtypes; and as
+                `hstu_attention`.
         """
         if bias is not None:
             raise NotImplementedError(
@@ -192,7 +193,14 @@ class ContextBatch:
             )
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             self._check_rows(name, tensor)
+            if tensor.dim() != 3 or tensor.dtype != q.dtype:
+                raise ValueError(
+                    f"{name}: expected {q.dtype} (local rows, heads, width), got {tensor.dtype} "
+                    f"{tuple(tensor.shape)}"
+                )
         mask = Mask.full() if mask is None else mask
+        if not isinstance(mask, Mask):
+            raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
         length = self.max_seq_len if scaling_seqlen == -1 else scaling_seqlen
         if self.world == 1:
             return hstu_attention(
