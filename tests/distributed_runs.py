@@ -45,13 +45,15 @@ class RankPool:
             self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What each rank returns of ``function(*arguments)``.
+        """What each rank returns of ``function(*arguments)``; torch's generators of all ranks are
+        seeded alike before.
 
         Raises:
             RuntimeError: a rank failed; the text is its trace. The pool is of no use then.
         """
+        seed = int(torch.randint(2**31, ()))
         for pipe in self.pipes:
-            pipe.send((function, arguments))
+            pipe.send((seed, function, arguments))
         results: dict[Connection, Any] = {}
         while len(results) < len(self.pipes):
             waiting = [pipe for pipe in self.pipes if pipe not in results]
@@ -86,9 +88,10 @@ def _serve(rank: int, number: int, backend: str, store: str, pipe: Connection) -
     )
     while True:
         try:
-            function, arguments = pipe.recv()
+            seed, function, arguments = pipe.recv()
         except EOFError:
             return
+        torch.manual_seed(seed)
         try:
             answer = True, function(*arguments)
         except Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import run_group
+from distributed_runs import run_ranks
 
 from benchmarks import context
 from benchmarks.report import read_results
@@ -20,7 +20,7 @@ def _run(path: str) -> None:
 
 def test_two_ranks_beside_one(tmp_path):
     path = tmp_path / "context.json"
-    run_group(2, _run, str(path))
+    run_ranks(2, _run, str(path))
     records = read_results(path)
     assert [(r["impl"], r["pass"], r["gpus"]) for r in records] == [
         (impl, name, gpus)

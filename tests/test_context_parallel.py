@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import run_group
+from distributed_runs import run_ranks
 from torch import Tensor
 
 from hstu_attn import Mask, hstu_attention
@@ -181,12 +181,12 @@ def _check_masks(
 
 def test_two_ranks_compute_what_one_does():
     dtypes = [torch.float64, torch.float32, torch.bfloat16]
-    run_group(2, _check_masks, list(MASK_NAMES), LENGTHS, dtypes)
+    run_ranks(2, _check_masks, list(MASK_NAMES), LENGTHS, dtypes)
 
 
 def test_four_ranks_compute_what_one_does():
     names = ["causal", "full", "local-left", "context-target", "spans-by-head", "func-5-causal"]
-    run_group(4, _check_masks, names, [0, 131, 1, 3, 7, 6, 64], [torch.float64])
+    run_ranks(4, _check_masks, names, [0, 131, 1, 3, 7, 6, 64], [torch.float64])
 
 
 @pytest.mark.gpu
@@ -196,7 +196,7 @@ def test_gpus_compute_what_one_process_does(world):
         pytest.skip(f"needs {world} GPUs")
     names = ["causal", "full", "local", "min-full-context-target", "spans-by-head", "func-5"]
     lengths = [0, 1, 3, 700, 129, 2048]
-    run_group(world, _check_masks, names, lengths, [torch.bfloat16], "cuda", device="cuda")
+    run_ranks(world, _check_masks, names, lengths, [torch.bfloat16], "cuda", backend="nccl")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def _check_around() -> None:
 
 
 def test_rows_groups_refusals_and_training():
-    run_group(4, _check_around)
+    run_ranks(4, _check_around)
 
 
 def test_one_rank_is_the_operator():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import run_group
+from distributed_runs import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,8 +17,8 @@ from hstu_attn.distributed.context_parallel import ContextBatch
 from hstu_attn.distributed.tensor_parallel import (
     TensorParallelHSTULayer,
     gather_state_dict,
+    shard_heads,
     shard_state_dict,
-    tensor_parallel,
 )
 from hstu_attn.layer import HSTULayer, HSTULayerConfig, HSTUStack
 from hstu_attn.testing import offsets
@@ -81,7 +81,7 @@ def _check_config(config: HSTULayerConfig, dtype: torch.dtype) -> None:
     of_table = {"rtol": 1e-5, "atol": 1e-5}  # the operator sums the gradients of tables in fp32
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shared = tensor_parallel(stack, mesh)
+    shared = shard_heads(stack, mesh)
     assert shared is stack
     found = _step(stack, x, *arguments)
     # A gradient has the layout of its parameter.
@@ -94,7 +94,7 @@ def _check_config(config: HSTULayerConfig, dtype: torch.dtype) -> None:
     gathered = gather_state_dict(stack)
     assert gathered.keys() == state.keys()
     assert all(torch.equal(gathered[name], value) for name, value in state.items())
-    other = tensor_parallel(HSTUStack(config, 2, dtype=dtype), mesh)
+    other = shard_heads(HSTUStack(config, 2, dtype=dtype), mesh)
     other.load_state_dict(shard_state_dict(other, state))
     assert all(
         torch.equal(a, b) for a, b in zip(other.parameters(), stack.parameters(), strict=True)
@@ -104,7 +104,7 @@ def _check_config(config: HSTULayerConfig, dtype: torch.dtype) -> None:
 def _check_layer() -> None:
     group = dist.group.WORLD
     layer = HSTULayer(BASE).eval()
-    made = tensor_parallel(layer, group)
+    made = shard_heads(layer, group)
     assert isinstance(made, TensorParallelHSTULayer)
     assert not made.training
     assert made.config.num_heads * dist.get_world_size() == BASE.num_heads
@@ -113,17 +113,17 @@ def _check_layer() -> None:
     with pytest.raises(NotImplementedError, match="forward_cached"):
         made.forward_cached()
     with pytest.raises(ValueError, match=r"num_heads: expected a multiple of the 2 ranks, got 3"):
-        tensor_parallel(HSTULayer(replace(BASE, num_heads=3)), group)
+        shard_heads(HSTULayer(replace(BASE, num_heads=3)), group)
     with pytest.raises(ValueError, match=r"x must have shape \(total, 12\)"):
         made(torch.zeros(3, 4), offsets([3]), 3)
     with pytest.raises(ValueError, match=r"mesh: expected one dimension, got 2"):
-        tensor_parallel(layer, init_device_mesh("cpu", (2, 1)))
+        shard_heads(layer, init_device_mesh("cpu", (2, 1)))
 
 
 def _check_large_mean() -> None:
     """A variance that is small beside the mean survives in fp32."""
     layer = HSTULayer(replace(BASE, norm_eps=1e-12))
-    made = tensor_parallel(layer, dist.group.WORLD)
+    made = shard_heads(layer, dist.group.WORLD)
     attention = 1000 + torch.randn(5, BASE.num_heads, BASE.hidden_dim, dtype=torch.float64)
     exact = nn.functional.layer_norm(attention.flatten(1), (BASE.num_heads * BASE.hidden_dim,))
     mine = attention.float()[:, made.first_head :][:, : made.config.num_heads]
@@ -143,7 +143,7 @@ def _check_all() -> None:
 
 
 def test_two_ranks_compute_what_one_does():
-    run_group(2, _check_all)
+    run_ranks(2, _check_all)
 
 
 def _check_both() -> None:
@@ -158,7 +158,7 @@ def _check_both() -> None:
     (out * weights).sum().backward()
     expected = {name: p.grad for name, p in stack.named_parameters()}
 
-    tensor_parallel(stack, mesh["heads"])
+    shard_heads(stack, mesh["heads"])
     context = ContextBatch(seq_offsets, longest, mesh.get_group("rows"))
     local = context.shard(x.detach()).requires_grad_()
     found = stack(local, seq_offsets, longest, context=context)
@@ -172,4 +172,4 @@ def _check_both() -> None:
 
 
 def test_heads_and_rows_shared_out_at_once():
-    run_group(4, _check_both)
+    run_ranks(4, _check_both)

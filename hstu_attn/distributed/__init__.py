@@ -4,6 +4,9 @@
     embedding           embedding tables whose rows are divided among the ranks
     parallel            data parallelism of everything else, and losses and clipping that are the
                         same on any number of ranks
+    context_parallel    sequences that are divided among ranks, for more tokens than a GPU should
+                        hold; context_rows says which rows a rank has
+    tensor_parallel     layers whose heads are divided among ranks
     checkpoint          saving and loading, on another number of ranks if need be
     torchrec_tables     tables by torchrec, where it is installed
 
@@ -15,39 +18,51 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints
+    from .context_parallel import ContextBatch, context_parallel_attention
     from .embedding import RoutedIds, ShardedEmbedding, ShardedEmbeddings
     from .launch import RunStopped, World, run, stop_together
     from .parallel import clip_gradients, global_mean, parallelize, parameter_groups
+    from .tensor_parallel import gather_state_dict, shard_heads, shard_state_dict
     from .torchrec_tables import torchrec_embedding_collection
 
 __all__ = [
     "Checkpoints",
+    "ContextBatch",
     "RoutedIds",
     "RunStopped",
     "ShardedEmbedding",
     "ShardedEmbeddings",
     "World",
     "clip_gradients",
+    "context_parallel_attention",
+    "gather_state_dict",
     "global_mean",
     "parallelize",
     "parameter_groups",
     "run",
+    "shard_heads",
+    "shard_state_dict",
     "stop_together",
     "torchrec_embedding_collection",
 ]
 
 _LAZY_NAMES = {
     "Checkpoints": "checkpoint",
+    "ContextBatch": "context_parallel",
     "RoutedIds": "embedding",
     "RunStopped": "launch",
     "ShardedEmbedding": "embedding",
     "ShardedEmbeddings": "embedding",
     "World": "launch",
     "clip_gradients": "parallel",
+    "context_parallel_attention": "context_parallel",
+    "gather_state_dict": "tensor_parallel",
     "global_mean": "parallel",
     "parallelize": "parallel",
     "parameter_groups": "parallel",
     "run": "launch",
+    "shard_heads": "tensor_parallel",
+    "shard_state_dict": "tensor_parallel",
     "stop_together": "launch",
     "torchrec_embedding_collection": "torchrec_tables",
 }

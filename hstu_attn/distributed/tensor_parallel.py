@@ -6,7 +6,7 @@ output linear that read them. Each computes attention for its heads, and the out
 linear are summed over the ranks. What stands between, the norm of the attention output, goes over
 all heads; its mean and variance come from the ranks' own. (A `GroupNorm` stays within heads.)
 
-    stack = tensor_parallel(stack, init_device_mesh("cuda", (8,)))
+    stack = shard_heads(stack, init_device_mesh("cuda", (8,)))
 
 Then every rank calls the stack with the same rows and gets the same result. Parameters that all
 ranks hold (the input norm, the output bias, the tables of the relative bias) get the same, whole
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 __all__ = [
     "TensorParallelHSTULayer",
     "gather_state_dict",
+    "shard_heads",
     "shard_state_dict",
-    "tensor_parallel",
 ]
 
 
-def tensor_parallel(module: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
+def shard_heads(module: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
     """Shares the heads of HSTU layers out over the ranks of a group.
 
     Args:
@@ -350,7 +350,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The state that the module had with whole layers; every rank must call it, and gets it all.
 
     Args:
-        module: what `tensor_parallel` returned.
+        module: what `shard_heads` returned.
     """
     sharded = _sharded(module)
     whole: dict[str, Tensor] = {}
@@ -368,7 +368,7 @@ def shard_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str
     """What this rank's module loads of the state of one with whole layers.
 
     Args:
-        module: what `tensor_parallel` returned.
+        module: what `shard_heads` returned.
         state: the state of the same module before that.
 
     Example:
