@@ -1,0 +1,262 @@
+"""A layer's steps in plain torch: the definition, for any device and any width.
+
+steps.py says what the tensors are. The gradients of parameters come in the dtype of the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .steps import GateOptions, dropout_threshold
+
+__all__ = [
+    "activation_backward",
+    "gate",
+    "gate_backward",
+    "kept_elements",
+    "layer_norm",
+    "layer_norm_backward",
+    "silu",
+]
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+# ---------------------------------------------------------------------------------------------
+# Layer norm
+# ---------------------------------------------------------------------------------------------
+
+
+def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows of mean 0 and variance 1, and what each was multiplied by, in the dtype of the sums."""
+    wide = x.to(_sum_dtype(x))
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    factor = (centred.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return centred * factor, factor
+
+
+def _normalised_backward(dunit: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
+    mean = dunit.mean(dim=-1, keepdim=True)
+    return factor * (dunit - mean - unit * (dunit * unit).mean(dim=-1, keepdim=True))
+
+
+def _affine(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        unit = unit * weight.to(unit.dtype)
+    return unit if bias is None else unit + bias.to(unit.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`(total, width)` of `x`'s dtype: its rows normalised, times `weight`, plus `bias`, which are
+    `(width,)` each."""
+    return _affine(_normalised(x, eps)[0], weight, bias).to(x.dtype)
+
+
+def layer_norm_backward(
+    dnormed: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    again: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradient of `x`, to which `residual` `(total, width)` is added; with `again` the result
+    of the forward, else None; the gradients of `weight` and `bias`, None where these are."""
+    unit, factor = _normalised(x, eps)
+    dresult = dnormed.to(unit.dtype)
+    dunit = dresult if weight is None else dresult * weight.to(unit.dtype)
+    dx = _normalised_backward(dunit, unit, factor) + residual
+    return (
+        dx.to(x.dtype),
+        _affine(unit, weight, bias).to(x.dtype) if again else None,
+        None if weight is None else (dresult * unit).sum(dim=0),
+        None if bias is None else dresult.sum(dim=0),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# SiLU
+# ---------------------------------------------------------------------------------------------
+
+
+def silu(z: Tensor, in_place: bool) -> Tensor:
+    """`z * sigmoid(z)`, contiguous, or written over `z`, which may be a slice of columns."""
+    return torch.nn.functional.silu(z, inplace=in_place)
+
+
+def activation_backward(gradient: Tensor, z: Tensor, activated: int, sums: bool) -> Tensor | None:
+    """Turns `gradient` `(total, width)` of SiLU's result into that of `z`, in place, in the first
+    `activated` columns; the others had no activation. With `sums` returns the sums of all columns
+    afterwards, `(width,)`, which are the gradient of a bias."""
+    if activated:
+        first = gradient[:, :activated]
+        wide = z[:, :activated].to(_sum_dtype(z))
+        sigmoid = torch.sigmoid(wide)
+        first.copy_(first * (sigmoid * (1 + wide * (1 - sigmoid))))
+    return gradient.sum(dim=0, dtype=_sum_dtype(z)) if sums else None
+
+
+# ---------------------------------------------------------------------------------------------
+# Dropout
+# ---------------------------------------------------------------------------------------------
+
+_MASK32 = 2**32 - 1
+
+
+def _philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
+    """Philox4x32 with ten rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+    3"): four words of 32 bits, held in int64, for each four counters."""
+    c0, c1, c2, c3 = counters
+    key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
+    for _ in range(10):
+        # NOTE: a product of 64 bits wraps into the sign of int64, and the mask takes it off again.
+        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = (
+            ((product2 >> 32) & _MASK32) ^ c1 ^ key0,
+            ((product0 >> 32) & _MASK32) ^ c3 ^ key1,
+        )
+        c1, c3 = product2 & _MASK32, product0 & _MASK32
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK32, (key1 + 0xBB67AE85) & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def kept_elements(
+    seed: Tensor, rows: int, parts: int, groups: int, width: int, threshold: int
+) -> Tensor:
+    """`(rows, parts, groups, width)` bool: what dropout keeps, by `seed` `(1,)` int64 alone.
+
+    Column `8 * n + i` of a group has bits `16 * (i % 2)` on of word `i // 2` of Philox at the
+    counters `(n, row, part * groups + group, 0)`.
+    """
+    device = seed.device
+    block, row, unit = torch.meshgrid(
+        torch.arange(-(-width // 8), device=device),
+        torch.arange(rows, device=device),
+        torch.arange(parts * groups, device=device),
+        indexing="ij",
+    )
+    words = torch.stack(_philox(seed, [block, row, unit, torch.zeros_like(row)]), dim=-1)
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1)  # (blocks, rows, units, 4, 2)
+    bits = halves.permute(1, 2, 0, 3, 4).reshape(rows, parts, groups, 8 * block.shape[0])
+    kept: Tensor = bits[..., :width] >= threshold
+    return kept
+
+
+def _dropout_factors(
+    seed: Tensor | None, rows: int, width: int, options: GateOptions, dtype: torch.dtype
+) -> Tensor | None:
+    """`(rows, parts, groups, width)`: by what dropout multiplies; None where there is none."""
+    if seed is None:
+        return None
+    threshold = dropout_threshold(options.dropout)
+    kept = kept_elements(seed, rows, len(options.parts), options.groups, width, threshold)
+    return kept.to(dtype) * (2**16 / (2**16 - threshold))
+
+
+# ---------------------------------------------------------------------------------------------
+# Gate
+# ---------------------------------------------------------------------------------------------
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    grouped: Tensor = x.unflatten(1, (groups, x.shape[1] // groups))
+    return grouped
+
+
+def _by_column(parameter: Tensor | None, groups: int) -> Tensor | None:
+    """`(groups, 1 or width)`, to multiply `(total, groups, width)`."""
+    return None if parameter is None else parameter.reshape(groups, -1)
+
+
+def _assemble(
+    attention: Tensor,
+    u: Tensor,
+    normed: Tensor,
+    factors: Tensor | None,
+    options: GateOptions,
+) -> Tensor:
+    """All of these are `(total, groups, width)`; the result is `(total, parts * columns)`."""
+    values = {"u": u, "x": attention, "normed": normed, "gated": normed * u}
+    y = torch.stack([values[name].to(normed.dtype) for name in options.parts], dim=1)
+    y = y if factors is None else y * factors
+    return y.flatten(1).to(attention.dtype)
+
+
+def gate(
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: GateOptions,
+) -> Tensor:
+    """The parts of `options` side by side, `(total, parts * columns)`, after dropout.
+
+    Args:
+        attention: `(total, columns)`, contiguous.
+        u: the same shape; may be a slice of columns.
+        weight, bias: of the norm: `(columns,)`, or `(groups,)` where there are several groups.
+        seed: int64 `(1,)`, which alone decides what dropout keeps; None is no dropout.
+    """
+    groups = options.groups
+    attention, u = _grouped(attention, groups), _grouped(u, groups)
+    unit, _ = _normalised(attention, options.eps)
+    normed = _affine(unit, _by_column(weight, groups), _by_column(bias, groups))
+    rows, _, width = attention.shape
+    factors = _dropout_factors(seed, rows, width, options, unit.dtype)
+    return _assemble(attention, u.to(unit.dtype), normed, factors, options)
+
+
+def gate_backward(
+    dy: Tensor,
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: GateOptions,
+    du: Tensor,
+    again: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradient of `attention`; with `again` the result of the forward, else None; the gradients
+    of `weight` and `bias`, None where these are. That of `u` is written to `du`, which may be a
+    slice of columns."""
+    groups = options.groups
+    attention, u = _grouped(attention, groups), _grouped(u, groups)
+    unit, factor = _normalised(attention, options.eps)
+    weight, bias = _by_column(weight, groups), _by_column(bias, groups)
+    normed = _affine(unit, weight, bias)
+    u = u.to(unit.dtype)
+    rows, _, width = attention.shape
+    factors = _dropout_factors(seed, rows, width, options, unit.dtype)
+
+    gradients = dy.unflatten(1, (len(options.parts), groups, width)).to(unit.dtype)
+    if factors is not None:
+        gradients = gradients * factors
+    of_part = dict(zip(options.parts, gradients.unbind(1), strict=True))
+    du_wide = of_part["gated"] * normed
+    if "u" in of_part:
+        du_wide = du_wide + of_part["u"]
+    du.copy_(du_wide.flatten(1))
+    dnormed = of_part["gated"] * u
+    if "normed" in of_part:
+        dnormed = dnormed + of_part["normed"]
+    dunit = dnormed if weight is None else dnormed * weight.to(unit.dtype)
+    dattention = _normalised_backward(dunit, unit, factor)
+    if "x" in of_part:
+        dattention = dattention + of_part["x"]
+
+    def summed(terms: Tensor) -> Tensor:
+        return terms.sum(dim=0).flatten() if groups == 1 else terms.sum(dim=(0, 2))
+
+    y = _assemble(attention, u, normed, factors, options) if again else None
+    return (
+        dattention.flatten(1).to(attention.dtype),
+        y,
+        None if weight is None else summed(dnormed * unit),
+        None if bias is None else summed(dnormed),
+    )

@@ -1,0 +1,385 @@
+"""The kernels of triton_steps.py; torch_steps.py has the formulas.
+
+Each reads and writes its tensors once. Kernels whose result is rows alone have a program for each
+tile of `ROWS` rows. Those that also sum over rows have a few programs, each of which visits every
+so many tiles and keeps its sums in registers; the last step over the programs is torch's, in an
+order that never changes. `COLS` is a power of two that holds `WIDTH` columns, and all arithmetic is
+in fp32.
+
+NOTE: a row's number is widened before it is multiplied by a stride: a batch can have more than 2^31
+elements.
+"""
+
+# Types in a kernel are Triton's.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "activation_backward",
+    "gate",
+    "gate_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "silu",
+]
+
+# ---------------------------------------------------------------------------------------------
+# What several kernels share
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(pointer, row, stride, column, inside):
+    """A tile in fp32; zeros outside."""
+    places = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, row, stride, column, inside, value):
+    places = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
+    tl.store(places, value.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _parameter(pointer, group, column, WIDTH: tl.constexpr, PER_GROUP: tl.constexpr):
+    """A norm's weight or bias in fp32: one number for the group, or one for each column."""
+    if PER_GROUP:
+        return tl.load(pointer + group).to(tl.float32) + tl.zeros_like(column).to(tl.float32)
+    else:
+        return tl.load(pointer + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normalised(x, column, eps, WIDTH: tl.constexpr):
+    """Rows of mean 0 and variance 1, zero outside, and what each was multiplied by."""
+    mean = tl.sum(x, axis=1) / WIDTH
+    centred = tl.where(column[None, :] < WIDTH, x - mean[:, None], 0.0)
+    factor = tl.rsqrt(tl.sum(centred * centred, axis=1) / WIDTH + eps)
+    return centred * factor[:, None], factor
+
+
+@triton.jit
+def _normalised_backward(dunit, unit, factor, WIDTH: tl.constexpr):
+    mean = tl.sum(dunit, axis=1) / WIDTH
+    along = tl.sum(dunit * unit, axis=1) / WIDTH
+    return factor[:, None] * (dunit - mean[:, None] - unit * along[:, None])
+
+
+@triton.jit
+def _store_sums(pointer, place, column, WIDTH: tl.constexpr, value):
+    """The sums of a program's tiles, `(ROWS, COLS)`, over their rows."""
+    tl.store(pointer + place + column, tl.sum(value, axis=0), mask=column < WIDTH)
+
+
+# ---------------------------------------------------------------------------------------------
+# Layer norm
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def layer_norm(
+    x,
+    normed,
+    weight,
+    bias,
+    rows,
+    stride_x,
+    eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLS)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    value, _ = _normalised(_load(x, row, stride_x, column, inside), column, eps, WIDTH)
+    if weight is not None:
+        value *= _parameter(weight, 0, column, WIDTH, False)[None, :]
+    if bias is not None:
+        value += _parameter(bias, 0, column, WIDTH, False)[None, :]
+    _store(normed, row, WIDTH, column, inside, value)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def layer_norm_backward(
+    dnormed,
+    x,
+    residual,
+    weight,
+    bias,
+    dx,
+    normed,
+    dweight_sums,
+    dbias_sums,
+    rows,
+    stride_x,
+    stride_residual,
+    eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    column = tl.arange(0, COLS)
+    if weight is not None:
+        weight_row = _parameter(weight, 0, column, WIDTH, False)[None, :]
+        dweight = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    if bias is not None:
+        bias_row = _parameter(bias, 0, column, WIDTH, False)[None, :]
+        dbias = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        x_tile = _load(x, row, stride_x, column, inside)
+        gradient = _load(dnormed, row, WIDTH, column, inside)
+        added = _load(residual, row, stride_residual, column, inside)
+        unit, factor = _normalised(x_tile, column, eps, WIDTH)
+        if normed is not None:
+            value = unit
+            if weight is not None:
+                value *= weight_row
+            if bias is not None:
+                value += bias_row
+            _store(normed, row, WIDTH, column, inside, value)
+        if bias is not None:
+            dbias += gradient
+        if weight is not None:
+            dweight += gradient * unit
+            gradient *= weight_row
+        dx_tile = _normalised_backward(gradient, unit, factor, WIDTH) + added
+        _store(dx, row, WIDTH, column, inside, dx_tile)
+    place = tl.program_id(0) * WIDTH
+    if weight is not None:
+        _store_sums(dweight_sums, place, column, WIDTH, dweight)
+    if bias is not None:
+        _store_sums(dbias_sums, place, column, WIDTH, dbias)
+
+
+# ---------------------------------------------------------------------------------------------
+# SiLU
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def silu(
+    z,
+    result,
+    rows,
+    stride_z,
+    stride_result,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    value = _load(z, row, stride_z, column, inside)
+    _store(result, row, stride_result, column, inside, value * tl.sigmoid(value))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def activation_backward(
+    gradient,
+    z,
+    sums,
+    rows,
+    stride_gradient,
+    stride_z,
+    ACTIVATED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Programs `(n, m)` visit the tiles of columns `m * COLS` on."""
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    is_activated = tl.program_id(1) * COLS < ACTIVATED
+    total = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        value = _load(gradient, row, stride_gradient, column, inside)
+        if is_activated:
+            written = inside & (column < ACTIVATED)[None, :]
+            z_tile = _load(z, row, stride_z, column, written)
+            sigmoid = tl.sigmoid(z_tile)
+            derivative = sigmoid * (1 + z_tile * (1 - sigmoid))
+            value = tl.where((column < ACTIVATED)[None, :], value * derivative, value)
+            _store(gradient, row, stride_gradient, column, written, value)
+        if sums is not None:
+            total += value
+    if sums is not None:
+        _store_sums(sums, tl.program_id(0) * WIDTH, column, WIDTH, total)
+
+
+# ---------------------------------------------------------------------------------------------
+# Gate
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dropout(value, seed, row, unit, THRESHOLD: tl.constexpr):
+    """`value` `(ROWS, COLS)` after dropout; `unit` is the part and group of its columns.
+
+    A call of Philox gives the bits of eight columns that follow one another, which is also what a
+    thread holds of a row: see `kept_elements` in torch_steps.py.
+    """
+    if THRESHOLD == 0:
+        return value
+    ROWS: tl.constexpr = value.shape[0]
+    COLS: tl.constexpr = value.shape[1]
+    zeros = tl.zeros([ROWS, COLS // 8], dtype=tl.int32)
+    block = zeros + tl.arange(0, COLS // 8)[None, :]
+    w0, w1, w2, w3 = tl.philox(seed, block, zeros + row[:, None], zeros + unit, zeros)
+    # The last join is of neighbours: bits 2, 1 and 0 of a column's number, in this order.
+    low = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF))
+    high = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16))
+    bits = tl.reshape(tl.join(low, high), [ROWS, COLS])
+    SCALE: tl.constexpr = 65536 / (65536 - THRESHOLD)
+    return tl.where(bits >= THRESHOLD, value * SCALE, 0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate(
+    attention,
+    u,
+    weight,
+    bias,
+    seed,
+    y,
+    rows,
+    stride_u,
+    eps,
+    GROUPS: tl.constexpr,
+    U_PART: tl.constexpr,
+    X_PART: tl.constexpr,
+    NORMED_PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Programs `(n, m)` work on the columns of group `m`; a part that is absent has number -1."""
+    group = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLS)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    place = group * WIDTH + column
+    seed_value = 0
+    if seed is not None:
+        seed_value = tl.load(seed)
+    a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
+    u_tile = _load(u, row, stride_u, place, inside)
+    normed, _ = _normalised(a_tile, column, eps, WIDTH)
+    if weight is not None:
+        normed *= _parameter(weight, group, column, WIDTH, GROUPS > 1)[None, :]
+    if bias is not None:
+        normed += _parameter(bias, group, column, WIDTH, GROUPS > 1)[None, :]
+    for part in tl.static_range(PARTS):
+        if part == U_PART:
+            value = u_tile
+        elif part == X_PART:
+            value = a_tile
+        elif part == NORMED_PART:
+            value = normed
+        else:
+            value = normed * u_tile
+        value = _dropout(value, seed_value, row, part * GROUPS + group, THRESHOLD)
+        place_in_y = part * GROUPS * WIDTH + place
+        _store(y, row, PARTS * GROUPS * WIDTH, place_in_y, inside, value)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_backward(
+    dy,
+    attention,
+    u,
+    weight,
+    bias,
+    seed,
+    dattention,
+    du,
+    y,
+    dweight_sums,
+    dbias_sums,
+    rows,
+    stride_u,
+    stride_du,
+    eps,
+    GROUPS: tl.constexpr,
+    U_PART: tl.constexpr,
+    X_PART: tl.constexpr,
+    NORMED_PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """As `gate`. The gradient of each part is read when its turn comes; "gated" is the last."""
+    group = tl.program_id(1)
+    column = tl.arange(0, COLS)
+    place = group * WIDTH + column
+    seed_value = 0
+    if seed is not None:
+        seed_value = tl.load(seed)
+    if weight is not None:
+        weight_row = _parameter(weight, group, column, WIDTH, GROUPS > 1)[None, :]
+        dweight = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    if bias is not None:
+        bias_row = _parameter(bias, group, column, WIDTH, GROUPS > 1)[None, :]
+        dbias = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
+        u_tile = _load(u, row, stride_u, place, inside)
+        unit, factor = _normalised(a_tile, column, eps, WIDTH)
+        normed = unit
+        if weight is not None:
+            normed *= weight_row
+        if bias is not None:
+            normed += bias_row
+        du_tile = tl.zeros([ROWS, COLS], dtype=tl.float32)
+        da_tile = tl.zeros([ROWS, COLS], dtype=tl.float32)
+        dnormed = tl.zeros([ROWS, COLS], dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            stride_y = PARTS * GROUPS * WIDTH
+            place_in_y = part * GROUPS * WIDTH + place
+            random = part * GROUPS + group
+            gradient = _load(dy, row, stride_y, place_in_y, inside)
+            gradient = _dropout(gradient, seed_value, row, random, THRESHOLD)
+            if part == U_PART:
+                du_tile += gradient
+                value = u_tile
+            elif part == X_PART:
+                da_tile += gradient
+                value = a_tile
+            elif part == NORMED_PART:
+                dnormed += gradient
+                value = normed
+            else:
+                du_tile += gradient * normed
+                dnormed += gradient * u_tile
+                value = normed * u_tile
+            if y is not None:
+                value = _dropout(value, seed_value, row, random, THRESHOLD)
+                _store(y, row, stride_y, place_in_y, inside, value)
+        _store(du, row, stride_du, place, inside, du_tile)
+        if bias is not None:
+            dbias += dnormed
+        if weight is not None:
+            dweight += dnormed * unit
+            dnormed *= weight_row
+        da_tile += _normalised_backward(dnormed, unit, factor, WIDTH)
+        _store(dattention, row, GROUPS * WIDTH, place, inside, da_tile)
+    place_of_sums = (tl.program_id(0) * GROUPS + group) * WIDTH
+    if weight is not None:
+        _store_sums(dweight_sums, place_of_sums, column, WIDTH, dweight)
+    if bias is not None:
+        _store_sums(dbias_sums, place_of_sums, column, WIDTH, dbias)

@@ -1,0 +1,259 @@
+"""A layer's steps on GPUs: how the kernels of triton_kernels.py are launched.
+
+The functions are those of torch_steps.py, for bf16, fp16 and fp32 and rows of up to
+`steps.MAX_WIDTH` normalised columns. Sums and the gradients of parameters are in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import triton_kernels as kernels
+from .steps import MAX_WIDTH, GateOptions, dropout_threshold
+
+__all__ = [
+    "activation_backward",
+    "gate",
+    "gate_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "silu",
+]
+
+# Elements of a tile, by four warps: two pieces of 16 bytes a thread; one in the kernels that sum,
+# where the sums take registers too. Where a row alone has more elements, it gets more warps.
+TILE = 2048
+SUMMING_TILE = 1024
+WARPS = 4
+MAX_WARPS = 16
+# The elementwise kernels cut wider rows into such pieces.
+MAX_COLS = 1024
+# Programs of the kernels that sum over rows, for each streaming multiprocessor: so many run at once
+# with the 96 registers a thread that these kernels take on Hopper, and their sums are small beside
+# the rows.
+PROGRAMS_PER_SM = 5
+
+
+def _tile(width: int, elements: int, most_columns: int = MAX_WIDTH) -> dict[str, int]:
+    """Rows and columns of a tile, and its warps, for rows of `width` columns."""
+    cols = min(max(triton.next_power_of_2(width), 16), most_columns)
+    rows = max(elements // cols, 1)
+    warps = min(max(WARPS * rows * cols // elements, 1), MAX_WARPS)
+    return {"ROWS": rows, "COLS": cols, "num_warps": warps}
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # Triton's interpreter
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _programs(x: Tensor, tile: dict[str, int], others: int = 1) -> int:
+    """Of a kernel that sums over the rows of `x` in programs beside `others` more of them."""
+    most = max(PROGRAMS_PER_SM * _multiprocessors(x.device) // others, 1)
+    return max(min(-(-x.shape[0] // tile["ROWS"]), most), 1)
+
+
+def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _columns_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    x = _columns_contiguous(x)
+    rows, width = x.shape
+    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    tile = _tile(width, TILE)
+    if rows:
+        grid = (triton.cdiv(rows, tile["ROWS"]),)
+        with _on_device(x):
+            kernels.layer_norm[grid](
+                x, normed, weight, bias, rows, x.stride(0), eps, WIDTH=width, **tile
+            )
+    return normed
+
+
+def layer_norm_backward(
+    dnormed: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    again: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    x, residual = _columns_contiguous(x), _columns_contiguous(residual)
+    rows, width = x.shape
+    tile = _tile(width, SUMMING_TILE)
+    programs = _programs(x, tile)
+    dx = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    normed = torch.empty_like(dx) if again else None
+    dweight = _sums(weight, x, programs, width)
+    dbias = _sums(bias, x, programs, width)
+    with _on_device(x):
+        kernels.layer_norm_backward[(programs,)](
+            dnormed.contiguous(),
+            x,
+            residual,
+            weight,
+            bias,
+            dx,
+            normed,
+            dweight,
+            dbias,
+            rows,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            WIDTH=width,
+            **tile,
+        )
+    return dx, normed, _summed(dweight), _summed(dbias)
+
+
+def silu(z: Tensor, in_place: bool) -> Tensor:
+    rows, width = z.shape
+    result = z if in_place else torch.empty((rows, width), dtype=z.dtype, device=z.device)
+    tile = _tile(width, TILE, MAX_COLS)
+    if rows:
+        grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["COLS"]))
+        with _on_device(z):
+            kernels.silu[grid](z, result, rows, z.stride(0), result.stride(0), WIDTH=width, **tile)
+    return result
+
+
+def activation_backward(gradient: Tensor, z: Tensor, activated: int, sums: bool) -> Tensor | None:
+    if not activated and not sums:
+        return None
+    # Without sums the columns that had no activation need no visit.
+    width = gradient.shape[1] if sums else activated
+    tile = _tile(width, SUMMING_TILE, MAX_COLS)
+    column_tiles = triton.cdiv(width, tile["COLS"])
+    programs = _programs(gradient, tile, column_tiles)
+    total = torch.empty((programs, width), device=z.device) if sums else None
+    with _on_device(z):
+        kernels.activation_backward[(programs, column_tiles)](
+            gradient,
+            z,
+            total,
+            gradient.shape[0],
+            gradient.stride(0),
+            z.stride(0),
+            ACTIVATED=activated,
+            WIDTH=width,
+            **tile,
+        )
+    return _summed(total)
+
+
+def gate(
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: GateOptions,
+) -> Tensor:
+    rows, columns = attention.shape
+    y = torch.empty(
+        (rows, len(options.parts) * columns), dtype=attention.dtype, device=attention.device
+    )
+    tile = _tile(columns // options.groups, TILE)
+    if rows:
+        grid = (triton.cdiv(rows, tile["ROWS"]), options.groups)
+        with _on_device(attention):
+            kernels.gate[grid](
+                attention,
+                u,
+                weight,
+                bias,
+                seed,
+                y,
+                rows,
+                u.stride(0),
+                options.eps,
+                **_gate_constants(columns, seed, options),
+                **tile,
+            )
+    return y
+
+
+def gate_backward(
+    dy: Tensor,
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: GateOptions,
+    du: Tensor,
+    again: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    rows, columns = attention.shape
+    tile = _tile(columns // options.groups, SUMMING_TILE)
+    programs = _programs(attention, tile, options.groups)
+    dattention = torch.empty_like(attention)
+    y = torch.empty_like(dy) if again else None
+    dweight = _sums(weight, attention, programs, columns)
+    dbias = _sums(bias, attention, programs, columns)
+    with _on_device(attention):
+        kernels.gate_backward[(programs, options.groups)](
+            dy,
+            attention,
+            u,
+            weight,
+            bias,
+            seed,
+            dattention,
+            du,
+            y,
+            dweight,
+            dbias,
+            rows,
+            u.stride(0),
+            du.stride(0),
+            options.eps,
+            **_gate_constants(columns, seed, options),
+            **tile,
+        )
+    groups = options.groups
+    return dattention, y, _summed(dweight, groups), _summed(dbias, groups)
+
+
+def _gate_constants(columns: int, seed: Tensor | None, options: GateOptions) -> dict[str, int]:
+    places = {name: place for place, name in enumerate(options.parts)}
+    return {
+        "GROUPS": options.groups,
+        "U_PART": places.get("u", -1),
+        "X_PART": places.get("x", -1),
+        "NORMED_PART": places.get("normed", -1),
+        "PARTS": len(places),
+        "THRESHOLD": 0 if seed is None else dropout_threshold(options.dropout),
+        "WIDTH": columns // options.groups,
+    }
+
+
+def _sums(parameter: Tensor | None, like: Tensor, programs: int, columns: int) -> Tensor | None:
+    """Where each program puts its sums."""
+    if parameter is None:
+        return None
+    return torch.empty((programs, columns), dtype=torch.float32, device=like.device)
+
+
+def _summed(sums: Tensor | None, groups: int = 1) -> Tensor | None:
+    """Over the programs, and over the columns of each group where there are several."""
+    if sums is None:
+        return None
+    total = sums.sum(dim=0)
+    return total if groups == 1 else total.view(groups, -1).sum(dim=1)
