@@ -105,7 +105,7 @@ def hstu_attention(
         mask = _FULL
     elif not isinstance(mask, Mask):
         raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
-    biases, times = _bias_arguments(bias)
+    biases, times = bias_arguments(bias)
     _check_call(q, attn_scale, quant_mode)
     geometry = _geometry(
         cu_seqlens_q,
@@ -251,7 +251,7 @@ def hstu_attn_qkvpacked_func(
     """
     _check_qkv(qkv)
     mask = _fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func)
-    biases, times = _bias_arguments(_fbgemm_bias(rab, bool(has_drab)))
+    biases, times = bias_arguments(_fbgemm_bias(rab, bool(has_drab)))
     _check_call(qkv, None, -1)
     geometry = _geometry(
         cu_seqlens_q,
@@ -315,7 +315,7 @@ def _geometry(
     )
 
 
-def _bias_arguments(
+def bias_arguments(
     bias: Bias | Tensor | None,
 ) -> tuple[ops.Biases, tuple[Tensor | None, ...]]:
     """`((rab, pos_weight, ts_weight), (timestamps, row_timestamps, thresholds))`."""

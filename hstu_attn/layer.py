@@ -19,16 +19,17 @@ Sequences are packed: ``x`` is ``(total, embedding_dim)``, and sequence ``b`` ow
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hstu_attn.bias import RelativeBias
-from hstu_attn.interface import hstu_attention
+from hstu_attn.fused import operator as fused
+from hstu_attn.interface import bias_arguments, hstu_attention
 from hstu_attn.jagged import jagged_positions
+from hstu_attn.layer_config import HSTULayerConfig
 from hstu_attn.mask import Mask
 from hstu_attn.paged import append_paged_kv
 
@@ -42,212 +43,6 @@ __all__ = [
     "HSTUStack",
     "PositionalEmbedding",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HSTULayerConfig:
-    """What one :class:`HSTULayer` computes. Widths ending in ``_dim`` are per head but for
-    ``embedding_dim``.
-
-    Widths:
-        embedding_dim: width of a row of ``x``.
-        num_heads: number of attention heads.
-        hidden_dim: width of u and v in each head (``linear_dim`` or ``dv`` elsewhere).
-        attention_dim: width of q and k in each head (``dqk`` elsewhere).
-
-    The linear to u, v, q, k:
-        linear_bias: whether it has a bias.
-        linear_activation: ``"silu"`` on all four, ``"silu_u"`` on u alone, or ``"none"``.
-
-    Attention:
-        attn_alpha: factor on the scores; None is ``1 / sqrt(attention_dim)``.
-        scaling_seqlen: the attention weights are divided by it; -1 is the call's ``max_seq_len``.
-        causal: each row sees itself and what came before it.
-        target_aware: the last ``num_targets`` rows are candidates that do not see each other;
-            False ignores ``num_targets``.
-        target_group_size: candidates in such a group see each other causally.
-        max_attn_len: how far back a row sees; 0 is no limit.
-        min_full_attn_seq_len: the last so many history rows see without that limit.
-        contextual_seq_len: the first so many rows of every sequence are context, seen by all rows
-            and seeing all history. A call may give ``num_contexts`` per sequence instead.
-
-    Relative attention bias, learned:
-        enable_relative_attention_bias: adds a bias by distance and, when a call gives
-            ``timestamps``, one by elapsed time.
-        relative_bias_max_seq_len: distances at or beyond it share one entry.
-        relative_bias_heads: 1 shares the tables over all heads; otherwise a divisor of num_heads.
-        num_buckets: the elapsed time falls into ``num_buckets + 1`` logarithmic buckets; 0 has no
-            time table.
-
-    Output:
-        norm_affine: whether both norms have a learned weight and bias.
-        norm_eps: added to the variance in both norms.
-        use_group_norm: normalise the attention output within each head, not over all heads.
-        concat_u: the output linear also reads u.
-        concat_x: the output linear also reads the attention output as it was before the norm.
-        concat_ua: the output linear also reads u and the attention output after the norm.
-        output_dropout_ratio: dropout before the output linear (``linear_dropout_rate`` elsewhere).
-        output_bias: whether the output linear has a bias.
-    """
-
-    embedding_dim: int
-    num_heads: int
-    hidden_dim: int
-    attention_dim: int
-    linear_bias: bool = True
-    linear_activation: Literal["silu", "silu_u", "none"] = "silu"
-    attn_alpha: float | None = None
-    scaling_seqlen: int = -1
-    causal: bool = True
-    target_aware: bool = True
-    target_group_size: int = 1
-    max_attn_len: int = 0
-    min_full_attn_seq_len: int = 0
-    contextual_seq_len: int = 0
-    enable_relative_attention_bias: bool = False
-    relative_bias_max_seq_len: int = 0
-    relative_bias_heads: int = 1
-    num_buckets: int = 128
-    norm_affine: bool = True
-    norm_eps: float = 1e-6
-    use_group_norm: bool = False
-    concat_u: bool = False
-    concat_x: bool = False
-    concat_ua: bool = False
-    output_dropout_ratio: float = 0.0
-    output_bias: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("embedding_dim", "num_heads", "hidden_dim", "attention_dim"):
-            self._require(name, getattr(self, name) > 0, "a positive number")
-        for name in ("max_attn_len", "min_full_attn_seq_len", "contextual_seq_len", "num_buckets"):
-            self._require(name, getattr(self, name) >= 0, "zero or a positive number")
-        activations = ("silu", "silu_u", "none")
-        self._require("linear_activation", self.linear_activation in activations, str(activations))
-        self._require("output_dropout_ratio", 0 <= self.output_dropout_ratio < 1, "in [0, 1)")
-        self._require(
-            "scaling_seqlen", self.scaling_seqlen == -1 or self.scaling_seqlen > 0, "-1 or positive"
-        )
-        self._require(
-            "concat_ua",
-            not (self.concat_ua and (self.concat_u or self.concat_x)),
-            "False beside concat_u or concat_x",
-        )
-        if self.enable_relative_attention_bias:
-            self._require(
-                "relative_bias_max_seq_len", self.relative_bias_max_seq_len > 0, "a positive number"
-            )
-            self._require(
-                "relative_bias_heads",
-                self.relative_bias_heads > 0 and self.num_heads % self.relative_bias_heads == 0,
-                f"a divisor of num_heads = {self.num_heads}",
-            )
-        if not self.causal:
-            self._require(
-                "causal", self.contextual_seq_len == 0, "True where contextual_seq_len is given"
-            )
-
-    def _require(self, name: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-    @property
-    def linear_dim(self) -> int:
-        """Width of u and v in each head; another name of ``hidden_dim``."""
-        return self.hidden_dim
-
-    @property
-    def dqk(self) -> int:
-        """Width of q and k in each head; another name of ``attention_dim``."""
-        return self.attention_dim
-
-    @property
-    def alpha(self) -> float:
-        """The factor on the scores that is in force."""
-        return 1 / math.sqrt(self.attention_dim) if self.attn_alpha is None else self.attn_alpha
-
-    @property
-    def split_sizes(self) -> tuple[int, int, int, int]:
-        """Columns of u, v, q and k, in this order, in the output of the first linear. Within each
-        the heads follow one another."""
-        hidden, attention = self.num_heads * self.hidden_dim, self.num_heads * self.attention_dim
-        return hidden, hidden, attention, attention
-
-    @property
-    def output_features(self) -> int:
-        """Columns that the output linear reads."""
-        parts = 3 if self.concat_ua else 1 + self.concat_u + self.concat_x
-        return parts * self.num_heads * self.hidden_dim
-
-    @classmethod
-    def research(
-        cls,
-        *,
-        embedding_dim: int,
-        num_heads: int,
-        linear_dim: int,
-        attention_dim: int,
-        max_sequence_len: int,
-        linear_dropout_rate: float = 0.0,
-        linear_activation: Literal["silu", "none"] = "silu",
-        enable_relative_attention_bias: bool = True,
-        concat_ua: bool = False,
-        num_buckets: int = 128,
-    ) -> HSTULayerConfig:
-        """The unit of the paper's public experiments: SiLU on u, v, q and k, unscaled scores, a
-        relative bias by position and time, norms without weights, no bias in the first linear."""
-        return cls(
-            embedding_dim=embedding_dim,
-            num_heads=num_heads,
-            hidden_dim=linear_dim,
-            attention_dim=attention_dim,
-            linear_bias=False,
-            linear_activation=linear_activation,
-            attn_alpha=1.0,
-            scaling_seqlen=max_sequence_len,
-            enable_relative_attention_bias=enable_relative_attention_bias,
-            relative_bias_max_seq_len=max_sequence_len,
-            num_buckets=num_buckets,
-            norm_affine=False,
-            concat_ua=concat_ua,
-            output_dropout_ratio=linear_dropout_rate,
-        )
-
-    @classmethod
-    def stu(
-        cls,
-        *,
-        embedding_dim: int,
-        num_heads: int,
-        hidden_dim: int,
-        attention_dim: int,
-        output_dropout_ratio: float = 0.3,
-        causal: bool = True,
-        target_aware: bool = True,
-        max_attn_len: int | None = None,
-        attn_alpha: float | None = None,
-        use_group_norm: bool = False,
-        contextual_seq_len: int = 0,
-    ) -> HSTULayerConfig:
-        """The unit of the public `STULayer`: SiLU on u alone, scores over sqrt(attention_dim),
-        the output linear reads u and the raw attention output too and has no bias."""
-        return cls(
-            embedding_dim=embedding_dim,
-            num_heads=num_heads,
-            hidden_dim=hidden_dim,
-            attention_dim=attention_dim,
-            linear_activation="silu_u",
-            attn_alpha=attn_alpha,
-            causal=causal,
-            target_aware=target_aware,
-            max_attn_len=max_attn_len or 0,
-            contextual_seq_len=contextual_seq_len,
-            use_group_norm=use_group_norm,
-            concat_u=True,
-            concat_x=True,
-            output_dropout_ratio=output_dropout_ratio,
-            output_bias=False,
-        )
 
 
 class HSTULayer(nn.Module):
@@ -376,6 +171,25 @@ class HSTULayer(nn.Module):
                 without causal attention, or ``timestamps`` where no table uses them.
             NotImplementedError: a relative bias beside ``context``.
         """
+        self._check(x)
+        mask = self._mask(seq_offsets, num_targets, num_contexts)
+        bias = self._bias(timestamps, row_timestamps)
+        if self._is_fused(x):
+            (_, pos_weight, ts_weight), (times, row_times, thresholds) = bias_arguments(bias)
+            return fused.hstu_layer(
+                x,
+                self._weights(pos_weight, ts_weight),
+                fused.Call(
+                    seq_offsets,
+                    mask.num_contexts,
+                    mask.num_targets,
+                    times,
+                    row_times,
+                    thresholds,
+                    self._seed(x),
+                ),
+                self._settings(max_seq_len, mask),
+            )
         u, v, q, k = self._project(x)
         if context is not None:
             attention = context.attention(
@@ -394,8 +208,8 @@ class HSTULayer(nn.Module):
             v,
             cu_seqlens_q=seq_offsets,
             max_seqlen_q=max_seq_len,
-            mask=self._mask(seq_offsets, num_targets, num_contexts),
-            bias=self._bias(timestamps, row_timestamps),
+            mask=mask,
+            bias=bias,
             alpha=self.config.alpha,
             scaling_seqlen=self.config.scaling_seqlen,
         )
@@ -434,7 +248,15 @@ class HSTULayer(nn.Module):
                 :func:`hstu_attn.serving.check_cacheable`.
         """
         rows.check(self.config)
-        u, v, q, k = self._project(x)
+        self._check(x)
+        mask = self._mask(rows.seq_offsets, rows.num_targets, None)
+        # The compiler fuses torch's functions by itself, and sees no steps of an operator here.
+        is_fused = self._is_fused(x) and not torch.compiler.is_compiling()
+        if is_fused:
+            weights, settings = self._weights(), self._settings(rows.max_seq_len, mask)
+            u, v, q, k = fused.project(x, weights, settings)
+        else:
+            u, v, q, k = self._project(x)
         pages = rows.step.paged_kv(layer)
         append_paged_kv(
             k,
@@ -452,25 +274,79 @@ class HSTULayer(nn.Module):
             max_seqlen_q=rows.max_seq_len,
             cu_seqlens_k=rows.key_offsets,
             max_seqlen_k=rows.max_key_len,
-            mask=self._mask(rows.seq_offsets, rows.num_targets, None),
+            mask=mask,
             bias=self._bias(timestamps, row_timestamps),
             alpha=self.config.alpha,
             scaling_seqlen=self.config.scaling_seqlen,
             paged_kv=pages,
         )
+        if is_fused:
+            return fused.gate_output(x, attention, u, weights, self._seed(x), settings)
         return self._output(x, attention, u)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, alpha={self.config.alpha:.4g}"
 
+    def _check(self, x: Tensor) -> None:
+        if x.dim() != 2 or x.shape[1] != self.config.embedding_dim:
+            raise ValueError(
+                f"x must have shape (total, {self.config.embedding_dim}), got {tuple(x.shape)}"
+            )
+
+    def _is_fused(self, x: Tensor) -> bool:
+        return fused.suits(x) if self.config.fused is None else self.config.fused
+
+    def _weights(
+        self, pos_weight: Tensor | None = None, ts_weight: Tensor | None = None
+    ) -> fused.Weights:
+        return fused.Weights(
+            self.input_norm.weight,
+            self.input_norm.bias,
+            self.uvqk.weight,
+            self.uvqk.bias,
+            self.output_norm.weight,
+            self.output_norm.bias,
+            self.output.weight,
+            self.output.bias,
+            pos_weight,
+            ts_weight,
+        )
+
+    def _seed(self, x: Tensor) -> Tensor | None:
+        """For the dropout of a fused layer, drawn on the device by torch's generator."""
+        if not self.training or self.config.output_dropout_ratio == 0:
+            return None
+        return torch.randint(2**63 - 1, (1,), device=x.device)
+
+    def _settings(self, max_seq_len: int, mask: Mask) -> fused.Settings:
+        config = self.config
+        activated = {"silu": sum(config.split_sizes), "silu_u": config.split_sizes[0], "none": 0}
+        return fused.Settings(
+            num_heads=config.num_heads,
+            hidden_dim=config.hidden_dim,
+            attention_dim=config.attention_dim,
+            norm_eps=config.norm_eps,
+            activated=activated[config.linear_activation],
+            groups=config.num_heads if config.use_group_norm else 1,
+            parts=",".join(config.output_parts),
+            dropout=config.output_dropout_ratio,
+            max_seq_len=max_seq_len,
+            window_left=mask.window_size[0],
+            window_right=mask.window_size[1],
+            target_group_size=mask.target_group_size,
+            min_full_attn_seq_len=mask.min_full_attn_seq_len,
+            scaling_seqlen=config.scaling_seqlen,
+            alpha=config.alpha,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            recompute_norm=config.recompute_norm,
+            recompute_silu=config.recompute_silu,
+            recompute_gate=config.recompute_gate,
+        )
+
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u ``(total, heads * hidden)``, and v, q, k ``(total, heads, width)`` as strided views of
         one buffer."""
         config = self.config
-        if x.dim() != 2 or x.shape[1] != config.embedding_dim:
-            raise ValueError(
-                f"x must have shape (total, {config.embedding_dim}), got {tuple(x.shape)}"
-            )
         normed = F.layer_norm(
             x,
             self.input_norm.normalized_shape,

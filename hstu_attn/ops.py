@@ -26,6 +26,7 @@ __all__ = [
     "Geometry",
     "append_paged_kv",
     "attention",
+    "attention_backward",
     "attention_gradients",
     "attention_packed",
     "has_cuda_kernels",
@@ -390,23 +391,15 @@ class _AttentionPacked(torch.autograd.Function):
         geometry, times, options = ctx.rest
         _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        drab = rab.new_empty(rab.shape) if has_drab else None
-        dpos = pos_weight.new_empty(pos_weight.shape, dtype=torch.float) if has_dpos else None
-        dts = ts_weight.new_empty(ts_weight.shape, dtype=torch.float) if has_dts else None
-        _call(
-            _bwd_out,
+        drab, dpos, dts = attention_backward(
             dout if dout.stride(-1) == 1 else dout.contiguous(),
-            *qkv.unbind(1),
-            *geometry,
-            rab,
-            pos_weight,
-            ts_weight,
-            *times,
-            *options,
-            *dqkv.unbind(1),
-            drab,
-            dpos,
-            dts,
+            qkv.unbind(1),
+            geometry,
+            (rab, pos_weight, ts_weight),
+            times,
+            options,
+            dqkv.unbind(1),
+            (has_drab, has_dpos, has_dts),
         )
         gradients: Sequence[Tensor | None] = (
             dqkv,
@@ -485,6 +478,36 @@ def attention_packed(
         )
     q, k, v = qkv.unbind(1)
     return attention(q, k, v, geometry, biases, times, NO_PAGES, options)
+
+
+def attention_backward(
+    dout: Tensor,
+    qkv: Sequence[Tensor],
+    geometry: Geometry,
+    biases: Biases,
+    times: Sequence[Any],
+    options: Sequence[Any],
+    gradients: Sequence[Tensor],
+    has_dbiases: Sequence[bool],
+) -> Biases:
+    """The backward of `attention`, below autograd. Writes the gradients of q, k and v where they
+    belong, and returns those of the biases that are wanted.
+
+    Args:
+        dout: gradient of the result; its last dimension is contiguous.
+        qkv: q, k and v.
+        gradients: dq, dk and dv, which may be strided.
+        has_dbiases: which of the biases get a gradient; those of tables come in fp32.
+    """
+    rab, pos_weight, ts_weight = biases
+    has_drab, has_dpos, has_dts = has_dbiases
+    drab = rab.new_empty(rab.shape) if has_drab and rab is not None else None
+    dpos, dts = (
+        table.new_empty(table.shape, dtype=torch.float) if wanted and table is not None else None
+        for table, wanted in ((pos_weight, has_dpos), (ts_weight, has_dts))
+    )
+    _call(_bwd_out, dout, *qkv, *geometry, *biases, *times, *options, *gradients, drab, dpos, dts)
+    return drab, dpos, dts
 
 
 def _any_requires_grad(biases: Biases) -> bool:

@@ -9,17 +9,17 @@ and sums are in fp32 for 16-bit rows, else in the dtype of the rows.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_WIDTH", "GateOptions", "Steps", "dropout_threshold", "has_triton", "steps_for"]
+__all__ = ["HAS_TRITON", "MAX_WIDTH", "GateOptions", "Steps", "dropout_threshold", "steps_for"]
 
 # A program of the Triton kernels holds a whole row that is normalised in its registers.
 MAX_WIDTH = 8192
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -98,15 +98,9 @@ def dropout_threshold(ratio: float) -> int:
     return min(round(ratio * 2**16), 2**16 - 1)
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def steps_for(x: Tensor, *widths: int) -> Steps:
     """The implementation for rows like those of `x`, of which so many columns are normalised."""
-    if x.is_cuda and has_triton() and x.dtype in TRITON_DTYPES and max(widths) <= MAX_WIDTH:
+    if x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES and max(widths) <= MAX_WIDTH:
         from . import triton_steps
 
         return triton_steps

@@ -1,0 +1,554 @@
+"""A whole HSTU layer as one operator and one autograd function.
+
+The forward is a norm, a matrix product, SiLU, attention, the gate and a matrix product:
+
+    normed = layer_norm(x)                            (total, embedding_dim)
+    z = normed @ uvqk_weight.T + uvqk_bias            (total, columns of u, v, q and k)
+    u, v, q, k = silu(z)                              of all columns, of u alone, or of none
+    attention = hstu_attention(q, k, v)               (total, heads * hidden_dim)
+    y = dropout(norm(attention) * u)                  with what is concatenated to it
+    output = x + y @ output_weight.T + output_bias
+
+Of a row of c bytes an element, with e = embedding_dim, h = heads * hidden_dim, w columns of z and s
+of them through SiLU, and p parts of y, the backward is left
+
+    x        c * e              which most often the layer before keeps too
+    z        c * w
+    attention c * h
+    normed   c * e              unless `recompute_norm`
+    silu(z)  c * s              unless `recompute_silu`
+    y        c * p * h          unless `recompute_gate`
+
+and dropout is left one seed. The norm and the gate are recomputed by kernels of the backward that
+have read all that it takes, at the cost of a write; SiLU takes a pass of its own. No statistics of
+the norms are kept: the backward has the whole row at hand. Weights are cast to the dtype of `x`
+where they are used, in both directions, and not kept in it.
+
+As in ops.py, eager calls go through one `torch.autograd.Function` that calls the functions below,
+and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile` and
+`torch.export`, which see one operator each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hstu_attn import ops
+
+from .steps import HAS_TRITON, GateOptions, Steps, steps_for
+
+__all__ = ["Call", "Settings", "Weights", "gate_output", "hstu_layer", "project", "suits"]
+
+
+class Weights(NamedTuple):
+    """What gets gradients beside `x`, in the order of the operator's arguments.
+
+    Attributes:
+        input_norm_weight, input_norm_bias: `(embedding_dim,)`.
+        uvqk_weight, uvqk_bias: `(columns of u, v, q and k, embedding_dim)` and `(columns,)`.
+        gate_weight, gate_bias: of the norm of attention's output: `(heads * hidden_dim,)`, or
+            `(heads,)` where heads are normalised by themselves.
+        output_weight, output_bias: `(embedding_dim, parts * heads * hidden_dim)` and
+            `(embedding_dim,)`.
+        pos_weight, ts_weight: the tables of a `hstu_attn.RelativeBias`.
+    """
+
+    input_norm_weight: Tensor | None
+    input_norm_bias: Tensor | None
+    uvqk_weight: Tensor
+    uvqk_bias: Tensor | None
+    gate_weight: Tensor | None
+    gate_bias: Tensor | None
+    output_weight: Tensor
+    output_bias: Tensor | None
+    pos_weight: Tensor | None
+    ts_weight: Tensor | None
+
+
+class Call(NamedTuple):
+    """The tensors of one call that get no gradient: those of `hstu_attn.Mask` and
+    `hstu_attn.RelativeBias` by their names there, and the seed of dropout, int64 `(1,)`."""
+
+    seq_offsets: Tensor
+    num_contexts: Tensor | None = None
+    num_targets: Tensor | None = None
+    timestamps: Tensor | None = None
+    row_timestamps: Tensor | None = None
+    thresholds: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class Settings(NamedTuple):
+    """The numbers of one call.
+
+    Attributes:
+        num_heads, hidden_dim, attention_dim, norm_eps: as in `HSTULayerConfig`.
+        activated: so many of the first columns of z go through SiLU: all, those of u, or none.
+        groups: in which attention's output is normalised: 1 or `num_heads`.
+        parts: of y, separated by commas: see `GateOptions`.
+        dropout: of y.
+        max_seq_len, window_left, window_right, target_group_size, min_full_attn_seq_len,
+        scaling_seqlen, alpha, deterministic: as the attention operator has them.
+        recompute_norm, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
+        has_backward: whether anything is kept for a backward.
+    """
+
+    num_heads: int
+    hidden_dim: int
+    attention_dim: int
+    norm_eps: float
+    activated: int
+    groups: int
+    parts: str
+    dropout: float
+    max_seq_len: int
+    window_left: int
+    window_right: int
+    target_group_size: int
+    min_full_attn_seq_len: int
+    scaling_seqlen: int
+    alpha: float
+    deterministic: bool
+    recompute_norm: bool
+    recompute_silu: bool
+    recompute_gate: bool
+    has_backward: bool = False
+
+    @property
+    def gate(self) -> GateOptions:
+        """The options of the gate."""
+        return GateOptions(self.groups, self.norm_eps, tuple(self.parts.split(",")), self.dropout)
+
+    @property
+    def split_sizes(self) -> tuple[int, int, int, int]:
+        """Columns of u, v, q and k."""
+        hidden, attention = self.num_heads * self.hidden_dim, self.num_heads * self.attention_dim
+        return hidden, hidden, attention, attention
+
+
+class Kept(NamedTuple):
+    """What the forward leaves to the backward, contiguous: see above. `activated` is `silu(z)` of
+    the columns that go through it."""
+
+    z: Tensor
+    attention: Tensor
+    normed: Tensor | None
+    activated: Tensor | None
+    y: Tensor | None
+
+
+def suits(x: Tensor) -> bool:
+    """Whether the layer is fused by default for such rows."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and HAS_TRITON
+        and ops.has_cuda_kernels()
+        and not torch.is_autocast_enabled("cuda")
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Forward
+# ---------------------------------------------------------------------------------------------
+
+
+def _steps(x: Tensor, settings: Settings) -> Steps:
+    return steps_for(x, x.shape[1], settings.num_heads * settings.hidden_dim // settings.groups)
+
+
+def _cast(parameter: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter.to(like.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight.to(x.dtype), _cast(bias, x))
+
+
+def _activate(z: Tensor, activated: int, steps: Steps) -> Tensor | None:
+    return steps.silu(z[:, :activated], False) if activated else None
+
+
+def _uvqk(z: Tensor, activated: Tensor | None, settings: Settings) -> list[Tensor]:
+    """u `(total, heads * hidden)`, and v, q, k `(total, heads, width)` as views of one buffer: of
+    `activated`, which may be u alone, and z."""
+    if activated is None or activated.shape[1] < z.shape[1]:
+        u, v, q, k = z.split(settings.split_sizes, dim=1)
+        u = u if activated is None else activated
+    else:
+        u, v, q, k = activated.split(settings.split_sizes, dim=1)
+    return [u, *(part.unflatten(1, (settings.num_heads, -1)) for part in (v, q, k))]
+
+
+def _attention_arguments(
+    weights: Weights, call: Call, settings: Settings
+) -> tuple[ops.Geometry, ops.Biases, tuple[Any, ...], tuple[Any, ...]]:
+    """The geometry, biases, times and options of the attention operator."""
+    geometry = (
+        call.seq_offsets,
+        call.seq_offsets,
+        None,
+        None,
+        settings.max_seq_len,
+        settings.max_seq_len,
+        settings.scaling_seqlen,
+        None,
+        settings.alpha,
+        call.num_contexts,
+        call.num_targets,
+        settings.target_group_size,
+        settings.window_left,
+        settings.window_right,
+        settings.min_full_attn_seq_len,
+        None,
+        None,
+    )
+    biases = (None, weights.pos_weight, weights.ts_weight)
+    times = (call.timestamps, call.row_timestamps, call.thresholds)
+    return geometry, biases, times, (-1, None, None, None, settings.deterministic, 0)
+
+
+def _add_output(x: Tensor, y: Tensor, weights: Weights) -> Tensor:
+    """`x + linear(y)`, with one addition in the product's epilogue.
+
+    Without a bias that is the addition of `x`. With one, cuBLASLt adds it at no cost and `x` is
+    added in place afterwards: the same traffic as that of `addmm`, which copies its matrix first.
+    """
+    weight = weights.output_weight.to(x.dtype).t()
+    if weights.output_bias is None:
+        return torch.addmm(x, y, weight)
+    return torch.addmm(weights.output_bias.to(x.dtype), y, weight).add_(x)
+
+
+@torch.no_grad()
+def project(x: Tensor, weights: Weights, settings: Settings) -> list[Tensor]:
+    """For inference: u `(total, heads * hidden)`, and v, q, k `(total, heads, width)` as views of
+    one buffer."""
+    steps = _steps(x, settings)
+    normed = steps.layer_norm(
+        x, weights.input_norm_weight, weights.input_norm_bias, settings.norm_eps
+    )
+    z = _linear(normed, weights.uvqk_weight, weights.uvqk_bias)
+    if settings.activated:
+        steps.silu(z[:, : settings.activated], True)
+    return _uvqk(z, None, settings)
+
+
+@torch.no_grad()
+def gate_output(
+    x: Tensor,
+    attention: Tensor,
+    u: Tensor,
+    weights: Weights,
+    seed: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """For inference: what follows attention `(total, heads, hidden)`, added to `x`."""
+    y = _steps(x, settings).gate(
+        attention.flatten(1), u, weights.gate_weight, weights.gate_bias, seed, settings.gate
+    )
+    return _add_output(x, y, weights)
+
+
+def _forward(
+    x: Tensor, weights: Weights, call: Call, settings: Settings
+) -> tuple[Tensor, Kept | None]:
+    """The result, and what the backward needs beside the arguments."""
+    geometry, biases, times, options = _attention_arguments(weights, call, settings)
+    if not settings.has_backward:
+        u, v, q, k = project(x, weights, settings)
+        attention = ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options)
+        return gate_output(x, attention, u, weights, call.seed, settings), None
+    steps = _steps(x, settings)
+    normed = steps.layer_norm(
+        x, weights.input_norm_weight, weights.input_norm_bias, settings.norm_eps
+    )
+    z = _linear(normed, weights.uvqk_weight, weights.uvqk_bias)
+    activated = _activate(z, settings.activated, steps)
+    u, v, q, k = _uvqk(z, activated, settings)
+    attention = ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options).flatten(1)
+    y = steps.gate(attention, u, weights.gate_weight, weights.gate_bias, call.seed, settings.gate)
+    kept = Kept(
+        z,
+        attention,
+        None if settings.recompute_norm else normed,
+        None if settings.recompute_silu else activated,
+        None if settings.recompute_gate else y,
+    )
+    return _add_output(x, y, weights), kept
+
+
+# ---------------------------------------------------------------------------------------------
+# Backward
+# ---------------------------------------------------------------------------------------------
+
+
+def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
+    """`doutput.T @ read` in the dtype of the weight, for an fp32 one without a rounding before."""
+    if weight.dtype == torch.float32 and doutput.dtype != torch.float32 and doutput.is_cuda:
+        return torch.mm(doutput.t(), read, out_dtype=torch.float32)
+    return torch.mm(doutput.t(), read).to(weight.dtype)
+
+
+def _backward(
+    dout: Tensor, x: Tensor, kept: Kept, weights: Weights, call: Call, settings: Settings
+) -> list[Tensor | None]:
+    """The gradients of `x` and of `weights`, None where there is no such weight."""
+    steps = _steps(x, settings)
+    z, attention, normed, activated, y = kept
+    if activated is None:
+        activated = _activate(z, settings.activated, steps)
+    u, v, q, k = _uvqk(z, activated, settings)
+    dout = dout.contiguous()
+    duvqk = torch.empty_like(z)
+    du, dv, dq, dk = _uvqk(duvqk, None, settings)
+
+    dy = dout @ weights.output_weight.to(x.dtype)
+    dattention, y_again, dgate_weight, dgate_bias = steps.gate_backward(
+        dy,
+        attention,
+        u,
+        weights.gate_weight,
+        weights.gate_bias,
+        call.seed,
+        settings.gate,
+        du,
+        y is None,
+    )
+    del dy
+    y = cast(Tensor, y_again if y is None else y)
+    doutput_weight = _weight_gradient(dout, y, weights.output_weight)
+    doutput_bias = None if weights.output_bias is None else dout.sum(dim=0, dtype=_wide(dout))
+    del y, y_again
+
+    geometry, biases, times, options = _attention_arguments(weights, call, settings)
+    _, dpos_weight, dts_weight = ops.attention_backward(
+        dattention.unflatten(1, (settings.num_heads, settings.hidden_dim)),
+        (q, k, v),
+        geometry,
+        biases,
+        times,
+        options,
+        (dq, dk, dv),
+        (False, True, True),
+    )
+    del dattention, activated, u, v, q, k
+    duvqk_bias = steps.activation_backward(
+        duvqk, z, settings.activated, weights.uvqk_bias is not None
+    )
+
+    dnormed = duvqk @ weights.uvqk_weight.to(x.dtype)
+    dx, normed_again, dnorm_weight, dnorm_bias = steps.layer_norm_backward(
+        dnormed,
+        x,
+        dout,
+        weights.input_norm_weight,
+        weights.input_norm_bias,
+        settings.norm_eps,
+        normed is None,
+    )
+    del dnormed
+    normed = cast(Tensor, normed_again if normed is None else normed)
+    gradients = Weights(
+        input_norm_weight=dnorm_weight,
+        input_norm_bias=dnorm_bias,
+        uvqk_weight=_weight_gradient(duvqk, normed, weights.uvqk_weight),
+        uvqk_bias=duvqk_bias,
+        gate_weight=dgate_weight,
+        gate_bias=dgate_bias,
+        output_weight=doutput_weight,
+        output_bias=doutput_bias,
+        pos_weight=dpos_weight,
+        ts_weight=dts_weight,
+    )
+    return [
+        dx,
+        *(
+            None if weight is None or gradient is None else gradient.to(weight.dtype)
+            for weight, gradient in zip(weights, gradients, strict=True)
+        ),
+    ]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------
+# The operators, for torch.compile and torch.export
+# ---------------------------------------------------------------------------------------------
+
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "int": "SymInt",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+}
+
+
+def _schema(*fields: type) -> str:
+    """The arguments of an operator: the fields of these classes, in order."""
+    # NOTE: the annotations of a NamedTuple in a file like this one are `ForwardRef`s of their text.
+    return ", ".join(
+        f"{_TYPES[kind.__forward_arg__]} {name}"
+        for c in fields
+        for name, kind in c.__annotations__.items()
+    )
+
+
+_ARGUMENTS = f"Tensor x, {_schema(Weights, Call, Settings)}"
+_NUM_WEIGHTS, _NUM_CALL = len(Weights._fields), len(Call._fields)
+
+
+def _unpack(arguments: Sequence[Any]) -> tuple[Tensor, Weights, Call, Settings]:
+    x, *rest = arguments
+    end = _NUM_WEIGHTS + _NUM_CALL
+    return (
+        x,
+        Weights(*rest[:_NUM_WEIGHTS]),
+        Call(*rest[_NUM_WEIGHTS:end]),
+        Settings(*rest[end:]),
+    )
+
+
+def _list_kept(kept: Kept | None) -> list[Tensor]:
+    return [] if kept is None else [tensor for tensor in kept if tensor is not None]
+
+
+def _kept_from(tensors: Sequence[Tensor], settings: Settings) -> Kept:
+    """The inverse of `_list_kept`."""
+    z, attention, *rest = tensors
+    left = iter(rest)
+    normed = None if settings.recompute_norm else next(left)
+    has_activated = settings.activated and not settings.recompute_silu
+    activated = next(left) if has_activated else None
+    return Kept(z, attention, normed, activated, None if settings.recompute_gate else next(left))
+
+
+@torch.library.custom_op(
+    "hstu_attn::hstu_layer_forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
+)
+def _forward_operator(*arguments: Any) -> list[Tensor]:
+    """The result, and what the backward needs."""
+    with torch.no_grad():
+        out, kept = _forward(*_unpack(arguments))
+    return [out, *_list_kept(kept)]
+
+
+@torch.library.custom_op(
+    "hstu_attn::hstu_layer_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor[] kept, {_ARGUMENTS}) -> Tensor[]",
+)
+def _backward_operator(dout: Tensor, kept: list[Tensor], *arguments: Any) -> list[Tensor]:
+    """The gradients of `x` and of the weights, empty where there is no such weight."""
+    x, weights, call, settings = _unpack(arguments)
+    with torch.no_grad():
+        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings)
+    return [x.new_empty(0) if gradient is None else gradient for gradient in gradients]
+
+
+@_forward_operator.register_fake
+def _forward_fake(*arguments: Any) -> list[Tensor]:
+    x, weights, _, settings = _unpack(arguments)
+    total, hidden = x.shape[0], settings.num_heads * settings.hidden_dim
+    result = [x.new_empty(x.shape)]
+    if settings.has_backward:
+        result += [x.new_empty((total, weights.uvqk_weight.shape[0]))]
+        result += [x.new_empty((total, hidden))]
+        if not settings.recompute_norm:
+            result.append(x.new_empty(x.shape))
+        if settings.activated and not settings.recompute_silu:
+            result.append(x.new_empty((total, settings.activated)))
+        if not settings.recompute_gate:
+            result.append(x.new_empty((total, weights.output_weight.shape[1])))
+    return result
+
+
+@_backward_operator.register_fake
+def _backward_fake(dout: Tensor, kept: list[Tensor], *arguments: Any) -> list[Tensor]:
+    x, weights, _, _ = _unpack(arguments)
+    return [
+        x.new_empty(x.shape),
+        *(x.new_empty(0) if w is None else w.new_empty(w.shape) for w in weights),
+    ]
+
+
+def _save_for_operator(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    x, weights, call, ctx.settings = _unpack(inputs)
+    ctx.save_for_backward(x, *weights, *call, *output[1:])
+
+
+def _operator_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+    count = 1 + _NUM_WEIGHTS + _NUM_CALL
+    tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    result = torch.ops.hstu_attn.hstu_layer_backward(
+        gradients[0], list(kept), *tensors, *ctx.settings
+    )
+    present = [tensor is not None for tensor in tensors[: 1 + _NUM_WEIGHTS]]
+    return (
+        *(gradient if given else None for gradient, given in zip(result, present, strict=True)),
+        *(None for _ in range(_NUM_CALL + len(ctx.settings))),
+    )
+
+
+_forward_operator.register_autograd(_operator_gradients, setup_context=_save_for_operator)
+
+
+# ---------------------------------------------------------------------------------------------
+# Eager calls
+# ---------------------------------------------------------------------------------------------
+
+
+class _Layer(torch.autograd.Function):
+    """Eager gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        _, weights, call, _ = _unpack((x, *tensors, *settings))
+        out, kept = _forward(x, weights, call, settings)
+        ctx.settings = settings
+        ctx.save_for_backward(x, *tensors, *_list_kept(kept))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        count = 1 + _NUM_WEIGHTS + _NUM_CALL
+        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        x, weights, call, settings = _unpack((*tensors, *ctx.settings))
+        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings)
+        return (None, *gradients, *(None for _ in range(_NUM_CALL)))
+
+
+def hstu_layer(x: Tensor, weights: Weights, call: Call, settings: Settings) -> Tensor:
+    """The layer, with gradients where an input requires one.
+
+    Args:
+        x: `(total, embedding_dim)`, of one of the dtypes of attention.
+        weights, call, settings: see there; `settings.has_backward` is found here.
+
+    Returns:
+        `(total, embedding_dim)` in the dtype of `x`.
+
+    Raises:
+        ValueError, NotImplementedError: as `hstu_attn.hstu_attention`.
+    """
+    records = torch.is_grad_enabled() and (
+        x.requires_grad or any(w is not None and w.requires_grad for w in weights)
+    )
+    settings = Settings(*settings[:-1], has_backward=records)
+    if torch.compiler.is_compiling():
+        results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, *settings)
+        return cast(Tensor, results[0])
+    if records:
+        return cast(Tensor, _Layer.apply(settings, x, *weights, *call))
+    return _forward(x, weights, call, settings)[0]

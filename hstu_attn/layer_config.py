@@ -1,0 +1,238 @@
+"""The configuration of an HSTU layer: every detail in which public implementations differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["HSTULayerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSTULayerConfig:
+    """What one :class:`HSTULayer` computes. Widths ending in ``_dim`` are per head but for
+    ``embedding_dim``.
+
+    Widths:
+        embedding_dim: width of a row of ``x``.
+        num_heads: number of attention heads.
+        hidden_dim: width of u and v in each head (``linear_dim`` or ``dv`` elsewhere).
+        attention_dim: width of q and k in each head (``dqk`` elsewhere).
+
+    The linear to u, v, q, k:
+        linear_bias: whether it has a bias.
+        linear_activation: ``"silu"`` on all four, ``"silu_u"`` on u alone, or ``"none"``.
+
+    Attention:
+        attn_alpha: factor on the scores; None is ``1 / sqrt(attention_dim)``.
+        scaling_seqlen: the attention weights are divided by it; -1 is the call's ``max_seq_len``.
+        causal: each row sees itself and what came before it.
+        target_aware: the last ``num_targets`` rows are candidates that do not see each other;
+            False ignores ``num_targets``.
+        target_group_size: candidates in such a group see each other causally.
+        max_attn_len: how far back a row sees; 0 is no limit.
+        min_full_attn_seq_len: the last so many history rows see without that limit.
+        contextual_seq_len: the first so many rows of every sequence are context, seen by all rows
+            and seeing all history. A call may give ``num_contexts`` per sequence instead.
+
+    Relative attention bias, learned:
+        enable_relative_attention_bias: adds a bias by distance and, when a call gives
+            ``timestamps``, one by elapsed time.
+        relative_bias_max_seq_len: distances at or beyond it share one entry.
+        relative_bias_heads: 1 shares the tables over all heads; otherwise a divisor of num_heads.
+        num_buckets: the elapsed time falls into ``num_buckets + 1`` logarithmic buckets; 0 has no
+            time table.
+
+    Output:
+        norm_affine: whether both norms have a learned weight and bias.
+        norm_eps: added to the variance in both norms.
+        use_group_norm: normalise the attention output within each head, not over all heads.
+        concat_u: the output linear also reads u.
+        concat_x: the output linear also reads the attention output as it was before the norm.
+        concat_ua: the output linear also reads u and the attention output after the norm.
+        output_dropout_ratio: dropout before the output linear (``linear_dropout_rate`` elsewhere).
+        output_bias: whether the output linear has a bias.
+
+    How it is computed. The results are the same up to rounding, and those of the three last are the
+    same bit for bit where the device's steps are those of plain torch; a row is c bytes an element.
+        fused: True runs the layer as one autograd function, with kernels of its own between the
+            matrix products on GPUs; False composes it of torch's functions. None fuses it where
+            `x` is bf16 or fp16 on a GPU and Triton is installed.
+        recompute_norm: a fused layer keeps the normalised `x` no longer than the forward, which
+            saves `c * embedding_dim` bytes a row.
+        recompute_silu: it does not keep the SiLU of the first linear's output, which saves
+            `c * sum(split_sizes)` bytes a row, or `c * num_heads * hidden_dim` with "silu_u".
+        recompute_gate: it does not keep what the output linear reads, which saves
+            `c * output_features` bytes a row.
+    """
+
+    embedding_dim: int
+    num_heads: int
+    hidden_dim: int
+    attention_dim: int
+    linear_bias: bool = True
+    linear_activation: Literal["silu", "silu_u", "none"] = "silu"
+    attn_alpha: float | None = None
+    scaling_seqlen: int = -1
+    causal: bool = True
+    target_aware: bool = True
+    target_group_size: int = 1
+    max_attn_len: int = 0
+    min_full_attn_seq_len: int = 0
+    contextual_seq_len: int = 0
+    enable_relative_attention_bias: bool = False
+    relative_bias_max_seq_len: int = 0
+    relative_bias_heads: int = 1
+    num_buckets: int = 128
+    norm_affine: bool = True
+    norm_eps: float = 1e-6
+    use_group_norm: bool = False
+    concat_u: bool = False
+    concat_x: bool = False
+    concat_ua: bool = False
+    output_dropout_ratio: float = 0.0
+    output_bias: bool = True
+    fused: bool | None = None
+    recompute_norm: bool = False
+    recompute_silu: bool = False
+    recompute_gate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_dim", "num_heads", "hidden_dim", "attention_dim"):
+            self._require(name, getattr(self, name) > 0, "a positive number")
+        for name in ("max_attn_len", "min_full_attn_seq_len", "contextual_seq_len", "num_buckets"):
+            self._require(name, getattr(self, name) >= 0, "zero or a positive number")
+        activations = ("silu", "silu_u", "none")
+        self._require("linear_activation", self.linear_activation in activations, str(activations))
+        self._require("output_dropout_ratio", 0 <= self.output_dropout_ratio < 1, "in [0, 1)")
+        self._require(
+            "scaling_seqlen", self.scaling_seqlen == -1 or self.scaling_seqlen > 0, "-1 or positive"
+        )
+        self._require(
+            "concat_ua",
+            not (self.concat_ua and (self.concat_u or self.concat_x)),
+            "False beside concat_u or concat_x",
+        )
+        if self.enable_relative_attention_bias:
+            self._require(
+                "relative_bias_max_seq_len", self.relative_bias_max_seq_len > 0, "a positive number"
+            )
+            self._require(
+                "relative_bias_heads",
+                self.relative_bias_heads > 0 and self.num_heads % self.relative_bias_heads == 0,
+                f"a divisor of num_heads = {self.num_heads}",
+            )
+        if not self.causal:
+            self._require(
+                "causal", self.contextual_seq_len == 0, "True where contextual_seq_len is given"
+            )
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def linear_dim(self) -> int:
+        """Width of u and v in each head; another name of ``hidden_dim``."""
+        return self.hidden_dim
+
+    @property
+    def dqk(self) -> int:
+        """Width of q and k in each head; another name of ``attention_dim``."""
+        return self.attention_dim
+
+    @property
+    def alpha(self) -> float:
+        """The factor on the scores that is in force."""
+        return 1 / math.sqrt(self.attention_dim) if self.attn_alpha is None else self.attn_alpha
+
+    @property
+    def split_sizes(self) -> tuple[int, int, int, int]:
+        """Columns of u, v, q and k, in this order, in the output of the first linear. Within each
+        the heads follow one another."""
+        hidden, attention = self.num_heads * self.hidden_dim, self.num_heads * self.attention_dim
+        return hidden, hidden, attention, attention
+
+    @property
+    def output_parts(self) -> tuple[str, ...]:
+        """What the output linear reads, side by side: "u", "x" (the attention output), "normed"
+        (the same after the norm) and "gated" (the product of that and u)."""
+        if self.concat_ua:
+            return ("u", "normed", "gated")
+        return ("u",) * self.concat_u + ("x",) * self.concat_x + ("gated",)
+
+    @property
+    def output_features(self) -> int:
+        """Columns that the output linear reads."""
+        return len(self.output_parts) * self.num_heads * self.hidden_dim
+
+    @classmethod
+    def research(
+        cls,
+        *,
+        embedding_dim: int,
+        num_heads: int,
+        linear_dim: int,
+        attention_dim: int,
+        max_sequence_len: int,
+        linear_dropout_rate: float = 0.0,
+        linear_activation: Literal["silu", "none"] = "silu",
+        enable_relative_attention_bias: bool = True,
+        concat_ua: bool = False,
+        num_buckets: int = 128,
+    ) -> HSTULayerConfig:
+        """The unit of the paper's public experiments: SiLU on u, v, q and k, unscaled scores, a
+        relative bias by position and time, norms without weights, no bias in the first linear."""
+        return cls(
+            embedding_dim=embedding_dim,
+            num_heads=num_heads,
+            hidden_dim=linear_dim,
+            attention_dim=attention_dim,
+            linear_bias=False,
+            linear_activation=linear_activation,
+            attn_alpha=1.0,
+            scaling_seqlen=max_sequence_len,
+            enable_relative_attention_bias=enable_relative_attention_bias,
+            relative_bias_max_seq_len=max_sequence_len,
+            num_buckets=num_buckets,
+            norm_affine=False,
+            concat_ua=concat_ua,
+            output_dropout_ratio=linear_dropout_rate,
+        )
+
+    @classmethod
+    def stu(
+        cls,
+        *,
+        embedding_dim: int,
+        num_heads: int,
+        hidden_dim: int,
+        attention_dim: int,
+        output_dropout_ratio: float = 0.3,
+        causal: bool = True,
+        target_aware: bool = True,
+        max_attn_len: int | None = None,
+        attn_alpha: float | None = None,
+        use_group_norm: bool = False,
+        contextual_seq_len: int = 0,
+    ) -> HSTULayerConfig:
+        """The unit of the public `STULayer`: SiLU on u alone, scores over sqrt(attention_dim),
+        the output linear reads u and the raw attention output too and has no bias."""
+        return cls(
+            embedding_dim=embedding_dim,
+            num_heads=num_heads,
+            hidden_dim=hidden_dim,
+            attention_dim=attention_dim,
+            linear_activation="silu_u",
+            attn_alpha=attn_alpha,
+            causal=causal,
+            target_aware=target_aware,
+            max_attn_len=max_attn_len or 0,
+            contextual_seq_len=contextual_seq_len,
+            use_group_norm=use_group_norm,
+            concat_u=True,
+            concat_x=True,
+            output_dropout_ratio=output_dropout_ratio,
+            output_bias=False,
+        )
