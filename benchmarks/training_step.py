@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,8 @@ class Training:
             linear_dropout_rate=options.dropout,
             enable_relative_attention_bias=False,
         )
+        # A fused layer has attention inside, where columns cannot take its place.
+        config = replace(config, fused=False)
         self.model = RetrievalModel(
             options.items,
             config,

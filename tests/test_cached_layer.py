@@ -31,6 +31,8 @@ CASES = {
     "window": replace(BASE, max_attn_len=5),
     "target groups": replace(BASE, target_group_size=3),
     "stu": replace(STU, scaling_seqlen=LONGEST),
+    "stu, fused": replace(STU, scaling_seqlen=LONGEST, fused=True),
+    "research, fused": replace(RESEARCH, fused=True),
 }
 
 
