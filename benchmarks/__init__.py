@@ -3,6 +3,7 @@
 - cpu: the CPU kernels beside plain torch; `make bench-cpu`
 - cpu_limits: the CPU kernels by instruction set, beside a matrix product
 - attention: the kernels for GPUs beside Triton and softmax attention; `make bench-gpu`
+- layer: a whole layer on a GPU, fused and composed, and what its kernels take
 - training_step: attention's share of a training step of the example, on a GPU
 - plots: draws stored results of attention
 - retrieval: what examples/train_retrieval.py reaches

@@ -36,7 +36,7 @@ from .gpu import Gpu
 from .report import gpu_software, rounded, text_table, write_records
 from .workloads import GROUPS, HEAD_DIMS, QUICK, Workload, workloads
 
-__all__ = ["GpuResult", "main", "measure"]
+__all__ = ["GpuResult", "explain", "main", "measure"]
 
 INPUT_SETS = 3
 WARM_UP = 2
@@ -116,7 +116,7 @@ class Entrant:
             with self.column.active():
                 return action(*arguments)
         except Exception as failure:
-            self.error = _explain(failure)
+            self.error = explain(failure)
             traceback.print_exc()
             return None
 
@@ -166,7 +166,7 @@ def _is_host(direction: str) -> bool:
     return direction.startswith("host")
 
 
-def _explain(failure: BaseException) -> str:
+def explain(failure: BaseException) -> str:
     """The first line of an error, which the table has room for."""
     lines = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {lines[0]}"[:300]
@@ -318,7 +318,7 @@ def make_column(name: str) -> Column | str:
     try:
         return columns.make(name)
     except Exception as failure:
-        return _explain(failure)
+        return explain(failure)
 
 
 def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:

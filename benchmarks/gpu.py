@@ -58,6 +58,16 @@ class Gpu:
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
 
+    def held_bytes(self, call: Callable[[], Any]) -> int:
+        """Memory that a call's result holds, with what is reached from it alone."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        result = call()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        del result
+        return int(held)
+
     def release(self) -> None:
         """Give freed memory back, before other shapes need it."""
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import attention, columns, plots, readme, training_step
+from benchmarks import attention, columns, layer, plots, readme, training_step
 from benchmarks.gpu import Gpu
 from benchmarks.report import read_results
 from benchmarks.workloads import HEAD_DIMS, Workload, workloads
@@ -41,6 +41,10 @@ class FakeGpu(Gpu):
     def peak_bytes(self, call):
         call()
         return 2**20
+
+    def held_bytes(self, call):
+        call()
+        return 2**19
 
     def release(self):
         pass
@@ -135,7 +139,7 @@ def test_a_wrong_result_is_not_timed(small_cases, monkeypatch, tmp_path):
     assert all("AssertionError: out: error" in r["error"] for r in records)
 
 
-@pytest.mark.parametrize("module", [attention, training_step])
+@pytest.mark.parametrize("module", [attention, layer, training_step])
 def test_without_a_gpu_it_says_so(module, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="expected an NVIDIA GPU and a CUDA build of torch"):
