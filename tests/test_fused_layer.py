@@ -4,7 +4,6 @@ Triton kernels in Triton's interpreter, and on a GPU."""
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ import pytest
 import torch
 from test_layer import BASE, CASES, RESEARCH, STU, make_inputs, make_layer
 from torch import Tensor
+from triton_interpreter import interpreter
 
 from hstu_attn.fused import operator, torch_steps
 from hstu_attn.fused.steps import dropout_threshold
@@ -94,12 +94,14 @@ def test_without_gradients():
     torch.testing.assert_close(inferred, layer(**inputs), rtol=1e-12, atol=1e-12)
 
 
-def test_empty_batches():
-    for config in (RESEARCH, STU, replace(STU, use_group_norm=True)):
-        layer = HSTULayer(replace(config, fused=True))
-        x = torch.zeros(0, config.embedding_dim, requires_grad=True)
-        layer(x, torch.tensor([0, 0]), 8).sum().backward()
-        assert all(not p.grad.any() for p in layer.parameters() if p.grad is not None)
+def test_empty_batches(device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    without_bias = replace(RESEARCH, enable_relative_attention_bias=False)
+    for config in (without_bias, STU, replace(STU, use_group_norm=True)):
+        layer = HSTULayer(replace(config, fused=True), device=device)
+        x = torch.zeros(0, config.embedding_dim, dtype=dtype, device=device, requires_grad=True)
+        layer(x, torch.tensor([0, 0], device=device), 8).sum().backward()
+        assert all(not p.grad.any() for p in layer.parameters())
 
 
 def test_bf16_rows_and_fp32_weights():
@@ -347,10 +349,7 @@ def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() or not importlib.util.find_spec("triton"),
-    reason="Triton's interpreter is for machines without a GPU",
-)
+@interpreter
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     "config",

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from torch.torch_version import TorchVersion
+from triton_interpreter import interpreter
 
 from hstu_attn import Mask
 from hstu_attn.testing import check_against_reference, make_batch
 
-triton = pytest.importorskip("triton", reason="needs triton")
-from benchmarks import columns, triton_hstu  # noqa: E402
+pytest.importorskip("triton", reason="needs triton")
+from benchmarks import columns, triton_hstu
 
-TOO_NEW = TorchVersion(numpy.__version__) >= "2.4" and TorchVersion(triton.__version__) < "3.7"
-interpreter = pytest.mark.skipif(
-    not triton_hstu.INTERPRETED or TOO_NEW,
-    reason="Triton's interpreter is for machines without a GPU; before 3.7 it needs numpy < 2.4",
-)
 gpu = pytest.mark.gpu(kernels=False)
 
 attention = columns.make("triton").function  # with the arguments of hstu_attn.hstu_attention
