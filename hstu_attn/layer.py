@@ -49,7 +49,9 @@ class HSTULayer(nn.Module):
     """One sequential transduction unit (arXiv 2402.17152, section 3) over packed sequences.
 
     The computation runs in the dtype of ``x``; parameters are cast to it where they are used. So
-    fp32 parameters with bf16 inputs train with fp32 master weights.
+    fp32 parameters with bf16 inputs train with fp32 master weights. ``config.fused``
+    says whether the layer is one autograd function or composed of torch's; a fused one keeps less
+    for the backward, and its norms read fp32 weights as they are.
 
     Args:
         config: the widths and options.

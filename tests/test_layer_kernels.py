@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton_interpreter import interpreter
 
 from hstu_attn.fused import torch_steps
-from hstu_attn.fused.steps import GateOptions, dropout_threshold
+from hstu_attn.fused.steps import GateOptions, dropout_threshold, steps_for
 
 pytest.importorskip("triton", reason="needs triton")
 from hstu_attn.fused import triton_steps
@@ -173,6 +174,16 @@ def test_gate(steps, parts, groups, dropout):
                 assert torch.equal(result[1], y) if again else result[1] is None
                 for actual, wanted in zip(result[2:], dparameters or (None, None), strict=True):
                     close(actual, wanted)
+
+
+def test_wide_rows_and_fp64_go_to_torch():
+    def chosen(dtype: torch.dtype, *widths: int, is_cuda: bool = True) -> Any:
+        return steps_for(SimpleNamespace(is_cuda=is_cuda, dtype=dtype), *widths)
+
+    assert chosen(torch.bfloat16, 8192, 64) is triton_steps
+    assert chosen(torch.bfloat16, 64, 8193) is torch_steps
+    assert chosen(torch.float64, 64) is torch_steps
+    assert chosen(torch.bfloat16, 64, is_cuda=False) is torch_steps
 
 
 def test_bits_of_dropout_are_philox():
