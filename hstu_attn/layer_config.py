@@ -58,7 +58,8 @@ class HSTULayerConfig:
     same bit for bit where the device's steps are those of plain torch; a row is c bytes an element.
         fused: True runs the layer as one autograd function, with kernels of its own between the
             matrix products on GPUs; False composes it of torch's functions. None fuses it where
-            `x` is bf16 or fp16 on a GPU and Triton is installed.
+            `x` is bf16 or fp16 on a GPU and Triton is installed, but for autocast and
+            `torch.export`.
         recompute_norm: a fused layer keeps the normalised `x` no longer than the forward, which
             saves `c * embedding_dim` bytes a row.
         recompute_silu: it does not keep the SiLU of the first linear's output, which saves

@@ -143,13 +143,18 @@ class Kept(NamedTuple):
 
 
 def suits(x: Tensor) -> bool:
-    """Whether the layer is fused by default for such rows."""
+    """Whether the layer is fused by default for such rows.
+
+    Not in an exported program: ahead of time it is compiled for machines that have no Python, which
+    these operators are written in.
+    """
     return (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
         and HAS_TRITON
         and ops.has_cuda_kernels()
         and not torch.is_autocast_enabled("cuda")
+        and not torch.compiler.is_exporting()
     )
 
 
