@@ -176,7 +176,7 @@ class HSTULayer(nn.Module):
         self._check(x)
         mask = self._mask(seq_offsets, num_targets, num_contexts)
         bias = self._bias(timestamps, row_timestamps)
-        if self._is_fused(x):
+        if context is None and self._is_fused(x):
             (_, pos_weight, ts_weight), (times, row_times, thresholds) = bias_arguments(bias)
             return fused.hstu_layer(
                 x,
@@ -198,8 +198,8 @@ class HSTULayer(nn.Module):
                 q,
                 k,
                 v,
-                mask=self._mask(seq_offsets, num_targets, num_contexts),
-                bias=self._bias(timestamps, row_timestamps),
+                mask=mask,
+                bias=bias,
                 alpha=self.config.alpha,
                 scaling_seqlen=self.config.scaling_seqlen,
             )

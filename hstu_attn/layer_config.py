@@ -59,7 +59,7 @@ class HSTULayerConfig:
         fused: True runs the layer as one autograd function, with kernels of its own between the
             matrix products on GPUs; False composes it of torch's functions. None fuses it where
             `x` is bf16 or fp16 on a GPU and Triton is installed, but for autocast and
-            `torch.export`.
+            `torch.export`. Layers that share sequences or heads with other ranks are composed.
         recompute_norm: a fused layer keeps the normalised `x` no longer than the forward, which
             saves `c * embedding_dim` bytes a row.
         recompute_silu: it does not keep the SiLU of the first linear's output, which saves

@@ -338,7 +338,9 @@ def _check_around() -> None:
     _check_refusals()
     widths = {"embedding_dim": 16, "num_heads": 2, "hidden_dim": 8, "attention_dim": 8}
     _check_training(HSTULayerConfig.stu(**widths, output_dropout_ratio=0.0, max_attn_len=9))
-    _check_training(HSTULayerConfig(**widths, target_aware=False, scaling_seqlen=40))
+    # Fused where the whole sequences are on one rank.
+    fused = HSTULayerConfig(**widths, target_aware=False, scaling_seqlen=40, fused=True)
+    _check_training(fused)
 
 
 def test_rows_groups_refusals_and_training():
