@@ -81,7 +81,7 @@ class RankingOptions(Options):
 
 def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
     parser = make_parser(
-        __doc__, "runs/ranking", SYNTHETIC_DATA, epochs=3, learning_rate=1e-3, dropout=0.1
+        __doc__, "runs/ranking", SYNTHETIC_DATA, epochs=3, learning_rate=3e-3, dropout=0.1
     )
     ranking = parser.add_argument_group("ranking")
     ranking.add_argument(
@@ -196,7 +196,7 @@ class RankingTrainer(Trainer[RankingBatch]):
             rank=processes.rank,
             seed=options.seed,
         )
-        identity = {"data content": data.log.manifest["content"], "num_ranks": processes.num_ranks}
+        identity = {"data content": data.log.manifest["content"]}
         super().__init__(options, self.model, EndlessBatches(sampler), identity, processes)
 
     def draw(self) -> RankingBatch:
@@ -208,6 +208,9 @@ class RankingTrainer(Trainer[RankingBatch]):
     def loss(self, batch: RankingBatch) -> Tensor:
         labels = task_labels(self.config, batch.target_actions)
         return ranking_loss(self.trained(batch), labels, self.weights)
+
+    def count(self, batch: RankingBatch) -> int:
+        return len(batch.target_items)
 
     def evaluate(self, split: Split) -> dict[str, float]:
         """The model's metrics."""

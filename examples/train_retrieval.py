@@ -213,6 +213,9 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
             self.retrieval.temperature,
         )
 
+    def count(self, batch: JaggedBatch) -> int:
+        return batch.total
+
     def evaluate(self, split: Split) -> Metrics:
         """The model's metrics."""
         self.model.eval()

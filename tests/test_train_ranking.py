@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_ranking  # noqa: E402
+from recommender.processes import OneProcess  # noqa: E402
 from recommender.ranking import load_ranking_model, ranking_loss  # noqa: E402
 from recommender.ranking_data import RankingBatch, RankingData  # noqa: E402
 from recommender.scalars import Scalars  # noqa: E402
@@ -38,6 +40,15 @@ SMALL = [
     *("--checkpoint-every", "4", "--warmup-steps", "5", "--device", "cpu"),
 ]
 SIZE = {"num_users": 40, "num_items": 100, "mean_events": 24}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Such small tensors gain nothing from more, and wait for them where a machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +135,11 @@ def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
     while rates of items tell nothing and those of users little."""
     generator = random.Random(torch.initial_seed())
     lines = []
-    for user in range(200):
+    for user in range(250):
         mood = generator.random() < 0.5
         for event, item in enumerate(generator.sample(range(60), 40)):
-            mood ^= generator.random() < 0.06
-            likes = mood ^ (generator.random() < 0.1)
+            mood ^= generator.random() < 0.04
+            likes = mood ^ (generator.random() < 0.05)
             lines.append(f"{user + 1}::{item + 1}::{5 if likes else 2}::{1_000_000_000 + event}\n")
     ratings = tmp_path / "ratings.dat"
     ratings.write_text("".join(lines))
@@ -136,7 +147,7 @@ def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
     arguments = [
         *("--data", str(ratings), "--out", str(out), "--tasks", "rating_4", "--device", "cpu"),
         *("--dim", "16", "--history", "12", "--targets", "4", "--held-out", "4", "--layers", "1"),
-        *("--steps", "200", "--eval-every", "100", "--sequences-per-batch", "16"),
+        *("--steps", "200", "--eval-every", "50", "--sequences-per-batch", "16"),
         *("--learning-rate", "1e-2", "--warmup-steps", "20"),
     ]
     assert train_ranking.main(arguments) == 0
@@ -144,10 +155,9 @@ def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
     auc, entropy = (
         {name: row[f"{of}/rating_4"] for name, row in rows.items()} for of in ("auc", "ne")
     )
-    print(auc, entropy)
     assert auc["HSTU"] > 0.75
-    assert auc["HSTU"] > max(auc["item rate"], auc["item and user rate"]) + 0.05
-    assert entropy["HSTU"] < min(entropy["item rate"], entropy["item and user rate"]) - 0.05
+    assert auc["HSTU"] > max(auc["item rate"], auc["item and user rate"]) + 0.1
+    assert entropy["HSTU"] < min(entropy["item rate"], entropy["item and user rate"]) - 0.1
     losses = json.loads((out / "history.json").read_text())["losses"]
     assert sum(losses[-30:]) < 0.9 * sum(losses[:30])
 
@@ -295,6 +305,38 @@ def test_refuses_arguments(
         arguments = [*SMALL, *logs, "--out", str(tmp_path), "--tasks", *tasks]
         assert train_ranking.main(arguments) == 1
         assert re.search(f"error: --tasks {message}", capsys.readouterr().err)
+
+
+def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) -> None:
+    """Weighted by their candidates and averaged: what DDP makes of a batch that ranks share."""
+    arguments = [*SMALL, *logs, "--dropout", "0", "--out", str(tmp_path)]
+    options = train_ranking.parse_arguments(arguments)
+    data = RankingData(open_event_log([Path(path) for path in logs[1:]]), 12, 6, 3, 1000)
+
+    def trainer(rank: int, num_ranks: int) -> train_ranking.RankingTrainer:
+        processes = OneProcess()
+        processes.rank, processes.num_ranks = rank, num_ranks
+        weights = {"is_click": 1.0, "long_view": 0.3}
+        return train_ranking.RankingTrainer(
+            options, data, weights, torch.device("cpu"), {}, processes
+        )
+
+    def gradient(run: train_ranking.RankingTrainer, loss: Tensor) -> Tensor:
+        grads = torch.autograd.grad(loss, list(run.model.parameters()))
+        return torch.cat([grad.flatten() for grad in grads])
+
+    alone, ranks = trainer(0, 1), [trainer(rank, 3) for rank in range(3)]
+    for _ in range(3):
+        whole = alone.draw()
+        expected = gradient(alone, alone.loss(whole))
+        shares = [run.draw() for run in ranks]
+        counts = [run.count(share) for run, share in zip(ranks, shares, strict=True)]
+        assert sum(counts) == alone.count(whole)
+        mean = sum(
+            gradient(run, run.loss(share)) * count / sum(counts)
+            for run, share, count in zip(ranks, shares, counts, strict=True)
+        )
+        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_retrieval_has_curves_too(tmp_path: Path) -> None:

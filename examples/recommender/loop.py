@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ class TrainingError(RuntimeError):
 
 class Batch(Protocol):
     """A dataclass of tensors."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def total(self) -> int:
@@ -130,7 +132,11 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def loss(self, batch: AnyBatch) -> Tensor:
-        """A scalar: the mean over the batch."""
+        """A scalar: a mean over what :meth:`count` counts."""
+
+    @abstractmethod
+    def count(self, batch: AnyBatch) -> int:
+        """How many rows or candidates of the batch have a loss."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
@@ -211,7 +217,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         batch = self._draw()
         loss = self.loss(batch.to(self.device))
         self.optimizer.zero_grad()
-        (loss * self.processes.loss_weight(batch.total)).backward()
+        (loss * self.processes.loss_weight(self.count(batch))).backward()
         norm = self.processes.clip_gradients(self.trained, self.options.clip_norm)
         numbers = {"loss": loss.item(), "gradient_norm": norm.item()}
         if not all(map(math.isfinite, numbers.values())):
@@ -259,7 +265,7 @@ class Trainer(ABC, Generic[AnyBatch]):
     def _what_is_not_finite(self, batch: AnyBatch, numbers: dict[str, float]) -> str:
         """Writes the batch to a file, and says where it is and what else is known."""
         path = self.options.out / "bad-batch.pt"
-        tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
+        tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
         write_state(path, {"step": self.step + 1, **numbers, "batch": tensors})
         named = dict(self.trained.named_parameters())
         weights = _not_finite(named)

@@ -32,9 +32,9 @@ class OneProcess:
         here."""
         return model
 
-    def loss_weight(self, rows: int) -> float:
-        """What a mean over this process's ``rows`` is multiplied by, so that gradients averaged
-        over all processes are those of the mean over the rows of all."""
+    def loss_weight(self, count: int) -> float:
+        """What a mean over ``count`` rows of this process is multiplied by, so that gradients
+        averaged over all processes are those of the mean over the rows of all."""
         return 1.0
 
     def clip_gradients(self, model: nn.Module, largest: float) -> Tensor:
