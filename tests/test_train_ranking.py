@@ -38,6 +38,7 @@ SMALL = [
     *("--dim", "16", "--layers", "1", "--history", "12", "--targets", "6", "--held-out", "3"),
     *("--sequences-per-batch", "8", "--steps", str(STEPS), "--eval-every", "8"),
     *("--checkpoint-every", "4", "--warmup-steps", "5", "--device", "cpu"),
+    *("--learning-rate", "1e-3"),
 ]
 SIZE = {"num_users": 40, "num_items": 100, "mean_events": 24}
 
@@ -305,6 +306,28 @@ def test_refuses_arguments(
         arguments = [*SMALL, *logs, "--out", str(tmp_path), "--tasks", *tasks]
         assert train_ranking.main(arguments) == 1
         assert re.search(f"error: --tasks {message}", capsys.readouterr().err)
+
+
+def test_gradients_are_clipped_where_they_are_finite() -> None:
+    model = torch.nn.Linear(3, 2)
+    gradients = [10 * torch.randn_like(parameter) for parameter in model.parameters()]
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+
+    def clip(largest: float) -> tuple[Tensor, list[Tensor]]:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        before = OneProcess().clip_gradients(model, largest)
+        return before, [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    for largest, factor in ((float(norm) / 4, 0.25), (float(norm) * 4, 1.0)):
+        before, clipped = clip(largest)
+        torch.testing.assert_close(before, norm)
+        for gradient, expected in zip(clipped, gradients, strict=True):
+            torch.testing.assert_close(gradient, factor * expected)
+    gradients[1][0] = math.inf
+    before, clipped = clip(1.0)
+    assert before.isinf()
+    assert all(map(torch.equal, clipped, gradients))
 
 
 def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ class Trainer(ABC, Generic[AnyBatch]):
             self._resume()
         else:
             self.checkpoints.clear()
+            self.best.unlink(missing_ok=True)
         self.scalars = Scalars(options.out / "tensorboard", self.step)
         try:
             self._run()

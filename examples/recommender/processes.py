@@ -39,8 +39,12 @@ class OneProcess:
 
     def clip_gradients(self, model: nn.Module, largest: float) -> Tensor:
         """Scales the gradients down to a norm over all parameters, and returns the norm before,
-        a scalar."""
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+        a scalar. Where that is not finite, gradients stay as they are, to be looked at."""
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norm = torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
+        if norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
+        return norm
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The part of a checkpoint that may be spread over processes."""
