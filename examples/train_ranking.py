@@ -288,6 +288,7 @@ def train(options: RankingOptions) -> None:
         {
             name: evaluate_split(scorer, data, tasks, "validation", CPU)
             for name, scorer in baselines.items()
+            if name != "base rate"
         },
         OneProcess(),
     )
