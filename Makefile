@@ -3,6 +3,7 @@
 #
 #   make demo        train the example recommender, with a report at the end   (DEMO_ARGS="...")
 #   make serve       serve what it trained, over HTTP                          (SERVE_ARGS="...")
+#   make ranking     train the example that ranks                              (RANKING_ARGS="...")
 #   make test        run the tests                                             (PYTEST_ARGS="...")
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
@@ -23,6 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VEN
 
 DEMO_ARGS ?=
 SERVE_ARGS ?= --data runs/synthetic-movielens/ratings.dat
+RANKING_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -30,8 +32,8 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: demo serve test bench-cpu bench-gpu install cuda lint mypy format asan sanitize-cuda wheel \
-  sdist clean
+.PHONY: demo serve ranking test bench-cpu bench-gpu install cuda lint mypy format asan \
+  sanitize-cuda wheel sdist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built
@@ -39,6 +41,9 @@ demo: $(VENV)/.built
 
 serve: $(VENV)/.built
 	$(BIN)/python examples/serve.py $(SERVE_ARGS)
+
+ranking: $(VENV)/.built
+	$(BIN)/python examples/train_ranking.py $(RANKING_ARGS)
 
 test: $(VENV)/.built
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -7,6 +7,7 @@
 - training_step: attention's share of a training step of the example, on a GPU
 - plots: draws stored results of attention
 - retrieval: what examples/train_retrieval.py reaches
+- ranking: what examples/train_ranking.py reaches
 - serving: examples/serve.py under load, over loopback
 - readme: writes the tables of README.md and docs/ from the stored results
 

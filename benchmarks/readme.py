@@ -244,7 +244,7 @@ def paged_tables(folder: Path = RESULTS) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
-# The retrieval example
+# The examples that train
 # ---------------------------------------------------------------------------------------------
 
 
@@ -260,6 +260,19 @@ def retrieval_tables(folder: Path = RESULTS / "retrieval") -> list[str]:
         lines += _markdown_table(["", "HR@10", "HR@50", "NDCG@10"], rows)
         seconds = records[0]["seconds"]
         lines += ["", f"{seconds:.0f} seconds on {_origin(records)}.", ""]
+    return lines[:-1]
+
+
+def ranking_tables(folder: Path = RESULTS / "ranking") -> list[str]:
+    """One table for each machine."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        records = read_results(path)
+        kinds = {"auc": "AUC", "ne": "NE"}
+        names = [name.partition("/") for name in records[0]["metrics"]]
+        header = ["", *(f"{task}, {kinds[kind]}" for kind, _, task in names)]
+        rows = [[r["model"], *(f"{x:.4f}" for x in r["metrics"].values())] for r in records]
+        lines += [*_markdown_table(header, rows), "", f"{_origin(records)}.", ""]
     return lines[:-1]
 
 
@@ -318,6 +331,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "gpu": gpu_tables,
         "step": step_tables,
         "retrieval": retrieval_tables,
+        "ranking": ranking_tables,
         "serving": serving_tables,
     },
     ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},

@@ -17,7 +17,16 @@ from pathlib import Path
 
 from .report import ROOT, environment, write_records
 
-EXAMPLE = ROOT / "examples/train_retrieval.py"
+
+def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
+    """Trains with the defaults of an example, such as "train_retrieval", into a folder that is
+    removed. The metrics of each line of its table, and the seconds it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        script = str(ROOT / f"examples/{name}.py")
+        subprocess.run([sys.executable, script, "--out", folder], check=True, cwd=ROOT)
+        seconds = time.perf_counter() - start
+        return json.loads(Path(folder, "metrics.json").read_text()), seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,11 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, str(EXAMPLE), "--out", folder], check=True, cwd=ROOT)
-        seconds = time.perf_counter() - start
-        metrics = json.loads(Path(folder, "metrics.json").read_text())
+    metrics, seconds = run_example("train_retrieval")
     described = environment("python -m benchmarks.retrieval")
     rows = [{"model": model, "seconds": seconds, **row} for model, row in metrics.items()]
     write_records(options.file, [{**described, **row} for row in rows])

@@ -11,41 +11,39 @@ reviews (ratings only, of 2018 or 2023) or KuaiRand's logs. Of each user the las
 testing, the one before it for validation, and the rest for training (arXiv 2402.17152, section
 4.1.1). Training is by sampled softmax; evaluation ranks the whole catalogue and stands beside two
 baselines. The output directory holds the curves, the metrics and checkpoints, from which a killed
-run continues exactly.
+run continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import math
-import random
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from recommender.baselines import CoOccurrence, Popularity, co_occurrence_candidates
-from recommender.checkpoint import Checkpoints, random_state, restore_random_state
 from recommender.curves import plot_curves
 from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
+from recommender.loop import Trainer, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
+from recommender.options import NOT_PART_OF_THE_RUN, Options, make_parser, open_data, parse
 from recommender.saved import load_model, save_model
+from torch import Tensor
 from tqdm import tqdm
 
 from hstu_attn import HSTULayerConfig, RelativeBias, hstu_attention
 from hstu_attn.data import (
-    ACTIONS,
-    LAYOUT_NAMES,
     BatchSampler,
     EventLog,
-    LayoutName,
+    JaggedBatch,
+    check_batch,
     held_out_windows,
     jagged_batch,
-    open_event_log,
     training_windows,
 )
 from hstu_attn.data.synthetic import write_synthetic_movielens
@@ -55,134 +53,48 @@ Split = Literal["validation", "test"]
 SYNTHETIC_DATA = Path("runs/synthetic-movielens")
 CPU = torch.device("cpu")
 EVALUATION_TOKENS = 16384
-NOT_PART_OF_THE_RUN = (
-    *("data", "layout", "only", "cache_dir", "out", "resume", "device", "show_user"),
-    "checkpoint_every",
-)
+LABELS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
 
 
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why and what to look at."""
-
-
-class Options(argparse.Namespace):
+class RetrievalOptions(Options):
     """The command line."""
 
-    data: list[Path] | None
-    layout: LayoutName | None
-    only: str | None
-    cache_dir: Path | None
-    out: Path
-    resume: bool
-    seed: int
-    device: str
-    bf16: bool
-    steps: int | None
-    epochs: int
     tokens_per_batch: int
     max_seq_len: int
-    dim: int
-    layers: int
-    heads: int
-    dropout: float
-    learning_rate: float
-    weight_decay: float
-    warmup_steps: int
-    clip_norm: float
     negatives: int
     temperature: float
     similarity: str
     keep_seen: bool
-    eval_every: int
-    checkpoint_every: int
     show_user: str | None
 
+    not_part_of_the_run = (*NOT_PART_OF_THE_RUN, "show_user")
 
-def parse_arguments(arguments: list[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    files = parser.add_argument_group("files")
-    files.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        help="MovieLens ratings.dat or ratings.csv, Amazon reviews as ratings only, or KuaiRand's "
-        "logs or their directory, each also as .gz; without it a made-up data set is written to "
-        f"{SYNTHETIC_DATA} once and read from there",
-    )
-    files.add_argument(
-        "--layout", choices=LAYOUT_NAMES, help="of --data; None is told by its first line"
-    )
-    files.add_argument(
-        "--only", choices=ACTIONS, help="events with this action alone, where the data have actions"
-    )
-    files.add_argument(
-        "--cache-dir", type=Path, help="preprocessed data go here; None is beside the data"
-    )
-    files.add_argument(
-        "--out", type=Path, default=Path("runs/retrieval"), help="curves, metrics, checkpoints"
-    )
-    files.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the checkpoint in --out, if there is one; "
-        "without this a run starts anew and replaces what --out holds",
-    )
 
-    training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=int, default=28, help="passes over the training events")
-    training.add_argument("--steps", type=int, help="optimizer steps; None is by --epochs")
-    training.add_argument(
+def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
+    parser = make_parser(
+        __doc__, "runs/retrieval", SYNTHETIC_DATA, epochs=28, learning_rate=4e-3, dropout=0.2
+    )
+    retrieval = parser.add_argument_group("retrieval")
+    retrieval.add_argument(
         "--tokens-per-batch", type=int, default=2048, help="events per optimizer step"
     )
-    training.add_argument(
+    retrieval.add_argument(
         "--max-seq-len", type=int, default=100, help="events per sequence; longer ones are cut"
     )
-    training.add_argument("--learning-rate", type=float, default=4e-3, help="highest; cosine decay")
-    training.add_argument("--warmup-steps", type=int, default=100, help="linear, from zero")
-    training.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
-    training.add_argument("--clip-norm", type=float, default=1.0, help="largest gradient norm")
-    training.add_argument(
+    retrieval.add_argument(
         "--negatives", type=int, default=256, help="items each batch is contrasted with"
     )
-    training.add_argument("--temperature", type=float, default=0.1, help="divides the scores")
-    training.add_argument("--seed", type=int, default=0, help="of everything random")
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--dim", type=int, default=64, help="width of the item embeddings")
-    model.add_argument("--layers", type=int, default=2, help="HSTU layers")
-    model.add_argument("--heads", type=int, default=2, help="heads; each has --dim / --heads")
-    model.add_argument("--dropout", type=float, default=0.2, help="of inputs and in each layer")
-    model.add_argument(
+    retrieval.add_argument("--temperature", type=float, default=0.1, help="divides the scores")
+    retrieval.add_argument(
         "--similarity", choices=("cosine", "dot"), default="cosine", help="of users and items"
     )
-
-    running = parser.add_argument_group("running")
-    running.add_argument(
-        "--device", default="auto", help="auto is cuda where it has the kernels, otherwise cpu"
-    )
-    running.add_argument(
-        "--bf16", action="store_true", help="compute the layers in bfloat16; always so on cuda"
-    )
-    running.add_argument("--eval-every", type=int, default=300, help="steps between validations")
-    running.add_argument("--checkpoint-every", type=int, default=300, help="steps between saves")
-    running.add_argument(
+    retrieval.add_argument(
         "--keep-seen", action="store_true", help="rank items that the user has seen, too"
     )
-    running.add_argument("--show-user", help="id of the user to recommend for; None is the first")
-    options = parser.parse_args(arguments, namespace=Options())
-    positive = (
-        *("steps", "epochs", "tokens_per_batch", "max_seq_len", "learning_rate", "clip_norm"),
-        *("negatives", "temperature", "layers", "eval_every", "checkpoint_every"),
-    )
-    for name in positive:
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive")
-    if options.heads <= 0 or options.dim % (8 * options.heads):
-        parser.error("--dim must be a multiple of 8 times --heads")
+    retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
+    options = RetrievalOptions()
+    positive = ("tokens_per_batch", "max_seq_len", "negatives", "temperature")
+    parse(parser, arguments, options, positive)
     return options
 
 
@@ -209,21 +121,6 @@ def has_relative_bias(device: torch.device) -> bool:
     return True
 
 
-def open_data(options: Options) -> EventLog:
-    """The events to train on; writes the made-up ones where no file is given."""
-    sources = options.data
-    if sources is None:
-        sources = [SYNTHETIC_DATA / "ratings.dat"]
-        if not sources[0].exists():
-            print(f"Writing a made-up data set to {sources[0]}")
-            write_synthetic_movielens(SYNTHETIC_DATA)
-    log = open_event_log(
-        sources, options.cache_dir, progress=True, layout=options.layout, only=options.only
-    )
-    print(f"{', '.join(map(str, sources))}: {log.describe()}")
-    return log
-
-
 def share_of_repeats(log: EventLog) -> float:
     """The share of users whose last event is on an item that they had before."""
     counts = np.diff(log.offsets)
@@ -232,7 +129,7 @@ def share_of_repeats(log: EventLog) -> float:
 
 
 def evaluate_split(
-    scorer: Scorer, log: EventLog, split: Split, options: Options, device: torch.device
+    scorer: Scorer, log: EventLog, split: Split, options: RetrievalOptions, device: torch.device
 ) -> Metrics:
     """Metrics of a scorer on the events held out for validation or test."""
     return evaluate(
@@ -245,7 +142,7 @@ def evaluate_split(
     )
 
 
-def fit_baselines(log: EventLog, options: Options) -> tuple[Popularity, CoOccurrence]:
+def fit_baselines(log: EventLog, options: RetrievalOptions) -> tuple[Popularity, CoOccurrence]:
     """Popularity, and the co-occurrence that does best on the validation events."""
     candidates = tqdm(
         co_occurrence_candidates(log), desc="fitting baselines", unit="setting", leave=False
@@ -257,8 +154,8 @@ def fit_baselines(log: EventLog, options: Options) -> tuple[Popularity, CoOccurr
     return Popularity(log), co_occurrence
 
 
-class Trainer:
-    """A run: the model, its optimizer, the position in the data, and what has been measured.
+class RetrievalTrainer(Trainer[JaggedBatch]):
+    """Trains the model to tell each row's next item from others.
 
     Args:
         options: the command line.
@@ -267,16 +164,16 @@ class Trainer:
         baselines: validation metrics by name, for the picture.
     """
 
+    advice = "A lower --learning-rate, more --warmup-steps or a higher --temperature may help."
+
     def __init__(
-        self, options: Options, log: EventLog, device: torch.device, baselines: dict[str, Metrics]
+        self,
+        options: RetrievalOptions,
+        log: EventLog,
+        device: torch.device,
+        baselines: dict[str, Metrics],
     ) -> None:
-        random.seed(options.seed)
-        np.random.seed(options.seed)  # noqa: NPY002
-        torch.manual_seed(options.seed)
-        self.options = options
-        self.log = log
-        self.device = device
-        self.baselines = baselines
+        seed_everything(options.seed)
         head_dim = options.dim // options.heads
         config = HSTULayerConfig.research(
             embedding_dim=options.dim,
@@ -293,155 +190,56 @@ class Trainer:
             options.max_seq_len,
             options.dropout,
             l2_normalise=options.similarity == "cosine",
-            compute_dtype=torch.bfloat16
-            if options.bf16 or device.type == "cuda"
-            else torch.float32,
+            compute_dtype=options.compute_dtype(device),
         ).to(device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=options.learning_rate,
-            betas=(0.9, 0.98),
-            weight_decay=options.weight_decay,
-        )
+        self.retrieval = options
+        self.log = log
+        self.baselines = baselines
         self.windows = training_windows(log, options.max_seq_len)
-        self.sampler = BatchSampler(self.windows.lengths, options.tokens_per_batch, options.seed)
-        self.steps = options.steps or options.epochs * self.sampler.batches_per_epoch
-        self.losses: list[float] = []
-        self.validation: dict[int, Metrics] = {}
-        self.checkpoints = Checkpoints(options.out)
-        self.best = options.out / "best.pt"
+        batches = BatchSampler(self.windows.lengths, options.tokens_per_batch, options.seed)
+        super().__init__(options, self.model, batches, {"data content": log.manifest["content"]})
 
-    @property
-    def step(self) -> int:
-        """Steps made so far."""
-        return len(self.losses)
+    def draw(self) -> JaggedBatch:
+        batch = jagged_batch(self.log, self.windows.take(next(self.batches)))
+        check_batch(batch, self.log.num_items)
+        return batch
 
-    def run(self) -> None:
-        """Trains to the last step, validating and saving on the way; then takes the weights that
-        did best in validation."""
-        options = self.options
-        with tqdm(
-            desc="training",
-            total=self.steps,
-            initial=self.step,
-            unit="step",
-            mininterval=0.5 if sys.stderr.isatty() else 15,
-        ) as bar:
-            while self.step < self.steps:
-                self.losses.append(self._train_step())
-                last = self.step == self.steps
-                bar.update()
-                bar.set_postfix(self._progress(), refresh=False)
-                if last or self.step % options.eval_every == 0:
-                    self._validate(bar)
-                if last or self.step % options.checkpoint_every == 0:
-                    self._save()
-        self.model = load_model(self.best, self.device).model
+    def loss(self, batch: JaggedBatch) -> Tensor:
+        return sampled_softmax_loss(
+            self.model,
+            self.trained(batch),
+            batch.target_items,
+            self.retrieval.negatives,
+            self.retrieval.temperature,
+        )
 
-    def resume(self) -> None:
-        """Continues from the newest checkpoint, if there is one.
-
-        Raises:
-            TrainingError: it belongs to other data or other options.
-        """
-        state = self.checkpoints.load()
-        if state is None:
-            print(f"No checkpoint in {self.options.out}: starting anew")
-            return
-        for name, value in self._identity().items():
-            if state["identity"].get(name) != value:
-                raise TrainingError(
-                    f"the checkpoint in {self.options.out} was made with {name} = "
-                    f"{state['identity'].get(name)!r}, this run has {value!r}"
-                )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.sampler.load_state_dict(state["sampler"])
-        self.losses = state["losses"]
-        self.validation = {step: Metrics(**values) for step, values in state["validation"].items()}
-        restore_random_state(state["random"])
-        print(f"Continuing after step {self.step} of {self.steps}")
+    def count(self, batch: JaggedBatch) -> int:
+        return batch.total
 
     def evaluate(self, split: Split) -> Metrics:
         """The model's metrics."""
         self.model.eval()
-        return evaluate_split(self.model.scores, self.log, split, self.options, self.device)
+        return evaluate_split(self.model.scores, self.log, split, self.retrieval, self.device)
 
-    def _train_step(self) -> float:
-        options = self.options
-        self.model.train()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
-        batch = jagged_batch(self.log, self.windows.take(next(self.sampler))).to(self.device)
-        loss = sampled_softmax_loss(
-            self.model,
-            self.model(batch),
-            batch.target_items,
-            options.negatives,
-            options.temperature,
-        )
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
-        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
-            raise TrainingError(
-                f"the loss is {loss.item()} and the norm of its gradient {norm.item()} "
-                f"at step {self.step + 1} (epoch {self.sampler.epoch}, batch {self.sampler.batch}, "
-                f"seed {options.seed}). Nothing was saved after the last good checkpoint in "
-                f"{options.out}. A lower --learning-rate, more --warmup-steps or a higher "
-                "--temperature may help."
-            )
-        self.optimizer.step()
-        return loss.item()
+    def validate(self) -> dict[str, float]:
+        return asdict(self.evaluate("validation"))
 
-    def _learning_rate(self) -> float:
-        warmup = min(1.0, (self.step + 1) / max(1, self.options.warmup_steps))
-        decay = (1 + math.cos(math.pi * self.step / self.steps)) / 2
-        return self.options.learning_rate * warmup * decay
+    def quality(self, metrics: Mapping[str, float]) -> float:
+        return metrics["ndcg_10"]
 
-    def _progress(self) -> dict[str, str]:
-        recent = self.losses[-50:]
-        shown = {"epoch": str(self.sampler.epoch), "loss": f"{sum(recent) / len(recent):.3f}"}
-        if self.validation:
-            shown["NDCG@10"] = f"{list(self.validation.values())[-1].ndcg_10:.4f}"
-        return shown
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        return "  ".join(f"{LABELS[name]} {metrics[name]:.4f}" for name in metrics)
 
-    def _validate(self, bar: tqdm[Any]) -> None:
-        metrics = self.evaluate("validation")
-        if metrics.ndcg_10 >= max((m.ndcg_10 for m in self.validation.values()), default=0.0):
-            save_model(self.best, self.model, self.log.item_ids, self.log.titles)
-        self.validation[self.step] = metrics
-        bar.write(
-            f"step {self.step:5d}  loss {self._progress()['loss']}  validation "
-            f"HR@10 {metrics.hit_rate_10:.4f}  HR@50 {metrics.hit_rate_50:.4f}  "
-            f"NDCG@10 {metrics.ndcg_10:.4f}"
-        )
+    def save_best(self, path: Path) -> None:
+        save_model(path, self.model, self.log.item_ids, self.log.titles)
 
-    def _identity(self) -> dict[str, Any]:
-        """What two runs must share for one to continue the other."""
-        chosen = {
-            name: value
-            for name, value in vars(self.options).items()
-            if name not in NOT_PART_OF_THE_RUN
-        }
-        return {**chosen, "data content": self.log.manifest["content"]}
+    def load_best(self, path: Path) -> None:
+        self.model = load_model(path, self.device).model
 
-    def _save(self) -> None:
-        validation = {step: asdict(metrics) for step, metrics in self.validation.items()}
-        self.checkpoints.save(
-            {
-                "identity": self._identity(),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "sampler": self.sampler.state_dict(),
-                "losses": self.losses,
-                "validation": validation,
-                "random": random_state(),
-            }
-        )
-        history = {"losses": self.losses, "validation": validation}
-        (self.options.out / "history.json").write_text(json.dumps(history, indent=1))
-        plot_curves(self.options.out / "curves.png", self.losses, self.validation, self.baselines)
+    def plot(self, path: Path) -> None:
+        baselines = {name: asdict(metrics) for name, metrics in self.baselines.items()}
+        label = "sampled softmax cross-entropy"
+        plot_curves(path, self.losses, self.validation, baselines, LABELS, label)
 
 
 def print_table(metrics: dict[str, Metrics], caption: str) -> None:
@@ -453,10 +251,10 @@ def print_table(metrics: dict[str, Metrics], caption: str) -> None:
 
 
 @torch.no_grad()
-def print_recommendations(trainer: Trainer, count: int = 10) -> None:
+def print_recommendations(trainer: RetrievalTrainer, count: int = 10) -> None:
     """The model's first recommendations for one user before the event held out for testing, beside
     what the user last watched."""
-    log, options = trainer.log, trainer.options
+    log, options = trainer.log, trainer.retrieval
     user = 0
     if options.show_user is not None:
         found = log.find_user(options.show_user)
@@ -483,14 +281,14 @@ def print_recommendations(trainer: Trainer, count: int = 10) -> None:
     print(f"\nWatched next: {log.titles[next_item]}")
 
 
-def train(options: Options) -> None:
+def train(options: RetrievalOptions) -> None:
     """The whole job, from the file to the table."""
-    log = open_data(options)
+    log = open_data(options, [SYNTHETIC_DATA / "ratings.dat"], write_synthetic_movielens)
     options.out.mkdir(parents=True, exist_ok=True)
     popularity, co_occurrence = fit_baselines(log, options)
     baselines: dict[str, Scorer] = {"popularity": popularity, "co-occurrence": co_occurrence}
     device = choose_device(options.device)
-    trainer = Trainer(
+    trainer = RetrievalTrainer(
         options,
         log,
         device,
@@ -499,10 +297,6 @@ def train(options: Options) -> None:
             for name, scorer in baselines.items()
         },
     )
-    if options.resume:
-        trainer.resume()
-    else:
-        trainer.checkpoints.clear()
     trainer.run()
 
     table = {

@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Checkpoints", "random_state", "restore_random_state"]
+__all__ = ["Checkpoints", "random_state", "restore_random_state", "write_state"]
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Writes ``state`` in place of what was there, once it is whole on the disk."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 class Checkpoints:
@@ -29,14 +39,11 @@ class Checkpoints:
 
     def save(self, state: dict[str, Any]) -> None:
         """Makes ``state`` the newest checkpoint, once it is whole on the disk."""
-        temporary = self.last.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        whole = self.last.with_suffix(".whole")
+        write_state(whole, state)
         if self.last.exists():
             os.replace(self.last, self.previous)
-        os.replace(temporary, self.last)
+        os.replace(whole, self.last)
 
     def load(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, on the CPU; None where there is no file.

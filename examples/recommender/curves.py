@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from recommender.evaluation import Metrics
-
 __all__ = ["plot_curves"]
 
 SMOOTHING = 0.05  # the share of the run that one point of the smooth curve averages over
-METRICS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
 
 
 def plot_curves(
     path: Path,
     losses: list[float],
-    validation: dict[int, Metrics],
-    baselines: dict[str, Metrics],
+    validation: Mapping[int, Mapping[str, float]],
+    baselines: Mapping[str, Mapping[str, float]],
+    labels: Mapping[str, str],
+    loss_label: str,
 ) -> None:
     """Draws the loss of each step, and the validation metrics beside those of the baselines.
 
@@ -29,6 +29,8 @@ def plot_curves(
         losses: of each step, from the first.
         validation: metrics by step.
         baselines: validation metrics by name.
+        labels: of the metrics to draw, by their names.
+        loss_label: what the loss is.
     """
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     loss_axes, metric_axes = figure.subplots(1, 2)
@@ -37,21 +39,21 @@ def plot_curves(
     window = max(1, round(SMOOTHING * len(losses)))
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     loss_axes.plot(steps[window - 1 :], smooth, color="C0", label=f"mean of {window} steps")
-    loss_axes.set(title="Training loss", xlabel="step", ylabel="sampled softmax cross-entropy")
+    loss_axes.set(title="Training loss", xlabel="step", ylabel=loss_label)
     loss_axes.legend(frameon=False)
 
-    for color, (name, label) in enumerate(METRICS.items()):
-        values = [getattr(metrics, name) for metrics in validation.values()]
+    for color, (name, label) in enumerate(labels.items()):
+        values = [metrics[name] for metrics in validation.values()]
         metric_axes.plot(list(validation), values, f"C{color}.-", label=label)
         for style, (baseline, metrics) in zip(("--", ":"), baselines.items(), strict=False):
             metric_axes.axhline(
-                getattr(metrics, name),
+                metrics[name],
                 color=f"C{color}",
                 linestyle=style,
                 linewidth=1,
                 label=f"{label}, {baseline}",
             )
-    metric_axes.set(title="Validation", xlabel="step", ylim=(0, None))
+    metric_axes.set(title="Validation", xlabel="step")
     metric_axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (loss_axes, metric_axes):
         axes.spines[["top", "right"]].set_visible(False)

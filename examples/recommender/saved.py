@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from hstu_attn.layer import HSTULayerConfig
+from recommender.checkpoint import write_state
 from recommender.model import RetrievalModel
 
 __all__ = ["SavedModel", "load_model", "save_model"]
@@ -51,9 +51,7 @@ def save_model(
         "item_ids": torch.tensor(item_ids),
         "titles": list(titles),
     }
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    write_state(path, state)
 
 
 def load_model(

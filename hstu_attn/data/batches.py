@@ -22,6 +22,7 @@ __all__ = [
     "check_batch",
     "consecutive_batches",
     "jagged_batch",
+    "require_each",
 ]
 
 BATCHES_PER_POOL = 16
@@ -53,6 +54,11 @@ class JaggedBatch:
     target_timestamps: Tensor
     actions: Tensor | None = None
     target_actions: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        """How many rows the batch has."""
+        return len(self.items)
 
     def to(self, device: torch.device) -> JaggedBatch:
         """The batch on another device."""
@@ -98,7 +104,7 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
             f"got {tuple(offsets.shape)}"
         )
     steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    _require(steps >= 0, "seq_offsets", offsets, "start from 0 and not decrease")
+    require_each(steps >= 0, "seq_offsets", offsets, "start from 0 and not decrease")
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
             f"seq_offsets must start from 0 and end at the {total} rows of items, "
@@ -120,18 +126,20 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
             raise ValueError(f"{name} must be of shape ({total},), got {tuple(feature.shape)}")
         if limit is not None:
             good = (feature >= 0) & (feature < limit)
-            _require(good, name, feature, f"be from 0 to {limit - 1}")
+            require_each(good, name, feature, f"be from 0 to {limit - 1}")
     times = batch.timestamps
     same_sequence = torch.ones(total, dtype=torch.bool, device=times.device)
     starts = offsets[:-1]
     same_sequence[starts[starts < total]] = False
     forwards = torch.diff(times, prepend=times[:1]) >= 0
-    _require(forwards | ~same_sequence, "timestamps", times, "not decrease within a sequence")
+    require_each(forwards | ~same_sequence, "timestamps", times, "not decrease within a sequence")
     later = batch.target_timestamps >= times
-    _require(later, "target_timestamps", batch.target_timestamps, "not be before timestamps")
+    require_each(later, "target_timestamps", batch.target_timestamps, "not be before timestamps")
 
 
-def _require(good: Tensor, name: str, feature: Tensor, expected: str) -> None:
+def require_each(good: Tensor, name: str, feature: Tensor, expected: str) -> None:
+    """Refuses a feature of a batch with a ValueError that names it and the first row where ``good``
+    is not true."""
     if not good.all():
         row = int((~good).nonzero()[0])
         raise ValueError(f"{name} must {expected}, got {int(feature[row])} in row {row}")

@@ -3,6 +3,7 @@ behave as those of :mod:`hstu_attn.data.synthetic`."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -28,6 +29,7 @@ KUAIRAND_HEADER = (
     "long_view,play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,"
     "tab"
 )
+PATIENCE_SPREAD = 0.7  # of the logarithm of a video's length
 CLICK_MS, LONG_VIEW_MS = 7_000, 18_000  # played at least so long, or to the end
 
 
@@ -100,7 +102,8 @@ def write_synthetic_kuairand(
 ) -> list[Path]:
     """Writes the two logs `log_standard_4_08_to_4_21_synthetic.csv` and
     `log_standard_4_22_to_5_08_synthetic.csv` into ``directory``, each whole or not at all. The
-    better liked a video, the longer it is played.
+    better liked a video, the longer it is played, and each user has a length of videos that they
+    are most patient with.
 
     Args:
         directory: made if absent.
@@ -119,12 +122,15 @@ def write_synthetic_kuairand(
     events = list(synthetic_events(num_users, num_items, mean_events, seed))
     generator = random.Random(seed)
     durations = [round(1000 * generator.lognormvariate(3.5, 0.8)) for _ in range(num_items)]
+    preferred = [1000 * generator.lognormvariate(3.5, 0.8) for _ in range(num_users)]
     latest = max(time for *_, time in events) - FIRST_TIMESTAMP + 1
     pace = (KUAIRAND_END - KUAIRAND_START) / latest  # milliseconds for a second
     lines: tuple[list[str], list[str]] = ([], [])
     for user, item, rating, time in events:
         time_ms = KUAIRAND_START + int((time - FIRST_TIMESTAMP) * pace)
-        line = _shown(user, item, rating, time_ms, durations[item], generator)
+        apart = math.log(durations[item] / preferred[user])
+        liking = 0.5 + (rating - 0.5) * math.exp(-((apart / PATIENCE_SPREAD) ** 2))
+        line = _shown(user, item, liking, time_ms, durations[item], generator)
         lines[time_ms >= KUAIRAND_SPLIT].append(line)
 
     def writer(part: list[str]) -> Callable[[TextIO], None]:
@@ -141,16 +147,16 @@ def write_synthetic_kuairand(
 
 
 def _shown(
-    user: int, item: int, rating: int, time_ms: int, duration_ms: int, generator: random.Random
+    user: int, item: int, liking: float, time_ms: int, duration_ms: int, generator: random.Random
 ) -> str:
-    """The line of a video that was shown to a user who would rate it so."""
+    """The line of a video that was shown to a user who likes it so much, from 0.5 to 5."""
 
     def happens(probability: float) -> int:
         return int(generator.random() < probability)
 
     at = datetime.fromtimestamp(time_ms / 1000, BEIJING)
-    play_ms = round(duration_ms * generator.betavariate(rating, 6 - rating) * 1.3)
-    liked, disliked = rating >= 4, rating == 1
+    play_ms = round(duration_ms * generator.betavariate(liking, 6 - liking) * 1.3)
+    liked, disliked = liking >= 3, liking < 1
     columns = {
         "is_click": int(play_ms >= duration_ms or play_ms > CLICK_MS),
         "is_like": happens(0.3 if liked else 0.01),

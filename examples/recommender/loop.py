@@ -1,0 +1,326 @@
+"""The training loop of the examples: steps, validations, checkpoints from which a killed run
+continues exactly, curves, and a stop where the loss is no number any more.
+
+An example is a :class:`Trainer` that says what a batch is, how its loss is computed and how the
+model is validated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hstu_attn.data import SamplerState
+from recommender.checkpoint import random_state, restore_random_state, write_state
+from recommender.options import Options
+from recommender.processes import OneProcess
+from recommender.scalars import Scalars
+
+__all__ = ["Batch", "Batches", "Trainer", "TrainingError", "seed_everything"]
+
+SHOWN_NAMES = 5
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to look at."""
+
+
+class Batch(Protocol):
+    """A dataclass of tensors."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def total(self) -> int:
+        """Rows of the batch."""
+
+    def to(self: AnyBatch, device: torch.device) -> AnyBatch:
+        """The batch on another device."""
+
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+class Batches(Protocol):
+    """Draws batches of indices without end, in an order that can be continued."""
+
+    epoch: int
+    batch: int
+
+    @property
+    def batches_per_epoch(self) -> int: ...
+
+    def __next__(self) -> Any: ...
+
+    def state_dict(self) -> SamplerState: ...
+
+    def load_state_dict(self, state: SamplerState) -> None: ...
+
+
+def seed_everything(seed: int) -> None:
+    """Starts the random generators of Python, numpy and torch; before a model is made."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+class Trainer(ABC, Generic[AnyBatch]):
+    """A run: the model, its optimizer, the position in the data, and what has been measured.
+
+    Args:
+        options: the command line.
+        model: on its device.
+        batches: which data make the next batch of this process.
+        identity: what else than the options a run must share with the one that it continues.
+        processes: what is done together with other processes.
+
+    Attributes:
+        losses: of each step made.
+        validation: metrics by step.
+    """
+
+    advice = "A lower --learning-rate or more --warmup-steps may help."
+
+    def __init__(
+        self,
+        options: Options,
+        model: nn.Module,
+        batches: Batches,
+        identity: Mapping[str, Any],
+        processes: OneProcess | None = None,
+    ) -> None:
+        self.options = options
+        self.batches = batches
+        self.identity = {**options.identity(), **identity}
+        self.processes = processes or OneProcess()
+        self.trained = self.processes.prepare(model)
+        self.device = next(model.parameters()).device
+        self.optimizer = torch.optim.AdamW(
+            self.trained.parameters(),
+            lr=options.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=options.weight_decay,
+        )
+        self.steps = options.steps or options.epochs * batches.batches_per_epoch
+        self.losses: list[float] = []
+        self.validation: dict[int, dict[str, float]] = {}
+        self.checkpoints = self.processes.checkpoints(options.out)
+        self.best = options.out / "best.pt"
+
+    # --- what an example says ---------------------------------------------------------------------
+
+    @abstractmethod
+    def draw(self) -> AnyBatch:
+        """The next batch of this process, on the CPU.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+
+    @abstractmethod
+    def loss(self, batch: AnyBatch) -> Tensor:
+        """A scalar: a mean over what :meth:`count` counts."""
+
+    @abstractmethod
+    def count(self, batch: AnyBatch) -> int:
+        """How many rows or candidates of the batch have a loss."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """Metrics of the model as it is."""
+
+    @abstractmethod
+    def quality(self, metrics: Mapping[str, float]) -> float:
+        """What is highest where the model is best."""
+
+    @abstractmethod
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        """The metrics in a line."""
+
+    @abstractmethod
+    def save_best(self, path: Path) -> None:
+        """Writes the model as it is, in place of what was there."""
+
+    @abstractmethod
+    def load_best(self, path: Path) -> None:
+        """Goes back to the model that :meth:`save_best` wrote."""
+
+    @abstractmethod
+    def plot(self, path: Path) -> None:
+        """Draws the losses and the validations."""
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps made so far."""
+        return len(self.losses)
+
+    def run(self) -> None:
+        """Continues or starts, trains to the last step, validating and saving on the way, and takes
+        the weights that did best in validation.
+
+        Raises:
+            TrainingError: a batch is malformed, the loss is no number, or the checkpoint belongs to
+                other data or other options.
+        """
+        options = self.options
+        if options.resume:
+            self._resume()
+        else:
+            self.checkpoints.clear()
+            self.best.unlink(missing_ok=True)
+        self.scalars = Scalars(options.out / "tensorboard", self.step)
+        try:
+            self._run()
+        finally:
+            self.scalars.close()
+        self.load_best(self.best)
+
+    def _run(self) -> None:
+        options = self.options
+        with tqdm(
+            desc="training",
+            total=self.steps,
+            initial=self.step,
+            unit="step",
+            mininterval=0.5 if sys.stderr.isatty() else 15,
+        ) as bar:
+            while self.step < self.steps:
+                self._train_step()
+                last = self.step == self.steps
+                bar.update()
+                bar.set_postfix(epoch=self.batches.epoch, loss=self._recent_loss(), refresh=False)
+                if last or self.step % options.eval_every == 0:
+                    self._validate(bar)
+                if last or self.step % options.checkpoint_every == 0:
+                    self._save()
+
+    def _train_step(self) -> None:
+        started = time.perf_counter()
+        self.trained.train()
+        learning_rate = self._learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        batch = self._draw()
+        loss = self.loss(batch.to(self.device))
+        self.optimizer.zero_grad()
+        (loss * self.processes.loss_weight(self.count(batch))).backward()
+        norm = self.processes.clip_gradients(self.trained, self.options.clip_norm)
+        numbers = {"loss": loss.item(), "gradient_norm": norm.item()}
+        if not all(map(math.isfinite, numbers.values())):
+            raise TrainingError(self._what_is_not_finite(batch, numbers))
+        self.optimizer.step()
+        self.losses.append(numbers["loss"])
+        numbers["learning_rate"] = learning_rate
+        numbers["tokens_per_second"] = batch.total / (time.perf_counter() - started)
+        self.scalars.write("train", numbers, self.step)
+
+    def _draw(self) -> AnyBatch:
+        try:
+            return self.draw()
+        except ValueError as error:
+            raise TrainingError(f"malformed batch {self._where()}: {error}") from error
+
+    def _learning_rate(self) -> float:
+        warmup = min(1.0, (self.step + 1) / max(1, self.options.warmup_steps))
+        decay = (1 + math.cos(math.pi * self.step / self.steps)) / 2
+        return self.options.learning_rate * warmup * decay
+
+    def _recent_loss(self) -> str:
+        recent = self.losses[-50:]
+        return f"{sum(recent) / len(recent):.4f}"
+
+    def _validate(self, bar: tqdm[Any]) -> None:
+        metrics = self.validate()
+        best = max(map(self.quality, self.validation.values()), default=-math.inf)
+        if self.quality(metrics) >= best:
+            self.save_best(self.best)
+        self.validation[self.step] = metrics
+        self.scalars.write("validation", metrics, self.step)
+        bar.write(
+            f"step {self.step:5d}  loss {self._recent_loss()}  validation {self.describe(metrics)}"
+        )
+
+    # --- where something is wrong -----------------------------------------------------------------
+
+    def _where(self) -> str:
+        return (
+            f"at step {self.step + 1} (epoch {self.batches.epoch}, batch {self.batches.batch}, "
+            f"seed {self.options.seed})"
+        )
+
+    def _what_is_not_finite(self, batch: AnyBatch, numbers: dict[str, float]) -> str:
+        """Writes the batch to a file, and says where it is and what else is known."""
+        path = self.options.out / "bad-batch.pt"
+        tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        write_state(path, {"step": self.step + 1, **numbers, "batch": tensors})
+        named = dict(self.trained.named_parameters())
+        weights = _not_finite(named)
+        gradients = _not_finite({name: parameter.grad for name, parameter in named.items()})
+        return (
+            f"the loss is {numbers['loss']} and the norm of its gradient "
+            f"{numbers['gradient_norm']} {self._where()}. Not finite are the weights of {weights} "
+            f"and the gradients of {gradients}. The batch is in {path}; nothing was saved after "
+            f"the last good checkpoint in {self.options.out}. {self.advice}"
+        )
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        state = self.checkpoints.load()
+        if state is None:
+            print(f"No checkpoint in {self.options.out}: starting anew")
+            return
+        for name, value in self.identity.items():
+            if state["identity"].get(name) != value:
+                raise TrainingError(
+                    f"the checkpoint in {self.options.out} was made with {name} = "
+                    f"{state['identity'].get(name)!r}, this run has {value!r}"
+                )
+        self.processes.load_state(self.trained, self.optimizer, state)
+        self.batches.load_state_dict(state["sampler"])
+        self.losses = state["losses"]
+        self.validation = state["validation"]
+        restore_random_state(state["random"])
+        print(f"Continuing after step {self.step} of {self.steps}")
+
+    def _save(self) -> None:
+        self.scalars.flush()
+        self.checkpoints.save(
+            {
+                **self.processes.state(self.trained, self.optimizer),
+                "identity": self.identity,
+                "sampler": self.batches.state_dict(),
+                "losses": self.losses,
+                "validation": self.validation,
+                "random": random_state(),
+            }
+        )
+        history = {"losses": self.losses, "validation": self.validation}
+        (self.options.out / "history.json").write_text(json.dumps(history, indent=1))
+        self.plot(self.options.out / "curves.png")
+
+
+def _not_finite(tensors: Mapping[str, Tensor | None]) -> str:
+    """The names of tensors with a NaN or an infinity."""
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if tensor is not None and not tensor.isfinite().all()
+    ]
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more if names else "none"

@@ -1,0 +1,250 @@
+"""A ranking model: what a user will do about each candidate, one probability a task (arXiv
+2402.17152, section 2.2); and the loss it is trained with.
+
+The rows of a sequence are, in this order,
+
+    contexts            one row for each contextual feature
+    history             two rows for each event: the item, then what the user did about it
+    candidates          one row each: the item
+
+Contexts and history see each other as `HSTULayer` masks them; each candidate sees both and itself,
+but no other candidate (or, with ``target_group_size``, those before it in its group). Only
+candidates have a loss. NOTE: history rows must have none, although they are causal: contextual rows
+see all of the history, and through them its rows see their own actions from the second layer on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hstu_attn import HSTULayerConfig
+from hstu_attn.data import ACTIONS, unpack_actions
+from hstu_attn.jagged import (
+    add_position_time_embeddings,
+    concat_jagged,
+    interleave_jagged,
+    split_jagged,
+)
+from hstu_attn.layer import HSTUStack
+from recommender.checkpoint import write_state
+from recommender.ranking_data import CONTEXTS, RankingBatch
+
+__all__ = [
+    "EmbeddingTables",
+    "RankingConfig",
+    "RankingModel",
+    "load_ranking_model",
+    "ranking_loss",
+    "save_ranking_model",
+    "task_labels",
+]
+
+TIME_BUCKETS = 2048  # square roots of minutes: eight years
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingConfig:
+    """What a :class:`RankingModel` computes.
+
+    Attributes:
+        sizes: of the embedding tables by feature: "item" and each of :data:`CONTEXTS`.
+        actions: the names of the bits of an action.
+        tasks: those that are predicted.
+        max_history: no history has more events.
+        max_targets: no sequence has more candidates.
+        dim: width of the embeddings and of the layers.
+        heads: heads of a layer; each has ``dim / heads``.
+        layers: how many layers.
+        dropout: of the inputs, and in each layer.
+        target_group_size: candidates in such a group see each other causally; 1 is none.
+    """
+
+    sizes: dict[str, int]
+    actions: tuple[str, ...]
+    tasks: tuple[str, ...]
+    max_history: int
+    max_targets: int
+    dim: int
+    heads: int
+    layers: int
+    dropout: float = 0.0
+    target_group_size: int = 1
+
+    @property
+    def max_rows(self) -> int:
+        """No sequence has more rows."""
+        return len(CONTEXTS) + 2 * self.max_history + self.max_targets
+
+    @property
+    def layer(self) -> HSTULayerConfig:
+        """Of each layer."""
+        width = self.dim // self.heads
+        config = HSTULayerConfig.stu(
+            embedding_dim=self.dim,
+            num_heads=self.heads,
+            hidden_dim=width,
+            attention_dim=width,
+            output_dropout_ratio=self.dropout,
+            contextual_seq_len=len(CONTEXTS),
+        )
+        return replace(config, target_group_size=self.target_group_size)
+
+
+class EmbeddingTables(nn.Module):
+    """One embedding table for each feature. Tables are the part of a model that is sharded over
+    GPUs: another module with this ``forward`` can take its place.
+
+    Args:
+        sizes: rows of each table, by feature.
+        dim: width.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], dim: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict({name: nn.Embedding(size, dim) for name, size in sizes.items()})
+        for weight in self.parameters():
+            nn.init.trunc_normal_(weight, std=0.02)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Looks up int64 indices ``(n,)`` of each feature: ``(n, dim)`` fp32."""
+        return {name: self.tables[name](indices) for name, indices in features.items()}
+
+
+class RankingModel(nn.Module):
+    """Predicts the actions on each candidate.
+
+    Args:
+        config: sizes and widths.
+        compute_dtype: of the layers; embeddings and head are fp32, as are all parameters.
+    """
+
+    def __init__(self, config: RankingConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        dim = config.dim
+        self.embeddings = EmbeddingTables(config.sizes, dim)
+        self.action = nn.Linear(len(ACTIONS), dim)
+        positions = len(CONTEXTS) + 2 * config.max_history + 1
+        self.position = nn.Parameter(torch.empty(positions, dim))
+        self.time = nn.Parameter(torch.empty(TIME_BUCKETS, dim))
+        for table in (self.position, self.time):
+            nn.init.trunc_normal_(table, std=0.02)
+        self.stack = HSTUStack(config.layer, config.layers)
+        self.head = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, len(config.tasks))
+        )
+
+    def forward(self, batch: RankingBatch) -> Tensor:
+        """The logits of the tasks for each candidate, ``(targets, tasks)`` fp32. The batch's
+        ``target_actions`` are not read."""
+        history_events, num_windows = len(batch.history_items), len(batch.contexts)
+        rows = self.embeddings(
+            {
+                "item": torch.cat([batch.history_items, batch.target_items]),
+                **{name: batch.contexts[:, column] for column, name in enumerate(CONTEXTS)},
+            }
+        )
+        history_items, targets = rows["item"].tensor_split([history_events])
+        history = interleave_jagged(
+            history_items,
+            self.action(unpack_actions(batch.history_actions)),
+            batch.history_offsets,
+        )
+        context_offsets = torch.arange(num_windows + 1, device=targets.device) * len(CONTEXTS)
+        contexts = torch.stack([rows[name] for name in CONTEXTS], dim=1).flatten(0, 1)
+        x, offsets = concat_jagged(
+            [(contexts, context_offsets), history, (targets, batch.target_offsets)]
+        )
+        num_targets = batch.target_offsets.diff()
+        x = add_position_time_embeddings(
+            x,
+            offsets,
+            self.position,
+            time_table=self.time,
+            timestamps=self._timestamps(batch, context_offsets),
+            query_timestamps=batch.request_timestamps,
+            num_targets=num_targets,
+            contextual_seq_len=len(CONTEXTS),
+            scale=math.sqrt(self.config.dim),
+        )
+        x = F.dropout(x, self.config.dropout, self.training)
+        x = self.stack(
+            x.to(self.compute_dtype), offsets, self.config.max_rows, num_targets=num_targets
+        )
+        parts = [context_offsets, history[1], batch.target_offsets]
+        states = split_jagged(x, parts, [len(contexts), len(history[0]), len(targets)])[2]
+        logits: Tensor = self.head(states.float())
+        return logits
+
+    def _timestamps(self, batch: RankingBatch, context_offsets: Tensor) -> Tensor:
+        """The time of each row. Contexts and candidates have that of the request: when a candidate
+        was really looked at is not known yet."""
+        request = batch.request_timestamps
+        history = interleave_jagged(
+            batch.history_timestamps, batch.history_timestamps, batch.history_offsets
+        )
+        of_contexts = request.repeat_interleave(len(CONTEXTS))
+        of_targets = request.repeat_interleave(
+            batch.target_offsets.diff(), output_size=len(batch.target_items)
+        )
+        return concat_jagged(
+            [(of_contexts, context_offsets), history, (of_targets, batch.target_offsets)]
+        )[0]
+
+
+def task_labels(config: RankingConfig, actions: Tensor) -> Tensor:
+    """Which tasks' actions were done, ``(n, tasks)`` fp32 zeros and ones, of bits ``(n,)``."""
+    columns = [config.actions.index(task) for task in config.tasks]
+    return unpack_actions(actions)[:, columns]
+
+
+def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Binary cross-entropy, the mean over candidates of the weighted sum over tasks.
+
+    Args:
+        logits: ``(targets, tasks)`` fp32.
+        labels: ``(targets, tasks)`` fp32, zeros and ones.
+        weights: ``(tasks,)`` fp32.
+
+    Returns:
+        A scalar.
+    """
+    losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return losses.mean(dim=0) @ weights
+
+
+def save_ranking_model(path: Path, model: RankingModel) -> None:
+    """Writes the model in place of what was there."""
+    write_state(
+        path,
+        {
+            "ranking": asdict(model.config),
+            "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
+            "model": model.state_dict(),
+        },
+    )
+
+
+def load_ranking_model(path: Path, device: torch.device) -> RankingModel:
+    """Reads what :func:`save_ranking_model` wrote, in evaluation mode.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    state: Any = torch.load(path, device, weights_only=True)
+    if not isinstance(state, dict) or not {"ranking", "compute_dtype", "model"} <= set(state):
+        raise ValueError(f"{path} is not a model that train_ranking.py has saved")
+    config = RankingConfig(**state["ranking"])
+    model = RankingModel(config, getattr(torch, state["compute_dtype"]))
+    model.load_state_dict(state["model"])
+    return model.to(device).eval()

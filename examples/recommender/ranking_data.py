@@ -1,0 +1,332 @@
+"""What a ranking model learns from: windows of a user's events, in which the actions on the last
+few are to be predicted from those before.
+
+A window is a request as it is served: a history of events with their actions, then candidates that
+are scored together. The candidates are the user's next events, without their actions, which are the
+labels. The time of the request is that of the first candidate; nothing that happened after it is
+in the input, but for which items the candidates are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hstu_attn.data import ACTIONS, BalancedBatchSampler, EventLog, SamplerState
+from hstu_attn.data.batches import require_each
+
+__all__ = [
+    "CONTEXTS",
+    "RATING_ACTIONS",
+    "EndlessBatches",
+    "RankingBatch",
+    "RankingData",
+    "RankingWindows",
+    "Split",
+    "check_ranking_batch",
+]
+
+Split = Literal["training", "validation", "test"]
+
+RATING_LEVELS = (2, 3, 4, 5)
+RATING_ACTIONS = tuple(f"rating_{level}" for level in RATING_LEVELS)
+"""Actions of data that have ratings: of at least so many stars."""
+
+CONTEXTS = ("user", "activity", "hour")
+"""The contextual features of a window: the user; how many events they had before, by powers of two;
+and the hour of the day, UTC."""
+
+ACTIVITY_BUCKETS = 32
+SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # of Fibonacci hashing: 2**64 over the golden ratio
+
+
+@dataclass(frozen=True)
+class RankingWindows:
+    """Runs of consecutive events of one user each: a history, perhaps empty, then candidates.
+
+    Attributes:
+        users: ``(n,)`` int64, whose events.
+        starts: ``(n,)`` int64, the first event of each history.
+        requests: ``(n,)`` int64, the first candidate.
+        ends: ``(n,)`` int64, one past the last candidate.
+    """
+
+    users: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    requests: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Rows of each sequence in the model: of contexts, two for each event of the history, and
+        one for each candidate."""
+        return len(CONTEXTS) + 2 * (self.requests - self.starts) + self.ends - self.requests
+
+    def take(self, indices: NDArray[np.int64]) -> RankingWindows:
+        """The windows at the indices, in their order."""
+        return RankingWindows(*(getattr(self, field.name)[indices] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class RankingBatch:
+    """Packed windows; window ``b`` owns the events ``history_offsets[b] .. history_offsets[b + 1]``
+    and the candidates ``target_offsets[b] .. target_offsets[b + 1]``.
+
+    Attributes:
+        contexts: ``(batch, len(CONTEXTS))`` int64.
+        history_offsets: ``(batch + 1,)`` int64.
+        history_items: ``(events,)`` int64.
+        history_actions: ``(events,)`` int64, what the user did about each, as bits.
+        history_timestamps: ``(events,)`` int64.
+        request_timestamps: ``(batch,)`` int64, when the candidates are scored.
+        target_offsets: ``(batch + 1,)`` int64.
+        target_items: ``(targets,)`` int64, the candidates.
+        target_actions: ``(targets,)`` int64, what is to be predicted; no input of the model.
+    """
+
+    contexts: Tensor
+    history_offsets: Tensor
+    history_items: Tensor
+    history_actions: Tensor
+    history_timestamps: Tensor
+    request_timestamps: Tensor
+    target_offsets: Tensor
+    target_items: Tensor
+    target_actions: Tensor
+
+    @property
+    def total(self) -> int:
+        """Rows of the batch in the model."""
+        return self.contexts.numel() + 2 * len(self.history_items) + len(self.target_items)
+
+    def to(self, device: torch.device) -> RankingBatch:
+        """The batch on another device."""
+        return RankingBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+class RankingData:
+    """Windows and batches of a log, for training, validation and test by time: of each user the
+    last ``held_out`` events are the candidates of the test, those before them the candidates of the
+    validation. Of a user with few events, fewer are held out, and one is always trained on.
+
+    Args:
+        log: the events.
+        max_history: events before the candidates; older ones are left out.
+        max_targets: candidates of a window in training.
+        held_out: candidates of a window in validation and test.
+        user_buckets: users share so many embeddings, by a hash, if there are more users.
+
+    Attributes:
+        actions: the names of the bits of an action.
+        bits: ``(num_events,)`` uint8, what was done, as bits.
+        sizes: of the embedding tables that the features index, by name.
+    """
+
+    def __init__(
+        self, log: EventLog, max_history: int, max_targets: int, held_out: int, user_buckets: int
+    ) -> None:
+        self.log = log
+        self.max_history = max_history
+        self.max_targets = max_targets
+        self.held_out = np.minimum(held_out, (np.diff(log.offsets) - 1) // 2)
+        self.actions: tuple[str, ...]
+        self.bits: NDArray[np.uint8]
+        if "actions" in log.columns:
+            self.actions, self.bits = ACTIONS, log.columns["actions"]
+        else:
+            self.actions, self.bits = RATING_ACTIONS, _rating_bits(log.ratings)
+        self.sizes = {
+            "item": log.num_items,
+            "user": min(log.num_users, user_buckets),
+            "activity": ACTIVITY_BUCKETS,
+            "hour": HOURS_PER_DAY,
+        }
+
+    def windows(self, split: Split) -> RankingWindows:
+        """All windows of a split. In training each event is a candidate once: they are cut from the
+        recent end, so that only a user's oldest window has fewer."""
+        if split not in get_args(Split):
+            raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
+        first, last = self.log.offsets[:-1], self.log.offsets[1:]
+        if split != "training":
+            users = np.arange(self.log.num_users)
+            ends = last - (self.held_out if split == "validation" else 0)
+            requests = ends - self.held_out
+        else:
+            trained = last - 2 * self.held_out - first
+            pieces = -(-trained // self.max_targets)
+            users = np.repeat(np.arange(self.log.num_users), pieces)
+            piece = np.arange(len(users)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            ends = (first + trained)[users] - piece * self.max_targets
+            requests = np.maximum(ends - self.max_targets, first[users])
+        starts = np.maximum(requests - self.max_history, first[users])
+        return RankingWindows(users, starts, requests, ends)
+
+    def batch(self, windows: RankingWindows) -> RankingBatch:
+        """Packs windows, in their order."""
+        log = self.log
+        history, history_offsets = _events_of(windows.starts, windows.requests)
+        targets, target_offsets = _events_of(windows.requests, windows.ends)
+        request_timestamps = log.timestamps[windows.requests]
+        columns: tuple[NDArray[Any], ...] = (
+            self._contexts(windows, request_timestamps),
+            history_offsets,
+            log.items[history],
+            self.bits[history],
+            log.timestamps[history],
+            request_timestamps,
+            target_offsets,
+            log.items[targets],
+            self.bits[targets],
+        )
+        return RankingBatch(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
+
+    def training_events(self) -> NDArray[np.int64]:
+        """The events that are candidates in training, increasing."""
+        windows = self.windows("training")
+        return np.sort(_events_of(windows.requests, windows.ends)[0])
+
+    def user_of(self, events: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Whose each event is."""
+        return np.searchsorted(self.log.offsets, events, side="right") - 1
+
+    def user_rows(self, users: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each user in the table "user"."""
+        buckets = self.sizes["user"]
+        if self.log.num_users <= buckets:
+            return users
+        hashed = users.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(32)
+        rows: NDArray[np.int64] = (hashed % np.uint64(buckets)).astype(np.int64)
+        return rows
+
+    def labels(self, bits: NDArray[Any], tasks: Sequence[str]) -> NDArray[np.bool_]:
+        """Which tasks' actions were done, ``(n, tasks)``, of bits ``(n,)``."""
+        columns = np.array([self.actions.index(task) for task in tasks])
+        done: NDArray[np.bool_] = (bits[:, None] >> columns & 1).astype(bool)
+        return done
+
+    def _contexts(
+        self, windows: RankingWindows, request_timestamps: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        events_before = windows.requests - self.log.offsets[windows.users]
+        activity = np.log2(events_before + 1).astype(np.int64).clip(max=ACTIVITY_BUCKETS - 1)
+        hour = request_timestamps // SECONDS_PER_HOUR % HOURS_PER_DAY
+        return np.stack([self.user_rows(windows.users), activity, hour], axis=1)
+
+
+def _rating_bits(ratings: NDArray[np.float32]) -> NDArray[np.uint8]:
+    reached = np.asarray(ratings)[:, None] >= np.array(RATING_LEVELS)
+    return np.packbits(reached, axis=1, bitorder="little")[:, 0]
+
+
+def _events_of(
+    starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The events of all runs, one run after the other, and the offsets of the runs among them."""
+    lengths = ends - starts
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
+
+
+def check_ranking_batch(
+    batch: RankingBatch, sizes: Mapping[str, int], num_actions: int, max_rows: int
+) -> None:
+    """Checks a batch on the CPU before its values index embeddings.
+
+    Args:
+        batch: the batch.
+        sizes: of the embedding tables, by the names of the features.
+        num_actions: how many bits an action has.
+        max_rows: no sequence has more rows in the model.
+
+    Raises:
+        ValueError: naming the feature, the row, what was expected and what is there.
+    """
+    size = len(batch.contexts)
+    if batch.contexts.shape != (size, len(CONTEXTS)):
+        raise ValueError(
+            f"contexts must be of shape (batch, {len(CONTEXTS)}), got {tuple(batch.contexts.shape)}"
+        )
+    for column, name in enumerate(CONTEXTS):
+        _check_range(f"contexts ({name})", batch.contexts[:, column], size, sizes[name])
+    _check_range("request_timestamps", batch.request_timestamps, size, None)
+    for part, features in (
+        ("history", {"items": sizes["item"], "actions": 1 << num_actions, "timestamps": None}),
+        ("target", {"items": sizes["item"], "actions": 1 << num_actions}),
+    ):
+        total = len(getattr(batch, f"{part}_items"))
+        _check_offsets(f"{part}_offsets", getattr(batch, f"{part}_offsets"), size, total)
+        for name, limit in features.items():
+            _check_range(f"{part}_{name}", getattr(batch, f"{part}_{name}"), total, limit)
+    rows = 2 * batch.history_offsets.diff() + batch.target_offsets.diff() + len(CONTEXTS)
+    require_each(rows <= max_rows, "rows of a sequence", rows, f"be at most {max_rows}")
+    times = batch.history_timestamps
+    request = torch.repeat_interleave(batch.request_timestamps, batch.history_offsets.diff())
+    require_each(times <= request, "history_timestamps", times, "not be after the request")
+
+
+def _check_range(name: str, feature: Tensor, total: int, limit: int | None) -> None:
+    if feature.shape != (total,) or feature.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be int64 of shape ({total},), "
+            f"got {feature.dtype} of {tuple(feature.shape)}"
+        )
+    if limit is not None:
+        good = (feature >= 0) & (feature < limit)
+        require_each(good, name, feature, f"be from 0 to {limit - 1}")
+
+
+def _check_offsets(name: str, offsets: Tensor, size: int, total: int) -> None:
+    _check_range(name, offsets, size + 1, None)
+    steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    require_each(steps >= 0, name, offsets, "start from 0 and not decrease")
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(
+            f"{name} must start from 0 and end at {total}, "
+            f"got {int(offsets[0])} and {int(offsets[-1])}"
+        )
+
+
+class EndlessBatches(Iterator[NDArray[np.int64]]):
+    """One rank's batches, epoch after epoch, in an order that can be continued.
+
+    Args:
+        sampler: draws the batches of an epoch.
+    """
+
+    def __init__(self, sampler: BalancedBatchSampler) -> None:
+        self.sampler = sampler
+        self.load_state_dict({"epoch": 0, "batch": 0})
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self.sampler)
+
+    def __next__(self) -> NDArray[np.int64]:
+        if self.batch == self.batches_per_epoch:
+            self.load_state_dict({"epoch": self.epoch + 1, "batch": 0})
+        self.batch += 1
+        return np.array(next(self._epoch), np.int64)
+
+    def state_dict(self) -> SamplerState:
+        """The position: the epoch, and how many of its batches have been drawn."""
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Continues from a position of a sampler with the same arguments."""
+        self.epoch, self.batch = state["epoch"], state["batch"]
+        self.sampler.set_epoch(self.epoch)
+        self._epoch = iter(self.sampler)
+        for _ in range(self.batch):
+            next(self._epoch)

@@ -1,0 +1,204 @@
+"""How well probabilities of actions rank and how well they fit, AUC and normalised entropy, and the
+baselines that a ranking model has to beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hstu_attn.data import consecutive_batches
+from recommender.ranking_data import CONTEXTS, RankingBatch, RankingData, RankingWindows
+
+__all__ = [
+    "Rates",
+    "Scorer",
+    "auc",
+    "evaluate_ranking",
+    "fit_rates",
+    "mean_entropy",
+    "normalized_entropy",
+]
+
+FloatArray: TypeAlias = NDArray[np.float64]
+
+Scorer = Callable[[RankingBatch], Tensor]
+"""The logits of the tasks for each candidate, ``(targets, tasks)``."""
+
+STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+def auc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
+    """The area under the ROC curve: the share of pairs of a true and a false label whose scores are
+    in that order, ties counting half.
+
+    Args:
+        labels: ``(n,)``.
+        scores: ``(n,)``, higher is likelier.
+
+    Returns:
+        From 0 to 1; NaN where all labels are the same.
+
+    Raises:
+        ValueError: a score is NaN.
+    """
+    if np.isnan(scores).any():
+        raise ValueError(f"scores must not be NaN, got it in row {int(np.isnan(scores).argmax())}")
+    positives = int(labels.sum())
+    pairs = positives * (len(labels) - positives)
+    if not pairs:
+        return math.nan
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2  # from 1; the mean of those that are tied
+    return float((ranks[place[labels]].sum() - positives * (positives + 1) / 2) / pairs)
+
+
+def normalized_entropy(labels: NDArray[np.bool_], logits: NDArray[np.float64]) -> float:
+    """The mean log loss over the entropy of the labels' rate, which is the log loss of always
+    predicting that rate: 0 is perfect, 1 as good as the rate. From He et al. 2014, "Practical
+    Lessons from Predicting Clicks on Ads at Facebook", section 2.
+
+    Args:
+        labels: ``(n,)``.
+        logits: ``(n,)``, of the probabilities of true.
+
+    Returns:
+        0 or more; NaN where all labels are the same.
+    """
+    rate = labels.mean()
+    if rate in (0.0, 1.0):
+        return math.nan
+    loss = (np.logaddexp(0.0, logits) - labels * logits).mean()
+    return float(loss / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)))
+
+
+@torch.no_grad()
+def evaluate_ranking(
+    scorer: Scorer,
+    data: RankingData,
+    windows: RankingWindows,
+    tasks: Sequence[str],
+    *,
+    rows_per_batch: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """Scores the candidates of windows.
+
+    Args:
+        scorer: gives the logits.
+        data: the events.
+        windows: for example those of the test.
+        tasks: names of actions, the columns of the logits.
+        rows_per_batch: rows of the model scored at a time.
+        device: where to score.
+
+    Returns:
+        "auc/TASK" and "ne/TASK" of each task, over all candidates.
+    """
+    logits, labels = [], []
+    for indices in consecutive_batches(windows.lengths, rows_per_batch):
+        batch = data.batch(windows.take(indices))
+        logits.append(scorer(batch.to(device)).double().cpu().numpy())
+        labels.append(data.labels(batch.target_actions.numpy(), tasks))
+    metrics = {}
+    for task, truth, scores in zip(
+        tasks, np.concatenate(labels).T, np.concatenate(logits).T, strict=True
+    ):
+        metrics[f"auc/{task}"] = auc(truth, scores)
+        metrics[f"ne/{task}"] = normalized_entropy(truth, scores)
+    return metrics
+
+
+def mean_entropy(metrics: Mapping[str, float]) -> float:
+    """The mean normalised entropy of the tasks, without those where it is NaN."""
+    values = [value for name, value in metrics.items() if name.startswith("ne/")]
+    return float(np.mean([value for value in values if not math.isnan(value)] or [math.inf]))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Scores candidates by rates in the training events: the overall logit, and what the item's
+    rate and the user's rate add to it.
+
+    Attributes:
+        base: ``(tasks,)`` fp64.
+        items: ``(num_items, tasks)`` fp64.
+        users: ``(rows of the users' table, tasks)`` fp64.
+    """
+
+    base: Tensor
+    items: Tensor
+    users: Tensor
+
+    def __call__(self, batch: RankingBatch) -> Tensor:
+        users = batch.contexts[:, CONTEXTS.index("user")]
+        of_candidates = users.repeat_interleave(batch.target_offsets.diff())
+        return self.base + self.items[batch.target_items] + self.users[of_candidates]
+
+
+def fit_rates(
+    data: RankingData, tasks: Sequence[str], quality: Callable[[Scorer], float]
+) -> dict[str, Rates]:
+    """The baselines: the base rate alone, each item's rate, and each item's and user's rate.
+
+    A rate is that of the training events and of ``strength`` further ones at the base rate, so that
+    few events say little; the strength is the one that does best.
+
+    Args:
+        data: the events.
+        tasks: names of actions.
+        quality: highest for the best scorer, for example in validation.
+
+    Raises:
+        ValueError: in the training events a task's action was always done, or never.
+    """
+    events = data.training_events()
+    labels = data.labels(data.bits[events], tasks)
+    base_rates = labels.mean(axis=0)
+    for task, rate in zip(tasks, base_rates.tolist(), strict=True):
+        if rate in (0.0, 1.0):
+            raise ValueError(
+                f"tasks must have both labels in the training events, got {task} at a rate of "
+                f"{rate:.0%} (is it what --only keeps?)"
+            )
+    base = _logit(base_rates)
+    item_sums = _sums(data.log.items[events], data.sizes["item"], labels)
+    user_sums = _sums(data.user_rows(data.user_of(events)), data.sizes["user"], labels)
+
+    def added(sums: tuple[FloatArray, FloatArray], strength: float) -> Tensor:
+        counts, done = sums
+        rates = (done + strength * base_rates) / (counts + strength)
+        return torch.from_numpy(_logit(rates) - base)
+
+    overall = torch.from_numpy(base)
+    no_items, no_users = (
+        torch.zeros(data.sizes[name], len(tasks), dtype=torch.float64) for name in ("item", "user")
+    )
+    of_items = [Rates(overall, added(item_sums, strength), no_users) for strength in STRENGTHS]
+    best = max(of_items, key=quality)
+    of_both = [replace(best, users=added(user_sums, strength)) for strength in STRENGTHS]
+    return {
+        "base rate": Rates(overall, no_items, no_users),
+        "item rate": best,
+        "item and user rate": max(of_both, key=quality),
+    }
+
+
+def _sums(
+    rows: NDArray[np.integer[Any]], size: int, labels: NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """How many events each row has, ``(size, 1)``, and in how many of them each task's action was
+    done, ``(size, tasks)``."""
+    counts = np.bincount(rows, minlength=size).astype(np.float64)[:, None]
+    done = [np.bincount(rows, weights=column, minlength=size) for column in labels.T]
+    return counts, np.stack(done, axis=1)
+
+
+def _logit(rates: FloatArray) -> FloatArray:
+    return np.log(rates) - np.log1p(-rates)

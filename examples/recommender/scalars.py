@@ -1,0 +1,43 @@
+"""The curves of a run for TensorBoard: `tensorboard --logdir OUT/tensorboard`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Scalars"]
+
+
+class Scalars:
+    """Numbers by step, in event files of one directory.
+
+    A run that was killed has written numbers of steps after its last checkpoint. The one that
+    continues it writes those steps again, and marks the place (``purge_step``) from which readers
+    leave out what was there before.
+
+    Args:
+        directory: holds the files.
+        steps_done: a run continues after so many; 0 removes what the directory holds.
+    """
+
+    def __init__(self, directory: Path, steps_done: int) -> None:
+        if steps_done == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        purge_step = steps_done + 1 if steps_done else None
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def write(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """Adds a point to the curves ``group/name``."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def flush(self) -> None:
+        """Puts on the disk what was written; to be called before a checkpoint of the same step."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self._writer.close()

@@ -1,0 +1,324 @@
+"""Trains a generative recommender that ranks: a stack of HSTU layers that predicts what each user
+will do about each candidate.
+
+    python examples/train_ranking.py                                        # a made-up data set
+    python examples/train_ranking.py --data KuaiRand-Pure/data --tasks is_click is_like=0.5
+    python examples/train_ranking.py --data KuaiRand-Pure/data --tasks is_click is_like=0.5 --resume
+    python examples/train_ranking.py --data ml-1m/ratings.dat --tasks rating_4 rating_5
+    python examples/train_ranking.py --data Video_Games.csv.gz
+
+Data are KuaiRand's logs, whose tasks are its actions, MovieLens ratings or Amazon reviews, whose
+tasks are ratings of so many stars or more. Of each user the last events are for testing, those
+before them for validation, and the rest for training.
+
+A sequence is a request: contextual features, a history of items and actions by turns, and
+candidates that see all of it but not each other. In training the candidates are a user's next
+`--targets` events, so that one pass over a history trains on all of them, and each event is a
+candidate once an epoch. More of them make a pass cheaper for each, but the history is older for the
+last ones. In the input candidates have neither their actions nor their times, so that nothing of
+what is predicted is seen.
+
+Evaluation is by AUC and normalised entropy of each task, beside rates of items and users. The
+output directory holds the curves, also for TensorBoard, the metrics and checkpoints, from which a
+killed run continues exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from recommender.curves import plot_curves
+from recommender.loop import Trainer, seed_everything
+from recommender.options import Options, make_parser, open_data, parse
+from recommender.processes import OneProcess
+from recommender.ranking import (
+    RankingConfig,
+    RankingModel,
+    load_ranking_model,
+    ranking_loss,
+    save_ranking_model,
+    task_labels,
+)
+from recommender.ranking_data import (
+    EndlessBatches,
+    RankingBatch,
+    RankingData,
+    Split,
+    check_ranking_batch,
+)
+from recommender.ranking_metrics import Rates, Scorer, evaluate_ranking, fit_rates, mean_entropy
+from torch import Tensor
+
+from hstu_attn import ops
+from hstu_attn.data import AttentionCost, BalancedBatchSampler
+from hstu_attn.data.synthetic_layouts import write_synthetic_kuairand
+
+SYNTHETIC_DATA = Path("runs/synthetic-kuairand")
+SYNTHETIC_LOGS = [
+    SYNTHETIC_DATA / f"log_standard_{dates}_synthetic.csv"
+    for dates in ("4_08_to_4_21", "4_22_to_5_08")
+]
+CPU = torch.device("cpu")
+EVALUATION_ROWS = 32768
+DEFAULT_TASKS = {"is_click", "long_view", "is_like", "rating_4", "rating_5"}
+
+
+class RankingOptions(Options):
+    """The command line."""
+
+    tasks: list[str] | None
+    history: int
+    targets: int
+    held_out: int
+    sequences_per_batch: int
+    user_buckets: int
+    target_group_size: int
+
+
+def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
+    parser = make_parser(
+        __doc__, "runs/ranking", SYNTHETIC_DATA, epochs=3, learning_rate=3e-3, dropout=0.1
+    )
+    ranking = parser.add_argument_group("ranking")
+    ranking.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="ACTION[=WEIGHT]",
+        help="actions to predict, and the weights of their losses; None is is_click, is_like and "
+        "long_view, or ratings of at least 4 and of 5 (rating_4, rating_5)",
+    )
+    ranking.add_argument("--history", type=int, default=64, help="events before the candidates")
+    ranking.add_argument(
+        "--targets", type=int, default=16, help="candidates of a training sequence"
+    )
+    ranking.add_argument(
+        "--held-out", type=int, default=5, help="events of each user for validation, and for test"
+    )
+    ranking.add_argument(
+        "--sequences-per-batch", type=int, default=32, help="of one step, over all processes"
+    )
+    ranking.add_argument(
+        "--user-buckets", type=int, default=100_000, help="largest table of user embeddings"
+    )
+    ranking.add_argument(
+        "--target-group-size", type=int, default=1, help="candidates that see each other causally"
+    )
+    options = RankingOptions()
+    positive = (
+        *("history", "targets", "held_out", "sequences_per_batch", "user_buckets"),
+        "target_group_size",
+    )
+    parse(parser, arguments, options, positive)
+    return options
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; for "auto" a GPU that has kernels, otherwise the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() and ops.has_cuda_kernels() else "cpu")
+
+
+def task_weights(chosen: list[str] | None, actions: tuple[str, ...]) -> dict[str, float]:
+    """The weight of each task's loss.
+
+    Args:
+        chosen: what `--tasks` says.
+        actions: what the data have.
+
+    Raises:
+        ValueError: an action that the data do not have, one named twice, or a wrong weight.
+    """
+    if chosen is None:
+        return {action: 1.0 for action in actions if action in DEFAULT_TASKS}
+    weights: dict[str, float] = {}
+    for text in chosen:
+        name, _, weight = text.partition("=")
+        if name not in actions or name in weights:
+            raise ValueError(f"--tasks must be different ones of {', '.join(actions)}, got {text}")
+        try:
+            weights[name] = float(weight or 1)
+        except ValueError:
+            weights[name] = -1.0
+        if not 0 < weights[name] < float("inf"):
+            raise ValueError(f"--tasks must have positive weights, got {text}")
+    return weights
+
+
+class RankingTrainer(Trainer[RankingBatch]):
+    """Trains the model to predict the actions on candidates.
+
+    Args:
+        options: the command line.
+        data: the events.
+        weights: of the tasks' losses.
+        device: where to train.
+        baselines: validation metrics by name, for the picture.
+        processes: what is done together with other processes.
+    """
+
+    def __init__(
+        self,
+        options: RankingOptions,
+        data: RankingData,
+        weights: Mapping[str, float],
+        device: torch.device,
+        baselines: Mapping[str, Mapping[str, float]],
+        processes: OneProcess,
+    ) -> None:
+        seed_everything(options.seed)
+        self.data = data
+        self.baselines = baselines
+        self.weights = torch.tensor(list(weights.values()), device=device)
+        self.config = RankingConfig(
+            sizes=data.sizes,
+            actions=data.actions,
+            tasks=tuple(weights),
+            max_history=options.history,
+            max_targets=max(options.targets, int(data.held_out.max())),
+            dim=options.dim,
+            heads=options.heads,
+            layers=options.layers,
+            dropout=options.dropout,
+            target_group_size=options.target_group_size,
+        )
+        self.model = RankingModel(self.config, options.compute_dtype(device)).to(device)
+        self.windows = data.windows("training")
+        sampler = BalancedBatchSampler(
+            self.windows.lengths,
+            AttentionCost.of_layer(self.config.layer),
+            options.sequences_per_batch,
+            num_ranks=processes.num_ranks,
+            rank=processes.rank,
+            seed=options.seed,
+        )
+        identity = {"data content": data.log.manifest["content"]}
+        super().__init__(options, self.model, EndlessBatches(sampler), identity, processes)
+
+    def draw(self) -> RankingBatch:
+        batch = self.data.batch(self.windows.take(next(self.batches)))
+        config = self.config
+        check_ranking_batch(batch, config.sizes, len(config.actions), config.max_rows)
+        return batch
+
+    def loss(self, batch: RankingBatch) -> Tensor:
+        labels = task_labels(self.config, batch.target_actions)
+        return ranking_loss(self.trained(batch), labels, self.weights)
+
+    def count(self, batch: RankingBatch) -> int:
+        return len(batch.target_items)
+
+    def evaluate(self, split: Split) -> dict[str, float]:
+        """The model's metrics."""
+        self.model.eval()
+        return evaluate_split(self.model, self.data, self.config.tasks, split, self.device)
+
+    def validate(self) -> dict[str, float]:
+        return self.evaluate("validation")
+
+    def quality(self, metrics: Mapping[str, float]) -> float:
+        return -mean_entropy(metrics)
+
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        tasks = self.config.tasks
+        return "  ".join(
+            f"{task} AUC {metrics[f'auc/{task}']:.4f} NE {metrics[f'ne/{task}']:.4f}"
+            for task in tasks
+        )
+
+    def save_best(self, path: Path) -> None:
+        save_ranking_model(path, self.model)
+
+    def load_best(self, path: Path) -> None:
+        self.model = load_ranking_model(path, self.device)
+
+    def plot(self, path: Path) -> None:
+        labels = {f"auc/{task}": f"AUC {task}" for task in self.config.tasks}
+        label = "binary cross-entropy"
+        plot_curves(path, self.losses, self.validation, self.baselines, labels, label)
+
+
+def evaluate_split(
+    scorer: Scorer, data: RankingData, tasks: tuple[str, ...], split: Split, device: torch.device
+) -> dict[str, float]:
+    """Metrics of a scorer on the events held out for validation or test."""
+    return evaluate_ranking(
+        scorer, data, data.windows(split), tasks, rows_per_batch=EVALUATION_ROWS, device=device
+    )
+
+
+def print_table(metrics: Mapping[str, Mapping[str, float]], tasks: tuple[str, ...]) -> None:
+    """One row for each name."""
+    width = max(len(name) for name in metrics)
+    print(f"\n{'':{width}}" + "".join(f"  {task:>16}" for task in tasks))
+    print(f"{'':{width}}" + f"  {'AUC':>7}  {'NE':>7}" * len(tasks))
+    for name, row in metrics.items():
+        numbers = [f"  {row[f'auc/{task}']:7.4f}  {row[f'ne/{task}']:7.4f}" for task in tasks]
+        print(f"{name:{width}}" + "".join(numbers))
+
+
+def fit_baselines(data: RankingData, tasks: tuple[str, ...]) -> dict[str, Rates]:
+    """Rates whose strength does best in validation."""
+
+    def quality(scorer: Scorer) -> float:
+        return -mean_entropy(evaluate_split(scorer, data, tasks, "validation", CPU))
+
+    return fit_rates(data, tasks, quality)
+
+
+def train(options: RankingOptions) -> None:
+    """The whole job, from the file to the table."""
+    log = open_data(options, SYNTHETIC_LOGS, write_synthetic_kuairand)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = RankingData(
+        log, options.history, options.targets, options.held_out, options.user_buckets
+    )
+    weights = task_weights(options.tasks, data.actions)
+    tasks = tuple(weights)
+    baselines = fit_baselines(data, tasks)
+    trainer = RankingTrainer(
+        options,
+        data,
+        weights,
+        choose_device(options.device),
+        {
+            name: evaluate_split(scorer, data, tasks, "validation", CPU)
+            for name, scorer in baselines.items()
+            if name != "base rate"
+        },
+        OneProcess(),
+    )
+    trainer.run()
+
+    table = {
+        name: evaluate_split(scorer, data, tasks, "test", CPU) for name, scorer in baselines.items()
+    }
+    table["HSTU"] = trainer.evaluate("test")
+    print(f"\nTest: the last events of {log.num_users:,} users, {data.held_out.sum():,} in all.")
+    print_table(table, tasks)
+    (options.out / "metrics.json").write_text(json.dumps(table, indent=1))
+    print(
+        f"\nCurves: {options.out / 'curves.png'}, tensorboard --logdir "
+        f"{options.out / 'tensorboard'}; metrics: {options.out / 'metrics.json'}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the job; the exit status is 1 where it cannot be done."""
+    try:
+        train(parse_arguments(arguments))
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
