@@ -45,9 +45,12 @@ def close(actual: Tensor | None, expected: Tensor | None) -> None:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So few that each has several tiles, of which the last is not whole."""
     with monkeypatch.context() as patch:
-        patch.setattr(triton_steps, "PROGRAMS_PER_SM", 2)
-        patch.setattr(triton_steps, "TILE", 128)
-        patch.setattr(triton_steps, "SUMMING_TILE", 64)
+        for name in ("LAYER_NORM", "SILU", "GATE"):
+            form = getattr(triton_steps, name)
+            patch.setattr(triton_steps, name, form._replace(elements=128))
+        for name in ("LAYER_NORM_BACKWARD", "ACTIVATION_BACKWARD", "GATE_BACKWARD"):
+            form = getattr(triton_steps, name)
+            patch.setattr(triton_steps, name, form._replace(elements=64, programs=2))
         yield
 
 
@@ -187,12 +190,12 @@ def test_wide_rows_and_fp64_go_to_torch():
 
 
 def test_bits_of_dropout_are_philox():
-    """Against the known answers of Philox4x32-10 at zero and at all ones."""
+    """Against the known answers of Philox4x32-7 at zero and at all ones."""
     zero, ones = torch.zeros((), dtype=torch.int64), torch.tensor(2**32 - 1)
     words = torch_steps._philox(zero, [zero] * 4)
-    assert [int(w) for w in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in words] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     words = torch_steps._philox(torch.tensor(-1), [ones] * 4)
-    assert [int(w) for w in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert [int(w) for w in words] == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
 
 
 def test_dropout_keeps_its_share_everywhere():

@@ -15,11 +15,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["HAS_TRITON", "MAX_WIDTH", "GateOptions", "Steps", "dropout_threshold", "steps_for"]
+__all__ = [
+    "HAS_TRITON",
+    "MAX_WIDTH",
+    "PHILOX_ROUNDS",
+    "GateOptions",
+    "Steps",
+    "dropout_threshold",
+    "steps_for",
+]
 
 # A program of the Triton kernels holds a whole row that is normalised in its registers.
 MAX_WIDTH = 8192
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Of dropout's random numbers: the fewest with which they pass BigCrush (Salmon et al. 2011,
+# "Parallel random numbers: as easy as 1, 2, 3"). With ten the gate would wait for their arithmetic.
+PHILOX_ROUNDS = 7
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

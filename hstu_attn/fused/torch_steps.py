@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .steps import GateOptions, dropout_threshold
+from .steps import PHILOX_ROUNDS, GateOptions, dropout_threshold
 
 __all__ = [
     "activation_backward",
@@ -108,11 +108,11 @@ _MASK32 = 2**32 - 1
 
 
 def _philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
-    """Philox4x32 with ten rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
-    3"): four words of 32 bits, held in int64, for each four counters."""
+    """Philox4x32 (Salmon et al. 2011): four words of 32 bits, held in int64, for each four
+    counters."""
     c0, c1, c2, c3 = counters
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
-    for _ in range(10):
+    for _ in range(PHILOX_ROUNDS):
         # NOTE: a product of 64 bits wraps into the sign of int64, and the mask takes it off again.
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = (

@@ -2,9 +2,9 @@
 
 Each reads and writes its tensors once. Kernels whose result is rows alone have a program for each
 tile of `ROWS` rows. Those that also sum over rows have a few programs, each of which visits every
-so many tiles and keeps its sums in registers; the last step over the programs is torch's, in an
-order that never changes. `COLS` is a power of two that holds `WIDTH` columns, and all arithmetic is
-in fp32.
+so many tiles, with the loads of the next ones on their way, and keeps its sums in registers; the
+last step over the programs is torch's, in an order that never changes. `COLS` is a power of two
+that holds `WIDTH` columns, and all arithmetic is in fp32.
 
 NOTE: a row's number is widened before it is multiplied by a stride: a batch can have more than 2^31
 elements.
@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .steps import PHILOX_ROUNDS
+
 __all__ = [
     "activation_backward",
     "gate",
@@ -26,6 +28,8 @@ __all__ = [
     "layer_norm_backward",
     "silu",
 ]
+
+_PHILOX_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 # ---------------------------------------------------------------------------------------------
 # What several kernels share
@@ -123,6 +127,7 @@ def layer_norm_backward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.arange(0, COLS)
     if weight is not None:
@@ -131,7 +136,8 @@ def layer_norm_backward(
     if bias is not None:
         bias_row = _parameter(bias, 0, column, WIDTH, False)[None, :]
         dbias = tl.zeros([ROWS, COLS], dtype=tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    begin, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    for first in tl.range(begin, rows, step, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         x_tile = _load(x, row, stride_x, column, inside)
@@ -194,12 +200,14 @@ def activation_backward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Programs `(n, m)` visit the tiles of columns `m * COLS` on."""
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_activated = tl.program_id(1) * COLS < ACTIVATED
     total = tl.zeros([ROWS, COLS], dtype=tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    begin, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    for first in tl.range(begin, rows, step, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         value = _load(gradient, row, stride_gradient, column, inside)
@@ -234,7 +242,9 @@ def _dropout(value, seed, row, unit, THRESHOLD: tl.constexpr):
     COLS: tl.constexpr = value.shape[1]
     zeros = tl.zeros([ROWS, COLS // 8], dtype=tl.int32)
     block = zeros + tl.arange(0, COLS // 8)[None, :]
-    w0, w1, w2, w3 = tl.philox(seed, block, zeros + row[:, None], zeros + unit, zeros)
+    w0, w1, w2, w3 = tl.philox(
+        seed, block, zeros + row[:, None], zeros + unit, zeros, n_rounds=_PHILOX_ROUNDS
+    )
     # The last join is of neighbours: bits 2, 1 and 0 of a column's number, in this order.
     low = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF))
     high = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16))
@@ -320,6 +330,7 @@ def gate_backward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """As `gate`. The gradient of each part is read when its turn comes; "gated" is the last."""
     group = tl.program_id(1)
@@ -334,7 +345,8 @@ def gate_backward(
     if bias is not None:
         bias_row = _parameter(bias, group, column, WIDTH, GROUPS > 1)[None, :]
         dbias = tl.zeros([ROWS, COLS], dtype=tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    begin, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    for first in tl.range(begin, rows, step, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,26 +26,56 @@ __all__ = [
     "silu",
 ]
 
-# Elements of a tile, by four warps: two pieces of 16 bytes a thread; one in the kernels that sum,
-# where the sums take registers too. Where a row alone has more elements, it gets more warps.
-TILE = 2048
-SUMMING_TILE = 1024
-WARPS = 4
+
+class Form(NamedTuple):
+    """How a kernel works on rows of up to `elements` columns; wider ones get more warps. The
+    numbers are the fastest on an H200 at 1024 columns: docs/kernels/layer.md.
+
+    Attributes:
+        elements: of a tile.
+        warps: of a program.
+        programs: for each streaming multiprocessor, of a kernel that sums over rows.
+        stages: tiles that such a program works on at once: one, and the loads of the others.
+        rows_read: tensors that it reads, of as many elements as a tile.
+    """
+
+    elements: int
+    warps: int
+    programs: int = 0
+    stages: int = 0
+    rows_read: int = 0
+
+
+LAYER_NORM = Form(2048, 2)
+SILU = Form(2048, 4)
+GATE = Form(2048, 4)
+LAYER_NORM_BACKWARD = Form(1024, 1, programs=8, stages=3, rows_read=3)
+ACTIVATION_BACKWARD = Form(1024, 4, programs=12, stages=3, rows_read=2)
+GATE_BACKWARD = Form(1024, 2, programs=8, stages=3, rows_read=3)
+
 MAX_WARPS = 16
 # The elementwise kernels cut wider rows into such pieces.
 MAX_COLS = 1024
-# Programs of the kernels that sum over rows, for each streaming multiprocessor: so many run at once
-# with the 96 registers a thread that these kernels take on Hopper, and their sums are small beside
-# the rows.
-PROGRAMS_PER_SM = 5
+# What the loads of a program may take of shared memory: every GPU since Ampere has as much.
+MAX_STAGED_BYTES = 96 * 1024
 
 
-def _tile(width: int, elements: int, most_columns: int = MAX_WIDTH) -> dict[str, int]:
+def _tile(width: int, form: Form, most_columns: int = MAX_WIDTH) -> dict[str, int]:
     """Rows and columns of a tile, and its warps, for rows of `width` columns."""
     cols = min(max(triton.next_power_of_2(width), 16), most_columns)
-    rows = max(elements // cols, 1)
-    warps = min(max(WARPS * rows * cols // elements, 1), MAX_WARPS)
+    rows = max(form.elements // cols, 1)
+    warps = min(max(form.warps * rows * cols // form.elements, 1), MAX_WARPS)
     return {"ROWS": rows, "COLS": cols, "num_warps": warps}
+
+
+def _summing_tile(
+    x: Tensor, width: int, form: Form, most_columns: int = MAX_WIDTH, parts: int = 1
+) -> dict[str, int]:
+    """The same with stages, for rows of which `parts` more than one are read beside each other."""
+    tile = _tile(width, form, most_columns)
+    rows_read = form.rows_read + parts - 1
+    stage = rows_read * tile["ROWS"] * tile["COLS"] * x.element_size()
+    return {**tile, "STAGES": max(min(form.stages, MAX_STAGED_BYTES // stage), 1)}
 
 
 @functools.cache
@@ -55,9 +85,9 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _programs(x: Tensor, tile: dict[str, int], others: int = 1) -> int:
+def _programs(x: Tensor, tile: dict[str, int], form: Form, others: int = 1) -> int:
     """Of a kernel that sums over the rows of `x` in programs beside `others` more of them."""
-    most = max(PROGRAMS_PER_SM * _multiprocessors(x.device) // others, 1)
+    most = max(form.programs * _multiprocessors(x.device) // others, 1)
     return max(min(-(-x.shape[0] // tile["ROWS"]), most), 1)
 
 
@@ -74,7 +104,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     x = _columns_contiguous(x)
     rows, width = x.shape
     normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    tile = _tile(width, TILE)
+    tile = _tile(width, LAYER_NORM)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]),)
         with _on_device(x):
@@ -95,8 +125,8 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     x, residual = _columns_contiguous(x), _columns_contiguous(residual)
     rows, width = x.shape
-    tile = _tile(width, SUMMING_TILE)
-    programs = _programs(x, tile)
+    tile = _summing_tile(x, width, LAYER_NORM_BACKWARD)
+    programs = _programs(x, tile, LAYER_NORM_BACKWARD)
     dx = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     normed = torch.empty_like(dx) if again else None
     dweight = _sums(weight, x, programs, width)
@@ -125,7 +155,7 @@ def layer_norm_backward(
 def silu(z: Tensor, in_place: bool) -> Tensor:
     rows, width = z.shape
     result = z if in_place else torch.empty((rows, width), dtype=z.dtype, device=z.device)
-    tile = _tile(width, TILE, MAX_COLS)
+    tile = _tile(width, SILU, MAX_COLS)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["COLS"]))
         with _on_device(z):
@@ -138,9 +168,9 @@ def activation_backward(gradient: Tensor, z: Tensor, activated: int, sums: bool)
         return None
     # Without sums the columns that had no activation need no visit.
     width = gradient.shape[1] if sums else activated
-    tile = _tile(width, SUMMING_TILE, MAX_COLS)
+    tile = _summing_tile(z, width, ACTIVATION_BACKWARD, MAX_COLS)
     column_tiles = triton.cdiv(width, tile["COLS"])
-    programs = _programs(gradient, tile, column_tiles)
+    programs = _programs(gradient, tile, ACTIVATION_BACKWARD, column_tiles)
     total = torch.empty((programs, width), device=z.device) if sums else None
     with _on_device(z):
         kernels.activation_backward[(programs, column_tiles)](
@@ -169,7 +199,7 @@ def gate(
     y = torch.empty(
         (rows, len(options.parts) * columns), dtype=attention.dtype, device=attention.device
     )
-    tile = _tile(columns // options.groups, TILE)
+    tile = _tile(columns // options.groups, GATE)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]), options.groups)
         with _on_device(attention):
@@ -201,8 +231,9 @@ def gate_backward(
     again: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     rows, columns = attention.shape
-    tile = _tile(columns // options.groups, SUMMING_TILE)
-    programs = _programs(attention, tile, options.groups)
+    width = columns // options.groups
+    tile = _summing_tile(attention, width, GATE_BACKWARD, parts=len(options.parts))
+    programs = _programs(attention, tile, GATE_BACKWARD, options.groups)
     dattention = torch.empty_like(attention)
     y = torch.empty_like(dy) if again else None
     dweight = _sums(weight, attention, programs, columns)
