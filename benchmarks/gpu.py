@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["Gpu"]
+__all__ = ["MATMUL_FLOPS", "Gpu"]
 
 SPIN_CYCLES = 500_000  # a quarter of a millisecond
 MATMUL_SIZE = 8192
+MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 COPY_BYTES = 2**30
 HOST_CALLS = 20  # far fewer than what a stream queues before it makes the host wait
 
@@ -72,10 +73,14 @@ class Gpu:
         """Give freed memory back, before other shapes need it."""
         torch.cuda.empty_cache()
 
-    def limits(self, rounds: int) -> dict[str, float]:
-        """TFLOP/s of a product of two bf16 matrices; TB/s of a copy, counting both directions."""
+    def matmul(self) -> Callable[[], Any]:
+        """A call that multiplies two bf16 matrices."""
         shape = (MATMUL_SIZE, MATMUL_SIZE)
         a, b = (torch.randn(shape, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        return lambda: a @ b
+
+    def limits(self, rounds: int) -> dict[str, float]:
+        """TFLOP/s of a product of two bf16 matrices; TB/s of a copy, counting both directions."""
         source = torch.zeros(COPY_BYTES, device=self.device, dtype=torch.int8)
         target = torch.empty_like(source)
 
@@ -84,6 +89,6 @@ class Gpu:
             return statistics.median(times[3:])
 
         return {
-            "matmul_tflops": 2 * MATMUL_SIZE**3 / median(lambda: a @ b) / 1e9,
+            "matmul_tflops": MATMUL_FLOPS / median(self.matmul()) / 1e9,
             "copy_tbps": 2 * COPY_BYTES / median(lambda: target.copy_(source)) / 1e9,
         }

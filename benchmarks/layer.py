@@ -1,19 +1,22 @@
-"""A whole HSTU layer on a GPU, fused and composed: `python -m benchmarks.layer`.
+"""HSTU layers on a GPU, fused and composed: `python -m benchmarks.layer`.
 
-One layer with fp32 weights on bf16 rows of equal causal sequences, forward, and forward with
-backward, in which gradients of the rows and of every weight are computed. The implementations:
+One layer, or a stack of them, with fp32 weights on bf16 rows of equal causal sequences, forward,
+and forward with backward, in which gradients of the rows and of every weight are computed. The
+implementations:
 
-    fused            the layer as one autograd function
-    fused_recompute  the same with every flag that recomputes
-    composed         the layer of torch's functions around the attention operator
-    compiled         the same under torch.compile
+    fused                the layer as one autograd function
+    fused_recompute      the same with the flags that recompute all but matrix products
+    fused_recompute_all  the same with every flag that recomputes
+    composed             the layer of torch's functions around the attention operator
+    compiled             the same under torch.compile
 
 Each is first held to the composed layer on a small batch. Then rounds are interleaved, and a time
 is the median by events. FLOPs are those of the matrix products, 2 for each product of two numbers,
 and of attention, 4 * L^2 / 2 for each head and column; the backward counts twice the forward of the
 products and 2.5 times that of attention, and nothing that is recomputed. "share" is that of a
-product of two 8192 x 8192 matrices in bf16, measured in the same run, and "MFU" that of what the
-GPU's data sheet says of bf16. "kept" is the memory that the forward leaves allocated, its result
+product of two 8192 x 8192 matrices in bf16, which takes part in every round: work as long as this
+lowers the GPU's clocks, for all of it alike. "MFU" is the share of what the data sheet says of
+bf16. "kept" is the memory that the forward leaves allocated, its result
 included, and "peak" the highest point of forward and backward.
 
 The times of kernels are from a profile of a few more rounds of forward and backward. For the
@@ -38,19 +41,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hstu_attn import HSTULayer, HSTULayerConfig
+from hstu_attn import HSTULayerConfig
+from hstu_attn.layer import HSTUStack
 
 from .attention import explain
-from .gpu import Gpu
+from .gpu import MATMUL_FLOPS, Gpu
 from .report import gpu_software, rounded, text_table, write_records
 from .training_step import ON_GPU, SPIN, Event, Record, read_events
 
 __all__ = ["IMPLS", "Options", "group_of", "layer_flops", "main", "step_bytes"]
 
 RECOMPUTE = {"recompute_norm": True, "recompute_silu": True, "recompute_gate": True}
+RECOMPUTE_ALL = {**RECOMPUTE, "recompute_linear": True}
 IMPLS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "fused_recompute": {"fused": True, **RECOMPUTE},
+    "fused_recompute_all": {"fused": True, **RECOMPUTE_ALL},
     "composed": {"fused": False},
     "compiled": {"fused": False},
 }
@@ -77,6 +83,7 @@ class Options(argparse.Namespace):
     heads: int
     head_dim: int
     dropout: float
+    layers: int
 
 
 def make_config(options: Options) -> HSTULayerConfig:
@@ -96,7 +103,7 @@ def make_config(options: Options) -> HSTULayerConfig:
 
 
 def layer_flops(config: HSTULayerConfig, batch: int, length: int) -> dict[str, float]:
-    """By pass: see above."""
+    """Of a layer by pass: see above."""
     products = 2 * batch * length * config.embedding_dim
     products *= sum(config.split_sizes) + config.output_features
     widths = config.attention_dim + config.hidden_dim
@@ -156,11 +163,12 @@ class Batch:
 
 @dataclass
 class Entrant:
-    """One implementation: its layer, its times, and why it is out of the race."""
+    """One implementation: its layers, its times, and why it is out of the race."""
 
     impl: str
     config: HSTULayerConfig
-    layer: HSTULayer | None = None
+    layers: int
+    stack: HSTUStack | None = None
     call: Callable[..., Tensor] | None = None
     times: dict[str, list[float]] = field(default_factory=lambda: {FORWARD: [], BOTH: []})
     kept: int | None = None
@@ -179,27 +187,27 @@ class Entrant:
             traceback.print_exc()
 
     def begin(self, weights: dict[str, Tensor], device: str) -> None:
-        """Make the layer, of given weights."""
-        self.layer = HSTULayer(self.config, device=device)
-        self.layer.load_state_dict(weights)
-        self.call = torch.compile(self.layer) if self.impl == "compiled" else self.layer
+        """Make the layers, of given weights."""
+        self.stack = HSTUStack(self.config, self.layers, device=device)
+        self.stack.load_state_dict(weights)
+        self.call = torch.compile(self.stack) if self.impl == "compiled" else self.stack
 
     def forward(self, batch: Batch) -> Tensor:
         """The result, which holds what the backward needs."""
-        assert self.call
+        assert self.call is not None
         return self.call(batch.x, batch.seq_offsets, batch.max_seq_len)
 
     def both(self, batch: Batch) -> tuple[Tensor, ...]:
         """The result and the gradients of the rows and of every weight."""
-        assert self.layer
+        assert self.stack is not None
         output = self.forward(batch)
-        leaves = [batch.x, *self.layer.parameters()]
+        leaves = [batch.x, *self.stack.parameters()]
         return (output, *torch.autograd.grad(output, leaves, batch.cotangent))
 
     def check(self, batch: Batch, expected: Sequence[Tensor]) -> None:
         """Raises AssertionError where a result is not that of the composed layer."""
-        assert self.layer
-        names = ("output", "dx", *(f"d {n}" for n, _ in self.layer.named_parameters()))
+        assert self.stack is not None
+        names = ("output", "dx", *(f"d {n}" for n, _ in self.stack.named_parameters()))
         for name, actual, wanted in zip(names, self.both(batch), expected, strict=True):
             error = (actual.float() - wanted.float()).norm() / wanted.float().norm()
             assert error <= TOLERANCE, f"{name}: relative error {error:.3g}"
@@ -241,7 +249,7 @@ class Entrant:
         found: list[Record] = []
         for name, times in self.times.items():
             ms = statistics.median(times)
-            tflops = flops[name] / ms / 1e9
+            tflops = self.layers * flops[name] / ms / 1e9
             found.append(
                 {
                     "impl": self.impl,
@@ -249,7 +257,7 @@ class Entrant:
                     "ms": rounded(ms),
                     "fastest_ms": rounded(min(times)),
                     "rounds": len(times),
-                    "flops": flops[name],
+                    "flops": self.layers * flops[name],
                     "tflops": rounded(tflops),
                     "share_of_matmul": rounded(tflops / limits["matmul_tflops"]),
                     "mfu": rounded(tflops / peak) if peak else None,
@@ -293,14 +301,17 @@ def short_name(kernel: str) -> str:
     return re.split("[<(]", name)[0].strip()
 
 
-def measure(gpu: Gpu, options: Options, folder: Path) -> list[Entrant]:
-    """Checks, times and profiles every implementation; traces go to the folder."""
+def measure(gpu: Gpu, options: Options, folder: Path) -> tuple[list[Entrant], float]:
+    """Checks, times and profiles every implementation; traces go to the folder. Also returns the
+    TFLOP/s of the product."""
     config = make_config(options)
     torch.manual_seed(0)
-    weights = HSTULayer(config, device=gpu.device).state_dict()
-    composed = Entrant("composed", replace(config, fused=False))
+    weights = HSTUStack(config, options.layers, device=gpu.device).state_dict()
+    composed = Entrant("composed", replace(config, fused=False), options.layers)
     composed.begin(weights, gpu.device)
-    entrants = [Entrant(name, replace(config, **IMPLS[name])) for name in options.impls]
+    entrants = [
+        Entrant(name, replace(config, **IMPLS[name]), options.layers) for name in options.impls
+    ]
     for entrant in entrants:
         entrant.attempt(entrant.begin, weights, gpu.device)
     if not options.dropout:
@@ -311,7 +322,9 @@ def measure(gpu: Gpu, options: Options, folder: Path) -> list[Entrant]:
     batch = Batch.random(config, options.batch, options.length, gpu.device)
     for entrant in entrants:
         entrant.attempt(entrant.warm_up, batch)
-    for round_ in range(options.rounds if entrants else 0):
+    matmul, products = gpu.matmul(), []
+    for round_ in range(options.rounds):
+        products.append(gpu.milliseconds(matmul))
         first = round_ % len(entrants)
         for entrant in (*entrants[first:], *entrants[:first]):
             entrant.attempt(entrant.time, batch, gpu)
@@ -322,7 +335,7 @@ def measure(gpu: Gpu, options: Options, folder: Path) -> list[Entrant]:
         path = options.trace or folder / "trace.json"
         path = path.with_stem(f"{path.stem}-{entrant.impl}")
         entrant.attempt(entrant.profile, batch, gpu, path)
-    return entrants
+    return entrants, MATMUL_FLOPS / statistics.median(products) / 1e9
 
 
 # ---------------------------------------------------------------------------------------------
@@ -384,6 +397,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--dim", type=int, default=1024, help="width of the rows (default 1024)")
     add("--heads", type=int, default=4, help="(default 4)")
     add("--head-dim", type=int, default=256, help="of u, v, q and k (default 256)")
+    add("--layers", type=int, default=1, help="one after another (default 1)")
     add("--dropout", type=float, default=0.0, help="before the output linear (default 0); with it "
         "the results of implementations are not compared")  # fmt: skip
     return parser.parse_args(arguments, namespace=Options())
@@ -396,7 +410,9 @@ def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:
         if not torch.cuda.is_available():
             sys.exit("benchmarks.layer: expected an NVIDIA GPU and a CUDA build of torch")
         gpu = Gpu()
-    limits = gpu.limits(options.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        entrants, matmul_tflops = measure(gpu, options, Path(folder))
+    limits = {**gpu.limits(options.rounds), "matmul_tflops": matmul_tflops}
     for name, tflops in PEAK_TFLOPS.items():
         if name in gpu.name:
             limits["peak_tflops"] = tflops
@@ -406,6 +422,7 @@ def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:
         **{name: rounded(x) for name, x in limits.items()},
         "case": f"{options.batch} x {options.length}",
         "group": "layer",
+        "layers": options.layers,
         "dim": options.dim,
         "heads": options.heads,
         "head_dim": options.head_dim,
@@ -417,12 +434,10 @@ def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:
         f"{described['torch']}, CUDA {described['cuda']}, Triton {described['triton']}\n"
         f"8192^3 bf16 product {described['matmul_tflops']} TFLOP/s, copy "
         f"{described['copy_tbps']} TB/s\n"
-        f"{described['case']}: a layer of width {options.dim}, {options.heads} heads of "
-        f"{options.head_dim}; medians of {options.rounds} rounds\n",
+        f"{described['case']}, width {options.dim}, {options.heads} heads of {options.head_dim}, "
+        f"layers: {options.layers}; medians of {options.rounds} rounds\n",
         flush=True,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        entrants = measure(gpu, options, Path(folder))
     records = [{**described, **r} for e in entrants for r in e.records(options, limits)]
     print("\n".join(text_table(table_rows(records))))
     print("\n" + "\n".join(text_table(kernel_rows(records))))

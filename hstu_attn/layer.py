@@ -341,6 +341,7 @@ class HSTULayer(nn.Module):
             alpha=config.alpha,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             recompute_norm=config.recompute_norm,
+            recompute_linear=config.recompute_linear,
             recompute_silu=config.recompute_silu,
             recompute_gate=config.recompute_gate,
         )

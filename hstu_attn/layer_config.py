@@ -62,6 +62,8 @@ class HSTULayerConfig:
             `torch.export`. Layers that share sequences or heads with other ranks are composed.
         recompute_norm: a fused layer keeps the normalised `x` no longer than the forward, which
             saves `c * embedding_dim` bytes a row.
+        recompute_linear: it does not keep the first linear's output, which saves
+            `c * sum(split_sizes)` bytes a row for a second product of that size.
         recompute_silu: it does not keep the SiLU of the first linear's output, which saves
             `c * sum(split_sizes)` bytes a row, or `c * num_heads * hidden_dim` with "silu_u".
         recompute_gate: it does not keep what the output linear reads, which saves
@@ -96,6 +98,7 @@ class HSTULayerConfig:
     output_bias: bool = True
     fused: bool | None = None
     recompute_norm: bool = False
+    recompute_linear: bool = False
     recompute_silu: bool = False
     recompute_gate: bool = False
 

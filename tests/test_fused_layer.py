@@ -21,7 +21,12 @@ from hstu_attn.fused.steps import dropout_threshold
 from hstu_attn.layer import HSTULayer, HSTULayerConfig, HSTUStack
 from hstu_attn.testing import assert_matches
 
-RECOMPUTE = {"recompute_norm": True, "recompute_silu": True, "recompute_gate": True}
+RECOMPUTE = {
+    "recompute_norm": True,
+    "recompute_linear": True,
+    "recompute_silu": True,
+    "recompute_gate": True,
+}
 DROPPING = replace(STU, output_dropout_ratio=0.3)
 
 
@@ -207,6 +212,7 @@ def test_flags_save_what_they_promise(activation):
     heads_times_hidden, *_ = config.split_sizes
     saved = {
         "recompute_norm": config.embedding_dim,
+        "recompute_linear": sum(config.split_sizes),
         "recompute_silu": {
             "silu": sum(config.split_sizes),
             "silu_u": heads_times_hidden,
@@ -215,10 +221,10 @@ def test_flags_save_what_they_promise(activation):
         "recompute_gate": config.output_features,
     }
     row = 8 * len(inputs["x"])
-    always = sum(config.split_sizes) + heads_times_hidden
+    always = heads_times_hidden
     cotangent = torch.randn_like(inputs["x"])
     results = []
-    for flags in product([False, True], repeat=3):
+    for flags in product([False, True], repeat=4):
         chosen = dict(zip(saved, flags, strict=True))
         other = with_config(layer, **chosen)
         wanted = always + sum(saved[name] for name, flag in chosen.items() if not flag)

@@ -49,6 +49,9 @@ class FakeGpu(Gpu):
     def release(self):
         pass
 
+    def matmul(self):
+        return lambda: time.sleep(1e-4)
+
     def limits(self, rounds):
         return {"matmul_tflops": 0.5, "copy_tbps": 0.01}
 

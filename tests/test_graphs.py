@@ -338,8 +338,7 @@ def test_a_capture_that_fails_half_way_harms_nobody(monkeypatch: pytest.MonkeyPa
         batches = list(traffic(40, model.num_actions))
         layer = model.stack.layers[-1]
         with monkeypatch.context() as patch:
-            project = layer._project
-            patch.setattr(layer, "_project", lambda x: project(x + 0 * float(x.sum().isnan())))
+            patch.setattr(layer, "_check", lambda x: float(x.sum()))
             for batch in batches[:10]:
                 comparison.serve(batch, engine, plain)
         failed = engine.stats().batches - engine.stats().graph_batches

@@ -67,14 +67,14 @@ def test_a_run_from_end_to_end(made_up_kernels, monkeypatch, tmp_path, capsys):
         assert r.keys() >= FIELDS
         if r["pass"] != "kernels":
             assert r["tflops"] == pytest.approx(r["flops"] / r["ms"] / 1e9, 1e-3)
-            assert r["share_of_matmul"] == pytest.approx(r["tflops"] / 0.5, 1e-2)
+            assert r["share_of_matmul"] == pytest.approx(r["tflops"] / r["matmul_tflops"], 1e-2)
             assert (r["kept_memory_bytes"], r["peak_memory_bytes"]) == (2**19, 2**20)
             assert r["mfu"] is None  # of a GPU without a data sheet
             continue
         assert (r["attention_ms"], r["gemm_ms"], r["elementwise_ms"]) == (0.4, 0.3, 0.025)
         assert next(iter(r["kernels"])) == "hstu::forward"
         gate = r["kernels"]["gate_backward"]
-        again = r["impl"] == "fused_recompute"
+        again = r["impl"].startswith("fused_recompute")
         assert gate["bytes"] == 2 * 48 * 16 * (5 + again)
         assert gate["share_of_copy"] == pytest.approx(gate["bytes"] / 0.02 / 1e9 / 0.01, 1e-3)
         assert "bytes" not in r["kernels"]["at::native::vectorized_elementwise_kernel"]
@@ -103,8 +103,8 @@ def test_flops_are_those_of_a_count():
     )
     batch, length = 3, 10
     rows = layer.Batch.random(config, batch, length, "cpu")
-    entrant = layer.Entrant("composed", config)
-    entrant.begin(layer.HSTULayer(config).state_dict(), "cpu")
+    entrant = layer.Entrant("composed", config, layers=1)
+    entrant.begin(layer.HSTUStack(config, 1).state_dict(), "cpu")
     with FlopCounterMode(display=False) as counter:
         output = entrant.forward(rows)
         products = counter.get_total_flops()

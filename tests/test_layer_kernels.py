@@ -75,11 +75,14 @@ def test_layer_norm(steps, rows, width, affine):
     dx, *dparameters = torch.autograd.grad(expected, leaves, dnormed)
     for again in (False, True):
         with torch.no_grad():
-            result = steps.layer_norm_backward(dnormed, x, residual, weight, bias, EPS, again)
+            result = steps.layer_norm_backward(
+                dnormed, x, residual, weight, bias, EPS, again, again
+            )
         close(result[0], dx + residual)
         close(result[1], expected.detach() if again else None)
-        for actual, wanted in zip(result[2:], dparameters or (None, None), strict=True):
+        for actual, wanted in zip(result[2:4], dparameters or (None, None), strict=True):
             close(actual, wanted)
+        close(result[4], residual.sum(dim=0) if again else None)
 
 
 @interpreter
@@ -89,7 +92,7 @@ def test_rows_may_be_slices_of_wider_ones(monkeypatch):
         x, residual = wide[:, 8:48], wide[:, 50:90]
         close(triton_steps.layer_norm(x, None, None, EPS), F.layer_norm(x, (40,), eps=EPS))
         dnormed = torch.randn(9, 40)
-        arguments = (dnormed, x, residual, None, None, EPS, False)
+        arguments = (dnormed, x, residual, None, None, EPS, False, False)
         expected = torch_steps.layer_norm_backward(*arguments)[0]
         close(triton_steps.layer_norm_backward(*arguments)[0], expected)
 
@@ -252,7 +255,7 @@ def test_norm_and_activation_on_a_gpu(rows, width, dtype):
     assert_rounded_once(
         triton_steps.layer_norm(*arguments), torch_steps.layer_norm(*wide(arguments))
     )
-    arguments = (dnormed, x, residual, weight, bias, EPS, True)
+    arguments = (dnormed, x, residual, weight, bias, EPS, True, True)
     results = triton_steps.layer_norm_backward(*arguments)
     expected = torch_steps.layer_norm_backward(*wide(arguments))
     for actual, wanted in zip(results, expected, strict=True):

@@ -13,14 +13,15 @@ Of a row of c bytes an element, with e = embedding_dim, h = heads * hidden_dim, 
 of them through SiLU, and p parts of y, the backward is left
 
     x        c * e              which most often the layer before keeps too
-    z        c * w
+    z        c * w                  unless `recompute_linear`
     attention c * h
     normed   c * e              unless `recompute_norm`
     silu(z)  c * s              unless `recompute_silu`
     y        c * p * h          unless `recompute_gate`
 
 and dropout is left one seed. The norm and the gate are recomputed by kernels of the backward that
-have read all that it takes, at the cost of a write; SiLU takes a pass of its own. No statistics of
+have read all that it takes, at the cost of a write; SiLU takes a pass of its own, and z a norm and
+the larger product. No statistics of
 the norms are kept: the backward has the whole row at hand. Weights are cast to the dtype of `x`
 where they are used, in both directions, and not kept in it.
 
@@ -94,7 +95,7 @@ class Settings(NamedTuple):
         dropout: of y.
         max_seq_len, window_left, window_right, target_group_size, min_full_attn_seq_len,
         scaling_seqlen, alpha, deterministic: as the attention operator has them.
-        recompute_norm, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
+        recompute_norm, recompute_linear, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
         has_backward: whether anything is kept for a backward.
     """
 
@@ -115,6 +116,7 @@ class Settings(NamedTuple):
     alpha: float
     deterministic: bool
     recompute_norm: bool
+    recompute_linear: bool
     recompute_silu: bool
     recompute_gate: bool
     has_backward: bool = False
@@ -135,8 +137,8 @@ class Kept(NamedTuple):
     """What the forward leaves to the backward, contiguous: see above. `activated` is `silu(z)` of
     the columns that go through it."""
 
-    z: Tensor
     attention: Tensor
+    z: Tensor | None
     normed: Tensor | None
     activated: Tensor | None
     y: Tensor | None
@@ -173,6 +175,11 @@ def _cast(parameter: Tensor | None, like: Tensor) -> Tensor | None:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(x, weight.to(x.dtype), _cast(bias, x))
+
+
+def _normalise(x: Tensor, weights: Weights, settings: Settings, steps: Steps) -> Tensor:
+    norm_weight, norm_bias = weights.input_norm_weight, weights.input_norm_bias
+    return steps.layer_norm(x, norm_weight, norm_bias, settings.norm_eps)
 
 
 def _activate(z: Tensor, activated: int, steps: Steps) -> Tensor | None:
@@ -235,9 +242,7 @@ def project(x: Tensor, weights: Weights, settings: Settings) -> list[Tensor]:
     """For inference: u `(total, heads * hidden)`, and v, q, k `(total, heads, width)` as views of
     one buffer."""
     steps = _steps(x, settings)
-    normed = steps.layer_norm(
-        x, weights.input_norm_weight, weights.input_norm_bias, settings.norm_eps
-    )
+    normed = _normalise(x, weights, settings, steps)
     z = _linear(normed, weights.uvqk_weight, weights.uvqk_bias)
     if settings.activated:
         steps.silu(z[:, : settings.activated], True)
@@ -270,17 +275,15 @@ def _forward(
         attention = ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options)
         return gate_output(x, attention, u, weights, call.seed, settings), None
     steps = _steps(x, settings)
-    normed = steps.layer_norm(
-        x, weights.input_norm_weight, weights.input_norm_bias, settings.norm_eps
-    )
+    normed = _normalise(x, weights, settings, steps)
     z = _linear(normed, weights.uvqk_weight, weights.uvqk_bias)
     activated = _activate(z, settings.activated, steps)
     u, v, q, k = _uvqk(z, activated, settings)
     attention = ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options).flatten(1)
     y = steps.gate(attention, u, weights.gate_weight, weights.gate_bias, call.seed, settings.gate)
     kept = Kept(
-        z,
         attention,
+        None if settings.recompute_linear else z,
         None if settings.recompute_norm else normed,
         None if settings.recompute_silu else activated,
         None if settings.recompute_gate else y,
@@ -305,7 +308,11 @@ def _backward(
 ) -> list[Tensor | None]:
     """The gradients of `x` and of `weights`, None where there is no such weight."""
     steps = _steps(x, settings)
-    z, attention, normed, activated, y = kept
+    attention, z, normed, activated, y = kept
+    if z is None:
+        again = _normalise(x, weights, settings, steps) if normed is None else normed
+        z = _linear(again, weights.uvqk_weight, weights.uvqk_bias)
+        del again
     if activated is None:
         activated = _activate(z, settings.activated, steps)
     u, v, q, k = _uvqk(z, activated, settings)
@@ -328,7 +335,6 @@ def _backward(
     del dy
     y = cast(Tensor, y_again if y is None else y)
     doutput_weight = _weight_gradient(dout, y, weights.output_weight)
-    doutput_bias = None if weights.output_bias is None else dout.sum(dim=0, dtype=_wide(dout))
     del y, y_again
 
     geometry, biases, times, options = _attention_arguments(weights, call, settings)
@@ -348,7 +354,7 @@ def _backward(
     )
 
     dnormed = duvqk @ weights.uvqk_weight.to(x.dtype)
-    dx, normed_again, dnorm_weight, dnorm_bias = steps.layer_norm_backward(
+    dx, normed_again, dnorm_weight, dnorm_bias, doutput_bias = steps.layer_norm_backward(
         dnormed,
         x,
         dout,
@@ -356,6 +362,7 @@ def _backward(
         weights.input_norm_bias,
         settings.norm_eps,
         normed is None,
+        weights.output_bias is not None,
     )
     del dnormed
     normed = cast(Tensor, normed_again if normed is None else normed)
@@ -378,10 +385,6 @@ def _backward(
             for weight, gradient in zip(weights, gradients, strict=True)
         ),
     ]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---------------------------------------------------------------------------------------------
@@ -429,12 +432,13 @@ def _list_kept(kept: Kept | None) -> list[Tensor]:
 
 def _kept_from(tensors: Sequence[Tensor], settings: Settings) -> Kept:
     """The inverse of `_list_kept`."""
-    z, attention, *rest = tensors
+    attention, *rest = tensors
     left = iter(rest)
+    z = None if settings.recompute_linear else next(left)
     normed = None if settings.recompute_norm else next(left)
     has_activated = settings.activated and not settings.recompute_silu
     activated = next(left) if has_activated else None
-    return Kept(z, attention, normed, activated, None if settings.recompute_gate else next(left))
+    return Kept(attention, z, normed, activated, None if settings.recompute_gate else next(left))
 
 
 @torch.library.custom_op(
@@ -466,8 +470,9 @@ def _forward_fake(*arguments: Any) -> list[Tensor]:
     total, hidden = x.shape[0], settings.num_heads * settings.hidden_dim
     result = [x.new_empty(x.shape)]
     if settings.has_backward:
-        result += [x.new_empty((total, weights.uvqk_weight.shape[0]))]
-        result += [x.new_empty((total, hidden))]
+        result.append(x.new_empty((total, hidden)))
+        if not settings.recompute_linear:
+            result.append(x.new_empty((total, weights.uvqk_weight.shape[0])))
         if not settings.recompute_norm:
             result.append(x.new_empty(x.shape))
         if settings.activated and not settings.recompute_silu:

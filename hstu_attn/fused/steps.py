@@ -68,7 +68,8 @@ class Steps(Protocol):
         bias: Tensor | None,
         eps: float,
         again: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
+        residual_sums: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
 
     def silu(self, z: Tensor, in_place: bool) -> Tensor: ...
 

@@ -63,9 +63,11 @@ def layer_norm_backward(
     bias: Tensor | None,
     eps: float,
     again: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    residual_sums: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradient of `x`, to which `residual` `(total, width)` is added; with `again` the result
-    of the forward, else None; the gradients of `weight` and `bias`, None where these are."""
+    of the forward, else None; the gradients of `weight` and `bias`, None where these are; with
+    `residual_sums` the sums of the columns of `residual`, else None."""
     unit, factor = _normalised(x, eps)
     dresult = dnormed.to(unit.dtype)
     dunit = dresult if weight is None else dresult * weight.to(unit.dtype)
@@ -75,6 +77,7 @@ def layer_norm_backward(
         _affine(unit, weight, bias).to(x.dtype) if again else None,
         None if weight is None else (dresult * unit).sum(dim=0),
         None if bias is None else dresult.sum(dim=0),
+        residual.sum(dim=0, dtype=_sum_dtype(x)) if residual_sums else None,
     )
 
 

@@ -120,6 +120,7 @@ def layer_norm_backward(
     normed,
     dweight_sums,
     dbias_sums,
+    residual_sums,
     rows,
     stride_x,
     stride_residual,
@@ -136,6 +137,8 @@ def layer_norm_backward(
     if bias is not None:
         bias_row = _parameter(bias, 0, column, WIDTH, False)[None, :]
         dbias = tl.zeros([ROWS, COLS], dtype=tl.float32)
+    if residual_sums is not None:
+        added_total = tl.zeros([ROWS, COLS], dtype=tl.float32)
     begin, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     for first in tl.range(begin, rows, step, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
@@ -143,6 +146,8 @@ def layer_norm_backward(
         x_tile = _load(x, row, stride_x, column, inside)
         gradient = _load(dnormed, row, WIDTH, column, inside)
         added = _load(residual, row, stride_residual, column, inside)
+        if residual_sums is not None:
+            added_total += added
         unit, factor = _normalised(x_tile, column, eps, WIDTH)
         if normed is not None:
             value = unit
@@ -163,6 +168,8 @@ def layer_norm_backward(
         _store_sums(dweight_sums, place, column, WIDTH, dweight)
     if bias is not None:
         _store_sums(dbias_sums, place, column, WIDTH, dbias)
+    if residual_sums is not None:
+        _store_sums(residual_sums, place, column, WIDTH, added_total)
 
 
 # ---------------------------------------------------------------------------------------------

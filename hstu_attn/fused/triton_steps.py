@@ -122,15 +122,17 @@ def layer_norm_backward(
     bias: Tensor | None,
     eps: float,
     again: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    residual_sums: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     x, residual = _columns_contiguous(x), _columns_contiguous(residual)
     rows, width = x.shape
     tile = _summing_tile(x, width, LAYER_NORM_BACKWARD)
     programs = _programs(x, tile, LAYER_NORM_BACKWARD)
     dx = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     normed = torch.empty_like(dx) if again else None
-    dweight = _sums(weight, x, programs, width)
-    dbias = _sums(bias, x, programs, width)
+    dweight = _sums(weight is not None, x, programs, width)
+    dbias = _sums(bias is not None, x, programs, width)
+    added = _sums(residual_sums, x, programs, width)
     with _on_device(x):
         kernels.layer_norm_backward[(programs,)](
             dnormed.contiguous(),
@@ -142,6 +144,7 @@ def layer_norm_backward(
             normed,
             dweight,
             dbias,
+            added,
             rows,
             x.stride(0),
             residual.stride(0),
@@ -149,7 +152,7 @@ def layer_norm_backward(
             WIDTH=width,
             **tile,
         )
-    return dx, normed, _summed(dweight), _summed(dbias)
+    return dx, normed, _summed(dweight), _summed(dbias), _summed(added)
 
 
 def silu(z: Tensor, in_place: bool) -> Tensor:
@@ -171,7 +174,7 @@ def activation_backward(gradient: Tensor, z: Tensor, activated: int, sums: bool)
     tile = _summing_tile(z, width, ACTIVATION_BACKWARD, MAX_COLS)
     column_tiles = triton.cdiv(width, tile["COLS"])
     programs = _programs(gradient, tile, ACTIVATION_BACKWARD, column_tiles)
-    total = torch.empty((programs, width), device=z.device) if sums else None
+    total = _sums(sums, z, programs, width)
     with _on_device(z):
         kernels.activation_backward[(programs, column_tiles)](
             gradient,
@@ -236,8 +239,8 @@ def gate_backward(
     programs = _programs(attention, tile, GATE_BACKWARD, options.groups)
     dattention = torch.empty_like(attention)
     y = torch.empty_like(dy) if again else None
-    dweight = _sums(weight, attention, programs, columns)
-    dbias = _sums(bias, attention, programs, columns)
+    dweight = _sums(weight is not None, attention, programs, columns)
+    dbias = _sums(bias is not None, attention, programs, columns)
     with _on_device(attention):
         kernels.gate_backward[(programs, options.groups)](
             dy,
@@ -275,9 +278,9 @@ def _gate_constants(columns: int, seed: Tensor | None, options: GateOptions) -> 
     }
 
 
-def _sums(parameter: Tensor | None, like: Tensor, programs: int, columns: int) -> Tensor | None:
+def _sums(asked: bool, like: Tensor, programs: int, columns: int) -> Tensor | None:
     """Where each program puts its sums."""
-    if parameter is None:
+    if not asked:
         return None
     return torch.empty((programs, columns), dtype=torch.float32, device=like.device)
 

@@ -1,0 +1,85 @@
+"""`python -m benchmarks.train` without a GPU: what there is to do, and a run of two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runs import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import layer, train
+from hstu_attn.distributed import World
+from hstu_attn.layer import HSTUStack
+
+SIZES = {"batch": 4, "length": 40, "targets": 3, "items": 50, "users": 20}
+SIZES |= {"dim": 16, "heads": 2, "layers": 2, "steps": 2}
+TINY = [f"--{name}={size}" for name, size in SIZES.items()]
+
+
+def test_flops_are_those_of_a_count():
+    """Against torch's own count of the products, for sequences of one length."""
+    options = train.parse(TINY)
+    config, batch, length = train.model_config(options).layer, 3, 10
+    stack = HSTUStack(config, options.layers)
+    rows = layer.Batch.random(config, batch, length, "cpu")
+    x = rows.x.detach().float().requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        stack(x, rows.seq_offsets, length).sum().backward()
+    found = train.step_flops(config, options.layers, np.full(batch, length))
+    widths = config.attention_dim + config.hidden_dim
+    attention = 2 * batch * config.num_heads * widths * length**2 / 2
+    assert found == counter.get_total_flops() + options.layers * 3.5 * attention
+
+
+@pytest.mark.parametrize("case", ["equal", "weak"])
+def test_batches_are_whole(case):
+    from recommender.ranking_data import check_ranking_batch  # benchmarks.train says where it is
+
+    options, generator = train.parse(TINY), np.random.default_rng(3)
+    lengths = train.random_lengths(options, case, 50, generator)
+    assert lengths.max() <= (40 if case == "equal" else 80)
+    assert (len(set(lengths)) == 1) == (case == "equal")
+    batch = train.random_batch(options, lengths, generator)
+    config = train.model_config(options)
+    check_ranking_batch(batch, config.sizes, len(config.actions), config.max_rows)
+    rows = 3 + 2 * batch.history_offsets.diff() + batch.target_offsets.diff()
+    assert rows.tolist() == lengths.tolist()
+    assert batch.total == lengths.sum()
+
+
+def _measure(arguments: list[str]) -> list[dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rank = dist.get_rank()
+    world = World(rank, rank, mesh.size(), torch.device("cpu"), mesh)
+    return train.measure_all(train.parse(arguments), world, None)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_run_of_two_ranks(strategy):
+    records, others = run_ranks(2, _measure, [*TINY, "--strategy", strategy])
+    assert [(r["case"], r["division"], r["gpus"]) for r in records] == [
+        ("equal", "balanced", 1),
+        ("weak", "balanced", 1),
+        ("equal", "balanced", 2),
+        ("weak", "balanced", 2),
+        ("weak", "dealt", 2),
+        ("strong", "balanced", 2),
+        ("strong", "dealt", 2),
+    ]
+    assert len(others) == 5
+    of = {(r["case"], r["division"], r["gpus"]): r for r in records}
+    assert of["equal", "balanced", 2]["rows"] == 2 * of["equal", "balanced", 1]["rows"]
+    for case in ("weak", "strong"):
+        balanced, dealt = of[case, "balanced", 2], of[case, "dealt", 2]
+        assert balanced["rows"] == dealt["rows"]
+        assert 1 <= balanced["imbalance"] <= dealt["imbalance"]
+    for record in records:
+        assert record["scaling"] > 0
+        speed = record["rows"] / record["ms"] / record["gpus"] * 1e3
+        assert record["rows_per_second_per_gpu"] == pytest.approx(speed, rel=1)
+    assert len(train.table_rows(records)) == 8
