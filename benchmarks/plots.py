@@ -1,20 +1,23 @@
-"""Plots of stored results of benchmarks.attention: `python -m benchmarks.plots FILE DIR`.
+"""Plots of stored results: `python -m benchmarks.plots FILE DIR`.
 
-`roofline.png` sets TFLOP/s against FLOPs per byte that has to be moved, below what the same run's
-matrix product and copy allow. `forward-backward-dD.png`, one for each head dim D, has a bar for
-each implementation of the cases of the table.
+Of benchmarks.attention, `roofline.png` sets TFLOP/s against FLOPs per byte that has to be moved,
+below what the same run's matrix product and copy allow, and `forward-backward-dD.png`, one for each
+head dim D, has a bar for each implementation of the cases of the table. Of benchmarks.layer, a plot
+named as the file shows of what the time of each implementation consists; of benchmarks.train,
+`train-STRATEGY.png` the rows a second of a GPU by the number of GPUs; and of benchmarks.paged,
+`paged.png` each form beside what a request needs.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .report import read_results
 
-__all__ = ["bars", "draw", "paged", "roofline"]
+__all__ = ["bars", "draw", "layers", "paged", "roofline", "training"]
 
 Record = dict[str, Any]
 DIRECTIONS = ("forward", "backward")
@@ -40,7 +43,7 @@ def _pyplot() -> Any:
 
 def _measured(records: Sequence[Record]) -> list[Record]:
     """What the table group holds and did not fail."""
-    return [r for r in records if r["group"] == "table" and r["tflops"]]
+    return [r for r in records if r.get("group") == "table" and r["tflops"]]
 
 
 def _implementations(records: Sequence[Record]) -> list[str]:
@@ -152,18 +155,66 @@ def paged(records: Sequence[Record], path: Path) -> None:
     _save(figure, path)
 
 
+def layers(records: Sequence[Record], path: Path) -> None:
+    """Of benchmarks.layer: milliseconds of forward and backward by groups of kernels."""
+    found = [r for r in records if r["pass"] == "kernels" and not r["error"]]
+    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    left = [0.0] * len(found)
+    for group in ("gemm", "attention", "elementwise"):
+        widths = [r[f"{group}_ms"] for r in found]
+        drawn = axes.barh([r["impl"] for r in found], widths, left=left, label=group)
+        axes.bar_label(drawn, fmt="%.1f", label_type="center", fontsize=8)
+        left = [x + width for x, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds of kernels, forward and backward", title=_title(found[0]))
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3)
+    _save(figure, path)
+
+
+def training(records: Sequence[Record], path: Path) -> None:
+    """Of benchmarks.train: rows a second of a GPU by the number of GPUs."""
+    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    kinds = dict.fromkeys((r["case"], r["division"]) for r in records)
+    for case, division in kinds:
+        line = [r for r in records if (r["case"], r["division"]) == (case, division)]
+        # One GPU alone is where each line begins.
+        start = "weak" if case == "strong" else case
+        alone = [r for r in records if (r["case"], r["gpus"]) == (start, 1)]
+        points = [*(alone if line[0]["gpus"] > 1 else []), *line]
+        axes.plot(
+            [r["gpus"] for r in points],
+            [r["rows_per_second_per_gpu"] / 1e3 for r in points],
+            marker="o",
+            label=f"{case}, {division}",
+        )
+    axes.set(xlabel="GPUs", ylabel="thousand rows a second of a GPU", title=_title(records[0]))
+    axes.set_xticks(sorted({r["gpus"] for r in records}))
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
 def draw(file: Path, folder: Path) -> list[Path]:
-    """All plots of a file of results; none if it has no results of the table."""
+    """All plots of a file of results; none if there is nothing that is drawn."""
     records = read_results(file)
-    measured = _measured(records)
-    if not measured:
-        return []
+    groups = {r.get("group") for r in records}
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [folder / "roofline.png"]
-    roofline(records, drawn[0])
-    for head_dim in sorted({r["head_dim"] for r in measured}):
-        drawn.append(folder / f"forward-backward-d{head_dim}.png")
-        bars(records, head_dim, drawn[-1])
+    drawn: list[Path] = []
+
+    def add(name: str, make: Callable[..., None], *arguments: Any) -> None:
+        drawn.append(folder / name)
+        make(*arguments, drawn[-1])
+
+    if "layer" in groups:
+        add(f"{file.stem}.png", layers, records)
+    elif "train" in groups:
+        add(f"train-{records[0]['strategy']}.png", training, records)
+    elif any("needs_us" in r for r in records):
+        add("paged.png", paged, records)
+    elif measured := _measured(records):
+        add("roofline.png", roofline, records)
+        for head_dim in sorted({r["head_dim"] for r in measured}):
+            add(f"forward-backward-d{head_dim}.png", bars, records, head_dim)
     return drawn
 
 

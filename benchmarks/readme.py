@@ -207,6 +207,117 @@ def step_tables(folder: Path = RESULTS) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
+# Layers, and training on several GPUs
+# ---------------------------------------------------------------------------------------------
+
+
+def _gpu_origin(record: Record) -> str:
+    return (
+        f"{record['gpu']}, torch {record['torch']}, CUDA {record['cuda']}, Triton "
+        f"{record['triton']}, {record['date']}, commit {record['commit']}: `{record['command']}`"
+    )
+
+
+def _files_of(group: str, folder: Path) -> list[list[Record]]:
+    """The records of each file that has some of a group."""
+    files = [read_results(path) for path in sorted(folder.glob("*/*.json"))]
+    chosen = [[r for r in records if r.get("group") == group] for records in files]
+    return [records for records in chosen if records]
+
+
+def layer_tables(folder: Path = RESULTS) -> list[str]:
+    """For each file a table of the passes, and for one layer one of the fused layer's kernels."""
+    lines: list[str] = []
+    for records in _files_of("layer", folder):
+        first = records[0]
+        rows, kernels = [], []
+        for r in records:
+            if r["error"]:
+                continue
+            if r["pass"] != "kernels":
+                memory = [r["kept_memory_bytes"], r["peak_memory_bytes"]]
+                numbers = [r["ms"], r["tflops"], r["share_of_matmul"], r["mfu"]]
+                sizes = [f"{size / 2**30:.2f}" for size in memory]
+                rows.append([f"{r['impl']}, {r['pass']}", *map(_number, numbers), *sizes])
+            elif first["layers"] == 1 and r["impl"] == "fused":
+                kernels = [
+                    [
+                        name.rpartition("::")[2],
+                        kernel["group"],
+                        f"{kernel['launches']:g}",
+                        _number(kernel["ms"]),
+                        _number(kernel.get("share_of_copy"), 2),
+                    ]
+                    for name, kernel in r["kernels"].items()
+                ]
+        lines += [
+            f"{first['case']}, width {first['dim']}, {first['heads']} heads of "
+            f"{first['head_dim']}, dropout {first['dropout']}, layers: {first['layers']}; product "
+            f"{_number(first['matmul_tflops'])} TFLOP/s, copy {_number(first['copy_tbps'])} TB/s. "
+            f"{_gpu_origin(first)}:",
+            "",
+            *_markdown_table(
+                ["", "ms", "TFLOP/s", "of product", "MFU", "kept GiB", "peak GiB"], rows
+            ),
+            "",
+        ]
+        if kernels:
+            header = ["kernel of fused, both passes", "", "launches", "ms", "of copy"]
+            lines += [*_markdown_table(header, kernels), ""]
+    return lines[:-1]
+
+
+def train_tables(folder: Path = RESULTS) -> list[str]:
+    """A table for each file."""
+    header = [
+        *("case", "GPUs", "rows", "load of the most loaded", "ms", "rows/s a GPU"),
+        *("TFLOP/s a GPU", "of product", "MFU", "scaling"),
+    ]
+    lines: list[str] = []
+    for records in _files_of("train", folder):
+        first = records[0]
+        rows = [
+            [
+                f"{r['case']}, {r['division']}",
+                str(r["gpus"]),
+                str(r["rows"]),
+                f"{r['imbalance']:.2f}",
+                _number(r["ms"]),
+                f"{r['rows_per_second_per_gpu']:.0f}",
+                *(_number(r[x]) for x in ("tflops_per_gpu", "share_of_matmul", "mfu")),
+                f"{r['scaling']:.2f}",
+            ]
+            for r in records
+        ]
+        lines += [
+            f"{first['strategy']}, {first['layers']} layers of width {first['dim']}, "
+            f"{first['heads']} heads. {_gpu_origin(first)}:",
+            "",
+            *_markdown_table(header, rows),
+            "",
+        ]
+    return lines[:-1]
+
+
+def context_tables(folder: Path = RESULTS) -> list[str]:
+    """One table of all files."""
+    rows, origins = [], []
+    for records in _files_of("context", folder):
+        first = records[0]
+        for r in records:
+            if r["gpus"] == 1:
+                continue
+            numbers = [_number(r[x]) for x in ("ms", "tflops_per_gpu", "speedup")]
+            rows.append([r["pass"], str(r["gpus"]), *numbers, f"{100 * r['waiting_share']:.1f} %"])
+        origins += [
+            "",
+            f"{first['case']}, {first['heads']} heads of {first['head_dim']}. {_gpu_origin(first)}",
+        ]
+    header = ["", "GPUs", "ms", "TFLOP/s a GPU", "over one GPU", "waiting"]
+    return [*_markdown_table(header, rows), *origins] if rows else []
+
+
+# ---------------------------------------------------------------------------------------------
 # The paged cache
 # ---------------------------------------------------------------------------------------------
 
@@ -334,7 +445,9 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "ranking": ranking_tables,
         "serving": serving_tables,
     },
+    ROOT / "docs/distributed.md": {"train": train_tables, "context": context_tables},
     ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},
+    ROOT / "docs/kernels/layer.md": {"layer": layer_tables},
     ROOT / "docs/kernels/paged.md": {"paged": paged_tables},
 }
 

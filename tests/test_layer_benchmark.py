@@ -9,7 +9,7 @@ import torch
 from test_gpu_benchmarks import FakeGpu, kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import layer, readme
+from benchmarks import layer, plots, readme
 from benchmarks.report import read_results
 from hstu_attn.layer import HSTULayerConfig
 
@@ -80,6 +80,10 @@ def test_a_run_from_end_to_end(made_up_kernels, monkeypatch, tmp_path, capsys):
         assert "bytes" not in r["kernels"]["at::native::vectorized_elementwise_kernel"]
     assert "fused_recompute" in printed
     assert readme.gpu_tables(tmp_path) == readme.step_tables(tmp_path) == []
+    table = "\n".join(readme.layer_tables(tmp_path))
+    assert all(f"| {impl}, {layer.BOTH} |" in table for impl in layer.IMPLS)
+    assert "| gate_backward | elementwise | 1 | 0.02 |" in table
+    assert plots.draw(file, tmp_path) == [tmp_path / "layer.png"]
 
 
 def test_a_wrong_result_is_not_timed(made_up_kernels, monkeypatch, tmp_path, capsys):

@@ -12,7 +12,8 @@ from distributed_runs import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import layer, train
+from benchmarks import layer, plots, readme, train
+from benchmarks.report import write_records
 from hstu_attn.distributed import World
 from hstu_attn.layer import HSTUStack
 
@@ -60,7 +61,7 @@ def _measure(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_run_of_two_ranks(strategy):
+def test_a_run_of_two_ranks(strategy, tmp_path):
     records, others = run_ranks(2, _measure, [*TINY, "--strategy", strategy])
     assert [(r["case"], r["division"], r["gpus"]) for r in records] == [
         ("equal", "balanced", 1),
@@ -83,3 +84,12 @@ def test_a_run_of_two_ranks(strategy):
         speed = record["rows"] / record["ms"] / record["gpus"] * 1e3
         assert record["rows_per_second_per_gpu"] == pytest.approx(speed, rel=1)
     assert len(train.table_rows(records)) == 8
+
+    described = dict.fromkeys(("gpu", "torch", "cuda", "triton", "date", "commit", "dtype"), "x")
+    described |= {"command": "x", "group": "train", "strategy": strategy, "layers": 2, "dim": 16}
+    file = tmp_path / "gpu/train.json"
+    write_records(file, [{"heads": 2, **described, **record} for record in records])
+    table = "\n".join(readme.train_tables(tmp_path))
+    assert table.count("\n| ") == 9
+    assert "| strong, dealt | 2 |" in table
+    assert plots.draw(file, tmp_path) == [tmp_path / f"train-{strategy}.png"]
