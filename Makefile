@@ -45,7 +45,7 @@ serve: $(VENV)/.built
 ranking: $(VENV)/.built
 	$(BIN)/python examples/train_ranking.py $(RANKING_ARGS)
 
-test: $(VENV)/.built
+test: $(VENV)/.built $(VENV)/.torchrec
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench-cpu: $(VENV)/.built
@@ -68,6 +68,13 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml hstu_attn/_version.py
 
 $(VENV)/.built: $(VENV)/.installed setup.py $(CXX_SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# FBGEMM and torchrec are optional, and their wheels are of one platform and fit one torch.
+$(VENV)/.torchrec: $(VENV)/.installed third_party/torchrec.txt
+	if [ "$$(uname -sm)" = "Linux x86_64" ] && $(BIN)/python -m pip list | grep -q '^torch  *2\.13\.'; then \
+	  $(PIP) --no-deps -r third_party/torchrec.txt; \
+	fi
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.installed
