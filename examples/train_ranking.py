@@ -79,6 +79,7 @@ SYNTHETIC_LOGS = [
 ]
 CPU = torch.device("cpu")
 EVALUATION_ROWS = 32768
+TABLES, TORCHREC_TABLES = "embeddings.tables.", "embeddings.collection.embeddings."
 DEFAULT_TASKS = {"is_click", "long_view", "is_like", "rating_4", "rating_5"}
 
 
@@ -298,12 +299,16 @@ class RankingTrainer(Trainer[RankingBatch]):
         )
 
     def save_best(self, path: Path) -> None:
-        parameters = self.processes.whole_state(self.model)
+        state = self.processes.whole_state(self.model)
         if self.processes.is_first:
-            save_ranking_model(path, self.model, parameters)
+            named = {name.replace(TORCHREC_TABLES, TABLES): state[name] for name in state}
+            save_ranking_model(path, self.model, named)
 
     def load_best(self, path: Path) -> None:
-        self.processes.load_whole_state(self.model, read_ranking_model(path)["model"])
+        state = read_ranking_model(path)["model"]
+        if self.options.tables == "torchrec":
+            state = {name.replace(TABLES, TORCHREC_TABLES): state[name] for name in state}
+        self.processes.load_whole_state(self.model, state)
 
     def plot(self, path: Path) -> None:
         labels = {f"auc/{task}": f"AUC {task}" for task in self.config.tasks}

@@ -105,7 +105,8 @@ def evaluate(arguments: Sequence[str], path: str, rows: int) -> tuple[dict[str, 
         metrics = trainer.evaluate("test")
     finally:
         train_ranking.EVALUATION_ROWS = kept
-    table = trainer.model.get_parameter("embeddings.tables.item.weight")
+    tables = dict(trainer.model.named_parameters())
+    table = tables.get("embeddings.tables.item.weight", torch.empty(0))  # torchrec's has another
     return metrics, len(table.to_local() if isinstance(table, DTensor) else table)
 
 

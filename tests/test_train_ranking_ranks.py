@@ -187,6 +187,31 @@ def test_torchrec_is_asked_for_clearly(logs: list[str], tmp_path: Path) -> None:
             assert result.error.startswith("--tables torchrec needs torchrec and fbgemm-gpu, see ")
 
 
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torchrec", "fbgemm_gpu")),
+    reason="needs torchrec and fbgemm-gpu",
+)
+def test_tables_of_torchrec(logs: list[str], tmp_path: Path) -> None:
+    arguments = [*logs, "--device", "cpu", "--tables", "torchrec"]
+    first, _ = on_ranks(2, arguments, tmp_path)
+    assert first.error is None
+    losses = history(tmp_path)["losses"]
+    assert sum(losses[-8:]) < 0.97 * sum(losses[:8])
+    # The best model is one that a single process loads, and that ranks load, whatever they had.
+    best, expected = str(tmp_path / "best.pt"), metrics(tmp_path)["HSTU"]
+    there = ["--out", str(tmp_path / "other"), "--seed", "1"]
+    ((alone, _),) = run_ranks(1, evaluate, [*logs, "--device", "cpu", *there], best, 10**6)
+    assert alone == pytest.approx(expected, rel=1e-5)
+    for found, _ in run_ranks(2, evaluate, [*arguments, *there], best, 10**6):
+        assert found == pytest.approx(expected, rel=1e-5)
+    # And a run is continued, its rates too.
+    again = tmp_path / "again"
+    on_ranks(2, arguments, again, "gloo", (0, 20))
+    results = on_ranks(2, [*arguments, "--resume"], again)
+    assert "Continuing after step 18 of 32" in results[0].printed
+    assert history(again)["losses"] == pytest.approx(losses, rel=1e-6)
+
+
 # --- under torchrun -------------------------------------------------------------------------------
 
 
