@@ -180,7 +180,7 @@ def test_losses_are_those_of_composed_layers(case: Case, data: RankingData) -> N
     assert (distances(wrong, composed) > allowed).any()
     assert composed[-WINDOW:].mean() < 0.97 * composed[:WINDOW].mean()
     if case.dtype == torch.float32:
-        # AdamW divides gradients by their size, so that rounding counts fully where they are near 0.
+        # AdamW divides gradients by their size: rounding counts fully where they are near 0.
         torch.testing.assert_close(fused, composed, rtol=1e-4, atol=0)
 
 
