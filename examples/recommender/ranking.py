@@ -109,7 +109,8 @@ class EmbeddingTables(nn.Module):
         sizes: rows of each table, by feature.
         dim: width.
         seed: of the initial rows.
-        device: where the tables are made; the initial rows depend on its kind.
+        device: where the tables are made, on whose kind the initial rows depend; None is torch's
+            default.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class EmbeddingTables(nn.Module):
         sizes: Mapping[str, int],
         dim: int,
         seed: int = 0,
-        device: torch.device | str = "cpu",
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         drawn = {
@@ -155,7 +156,7 @@ class RankingModel(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         dim = config.dim
-        self.embeddings = embeddings or EmbeddingTables(config.sizes, dim)
+        self.embeddings = EmbeddingTables(config.sizes, dim) if embeddings is None else embeddings
         self.action = nn.Linear(len(ACTIONS), dim)
         positions = len(CONTEXTS) + 2 * config.max_history + 1
         self.position = nn.Parameter(torch.empty(positions, dim))
