@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -172,10 +172,10 @@ class Training:
         on_gpu = device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
         config = model_config(options)
-        with torch.device(device):
-            model = RankingModel(config, dtype)
         tables = {name: (size, options.dim) for name, size in config.sizes.items()}
-        model.embeddings = cast(Any, ShardedEmbeddings(tables, mesh, std=0.02, device=device))
+        embeddings = ShardedEmbeddings(tables, mesh, device=device)
+        with torch.device(device):
+            model = RankingModel(config, dtype, embeddings)
         self.config, self.mesh = config, mesh
         self.model: nn.Module = parallelize(
             model,

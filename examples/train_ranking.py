@@ -21,6 +21,13 @@ what is predicted is seen.
 Evaluation is by AUC and normalised entropy of each task, beside rates of items and users. The
 output directory holds the curves, also for TensorBoard, the metrics and checkpoints, from which a
 killed run continues exactly.
+
+On several GPUs, or processes of a CPU, the steps are those of one, divided among them:
+
+    torchrun --nproc-per-node 8 examples/train_ranking.py --data ...
+
+Each has a part of every embedding table (--tables) and all of the layers (--strategy ddp) or a part
+of them (fsdp2). A run may continue on another number of them.
 """
 
 from __future__ import annotations
@@ -29,17 +36,19 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from recommender.curves import plot_curves
 from recommender.loop import Trainer, seed_everything
 from recommender.options import Options, make_parser, open_data, parse
-from recommender.processes import OneProcess
+from recommender.processes import Processes, Strategy
 from recommender.ranking import (
+    EmbeddingTables,
     RankingConfig,
     RankingModel,
-    load_ranking_model,
     ranking_loss,
+    read_ranking_model,
     save_ranking_model,
     task_labels,
 )
@@ -51,11 +60,17 @@ from recommender.ranking_data import (
     check_ranking_batch,
 )
 from recommender.ranking_metrics import Rates, Scorer, evaluate_ranking, fit_rates, mean_entropy
-from torch import Tensor
+from torch import Tensor, nn
 
 from hstu_attn import ops
 from hstu_attn.data import AttentionCost, BalancedBatchSampler
 from hstu_attn.data.synthetic_layouts import write_synthetic_kuairand
+from hstu_attn.distributed import (
+    ShardedEmbeddings,
+    World,
+    run,
+    torchrec_embedding_collection,
+)
 
 SYNTHETIC_DATA = Path("runs/synthetic-kuairand")
 SYNTHETIC_LOGS = [
@@ -64,6 +79,7 @@ SYNTHETIC_LOGS = [
 ]
 CPU = torch.device("cpu")
 EVALUATION_ROWS = 32768
+TABLES, TORCHREC_TABLES = "embeddings.tables.", "embeddings.collection.embeddings."
 DEFAULT_TASKS = {"is_click", "long_view", "is_like", "rating_4", "rating_5"}
 
 
@@ -77,6 +93,10 @@ class RankingOptions(Options):
     sequences_per_batch: int
     user_buckets: int
     target_group_size: int
+    strategy: Strategy
+    tables: Literal["replicated", "sharded", "torchrec"]
+
+    not_part_of_the_run = (*Options.not_part_of_the_run, "strategy", "tables")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
@@ -106,6 +126,20 @@ def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
     )
     ranking.add_argument(
         "--target-group-size", type=int, default=1, help="candidates that see each other causally"
+    )
+    many = parser.add_argument_group("several processes, started by torchrun")
+    many.add_argument(
+        "--strategy",
+        choices=get_args(Strategy),
+        default="ddp",
+        help="each has all parameters beside the tables, or a part of them",
+    )
+    many.add_argument(
+        "--tables",
+        choices=("replicated", "sharded", "torchrec"),
+        default="sharded",
+        help="each has all embedding tables, or a part of the rows of each; those of torchrec "
+        "update only the rows of a batch, by an optimizer of their own, and are not clipped",
     )
     options = RankingOptions()
     positive = (
@@ -149,6 +183,34 @@ def task_weights(chosen: list[str] | None, actions: tuple[str, ...]) -> dict[str
     return weights
 
 
+def embedding_tables(
+    options: RankingOptions, sizes: Mapping[str, int], device: torch.device, processes: Processes
+) -> nn.Module:
+    """The tables that `--tables` says; on one process whole ones. Initial rows are the same for any
+    number of processes, but for those of torchrec.
+
+    Raises:
+        ValueError: torchrec is not installed, or there is one process only.
+    """
+    tables = {name: (size, options.dim) for name, size in sizes.items()}
+    mesh = processes.mesh
+    if options.tables == "torchrec":
+        if mesh is None:
+            raise ValueError("--tables torchrec needs processes that torchrun has started")
+        optimizer = torch.optim.Adam if device.type == "cuda" else torch.optim.Adagrad
+        try:
+            return torchrec_embedding_collection(
+                tables, mesh, optimizer=optimizer, options={"lr": options.learning_rate}
+            )
+        except ImportError as error:
+            raise ValueError(
+                f"--tables torchrec needs torchrec and fbgemm-gpu, see docs/distributed.md: {error}"
+            ) from error
+    if mesh is None or options.tables == "replicated":
+        return EmbeddingTables(sizes, options.dim, options.seed, device)
+    return ShardedEmbeddings(tables, mesh, seed=options.seed, device=device)
+
+
 class RankingTrainer(Trainer[RankingBatch]):
     """Trains the model to predict the actions on candidates.
 
@@ -168,7 +230,7 @@ class RankingTrainer(Trainer[RankingBatch]):
         weights: Mapping[str, float],
         device: torch.device,
         baselines: Mapping[str, Mapping[str, float]],
-        processes: OneProcess,
+        processes: Processes,
     ) -> None:
         seed_everything(options.seed)
         self.data = data
@@ -186,7 +248,8 @@ class RankingTrainer(Trainer[RankingBatch]):
             dropout=options.dropout,
             target_group_size=options.target_group_size,
         )
-        self.model = RankingModel(self.config, options.compute_dtype(device)).to(device)
+        embeddings = embedding_tables(options, data.sizes, device, processes)
+        self.model = RankingModel(self.config, options.compute_dtype(device), embeddings).to(device)
         self.windows = data.windows("training")
         sampler = BalancedBatchSampler(
             self.windows.lengths,
@@ -196,7 +259,10 @@ class RankingTrainer(Trainer[RankingBatch]):
             rank=processes.rank,
             seed=options.seed,
         )
-        identity = {"data content": data.log.manifest["content"]}
+        identity = {
+            "data content": data.log.manifest["content"],
+            "tables of torchrec": options.tables == "torchrec",
+        }
         super().__init__(options, self.model, EndlessBatches(sampler), identity, processes)
 
     def draw(self) -> RankingBatch:
@@ -215,7 +281,9 @@ class RankingTrainer(Trainer[RankingBatch]):
     def evaluate(self, split: Split) -> dict[str, float]:
         """The model's metrics."""
         self.model.eval()
-        return evaluate_split(self.model, self.data, self.config.tasks, split, self.device)
+        return evaluate_split(
+            self.model, self.data, self.config.tasks, split, self.device, self.processes
+        )
 
     def validate(self) -> dict[str, float]:
         return self.evaluate("validation")
@@ -231,10 +299,16 @@ class RankingTrainer(Trainer[RankingBatch]):
         )
 
     def save_best(self, path: Path) -> None:
-        save_ranking_model(path, self.model)
+        state = self.processes.whole_state(self.model)
+        if self.processes.is_first:
+            named = {name.replace(TORCHREC_TABLES, TABLES): state[name] for name in state}
+            save_ranking_model(path, self.model, named)
 
     def load_best(self, path: Path) -> None:
-        self.model = load_ranking_model(path, self.device)
+        state = read_ranking_model(path)["model"]
+        if self.options.tables == "torchrec":
+            state = {name.replace(TABLES, TORCHREC_TABLES): state[name] for name in state}
+        self.processes.load_whole_state(self.model, state)
 
     def plot(self, path: Path) -> None:
         labels = {f"auc/{task}": f"AUC {task}" for task in self.config.tasks}
@@ -243,11 +317,23 @@ class RankingTrainer(Trainer[RankingBatch]):
 
 
 def evaluate_split(
-    scorer: Scorer, data: RankingData, tasks: tuple[str, ...], split: Split, device: torch.device
+    scorer: Scorer,
+    data: RankingData,
+    tasks: tuple[str, ...],
+    split: Split,
+    device: torch.device,
+    processes: Processes | None = None,
 ) -> dict[str, float]:
-    """Metrics of a scorer on the events held out for validation or test."""
+    """Metrics of a scorer on the events held out for validation or test, by several processes if
+    there are."""
     return evaluate_ranking(
-        scorer, data, data.windows(split), tasks, rows_per_batch=EVALUATION_ROWS, device=device
+        scorer,
+        data,
+        data.windows(split),
+        tasks,
+        rows_per_batch=EVALUATION_ROWS,
+        device=device,
+        processes=processes,
     )
 
 
@@ -261,56 +347,79 @@ def print_table(metrics: Mapping[str, Mapping[str, float]], tasks: tuple[str, ..
         print(f"{name:{width}}" + "".join(numbers))
 
 
-def fit_baselines(data: RankingData, tasks: tuple[str, ...]) -> dict[str, Rates]:
+def fit_baselines(
+    data: RankingData, tasks: tuple[str, ...], processes: Processes
+) -> dict[str, Rates]:
     """Rates whose strength does best in validation."""
 
     def quality(scorer: Scorer) -> float:
-        return -mean_entropy(evaluate_split(scorer, data, tasks, "validation", CPU))
+        return -mean_entropy(evaluate_split(scorer, data, tasks, "validation", CPU, processes))
 
     return fit_rates(data, tasks, quality)
 
 
-def train(options: RankingOptions) -> None:
-    """The whole job, from the file to the table."""
-    log = open_data(options, SYNTHETIC_LOGS, write_synthetic_kuairand)
-    options.out.mkdir(parents=True, exist_ok=True)
-    data = RankingData(
-        log, options.history, options.targets, options.held_out, options.user_buckets
-    )
-    weights = task_weights(options.tasks, data.actions)
-    tasks = tuple(weights)
-    baselines = fit_baselines(data, tasks)
-    trainer = RankingTrainer(
-        options,
-        data,
-        weights,
-        choose_device(options.device),
-        {
-            name: evaluate_split(scorer, data, tasks, "validation", CPU)
-            for name, scorer in baselines.items()
-            if name != "base rate"
-        },
-        OneProcess(),
-    )
-    trainer.run()
+def train(options: RankingOptions, world: World) -> None:
+    """The whole job, from the file to the table, on this process of it."""
+    processes = Processes(world, options.strategy)
+    device = choose_device(options.device) if world.mesh is None else world.device
+    with processes.one_voice():
+        with processes.first_goes_first():
+            log = open_data(options, SYNTHETIC_LOGS, write_synthetic_kuairand)
+            options.out.mkdir(parents=True, exist_ok=True)
+        data = RankingData(
+            log, options.history, options.targets, options.held_out, options.user_buckets
+        )
+        weights = task_weights(options.tasks, data.actions)
+        tasks = tuple(weights)
+        baselines = fit_baselines(data, tasks, processes)
+        trainer = RankingTrainer(
+            options,
+            data,
+            weights,
+            device,
+            {
+                name: evaluate_split(scorer, data, tasks, "validation", CPU, processes)
+                for name, scorer in baselines.items()
+                if name != "base rate"
+            },
+            processes,
+        )
+        trainer.run()
 
-    table = {
-        name: evaluate_split(scorer, data, tasks, "test", CPU) for name, scorer in baselines.items()
-    }
-    table["HSTU"] = trainer.evaluate("test")
-    print(f"\nTest: the last events of {log.num_users:,} users, {data.held_out.sum():,} in all.")
+        table = {
+            name: evaluate_split(scorer, data, tasks, "test", CPU, processes)
+            for name, scorer in baselines.items()
+        }
+        table["HSTU"] = trainer.evaluate("test")
+        if processes.is_first:
+            report(options.out, data, tasks, table)
+
+
+def report(
+    out: Path,
+    data: RankingData,
+    tasks: tuple[str, ...],
+    table: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Prints and writes what the test found."""
+    users, events = data.log.num_users, data.held_out.sum()
+    print(f"\nTest: the last events of {users:,} users, {events:,} in all.")
     print_table(table, tasks)
-    (options.out / "metrics.json").write_text(json.dumps(table, indent=1))
+    (out / "metrics.json").write_text(json.dumps(table, indent=1))
     print(
-        f"\nCurves: {options.out / 'curves.png'}, tensorboard --logdir "
-        f"{options.out / 'tensorboard'}; metrics: {options.out / 'metrics.json'}"
+        f"\nCurves: {out / 'curves.png'}, tensorboard --logdir {out / 'tensorboard'}; "
+        f"metrics: {out / 'metrics.json'}"
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the job; the exit status is 1 where it cannot be done."""
+    options = parse_arguments(arguments)
     try:
-        train(parse_arguments(arguments))
+        run(
+            lambda world: train(options, world),
+            device_type=choose_device(options.device).type,
+        )
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

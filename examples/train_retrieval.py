@@ -205,13 +205,14 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         return batch
 
     def loss(self, batch: JaggedBatch) -> Tensor:
-        return sampled_softmax_loss(
+        mean = sampled_softmax_loss(
             self.model,
             self.trained(batch),
             batch.target_items,
             self.retrieval.negatives,
             self.retrieval.temperature,
         )
+        return mean * batch.total
 
     def count(self, batch: JaggedBatch) -> int:
         return batch.total

@@ -167,10 +167,33 @@ def test_what_is_refused(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match=r"others must be among \[\], which .*'scheduler'"):
         checkpoints.load(model, scheduler=scheduler)
+    checkpoints.clear()
+    assert checkpoints.steps() == []
+    assert not list(checkpoints.directory.iterdir())
     with pytest.raises(ValueError, match="keep must be a positive number, got 0"):
         Checkpoints(tmp_path, keep=0)
     with pytest.raises(ValueError, match="step must be from 0 to 10\\^12 - 1, got -1"):
         checkpoints.save(-1, nn.Linear(1, 1))
+
+
+class OfAnotherRun:
+    """Refuses any state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"run": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise LookupError(f"this is of run {state['run']}")
+
+
+def test_a_refused_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, model_of(3), run=OfAnotherRun())
+    model, generator = model_of(0), torch.get_rng_state()
+    with pytest.raises(LookupError, match="this is of run 1"):
+        checkpoints.load(model, run=OfAnotherRun())
+    assert not any(parameter.any() for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def save_until_a_rank_dies(directory: str) -> None:

@@ -167,6 +167,17 @@ def test_clipping(num_ranks: int, max_norm: float) -> None:
             torch.testing.assert_close(tensor, gradient * factor, rtol=2e-5, atol=0)
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_gradients_that_are_not_finite_are_not_scaled(value: float) -> None:
+    gradients = [torch.randn(3, 2), torch.randn(5, 4), torch.randn(6)]
+    gradients[1][4, 3] = value
+    for number in (1, 2):
+        for norm, kept in run_ranks(number, clipped, gradients, 0.1):
+            assert not math.isfinite(norm)
+            for tensor, gradient in zip(kept, gradients, strict=True):
+                torch.testing.assert_close(tensor, gradient, rtol=0, atol=0, equal_nan=True)
+
+
 def refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh["a"], [Replicate()]))

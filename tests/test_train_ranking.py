@@ -12,23 +12,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import newest_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.data.synthetic_layouts import write_synthetic_amazon, write_synthetic_kuairand
+from hstu_attn.distributed import Checkpoints
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_ranking  # noqa: E402
-from recommender.processes import OneProcess  # noqa: E402
+from recommender.processes import ALONE, Processes  # noqa: E402
 from recommender.ranking import load_ranking_model, ranking_loss  # noqa: E402
 from recommender.ranking_data import RankingBatch, RankingData  # noqa: E402
 from recommender.scalars import Scalars  # noqa: E402
@@ -186,23 +189,23 @@ def test_a_killed_run_continues_exactly(logs: list[str], tmp_path: Path) -> None
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     uninterrupted = subprocess.Popen(command(whole), env=environment, **quiet)
     run = subprocess.Popen(command(killed), env=environment, **quiet)
-    while not (killed / "last.pt").exists():
+    while not Checkpoints(killed / "checkpoints").steps():
         assert run.poll() is None
         time.sleep(0.01)
     time.sleep(random.Random(torch.initial_seed()).uniform(0, 0.3))
     run.send_signal(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
-    at_kill = torch.load(killed / "last.pt", weights_only=True)
-    assert 0 < len(at_kill["losses"]) < STEPS
+    at_kill = max(Checkpoints(killed / "checkpoints").steps())
+    assert 0 < at_kill < STEPS
 
     resumed = subprocess.run(
         command(killed, "--resume"), env=environment, capture_output=True, text=True, check=True
     )
-    assert f"Continuing after step {len(at_kill['losses'])} of {STEPS}" in resumed.stdout
+    assert f"Continuing after step {at_kill} of {STEPS}" in resumed.stdout
     assert uninterrupted.wait() == 0
     for name in ("history.json", "metrics.json"):
         assert (killed / name).read_text() == (whole / name).read_text()
-    states = [torch.load(out / "last.pt", weights_only=True) for out in (whole, killed)]
+    states = [newest_checkpoint(out) for out in (whole, killed)]
     for name, parameter in states[0]["model"].items():
         assert torch.equal(parameter, states[1]["model"][name])
     shown = [curves(out / "tensorboard") for out in (whole, killed)]
@@ -252,8 +255,8 @@ def test_a_nan_loss_stops_and_spoils_nothing(
     assert saved["step"] == 7
     for name, tensor in saved["batch"].items():
         assert torch.equal(tensor, getattr(batches[6], name))
-    state = torch.load(tmp_path / "last.pt", weights_only=True)
-    assert len(state["losses"]) == 4
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+    state = newest_checkpoint(tmp_path)
     assert all(parameter.isfinite().all() for parameter in state["model"].values())
 
     # With the cause gone, the run goes on from there.
@@ -284,7 +287,7 @@ def test_a_malformed_batch_stops(
     error = capsys.readouterr().err
     assert re.search(r"malformed batch at step 5 \(epoch 0, batch 5, seed 0\): target_items", error)
     assert re.search(r"must be from 0 to \d+, got \d+ in row 2$", error.strip())
-    assert len(torch.load(tmp_path / "last.pt", weights_only=True)["losses"]) == 4
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
 
 
 def test_refuses_arguments(
@@ -316,7 +319,7 @@ def test_gradients_are_clipped_where_they_are_finite() -> None:
     def clip(largest: float) -> tuple[Tensor, list[Tensor]]:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone()
-        before = OneProcess().clip_gradients(model, largest)
+        before = Processes().clip_gradients(model, largest)
         return before, [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
     for largest, factor in ((float(norm) / 4, 0.25), (float(norm) * 4, 1.0)):
@@ -331,14 +334,13 @@ def test_gradients_are_clipped_where_they_are_finite() -> None:
 
 
 def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) -> None:
-    """Weighted by their candidates and averaged: what DDP makes of a batch that ranks share."""
+    """Added up: the losses of a batch that ranks share are sums over its candidates."""
     arguments = [*SMALL, *logs, "--dropout", "0", "--out", str(tmp_path)]
     options = train_ranking.parse_arguments(arguments)
     data = RankingData(open_event_log([Path(path) for path in logs[1:]]), 12, 6, 3, 1000)
 
     def trainer(rank: int, num_ranks: int) -> train_ranking.RankingTrainer:
-        processes = OneProcess()
-        processes.rank, processes.num_ranks = rank, num_ranks
+        processes = Processes(replace(ALONE, rank=rank, num_ranks=num_ranks))
         weights = {"is_click": 1.0, "long_view": 0.3}
         return train_ranking.RankingTrainer(
             options, data, weights, torch.device("cpu"), {}, processes
@@ -355,11 +357,10 @@ def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) ->
         shares = [run.draw() for run in ranks]
         counts = [run.count(share) for run, share in zip(ranks, shares, strict=True)]
         assert sum(counts) == alone.count(whole)
-        mean = sum(
-            gradient(run, run.loss(share)) * count / sum(counts)
-            for run, share, count in zip(ranks, shares, counts, strict=True)
+        total = sum(
+            gradient(run, run.loss(share)) for run, share in zip(ranks, shares, strict=True)
         )
-        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_retrieval_has_curves_too(tmp_path: Path) -> None:

@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import newest_checkpoint
 from torch import Tensor
 
 from hstu_attn import HSTULayerConfig
 from hstu_attn.data import EventLog, JaggedBatch, held_out_windows, jagged_batch, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.distributed import Checkpoints
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_retrieval  # noqa: E402
 from recommender.baselines import CoOccurrence, Popularity, co_occurrence_candidates  # noqa: E402
-from recommender.checkpoint import Checkpoints  # noqa: E402
 from recommender.evaluation import (  # noqa: E402
     Metrics,
     evaluate,
@@ -268,22 +269,22 @@ def test_a_killed_run_continues_exactly(ratings: Path, tmp_path: Path) -> None:
     run = subprocess.Popen(
         command(killed), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    while not (killed / "last.pt").exists():
+    while not Checkpoints(killed / "checkpoints").steps():
         assert run.poll() is None
         time.sleep(0.01)
     run.send_signal(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
-    at_kill = torch.load(killed / "last.pt", weights_only=True)
-    assert 0 < len(at_kill["losses"]) < 24
+    at_kill = max(Checkpoints(killed / "checkpoints").steps())
+    assert 0 < at_kill < 24
 
     resumed = subprocess.run(
         command(killed, "--resume"), env=environment, capture_output=True, text=True, check=True
     )
-    assert f"Continuing after step {len(at_kill['losses'])} of 24" in resumed.stdout
+    assert f"Continuing after step {at_kill} of 24" in resumed.stdout
     assert uninterrupted.wait() == 0
     for name in ("history.json", "metrics.json"):
         assert (killed / name).read_text() == (whole / name).read_text()
-    states = [torch.load(out / "last.pt", weights_only=True) for out in (whole, killed)]
+    states = [newest_checkpoint(out) for out in (whole, killed)]
     for name, parameter in states[0]["model"].items():
         assert torch.equal(parameter, states[1]["model"][name])
 
@@ -306,8 +307,8 @@ def test_a_nan_loss_stops_and_spoils_nothing(
     error = capsys.readouterr().err
     assert "error: the loss is nan" in error
     assert re.search(r"at step 7 \(epoch \d+, batch \d+, seed 0\)", error)
-    state = torch.load(tmp_path / "last.pt", weights_only=True)
-    assert len(state["losses"]) == 4
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+    state = newest_checkpoint(tmp_path)
     assert all(parameter.isfinite().all() for parameter in state["model"].values())
 
 
@@ -342,16 +343,23 @@ def test_refuses_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in capsys.readouterr().err
 
 
-def test_checkpoints_survive_damage(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.load() is None
-    checkpoints.save({"step": 1})
-    checkpoints.save({"step": 2})
-    assert checkpoints.load() == {"step": 2}
-    checkpoints.last.write_bytes(checkpoints.last.read_bytes()[:100])
-    assert checkpoints.load() == {"step": 1}
-    checkpoints.previous.write_bytes(b"")
-    with pytest.raises(RuntimeError, match=r"no checkpoint in .* can be read"):
-        checkpoints.load()
-    checkpoints.clear()
-    assert checkpoints.load() is None
+def test_damaged_checkpoints(
+    ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run continues from the newest that can be read."""
+    arguments = [*SMALL, "--data", str(ratings), "--out", str(tmp_path)]
+    assert train_retrieval.main(arguments) == 0
+    last, previous = (tmp_path / "checkpoints" / f"step-{step:012d}" for step in (24, 20))
+    tensors = next(last.glob("*.distcp"))
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    history = (tmp_path / "history.json").read_text()
+    capsys.readouterr()
+    assert train_retrieval.main([*arguments, "--resume"]) == 0
+    printed = capsys.readouterr()
+    assert "the checkpoint of step 24 cannot be read" in printed.err
+    assert "Continuing after step 20 of 24" in printed.out
+    assert (tmp_path / "history.json").read_text() == history
+    for directory in (last, previous):
+        (directory / "run.pt").write_bytes(b"")
+    assert train_retrieval.main([*arguments, "--resume"]) == 1
+    assert re.search(r"error: no checkpoint in .* can be read", capsys.readouterr().err)

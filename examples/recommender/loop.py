@@ -21,12 +21,16 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from hstu_attn.data import SamplerState
-from recommender.checkpoint import random_state, restore_random_state, write_state
+from hstu_attn.distributed import Checkpoints, parameter_groups
+from hstu_attn.distributed.torchrec_tables import TorchrecTables
+from recommender.checkpoint import write_state
 from recommender.options import Options
-from recommender.processes import OneProcess
+from recommender.processes import Processes
 from recommender.scalars import Scalars
 
 __all__ = ["Batch", "Batches", "Trainer", "TrainingError", "seed_everything"]
@@ -100,25 +104,29 @@ class Trainer(ABC, Generic[AnyBatch]):
         model: nn.Module,
         batches: Batches,
         identity: Mapping[str, Any],
-        processes: OneProcess | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.options = options
         self.batches = batches
         self.identity = {**options.identity(), **identity}
-        self.processes = processes or OneProcess()
-        self.trained = self.processes.prepare(model)
+        self.processes = processes or Processes()
         self.device = next(model.parameters()).device
+        tables = [module for module in model.modules() if isinstance(module, TorchrecTables)]
+        self.trained = self.processes.prepare(model, options.compute_dtype(self.device), tables)
         self.optimizer = torch.optim.AdamW(
-            self.trained.parameters(),
+            parameter_groups(self.trained),
             lr=options.learning_rate,
             betas=(0.9, 0.98),
             weight_decay=options.weight_decay,
         )
+        self.optimizers = [self.optimizer, *(table.fused_optimizer for table in tables)]
         self.steps = options.steps or options.epochs * batches.batches_per_epoch
         self.losses: list[float] = []
         self.validation: dict[int, dict[str, float]] = {}
-        self.checkpoints = self.processes.checkpoints(options.out)
+        self.checkpoints = Checkpoints(options.out / "checkpoints")
         self.best = options.out / "best.pt"
+        if self.processes.rank:
+            seed_everything(options.seed + self.processes.rank)  # for other dropout on each rank
 
     # --- what an example says ---------------------------------------------------------------------
 
@@ -132,7 +140,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def loss(self, batch: AnyBatch) -> Tensor:
-        """A scalar: a mean over what :meth:`count` counts."""
+        """A scalar: a sum over what :meth:`count` counts."""
 
     @abstractmethod
     def count(self, batch: AnyBatch) -> int:
@@ -140,7 +148,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Metrics of the model as it is."""
+        """Metrics of the model as it is, the same on every process."""
 
     @abstractmethod
     def quality(self, metrics: Mapping[str, float]) -> float:
@@ -152,7 +160,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def save_best(self, path: Path) -> None:
-        """Writes the model as it is, in place of what was there."""
+        """Writes the model as it is, in place of what was there; all processes together."""
 
     @abstractmethod
     def load_best(self, path: Path) -> None:
@@ -182,12 +190,15 @@ class Trainer(ABC, Generic[AnyBatch]):
             self._resume()
         else:
             self.checkpoints.clear()
-            self.best.unlink(missing_ok=True)
-        self.scalars = Scalars(options.out / "tensorboard", self.step)
+            if self.processes.is_first:
+                self.best.unlink(missing_ok=True)
+        is_first = self.processes.is_first
+        self.scalars = Scalars(options.out / "tensorboard" if is_first else None, self.step)
         try:
             self._run()
         finally:
             self.scalars.close()
+        self.processes.wait()  # until the first process has written its last
         self.load_best(self.best)
 
     def _run(self) -> None:
@@ -198,6 +209,7 @@ class Trainer(ABC, Generic[AnyBatch]):
             initial=self.step,
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 15,
+            disable=not self.processes.is_first,
         ) as bar:
             while self.step < self.steps:
                 self._train_step()
@@ -213,16 +225,21 @@ class Trainer(ABC, Generic[AnyBatch]):
         started = time.perf_counter()
         self.trained.train()
         learning_rate = self._learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.zero_grad()
         batch = self._draw()
-        loss = self.loss(batch.to(self.device))
-        self.optimizer.zero_grad()
-        (loss * self.processes.loss_weight(self.count(batch))).backward()
+        local = self.loss(batch.to(self.device))
+        loss = self.processes.mean(local, self.count(batch))
+        loss.backward()
         norm = self.processes.clip_gradients(self.trained, self.options.clip_norm)
         numbers = {"loss": loss.item(), "gradient_norm": norm.item()}
-        if not all(map(math.isfinite, numbers.values())):
-            raise TrainingError(self._what_is_not_finite(batch, numbers))
+        if not all(map(math.isfinite, numbers.values())):  # which is so on all processes or on none
+            # A loss that is not finite comes from some of them; a gradient's norm may be anyone's.
+            is_here = math.isfinite(numbers["loss"]) or not local.isfinite()
+            problem = self._what_is_not_finite(batch, numbers) if is_here else None
+            self.processes.stop(problem, TrainingError)
         self.optimizer.step()
         self.losses.append(numbers["loss"])
         numbers["learning_rate"] = learning_rate
@@ -265,10 +282,14 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _what_is_not_finite(self, batch: AnyBatch, numbers: dict[str, float]) -> str:
         """Writes the batch to a file, and says where it is and what else is known."""
-        path = self.options.out / "bad-batch.pt"
+        number = f"-{self.processes.rank}" if self.processes.num_ranks > 1 else ""
+        path = self.options.out / f"bad-batch{number}.pt"
         tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
         write_state(path, {"step": self.step + 1, **numbers, "batch": tensors})
-        named = dict(self.trained.named_parameters())
+        named = {
+            name.removeprefix("module."): parameter  # which DDP puts before it
+            for name, parameter in self.trained.named_parameters()
+        }
         weights = _not_finite(named)
         gradients = _not_finite({name: parameter.grad for name, parameter in named.items()})
         return (
@@ -280,47 +301,66 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _resume(self) -> None:
-        state = self.checkpoints.load()
-        if state is None:
-            print(f"No checkpoint in {self.options.out}: starting anew")
-            return
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of the run itself."""
+        return {"identity": self.identity, "losses": self.losses, "validation": self.validation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` gave.
+
+        Raises:
+            TrainingError: it is of other data or other options.
+        """
         for name, value in self.identity.items():
             if state["identity"].get(name) != value:
                 raise TrainingError(
                     f"the checkpoint in {self.options.out} was made with {name} = "
                     f"{state['identity'].get(name)!r}, this run has {value!r}"
                 )
-        self.processes.load_state(self.trained, self.optimizer, state)
-        self.batches.load_state_dict(state["sampler"])
         self.losses = state["losses"]
         self.validation = state["validation"]
-        restore_random_state(state["random"])
-        print(f"Continuing after step {self.step} of {self.steps}")
+
+    def _resume(self) -> None:
+        """Continues from the newest checkpoint that can be read."""
+        steps = self.checkpoints.steps()
+        for step in reversed(steps):
+            try:
+                self.checkpoints.load(
+                    self.trained, self.optimizer, step=step, run=self, sampler=self.batches
+                )
+            except TrainingError:
+                raise
+            # What a damaged file raises depends on where it is damaged.
+            except (Exception, CheckpointException) as error:
+                print(f"the checkpoint of step {step} cannot be read ({error})", file=sys.stderr)
+                continue
+            print(f"Continuing after step {self.step} of {self.steps}")
+            return
+        if steps:
+            raise TrainingError(f"no checkpoint in {self.checkpoints.directory} can be read")
+        print(f"No checkpoint in {self.options.out}: starting anew")
 
     def _save(self) -> None:
         self.scalars.flush()
         self.checkpoints.save(
-            {
-                **self.processes.state(self.trained, self.optimizer),
-                "identity": self.identity,
-                "sampler": self.batches.state_dict(),
-                "losses": self.losses,
-                "validation": self.validation,
-                "random": random_state(),
-            }
+            self.step, self.trained, self.optimizer, run=self, sampler=self.batches
         )
-        history = {"losses": self.losses, "validation": self.validation}
-        (self.options.out / "history.json").write_text(json.dumps(history, indent=1))
-        self.plot(self.options.out / "curves.png")
+        if self.processes.is_first:
+            history = {"losses": self.losses, "validation": self.validation}
+            (self.options.out / "history.json").write_text(json.dumps(history, indent=1))
+            self.plot(self.options.out / "curves.png")
 
 
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> str:
-    """The names of tensors with a NaN or an infinity."""
+    """The names of tensors with a NaN or an infinity in what this process has of them."""
     names = [
         name
         for name, tensor in tensors.items()
-        if tensor is not None and not tensor.isfinite().all()
+        if tensor is not None and not _local(tensor).isfinite().all()
     ]
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(names[:SHOWN_NAMES]) + more if names else "none"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

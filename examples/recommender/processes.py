@@ -1,62 +1,152 @@
-"""What several training processes do together, in one place, as it is for one alone.
+"""What the processes of a run do together, in one place; one process alone is a run of one.
 
-To train with several, give :class:`recommender.loop.Trainer` another object with these methods.
+Started by torchrun, each process is a rank of a ``hstu_attn.distributed.World``, with a GPU of its
+own or on the CPU. All of them call the methods here together.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import contextlib
+import os
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
-from recommender.checkpoint import Checkpoints
+from hstu_attn.distributed import World, clip_gradients, global_mean, parallelize, stop_together
 
-__all__ = ["OneProcess"]
+__all__ = ["ALONE", "Processes", "Strategy"]
+
+Strategy: TypeAlias = Literal["ddp", "fsdp2"]
+
+T = TypeVar("T")
+
+ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
-class OneProcess:
-    """One process with the whole model.
+class Processes:
+    """The processes of a run, of which this is one.
+
+    Args:
+        world: as :func:`hstu_attn.distributed.run` gives it; by default this process alone.
+        strategy: whether every process has the whole model beside its tables (``"ddp"``) or its
+            layers are divided, too (``"fsdp2"``).
 
     Attributes:
         rank: which part of each batch is this process's, from 0.
         num_ranks: into how many parts batches are divided.
+        mesh: all ranks; None for one process alone.
+        is_first: whether this is the one that prints and writes what all have in common.
     """
 
-    rank = 0
-    num_ranks = 1
+    def __init__(self, world: World = ALONE, strategy: Strategy = "ddp") -> None:
+        self.rank = world.rank
+        self.num_ranks = world.num_ranks
+        self.mesh = world.mesh
+        self.strategy = strategy
+        self.is_first = world.rank == 0
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """The model that computes the loss: where it is replicated or sharded, it is wrapped
-        here."""
-        return model
+    def prepare(
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype,
+        ignored_modules: Collection[nn.Module] = (),
+    ) -> nn.Module:
+        """The model that computes the loss.
 
-    def loss_weight(self, count: int) -> float:
-        """What a mean over ``count`` rows of this process is multiplied by, so that gradients
-        averaged over all processes are those of the mean over the rows of all."""
-        return 1.0
+        Args:
+            model: on its device, its parameters fp32.
+            compute_dtype: of the layers.
+            ignored_modules: as in :func:`hstu_attn.distributed.parallelize`.
+        """
+        return parallelize(
+            model,
+            self.mesh,
+            self.strategy,
+            compute_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+            ignored_modules=ignored_modules,
+        )
+
+    def mean(self, local_sum: Tensor, count: int) -> Tensor:
+        """The mean over all processes' rows of a sum over the ``count`` rows of this one."""
+        return global_mean(local_sum, count, self.mesh)
 
     def clip_gradients(self, model: nn.Module, largest: float) -> Tensor:
         """Scales the gradients down to a norm over all parameters, and returns the norm before,
         a scalar. Where that is not finite, gradients stay as they are, to be looked at."""
-        gradients = [parameter.grad for parameter in model.parameters()]
-        norm = torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
-        if norm.isfinite():
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
-        return norm
+        return clip_gradients(model.parameters(), largest)
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The part of a checkpoint that may be spread over processes."""
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    def stop(self, problem: str | None, kind: type[Exception]) -> None:
+        """Raises on every process what any of them has to say, if there is anything: ``kind`` where
+        there is one, otherwise :class:`hstu_attn.distributed.RunStopped`, which names the ranks."""
+        if self.mesh is not None:
+            stop_together(problem, self.mesh)
+        elif problem is not None:
+            raise kind(problem)
 
-    def load_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Continues from what :meth:`state` gave."""
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    def wait(self) -> None:
+        """Returns when all processes have come here."""
+        if self.mesh is not None:
+            dist.barrier()
 
-    def checkpoints(self, directory: Path) -> Checkpoints:
-        """Writes and reads checkpoints."""
-        return Checkpoints(directory)
+    @contextlib.contextmanager
+    def first_goes_first(self) -> Iterator[None]:
+        """The others do what is inside after the first process has done it, for example to find in
+        a cache what it has put there."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
+
+    @contextlib.contextmanager
+    def one_voice(self) -> Iterator[None]:
+        """Only the first process prints."""
+        if self.is_first:
+            yield
+            return
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes by rank, on the first one; elsewhere nothing."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] | None = [None] * self.num_ranks if self.is_first else None
+        dist.gather_object(value, values)
+        return values or []
+
+    def from_first(self, value: T) -> T:
+        """The value that the first process has."""
+        if self.mesh is None:
+            return value
+        shared = [value]
+        dist.broadcast_object_list(shared)
+        return shared[0]
+
+    def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's state as one process would have it, on the CPU of the first process;
+        elsewhere nothing.
+
+        Args:
+            model: the one given to :meth:`prepare`.
+        """
+        options = StateDictOptions(full_state_dict=True, cpu_offload=self.mesh is not None)
+        return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+
+    def load_whole_state(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Takes over what :meth:`whole_state` gave, which every process has read from a file.
+
+        Args:
+            model: the one given to :meth:`prepare`.
+            state: by name; it may be mapped from the file, since each process reads its part.
+        """
+        whole = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, cast(dict[str, Any], state), options=whole)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from hstu_attn import HSTULayerConfig
 from hstu_attn.data import ACTIONS, unpack_actions
+from hstu_attn.distributed import ShardedEmbedding
 from hstu_attn.jagged import (
     add_position_time_embeddings,
     concat_jagged,
@@ -43,6 +44,7 @@ __all__ = [
     "RankingModel",
     "load_ranking_model",
     "ranking_loss",
+    "read_ranking_model",
     "save_ranking_model",
     "task_labels",
 ]
@@ -99,19 +101,36 @@ class RankingConfig:
 
 
 class EmbeddingTables(nn.Module):
-    """One embedding table for each feature. Tables are the part of a model that is sharded over
-    GPUs: another module with this ``forward`` can take its place.
+    """One embedding table for each feature, whole, of the names and the initial rows that
+    :class:`hstu_attn.distributed.ShardedEmbeddings` has, which can take its place, as can any
+    module with this ``forward``.
 
     Args:
         sizes: rows of each table, by feature.
         dim: width.
+        seed: of the initial rows.
+        device: where the tables are made, on whose kind the initial rows depend; None is torch's
+            default.
     """
 
-    def __init__(self, sizes: Mapping[str, int], dim: int) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        dim: int,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self.tables = nn.ModuleDict({name: nn.Embedding(size, dim) for name, size in sizes.items()})
-        for weight in self.parameters():
-            nn.init.trunc_normal_(weight, std=0.02)
+        drawn = {
+            name: ShardedEmbedding(name, size, dim, seed=seed, device=device).local_weight()
+            for name, size in sizes.items()
+        }
+        self.tables = nn.ModuleDict(
+            {
+                name: nn.Embedding.from_pretrained(rows.detach(), freeze=False)
+                for name, rows in drawn.items()
+            }
+        )
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         """Looks up int64 indices ``(n,)`` of each feature: ``(n, dim)`` fp32."""
@@ -124,14 +143,20 @@ class RankingModel(nn.Module):
     Args:
         config: sizes and widths.
         compute_dtype: of the layers; embeddings and head are fp32, as are all parameters.
+        embeddings: looks rows up by feature; None is :class:`EmbeddingTables`.
     """
 
-    def __init__(self, config: RankingConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: RankingConfig,
+        compute_dtype: torch.dtype = torch.float32,
+        embeddings: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
         dim = config.dim
-        self.embeddings = EmbeddingTables(config.sizes, dim)
+        self.embeddings = EmbeddingTables(config.sizes, dim) if embeddings is None else embeddings
         self.action = nn.Linear(len(ACTIONS), dim)
         positions = len(CONTEXTS) + 2 * config.max_history + 1
         self.position = nn.Parameter(torch.empty(positions, dim))
@@ -208,7 +233,7 @@ def task_labels(config: RankingConfig, actions: Tensor) -> Tensor:
 
 
 def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Binary cross-entropy, the mean over candidates of the weighted sum over tasks.
+    """Binary cross-entropy, the sum over candidates of the weighted sum over tasks.
 
     Args:
         logits: ``(targets, tasks)`` fp32.
@@ -219,17 +244,25 @@ def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         A scalar.
     """
     losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    return losses.mean(dim=0) @ weights
+    return losses.sum(dim=0) @ weights
 
 
-def save_ranking_model(path: Path, model: RankingModel) -> None:
-    """Writes the model in place of what was there."""
+def save_ranking_model(
+    path: Path, model: RankingModel, parameters: Mapping[str, Tensor] | None = None
+) -> None:
+    """Writes the model in place of what was there.
+
+    Args:
+        path: of the file.
+        model: of which parts may be elsewhere.
+        parameters: its whole state by the names that it has on one process; None is the model's.
+    """
     write_state(
         path,
         {
             "ranking": asdict(model.config),
             "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
-            "model": model.state_dict(),
+            "model": dict(model.state_dict() if parameters is None else parameters),
         },
     )
 
@@ -241,10 +274,21 @@ def load_ranking_model(path: Path, device: torch.device) -> RankingModel:
         OSError: the file cannot be read.
         ValueError: it holds something else.
     """
-    state: Any = torch.load(path, device, weights_only=True)
-    if not isinstance(state, dict) or not {"ranking", "compute_dtype", "model"} <= set(state):
-        raise ValueError(f"{path} is not a model that train_ranking.py has saved")
+    state = read_ranking_model(path)
     config = RankingConfig(**state["ranking"])
     model = RankingModel(config, getattr(torch, state["compute_dtype"]))
     model.load_state_dict(state["model"])
     return model.to(device).eval()
+
+
+def read_ranking_model(path: Path) -> dict[str, Any]:
+    """What :func:`save_ranking_model` wrote, its tensors mapped from the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    state: Any = torch.load(path, "cpu", weights_only=True, mmap=True)
+    if not isinstance(state, dict) or not {"ranking", "compute_dtype", "model"} <= set(state):
+        raise ValueError(f"{path} is not a model that train_ranking.py has saved")
+    return state

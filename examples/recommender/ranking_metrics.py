@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hstu_attn.data import consecutive_batches
+from recommender.processes import Processes
 from recommender.ranking_data import CONTEXTS, RankingBatch, RankingData, RankingWindows
 
 __all__ = [
@@ -87,8 +88,13 @@ def evaluate_ranking(
     *,
     rows_per_batch: int,
     device: torch.device,
+    processes: Processes | None = None,
 ) -> dict[str, float]:
     """Scores the candidates of windows.
+
+    Several processes score a batch each at a time. All of them do so as often, since a model that
+    is divided among them computes on all at once; one that has no batch left scores the last again.
+    The logits are brought into the order of the batches, so that metrics are those of one process.
 
     Args:
         scorer: gives the logits.
@@ -97,19 +103,37 @@ def evaluate_ranking(
         tasks: names of actions, the columns of the logits.
         rows_per_batch: rows of the model scored at a time.
         device: where to score.
+        processes: those that share the work; None is this one alone.
 
     Returns:
-        "auc/TASK" and "ne/TASK" of each task, over all candidates.
+        "auc/TASK" and "ne/TASK" of each task, over all candidates; the same on each process.
     """
-    logits, labels = [], []
-    for indices in consecutive_batches(windows.lengths, rows_per_batch):
-        batch = data.batch(windows.take(indices))
-        logits.append(scorer(batch.to(device)).double().cpu().numpy())
-        labels.append(data.labels(batch.target_actions.numpy(), tasks))
+    processes = processes or Processes()
+    batches = list(consecutive_batches(windows.lengths, rows_per_batch))
+    found: list[tuple[FloatArray, NDArray[np.bool_]]] = []
+    for start in range(0, len(batches), processes.num_ranks):
+        number = start + processes.rank
+        batch = data.batch(windows.take(batches[min(number, len(batches) - 1)]))
+        logits = scorer(batch.to(device)).double().cpu().numpy()
+        if number < len(batches):
+            found.append((logits, data.labels(batch.target_actions.numpy(), tasks)))
+    by_rank = processes.gather(found)
     metrics = {}
-    for task, truth, scores in zip(
-        tasks, np.concatenate(labels).T, np.concatenate(logits).T, strict=True
-    ):
+    if by_rank:
+        in_order = [
+            by_rank[number % processes.num_ranks][number // processes.num_ranks]
+            for number in range(len(batches))
+        ]
+        of_all, labels = zip(*in_order, strict=True)
+        metrics = _metrics(np.concatenate(of_all), np.concatenate(labels), tasks)
+    return processes.from_first(metrics)
+
+
+def _metrics(
+    logits: FloatArray, labels: NDArray[np.bool_], tasks: Sequence[str]
+) -> dict[str, float]:
+    metrics = {}
+    for task, truth, scores in zip(tasks, labels.T, logits.T, strict=True):
         metrics[f"auc/{task}"] = auc(truth, scores)
         metrics[f"ne/{task}"] = normalized_entropy(truth, scores)
     return metrics

@@ -19,11 +19,14 @@ class Scalars:
     leave out what was there before.
 
     Args:
-        directory: holds the files.
+        directory: holds the files; None writes nothing.
         steps_done: a run continues after so many; 0 removes what the directory holds.
     """
 
-    def __init__(self, directory: Path, steps_done: int) -> None:
+    def __init__(self, directory: Path | None, steps_done: int) -> None:
+        self._writer: SummaryWriter | None = None
+        if directory is None:
+            return
         if steps_done == 0:
             shutil.rmtree(directory, ignore_errors=True)
         purge_step = steps_done + 1 if steps_done else None
@@ -31,13 +34,17 @@ class Scalars:
 
     def write(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Adds a point to the curves ``group/name``."""
+        if self._writer is None:
+            return
         for name, value in values.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def flush(self) -> None:
         """Puts on the disk what was written; to be called before a checkpoint of the same step."""
-        self._writer.flush()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

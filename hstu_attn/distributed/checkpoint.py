@@ -21,10 +21,10 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from hstu_attn.distributed.torchrec_tables import TorchrecTables
@@ -49,6 +48,14 @@ _NAME = re.compile(r"step-(\d{12})(\.replaced)?")
 
 # State by the name of its parameter, so that optimisers may group parameters otherwise.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class HasState(Protocol):
+    """What is saved and loaded by a state, as a sampler or a scheduler."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
 
 
 class Checkpoints:
@@ -82,7 +89,7 @@ class Checkpoints:
         step: int,
         model: nn.Module,
         optimizers: Optimizer | Sequence[Optimizer] = (),
-        **others: Stateful,
+        **others: HasState,
     ) -> Path:
         """Saves a checkpoint of the step, in the place of one that is there.
 
@@ -127,7 +134,7 @@ class Checkpoints:
         optimizers: Optimizer | Sequence[Optimizer] = (),
         *,
         step: int | None = None,
-        **others: Stateful,
+        **others: HasState,
     ) -> int | None:
         """Loads a checkpoint of the same model, which may have been saved on another number of
         ranks or under another strategy. A rank takes up its random generators; one that was not
@@ -137,7 +144,8 @@ class Checkpoints:
             model: as in :meth:`save`; loaded in place.
             optimizers: as in :meth:`save`.
             step: which one; None is the newest.
-            others: some of those that were saved, by the same names.
+            others: some of those that were saved, by the same names. They are loaded first, so that
+                one may refuse the checkpoint of another run by an error before anything else is.
 
         Returns:
             The step; None where ``step`` is None and there is no checkpoint.
@@ -163,6 +171,8 @@ class Checkpoints:
                 f"others must be among {sorted(run['others'])}, which {path} has, "
                 f"got {sorted(missing)}"
             )
+        for name, other in others.items():
+            other.load_state_dict(run["others"][name])
         state = _state_of(model, optimizers)
         with _quiet_alone():
             load_tensors(state, storage_reader=FileSystemReader(path), process_group=self.group)
@@ -177,12 +187,16 @@ class Checkpoints:
             optimizer.load_state_dict(state["fused"][name])
             # Adam's count, which its state lacks; a kernel takes it over before its first step.
             optimizer.set_optimizer_step(wanted)
-        for name, other in others.items():
-            other.load_state_dict(run["others"][name])
         generators = path / f"rank-{self.rank:05d}.pt"
         if generators.exists():
             _restore_random_state(_read(generators))
         return wanted
+
+    def clear(self) -> None:
+        """Removes all checkpoints; all ranks call it together."""
+        if self.rank == 0:
+            self._remove(self._found().values())
+        self._barrier()
 
     def _found(self) -> dict[int, Path]:
         result: dict[int, Path] = {}
@@ -201,12 +215,19 @@ class Checkpoints:
         os.replace(temporary, final)
         _sync_directory(self.directory)
         kept = sorted(self._found().items())[-self.keep :]
-        for path in self.directory.iterdir():
-            if _NAME.fullmatch(path.name) and path not in [other for _, other in kept]:
-                # Under a name that does not count, because removing may be cut short.
-                doomed = path.with_name(f"{path.name}.writing")
-                os.replace(path, doomed)
-                shutil.rmtree(doomed)
+        left = {path for _, path in kept}
+        self._remove(
+            path
+            for path in list(self.directory.iterdir())
+            if _NAME.fullmatch(path.name) and path not in left
+        )
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            # Under a name that does not count, because removing may be cut short.
+            doomed = path.with_name(f"{path.name}.writing")
+            os.replace(path, doomed)
+            shutil.rmtree(doomed)
 
     def _barrier(self) -> None:
         if dist.is_initialized():

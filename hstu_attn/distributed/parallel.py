@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hstu_attn.distributed.embedding import ShardedEmbedding
+from hstu_attn.distributed.torchrec_tables import TorchrecTables
 from hstu_attn.layer import HSTULayer
 
 __all__ = ["clip_gradients", "global_mean", "parallelize", "parameter_groups"]
@@ -105,13 +106,22 @@ def parallelize(
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Groups for an optimiser: first the parameters that every rank has whole, then those that are
-    divided among ranks. Options of a group, as a learning rate of its own, may be added.
+    divided among ranks. Options of a group, as a learning rate of its own, may be added. Parameters
+    of torchrec's tables, which have an optimiser of their own, are in none.
 
     Optimisers update the parameters of a group together and cannot mix the two kinds there.
     """
     whole: list[nn.Parameter] = []
     divided: list[nn.Parameter] = []
+    elsewhere = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, TorchrecTables)
+        for parameter in module.parameters()
+    }
     for parameter in model.parameters():
+        if parameter in elsewhere:
+            continue
         (divided if isinstance(parameter, DTensor) else whole).append(parameter)
     return [{"params": group} for group in (whole, divided) if group]
 
@@ -174,7 +184,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
     Returns:
         The norm before clipping, a scalar, the same on every rank; of use to log it and to see that
-        a gradient is not finite.
+        a gradient is not finite. Gradients stay as they are then, to be looked at.
 
     Raises:
         ValueError: for a gradient that is a sum not yet carried out (``Partial``).
@@ -195,6 +205,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
         squares.append(square)
     norm = torch.stack(squares).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = torch.where(norm.isfinite(), factor, 1.0)
     for part in every:
         part.mul_(factor.to(part.device))
     return norm
