@@ -424,18 +424,24 @@ def test_on_a_gpu(name, dtype, recompute):
     config, names = GPU_CASES[name]
     # A norm of almost equal numbers would enlarge rounding errors by any factor.
     layer = HSTULayer(replace(config, norm_eps=1.0), device="cuda")
-    inputs = gpu_inputs(config, names, dtype)
-    assert layer._is_fused(inputs["x"])
-    cotangent = torch.randn_like(inputs["x"])
-    actual = run(with_config(layer, **recompute), inputs, cotangent)
-    yardstick = run(with_config(layer, fused=False), inputs, cotangent)
     double = with_config(copy.deepcopy(layer).cpu().double(), fused=False)
-    on_cpu = {n: t.cpu() if torch.is_tensor(t) else t for n, t in inputs.items()}
-    exact = run(double, {**on_cpu, "x": on_cpu["x"].double()}, cotangent.cpu().double())
-    for tensor_name, tensor in actual.items():
-        wanted = yardstick[tensor_name]
-        assert tensor.dtype == wanted.dtype
-        assert_matches(tensor_name, tensor.cpu(), exact[tensor_name], wanted.cpu())
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    # A weight for each head is too few numbers to compare their largest errors: of several batches.
+    for _ in range(8 if config.use_group_norm else 1):
+        inputs = gpu_inputs(config, names, dtype)
+        assert layer._is_fused(inputs["x"])
+        cotangent = torch.randn_like(inputs["x"])
+        actual = run(with_config(layer, **recompute), inputs, cotangent)
+        yardstick = run(with_config(layer, fused=False), inputs, cotangent)
+        on_cpu = {n: t.cpu() if torch.is_tensor(t) else t for n, t in inputs.items()}
+        exact = run(double, {**on_cpu, "x": on_cpu["x"].double()}, cotangent.cpu().double())
+        for tensor_name, tensor in actual.items():
+            wanted = yardstick[tensor_name]
+            assert tensor.dtype == wanted.dtype
+            triple = (tensor.cpu(), exact[tensor_name], wanted.cpu())
+            found.setdefault(tensor_name, []).append(triple)
+    for tensor_name, triples in found.items():
+        assert_matches(tensor_name, *map(torch.stack, zip(*triples, strict=True)))
 
 
 @pytest.mark.gpu

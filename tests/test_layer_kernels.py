@@ -48,7 +48,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in ("LAYER_NORM", "SILU", "GATE"):
             form = getattr(triton_steps, name)
             patch.setattr(triton_steps, name, form._replace(elements=128))
-        for name in ("LAYER_NORM_BACKWARD", "ACTIVATION_BACKWARD", "GATE_BACKWARD"):
+        gates = ("GATE_BACKWARD", "GATE_BACKWARD_AGAIN")
+        for name in ("LAYER_NORM_BACKWARD", "ACTIVATION_BACKWARD", *gates):
             form = getattr(triton_steps, name)
             patch.setattr(triton_steps, name, form._replace(elements=64, programs=2))
         yield

@@ -57,11 +57,9 @@ HSTU_DEVICE void start_copy_quantised(const PagedParams& paged, const PageMap& p
     start_copy_word(paged.scales + (exists ? at : 0), quantised.scales[place.stage()] + row,
                     exists);
   }
-  // Raises what is awaited by one, for these copies, and then arrives itself.
-  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
                    cast_smem_ptr_to_uint(reinterpret_cast<uint64_t*>(&full)))
                : "memory");
-  full.arrive();
 }
 
 // Turns the stored bytes of a tile, which have come, into the tile. By a warp.

@@ -52,6 +52,7 @@ GATE = Form(2048, 4)
 LAYER_NORM_BACKWARD = Form(1024, 1, programs=8, stages=3, rows_read=3)
 ACTIVATION_BACKWARD = Form(1024, 4, programs=12, stages=3, rows_read=2)
 GATE_BACKWARD = Form(1024, 2, programs=8, stages=3, rows_read=3)
+GATE_BACKWARD_AGAIN = GATE_BACKWARD._replace(programs=4)  # which also writes what the gate did
 
 MAX_WARPS = 16
 # The elementwise kernels cut wider rows into such pieces.
@@ -235,8 +236,9 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     rows, columns = attention.shape
     width = columns // options.groups
-    tile = _summing_tile(attention, width, GATE_BACKWARD, parts=len(options.parts))
-    programs = _programs(attention, tile, GATE_BACKWARD, options.groups)
+    form = GATE_BACKWARD_AGAIN if again else GATE_BACKWARD
+    tile = _summing_tile(attention, width, form, parts=len(options.parts))
+    programs = _programs(attention, tile, form, options.groups)
     dattention = torch.empty_like(attention)
     y = torch.empty_like(dy) if again else None
     dweight = _sums(weight is not None, attention, programs, columns)
