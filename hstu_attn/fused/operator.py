@@ -32,8 +32,9 @@ and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -165,6 +166,26 @@ def suits(x: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
+_Rest = ParamSpec("_Rest")
+_Result = TypeVar("_Result")
+
+
+def _without_autocast(
+    function: Callable[Concatenate[Tensor, _Rest], _Result],
+) -> Callable[Concatenate[Tensor, _Rest], _Result]:
+    """The dtype of `x` is that of the computation: autocast would mix others in."""
+
+    @functools.wraps(function)
+    def wrapped(tensor: Tensor, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+        kind = tensor.device.type
+        if not torch.is_autocast_enabled(kind):
+            return function(tensor, *args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return function(tensor, *args, **kwargs)
+
+    return wrapped
+
+
 def _steps(x: Tensor, settings: Settings) -> Steps:
     return steps_for(x, x.shape[1], settings.num_heads * settings.hidden_dim // settings.groups)
 
@@ -238,6 +259,7 @@ def _add_output(x: Tensor, y: Tensor, weights: Weights) -> Tensor:
 
 
 @torch.no_grad()
+@_without_autocast
 def project(x: Tensor, weights: Weights, settings: Settings) -> list[Tensor]:
     """For inference: u `(total, heads * hidden)`, and v, q, k `(total, heads, width)` as views of
     one buffer."""
@@ -250,6 +272,7 @@ def project(x: Tensor, weights: Weights, settings: Settings) -> list[Tensor]:
 
 
 @torch.no_grad()
+@_without_autocast
 def gate_output(
     x: Tensor,
     attention: Tensor,
@@ -265,6 +288,7 @@ def gate_output(
     return _add_output(x, y, weights)
 
 
+@_without_autocast
 def _forward(
     x: Tensor, weights: Weights, call: Call, settings: Settings
 ) -> tuple[Tensor, Kept | None]:
@@ -303,6 +327,7 @@ def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(doutput.t(), read).to(weight.dtype)
 
 
+@_without_autocast
 def _backward(
     dout: Tensor, x: Tensor, kept: Kept, weights: Weights, call: Call, settings: Settings
 ) -> list[Tensor | None]:
@@ -497,9 +522,16 @@ def _save_for_operator(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
     ctx.save_for_backward(x, *weights, *call, *output[1:])
 
 
-def _operator_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """The tensor arguments of the forward, and what it kept."""
+    # NOTE: each access unpacks all of them, which activation checkpointing allows once.
+    saved = ctx.saved_tensors
     count = 1 + _NUM_WEIGHTS + _NUM_CALL
-    tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    return saved[:count], saved[count:]
+
+
+def _operator_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+    tensors, kept = _saved(ctx)
     result = torch.ops.hstu_attn.hstu_layer_backward(
         gradients[0], list(kept), *tensors, *ctx.settings
     )
@@ -532,8 +564,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        count = 1 + _NUM_WEIGHTS + _NUM_CALL
-        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        tensors, kept = _saved(ctx)
         x, weights, call, settings = _unpack((*tensors, *ctx.settings))
         gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings)
         return (None, *gradients, *(None for _ in range(_NUM_CALL)))

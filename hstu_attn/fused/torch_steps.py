@@ -32,7 +32,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Rows of mean 0 and variance 1, and what each was multiplied by, in the dtype of the sums."""
-    wide = x.to(_sum_dtype(x))
+    wide = x.to(_sum_dtype(x)).contiguous()
     centred = wide - wide.mean(dim=-1, keepdim=True)
     factor = (centred.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     return centred * factor, factor
