@@ -285,7 +285,7 @@ def train_tables(folder: Path = RESULTS) -> list[str]:
                 _number(r["ms"]),
                 f"{r['rows_per_second_per_gpu']:.0f}",
                 *(_number(r[x]) for x in ("tflops_per_gpu", "share_of_matmul", "mfu")),
-                f"{r['scaling']:.2f}",
+                "-" if r["scaling"] is None else f"{r['scaling']:.2f}",
             ]
             for r in records
         ]

@@ -23,6 +23,7 @@ those of one GPU alone in the same case, or, of strong scaling, the FLOPs.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -317,6 +318,7 @@ def measure_all(options: Options, world: World, gpu: Gpu | None) -> list[Record]
                 continue  # it is what "weak" is
             for balanced in (True, False) if case != "equal" and size > 1 else (True,):
                 if world.rank < size:
+                    gc.collect()  # of the case before, or its model counts as this one's memory
                     records.append(measure(options, case, balanced, mesh, world, gpu))
                     if gpu:
                         torch.cuda.empty_cache()

@@ -51,7 +51,7 @@ class HSTULayer(nn.Module):
     The computation runs in the dtype of ``x``; parameters are cast to it where they are used. So
     fp32 parameters with bf16 inputs train with fp32 master weights. ``config.fused``
     says whether the layer is one autograd function or composed of torch's; a fused one keeps less
-    for the backward, and its norms read fp32 weights as they are.
+    for the backward, its norms read fp32 weights as they are, and autocast changes nothing in it.
 
     Args:
         config: the widths and options.
@@ -253,7 +253,7 @@ class HSTULayer(nn.Module):
         self._check(x)
         mask = self._mask(rows.seq_offsets, rows.num_targets, None)
         # The compiler fuses torch's functions by itself, and sees no steps of an operator here.
-        is_fused = self._is_fused(x) and not torch.compiler.is_compiling()
+        is_fused = self._is_fused(x) and not fused.is_traced(x)
         if is_fused:
             weights, settings = self._weights(), self._settings(rows.max_seq_len, mask)
             u, v, q, k = fused.project(x, weights, settings)

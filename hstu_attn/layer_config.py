@@ -46,7 +46,7 @@ class HSTULayerConfig:
 
     Output:
         norm_affine: whether both norms have a learned weight and bias.
-        norm_eps: added to the variance in both norms.
+        norm_eps: added to the variance in both norms; positive.
         use_group_norm: normalise the attention output within each head, not over all heads.
         concat_u: the output linear also reads u.
         concat_x: the output linear also reads the attention output as it was before the norm.
@@ -107,6 +107,7 @@ class HSTULayerConfig:
             self._require(name, getattr(self, name) > 0, "a positive number")
         for name in ("max_attn_len", "min_full_attn_seq_len", "contextual_seq_len", "num_buckets"):
             self._require(name, getattr(self, name) >= 0, "zero or a positive number")
+        self._require("norm_eps", self.norm_eps > 0, "a positive number")
         activations = ("silu", "silu_u", "none")
         self._require("linear_activation", self.linear_activation in activations, str(activations))
         self._require("output_dropout_ratio", 0 <= self.output_dropout_ratio < 1, "in [0, 1)")

@@ -336,7 +336,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, rab, pos_weight, ts_weight = ctx.saved_tensors
+        # NOTE: each access unpacks all of them, which activation checkpointing allows once.
+        q, k, v, rab, pos_weight, ts_weight = saved = ctx.saved_tensors
         geometry, times, options = ctx.rest
         _, _, _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
         dq, dk, dv, drab, dpos, dts = _call(
@@ -363,7 +364,7 @@ class _Attention(torch.autograd.Function):
             dts.to(ts_weight.dtype) if has_dts else None,
         )
         if torch.is_grad_enabled():
-            gradients = _only_once((dout, *ctx.saved_tensors), gradients)
+            gradients = _only_once((dout, *saved), gradients)
         return (*gradients, None)
 
 
@@ -387,7 +388,8 @@ class _AttentionPacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, rab, pos_weight, ts_weight = ctx.saved_tensors
+        # NOTE: as above, one access.
+        qkv, rab, pos_weight, ts_weight = saved = ctx.saved_tensors
         geometry, times, options = ctx.rest
         _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
@@ -408,7 +410,7 @@ class _AttentionPacked(torch.autograd.Function):
             None if dts is None else dts.to(ts_weight.dtype),
         )
         if torch.is_grad_enabled():
-            gradients = _only_once((dout, *ctx.saved_tensors), gradients)
+            gradients = _only_once((dout, *saved), gradients)
         return (*gradients, None)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import hstu_attn
 from hstu_attn import DenseBias, Mask, RelativeBias, fast_call, hstu_attention, interface, ops
@@ -387,12 +388,27 @@ def test_second_derivatives_of_a_packed_call_are_refused():
         torch.autograd.grad(gradient.sum(), qkv)
 
 
-def test_gradients_under_create_graph_are_right():
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_under_create_graph_are_right(checkpointed):
     arguments = good()
     leaf = arguments["k"].requires_grad_()
     (plain,) = torch.autograd.grad(call(arguments).sum(), leaf)
-    (guarded,) = torch.autograd.grad(call(arguments).sum(), leaf, create_graph=True)
+    out = checkpoint(call, arguments, use_reentrant=False) if checkpointed else call(arguments)
+    (guarded,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
     assert guarded.requires_grad
+    assert torch.equal(plain, guarded)
+
+
+def test_gradients_of_a_packed_call_under_activation_checkpointing():
+    offsets = ints(0, 5)
+    qkv = torch.randn(5, 3, 2, 16, requires_grad=True)
+
+    def packed(qkv):
+        return hstu_attn.hstu_attn_qkvpacked_func(qkv, offsets, offsets, None, None, 5, 5)
+
+    (plain,) = torch.autograd.grad(packed(qkv).sum(), qkv)
+    out = checkpoint(packed, qkv, use_reentrant=False)
+    (guarded,) = torch.autograd.grad(out.sum(), qkv, create_graph=True)
     assert torch.equal(plain, guarded)
 
 

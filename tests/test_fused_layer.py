@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_runs import run_ranks
 from test_layer import BASE, CASES, RESEARCH, STU, make_inputs, make_layer
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 from triton_interpreter import interpreter
 
 from hstu_attn.fused import operator, torch_steps
@@ -129,6 +136,79 @@ def test_fused_can_be_differentiated_once():
     (dx,) = torch.autograd.grad(layer(**inputs).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(x_dtype):
+    layer = make_layer(replace(STU, fused=True, **RECOMPUTE), torch.float32)
+    inputs = make_inputs(STU, {"num_targets"}, x_dtype)
+    cotangent = torch.randn_like(inputs["x"])
+    expected = run(layer, inputs, cotangent)
+    with torch.autocast("cpu", torch.bfloat16 if x_dtype == torch.float32 else torch.float16):
+        assert_all_close(run(layer, inputs, cotangent), expected, rtol=0, atol=0)
+        x = inputs["x"].requires_grad_()
+        output = layer(**inputs)
+        with torch.no_grad():
+            inferred = layer(**inputs)
+    assert inferred.dtype == x_dtype
+    torch.testing.assert_close(inferred, expected["output"])
+    (dx,) = torch.autograd.grad(output, x, cotangent)
+    assert torch.equal(dx, expected["d x"])
+
+
+@pytest.mark.parametrize("config", [DROPPING, replace(DROPPING, fused=True)])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(config, use_reentrant):
+    """Also of the composed layer; the second forward drops what the first did."""
+    stack = HSTUStack(config, 2).double()
+    inputs = make_inputs(config, {"num_targets"}, torch.float64)
+    rest = list(inputs.values())[1:]
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(8)
+        x = inputs["x"].detach().requires_grad_()
+        stack.zero_grad()
+        output = x
+        for layer in stack.layers:
+            if checkpointed:
+                output = checkpoint(layer, output, *rest, use_reentrant=use_reentrant)
+            else:
+                output = layer(output, *rest)
+        output.square().sum().backward()
+        results.append([output.detach(), x.grad, *(p.grad.clone() for p in stack.parameters())])
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert actual.any()
+        assert torch.equal(actual, expected)
+
+
+def sharded_gradients(config: HSTULayerConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of every weight: by one process, and by the ranks of a group that divides the weights."""
+    stack, inputs = HSTUStack(config, 2), make_inputs(config, {"num_targets"}, torch.float32)
+    stack(**inputs).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in stack.named_parameters()}
+    stack.zero_grad(set_to_none=True)
+    apply_activation_checkpointing(
+        stack.layers[1:], check_fn=lambda module: isinstance(module, HSTULayer)
+    )
+    for layer in stack.layers:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(stack, reshard_after_forward=True)
+    stack(**inputs).square().sum().backward()
+    return {
+        name: (
+            parameter.grad.full_tensor(),
+            expected[name.replace("_checkpoint_wrapped_module.", "")],
+        )
+        for name, parameter in stack.named_parameters()
+    }
+
+
+def test_sharded_weights():
+    """FSDP2 frees the weights after the forward, which the backward reads again."""
+    config = replace(STU, fused=True, output_dropout_ratio=0.0, norm_eps=1e-2, **RECOMPUTE)
+    for gradients in run_ranks(2, sharded_gradients, config):
+        for actual, expected in gradients.values():
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -282,8 +362,12 @@ def operator_arguments(config: HSTULayerConfig, names: set[str]) -> tuple[Any, .
         (replace(BASE, fused=True, linear_activation="none"), set()),
     ],
 )
-def test_operators_are_well_formed(config, names):
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_operators_are_well_formed(config, names, columns_first):
     arguments = operator_arguments(config, names)
+    if columns_first:  # what the operators give out is contiguous nevertheless
+        x, *rest = arguments
+        arguments = (x.detach().t().contiguous().t().requires_grad_(), *rest)
     forward = torch.ops.hstu_attn.hstu_layer_forward.default
     torch.library.opcheck(forward, arguments)
     with torch.no_grad():
@@ -292,6 +376,27 @@ def test_operators_are_well_formed(config, names):
         torch.library.opcheck(
             torch.ops.hstu_attn.hstu_layer_backward.default, (torch.randn_like(out), kept, *plain)
         )
+
+
+def test_tensors_without_data(monkeypatch):
+    """Fake ones reach no step, and their shapes are known all the same."""
+    config = replace(DROPPING, fused=True)
+    shape = (12, config.embedding_dim)
+
+    def differentiated(device: str) -> Tensor:
+        layer = HSTULayer(config, device=device)
+        x = torch.empty(shape, device=device, requires_grad=True)
+        offsets = torch.empty(3, dtype=torch.int64, device=device)
+        layer(x, offsets, 7).sum().backward()
+        with torch.no_grad():
+            assert layer(x, offsets, 7).shape == shape
+        assert all(p.grad.shape == p.shape for p in layer.parameters())
+        return x.grad
+
+    assert differentiated("meta").shape == shape
+    monkeypatch.setattr(operator, "steps_for", lambda x, *widths: None)
+    with FakeTensorMode():
+        assert differentiated("cpu").shape == shape
 
 
 def compiled_inputs(lengths: list[int]) -> tuple[Any, ...]:

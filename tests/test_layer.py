@@ -365,6 +365,7 @@ def test_embedding_of_positions() -> None:
         ({"num_heads": 0}, "num_heads must be a positive number, got 0"),
         ({"max_attn_len": -1}, "max_attn_len must be zero or a positive number, got -1"),
         ({"linear_activation": "relu"}, "linear_activation must be"),
+        ({"norm_eps": 0.0}, "norm_eps must be a positive number, got 0.0"),
         ({"output_dropout_ratio": 1.0}, "output_dropout_ratio must be"),
         ({"concat_ua": True, "concat_u": True}, "concat_ua must be False beside"),
         ({"scaling_seqlen": 0}, "scaling_seqlen must be -1 or positive, got 0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runs import run_ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,3 +96,28 @@ def test_a_run_of_two_ranks(strategy, tmp_path):
     assert table.count("\n| ") == 9
     assert "| strong, dealt | 2 |" in table
     assert plots.draw(file, tmp_path) == [tmp_path / f"train-{strategy}.png"]
+
+    write_records(
+        file, [{"heads": 2, **described, **record, "scaling": None} for record in records]
+    )
+    assert "| - |" in "\n".join(readme.train_tables(tmp_path))
+
+
+def test_a_case_has_the_memory_to_itself(monkeypatch):
+    """Models in cycles of references are gone before the next case is measured."""
+    alive: list[weakref.ref[nn.Module]] = []
+
+    def measure(options: train.Options, *rest: Any) -> dict[str, Any]:
+        assert not any(reference() for reference in alive)
+        model = nn.Linear(2, 2)
+        model.cycle = [model]
+        alive.append(weakref.ref(model))
+        return {"case": rest[0], "gpus": 1, "rows_per_second_per_gpu": 1.0}
+
+    monkeypatch.setattr(train, "measure", measure)
+    gc.disable()
+    try:
+        train.measure_all(train.parse(TINY), World(0, 0, 1, torch.device("cpu"), None), None)
+    finally:
+        gc.enable()
+    assert len(alive) == 2

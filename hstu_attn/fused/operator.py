@@ -26,8 +26,8 @@ the norms are kept: the backward has the whole row at hand. Weights are cast to 
 where they are used, in both directions, and not kept in it.
 
 As in ops.py, eager calls go through one `torch.autograd.Function` that calls the functions below,
-and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile` and
-`torch.export`, which see one operator each.
+and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile`,
+`torch.export` and fake tensors, which see one operator each.
 """
 
 from __future__ import annotations
@@ -38,13 +38,23 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from hstu_attn import ops
 
 from .steps import HAS_TRITON, GateOptions, Steps, steps_for
 
-__all__ = ["Call", "Settings", "Weights", "gate_output", "hstu_layer", "project", "suits"]
+__all__ = [
+    "Call",
+    "Settings",
+    "Weights",
+    "gate_output",
+    "hstu_layer",
+    "is_traced",
+    "project",
+    "suits",
+]
 
 
 class Weights(NamedTuple):
@@ -161,6 +171,11 @@ def suits(x: Tensor) -> bool:
     )
 
 
+def is_traced(x: Tensor) -> bool:
+    """Whether the call is seen as operators: a compiler reads it, or it is of shapes alone."""
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+
+
 # ---------------------------------------------------------------------------------------------
 # Forward
 # ---------------------------------------------------------------------------------------------
@@ -178,7 +193,7 @@ def _without_autocast(
     @functools.wraps(function)
     def wrapped(tensor: Tensor, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         kind = tensor.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
             return function(tensor, *args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return function(tensor, *args, **kwargs)
@@ -413,7 +428,7 @@ def _backward(
 
 
 # ---------------------------------------------------------------------------------------------
-# The operators, for torch.compile and torch.export
+# The operators, for torch.compile, torch.export and fake tensors
 # ---------------------------------------------------------------------------------------------
 
 _TYPES = {
@@ -587,7 +602,7 @@ def hstu_layer(x: Tensor, weights: Weights, call: Call, settings: Settings) -> T
         x.requires_grad or any(w is not None and w.requires_grad for w in weights)
     )
     settings = Settings(*settings[:-1], has_backward=records)
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, *settings)
         return cast(Tensor, results[0])
     if records:
