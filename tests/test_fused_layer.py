@@ -181,15 +181,16 @@ def test_activation_checkpointing(config, use_reentrant):
         assert torch.equal(actual, expected)
 
 
-def sharded_gradients(config: HSTULayerConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of every weight: by one process, and by the ranks of a group that divides the weights."""
+def sharded_gradients(
+    config: HSTULayerConfig, checkpointed: bool
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of every weight: by the ranks of a group that divides the weights, and by one process."""
     stack, inputs = HSTUStack(config, 2), make_inputs(config, {"num_targets"}, torch.float32)
     stack(**inputs).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in stack.named_parameters()}
     stack.zero_grad(set_to_none=True)
-    apply_activation_checkpointing(
-        stack.layers[1:], check_fn=lambda module: isinstance(module, HSTULayer)
-    )
+    if checkpointed:
+        apply_activation_checkpointing(stack, check_fn=lambda m: isinstance(m, HSTULayer))
     for layer in stack.layers:
         fully_shard(layer, reshard_after_forward=True)
     fully_shard(stack, reshard_after_forward=True)
@@ -203,11 +204,13 @@ def sharded_gradients(config: HSTULayerConfig) -> dict[str, tuple[Tensor, Tensor
     }
 
 
-def test_sharded_weights():
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_sharded_weights(checkpointed):
     """FSDP2 frees the weights after the forward, which the backward reads again."""
     config = replace(STU, fused=True, output_dropout_ratio=0.0, norm_eps=1e-2, **RECOMPUTE)
-    for gradients in run_ranks(2, sharded_gradients, config):
+    for gradients in run_ranks(2, sharded_gradients, config, checkpointed):
         for actual, expected in gradients.values():
+            assert expected.any()
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
