@@ -134,7 +134,7 @@ def hstu_attention(
     try:
         return ops.attention(q, k, v, geometry, biases, times, pages, options)
     except (AttributeError, RuntimeError, TypeError):
-        _explain_types({"q": q, "k": k, "v": v}, geometry, biases)
+        explain_types({"q": q, "k": k, "v": v}, geometry, biases)
         raise
 
 
@@ -270,7 +270,7 @@ def hstu_attn_qkvpacked_func(
     try:
         return ops.attention_packed(qkv, geometry, biases, times, options)
     except (AttributeError, RuntimeError, TypeError):
-        _explain_types({"qkv": qkv}, geometry, biases)
+        explain_types({"qkv": qkv}, geometry, biases)
         raise
 
 
@@ -417,9 +417,7 @@ _INT_FIELDS = {
 _REQUIRED_TENSORS = {"cu_seqlens_q", "cu_seqlens_k"}
 
 
-def _explain_types(
-    tensors: dict[str, Any], geometry: ops.Geometry, biases: tuple[Any, ...]
-) -> None:
+def explain_types(tensors: dict[str, Any], geometry: ops.Geometry, biases: tuple[Any, ...]) -> None:
     """After a failed call: a ValueError if an argument is of a type that the operator cannot take.
 
     Here rather than before the call, which is the hot path.

@@ -129,6 +129,24 @@ def test_bf16_rows_and_fp32_weights():
         assert_matches(name, tensor, exact[name], yardstick[name])
 
 
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seq_offsets": [0, 4]}, "cu_seqlens_q: expected a tensor, got list"),
+        ({"max_seq_len": 7.5}, "max_seqlen_q: expected an int, got float"),
+        ({"num_targets": [1, 2]}, "num_targets: expected .* tensor, got list"),
+        ({"num_targets": torch.tensor([1])}, "num_targets: expected"),
+        ({"seq_offsets": torch.zeros(4)}, "cu_seqlens_q: expected"),
+    ],
+)
+def test_errors_are_those_of_attention(wrong, message, records):
+    layer, inputs = make_layer(STU), make_inputs(STU, {"num_targets"}, torch.float64)
+    for is_fused in (False, True):
+        with torch.set_grad_enabled(records), pytest.raises(ValueError, match=f"^{message}"):
+            with_config(layer, fused=is_fused)(**{**inputs, **wrong})
+
+
 def test_fused_can_be_differentiated_once():
     layer = make_layer(replace(BASE, fused=True))
     inputs = make_inputs(BASE, set(), torch.float64)

@@ -42,6 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from hstu_attn import ops
+from hstu_attn.interface import explain_types
 
 from .steps import HAS_TRITON, GateOptions, Steps, steps_for
 
@@ -191,7 +192,7 @@ def _without_autocast(
     """The dtype of `x` is that of the computation: autocast would mix others in."""
 
     @functools.wraps(function)
-    def wrapped(tensor: Tensor, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+    def wrapped(tensor: Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         kind = tensor.device.type
         if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
             return function(tensor, *args, **kwargs)
@@ -602,9 +603,14 @@ def hstu_layer(x: Tensor, weights: Weights, call: Call, settings: Settings) -> T
         x.requires_grad or any(w is not None and w.requires_grad for w in weights)
     )
     settings = Settings(*settings[:-1], has_backward=records)
-    if is_traced(x):
-        results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, *settings)
-        return cast(Tensor, results[0])
-    if records:
-        return cast(Tensor, _Layer.apply(settings, x, *weights, *call))
-    return _forward(x, weights, call, settings)[0]
+    try:
+        if is_traced(x):
+            results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, *settings)
+            return cast(Tensor, results[0])
+        if records:
+            return cast(Tensor, _Layer.apply(settings, x, *weights, *call))
+        return _forward(x, weights, call, settings)[0]
+    except (AttributeError, RuntimeError, TypeError):
+        geometry, biases, *_ = _attention_arguments(weights, call, settings)
+        explain_types({"x": x}, geometry, biases)
+        raise
