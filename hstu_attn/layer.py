@@ -174,7 +174,7 @@ class HSTULayer(nn.Module):
             NotImplementedError: a relative bias beside ``context``.
         """
         self._check(x)
-        mask = self._mask(seq_offsets, num_targets, num_contexts)
+        mask = self._mask(seq_offsets, num_targets, num_contexts, context)
         bias = self._bias(timestamps, row_timestamps)
         if context is None and self._is_fused(x):
             (_, pos_weight, ts_weight), (times, row_times, thresholds) = bias_arguments(bias)
@@ -388,7 +388,11 @@ class HSTULayer(nn.Module):
         return x + F.linear(y, _cast(self.output.weight, x), _cast_optional(self.output.bias, x))
 
     def _mask(
-        self, seq_offsets: Tensor, num_targets: Tensor | None, num_contexts: Tensor | None
+        self,
+        seq_offsets: Tensor,
+        num_targets: Tensor | None,
+        num_contexts: Tensor | None,
+        context: ContextBatch | None = None,
     ) -> Mask:
         config = self.config
         if not config.target_aware:
@@ -399,9 +403,11 @@ class HSTULayer(nn.Module):
             reach = config.max_attn_len or -1
             return Mask.local(reach, reach)
         if num_contexts is None and config.contextual_seq_len > 0:
-            num_contexts = torch.full_like(
-                seq_offsets[1:], config.contextual_seq_len, dtype=torch.int32
-            )
+            number = config.contextual_seq_len
+            if context is None:
+                num_contexts = torch.full_like(seq_offsets[1:], number, dtype=torch.int32)
+            else:
+                num_contexts = context.constant(number)
         if config.max_attn_len == 0:
             return Mask.causal(
                 num_contexts=num_contexts,

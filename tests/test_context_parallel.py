@@ -276,6 +276,24 @@ def _check_skipping() -> None:
     assert causal == [1] * context.world
 
 
+def _check_layers_share_calls() -> None:
+    """Contextual rows that the configuration counts are found once for all layers."""
+    config = HSTULayerConfig(
+        embedding_dim=8, num_heads=2, hidden_dim=8, attention_dim=8, contextual_seq_len=2
+    )
+    stack = HSTUStack(config, 3)
+    seq_offsets = offsets(LENGTHS)
+    context = ContextBatch(seq_offsets, max(LENGTHS))
+    x = torch.randn(sum(LENGTHS), 8)
+    dist.broadcast(x, 0)
+    for parameter in stack.parameters():
+        dist.broadcast(parameter.data, 0)
+    found = stack(context.shard(x), seq_offsets, max(LENGTHS), context=context)
+    wanted = context.shard(stack(x, seq_offsets, max(LENGTHS)))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert len(context.calls._found) == 1
+
+
 def _check_refusals() -> None:
     context = ContextBatch(offsets([6, 5]), 6)
     q = torch.zeros(len(context.rows), 2, 8)
@@ -335,6 +353,7 @@ def _check_around() -> None:
     _check_gather()
     _check_calls_alone()
     _check_skipping()
+    _check_layers_share_calls()
     _check_refusals()
     widths = {"embedding_dim": 16, "num_heads": 2, "hidden_dim": 8, "attention_dim": 8}
     _check_training(HSTULayerConfig.stu(**widths, output_dropout_ratio=0.0, max_attn_len=9))

@@ -135,10 +135,19 @@ class ContextBatch:
         self.slots = slot_offsets[sequence] + number + into_second
         self.calls = _Calls(self, shard, slot_lengths, slot_offsets, sequence, num_second)
         self._slot_offsets = slot_offsets
+        self._constants: dict[int, Tensor] = {}
 
     def shard(self, x: Tensor) -> Tensor:
         """This rank's rows of `x` `(total, ...)`, differentiably."""
         return x.index_select(0, self.rows)
+
+    def constant(self, number: int) -> Tensor:
+        """int32 `(batch,)` of a number, one tensor for all layers, so that they share a mask."""
+        if number not in self._constants:
+            self._constants[number] = torch.full_like(
+                self.seq_offsets[1:], number, dtype=torch.int32
+            )
+        return self._constants[number]
 
     def gather(self, local: Tensor) -> Tensor:
         """The rows of all ranks, `(total, ...)`, from each rank's `(local rows, ...)`.
