@@ -13,6 +13,7 @@ from distributed_runs import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from hstu_attn.distributed import clip_gradients, parallelize
 from hstu_attn.distributed.context_parallel import ContextBatch
 from hstu_attn.distributed.tensor_parallel import (
     TensorParallelHSTULayer,
@@ -173,3 +174,68 @@ def _check_both() -> None:
 
 def test_heads_and_rows_shared_out_at_once():
     run_ranks(4, _check_both)
+
+
+def _check_clipping() -> None:
+    """The norm is that of whole layers, and the same on all ranks, so that what all hold stays so;
+    with rows of the parameters divided over two of four ranks, too."""
+    torch.manual_seed(5)
+    stack = HSTUStack(BASE, 2, dtype=torch.float64)
+    x = torch.randn(sum(LENGTHS), BASE.embedding_dim, dtype=torch.float64)
+    arguments = (offsets(LENGTHS), max(LENGTHS))
+    _step(stack, x, *arguments)
+    wanted = clip_gradients(stack.parameters(), 0.5)
+    expected = {name: parameter.grad for name, parameter in stack.named_parameters()}
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
+    shard_heads(stack, mesh["heads"])
+    wholes = copy.deepcopy(stack.state_dict())
+    as_local = shard_state_dict(stack, expected)
+    _step(stack, x, *arguments)
+    torch.testing.assert_close(clip_gradients(stack.parameters(), 0.5), wanted)
+    for name, parameter in stack.named_parameters():
+        torch.testing.assert_close(parameter.grad, as_local[name], msg=name)
+
+    stack.zero_grad()
+    divided = parallelize(stack, mesh["data"], "fsdp2")
+    _step(divided, x, *arguments)
+    torch.testing.assert_close(clip_gradients(divided.parameters(), 0.5), wanted)
+    for name, parameter in divided.named_parameters():
+        assert parameter.full_tensor().shape == wholes[name].shape
+        torch.testing.assert_close(parameter.grad.full_tensor(), as_local[name], msg=name)
+
+
+def test_gradients_are_clipped_by_the_norm_of_whole_layers():
+    run_ranks(4, _check_clipping)
+
+
+def _dropped() -> tuple[Tensor, Tensor, Tensor]:
+    """What was dropped of what the output linear reads, what that was scaled by, and a number drawn
+    afterwards."""
+    torch.manual_seed(7)
+    config = replace(BASE, output_dropout_ratio=0.25, norm_affine=False)
+    layer = shard_heads(HSTULayer(config), dist.group.WORLD)
+    entered: list[Tensor] = []
+    layer._local_gate = lambda attention, u: torch.ones(500, u.shape[1])
+    linear = nn.functional.linear
+
+    def spy(x: Tensor, *rest: Any) -> Tensor:
+        entered.append(x)
+        return linear(x, *rest)
+
+    nn.functional.linear = spy
+    try:
+        layer(torch.randn(500, BASE.embedding_dim), offsets([500]), 500)
+    finally:
+        nn.functional.linear = linear
+    kept = entered[-1].detach()
+    return kept == 0, kept[kept != 0], torch.rand(())
+
+
+def test_ranks_of_one_seed_drop_other_columns():
+    (first, scales, after), (second, _, after_second) = run_ranks(2, _dropped)
+    assert first.float().mean() == pytest.approx(0.25, abs=0.02)
+    torch.testing.assert_close(scales, torch.full_like(scales, 1 / 0.75))
+    # Independent, so that both drop a place as often as chance has it.
+    assert (first & second).float().mean() == pytest.approx(0.25**2, abs=0.02)
+    assert after == after_second  # dropout outside of the layers is alike

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hstu_attn.distributed.embedding import ShardedEmbedding
+from hstu_attn.distributed.tensor_parallel import divided_over, mark_divided
 from hstu_attn.distributed.torchrec_tables import TorchrecTables
 from hstu_attn.layer import HSTULayer
 
@@ -94,6 +95,7 @@ def parallelize(
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name not in ignored:
                 dist.broadcast(tensor, group=mesh.get_group(), group_src=0)
+    of_heads = {name: divided_over(parameter) for name, parameter in model.named_parameters()}
     parameters = {tensor for tensor in ignored.values() if isinstance(tensor, nn.Parameter)}
     in_dtype = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
@@ -101,6 +103,9 @@ def parallelize(
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=parameters)
     if model not in layers:
         fully_shard(model, mesh=mesh, ignored_params=parameters)
+    for name, parameter in model.named_parameters():  # which are new ones
+        if group := of_heads[name]:
+            mark_divided(parameter, group)
     return model
 
 
@@ -179,7 +184,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     the same model on one rank. All ranks call this together.
 
     Args:
-        parameters: of which some may be DTensors, on any meshes. Those without gradient count not.
+        parameters: of which some may be DTensors, on any meshes, or of layers whose heads
+            ``shard_heads`` has divided. Those without gradient count not.
         max_norm: the largest norm; infinity only computes the norm.
 
     Returns:
@@ -193,6 +199,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     for parameter in parameters:
         if parameter.grad is not None:
             groups, local = _local_part(parameter.grad)
+            if of_heads := divided_over(parameter):
+                groups = (*groups, of_heads)
             by_ranks.setdefault(groups, []).append(local)
     every = [part for parts in by_ranks.values() for part in parts]
     if not every:

@@ -86,7 +86,8 @@ class TensorParallelHSTULayer(HSTULayer):
     """The heads of an `HSTULayer` that one rank holds. Its `config` counts these alone.
 
     Where the configuration has dropout, each rank drops from the columns of its heads by its own
-    random numbers.
+    random numbers, also where torch's generators of the ranks are alike; as they should be, so that
+    dropout outside of the layers is the same on all ranks.
 
     Args:
         layer: the whole layer, with equal parameters on all ranks.
@@ -118,6 +119,8 @@ class TensorParallelHSTULayer(HSTULayer):
             owner, _, attribute = name.rpartition(".")
             made = nn.Parameter(local, requires_grad=parameter.requires_grad)
             setattr(self.get_submodule(owner), attribute, made)
+            if name in parts:
+                mark_divided(made, group)
         self.train(layer.training)
 
     def forward(
@@ -150,7 +153,7 @@ class TensorParallelHSTULayer(HSTULayer):
         if config.linear_activation == "silu_u":
             u = F.silu(u)
         v, q, k = (part.unflatten(1, (config.num_heads, -1)) for part in vqk)
-        mask = self._mask(seq_offsets, num_targets, num_contexts)
+        mask = self._mask(seq_offsets, num_targets, num_contexts, context)
         bias = self._local_bias(self._bias(timestamps, row_timestamps))
         options: dict[str, Any] = {
             "mask": mask,
@@ -164,7 +167,7 @@ class TensorParallelHSTULayer(HSTULayer):
         else:
             attention = context.attention(q, k, v, **options)
         y = self._local_gate(attention, u)
-        y = F.dropout(y, config.output_dropout_ratio, self.training)
+        y = self._dropout(y)
         y = _sum_of_all(F.linear(y, self.output.weight.to(x.dtype)), self.group)
         bias_of_output = _like(self.output.bias, x)
         return x + (y if bias_of_output is None else y + bias_of_output)
@@ -176,6 +179,16 @@ class TensorParallelHSTULayer(HSTULayer):
             NotImplementedError: always.
         """
         raise NotImplementedError("forward_cached: expected a layer with all heads")
+
+    def _dropout(self, y: Tensor) -> Tensor:
+        ratio = self.config.output_dropout_ratio
+        if not self.training or ratio == 0:
+            return y
+        # On the CPU, so that the host does not wait for a GPU.
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        generator = torch.Generator(y.device).manual_seed(seed + dist.get_rank(self.group))
+        kept = torch.empty_like(y).bernoulli_(1 - ratio, generator=generator)
+        return y * (kept / (1 - ratio))
 
     def _local_bias(self, bias: RelativeBias | None) -> RelativeBias | None:
         if bias is None:
@@ -215,6 +228,16 @@ class TensorParallelHSTULayer(HSTULayer):
         if config.concat_ua:
             return torch.cat([u, normed, gated], dim=1)
         return torch.cat([u] * config.concat_u + [flat] * config.concat_x + [gated], dim=1)
+
+
+def mark_divided(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Says that each rank of a group has a part of the parameter, in a tensor that does not."""
+    vars(parameter)["_divided_over"] = group
+
+
+def divided_over(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    """The group over which a parameter is divided where its tensor does not say so."""
+    return vars(parameter).get("_divided_over")
 
 
 def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
