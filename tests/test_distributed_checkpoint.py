@@ -16,8 +16,11 @@ from distributed_runs import BACKENDS, run_ranks
 from distributed_training import Run, Training
 from killed_writer import model_of, save_and_die
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from hstu_attn.distributed import Checkpoints
+from hstu_attn.distributed import Checkpoints, parameter_groups
 
 
 def part_of_run(run: Run, directory: str, number: int) -> tuple[Any, dict[str, Tensor], Any]:
@@ -209,3 +212,96 @@ def test_one_of_two_writers_is_killed(tmp_path: Path) -> None:
         run_ranks(2, save_until_a_rank_dies, str(tmp_path))
     assert newest(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".writing")]
+
+
+def two_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in model:
+            fully_shard(part, mesh=mesh)
+    return model, torch.optim.AdamW(parameter_groups(model), lr=0.1)
+
+
+def steps_of_parts(model: Any, optimizer: torch.optim.Optimizer, used: list[int]) -> None:
+    for number in used:
+        optimizer.zero_grad()
+        model[number](torch.linspace(-1, 1, 6).view(2, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def break_after(directory: str, first: list[int]) -> list[list[Tensor]]:
+    """Parameters after steps of parts of a model: without a checkpoint, with one after the first
+    steps, and continued from that."""
+    runs = [two_parts() for _ in range(3)]
+    for run in runs[:2]:
+        steps_of_parts(*run, first)
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(len(first), *runs[1])
+    assert checkpoints.load(*runs[2]) == len(first)
+    for run in runs:
+        steps_of_parts(*run, [1, 0, 1])
+    return [
+        [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+        for model, _ in runs
+    ]
+
+
+@pytest.mark.parametrize("first", [[], [0], [0, 1]])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_parameters_without_a_step_have_no_state(
+    num_ranks: int, first: list[int], tmp_path: Path
+) -> None:
+    for straight, saved, continued in run_ranks(num_ranks, break_after, str(tmp_path), first):
+        for wanted, *found in zip(straight, saved, continued, strict=True):
+            assert all(torch.equal(wanted, parameter) for parameter in found)
+
+
+def load_what_one_cannot(directory: str, name: str) -> tuple[str, bool]:
+    """The error of each rank, and whether anything was loaded."""
+    checkpoints = Checkpoints(directory)
+    path = checkpoints.save(1, model_of(1))
+    read, model = torch.load, model_of(0)
+
+    def fails(file: Path, **options: Any) -> Any:
+        if dist.get_rank() == 1 and file == path / name:
+            raise OSError("no such luck")
+        return read(file, **options)
+
+    torch.load = fails
+    try:
+        checkpoints.load(model)
+    except (OSError, RuntimeError) as error:
+        return str(error), any(parameter.any() for parameter in model.parameters())
+    finally:
+        torch.load = read
+    raise AssertionError("it was loaded")
+
+
+@pytest.mark.parametrize("name", ["run.pt", "rank-00001.pt"])
+def test_ranks_fail_to_load_together(name: str, tmp_path: Path) -> None:
+    (first, *changes), (second, *more) = run_ranks(2, load_what_one_cannot, str(tmp_path), name)
+    assert second == "no such luck"
+    assert first.endswith("must be readable on all ranks, got rank 1: OSError: no such luck")
+    assert not any([*changes, *more])
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_what_was_just_saved_stays(keep: int, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    for step in (7, 8, 9, 1):
+        assert checkpoints.save(step, model_of(step)).exists()
+    assert checkpoints.steps() == [1, *[8, 9][3 - keep :]]
+    assert checkpoints.load(model_of(0), step=1) == 1
+
+
+def test_cleared_beside_what_a_killed_writer_left(tmp_path: Path) -> None:
+    """One that was killed while it wrote a step of which there was a checkpoint."""
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(1, model_of(1))
+    left = path.with_name(f"{path.name}.writing")
+    left.mkdir()
+    (left / "run.pt").touch()
+    checkpoints.clear()
+    assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +64,7 @@ class Checkpoints:
 
     Args:
         directory: holds them; made if absent.
-        keep: how many stay; older ones are removed.
+        keep: how many stay: the one just saved and the newest others.
         group: of all ranks; its collectives are to work on the CPU (gloo, or "cpu:gloo,cuda:nccl").
             None is the default group.
     """
@@ -116,9 +116,10 @@ class Checkpoints:
             _write(temporary / "run.pt", run)
         self._barrier()
         _write(temporary / f"rank-{self.rank:05d}.pt", _random_state())
+        state = _state_to_save(model, optimizers)
         with _quiet_alone():
             save_tensors(
-                _state_of(model, optimizers),
+                state,
                 storage_writer=FileSystemWriter(temporary, sync_files=True),
                 process_group=self.group,
             )
@@ -152,6 +153,7 @@ class Checkpoints:
 
         Raises:
             ValueError: there is none of ``step``, or it lacks something of ``others``.
+            RuntimeError: another rank cannot read what this one can.
         """
         found = {number: path.name for number, path in self._found().items()}
         if dist.is_initialized():
@@ -164,7 +166,7 @@ class Checkpoints:
         if wanted not in found:
             raise ValueError(f"step must be one of {sorted(found)}, got {wanted}")
         path = self.directory / found[wanted]
-        run = _read(path / "run.pt")
+        run, generators, saved = self._read_together(path)
         missing = others.keys() - run["others"].keys()
         if missing:
             raise ValueError(
@@ -174,8 +176,11 @@ class Checkpoints:
         for name, other in others.items():
             other.load_state_dict(run["others"][name])
         state = _state_of(model, optimizers)
+        never_stepped = _without_state(state["optimizers"], saved)
+        left = {key: state["optimizers"].pop(key) for key in never_stepped}
         with _quiet_alone():
             load_tensors(state, storage_reader=FileSystemReader(path), process_group=self.group)
+        state["optimizers"].update(left)
         set_state_dict(
             model,
             optimizers,
@@ -183,13 +188,16 @@ class Checkpoints:
             optim_state_dict=state["optimizers"],
             options=_OPTIONS,
         )
+        named = _named_parameters(model)
+        for name in {_parameter_of(key) for key in never_stepped}:
+            for optimizer in _as_list(optimizers):
+                optimizer.state.pop(named[name], None)
         for name, optimizer in _fused_optimizers(model).items():
             optimizer.load_state_dict(state["fused"][name])
             # Adam's count, which its state lacks; a kernel takes it over before its first step.
             optimizer.set_optimizer_step(wanted)
-        generators = path / f"rank-{self.rank:05d}.pt"
-        if generators.exists():
-            _restore_random_state(_read(generators))
+        if generators is not None:
+            _restore_random_state(generators)
         return wanted
 
     def clear(self) -> None:
@@ -197,6 +205,31 @@ class Checkpoints:
         if self.rank == 0:
             self._remove(self._found().values())
         self._barrier()
+
+    def _read_together(
+        self, path: Path
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, Collection[str]]:
+        """What `run.pt` has, this rank's random generators, and the names of the tensors. Where one
+        rank fails all do, before any of them changes anything or waits for the others."""
+        of_rank = path / f"rank-{self.rank:05d}.pt"
+        error: Exception | None = None
+        try:
+            run = _read(path / "run.pt")
+            generators = _read(of_rank) if of_rank.exists() else None
+            saved = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+        except Exception as caught:
+            error = caught
+        problems = [None if error is None else f"{type(error).__name__}: {error}"]
+        if dist.is_initialized():
+            (mine,) = problems
+            problems *= dist.get_world_size(self.group)
+            dist.all_gather_object(problems, mine, group=self.group)
+        if error is not None:
+            raise error
+        said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+        if said:
+            raise RuntimeError(f"{path} must be readable on all ranks, got {'; '.join(said)}")
+        return run, generators, saved
 
     def _found(self) -> dict[int, Path]:
         result: dict[int, Path] = {}
@@ -214,8 +247,9 @@ class Checkpoints:
             os.replace(final, replaced)
         os.replace(temporary, final)
         _sync_directory(self.directory)
-        kept = sorted(self._found().items())[-self.keep :]
-        left = {path for _, path in kept}
+        # What was just saved stays, also beside those of later steps that a run has gone back from.
+        others = [path for _, path in sorted(self._found().items()) if path != final]
+        left = {final, *others[max(0, len(others) + 1 - self.keep) :]}
         self._remove(
             path
             for path in list(self.directory.iterdir())
@@ -226,6 +260,8 @@ class Checkpoints:
         for path in paths:
             # Under a name that does not count, because removing may be cut short.
             doomed = path.with_name(f"{path.name}.writing")
+            if doomed.exists():  # left by a writer that was killed
+                shutil.rmtree(doomed)
             os.replace(path, doomed)
             shutil.rmtree(doomed)
 
@@ -242,6 +278,50 @@ def _state_of(
     if fused := _fused_optimizers(model):
         result["fused"] = {name: optimizer.state_dict() for name, optimizer in fused.items()}
     return result
+
+
+def _state_to_save(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> dict[str, dict[str, Any]]:
+    """The state, without what torch makes for optimisers that have not made a step to have one."""
+    stepped = [set(optimizer.state) for optimizer in _as_list(optimizers)]
+    state = _state_of(model, optimizers)
+    made = set()
+    for optimizer, before in zip(_as_list(optimizers), stepped, strict=True):
+        for parameter in optimizer.state.keys() - before:
+            del optimizer.state[parameter]
+            made.add(parameter)
+    names = {name for name, parameter in _named_parameters(model).items() if parameter in made}
+    state["optimizers"] = {
+        key: value
+        for key, value in state["optimizers"].items()
+        if not (key.startswith("state.") and _parameter_of(key) in names)
+    }
+    return state
+
+
+def _without_state(wanted: Iterable[str], saved: Collection[str]) -> list[str]:
+    """Of the keys of optimisers' states, those of parameters that have none in a checkpoint."""
+    prefix = "optimizers."
+    have = {_parameter_of(key.removeprefix(prefix)) for key in saved if key.startswith(prefix)}
+    return [key for key in wanted if key.startswith("state.") and _parameter_of(key) not in have]
+
+
+def _parameter_of(key: str) -> str:
+    """The parameter whose state, "state.PARAMETER.NAME", a key names; "" of another key."""
+    return key.removeprefix("state.").rpartition(".")[0] if key.startswith("state.") else ""
+
+
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By the names of checkpoints, which do without those of wrappers."""
+    return {
+        name.removeprefix("module.").replace("_orig_mod.", ""): parameter
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _as_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def _fused_optimizers(model: nn.Module) -> dict[str, Any]:
