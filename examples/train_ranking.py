@@ -360,6 +360,11 @@ def fit_baselines(
 
 def train(options: RankingOptions, world: World) -> None:
     """The whole job, from the file to the table, on this process of it."""
+    if world.mesh is not None and choose_device(options.device).index is not None:
+        raise ValueError(
+            "--device must be auto, cuda or cpu where torchrun gives each process its own, got "
+            f"{options.device}"
+        )
     processes = Processes(world, options.strategy)
     device = choose_device(options.device) if world.mesh is None else world.device
     with processes.one_voice():

@@ -153,6 +153,19 @@ def test_continues_on_other_ranks(
     assert_same_run(tmp_path, one)
 
 
+def test_ranks_pass_over_a_checkpoint_together(logs: list[str], one: Path, tmp_path: Path) -> None:
+    """Also where one of them alone cannot read its part."""
+    arguments = [*logs, "--device", "cpu"]
+    on_ranks(2, arguments, tmp_path, "gloo", (0, 15))
+    assert done(tmp_path) == 12
+    (tmp_path / "checkpoints" / "step-000000000012" / "rank-00001.pt").write_bytes(b"")
+    first, second = on_ranks(2, [*arguments, "--resume"], tmp_path)
+    assert first.error is None
+    assert second.error is None
+    assert "Continuing after step 6 of 32" in first.printed
+    assert_same_run(tmp_path, one)
+
+
 def done(out: Path) -> int:
     return max(Checkpoints(out / "checkpoints").steps(), default=0)
 
@@ -175,6 +188,13 @@ def test_nan_on_a_rank_stops_all(logs: list[str], tmp_path: Path) -> None:
     first, _ = on_ranks(2, [*logs, "--device", "cpu", "--resume"], tmp_path)
     assert first.error is None
     assert "Continuing after step 6 of 32" in first.printed
+
+
+def test_ranks_do_not_take_one_device(logs: list[str], tmp_path: Path) -> None:
+    for result in on_ranks(2, [*logs, "--device", "cpu:0"], tmp_path):
+        assert result.error is not None
+        assert result.error.startswith("--device must be auto, cuda or cpu where torchrun gives")
+        assert result.error.endswith("got cpu:0")
 
 
 def test_torchrec_is_asked_for_clearly(logs: list[str], tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _resume(self) -> None:
         """Continues from the newest checkpoint that can be read."""
-        steps = self.checkpoints.steps()
+        steps = self.processes.from_first(self.checkpoints.steps())
         for step in reversed(steps):
             try:
                 self.checkpoints.load(
@@ -332,7 +332,10 @@ class Trainer(ABC, Generic[AnyBatch]):
                 raise
             # What a damaged file raises depends on where it is damaged.
             except (Exception, CheckpointException) as error:
-                print(f"the checkpoint of step {step} cannot be read ({error})", file=sys.stderr)
+                if self.processes.is_first:
+                    print(
+                        f"the checkpoint of step {step} cannot be read ({error})", file=sys.stderr
+                    )
                 continue
             print(f"Continuing after step {self.step} of {self.steps}")
             return
