@@ -63,7 +63,8 @@ def parallelize(
         compute_dtype: of the HSTU layers; None is that of what they are given.
         ignored_modules: modules inside the model that look after their gradients themselves, beside
             ``ShardedEmbedding``.
-        find_unused_parameters: under ``"ddp"``, allows parameters that a step does not use.
+        find_unused_parameters: under ``"ddp"``, allows parameters that a step does not use on this
+            rank. Under ``"fsdp2"`` all ranks are to use the same ones in a step.
 
     Returns:
         Under ``"ddp"`` a wrapper of ``model``, else ``model`` itself, changed in place.
