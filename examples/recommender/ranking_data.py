@@ -326,7 +326,6 @@ class EndlessBatches(Iterator[NDArray[np.int64]]):
     def load_state_dict(self, state: SamplerState) -> None:
         """Continues from a position of a sampler with the same arguments."""
         self.epoch, self.batch = state["epoch"], state["batch"]
-        self.sampler.set_epoch(self.epoch)
-        self._epoch = iter(self.sampler)
-        for _ in range(self.batch):
-            next(self._epoch)
+        if self.batch < self.batches_per_epoch:  # else the next batch is of the next epoch
+            self.sampler.load_state_dict(state)
+            self._epoch = iter(self.sampler)
