@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hstu_attn.distributed import World, global_mean, run, stop_together
 
@@ -16,6 +18,12 @@ from hstu_attn.distributed import World, global_mean, run, stop_together
 def main(world: World) -> None:
     how, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
+    if how == "cycle":
+        gc.disable()
+        assert world.mesh is not None
+        model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=world.mesh.get_group())
+        model.itself = [model]
+        model(torch.ones(3, 2)).sum().backward()
     for step in range(4):
         value = torch.tensor(float(world.rank + step), device=world.device)
         if how == "raise" and step == 3:
@@ -36,5 +44,12 @@ def main(world: World) -> None:
     (directory / f"rank-{world.rank}").write_text(f"{world.num_ranks} {world.device} {mean.item()}")
 
 
+def threads() -> list[str]:
+    """The names of this process's threads."""
+    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+
 if __name__ == "__main__":
     run(main)
+    if sys.argv[1] == "cycle":
+        Path(sys.argv[2], f"threads-{os.environ['RANK']}").write_text("\n".join(threads()))

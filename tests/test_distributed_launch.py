@@ -60,6 +60,15 @@ def test_ends_well(where: str, tmp_path: Path) -> None:
         assert (tmp_path / f"rank-{rank}").read_text() == f"2 {name} 3.5"
 
 
+def test_no_thread_outlives_the_run(tmp_path: Path) -> None:
+    """Not those of a group that a model holds in a cycle: one of them that frees a tensor while
+    Python ends aborts the process."""
+    code, printed, _ = torchrun("cycle", tmp_path, "cpu")
+    assert code == 0, printed
+    for rank in range(2):
+        assert "gloo" not in (tmp_path / f"threads-{rank}").read_text()
+
+
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_rank_that_raises_ends_the_run(where: str, tmp_path: Path) -> None:
     """The other one sleeps, and is ended; the error is shown as that of rank 1."""

@@ -15,6 +15,7 @@ ends the other ranks, which may be waiting for it. A rank that hangs without fai
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,10 @@ def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta
     result = main(World(dist.get_rank(), local_rank, dist.get_world_size(), device, mesh))
     # Only after success: a rank that fails must not wait here for the others.
     dist.destroy_process_group()
+    # NOTE: a group ends with the last reference to it, of which models hold some in cycles. If its
+    # threads ran on until Python ends, one that frees a tensor then would abort the process.
+    del mesh
+    gc.collect()
     return result
 
 
