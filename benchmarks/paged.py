@@ -15,7 +15,8 @@ need at the least: the longer of the two, bytes at the rate of a copy and FLOPs 
 bf16 product in the same run. Keys and values of pages count once, q, k, v and the output once each.
 
 `--stack` measures a stack of layers instead (8 of 4 heads of 256, width 1024, in bf16; batch 8): a
-step on a cache, launched from Python and as a replayed graph, and the whole stack on all rows.
+step on a cache, launched from Python and as a replayed graph, and the whole stack on all rows; and
+users who come back from host memory, whose columns the head of `benchmarks/host_tier.py` explains.
 """
 
 from __future__ import annotations
@@ -31,18 +32,11 @@ from typing import Any
 
 import torch
 
-from hstu_attn import (
-    HSTULayerConfig,
-    HSTUStack,
-    Mask,
-    PagedKV,
-    append_paged_kv,
-    hstu_attention,
-)
+from hstu_attn import Mask, PagedKV, append_paged_kv, hstu_attention
 from hstu_attn.reference import hstu_attention as reference_attention
 from hstu_attn.testing import Batch, assert_matches, make_paged_batch, run
 
-from . import plots
+from . import host_tier, plots
 from .gpu import Gpu
 from .report import gpu_software, rounded, text_table, write_records
 
@@ -237,6 +231,12 @@ def check(request: Request) -> None:
 
 LAYERS, WIDTH = 8, 1024
 STACK = Request(256, history=4096, new=128, candidates=256, batch=8)
+RETURNING = (STACK, replace(STACK, history=16384, batch=2))  # the same bytes, more to recompute
+
+
+def stack_case(request: Request) -> host_tier.Case:
+    """The request beside the sizes of the stack."""
+    return host_tier.Case(**asdict(request), heads=HEADS, layers=LAYERS, width=WIDTH)
 
 
 def stack_calls() -> dict[str, Callable[[], Any]]:
@@ -245,11 +245,7 @@ def stack_calls() -> dict[str, Callable[[], Any]]:
     from hstu_attn.serving.rows import StepTensors
 
     r = STACK
-    config = HSTULayerConfig.stu(
-        embedding_dim=WIDTH, num_heads=HEADS, hidden_dim=r.head_dim, attention_dim=r.head_dim
-    )
-    config = replace(config, scaling_seqlen=r.history)
-    stack = HSTUStack(config, LAYERS, device="cuda", dtype=torch.bfloat16).eval()
+    stack = stack_case(r).make_stack("cuda")
     inputs = make_inputs(r)
     assert inputs.paged_kv is not None
     pages = inputs.paged_kv
@@ -346,6 +342,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run_stack(gpu: Gpu, options: argparse.Namespace, described: dict[str, Any]) -> None:
+    """Measures the stack, then users who return to it; prints and writes."""
+    records: list[dict[str, Any]] = []
+    case = asdict(stack_case(STACK))
+    for name, found in measure_stack(gpu, options.rounds).items():
+        us = 1e3 * statistics.median(found)
+        print(f"{name:10s} {us:9.1f} us")
+        fastest = rounded(1e3 * min(found))
+        records.append(
+            {**described, **case, "impl": name, "us": rounded(us), "fastest_us": fastest}
+        )
+    if options.json:
+        write_records(options.json, records)
+    returning: list[dict[str, Any]] = []
+    for request in RETURNING:
+        torch.cuda.empty_cache()
+        returning.append(host_tier.measure(stack_case(request), gpu.device, options.rounds))
+        if options.json:
+            found_records = [{**described, **record} for record in returning]
+            write_records(options.json, [*records, *found_records])
+    print("\n".join(host_tier.table(returning)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and writes."""
     options = _parser().parse_args(arguments)
@@ -358,17 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{gpu.name}: product {limits['matmul_tflops']} TFLOP/s, copy {limits['copy_tbps']} TB/s")
     records: list[dict[str, Any]] = []
     if options.stack:
-        stack_times = measure_stack(gpu, options.rounds)
-        case = {**asdict(STACK), "heads": HEADS, "layers": LAYERS, "width": WIDTH}
-        for name, found in stack_times.items():
-            us = 1e3 * statistics.median(found)
-            print(f"{name:10s} {us:9.1f} us")
-            fastest = rounded(1e3 * min(found))
-            records.append(
-                {**described, **case, "impl": name, "us": rounded(us), "fastest_us": fastest}
-            )
-        if options.json:
-            write_records(options.json, records)
+        run_stack(gpu, options, described)
         return 0
     append_rate = rounded(append_tbps(gpu, options.rounds))
     described["append_tbps"] = append_rate

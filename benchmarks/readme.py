@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import host_tier
 from .cpu_limits import MATMUL
 from .report import RESULTS, ROOT, read_results
 
@@ -322,6 +323,7 @@ def context_tables(folder: Path = RESULTS) -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 PAGED_FIELDS = ("head_dim", "history", "new", "candidates", "batch", "page_size")
+HOST_TIER_TIMES = ("resident", "returning", "with_evictions", "copies")
 PAGED_FORMS = ("graph", "paged", "append", "gather", "recompute")
 
 
@@ -351,7 +353,34 @@ def paged_tables(folder: Path = RESULTS) -> list[str]:
             *_markdown_table(header, rows),
             "",
         ]
-    return lines[:-1]
+    return lines[:-1] + host_tier_tables(folder)
+
+
+def host_tier_tables(folder: Path) -> list[str]:
+    """For each file that has some, a table of steps whose users return from host memory."""
+    lines: list[str] = []
+    for records in _files_of(host_tier.GROUP, folder):
+        rows = []
+        for r in records:
+            times = [r[f"{name}_us"] / 1e3 for name in HOST_TIER_TIMES]
+            rates = [_number(r[f"{name}_host_gbps"]) for name in ("from", "to")]
+            sizes = [str(r[name]) for name in ("history", "batch")]
+            numbers = [*map(_number, times), *rates, host_tier.hidden_text(r)]
+            rows.append([*sizes, *numbers, _number(r["recompute_us"] / 1e3)])
+        header = ["history", "batch", *(name.replace("_", " ") for name in HOST_TIER_TIMES)]
+        header += ["from host, GB/s", "to host, GB/s", "hidden", "recompute"]
+        first = records[0]
+        lines += [
+            "",
+            f"Users who return from host memory, in a step of {first['layers']} layers of "
+            f"{first['heads']} heads of {first['head_dim']}, as the head of "
+            "`benchmarks/host_tier.py` explains. "
+            f"{first['gpu']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
+            f"milliseconds; `{first['command']}`:",
+            "",
+            *_markdown_table(header, rows),
+        ]
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,294 @@
+"""Users who come back from host memory: a part of `python -m benchmarks.paged --stack`.
+
+A `PagedKVCache` has room for two batches of users on the GPU, and there are three. So a step of a
+batch that is away brings its users back from pinned host memory, layer by layer while the layers
+compute, and those who were used least recently go there. A step writes the new events again, on
+users who have them already: every step does the same, of as many pages. Times are those of the
+host's clock, from before the cache's step is opened until the GPU has done what is waited for;
+medians of interleaved rounds:
+
+    resident        a step of all layers whose users are on the GPU
+    returning       the same where every user comes back, until the output is there
+    with evictions  until the users who made room are on the host as well; the next step's copies
+                    would wait for them
+    copies          a step that makes room, brings as many users back and computes nothing
+    from host       the rate of these copies: the bytes brought back, in the time of `copies`
+    to host         that of the copies the other way, which follow on the same stream
+    hidden          the share of `copies` that the computation hides: `returning` is so much less
+                    than `copies` and `resident` one after the other. Behind "of" the most that it
+                    can be: all of `copies`, or as much as `resident` takes where that is shorter
+    recompute       the stack on all rows of the history and the candidates, with no cache at all
+
+What a batch computes when it returns is first compared with what it computed before it ever went
+away, bit for bit; and steps are checked to have found their users where they should have been.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hstu_attn import HSTULayerConfig, HSTUStack
+from hstu_attn.serving import CachedRows, CacheStats, PagedKVCache
+
+from .report import rounded, text_table
+
+__all__ = ["GROUP", "Case", "Users", "hidden_text", "measure", "table"]
+
+GROUP = "host tier"  # of the records
+GROUPS = 3  # of users, each a batch; one is away, and the host has room for it and for another
+WARM_UP = 2
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stack of layers, and a batch of equal requests."""
+
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    history: int  # cached and new events
+    new: int
+    candidates: int
+    batch: int
+    page_size: int
+
+    @property
+    def pages(self) -> int:
+        """Of a batch."""
+        return self.batch * -(-self.history // self.page_size)
+
+    @property
+    def bytes(self) -> int:
+        """Of a batch's pages, in all layers."""
+        row = self.heads * self.head_dim * DTYPE.itemsize
+        return self.pages * self.layers * 2 * self.page_size * row
+
+    def make_stack(self, device: str) -> HSTUStack:
+        """With random weights."""
+        config = HSTULayerConfig.stu(
+            embedding_dim=self.width,
+            num_heads=self.heads,
+            hidden_dim=self.head_dim,
+            attention_dim=self.head_dim,
+        )
+        config = replace(config, scaling_seqlen=self.history)
+        return HSTUStack(config, self.layers, device=device, dtype=DTYPE).eval()
+
+
+class Users:
+    """Three batches of users with random keys and values, two on the device and one on the host.
+
+    Args:
+        case: what they ask for.
+        device: of the cache and the stack.
+
+    Attributes:
+        cache: whose pages they share.
+    """
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case = case
+        self.cache = PagedKVCache(
+            case.layers,
+            (GROUPS - 1) * case.pages,
+            case.page_size,
+            case.heads,
+            case.head_dim,
+            DTYPE,
+            device,
+            host_pages=2 * case.pages,
+        )
+        self._stack = case.make_stack(device)
+        counts = torch.full((case.batch,), case.new + case.candidates)
+        self._offsets = _offsets(counts).to(device)
+        self._key_offsets = _offsets(counts + case.history - case.new).to(device)
+        self._targets = torch.full((case.batch,), case.candidates, dtype=torch.int32, device=device)
+        self._x, self._whole = (
+            torch.randn(case.batch * rows, case.width, dtype=DTYPE, device=device)
+            for rows in (case.new + case.candidates, case.history + case.candidates)
+        )
+        batches = [range(n * case.batch, (n + 1) * case.batch) for n in range(GROUPS)]
+        self._turns: Iterator[range] = itertools.cycle(batches)
+        self._before: dict[range, Tensor] = {}  # outputs of users who have never been away
+        for users in batches:
+            self._fill(users)
+            self._before[users] = self.score(users)
+
+    def _fill(self, users: range) -> None:
+        case = self.case
+        shape = (case.batch * case.history, case.heads, case.head_dim)
+        with self.cache.step(users, [case.history] * case.batch) as step:
+            for layer in range(case.layers):
+                k, v = (self._x.new_empty(shape).uniform_(-1, 1) for _ in range(2))
+                step.append(layer, k, v)
+
+    def who_are_away(self) -> range:
+        """The batch whose turn it is; a step brings it back, and sends the next one away."""
+        return next(self._turns)
+
+    def score(self, users: range) -> Tensor:
+        """A step of all layers: its output, of the new events and the candidates."""
+        case = self.case
+        counts = {"new_tokens": [0] * case.batch, "rewritten": [case.new] * case.batch}
+        with self.cache.step(users, **counts) as step:
+            lengths = case.new + case.candidates, case.history + case.candidates
+            rows = CachedRows(step, self._offsets, *lengths, self._targets)
+            return self._stack.forward_cached(self._x, rows)
+
+    def bring_back(self, users: range) -> None:
+        """A step in which nothing is computed."""
+        with self.cache.step(users, [0] * self.case.batch):
+            pass
+
+    @torch.no_grad()
+    def recompute(self) -> Tensor:
+        """The output of all rows, with no cache."""
+        longest = self.case.history + self.case.candidates
+        result: Tensor = self._stack(
+            self._whole, self._key_offsets, longest, num_targets=self._targets
+        )
+        return result
+
+    def check(self) -> None:
+        """Each batch when it returns, and as a resident one again.
+
+        Raises:
+            AssertionError: if the outputs are not those from before it went away, or users are not
+                where they should be.
+        """
+        for _ in range(GROUPS):
+            users = self.who_are_away()
+            for returning in (1, 0):
+                before = self.cache.stats()
+                output = self.score(users)
+                after = self.cache.stats()
+                _check_moves(before, after, self.case, steps=1, returning=returning)
+                if not output.isfinite().all() or not torch.equal(output, self._before[users]):
+                    raise AssertionError(f"host tier: other outputs of {users} than before")
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+
+
+def _check_moves(
+    before: CacheStats, after: CacheStats, case: Case, *, steps: int, returning: int
+) -> None:
+    """Whether so many steps found their users, so many of these on the host, and moved them."""
+    changes = {
+        "hits": steps * case.batch,
+        "host_hits": returning * case.batch,
+        "losses": 0,
+        "bytes_from_host": returning * case.bytes,
+        "bytes_to_host": returning * case.bytes,
+    }
+    for name, expected in changes.items():
+        got = getattr(after, name) - getattr(before, name)
+        if got != expected:
+            raise AssertionError(f"host tier: expected {expected} {name}, got {got}")
+
+
+def _microseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Of a call, until the current stream is done, and until the whole device is."""
+    is_gpu = device == "cuda"
+    if is_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if is_gpu:
+        torch.cuda.current_stream().synchronize()
+    answered = time.perf_counter()
+    if is_gpu:
+        torch.cuda.synchronize()
+    return 1e6 * (answered - start), 1e6 * (time.perf_counter() - start)
+
+
+def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
+    """A record of the case: its fields, times in microseconds, bytes of a step, rates in GB/s.
+
+    Args:
+        case: what is asked for.
+        device: "cuda" or "cpu"; on a CPU nothing overlaps, and copies the other way are done before
+            the layers compute.
+        rounds: of which the medians count.
+
+    Raises:
+        AssertionError: as `Users.check`.
+    """
+    users = Users(case, device)
+    users.check()
+    times: dict[str, list[float]] = {}
+    before = users.cache.stats()
+    for n in range(WARM_UP + rounds):
+        found: dict[str, float] = {}
+        step = functools.partial(users.score, users.who_are_away())
+        found["returning"], found["with_evictions"] = _microseconds(step, device)
+        found["resident"], _ = _microseconds(step, device)
+        step_alone = functools.partial(users.bring_back, users.who_are_away())
+        found["copies"], both = _microseconds(step_alone, device)
+        found["to_host"] = both - found["copies"]
+        found["recompute"], _ = _microseconds(users.recompute, device)
+        if n >= WARM_UP:
+            for name, us in found.items():
+                times.setdefault(name, []).append(us)
+    after = users.cache.stats()
+    moves = 2 * (WARM_UP + rounds)
+    _check_moves(before, after, case, steps=3 * (WARM_UP + rounds), returning=moves)
+    from_host = (after.bytes_from_host - before.bytes_from_host) // moves
+    to_host = (after.bytes_to_host - before.bytes_to_host) // moves
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    apart = medians["resident"] + medians["copies"]
+    return {
+        "group": GROUP,
+        **asdict(case),
+        **{f"{name}_us": rounded(us) for name, us in medians.items()},
+        "fastest_returning_us": rounded(min(times["returning"])),
+        "bytes_from_host": from_host,
+        "bytes_to_host": to_host,
+        "host_hits": (after.host_hits - before.host_hits) // moves,
+        "from_host_gbps": rounded(from_host / medians["copies"] / 1e3),
+        "to_host_gbps": _rate(to_host, medians["to_host"], device),
+        "hidden": rounded((apart - medians["returning"]) / medians["copies"]),
+        "hidden_at_most": rounded(min(1.0, medians["resident"] / medians["copies"])),
+    }
+
+
+def _rate(moved: int, us: float, device: str) -> float | None:
+    """None on a CPU, where the copies of both directions are one call's."""
+    return rounded(moved / us / 1e3) if device == "cuda" else None
+
+
+def hidden_text(record: dict[str, Any]) -> str:
+    """The share that is hidden, and what it could be at most."""
+    return f"{record['hidden']:.2f} of {record['hidden_at_most']:.2f}"
+
+
+def table(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines with the columns that the head of this file explains."""
+    header = ["history", "batch", "resident ms", "returning ms", "with evictions ms", "copies ms"]
+    header += ["from host GB/s", "to host GB/s", "hidden", "recompute ms"]
+    rows = []
+    for r in records:
+        names = ("resident", "returning", "with_evictions", "copies")
+        to_host = "-" if r["to_host_gbps"] is None else f"{r['to_host_gbps']:.1f}"
+        rows.append(
+            [
+                *(str(r["history"]), str(r["batch"])),
+                *(f"{r[name + '_us'] / 1e3:.2f}" for name in names),
+                *(f"{r['from_host_gbps']:.1f}", to_host),
+                hidden_text(r),
+                f"{r['recompute_us'] / 1e3:.2f}",
+            ]
+        )
+    return text_table([header, *rows])
