@@ -220,6 +220,7 @@ struct Backward {
       if constexpr (kHasBias) {
         if (next >= 0) bias.prefetch(next * kRows, k0);
       }
+      if (kIsDeterministic && threadIdx.x == 0) pass_turn(buffers, shared, dq_number(row_tile));
       // dP = dO V^T
       Tensor gradients = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
       clear(gradients);
@@ -241,7 +242,6 @@ struct Backward {
         }
       }
       if (kIsDeterministic && threadIdx.x == 0) {
-        pass_turn(buffers, shared, dq_number(row_tile));
         wait_for_turn(shared.turns[stage], work.tile, turn,
                       buffers.turns_taken + dq_number(row_tile));
       }
