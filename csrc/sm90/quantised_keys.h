@@ -18,10 +18,14 @@ struct QuantisedTiles {
 
   float scales[kStages][kKeys];
   cutlass::arch::ClusterTransactionBarrier full[kStages];
+  // The scales have been read. NOTE: their tile's place becomes empty later still, but is said to
+  // be by other threads, which racecheck does not follow.
+  cutlass::arch::ClusterBarrier empty[kStages];
 
   // One arrival tells how many bytes will come, and one of each lane that its scales are there.
   HSTU_DEVICE void init() {
     for (auto& barrier : full) barrier.init(1 + 32);
+    for (auto& barrier : empty) barrier.init(32);
   }
 };
 
@@ -42,6 +46,7 @@ HSTU_DEVICE void start_copy_quantised(const PagedParams& paged, const PageMap& p
   constexpr int kSize = kKeys * kHeadDim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   auto& full = quantised.full[place.stage()];
+  quantised.empty[place.stage()].wait(place.parity() ^ 1);
   if (lane == 0) full.arrive_and_expect_tx(kSize);
   start_copy_pages<kPart, kKeys, kHeadDim>(paged, pages, window, sequence, head, first,
                                            reinterpret_cast<uint8_t*>(tile) + kSize, full);
@@ -100,6 +105,7 @@ HSTU_DEVICE void dequantise_tile(const Quantised& quantised, typename Quantised:
       }
     }
   }
+  quantised.empty[place.stage()].arrive();
   cutlass::arch::fence_view_async_shared();  // before wgmma reads it
   __syncwarp();
 }
