@@ -76,7 +76,7 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
     if (is_given_by_row(params.mask)) {
       list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
     } else if (Form::kBeginsUnlisted) {
-      list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / parts);
+      list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / params.heads);
     }
   }
   list.parts = parts;

@@ -42,7 +42,8 @@ struct ForwardBlock {
   static constexpr bool kHasBias = kHasBias_;
   static constexpr bool kIsPaged = kForm.source == KeySource::kPaged;
   static constexpr bool kIsQuantised = kForm.is_quantised;
-  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kHasBias, kIsPaged>();
+  static constexpr ForwardTiles kTiles =
+      forward_tiles<kHeadDim, kHasBias, kIsPaged, kIsQuantised>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
@@ -115,8 +116,8 @@ struct ForwardBlock {
     HSTU_DEVICE bool is_last_of(int warpgroup) const { return bits & kLastOfFirst << warpgroup; }
   };
   // The next item is looked for when a few tiles of the last one are left to be copied: earlier, it
-  // would be kept from other blocks, which are idle in the end. A share is too short to wait for
-  // that.
+  // would be kept from other blocks, which are idle in the end. Shares may be short, and what comes
+  // after the last tile of one takes longer: more are left.
   static constexpr int kTilesLeft = kIsShared ? 4 : 2;
   using ItemPlace = RingPlace<4>;
   using QueryPlace = RingPlace<kTiles.query_stages>;

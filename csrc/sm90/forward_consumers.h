@@ -39,7 +39,8 @@ struct ForwardConsumers : Block {
 
   // All tiles of all items are one sequence of steps: S of a tile is started, then P V of the tile
   // before it, which runs beside the activation of S. The sequence is broken where the warpgroup's
-  // rows see fewer keys than the others'.
+  // rows see fewer keys than the others'; and after each share of an item, since what ends one, if
+  // it stood among the steps, would make the compiler move activations behind P V.
   static HSTU_DEVICE void run(const ForwardParams& params, const KeyShares& shares,
                               SharedMemory& shared, int warpgroup) {
     const Turns<kTiles.takes_turns, kConsumers> turns{warpgroup};
@@ -148,7 +149,7 @@ struct ForwardConsumers : Block {
         if (ends_item) {
           item_place.advance();
           q_place.advance();
-          if (!tile.is_last() || !has_item()) break;
+          if (kIsShared || !tile.is_last() || !has_item()) break;
         }
         wait_full(shared.k_handover, k_place, shared.v_handover, k_place.before());
         add_bias();
@@ -276,7 +277,7 @@ struct ForwardConsumers : Block {
   // Where an item's keys are shared: leaves the sum over this share, and the last warpgroup to come
   // stores O = scale * the sum over all of them.
   static HSTU_DEVICE void add_shares(const ForwardParams& params, const KeyShares& shares,
-                                     const Item& item, int warpgroup, const Out& out) {
+                                     const Item& item, int warpgroup, Out& out) {
     wait_for_previous_kernel();  // which has zeroed what is counted
     const Sequence& sequence = item.work.sequence;
     const int64_t tile =
@@ -284,6 +285,13 @@ struct ForwardConsumers : Block {
     const int64_t place = (tile * params.heads + item.head) * kConsumers + warpgroup;
     constexpr int kSize = kWarpgroupRows * kHeadDim;
     float* const sums = shares.sums + place * shares.count * kSize;
+    // Of two shares, the second is most often there already: blocks that take several begin early.
+    if (shares.count == 2 && item.share.begin == 0 &&
+        have_arrived(shares.arrived + place, item.other_shares, warpgroup)) {
+      add_left_sum(sums + kSize, out);
+      store_out(params, item, warpgroup, out);
+      return;
+    }
     leave_sum(out, sums + item.share.begin / shares.keys * kSize);
     if (!arrives_last(shares.arrived + place, item.other_shares, warpgroup)) return;
     uint32_t seen = 0;  // a bit for each share in which its rows see keys
@@ -310,7 +318,9 @@ struct ForwardConsumers : Block {
       store_columns(params, item, warpgroup, scales, column, sum);
       forget_registers();
     }
-  }  // Of a warpgroup's rows at a time. With two ways to store them, there are registers for a few.
+  }
+
+  // Of a warpgroup's rows at a time. With two ways to store them, there are registers for a few.
   static constexpr int kStoredColumns = kIsShared ? 32 : kHeadDim;
   static HSTU_DEVICE auto make_stored_columns() {
     return make_tensor<float>(Int<kStoredColumns / 2>{});

@@ -89,10 +89,12 @@ struct ForwardProducers : Block {
                                     const KeyShares& shares, const SharedMemory& shared,
                                     Item& item) {
     const int lane = static_cast<int>(threadIdx.x);
-    const int number = shared.number;
-    const int tile = number / list.parts;
-    const int part = number - tile * list.parts;
-    bool exists = number != kNoItem;
+    // One share of all tiles and heads comes after another.
+    const int items = list.capacity * params.heads;  // of a share
+    const int share = kIsShared ? shared.number / items : 0;
+    const int number = kIsShared ? shared.number - share * items : shared.number;
+    const int tile = number / params.heads;
+    bool exists = kIsShared ? share < shares.count : number != kNoItem;
     const bool is_listed = list.tiles && tile >= list.unlisted;
     if (kIsPaged && exists && !is_listed) {
       const bool has_rows = find_paged_tile(params, tile, kRows, item.work, item.pages);
@@ -101,15 +103,18 @@ struct ForwardProducers : Block {
     if (lane == 0) {
       if (exists && is_listed) {
         wait_for_previous_kernel();
-        exists = tile - list.unlisted < *list.count;
-        if (exists) item.work = list.tiles[tile - list.unlisted];
-        if (kIsPaged && exists) item.pages = PageList(params.paged, item.work.sequence_number);
+        const bool is_there = tile - list.unlisted < *list.count;
+        item.work = is_there ? list.tiles[tile - list.unlisted] : WorkTile{};
+        exists = is_there || share + 1 < shares.count;
+        // The rest of this share is not there either.
+        if (!is_there && exists) atomicMax(list.next, (share + 1) * items - blocks_anew());
+        if (kIsPaged && is_there) item.pages = PageList(params.paged, item.work.sequence_number);
       } else if (!kIsPaged && exists && !find_row_tile(params.batch, tile, kRows, item.work)) {
         item.work = {};                  // without rows
         exists = list.tiles != nullptr;  // others come after it
       }
-      item.head = exists ? (kIsShared ? part % params.heads : part) : -1;
-      if constexpr (kIsShared) item.share = shares.of(part / params.heads);
+      item.head = exists ? number - tile * params.heads : -1;
+      if constexpr (kIsShared) item.share = shares.of(share);
     }
     __syncwarp();
     if (item.head < 0 || lane >= kFinders) return;

@@ -70,23 +70,37 @@ struct ForwardLauncher {
     return items * kFewSplits <= blocks ? kFewSplits : 1;
   }
 
-  // How many items share the keys of a tile of rows: what should end soonest. By the shape of the
+  // Which items share the keys of a tile of rows: what should end soonest. By the shape of the
   // call, too.
   static KeyShares key_shares(const ForwardParams& params, const CudaLaunch& launch) {
     using Form = Kernel<false, with_shares({.source = kSource})>;
+    constexpr double kToLeave = 1.0 * keys_to_leave_sum(kHeadDim) / Form::kKeys;  // in tiles
+    constexpr double kToAdd = 1.0 * kKeysToAddSum / Form::kKeys;
     const int64_t items = most_items(params);
-    const int64_t tiles = divided(params.batch.max_seqlen_k, Form::kKeys) + 1;
+    const int64_t tiles = divided(params.batch.max_seqlen_k, Form::kKeys);
     const int64_t blocks = resident_blocks<Form>(launch);
-    constexpr int kTilesToAdd = kKeysToAddShare / Form::kKeys;
-    int64_t least = divided(items, blocks) * tiles * 9 / 10;  // a little faster is not worth it
+    double least = 0.9 * divided(items, blocks) * tiles;  // a little faster is not worth it
     KeyShares shares;
-    for (int count = 2; count <= kMostShares; ++count) {
-      const int64_t share = divided(tiles, count);
-      const int64_t tiles_of_block = divided(items * count, blocks) * (share + kTilesToAdd);
-      if (tiles_of_block >= least) continue;
-      least = tiles_of_block;
+    const auto try_shares = [&](int count, int64_t share, double time) {
+      if (time >= least) return;
+      least = time;
       shares.count = count;
       shares.keys = static_cast<int>(share) * Form::kKeys;
+    };
+    for (int count = 2; count <= kMostShares; ++count) {
+      const int64_t equal = divided(tiles, count);
+      try_shares(count, equal, divided(items * count, blocks) * (equal + kToLeave + kToAdd));
+      // A block for each of the others, which end when those left have taken `several` last shares.
+      const int others = count - 1;
+      const int64_t left = blocks - items * others;
+      if (left <= 0) continue;
+      const int64_t several = divided(items, left);
+      const auto share =
+          static_cast<int64_t>(several * (tiles + kToLeave) / (1 + several * others));
+      const int64_t last = tiles - others * share;
+      if (share == 0 || last <= 0) continue;
+      const double time = std::max<double>(share, several * (last + kToLeave));
+      try_shares(count, share, time + others * kToAdd);
     }
     return shares;
   }

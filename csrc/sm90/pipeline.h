@@ -12,7 +12,6 @@ namespace hstu::sm90 {
 template <int kStages_>
 struct RingPlace {
   static constexpr int kStages = kStages_;
-  static_assert((kStages & (kStages - 1)) == 0, "stages are found by shifts");
 
   uint32_t count = 0;
 

@@ -10,10 +10,13 @@
 namespace hstu::sm90 {
 
 // Shares of fixed length, so that which keys add up to a sum depends on nothing else in the batch.
-// Each leaves its sum in device memory; the last one to come adds them up, in the order of keys.
+// Each leaves its sum in device memory, and the last one to come adds them up, in the order of
+// keys; the first of two adds what the other has left to its own. All first shares come first in
+// the list, and the last ones, which may be shorter, last of all: of these, blocks that got none of
+// the others take several.
 struct KeyShares {
   int count = 1;
-  int keys = INT_MAX;      // of a share, the last one has all that follow
+  int keys = INT_MAX;      // of a share; the last one has all that follow
   float* sums = nullptr;   // [row tiles, heads, warpgroups, count, 64 * head dim], see first_tile()
   int* arrived = nullptr;  // [row tiles, heads, warpgroups]: shares that have left a sum
 
@@ -29,6 +32,32 @@ HSTU_DEVICE void leave_sum(const Sum& sum, float* to) {
 #pragma unroll
   for (int n = 0; n < size(sum); n += 4) {
     *reinterpret_cast<float4*>(to + n * kWarpgroup) = {sum(n), sum(n + 1), sum(n + 2), sum(n + 3)};
+  }
+}
+
+// Adds what leave_sum() has left to a sum of the same shape.
+template <typename Sum>
+HSTU_DEVICE void add_left_sum(const float* from, Sum& sum) {
+  constexpr int kSize = decltype(size(sum))::value;
+  constexpr int kAtOnce = kSize > 64 ? 32 : kSize;  // each answer takes most of a microsecond
+  from += thread_anew() % kWarpgroup * 4;
+#pragma unroll
+  for (int first = 0; first < kSize; first += kAtOnce) {
+    float4 parts[kAtOnce / 4];
+#pragma unroll
+    for (int n = 0; n < kAtOnce / 4; ++n) {
+      // NOTE: from the L2 cache, where others have written it.
+      parts[n] = __ldcg(reinterpret_cast<const float4*>(from + (first + n * 4) * kWarpgroup));
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce / 4; ++n) {
+      // NOTE: 0 first, as in add_sums(): -0 and -0 would be -0.
+      const float values[4] = {parts[n].x, parts[n].y, parts[n].z, parts[n].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum(first + n * 4 + i) = (0.0f + sum(first + n * 4 + i)) + values[i];
+      }
+    }
   }
 }
 
@@ -67,13 +96,9 @@ HSTU_DEVICE void add_sums(const float* from, uint32_t filled, int count, int siz
   }
 }
 
-// Whether `others` have arrived before; if so, what they wrote can be read. By a warpgroup.
-HSTU_DEVICE bool arrives_last(int* arrived, int others, int warpgroup) {
-  const int barrier = static_cast<int>(NamedBarrier::kFirstOfWarpgroup) + warpgroup;
-  __threadfence();
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroup) : "memory");
-  int is_last = 0;
-  if (thread_anew() % kWarpgroup == 0) is_last = atomicAdd(arrived, 1) == others;
+// What the first thread of a warpgroup says. By the warpgroup, which meets here.
+HSTU_DEVICE bool first_thread_says(bool value, int warpgroup) {
+  int result = value && thread_anew() % kWarpgroup == 0;
   asm volatile(
       "{\n"
       ".reg .pred p, q;\n"
@@ -81,11 +106,33 @@ HSTU_DEVICE bool arrives_last(int* arrived, int others, int warpgroup) {
       "barrier.cta.red.or.pred q, %1, %2, p;\n"
       "selp.s32 %0, 1, 0, q;\n"
       "}\n"
-      : "+r"(is_last)
-      : "r"(barrier), "n"(kWarpgroup)
+      : "+r"(result)
+      : "r"(static_cast<int>(NamedBarrier::kFirstOfWarpgroup) + warpgroup), "n"(kWarpgroup)
       : "memory");
-  __threadfence();
-  return is_last != 0;
+  return result != 0;
+}
+
+// Whether `others` have arrived; if so, what they wrote can be read. By a warpgroup.
+HSTU_DEVICE bool have_arrived(const int* arrived, int others, int warpgroup) {
+  int count = 0;
+  if (thread_anew() % kWarpgroup == 0) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
+  }
+  return first_thread_says(count == others, warpgroup);
+}
+
+// The same, of this warpgroup's arrival, after which others can read what it wrote.
+HSTU_DEVICE bool arrives_last(int* arrived, int others, int warpgroup) {
+  const int barrier = static_cast<int>(NamedBarrier::kFirstOfWarpgroup) + warpgroup;
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroup) : "memory");  // all have written
+  int before = 0;
+  if (thread_anew() % kWarpgroup == 0) {
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(arrived)
+                 : "memory");
+  }
+  return first_thread_says(before == others, warpgroup);
 }
 
 // The value of one lane, in all lanes of a warp.

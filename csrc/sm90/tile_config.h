@@ -40,16 +40,23 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
 // Three consumers where scores, P and O of 64 rows fit into 160 registers, two elsewhere. 128 keys,
 // but at head dim 256, whose O takes 128 registers and whose stages of K and V take 32 KB each for
 // 64 keys. As many stages as find room: a dense bias takes two of 16 KB for each consumer.
-// Producers that look for pages need registers of those of a third consumer, too.
-template <int kHeadDim, bool kHasBias, bool kIsPaged>
+// Producers that look for pages need registers of those of a third consumer, too. Pages come late,
+// often from device memory, so more of them are on their way at once: at head dim 128 that is worth
+// more than a second stage of Q. A cache of e4m3 has no room for it beside its scales.
+template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantised>
 constexpr ForwardTiles forward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "forward_tiles has no entry for this head dim");
   if constexpr (kHeadDim <= 64) {
-    if constexpr (kHasBias || kIsPaged) return {2, 128, 2, 4, true};
+    if constexpr (kHasBias) return {2, 128, 2, 4, true};
+    if constexpr (kIsPaged) return {2, 128, 2, kIsQuantised ? 4 : 6, true};
     return {3, 128, 2, 4, true};
   }
-  if constexpr (kHeadDim == 128) return {2, 128, kHasBias ? 1 : 2, 2, true};
+  if constexpr (kHeadDim == 128) {
+    if constexpr (kHasBias) return {2, 128, 1, 2, true};
+    if constexpr (kIsPaged && !kIsQuantised) return {2, 128, 1, 3, true};
+    return {2, 128, 2, 2, true};
+  }
   if constexpr (kHeadDim == 256) return {2, 64, 1, 2, true};
 }
 
@@ -58,10 +65,11 @@ constexpr ForwardTiles forward_tiles() {
 constexpr int kManySplits = 8;
 constexpr int kFewSplits = 4;
 
-// Of the items that share a tile of rows: what leaving and adding up their sums takes, in keys that
-// would be multiplied meanwhile (measured).
+// Of the items that share a tile of rows: what it takes to leave a sum, and to add one, in keys
+// that would be multiplied meanwhile (measured).
 constexpr int kMostShares = 8;
-constexpr int kKeysToAddShare = 512;
+constexpr int keys_to_leave_sum(int head_dim) { return head_dim == 256 ? 128 : 320; }
+constexpr int kKeysToAddSum = 128;
 
 // Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
 constexpr int kBackwardRows = 64;
