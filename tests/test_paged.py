@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -242,12 +244,15 @@ def test_gradients_are_refused(device, fp8):
 # Many tiles, on a GPU
 # ---------------------------------------------------------------------------------------------
 
-# On Hopper, blocks share the keys of rows where a call's shape has few of them.
-LONGEST = {"8 blocks": 200, "4 blocks": 700, "1 block": 4000}
+# On Hopper, blocks share the keys of rows where a call's shape has few of them: as a cluster, or,
+# where they are too many for that, through device memory. Tiles of 128 rows in a call's shape:
+TILES = {"8 blocks": 10, "4 blocks": 30, "shares": 50, "two shares": 80, "1 block": 132}
 
 
-def with_longest(batch: Batch, blocks: str) -> Batch:
-    longest = max(LONGEST[blocks], batch.max_seqlen_q)
+def with_tiles(batch: Batch, blocks: str) -> Batch:
+    """With more rows, by its shape, so that there are `TILES` of rows and heads."""
+    items = len(batch.cu_seqlens_q[1:]) * batch.q.shape[1]
+    longest = max(TILES[blocks] // items * 128, batch.max_seqlen_q)
     return replace(
         batch,
         max_seqlen_q=longest,
@@ -258,7 +263,7 @@ def with_longest(batch: Batch, blocks: str) -> Batch:
 
 @with_and_without_fp8
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", LONGEST)
+@pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 def test_many_tiles(dim, page_size, blocks, fp8):
@@ -274,7 +279,7 @@ def test_many_tiles(dim, page_size, blocks, fp8):
         device="cuda",
         fp8=fp8,
     )
-    check_against_reference(hstu_attention, with_longest(batch, blocks), backward=False)
+    check_against_reference(hstu_attention, with_tiles(batch, blocks), backward=False)
 
 
 @with_and_without_fp8
@@ -282,30 +287,75 @@ def test_many_tiles(dim, page_size, blocks, fp8):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "rab"])
-@pytest.mark.parametrize("pairs", [1, 2, 3], ids=LONGEST)  # of sequences
+@pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_every_paged_kernel(dim, pairs, with_bias, dtype, fp8):
-    targets = [0, 0] if with_bias else [80, 9]  # a bias beside targets runs sm80
+def test_every_paged_kernel(dim, blocks, with_bias, dtype, fp8):
+    batch = batch_for_kernel(dim, blocks, with_bias, dtype, fp8)
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
+def batch_for_kernel(
+    dim: int, blocks: str, with_bias: bool, dtype: torch.dtype, fp8: bool
+) -> Batch:
+    shared = "share" in blocks  # which needs keys enough
     batch = make_paged_batch(
-        [300, 40] * pairs,
-        [37, 70] * pairs,
-        targets * pairs,
+        [2500 if shared else 300, 40],
+        [37, 70],
+        [0, 0] if with_bias else [80, 9],  # a bias beside targets runs sm80
         page_size=32,
         dim=dim,
         dtype=dtype,
         device="cuda",
         fp8=fp8,
     )
-    batch = replace(batch, max_seqlen_q=424, max_seqlen_k=424, scaling_seqlen=200)
+    batch = with_tiles(batch, blocks)
     if with_bias:
-        rab = torch.randn(2 * pairs, 1, 424, 424, device="cuda")
-        batch = batch.with_bias(DenseBias(rab.to(dtype)))
-    check_against_reference(hstu_attention, batch, backward=False)
+        length = batch.max_seqlen_k + -batch.max_seqlen_k % 8
+        rab = torch.randn(2, 1, length, length, device="cuda", dtype=dtype)
+        batch = batch.with_bias(DenseBias(rab))
+    return batch
 
 
 @with_and_without_fp8
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", LONGEST)
+@pytest.mark.parametrize("blocks", TILES)
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
+    """Else the tests of a form of kernel would not be tests of it."""
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
+        pytest.skip("sm80 has one form")
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("the numbers of tiles are for 132 multiprocessors")
+    batch = batch_for_kernel(dim, blocks, False, BF16, fp8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(hstu_attention, batch)
+        torch.cuda.synchronize()
+    [name] = {event.name for event in profile.events() if "run_forward" in event.name}
+    splits = {"8 blocks": 8, "4 blocks": 4}.get(blocks, 1)
+    form = (fp8, splits, "share" in blocks)
+    assert re.search(r"KeyForm\{[^}]*1, (\w+), (\d+), (\w+)\}", name).groups() == tuple(
+        str(value).lower() for value in form
+    )
+
+
+@with_and_without_fp8
+@pytest.mark.gpu
+def test_rows_that_no_sequence_has(fp8):
+    """A call in shares with a buffer that is far too large: it ends, and they are zero."""
+    batch = batch_for_kernel(64, "two shares", False, BF16, fp8)
+    expected = run(hstu_attention, batch)["out"]
+    larger = 100_000
+    q, k, v = (x.new_zeros(larger, *x.shape[1:]) for x in (batch.q, batch.k, batch.v))
+    for to, source in ((q, batch.q), (k, batch.k), (v, batch.v)):
+        to[: len(source)] = source
+    out = run(hstu_attention, replace(batch, q=q, k=k, v=v))["out"]
+    assert torch.equal(out[: len(expected)], expected)
+    assert not out[len(expected) :].any()
+
+
+@with_and_without_fp8
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", [64, 256])
 def test_a_request_gets_the_same_bits_beside_others(dim, blocks, fp8):
     """In a batch of the same shape: with other users, as in a captured step."""
@@ -321,7 +371,7 @@ def test_a_request_gets_the_same_bits_beside_others(dim, blocks, fp8):
         device="cuda",
         fp8=fp8,
     )
-    batch = with_longest(batch, blocks)
+    batch = with_tiles(batch, blocks)
     out = run(hstu_attention, batch)["out"]
     first, last = batch.cu_seqlens_q[1:3].tolist()
     pages = batch.paged_kv
@@ -349,7 +399,7 @@ def test_a_request_gets_the_same_bits_beside_others(dim, blocks, fp8):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", LONGEST)
+@pytest.mark.parametrize("blocks", TILES)
 def test_a_captured_step_serves_other_users(blocks):
     """Appending and attending, replayed with other lengths, pages and values in the buffers."""
     shapes = [([300, 90], [30, 5], [70, 20]), ([0, 700], [60, 1], [0, 64])]
@@ -358,7 +408,7 @@ def test_a_captured_step_serves_other_users(blocks):
         batch = make_paged_batch(
             cached, new, targets, page_size=32, dim=64, dtype=BF16, device="cuda"
         )
-        batches.append(replace(with_longest(batch, blocks), max_seqlen_k=50_000))
+        batches.append(replace(with_tiles(batch, blocks), max_seqlen_k=50_000))
     rows, pages = 128, 64
     cache = torch.zeros(pages, 2, 32, 2, 64, dtype=BF16, device="cuda")
     q, k, v = torch.zeros(3, rows, 2, 64, dtype=BF16, device="cuda")
@@ -421,7 +471,7 @@ def test_a_captured_step_serves_other_users(blocks):
 @with_and_without_fp8
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("blocks", LONGEST)
+@pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize(
     ("name", "index", "value"),
     [
@@ -449,7 +499,7 @@ def test_lying_tables_stay_in_bounds(name, index, value, blocks, fp8):
         device="cuda",
         fp8=fp8,
     )
-    batch = with_longest(batch, blocks)
+    batch = with_tiles(batch, blocks)
     tables = {
         "page_ids": batch.paged_kv.page_ids,
         "page_offsets": batch.paged_kv.page_offsets,
