@@ -310,9 +310,9 @@ def batch_for_kernel(
     )
     batch = with_tiles(batch, blocks)
     if with_bias:
-        length = batch.max_seqlen_k + -batch.max_seqlen_k % 8
-        rab = torch.randn(2, 1, length, length, device="cuda", dtype=dtype)
-        batch = batch.with_bias(DenseBias(rab))
+        batch.max_seqlen_k += -batch.max_seqlen_k % 8  # TMA reads rows of whole 16 bytes
+        shape = (2, 1, batch.max_seqlen_k, batch.max_seqlen_k)
+        batch = batch.with_bias(DenseBias(torch.randn(shape, device="cuda", dtype=dtype)))
     return batch
 
 
