@@ -231,7 +231,8 @@ def check(request: Request) -> None:
 
 LAYERS, WIDTH = 8, 1024
 STACK = Request(256, history=4096, new=128, candidates=256, batch=8)
-RETURNING = (STACK, replace(STACK, history=16384, batch=2))  # the same bytes, more to recompute
+# The same bytes, and ever more to recompute
+RETURNING = tuple(replace(STACK, history=4096 * n, batch=8 // n) for n in (1, 4, 8))
 
 
 def stack_case(request: Request) -> host_tier.Case:
