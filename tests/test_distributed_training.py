@@ -31,11 +31,13 @@ def close(actual: Any, expected: Any, run: Run, factor: float = 1) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_training_is_that_of_one_rank(strategy: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("number", "dtype"), [(2, torch.float32), (2, torch.float64), (4, torch.float64)]
+)
+def test_training_is_that_of_one_rank(strategy: Any, number: int, dtype: torch.dtype) -> None:
     run = Run(strategy, dtype=dtype, data_seed=fresh_seed())
     (one,) = run_ranks(1, train, run, STEPS)
-    many = run_ranks(2, train, run, STEPS)
+    many = run_ranks(number, train, run, STEPS)
     assert one["losses"][-1] < 0.97 * one["losses"][0]
     assert min(one["norms"]) > run.max_norm  # so clipping acts in every step
     for rank in many:
@@ -47,11 +49,12 @@ def test_training_is_that_of_one_rank(strategy: Any, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_bf16_layers_keep_fp32_parameters(strategy: Any, backend: str) -> None:
+def test_bf16_layers_keep_fp32_parameters(strategy: Any, number: int, backend: str) -> None:
     run = Run(strategy, backend, compute_dtype=torch.bfloat16, data_seed=fresh_seed())
     (one,) = run_ranks(1, train, run, STEPS)
-    for rank in run_ranks(2, train, run, STEPS, backend=backend):
+    for rank in run_ranks(number, train, run, STEPS, backend=backend):
         torch.testing.assert_close(rank["losses"], one["losses"], rtol=0.03, atol=0)
         assert {tensor.dtype for tensor in rank["parameters"].values()} == {torch.float32}
     if backend == "gloo":  # GPUs have no kernels for fp32
