@@ -97,6 +97,46 @@ def test_gradients_by_differences():
     assert torch.autograd.gradcheck(call, (x, *parameters.values()), fast_mode=True)
 
 
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("frozen", [["uvqk"], ["output"], ["input_norm", "uvqk", "output"]])
+def test_frozen_weights(frozen, compiled, recompute, monkeypatch):
+    """They cost no product, and change no other gradient."""
+    torch._dynamo.reset()
+    layer = HSTULayer(replace(DROPPING, fused=True, **recompute))
+    x, offsets, longest, targets = compiled_inputs([5, 30, 3])
+    x.requires_grad_()
+    products: list[torch.Size] = []
+    weight_gradient = operator._weight_gradient
+
+    def counting(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
+        products.append(weight.shape)
+        return weight_gradient(doutput, read, weight)
+
+    monkeypatch.setattr(operator, "_weight_gradient", counting)
+
+    def train() -> dict[str, Tensor]:
+        leaves = {n: p for n, p in layer.named_parameters() if p.requires_grad} | {"x": x}
+        torch.manual_seed(4)
+        called = torch.compile(layer, backend="aot_eager") if compiled else layer
+        output = called(x, offsets, longest, targets)
+        gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()))
+        return dict(zip(leaves, gradients, strict=True))
+
+    expected = train()
+    assert len(products) == 2
+    for name in frozen:
+        layer.get_submodule(name).requires_grad_(False)
+    products.clear()
+    found = train()
+    kept = {"uvqk": layer.uvqk, "output": layer.output}
+    assert set(products) == {m.weight.shape for name, m in kept.items() if name not in frozen}
+    assert found.keys() == {n for n in expected if n.split(".")[0] not in frozen}
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+    torch._dynamo.reset()
+
+
 def test_without_gradients():
     layer = make_layer(replace(STU, fused=True))
     inputs = make_inputs(STU, {"num_targets"}, torch.float64)
@@ -394,9 +434,9 @@ def test_operators_are_well_formed(config, names, columns_first):
     with torch.no_grad():
         out, *kept = forward(*arguments)
         plain = [t.detach() if torch.is_tensor(t) else t for t in arguments]
-        torch.library.opcheck(
-            torch.ops.hstu_attn.hstu_layer_backward.default, (torch.randn_like(out), kept, *plain)
-        )
+        backward = torch.ops.hstu_attn.hstu_layer_backward.default
+        for wanted in ([True] * 10, [False, True] * 5):
+            torch.library.opcheck(backward, (torch.randn_like(out), kept, wanted, *plain))
 
 
 def test_tensors_without_data(monkeypatch):

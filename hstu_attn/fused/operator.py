@@ -345,10 +345,20 @@ def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
 
 @_without_autocast
 def _backward(
-    dout: Tensor, x: Tensor, kept: Kept, weights: Weights, call: Call, settings: Settings
+    dout: Tensor,
+    x: Tensor,
+    kept: Kept,
+    weights: Weights,
+    call: Call,
+    settings: Settings,
+    wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of `x` and of `weights`, None where there is no such weight."""
+    """The gradients of `x` and of those of `weights` that are wanted, None for the others.
+
+    What a frozen weight saves is the product for its gradient.
+    """
     steps = _steps(x, settings)
+    wants = dict(zip(Weights._fields, wanted, strict=True))
     attention, z, normed, activated, y = kept
     if z is None:
         again = _normalise(x, weights, settings, steps) if normed is None else normed
@@ -371,11 +381,13 @@ def _backward(
         call.seed,
         settings.gate,
         du,
-        y is None,
+        y is None and wants["output_weight"],
     )
     del dy
-    y = cast(Tensor, y_again if y is None else y)
-    doutput_weight = _weight_gradient(dout, y, weights.output_weight)
+    doutput_weight = None
+    if wants["output_weight"]:
+        y = cast(Tensor, y_again if y is None else y)
+        doutput_weight = _weight_gradient(dout, y, weights.output_weight)
     del y, y_again
 
     geometry, biases, times, options = _attention_arguments(weights, call, settings)
@@ -402,30 +414,25 @@ def _backward(
         weights.input_norm_weight,
         weights.input_norm_bias,
         settings.norm_eps,
-        normed is None,
+        normed is None and wants["uvqk_weight"],
         weights.output_bias is not None,
     )
     del dnormed
-    normed = cast(Tensor, normed_again if normed is None else normed)
-    gradients = Weights(
-        input_norm_weight=dnorm_weight,
-        input_norm_bias=dnorm_bias,
-        uvqk_weight=_weight_gradient(duvqk, normed, weights.uvqk_weight),
-        uvqk_bias=duvqk_bias,
-        gate_weight=dgate_weight,
-        gate_bias=dgate_bias,
-        output_weight=doutput_weight,
-        output_bias=doutput_bias,
-        pos_weight=dpos_weight,
-        ts_weight=dts_weight,
+    duvqk_weight = None
+    if wants["uvqk_weight"]:
+        normed = cast(Tensor, normed_again if normed is None else normed)
+        duvqk_weight = _weight_gradient(duvqk, normed, weights.uvqk_weight)
+    gradients = (  # in the order of Weights
+        *(dnorm_weight, dnorm_bias, duvqk_weight, duvqk_bias, dgate_weight, dgate_bias),
+        *(doutput_weight, doutput_bias, dpos_weight, dts_weight),
     )
-    return [
-        dx,
-        *(
-            None if weight is None or gradient is None else gradient.to(weight.dtype)
-            for weight, gradient in zip(weights, gradients, strict=True)
-        ),
-    ]
+    results: list[Tensor | None] = [dx]
+    for weight, gradient, want in zip(weights, gradients, wanted, strict=True):
+        if weight is None or gradient is None or not want:
+            results.append(None)
+        else:
+            results.append(gradient.to(weight.dtype))
+    return results
 
 
 # ---------------------------------------------------------------------------------------------
@@ -495,13 +502,15 @@ def _forward_operator(*arguments: Any) -> list[Tensor]:
 @torch.library.custom_op(
     "hstu_attn::hstu_layer_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor[] kept, {_ARGUMENTS}) -> Tensor[]",
+    schema=f"(Tensor dout, Tensor[] kept, bool[] wanted, {_ARGUMENTS}) -> Tensor[]",
 )
-def _backward_operator(dout: Tensor, kept: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """The gradients of `x` and of the weights, empty where there is no such weight."""
+def _backward_operator(
+    dout: Tensor, kept: list[Tensor], wanted: list[bool], *arguments: Any
+) -> list[Tensor]:
+    """The gradients of `x` and of the weights, empty where one is not wanted."""
     x, weights, call, settings = _unpack(arguments)
     with torch.no_grad():
-        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings)
+        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings, wanted)
     return [x.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
 
@@ -524,11 +533,16 @@ def _forward_fake(*arguments: Any) -> list[Tensor]:
 
 
 @_backward_operator.register_fake
-def _backward_fake(dout: Tensor, kept: list[Tensor], *arguments: Any) -> list[Tensor]:
+def _backward_fake(
+    dout: Tensor, kept: list[Tensor], wanted: list[bool], *arguments: Any
+) -> list[Tensor]:
     x, weights, _, _ = _unpack(arguments)
     return [
         x.new_empty(x.shape),
-        *(x.new_empty(0) if w is None else w.new_empty(w.shape) for w in weights),
+        *(
+            w.new_empty(w.shape) if want and w is not None else x.new_empty(0)
+            for w, want in zip(weights, wanted, strict=True)
+        ),
     ]
 
 
@@ -548,12 +562,12 @@ def _saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
 
 def _operator_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     tensors, kept = _saved(ctx)
+    wanted = list(ctx.needs_input_grad[1 : 1 + _NUM_WEIGHTS])
     result = torch.ops.hstu_attn.hstu_layer_backward(
-        gradients[0], list(kept), *tensors, *ctx.settings
+        gradients[0], list(kept), wanted, *tensors, *ctx.settings
     )
-    present = [tensor is not None for tensor in tensors[: 1 + _NUM_WEIGHTS]]
     return (
-        *(gradient if given else None for gradient, given in zip(result, present, strict=True)),
+        *(x if want else None for x, want in zip(result, (True, *wanted), strict=True)),
         *(None for _ in range(_NUM_CALL + len(ctx.settings))),
     )
 
@@ -582,7 +596,8 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         tensors, kept = _saved(ctx)
         x, weights, call, settings = _unpack((*tensors, *ctx.settings))
-        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings)
+        wanted = ctx.needs_input_grad[2 : 2 + _NUM_WEIGHTS]
+        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings, wanted)
         return (None, *gradients, *(None for _ in range(_NUM_CALL)))
 
 
