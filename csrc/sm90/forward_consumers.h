@@ -21,7 +21,6 @@ struct ForwardConsumers : Block {
   using Block::kNoKey;
   using Block::kRows;
   using Block::kSplits;
-  using Block::kTiles;
   using typename Block::BiasPlace;
   using typename Block::Element;
   using typename Block::Item;
@@ -43,7 +42,7 @@ struct ForwardConsumers : Block {
   // it stood among the steps, would make the compiler move activations behind P V.
   static HSTU_DEVICE void run(const ForwardParams& params, const KeyShares& shares,
                               SharedMemory& shared, int warpgroup) {
-    const Turns<kTiles.takes_turns, kConsumers> turns{warpgroup};
+    const Turns<kConsumers> turns{warpgroup};
     turns.begin();
     ItemPlace item_place;
     QueryPlace q_place;

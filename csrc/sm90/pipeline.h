@@ -92,7 +92,7 @@ enum class NamedBarrier : int { kFirstTurn = 1, kConsumers = 4, kFirstOfWarpgrou
 
 // Consumer warpgroups issue their products in turn, so that one's products run beside another's
 // activation.
-template <bool kTakesTurns, int kConsumers>
+template <int kConsumers>
 struct Turns {
   int warpgroup;
 
@@ -101,20 +101,13 @@ struct Turns {
     if (warpgroup == kConsumers - 1) pass();
   }
   HSTU_DEVICE void take() const {
-    if constexpr (kTakesTurns) sync(warpgroup);
+    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstTurn) + warpgroup),
+                 "n"(2 * kWarpgroup)
+                 : "memory");
   }
   HSTU_DEVICE void pass() const {
-    if constexpr (kTakesTurns) {
-      const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
-      asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstTurn) + next),
-                   "n"(2 * kWarpgroup)
-                   : "memory");
-    }
-  }
-
- private:
-  static HSTU_DEVICE void sync(int warpgroup) {
-    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstTurn) + warpgroup),
+    const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
+    asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstTurn) + next),
                  "n"(2 * kWarpgroup)
                  : "memory");
   }

@@ -14,7 +14,6 @@ struct ForwardTiles {
   int keys;          // of a tile of scores
   int query_stages;  // of Q: 2 where there is room, so that the next item's waits already
   int key_stages;    // of K and V
-  bool takes_turns;  // at the tensor cores: one warpgroup's products beside another's activation
 };
 
 // Registers of a thread: setmaxnreg moves them from the producer to the consumers.
@@ -48,16 +47,16 @@ constexpr ForwardTiles forward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "forward_tiles has no entry for this head dim");
   if constexpr (kHeadDim <= 64) {
-    if constexpr (kHasBias) return {2, 128, 2, 4, true};
-    if constexpr (kIsPaged) return {2, 128, 2, kIsQuantised ? 4 : 6, true};
-    return {3, 128, 2, 4, true};
+    if constexpr (kHasBias) return {2, 128, 2, 4};
+    if constexpr (kIsPaged) return {2, 128, 2, kIsQuantised ? 4 : 6};
+    return {3, 128, 2, 4};
   }
   if constexpr (kHeadDim == 128) {
-    if constexpr (kHasBias) return {2, 128, 1, 2, true};
-    if constexpr (kIsPaged && !kIsQuantised) return {2, 128, 1, 3, true};
-    return {2, 128, 2, 2, true};
+    if constexpr (kHasBias) return {2, 128, 1, 2};
+    if constexpr (kIsPaged && !kIsQuantised) return {2, 128, 1, 3};
+    return {2, 128, 2, 2};
   }
-  if constexpr (kHeadDim == 256) return {2, 64, 1, 2, true};
+  if constexpr (kHeadDim == 256) return {2, 64, 1, 2};
 }
 
 // Of a cluster's blocks that share a tile of rows, with a paged cache. 8 is the most that every GPU
