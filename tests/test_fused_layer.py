@@ -157,16 +157,24 @@ def test_empty_batches(device):
 
 
 def test_bf16_rows_and_fp32_weights():
-    layer = make_layer(replace(STU, fused=True, norm_eps=1.0), torch.float32)
-    inputs = make_inputs(STU, {"num_targets"}, torch.bfloat16)
-    cotangent = torch.randn_like(inputs["x"])
-    fused = run(layer, inputs, cotangent)
-    yardstick = run(with_config(layer, fused=False), inputs, cotangent)
-    double = with_config(copy.deepcopy(layer).double(), fused=False)
-    exact = run(double, {**inputs, "x": inputs["x"].double()}, cotangent.double())
-    for name, tensor in fused.items():
-        assert tensor.dtype == yardstick[name].dtype
-        assert_matches(name, tensor, exact[name], yardstick[name])
+    """No less exact than the composed layer, over a few layers: an error alone varies too much."""
+    errors: dict[str, list[float]] = {}
+    for _ in range(4):
+        layer = make_layer(replace(STU, fused=True, norm_eps=1.0), torch.float32)
+        inputs = make_inputs(STU, {"num_targets"}, torch.bfloat16)
+        cotangent = torch.randn_like(inputs["x"])
+        fused = run(layer, inputs, cotangent)
+        yardstick = run(with_config(layer, fused=False), inputs, cotangent)
+        double = with_config(copy.deepcopy(layer).double(), fused=False)
+        exact = run(double, {**inputs, "x": inputs["x"].double()}, cotangent.double())
+        for name, tensor in fused.items():
+            assert tensor.dtype == yardstick[name].dtype
+            found = errors.setdefault(name, [0.0, 0.0])
+            for n, other in enumerate((tensor, yardstick[name])):
+                error = (other.double() - exact[name]).square().mean()
+                found[n] += (error / exact[name].square().mean()).item()
+    for name, (own, composed) in errors.items():
+        assert own**0.5 < 1.5 * composed**0.5, name
 
 
 @pytest.mark.parametrize("records", [False, True])

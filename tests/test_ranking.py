@@ -415,7 +415,7 @@ def test_nothing_of_the_future_is_seen(data: RankingData, split: Split, group: i
 
     def differs(events: np.ndarray[Any, Any], **columns: Any) -> np.ndarray[Any, Any]:
         difference = logits(spoilt_log(log, events, **columns)) - expected
-        return (difference.abs() > 1e-3).any(dim=1).numpy()
+        return (difference.abs() > 1e-4).any(dim=1).numpy()  # ten times what rounding may do
 
     assert differs(windows.requests - 1, actions=flipped).all()
     assert differs(windows.starts, items=another).all()
