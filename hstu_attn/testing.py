@@ -546,8 +546,7 @@ def _run_reference(
 
 
 class _LeftToRight(torch.overrides.TorchFunctionMode):
-    """Inside, `einsum` of two tensors and its gradients add their products one after another, in
-    their dtype."""
+    """Inside, `einsum` of two tensors adds its products one after another, in their dtype."""
 
     def __torch_function__(
         self,
@@ -558,41 +557,17 @@ class _LeftToRight(torch.overrides.TorchFunctionMode):
     ) -> Any:
         if func is not torch.einsum:
             return func(*args, **(kwargs or {}))
-        return _LeftToRightEinsum.apply(*args)
-
-
-class _LeftToRightEinsum(torch.autograd.Function):
-    """Of two tensors, with one dimension to add over, also in the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, equation: str, left: Tensor, right: Tensor) -> Tensor:
-        ctx.equation = equation
-        ctx.save_for_backward(left, right)
-        return _einsum_left_to_right(equation, left, right)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
-        left, right = ctx.saved_tensors
-        names, result = ctx.equation.split("->")
+        equation, left, right = args
+        names, result = equation.split("->")
         names_left, names_right = names.split(",")
-        return (
-            None,
-            _einsum_left_to_right(f"{result},{names_right}->{names_left}", gradient, right),
-            _einsum_left_to_right(f"{names_left},{result}->{names_right}", left, gradient),
-        )
-
-
-def _einsum_left_to_right(equation: str, left: Tensor, right: Tensor) -> Tensor:
-    names, result = equation.split("->")
-    names_left, names_right = names.split(",")
-    (summed,) = set(names_left) & set(names_right) - set(result)
-    dim_left, dim_right = names_left.index(summed), names_right.index(summed)
-    product = equation.replace(summed, "")
-    # Of nothing: zeros.
-    total = torch.einsum(equation, left.narrow(dim_left, 0, 0), right.narrow(dim_right, 0, 0))
-    for a, b in zip(left.unbind(dim_left), right.unbind(dim_right), strict=True):
-        total = total + torch.einsum(product, a, b)
-    return total
+        (summed,) = set(names_left) & set(names_right) - set(result)
+        dim_left, dim_right = names_left.index(summed), names_right.index(summed)
+        product = equation.replace(summed, "")
+        # Of nothing: zeros.
+        total = torch.einsum(equation, left.narrow(dim_left, 0, 0), right.narrow(dim_right, 0, 0))
+        for a, b in zip(left.unbind(dim_left), right.unbind(dim_right), strict=True):
+            total = total + torch.einsum(product, a, b)
+        return total
 
 
 def _in_another_order(batch: Batch, dout: Tensor | None) -> dict[str, Tensor]:
