@@ -157,22 +157,28 @@ def test_empty_batches(device):
 
 
 def test_bf16_rows_and_fp32_weights():
-    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    # A norm's weights are too few numbers to compare their largest errors: of several layers.
-    for _ in range(8):
+    """Rounding errors are at most the composed layer's: their root mean square over many layers.
+
+    Largest errors do not tell: of so few numbers the same formula in the same dtype, with other
+    roundings, has twice the other's now and then. What single elements are is compared in fp64.
+    """
+    errors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for _ in range(128):
         layer = make_layer(replace(STU, fused=True, norm_eps=1.0), torch.float32)
         inputs = make_inputs(STU, {"num_targets"}, torch.bfloat16)
         cotangent = torch.randn_like(inputs["x"])
         fused = run(layer, inputs, cotangent)
-        yardstick = run(with_config(layer, fused=False), inputs, cotangent)
+        composed = run(with_config(layer, fused=False), inputs, cotangent)
         double = with_config(copy.deepcopy(layer).double(), fused=False)
         exact = run(double, {**inputs, "x": inputs["x"].double()}, cotangent.double())
+        assert fused.keys() == composed.keys() == exact.keys()
         for name, tensor in fused.items():
-            assert tensor.dtype == yardstick[name].dtype
-            triple = (tensor, exact[name], yardstick[name])
-            found.setdefault(name, []).append(triple)
-    for name, triples in found.items():
-        assert_matches(name, *map(torch.stack, zip(*triples, strict=True)))
+            assert tensor.dtype == composed[name].dtype
+            pair = (tensor - exact[name], composed[name] - exact[name])
+            errors.setdefault(name, []).append(pair)
+    for name, pairs in errors.items():
+        error, allowed = (torch.stack(e).square().mean().sqrt() for e in zip(*pairs, strict=True))
+        assert error <= allowed, f"{name}: root mean square {error:.3e}, composed {allowed:.3e}"
 
 
 @pytest.mark.parametrize("records", [False, True])

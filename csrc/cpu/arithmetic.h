@@ -46,7 +46,9 @@ constexpr int kPadding = 32;
 
 constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// The product by multiply-add of vectors, for any type whose Traits have multiply_add().
+// The product by multiply-add of vectors, for any type whose Traits have multiply_add(). No more
+// than Traits::kLongestSum elements are added one to another: longer sums are made of such partial
+// sums.
 template <typename Traits>
 struct VectorArithmetic {
   using Unit = typename Traits::Unit;
@@ -63,8 +65,13 @@ struct VectorArithmetic {
 
   static void gemm(int m, int n, int k, Matrix<Unit> a, Matrix<Unit> b, Accum* c, int64_t ldc,
                    bool accumulate) {
+    constexpr int kMostSteps = Traits::kLongestSum / kPair;
     const int steps = (k + kPair - 1) / kPair;
-    panels<kGemmVectors>(round_up(m, kRows), n, steps, a, b, c, ldc, accumulate);
+    for (int step = 0; step < steps; step += kMostSteps) {
+      const int left = steps - step;
+      panels<kGemmVectors>(round_up(m, kRows), n, left < kMostSteps ? left : kMostSteps,
+                           a.from(0, step), b.from(step, 0), c, ldc, accumulate || step > 0);
+    }
   }
 
  private:
@@ -126,8 +133,8 @@ struct VectorArithmetic {
         }
       }
     }
-    // The block's own sum is added to what came before only now: the rounding errors of a long sum
-    // then grow with the number of tiles, not of terms.
+    // Only now is the partial sum added to what came before: the rounding errors of a long sum then
+    // grow with the number of partial sums, not of terms.
 #pragma GCC unroll 8
     for (int row = 0; row < kBlockRows; ++row) {
 #pragma GCC unroll 4
@@ -144,6 +151,7 @@ struct FloatTraits {
   using Unit = T;
   using Accum = T;
   static constexpr int kPair = 1;
+  static constexpr int kLongestSum = 64;
   static constexpr Accuracy kAccuracy = Accuracy::kFull;
 
   static HSTU_INLINE Vector<T> multiply_add(Vector<T> sum, T a, Vector<T> b) { return sum + a * b; }
@@ -239,6 +247,8 @@ struct BFloat16Traits {
   using Unit = uint32_t;
   using Accum = float;
   static constexpr int kPair = 2;
+  // Those over the largest head dim: beside the roundings to bf16 their errors are nothing.
+  static constexpr int kLongestSum = 256;
   static constexpr Accuracy kAccuracy = Accuracy::kBFloat16;
 
   static HSTU_INLINE Vector<float> multiply_add(Vector<float> sum, Unit a, Vector<Unit> b) {
