@@ -274,7 +274,7 @@ def measure(
     tflops = statistics.median(flops[n] / ms / 1e9 for n, ms in zip(order, timed, strict=True))
     speed = statistics.median(1e3 * rows[n] / ms for n, ms in zip(order, timed, strict=True))
     product = MATMUL_FLOPS / statistics.median(products[WARM_UP:]) / 1e9 if products else None
-    peak = next((t for name, t in PEAK_TFLOPS.items() if gpu and name in gpu.name), None)
+    peak = PEAK_TFLOPS.get(gpu.name) if gpu else None
     if options.trace and gpu and rank == 0:
         trace(options.trace, f"{case}-{ranks}", lambda: training.step(batches[0]))
     elif options.trace and gpu:

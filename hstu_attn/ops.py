@@ -6,10 +6,14 @@
 `torch.library.register_autograd` costs a call 140 us or more of host time when gradients are
 recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers. The forward
 of an eager call does not even go through the operator where that makes no difference: fast_call.py.
+
+A bad argument is a ValueError, and what is not built a NotImplementedError. To direct callers and
+compiled code the latter, and from torch 2.15 on both, come as RuntimeErrors of the same text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -251,12 +255,12 @@ _NO_PAGED_GRADIENTS = (
 
 
 def _call(op: Callable[..., _Result], *args: Any) -> _Result:
-    """`op`, a raw operator, below autograd; what is not built raises NotImplementedError."""
+    """`op`, a raw operator, below autograd; errors are of the type that they are in C++."""
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     except RuntimeError as error:
-        _refuse_what_is_not_built(error)
+        _raise_what_is_meant(error)
         raise
 
 
@@ -274,18 +278,24 @@ def _forward(
     try:
         out = fast_call.forward(q, k, v, geometry, biases, times, pages, options)
     except RuntimeError as error:
-        _refuse_what_is_not_built(error)
+        _raise_what_is_meant(error)
         raise
     if out is NotImplemented:
         return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
     return out  # type: ignore[no-any-return]
 
 
-def _refuse_what_is_not_built(error: RuntimeError) -> None:
+def _raise_what_is_meant(error: RuntimeError) -> None:
     # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
     _, marker, text = str(error).partition("NotImplementedError: ")
     if marker:
         raise NotImplementedError(text) from None
+    # NOTE: csrc/arguments.h. This arrives as ValueError up to torch 2.14, and not from 2.15 on.
+    if _BAD_ARGUMENT.match(str(error)):
+        raise ValueError(str(error)) from None
+
+
+_BAD_ARGUMENT = re.compile(r"\w+: expected .*, got ")
 
 
 class _Once(torch.autograd.Function):

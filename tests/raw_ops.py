@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from hstu_attn import DenseBias
 from hstu_attn.testing import Batch
 
 ops = torch.ops.hstu_attn
+
+# What a bad argument raises here: the type is lost on the way from C++ in newer releases of torch.
+BAD_ARGUMENT = ValueError if TorchVersion(torch.__version__) < (2, 15) else RuntimeError
 
 _PAGED = ("kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales")
 

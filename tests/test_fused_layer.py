@@ -128,6 +128,7 @@ def test_frozen_weights(frozen, compiled, recompute, monkeypatch):
     for name in frozen:
         layer.get_submodule(name).requires_grad_(False)
     products.clear()
+    torch._dynamo.reset()  # torch 2.10 does not see that a weight was frozen since
     found = train()
     kept = {"uvqk": layer.uvqk, "output": layer.output}
     assert set(products) == {m.weight.shape for name, m in kept.items() if name not in frozen}
