@@ -158,13 +158,13 @@ def test_empty_batches(device):
 
 
 def test_bf16_rows_and_fp32_weights():
-    """Rounding errors are at most the composed layer's: their root mean square over many layers.
+    """Rounding errors are at most the composed layer's, and twice those for any one element.
 
-    Largest errors do not tell: of so few numbers the same formula in the same dtype, with other
-    roundings, has twice the other's now and then. What single elements are is compared in fp64.
+    Compared are root mean squares over many layers: the largest of a few errors is now and then
+    more than twice that of the same formula in the same dtype with other roundings.
     """
     errors: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for _ in range(128):
+    for _ in range(256):
         layer = make_layer(replace(STU, fused=True, norm_eps=1.0), torch.float32)
         inputs = make_inputs(STU, {"num_targets"}, torch.bfloat16)
         cotangent = torch.randn_like(inputs["x"])
@@ -173,13 +173,14 @@ def test_bf16_rows_and_fp32_weights():
         double = with_config(copy.deepcopy(layer).double(), fused=False)
         exact = run(double, {**inputs, "x": inputs["x"].double()}, cotangent.double())
         assert fused.keys() == composed.keys() == exact.keys()
-        for name, tensor in fused.items():
-            assert tensor.dtype == composed[name].dtype
-            pair = (tensor - exact[name], composed[name] - exact[name])
+        for name, wanted in exact.items():
+            assert fused[name].dtype == composed[name].dtype
+            pair = tuple((found[name] - wanted) / wanted.abs().max() for found in (fused, composed))
             errors.setdefault(name, []).append(pair)
     for name, pairs in errors.items():
-        error, allowed = (torch.stack(e).square().mean().sqrt() for e in zip(*pairs, strict=True))
-        assert error <= allowed, f"{name}: root mean square {error:.3e}, composed {allowed:.3e}"
+        error, allowed = (torch.stack(e).square() for e in zip(*pairs, strict=True))
+        assert error.mean() <= allowed.mean(), name
+        assert error.mean(0).max() <= 2**2 * allowed.mean(0).max(), name
 
 
 @pytest.mark.parametrize("records", [False, True])
