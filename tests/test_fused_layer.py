@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 from triton_interpreter import interpreter
 
@@ -128,7 +129,8 @@ def test_frozen_weights(frozen, compiled, recompute, monkeypatch):
     for name in frozen:
         layer.get_submodule(name).requires_grad_(False)
     products.clear()
-    torch._dynamo.reset()  # torch 2.10 does not see that a weight was frozen since
+    if TorchVersion(torch.__version__) < (2, 13):  # 2.10 does not see that a weight was frozen
+        torch._dynamo.reset()
     found = train()
     kept = {"uvqk": layer.uvqk, "output": layer.output}
     assert set(products) == {m.weight.shape for name, m in kept.items() if name not in frozen}

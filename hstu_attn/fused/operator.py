@@ -422,13 +422,22 @@ def _backward(
     if wants["uvqk_weight"]:
         normed = cast(Tensor, normed_again if normed is None else normed)
         duvqk_weight = _weight_gradient(duvqk, normed, weights.uvqk_weight)
-    gradients = (  # in the order of Weights
-        *(dnorm_weight, dnorm_bias, duvqk_weight, duvqk_bias, dgate_weight, dgate_bias),
-        *(doutput_weight, doutput_bias, dpos_weight, dts_weight),
-    )
+    gradients = {
+        "input_norm_weight": dnorm_weight,
+        "input_norm_bias": dnorm_bias,
+        "uvqk_weight": duvqk_weight,
+        "uvqk_bias": duvqk_bias,
+        "gate_weight": dgate_weight,
+        "gate_bias": dgate_bias,
+        "output_weight": doutput_weight,
+        "output_bias": doutput_bias,
+        "pos_weight": dpos_weight,
+        "ts_weight": dts_weight,
+    }
     results: list[Tensor | None] = [dx]
-    for weight, gradient, want in zip(weights, gradients, wanted, strict=True):
-        if weight is None or gradient is None or not want:
+    for name, weight in weights._asdict().items():
+        gradient = gradients[name] if wants[name] else None
+        if weight is None or gradient is None:
             results.append(None)
         else:
             results.append(gradient.to(weight.dtype))
