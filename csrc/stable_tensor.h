@@ -20,8 +20,8 @@ using Sizes = std::span<const int64_t>;
 
 inline TensorView view_with(const Tensor& tensor, const void* data) {
   int64_t *sizes = nullptr, *strides = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
   const size_t dim = tensor.dim();
   return {.data = const_cast<void*>(data),
           .dtype = tensor.scalar_type(),
@@ -97,13 +97,13 @@ inline Tensor allocate(const TensorView& like, Sizes sizes,
   int32_t code = dtype_code(dtype.value_or(like.dtype));
   AtenTensorHandle tensor = nullptr;
   if (like.handle) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.handle, sizes.data(), dim, &code,
+    TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.handle, sizes.data(), dim, &code,
                                                             nullptr, nullptr, 0, nullptr, &tensor));
     return Tensor(tensor);
   }
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t n = sizes.size(); n-- > 1;) strides[n - 1] = strides[n] * sizes[n];
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       dim, sizes.data(), strides.data(), code, device_code(like), like.device_index, &tensor));
   return Tensor(tensor);
 }
@@ -116,10 +116,10 @@ inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> si
 inline Tensor as_tensor(const TensorView& view) {
   AtenTensorHandle tensor = nullptr;
   if (view.handle) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &tensor));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &tensor));
     return Tensor(tensor);
   }
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
       view.data, view.dim(), view.sizes.data(), view.strides.data(), 0, dtype_code(view.dtype),
       device_code(view), view.device_index, &tensor));
   return Tensor(tensor);
