@@ -42,7 +42,17 @@ __all__ = [
     "HSTULayerConfig",
     "HSTUStack",
     "PositionalEmbedding",
+    "normalize",
 ]
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the `bias` that the other norms have, which is None."""
+
+    bias: None = None
+
+
+_NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": RMSNorm}
 
 
 class HSTULayer(nn.Module):
@@ -59,7 +69,7 @@ class HSTULayer(nn.Module):
         dtype: floating dtype of the parameters.
     """
 
-    output_norm: nn.LayerNorm | nn.GroupNorm
+    output_norm: nn.LayerNorm | nn.GroupNorm | RMSNorm
     position_weight: nn.Parameter | None
     time_weight: nn.Parameter | None
 
@@ -72,7 +82,7 @@ class HSTULayer(nn.Module):
         super().__init__()
         self.config = config
         width = config.num_heads * config.hidden_dim
-        self.input_norm = nn.LayerNorm(
+        self.input_norm = _NORMS[config.input_norm](
             config.embedding_dim,
             eps=config.norm_eps,
             elementwise_affine=config.norm_affine,
@@ -96,7 +106,7 @@ class HSTULayer(nn.Module):
                 dtype=dtype,
             )
         else:
-            self.output_norm = nn.LayerNorm(
+            self.output_norm = _NORMS[config.output_norm](
                 width,
                 eps=config.norm_eps,
                 elementwise_affine=config.norm_affine,
@@ -328,6 +338,8 @@ class HSTULayer(nn.Module):
             hidden_dim=config.hidden_dim,
             attention_dim=config.attention_dim,
             norm_eps=config.norm_eps,
+            input_centered=config.input_norm == "layer_norm",
+            output_centered=config.output_norm == "layer_norm",
             activated=activated[config.linear_activation],
             groups=config.num_heads if config.use_group_norm else 1,
             parts=",".join(config.output_parts),
@@ -350,13 +362,7 @@ class HSTULayer(nn.Module):
         """u ``(total, heads * hidden)``, and v, q, k ``(total, heads, width)`` as strided views of
         one buffer."""
         config = self.config
-        normed = F.layer_norm(
-            x,
-            self.input_norm.normalized_shape,
-            _cast_optional(self.input_norm.weight, x),
-            _cast_optional(self.input_norm.bias, x),
-            self.input_norm.eps,
-        )
+        normed = normalize(x, self.input_norm)
         uvqk = F.linear(normed, _cast(self.uvqk.weight, x), _cast_optional(self.uvqk.bias, x))
         if config.linear_activation == "silu":
             uvqk = F.silu(uvqk)
@@ -370,12 +376,12 @@ class HSTULayer(nn.Module):
         """What the output linear reads: ``norm(attention) * u`` and what is concatenated to it.
         ``attention`` is ``(total, heads, hidden)``."""
         config, norm = self.config, self.output_norm
-        weight, bias = _cast_optional(norm.weight, u), _cast_optional(norm.bias, u)
         flat = attention.flatten(1)
         if isinstance(norm, nn.GroupNorm):
+            weight, bias = _cast_optional(norm.weight, u), _cast_optional(norm.bias, u)
             normed = F.group_norm(attention, norm.num_groups, weight, bias, norm.eps).flatten(1)
         else:
-            normed = F.layer_norm(flat, norm.normalized_shape, weight, bias, norm.eps)
+            normed = normalize(flat, norm)
         gated = normed * u
         if config.concat_ua:
             return torch.cat([u, normed, gated], dim=1)
@@ -523,6 +529,14 @@ class PositionalEmbedding(nn.Module):
         """The same for rows at the given positions, ``(total,)`` int64."""
         added = self.embedding(positions).to(x.dtype)
         return F.dropout(x * math.sqrt(x.shape[1]) + added, self.dropout_ratio, self.training)
+
+
+def normalize(x: Tensor, norm: nn.LayerNorm | RMSNorm) -> Tensor:
+    """The rows of ``x`` through a norm, whose parameters are cast to the dtype of ``x``."""
+    weight, bias = _cast_optional(norm.weight, x), _cast_optional(norm.bias, x)
+    if isinstance(norm, RMSNorm):
+        return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def _cast(parameter: Tensor, like: Tensor) -> Tensor:

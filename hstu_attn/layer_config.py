@@ -8,6 +8,8 @@ from typing import Literal
 
 __all__ = ["HSTULayerConfig"]
 
+Norm = Literal["layer_norm", "rms_norm"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class HSTULayerConfig:
@@ -44,10 +46,17 @@ class HSTULayerConfig:
         num_buckets: the elapsed time falls into ``num_buckets + 1`` logarithmic buckets; 0 has no
             time table.
 
+    Norms, of `x` before the first linear and of the attention output after it:
+        input_norm: ``"layer_norm"``, or ``"rms_norm"``, which divides a row by the root of its mean
+            square (Zhang and Sennrich 2019, arXiv 1910.07467): no mean is subtracted, and there is
+            no bias.
+        output_norm: the same choice for the attention output.
+        norm_affine: whether both norms have a learned weight, and a layer norm a learned bias too.
+        norm_eps: added to the variance, or to the mean square, in both norms; positive.
+        use_group_norm: normalise the attention output within each head, not over all heads; needs
+            ``output_norm="layer_norm"``.
+
     Output:
-        norm_affine: whether both norms have a learned weight and bias.
-        norm_eps: added to the variance in both norms; positive.
-        use_group_norm: normalise the attention output within each head, not over all heads.
         concat_u: the output linear also reads u.
         concat_x: the output linear also reads the attention output as it was before the norm.
         concat_ua: the output linear also reads u and the attention output after the norm.
@@ -88,6 +97,8 @@ class HSTULayerConfig:
     relative_bias_max_seq_len: int = 0
     relative_bias_heads: int = 1
     num_buckets: int = 128
+    input_norm: Norm = "layer_norm"
+    output_norm: Norm = "layer_norm"
     norm_affine: bool = True
     norm_eps: float = 1e-6
     use_group_norm: bool = False
@@ -107,6 +118,14 @@ class HSTULayerConfig:
             self._require(name, getattr(self, name) > 0, "a positive number")
         for name in ("max_attn_len", "min_full_attn_seq_len", "contextual_seq_len", "num_buckets"):
             self._require(name, getattr(self, name) >= 0, "zero or a positive number")
+        norms = ("layer_norm", "rms_norm")
+        self._require("input_norm", self.input_norm in norms, f"one of {norms}")
+        self._require("output_norm", self.output_norm in norms, f"one of {norms}")
+        self._require(
+            "output_norm",
+            self.output_norm == "layer_norm" or not self.use_group_norm,
+            "'layer_norm' beside use_group_norm",
+        )
         self._require("norm_eps", self.norm_eps > 0, "a positive number")
         activations = ("silu", "silu_u", "none")
         self._require("linear_activation", self.linear_activation in activations, str(activations))
@@ -221,20 +240,31 @@ class HSTULayerConfig:
         attn_alpha: float | None = None,
         use_group_norm: bool = False,
         contextual_seq_len: int = 0,
+        linear_bias: bool = True,
+        input_norm: Norm = "layer_norm",
+        output_norm: Norm = "layer_norm",
     ) -> HSTULayerConfig:
         """The unit of the public `STULayer`: SiLU on u alone, scores over sqrt(attention_dim),
-        the output linear reads u and the raw attention output too and has no bias."""
+        the output linear reads u and the raw attention output too and has no bias.
+
+        ``linear_bias=False`` is what the functions under that layer compute for ``uvqk_bias=None``.
+        ``"rms_norm"`` is that library's `RMSNorm`, whose own default of ``eps`` is 1e-5; both norms
+        here have the layer's 1e-6, unless ``dataclasses.replace`` sets another ``norm_eps``.
+        """
         return cls(
             embedding_dim=embedding_dim,
             num_heads=num_heads,
             hidden_dim=hidden_dim,
             attention_dim=attention_dim,
+            linear_bias=linear_bias,
             linear_activation="silu_u",
             attn_alpha=attn_alpha,
             causal=causal,
             target_aware=target_aware,
             max_attn_len=max_attn_len or 0,
             contextual_seq_len=contextual_seq_len,
+            input_norm=input_norm,
+            output_norm=output_norm,
             use_group_norm=use_group_norm,
             concat_u=True,
             concat_x=True,

@@ -24,12 +24,17 @@ RESEARCH = HSTULayerConfig.research(
     embedding_dim=24, num_heads=2, linear_dim=16, attention_dim=16, max_sequence_len=LONGEST
 )
 STU = HSTULayerConfig.stu(embedding_dim=24, num_heads=2, hidden_dim=16, attention_dim=16)
+RMS_STU = replace(
+    STU, scaling_seqlen=LONGEST, input_norm="rms_norm", output_norm="rms_norm", linear_bias=False
+)
 CASES = {
     "base": BASE,
     "research": RESEARCH,
     "research, few positions": replace(RESEARCH, relative_bias_max_seq_len=9),
     "window": replace(BASE, max_attn_len=5),
     "target groups": replace(BASE, target_group_size=3),
+    "stu, rms norms": RMS_STU,
+    "stu, rms norms, fused": replace(RMS_STU, fused=True),
     "stu": replace(STU, scaling_seqlen=LONGEST),
     "stu, fused": replace(STU, scaling_seqlen=LONGEST, fused=True),
     "research, fused": replace(RESEARCH, fused=True),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_runs import run_ranks
-from test_layer import BASE, CASES, RESEARCH, STU, make_inputs, make_layer
+from test_layer import BASE, CASES, RESEARCH, RMS_NORMS, RMS_STU, STU, make_inputs, make_layer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -83,8 +83,10 @@ def test_fused_is_composed(name, recompute):
         torch.testing.assert_close(fused[table], composed[table], rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_by_differences():
-    config = replace(DROPPING, embedding_dim=4, num_heads=1, hidden_dim=8, attention_dim=8)
+@pytest.mark.parametrize("changes", [{}, RMS_NORMS], ids=["layer norms", "rms norms"])
+def test_gradients_by_differences(changes):
+    sizes = {"embedding_dim": 4, "num_heads": 1, "hidden_dim": 8, "attention_dim": 8}
+    config = replace(DROPPING, **sizes, **changes)
     layer = make_layer(replace(config, fused=True, **RECOMPUTE))
     layer._seed = lambda x: torch.tensor([77])
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
@@ -101,10 +103,11 @@ def test_gradients_by_differences():
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("frozen", [["uvqk"], ["output"], ["input_norm", "uvqk", "output"]])
-def test_frozen_weights(frozen, compiled, recompute, monkeypatch):
+@pytest.mark.parametrize("config", [DROPPING, RMS_STU], ids=["layer norms", "rms norms, no bias"])
+def test_frozen_weights(config, frozen, compiled, recompute, monkeypatch):
     """They cost no product, and change no other gradient."""
     torch._dynamo.reset()
-    layer = HSTULayer(replace(DROPPING, fused=True, **recompute))
+    layer = HSTULayer(replace(config, fused=True, **recompute))
     x, offsets, longest, targets = compiled_inputs([5, 30, 3])
     x.requires_grad_()
     products: list[torch.Size] = []
@@ -152,14 +155,15 @@ def test_without_gradients():
 def test_empty_batches(device):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     without_bias = replace(RESEARCH, enable_relative_attention_bias=False)
-    for config in (without_bias, STU, replace(STU, use_group_norm=True)):
+    for config in (without_bias, STU, replace(STU, use_group_norm=True), RMS_STU):
         layer = HSTULayer(replace(config, fused=True), device=device)
         x = torch.zeros(0, config.embedding_dim, dtype=dtype, device=device, requires_grad=True)
         layer(x, torch.tensor([0, 0], device=device), 8).sum().backward()
         assert all(not p.grad.any() for p in layer.parameters())
 
 
-def test_bf16_rows_and_fp32_weights():
+@pytest.mark.parametrize("config", [STU, RMS_STU], ids=["layer norms", "rms norms"])
+def test_bf16_rows_and_fp32_weights(config):
     """Rounding errors are at most the composed layer's, and twice those for any one element.
 
     Compared are root mean squares over many layers: the largest of a few errors is now and then
@@ -167,8 +171,8 @@ def test_bf16_rows_and_fp32_weights():
     """
     errors: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for _ in range(256):
-        layer = make_layer(replace(STU, fused=True, norm_eps=1.0), torch.float32)
-        inputs = make_inputs(STU, {"num_targets"}, torch.bfloat16)
+        layer = make_layer(replace(config, fused=True, norm_eps=1.0), torch.float32)
+        inputs = make_inputs(config, {"num_targets"}, torch.bfloat16)
         cotangent = torch.randn_like(inputs["x"])
         fused = run(layer, inputs, cotangent)
         composed = run(with_config(layer, fused=False), inputs, cotangent)
@@ -394,7 +398,7 @@ def test_flags_save_what_they_promise(activation):
 
 def test_saved_configurations_load():
     """One that was saved before there were these fields, and one with them."""
-    new = {"fused", *RECOMPUTE}
+    new = {"fused", *RECOMPUTE, *RMS_NORMS}
     old = {name: value for name, value in asdict(STU).items() if name not in new}
     assert HSTULayerConfig(**old) == STU
     config = replace(STU, fused=True, recompute_silu=True)
@@ -437,6 +441,7 @@ def operator_arguments(config: HSTULayerConfig, names: set[str]) -> tuple[Any, .
         (replace(RESEARCH, fused=True), {"timestamps"}),
         (replace(DROPPING, fused=True, **RECOMPUTE), {"num_targets"}),
         (replace(BASE, fused=True, linear_activation="none"), set()),
+        (replace(RMS_STU, fused=True, **RECOMPUTE), {"num_targets"}),
     ],
 )
 @pytest.mark.parametrize("columns_first", [False, True])
@@ -545,6 +550,7 @@ def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         replace(DROPPING, use_group_norm=True),
         replace(RESEARCH, concat_ua=True),
         replace(BASE, linear_activation="none"),
+        replace(RMS_STU, output_dropout_ratio=0.3),
     ],
 )
 def test_the_kernels_in_the_layer(config, recompute, monkeypatch):
@@ -571,6 +577,9 @@ GPU_CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
     "base": (ON_GPU, set()),
     "stu": (GPU_STU, {"num_targets"}),
     "stu, group norm": (replace(GPU_STU, use_group_norm=True), {"num_targets"}),
+    "stu, rms norms, no bias": (
+        replace(GPU_STU, linear_bias=False, **RMS_NORMS), {"num_targets"}
+    ),
     "no weights, concat_ua": (
         replace(ON_GPU, norm_affine=False, concat_ua=True, linear_bias=False), set()
     ),

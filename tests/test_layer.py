@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hstu_attn.layer import (
@@ -26,11 +27,21 @@ MAX_SEQ_LEN = 12
 TARGETS = (2, 0, 0, 4, 5)
 BASE = HSTULayerConfig(embedding_dim=24, num_heads=4, hidden_dim=16, attention_dim=8)
 BIASED: dict[str, Any] = {"enable_relative_attention_bias": True, "relative_bias_max_seq_len": 6}
+RMS_NORMS: dict[str, Any] = {"input_norm": "rms_norm", "output_norm": "rms_norm"}
 RESEARCH = HSTULayerConfig.research(
     embedding_dim=24, num_heads=2, linear_dim=8, attention_dim=16, max_sequence_len=MAX_SEQ_LEN
 )
 STU = HSTULayerConfig.stu(
     embedding_dim=24, num_heads=2, hidden_dim=16, attention_dim=8, output_dropout_ratio=0.0
+)
+RMS_STU = HSTULayerConfig.stu(
+    embedding_dim=24,
+    num_heads=2,
+    hidden_dim=16,
+    attention_dim=8,
+    output_dropout_ratio=0.0,
+    linear_bias=False,
+    **RMS_NORMS,
 )
 
 CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
@@ -44,6 +55,15 @@ CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
     "stu, group norm": (replace(STU, use_group_norm=True), {"num_targets"}),
     "group norm": (replace(BASE, use_group_norm=True), set()),
     "group norm without weights": (replace(BASE, use_group_norm=True, norm_affine=False), set()),
+    "rms norms": (replace(BASE, **RMS_NORMS), set()),
+    "rms norms without weights": (
+        replace(BASE, **RMS_NORMS, norm_affine=False, concat_ua=True), set()
+    ),
+    "rms output norm": (replace(BASE, output_norm="rms_norm", concat_x=True), set()),
+    "stu, rms norms, no bias": (RMS_STU, {"num_targets"}),
+    "stu, rms and group norm": (
+        replace(STU, input_norm="rms_norm", use_group_norm=True), {"num_targets"}
+    ),
     "no activation": (replace(BASE, linear_activation="none"), set()),
     "alpha": (replace(BASE, attn_alpha=0.7), set()),
     "scaling": (replace(BASE, scaling_seqlen=100), set()),
@@ -60,7 +80,7 @@ CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
     "window, targets": (replace(BASE, max_attn_len=3), {"num_targets"}),
     "bias of several heads": (replace(BASE, **BIASED, relative_bias_heads=2), {"timestamps"}),
     "bias, few buckets": (replace(BASE, **BIASED, num_buckets=7), {"timestamps", "num_targets"}),
-}
+}  # fmt: skip
 
 
 def make_inputs(config: HSTULayerConfig, names: set[str], dtype: torch.dtype) -> dict[str, Any]:
@@ -131,6 +151,14 @@ def normalise(x: Tensor, eps: float) -> Tensor:
     return centred / (centred.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
 
+def plain_norm(x: Tensor, kind: str, norm: torch.nn.Module, eps: float) -> Tensor:
+    if kind == "rms_norm":
+        unit = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+        return unit if norm.weight is None else unit * norm.weight
+    unit = normalise(x, eps)
+    return unit if norm.weight is None else unit * norm.weight + norm.bias
+
+
 def plain_layer(
     layer: HSTULayer,
     x: Tensor,
@@ -150,9 +178,7 @@ def plain_layer(
             continue
         targets = int(num_targets[b]) if num_targets is not None and config.target_aware else 0
         contexts = config.contextual_seq_len if num_contexts is None else int(num_contexts[b])
-        normed = normalise(rows, config.norm_eps)
-        if config.norm_affine:
-            normed = normed * layer.input_norm.weight + layer.input_norm.bias
+        normed = plain_norm(rows, config.input_norm, layer.input_norm, config.norm_eps)
         uvqk = normed @ layer.uvqk.weight.T
         if config.linear_bias:
             uvqk = uvqk + layer.uvqk.bias
@@ -197,9 +223,7 @@ def plain_layer(
         if config.use_group_norm:
             normed_a = torch.cat(normed_outputs, dim=1)
         else:
-            normed_a = normalise(a, config.norm_eps)
-            if config.norm_affine:
-                normed_a = normed_a * layer.output_norm.weight + layer.output_norm.bias
+            normed_a = plain_norm(a, config.output_norm, layer.output_norm, config.norm_eps)
         parts = [normed_a * u]
         if config.concat_x:
             parts.insert(0, a)
@@ -228,7 +252,9 @@ def test_layer_computes_what_it_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [RESEARCH, STU, replace(STU, use_group_norm=True)])
+@pytest.mark.parametrize(
+    "config", [RESEARCH, STU, replace(STU, use_group_norm=True), replace(STU, **RMS_NORMS)]
+)
 def test_layer_follows_the_dtype_of_its_input(config: HSTULayerConfig, dtype: torch.dtype) -> None:
     # A norm of almost equal numbers would enlarge rounding errors by any factor.
     config = replace(config, norm_eps=1.0)
@@ -326,7 +352,7 @@ def test_stack_applies_its_layers_in_turn() -> None:
 
 
 def test_empty_batches() -> None:
-    for config in (RESEARCH, STU, replace(STU, use_group_norm=True)):
+    for config in (RESEARCH, STU, replace(STU, use_group_norm=True), replace(STU, **RMS_NORMS)):
         layer = HSTULayer(config)
         for offsets in ([0], [0, 0, 0]):
             x = torch.zeros(0, config.embedding_dim, requires_grad=True)
@@ -335,8 +361,9 @@ def test_empty_batches() -> None:
             output.sum().backward()
 
 
-def test_compiled_stack_is_the_same() -> None:
-    stack = HSTUStack(replace(RESEARCH, output_dropout_ratio=0.0), 2)
+@pytest.mark.parametrize("changes", [{}, RMS_NORMS], ids=["layer norms", "rms norms"])
+def test_compiled_stack_is_the_same(changes: dict[str, Any]) -> None:
+    stack = HSTUStack(replace(RESEARCH, output_dropout_ratio=0.0, **changes), 2)
     inputs = make_inputs(RESEARCH, {"timestamps"}, torch.float32)
     compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
     output, expected = compiled(**inputs), stack(**inputs)
@@ -365,6 +392,12 @@ def test_embedding_of_positions() -> None:
         ({"num_heads": 0}, "num_heads must be a positive number, got 0"),
         ({"max_attn_len": -1}, "max_attn_len must be zero or a positive number, got -1"),
         ({"linear_activation": "relu"}, "linear_activation must be"),
+        ({"input_norm": "rms"}, "input_norm must be one of .*'rms_norm'.*, got 'rms'"),
+        ({"output_norm": None}, "output_norm must be one of .*'rms_norm'.*, got None"),
+        (
+            {"output_norm": "rms_norm", "use_group_norm": True},
+            "output_norm must be 'layer_norm' beside use_group_norm, got 'rms_norm'",
+        ),
         ({"norm_eps": 0.0}, "norm_eps must be a positive number, got 0.0"),
         ({"output_dropout_ratio": 1.0}, "output_dropout_ratio must be"),
         ({"concat_ua": True, "concat_u": True}, "concat_ua must be False beside"),
@@ -408,3 +441,35 @@ def test_public_names_and_settings() -> None:
     assert HSTULayer(RESEARCH).uvqk.bias is None
     assert HSTULayer(STU).output.bias is None
     assert HSTULayer(RESEARCH).input_norm.weight is None
+
+
+def test_parameters_of_a_layer_with_rms_norms() -> None:
+    """No norm and no linear but the output's has a bias, in the state or among the gradients."""
+    assert HSTULayerConfig(**asdict(RMS_STU)) == RMS_STU
+    layer = HSTULayer(RMS_STU, dtype=torch.float64)
+    names = ["input_norm.weight", "uvqk.weight", "output_norm.weight", "output.weight"]
+    assert list(layer.state_dict()) == [name for name, _ in layer.named_parameters()] == names
+    assert layer.input_norm.bias is None
+    assert torch.equal(layer.output_norm.weight, torch.ones(32).double())
+    inputs = make_inputs(RMS_STU, {"num_targets"}, torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    other = HSTULayer(RMS_STU, dtype=torch.float64)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(**inputs), layer(**inputs))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_norms_are_torchs(eps: float) -> None:
+    """What the first linear reads is `torch.nn.functional`'s norm of the rows."""
+    x = 3 + torch.randn(9, 24, dtype=torch.float64)
+    for kind, function in (("layer_norm", F.layer_norm), ("rms_norm", F.rms_norm)):
+        config = replace(BASE, input_norm=kind, norm_eps=eps, linear_activation="none")
+        layer = make_layer(config)
+        norm = layer.input_norm
+        rest = (norm.weight,) if kind == "rms_norm" else (norm.weight, norm.bias)
+        wanted = F.linear(function(x, (24,), *rest, eps=eps), layer.uvqk.weight, layer.uvqk.bias)
+        u, v, q, k = layer._project(x)
+        found = torch.cat([u, *(part.flatten(1) for part in (v, q, k))], dim=1)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -66,23 +66,30 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
 @pytest.mark.parametrize("affine", [False, True])
-def test_layer_norm(steps, rows, width, affine):
-    x, weight, bias = leaf(rows, width), parameter(affine, width), parameter(affine, width)
+def test_layer_norm(steps, rows, width, affine, centered):
+    x, weight = leaf(rows, width), parameter(affine, width)
+    bias = parameter(affine and centered, width)
     dnormed, residual = torch.randn(rows, width), torch.randn(rows, width)
-    expected = F.layer_norm(x, (width,), weight, bias, EPS)
-    close(steps.layer_norm(x.detach(), weight, bias, EPS), expected)
-    leaves = [x, weight, bias] if affine else [x]
-    dx, *dparameters = torch.autograd.grad(expected, leaves, dnormed)
+    if centered:
+        expected = F.layer_norm(x, (width,), weight, bias, EPS)
+    else:
+        # A mean that is large beside the deviation tells the norms apart.
+        x = (3 + x.detach()).requires_grad_()
+        expected = F.rms_norm(x, (width,), weight, EPS)
+    close(steps.layer_norm(x.detach(), weight, bias, EPS, centered), expected)
+    leaves = [t for t in (x, weight, bias) if t is not None]
+    gradients = dict(zip(leaves, torch.autograd.grad(expected, leaves, dnormed), strict=True))
     for again in (False, True):
         with torch.no_grad():
             result = steps.layer_norm_backward(
-                dnormed, x, residual, weight, bias, EPS, again, again
+                dnormed, x, residual, weight, bias, EPS, again, again, centered
             )
-        close(result[0], dx + residual)
+        close(result[0], gradients[x] + residual)
         close(result[1], expected.detach() if again else None)
-        for actual, wanted in zip(result[2:4], dparameters or (None, None), strict=True):
-            close(actual, wanted)
+        for actual, of_parameter in zip(result[2:4], (weight, bias), strict=True):
+            close(actual, gradients.get(of_parameter))
         close(result[4], residual.sum(dim=0) if again else None)
 
 
@@ -140,6 +147,8 @@ def plain_gate(
     if options.groups > 1:
         grouped = attention.unflatten(1, (options.groups, columns // options.groups))
         normed = F.group_norm(grouped, options.groups, weight, bias, options.eps).flatten(1)
+    elif not options.centered:
+        normed = F.rms_norm(attention, (columns,), weight, options.eps)
     else:
         normed = F.layer_norm(attention, (columns,), weight, bias, options.eps)
     values = {"u": u, "x": attention, "normed": normed, "gated": normed * u}
@@ -148,16 +157,18 @@ def plain_gate(
 
 
 @pytest.mark.parametrize("parts", CONCATENATIONS, ids="-".join)
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    ("groups", "centered"), [(1, True), (3, True), (1, False)], ids=["layer", "group", "rms"]
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_gate(steps, parts, groups, dropout):
-    options = GateOptions(groups, EPS, parts, dropout)
+def test_gate(steps, parts, groups, centered, dropout):
+    options = GateOptions(groups, EPS, parts, dropout, centered)
     for (rows, width), affine in product([(0, 8), (1, 8), (7, 20)], [False, True]):
         columns = groups * width
         # As in the layer, u and its gradient are slices.
         attention, u = leaf(rows, columns), leaf(rows, columns + 8)
         size = groups if groups > 1 else columns
-        weight, bias = parameter(affine, size), parameter(affine, size)
+        weight, bias = parameter(affine, size), parameter(affine and centered, size)
         seed = torch.randint(2**63 - 1, (1,)) if dropout else None
         kept = None
         if seed is not None:
@@ -166,8 +177,8 @@ def test_gate(steps, parts, groups, dropout):
             kept = bits / (1 - threshold / 2**16)
         expected = plain_gate(attention, u[:, :columns], weight, bias, options, kept)
         dy = torch.randn_like(expected)
-        leaves = [attention, u, weight, bias] if affine else [attention, u]
-        da, du, *dparameters = torch.autograd.grad(expected, leaves, dy)
+        leaves = [t for t in (attention, u, weight, bias) if t is not None]
+        gradients = dict(zip(leaves, torch.autograd.grad(expected, leaves, dy), strict=True))
         arguments = (attention, u[:, :columns], weight, bias, seed, options)
         with torch.no_grad():
             y = steps.gate(*arguments)
@@ -175,12 +186,12 @@ def test_gate(steps, parts, groups, dropout):
             for again in (False, True):
                 target = torch.full_like(u, 7.0)
                 result = steps.gate_backward(dy, *arguments, target[:, :columns], again)
-                close(target[:, :columns], du[:, :columns])
+                close(target[:, :columns], gradients[u][:, :columns])
                 assert (target[:, columns:] == 7).all()
-                close(result[0], da)
+                close(result[0], gradients[attention])
                 assert torch.equal(result[1], y) if again else result[1] is None
-                for actual, wanted in zip(result[2:], dparameters or (None, None), strict=True):
-                    close(actual, wanted)
+                for actual, of_parameter in zip(result[2:], (weight, bias), strict=True):
+                    close(actual, gradients.get(of_parameter))
 
 
 def test_wide_rows_and_fp64_go_to_torch():
@@ -244,25 +255,27 @@ def wide(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 
 @gpu
+@pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "width"), GPU_SHAPES)
-def test_norm_and_activation_on_a_gpu(rows, width, dtype):
+def test_norm_and_activation_on_a_gpu(rows, width, dtype, centered):
     def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, dtype=dtype, device="cuda")
 
     x, dnormed, residual = random(rows, width), random(rows, width), random(rows, width)
     weight, bias = (random(width, dtype=torch.float32) for _ in range(2))
-    arguments = (x, weight, bias, EPS)
+    bias = bias if centered else None
+    arguments = (x, weight, bias, EPS, centered)
     assert_rounded_once(
         triton_steps.layer_norm(*arguments), torch_steps.layer_norm(*wide(arguments))
     )
-    arguments = (dnormed, x, residual, weight, bias, EPS, True, True)
+    arguments = (dnormed, x, residual, weight, bias, EPS, True, True, centered)
     results = triton_steps.layer_norm_backward(*arguments)
     expected = torch_steps.layer_norm_backward(*wide(arguments))
     for actual, wanted in zip(results, expected, strict=True):
         assert_rounded_once(actual, wanted)
     again = triton_steps.layer_norm_backward(*arguments)
-    assert all(map(torch.equal, results, again))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(results, again, strict=True))
 
     z, gradient = random(rows, 2 * width), random(rows, 2 * width)
     result = triton_steps.silu(z, False)
@@ -276,16 +289,19 @@ def test_norm_and_activation_on_a_gpu(rows, width, dtype):
 
 @gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    ("groups", "centered"), [(1, True), (4, True), (1, False)], ids=["layer", "group", "rms"]
+)
 @pytest.mark.parametrize("parts", CONCATENATIONS, ids="-".join)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3000, 520), (32768, 1024)])
-def test_gate_on_a_gpu(rows, columns, parts, groups, dropout):
-    options = GateOptions(groups, EPS, parts, dropout)
+def test_gate_on_a_gpu(rows, columns, parts, groups, centered, dropout):
+    options = GateOptions(groups, EPS, parts, dropout, centered)
     attention, uvqk = (
         torch.randn(rows, n * columns, dtype=torch.bfloat16, device="cuda") for n in (1, 4)
     )
     size = columns if groups == 1 else groups
     weight, bias = (torch.randn(size, device="cuda") for _ in range(2))
+    bias = bias if centered else None
     seed = torch.randint(2**63 - 1, (1,), device="cuda") if dropout else None
     arguments = (attention, uvqk[:, :columns], weight, bias, seed, options)
     y = triton_steps.gate(*arguments)

@@ -31,6 +31,8 @@ CONFIGS = [
     replace(BASE, use_group_norm=True, linear_activation="silu_u", max_attn_len=4),
     replace(BASE, concat_u=True, concat_x=True, output_bias=False, linear_bias=False),
     replace(BASE, concat_ua=True, norm_affine=False, linear_activation="none"),
+    replace(BASE, input_norm="rms_norm", output_norm="rms_norm", linear_bias=False, concat_u=True),
+    replace(BASE, output_norm="rms_norm", norm_affine=False),
     replace(BASE, enable_relative_attention_bias=True, relative_bias_max_seq_len=9, num_buckets=5),
     replace(
         BASE,
@@ -139,6 +141,7 @@ def _check_all() -> None:
     for config in CONFIGS:
         _check_config(config, torch.float64)
     _check_config(BASE, torch.float32)
+    _check_config(replace(BASE, output_norm="rms_norm"), torch.float32)
     _check_layer()
     _check_large_mean()
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from hstu_attn.bias import RelativeBias
 from hstu_attn.interface import hstu_attention
-from hstu_attn.layer import HSTULayer, HSTULayerConfig
+from hstu_attn.layer import HSTULayer, HSTULayerConfig, RMSNorm, normalize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,11 +141,7 @@ class TensorParallelHSTULayer(HSTULayer):
             raise ValueError(
                 f"x must have shape (total, {config.embedding_dim}), got {tuple(x.shape)}"
             )
-        norm = self.input_norm
-        normed = F.layer_norm(
-            x, norm.normalized_shape, _like(norm.weight, x), _like(norm.bias, x), norm.eps
-        )
-        normed = _same_on_all(normed, self.group)
+        normed = _same_on_all(normalize(x, self.input_norm), self.group)
         uvqk = F.linear(normed, self.uvqk.weight.to(x.dtype), _like(self.uvqk.bias, x))
         if config.linear_activation == "silu":
             uvqk = F.silu(uvqk)
@@ -218,7 +214,8 @@ class TensorParallelHSTULayer(HSTULayer):
         if isinstance(norm, nn.GroupNorm):
             normed = F.group_norm(attention, norm.num_groups, weight, bias, norm.eps).flatten(1)
         else:
-            normed = cast(Tensor, _Normalise.apply(flat, norm.eps, self.group))
+            centered = not isinstance(norm, RMSNorm)
+            normed = cast(Tensor, _Normalise.apply(flat, norm.eps, self.group, centered))
             if weight is not None:
                 normed = normed * weight
             if bias is not None:
@@ -287,7 +284,8 @@ class _SumOfAll(torch.autograd.Function):
 
 class _Normalise(torch.autograd.Function):
     """Rows of which each rank holds as many columns, less the mean of all columns, over their
-    deviation: LayerNorm without weights, in fp32 at least.
+    deviation: LayerNorm without weights, in fp32 at least. Without `centered` the mean counts as
+    zero, which makes it RMSNorm.
 
     Means and sums of squares about them are combined as by Chan, Golub and LeVeque, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), so that a large mean
@@ -295,10 +293,17 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup, centered: bool
+    ) -> Tensor:
         ctx.group, ctx.world, ctx.dtype = group, dist.get_world_size(group), x.dtype
+        ctx.centered = centered
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        variances, means = torch.var_mean(x, 1, correction=0)
+        if centered:
+            variances, means = torch.var_mean(x, 1, correction=0)
+        else:
+            variances = x.square().mean(1)
+            means = torch.zeros_like(variances)
         local = torch.stack([means, variances])
         every = local.new_empty((ctx.world, *local.shape))
         dist.all_gather(list(every.unbind(0)), local, group=group)
@@ -312,12 +317,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         normed, scale = ctx.saved_tensors
         sums = torch.stack([gradient.mean(1), (gradient * normed).mean(1)])
         dist.all_reduce(sums, group=ctx.group)
         mean, slope = (sums / ctx.world)[..., None].unbind(0)
-        return ((gradient - mean - slope * normed) * scale).to(ctx.dtype), None, None
+        if ctx.centered:
+            gradient = gradient - mean
+        return ((gradient - slope * normed) * scale).to(ctx.dtype), None, None, None
 
 
 def _same_on_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:

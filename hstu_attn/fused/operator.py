@@ -2,7 +2,7 @@
 
 The forward is a norm, a matrix product, SiLU, attention, the gate and a matrix product:
 
-    normed = layer_norm(x)                            (total, embedding_dim)
+    normed = norm(x)                                  (total, embedding_dim)
     z = normed @ uvqk_weight.T + uvqk_bias            (total, columns of u, v, q and k)
     u, v, q, k = silu(z)                              of all columns, of u alone, or of none
     attention = hstu_attention(q, k, v)               (total, heads * hidden_dim)
@@ -101,6 +101,7 @@ class Settings(NamedTuple):
 
     Attributes:
         num_heads, hidden_dim, attention_dim, norm_eps: as in `HSTULayerConfig`.
+        input_centered, output_centered: whether a norm is a layer norm; else it is RMSNorm.
         activated: so many of the first columns of z go through SiLU: all, those of u, or none.
         groups: in which attention's output is normalised: 1 or `num_heads`.
         parts: of y, separated by commas: see `GateOptions`.
@@ -115,6 +116,8 @@ class Settings(NamedTuple):
     hidden_dim: int
     attention_dim: int
     norm_eps: float
+    input_centered: bool
+    output_centered: bool
     activated: int
     groups: int
     parts: str
@@ -136,7 +139,8 @@ class Settings(NamedTuple):
     @property
     def gate(self) -> GateOptions:
         """The options of the gate."""
-        return GateOptions(self.groups, self.norm_eps, tuple(self.parts.split(",")), self.dropout)
+        parts = tuple(self.parts.split(","))
+        return GateOptions(self.groups, self.norm_eps, parts, self.dropout, self.output_centered)
 
     @property
     def split_sizes(self) -> tuple[int, int, int, int]:
@@ -215,8 +219,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _normalise(x: Tensor, weights: Weights, settings: Settings, steps: Steps) -> Tensor:
-    norm_weight, norm_bias = weights.input_norm_weight, weights.input_norm_bias
-    return steps.layer_norm(x, norm_weight, norm_bias, settings.norm_eps)
+    weight, bias = weights.input_norm_weight, weights.input_norm_bias
+    return steps.layer_norm(x, weight, bias, settings.norm_eps, settings.input_centered)
 
 
 def _activate(z: Tensor, activated: int, steps: Steps) -> Tensor | None:
@@ -416,6 +420,7 @@ def _backward(
         settings.norm_eps,
         normed is None and wants["uvqk_weight"],
         weights.output_bias is not None,
+        settings.input_centered,
     )
     del dnormed
     duvqk_weight = None

@@ -44,19 +44,26 @@ class GateOptions(NamedTuple):
         parts: what the result holds side by side: "u"; "x", the attention output; "normed", the
             same normalised; and last, always, "gated", the product of "normed" and "u".
         dropout: of the elements of the result.
+        centered: False leaves the mean in, so that the norm is RMSNorm.
     """
 
     groups: int
     eps: float
     parts: tuple[str, ...]
     dropout: float
+    centered: bool = True
 
 
 class Steps(Protocol):
     """The functions of an implementation."""
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centered: bool = True,
     ) -> Tensor: ...
 
     def layer_norm_backward(
@@ -69,6 +76,7 @@ class Steps(Protocol):
         eps: float,
         again: bool,
         residual_sums: bool,
+        centered: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
 
     def silu(self, z: Tensor, in_place: bool) -> Tensor: ...

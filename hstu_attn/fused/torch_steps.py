@@ -30,17 +30,21 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------
 
 
-def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows of mean 0 and variance 1, and what each was multiplied by, in the dtype of the sums."""
+def _normalised(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+    """Rows of mean 0 and variance 1, and what each was multiplied by, in the dtype of the sums.
+    Those that are not `centered` keep their mean, and have a mean square of 1."""
     wide = x.to(_sum_dtype(x)).contiguous()
-    centred = wide - wide.mean(dim=-1, keepdim=True)
-    factor = (centred.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-    return centred * factor, factor
+    if centered:
+        wide = wide - wide.mean(dim=-1, keepdim=True)
+    factor = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return wide * factor, factor
 
 
-def _normalised_backward(dunit: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
-    mean = dunit.mean(dim=-1, keepdim=True)
-    return factor * (dunit - mean - unit * (dunit * unit).mean(dim=-1, keepdim=True))
+def _normalised_backward(dunit: Tensor, unit: Tensor, factor: Tensor, centered: bool) -> Tensor:
+    along = unit * (dunit * unit).mean(dim=-1, keepdim=True)
+    if centered:
+        dunit = dunit - dunit.mean(dim=-1, keepdim=True)
+    return factor * (dunit - along)
 
 
 def _affine(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -49,10 +53,12 @@ def _affine(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return unit if bias is None else unit + bias.to(unit.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True
+) -> Tensor:
     """`(total, width)` of `x`'s dtype: its rows normalised, times `weight`, plus `bias`, which are
-    `(width,)` each."""
-    return _affine(_normalised(x, eps)[0], weight, bias).to(x.dtype)
+    `(width,)` each. Without `centered` the mean stays in the rows: RMSNorm."""
+    return _affine(_normalised(x, eps, centered)[0], weight, bias).to(x.dtype)
 
 
 def layer_norm_backward(
@@ -64,14 +70,15 @@ def layer_norm_backward(
     eps: float,
     again: bool,
     residual_sums: bool,
+    centered: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradient of `x`, to which `residual` `(total, width)` is added; with `again` the result
     of the forward, else None; the gradients of `weight` and `bias`, None where these are; with
     `residual_sums` the sums of the columns of `residual`, else None."""
-    unit, factor = _normalised(x, eps)
+    unit, factor = _normalised(x, eps, centered)
     dresult = dnormed.to(unit.dtype)
     dunit = dresult if weight is None else dresult * weight.to(unit.dtype)
-    dx = _normalised_backward(dunit, unit, factor) + residual
+    dx = _normalised_backward(dunit, unit, factor, centered) + residual
     return (
         dx.to(x.dtype),
         _affine(unit, weight, bias).to(x.dtype) if again else None,
@@ -207,7 +214,7 @@ def gate(
     """
     groups = options.groups
     attention, u = _grouped(attention, groups), _grouped(u, groups)
-    unit, _ = _normalised(attention, options.eps)
+    unit, _ = _normalised(attention, options.eps, options.centered)
     normed = _affine(unit, _by_column(weight, groups), _by_column(bias, groups))
     rows, _, width = attention.shape
     factors = _dropout_factors(seed, rows, width, options, unit.dtype)
@@ -230,7 +237,7 @@ def gate_backward(
     slice of columns."""
     groups = options.groups
     attention, u = _grouped(attention, groups), _grouped(u, groups)
-    unit, factor = _normalised(attention, options.eps)
+    unit, factor = _normalised(attention, options.eps, options.centered)
     weight, bias = _by_column(weight, groups), _by_column(bias, groups)
     normed = _affine(unit, weight, bias)
     u = u.to(unit.dtype)
@@ -249,7 +256,7 @@ def gate_backward(
     if "normed" in of_part:
         dnormed = dnormed + of_part["normed"]
     dunit = dnormed if weight is None else dnormed * weight.to(unit.dtype)
-    dattention = _normalised_backward(dunit, unit, factor)
+    dattention = _normalised_backward(dunit, unit, factor, options.centered)
     if "x" in of_part:
         dattention = dattention + of_part["x"]
 

@@ -59,19 +59,23 @@ def _parameter(pointer, group, column, WIDTH: tl.constexpr, PER_GROUP: tl.conste
 
 
 @triton.jit
-def _normalised(x, column, eps, WIDTH: tl.constexpr):
-    """Rows of mean 0 and variance 1, zero outside, and what each was multiplied by."""
-    mean = tl.sum(x, axis=1) / WIDTH
-    centred = tl.where(column[None, :] < WIDTH, x - mean[:, None], 0.0)
-    factor = tl.rsqrt(tl.sum(centred * centred, axis=1) / WIDTH + eps)
-    return centred * factor[:, None], factor
+def _normalised(x, column, eps, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of mean 0 and variance 1, or with their mean and a mean square of 1; zero outside, as
+    `x` is; and what each was multiplied by."""
+    if CENTERED:
+        mean = tl.sum(x, axis=1) / WIDTH
+        x = tl.where(column[None, :] < WIDTH, x - mean[:, None], 0.0)
+    factor = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
+    return x * factor[:, None], factor
 
 
 @triton.jit
-def _normalised_backward(dunit, unit, factor, WIDTH: tl.constexpr):
-    mean = tl.sum(dunit, axis=1) / WIDTH
+def _normalised_backward(dunit, unit, factor, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
     along = tl.sum(dunit * unit, axis=1) / WIDTH
-    return factor[:, None] * (dunit - mean[:, None] - unit * along[:, None])
+    if CENTERED:
+        mean = tl.sum(dunit, axis=1) / WIDTH
+        dunit -= mean[:, None]
+    return factor[:, None] * (dunit - unit * along[:, None])
 
 
 @triton.jit
@@ -94,6 +98,7 @@ def layer_norm(
     rows,
     stride_x,
     eps,
+    CENTERED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -101,7 +106,7 @@ def layer_norm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    value, _ = _normalised(_load(x, row, stride_x, column, inside), column, eps, WIDTH)
+    value, _ = _normalised(_load(x, row, stride_x, column, inside), column, eps, CENTERED, WIDTH)
     if weight is not None:
         value *= _parameter(weight, 0, column, WIDTH, False)[None, :]
     if bias is not None:
@@ -125,6 +130,7 @@ def layer_norm_backward(
     stride_x,
     stride_residual,
     eps,
+    CENTERED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -148,7 +154,7 @@ def layer_norm_backward(
         added = _load(residual, row, stride_residual, column, inside)
         if residual_sums is not None:
             added_total += added
-        unit, factor = _normalised(x_tile, column, eps, WIDTH)
+        unit, factor = _normalised(x_tile, column, eps, CENTERED, WIDTH)
         if normed is not None:
             value = unit
             if weight is not None:
@@ -161,7 +167,7 @@ def layer_norm_backward(
         if weight is not None:
             dweight += gradient * unit
             gradient *= weight_row
-        dx_tile = _normalised_backward(gradient, unit, factor, WIDTH) + added
+        dx_tile = _normalised_backward(gradient, unit, factor, CENTERED, WIDTH) + added
         _store(dx, row, WIDTH, column, inside, dx_tile)
     place = tl.program_id(0) * WIDTH
     if weight is not None:
@@ -277,6 +283,7 @@ def gate(
     NORMED_PART: tl.constexpr,
     PARTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
+    CENTERED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -292,7 +299,7 @@ def gate(
         seed_value = tl.load(seed)
     a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
     u_tile = _load(u, row, stride_u, place, inside)
-    normed, _ = _normalised(a_tile, column, eps, WIDTH)
+    normed, _ = _normalised(a_tile, column, eps, CENTERED, WIDTH)
     if weight is not None:
         normed *= _parameter(weight, group, column, WIDTH, GROUPS > 1)[None, :]
     if bias is not None:
@@ -334,6 +341,7 @@ def gate_backward(
     NORMED_PART: tl.constexpr,
     PARTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
+    CENTERED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -358,7 +366,7 @@ def gate_backward(
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
         u_tile = _load(u, row, stride_u, place, inside)
-        unit, factor = _normalised(a_tile, column, eps, WIDTH)
+        unit, factor = _normalised(a_tile, column, eps, CENTERED, WIDTH)
         normed = unit
         if weight is not None:
             normed *= weight_row
@@ -395,7 +403,7 @@ def gate_backward(
         if weight is not None:
             dweight += dnormed * unit
             dnormed *= weight_row
-        da_tile += _normalised_backward(dnormed, unit, factor, WIDTH)
+        da_tile += _normalised_backward(dnormed, unit, factor, CENTERED, WIDTH)
         _store(dattention, row, GROUPS * WIDTH, place, inside, da_tile)
     place_of_sums = (tl.program_id(0) * GROUPS + group) * WIDTH
     if weight is not None:

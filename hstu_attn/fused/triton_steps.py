@@ -101,7 +101,9 @@ def _columns_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True
+) -> Tensor:
     x = _columns_contiguous(x)
     rows, width = x.shape
     normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -110,7 +112,16 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         grid = (triton.cdiv(rows, tile["ROWS"]),)
         with _on_device(x):
             kernels.layer_norm[grid](
-                x, normed, weight, bias, rows, x.stride(0), eps, WIDTH=width, **tile
+                x,
+                normed,
+                weight,
+                bias,
+                rows,
+                x.stride(0),
+                eps,
+                CENTERED=centered,
+                WIDTH=width,
+                **tile,
             )
     return normed
 
@@ -124,6 +135,7 @@ def layer_norm_backward(
     eps: float,
     again: bool,
     residual_sums: bool,
+    centered: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     x, residual = _columns_contiguous(x), _columns_contiguous(residual)
     rows, width = x.shape
@@ -150,6 +162,7 @@ def layer_norm_backward(
             x.stride(0),
             residual.stride(0),
             eps,
+            CENTERED=centered,
             WIDTH=width,
             **tile,
         )
@@ -276,6 +289,7 @@ def _gate_constants(columns: int, seed: Tensor | None, options: GateOptions) -> 
         "NORMED_PART": places.get("normed", -1),
         "PARTS": len(places),
         "THRESHOLD": 0 if seed is None else dropout_threshold(options.dropout),
+        "CENTERED": options.centered,
         "WIDTH": columns // options.groups,
     }
 
