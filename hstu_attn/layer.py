@@ -8,6 +8,8 @@ for Generative Recommendations" (arXiv 2402.17152, section 3). For the rows ``x`
     y = norm(a) * u                      optionally beside u and a
     output = x + linear(dropout(y))
 
+``norm`` is a layer norm or RMSNorm.
+
 Two public implementations of it differ in details. Every such detail is a field of
 :class:`HSTULayerConfig`; :meth:`HSTULayerConfig.research` and :meth:`HSTULayerConfig.stu` set them
 as the paper's experiments and as the production-style `STULayer` do.

@@ -41,10 +41,11 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 class Mask:
     """What each query row may see, for a whole batch.
 
-    Use a constructor (`Mask.full`, `Mask.causal`, `Mask.local`, `Mask.from_row_spans`,
-    `Mask.from_func`) or the fields below. The masks are those of Zhai et al. 2024, "Actions Speak
-    Louder than Words" (arXiv 2402.17152, sections 3 and 4: causal attention over a user's history,
-    and candidates that see the history but not each other) and of the public HSTU libraries.
+    Use a constructor (`Mask.full`, `Mask.causal`, `Mask.local`, `Mask.semi_local`,
+    `Mask.from_row_spans`, `Mask.from_func`) or the fields below. The masks are those of Zhai et al.
+    2024, "Actions Speak Louder than Words" (arXiv 2402.17152, sections 3 and 4: causal attention
+    over a user's history, and candidates that see the history but not each other) and of the public
+    HSTU libraries.
 
     Attributes:
         window_size: `(left, right)` in positions: row `i` sees keys `[i - left, i + right]`. `-1`
@@ -81,10 +82,7 @@ class Mask:
             raise ValueError(
                 f"target_group_size: expected at least 1, got {self.target_group_size}"
             )
-        if self.min_full_attn_seq_len < 0:
-            raise ValueError(
-                f"min_full_attn_seq_len: expected 0 or more, got {self.min_full_attn_seq_len}"
-            )
+        _check_counts(min_full_attn_seq_len=self.min_full_attn_seq_len)
         if self.row_spans is not None or self.func is not None:
             self._check_arbitrary()
             return
@@ -177,6 +175,74 @@ class Mask:
         )
 
     @staticmethod
+    def semi_local(
+        left: int,
+        prefix: int,
+        cu_seqlens_q: Tensor,
+        total_q: int,
+        *,
+        cu_seqlens_k: Tensor | None = None,
+        num_contexts: Tensor | None = None,
+        num_targets: Tensor | None = None,
+        target_group_size: int = 1,
+    ) -> Mask:
+        """The causal mask within two windows: row `i` sees the keys `i - left` to `i`, and of the
+        keys before these the first `prefix` of its sequence.
+
+        This is the semi-local attention of ULTRA-HSTU (Ding et al. 2026, arXiv 2602.16986, section
+        4.2.1), whose local window K1 is `left` and whose global window K2 is `prefix`. K1 counts
+        the keys before the row; TorchEasyRec's `sla_k1` counts the row too, so there
+        `left = sla_k1 - 1`. A mask in which the last rows alone see beyond the window is
+        `Mask.local` with `min_full_attn_seq_len`.
+
+        That definition is of a history. Contextual and candidate tokens have the rules of the other
+        masks, as far as two intervals can express them: a candidate sees the whole history,
+        whatever the windows are, and causally its own group. A contextual token sees everything
+        before the targets. Other rows see all contextual tokens if `prefix` is at least their
+        number, or where their local window reaches into them.
+
+        The result is a mask of row spans on the device of `cu_seqlens_q`. Nothing is copied to the
+        host, and one mask serves all layers and calls with the same offsets.
+
+        Args:
+            left: keys before the row in the local window, 0 or more.
+            prefix: keys at the start of a sequence in the global window, 0 or more.
+            cu_seqlens_q: int32 or int64 `(batch + 1,)` query offsets.
+            total_q: rows of q. Those past the last offset see nothing.
+            cu_seqlens_k: `(batch + 1,)` key offsets; None means those of the queries. The queries
+                are the last positions of a sequence.
+            num_contexts, num_targets, target_group_size: as in `Mask`.
+
+        Raises:
+            ValueError: for a negative window, or a tensor of another dtype or shape.
+        """
+        _check_counts(left=left, prefix=prefix, total_q=total_q)
+        _check_tensor("cu_seqlens_q", cu_seqlens_q, _INDEX_DTYPES, (1,))
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        batch = cu_seqlens_q.shape[0] - 1
+        for name, tensor, size in (
+            ("cu_seqlens_k", cu_seqlens_k, batch + 1),
+            ("num_contexts", num_contexts, batch),
+            ("num_targets", num_targets, batch),
+        ):
+            if tensor is not None:
+                _check_tensor(name, tensor, _INDEX_DTYPES, (1,))
+                if tensor.shape[0] != size:
+                    raise ValueError(
+                        f"{name}: expected shape ({size},) for a batch of {batch}, got "
+                        f"{tuple(tensor.shape)}"
+                    )
+        tokens = (num_contexts, num_targets, target_group_size)
+        within, beyond = (
+            batch_row_spans(mask, cu_seqlens_q, cu_seqlens_k, total_q=total_q)
+            for mask in (Mask((left, 0), *tokens), Mask((-1, 0), *tokens))
+        )
+        begin, end, _, _ = within.unbind(1)
+        history = torch.stack([torch.zeros_like(begin), begin.clamp(max=prefix), begin, end], 1)
+        is_target = beyond[:, 3:] > 0  # the second interval is a candidate's own group
+        return Mask(row_spans=torch.where(is_target, beyond, history))
+
+    @staticmethod
     def from_row_spans(spans: Tensor) -> Mask:
         """Row spans given by the caller: int32 `(total_q, 4)` or `(heads, total_q, 4)`."""
         return Mask(row_spans=spans)
@@ -190,6 +256,12 @@ class Mask:
     def is_arbitrary(self) -> bool:
         """Whether the caller gives each row's intervals (`row_spans` or `func`)."""
         return self.row_spans is not None or self.func is not None
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(f"{name}: expected 0 or more, got {count}")
 
 
 def _check_window(window: tuple[int, int]) -> None:

@@ -43,6 +43,9 @@ RETRIEVAL = {
 RANKING = {
     "ranking": STU,
     "ranking, window": replace(STU, max_attn_len=7),
+    "ranking, rms norms": replace(
+        STU, input_norm="rms_norm", output_norm="rms_norm", linear_bias=False
+    ),
     "ranking, times": replace(
         STU, enable_relative_attention_bias=True, relative_bias_max_seq_len=20
     ),

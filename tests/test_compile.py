@@ -107,6 +107,13 @@ def spans_arguments(lengths: list[int]) -> Arguments:
     return (*qkv(lengths), offsets(lengths), max(lengths), row_spans, torch.rand(total))
 
 
+def semi_local(q, k, v, cu_seqlens, longest, num_contexts, num_targets):
+    mask = Mask.semi_local(
+        9, 3, cu_seqlens, q.shape[0], num_contexts=num_contexts, num_targets=num_targets
+    )
+    return hstu_attention(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, mask=mask)
+
+
 def fbgemm(q, k, v, cu_seqlens, longest, rab):
     return hstu_attn_varlen_func(
         q,
@@ -171,6 +178,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[list[int]], Arguments]]]
     "rab-passed": (with_objects, dense_arguments),
     "tables": (relative, relative_arguments),
     "row-spans": (spans, spans_arguments),
+    "semi-local": (semi_local, composed_arguments),
     "fbgemm": (fbgemm, fbgemm_arguments),
     "packed": (packed, packed_arguments),
     "meta": (meta, meta_arguments),

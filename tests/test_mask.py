@@ -136,6 +136,111 @@ def test_every_combination_is_metas(length, targets, max_attn_len, contextual, m
 
 
 # ---------------------------------------------------------------------------------------------
+# ULTRA-HSTU
+# ---------------------------------------------------------------------------------------------
+
+
+def semi_local_mask(
+    length: int, left: int, prefix: int, contexts: int, targets: int, group: int
+) -> torch.Tensor:
+    """Semi-local attention of one sequence, said pair by pair."""
+    history = max(length - targets, 0)
+    contexts = min(contexts, history)
+
+    def sees(i: int, j: int) -> bool:
+        if i < contexts:
+            return j < history
+        if i >= history:
+            same_group = (i - history) // group == (j - history) // group
+            return j < history or (same_group and j <= i)
+        return j <= i and (i - j <= left or j < prefix or i - left < contexts)
+
+    rows = [[sees(i, j) for j in range(length)] for i in range(length)]
+    return torch.tensor(rows, dtype=torch.bool).view(length, length)
+
+
+@given(data=st.data(), left=st.integers(0, 9), prefix=st.integers(0, 9), group=st.integers(1, 3))
+def test_semi_local_by_pairs(data, left, prefix, group):
+    lengths = data.draw(st.lists(st.integers(0, 15), max_size=4))
+    each = [(n, *(data.draw(st.integers(0, n + 1)) for _ in range(3))) for n in lengths]
+    tokens = data.draw(st.sampled_from([(), ("contexts",), ("targets",), ("contexts", "targets")]))
+    contexts = [c if "contexts" in tokens else 0 for _, c, _, _ in each]
+    targets = [t if "targets" in tokens else 0 for _, _, t, _ in each]
+    q_lens = [min(q, n) for n, _, _, q in each]  # the last rows of each sequence
+    mask = Mask.semi_local(
+        left,
+        prefix,
+        offsets(q_lens).to(data.draw(st.sampled_from([torch.int32, torch.int64]))),
+        sum(q_lens) + 2,
+        cu_seqlens_k=offsets(lengths),
+        num_contexts=torch.tensor(contexts, dtype=torch.int64) if "contexts" in tokens else None,
+        num_targets=torch.tensor(targets, dtype=torch.int32) if "targets" in tokens else None,
+        target_group_size=group,
+    )
+    assert mask.row_spans.dtype == torch.int32
+    assert mask.row_spans.shape == (sum(q_lens) + 2, 4)
+    assert not mask.row_spans[sum(q_lens) :].any()
+    row = 0
+    for n, c, t, q_len in zip(lengths, contexts, targets, q_lens, strict=True):
+        wanted = semi_local_mask(n, left, prefix, c, t, group)[n - q_len :]
+        assert torch.equal(dense_mask(mask, q_len, n, first_row=row), wanted)
+        assert torch.equal(spans_to_dense(mask.row_spans[row : row + q_len], n), wanted)
+        row += q_len
+
+
+def test_semi_local_is_the_published_equation():
+    """Rows counted from the end, `M[i, j] = 1` where `L - K1 <= i + j <= L`, or where `j <= K2` and
+    `j <= L - i`, with keys counted from 1 (arXiv 2602.16986)."""
+    length, k1, k2 = 11, 3, 2
+    wanted = torch.zeros(length, length, dtype=torch.bool)
+    for i in range(length):
+        for j in range(1, length + 1):
+            local, reach = length - k1 <= i + j <= length, j <= k2 and j <= length - i
+            wanted[length - 1 - i, j - 1] = local or reach
+    mask = Mask.semi_local(k1, k2, torch.tensor([0, length]), length)
+    assert torch.equal(dense_mask(mask, length, length), wanted)
+
+
+def test_semi_local_without_a_window_that_ends_is_causal():
+    lengths = [9, 0, 4]
+    for left, prefix in ((8, 0), (0, 9), (20, 20)):
+        mask = Mask.semi_local(left, prefix, offsets(lengths), 13)
+        for n, row in ((9, 0), (4, 9)):
+            causal = dense_mask(Mask.causal(), n, n)
+            assert torch.equal(dense_mask(mask, n, n, first_row=row), causal)
+
+
+def test_semi_local_reads_no_data():
+    """Tensors without data suffice, so that nothing can be copied to the host."""
+    ends = torch.empty(4, dtype=torch.int64, device="meta")
+    counts = torch.empty(3, dtype=torch.int32, device="meta")
+    mask = Mask.semi_local(2, 3, ends, 50, num_contexts=counts, num_targets=counts)
+    assert mask.row_spans.is_meta
+    assert mask.row_spans.shape == (50, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("left", {"left": -1}),
+        ("prefix", {"prefix": -1}),
+        ("total_q", {"total_q": -2}),
+        ("target_group_size", {"target_group_size": 0}),
+        ("cu_seqlens_q", {"cu_seqlens_q": [0, 3, 6]}),
+        ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0.0, 3.0, 6.0])}),
+        ("cu_seqlens_k", {"cu_seqlens_k": torch.tensor([0, 6])}),
+        ("num_contexts", {"num_contexts": torch.tensor([1, 1, 1])}),
+        ("num_targets", {"num_targets": torch.tensor([[1], [1]])}),
+        ("num_targets", {"num_targets": torch.tensor([1])}),
+    ],
+)
+def test_semi_local_refuses(name, changes):
+    arguments = {"left": 2, "prefix": 1, "cu_seqlens_q": torch.tensor([0, 3, 6]), "total_q": 6}
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
+        Mask.semi_local(**{**arguments, **changes})
+
+
+# ---------------------------------------------------------------------------------------------
 # The pieces fit together
 # ---------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hstu_attn.testing import (
     check_against_reference,
     make_batch,
     make_lengths,
+    offsets,
     run,
 )
 
@@ -181,6 +182,33 @@ def test_nothing_to_do(device, lengths, bias):
     assert result["out"].shape == (0, 2, 32)
     for name in set(result) - {"out"}:
         assert not result[name].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [False, True], ids=["history", "contexts-and-targets"])
+@pytest.mark.parametrize("delta", [False, True], ids=["all-rows", "last-rows"])
+def test_semi_local(device, delta, tokens, dtype):
+    """A window of 40 keys and the first 20 of each sequence, some shorter than both."""
+    lengths_k = [300, 0, 1, 35, 130]
+    lengths_q = [70, 0, 1, 35, 129] if delta else lengths_k
+    counts = {
+        "num_contexts": torch.tensor([3, 0, 0, 2, 50], device=device),
+        "num_targets": torch.tensor([11, 0, 1, 33, 4], device=device),
+        "target_group_size": 2,
+    }
+    mask = Mask.semi_local(
+        40,
+        20,
+        offsets(lengths_q, device),
+        sum(lengths_q),
+        cu_seqlens_k=offsets(lengths_k, device),
+        **(counts if tokens else {}),
+    )
+    assert mask.row_spans.device.type == device
+    batch = make_batch(
+        lengths_k, lengths_q, dtype=for_device(device, dtype), device=device, mask=mask
+    )
+    check_against_reference(hstu_attention, batch)
 
 
 def test_rows_that_see_nothing_are_zero(device):

@@ -45,6 +45,12 @@ class Picture:
     targets: int = 0
 
 
+def _semi_local() -> Mask:
+    """Every row sees the first two keys and the last three before it; candidates all history."""
+    ends = torch.tensor([0, POSITIONS])
+    return Mask.semi_local(3, 2, ends, POSITIONS, num_targets=torch.tensor([TARGETS]))
+
+
 def _row_spans() -> Mask:
     """Every row sees the first two keys and what is left of its block of four."""
     row = torch.arange(POSITIONS, dtype=torch.int32)
@@ -75,6 +81,7 @@ def pictures() -> dict[str, Picture]:
         "min-full": Picture(
             Mask.local(3, num_targets=targets, min_full_attn_seq_len=4), 0, TARGETS
         ),
+        "semi-local": Picture(_semi_local(), 0, TARGETS),
         "row-spans": Picture(_row_spans()),
         "func": Picture(_func()),
     }
