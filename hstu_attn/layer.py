@@ -44,7 +44,6 @@ __all__ = [
     "HSTULayerConfig",
     "HSTUStack",
     "PositionalEmbedding",
-    "normalize",
 ]
 
 

@@ -4,7 +4,8 @@ Rank `r` of `world` holds the heads `r * heads / world` to `(r + 1) * heads / wo
 of u, v, q and k in the first linear, which all ranks apply to the same rows, and the columns of the
 output linear that read them. Each computes attention for its heads, and the outputs of the last
 linear are summed over the ranks. What stands between, the norm of the attention output, goes over
-all heads; its mean and variance come from the ranks' own. (A `GroupNorm` stays within heads.)
+all heads; its mean and variance, or its mean square, come from the ranks' own. (A `GroupNorm` stays
+within heads.)
 
     stack = shard_heads(stack, init_device_mesh("cuda", (8,)))
 
