@@ -53,8 +53,9 @@ void check_batch(const Arguments& args, BatchParams& batch) {
   batch.num_contexts = to_index_array("num_contexts", args.num_contexts, q, b, "(batch)");
   batch.num_targets = to_index_array("num_targets", args.num_targets, q, b, "(batch)");
   check_range("max_seqlen_k", args.max_seqlen_k, 0, kMaxLength, "a length from 0 to 2^30");
-  if (args.max_seqlen_q < 0 || args.max_seqlen_q > args.max_seqlen_k) {
-    fail("max_seqlen_q", join("a length from 0 to max_seqlen_k (", args.max_seqlen_k, ")"),
+  check_range("max_seqlen_q", args.max_seqlen_q, 0, kMaxLength, "a length from 0 to 2^30");
+  if (args.strict && args.max_seqlen_q > args.max_seqlen_k) {
+    fail("max_seqlen_q", join("at most max_seqlen_k (", args.max_seqlen_k, ")"),
          std::to_string(args.max_seqlen_q));
   }
   batch.max_seqlen_q = static_cast<int>(args.max_seqlen_q);
@@ -291,6 +292,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   params.batch.total_k = most_keys(paged, params.batch.total_q);
   paged.last_page_lens =
       to_index_array("last_page_lens", *args.last_page_lens, args.q, b, "(batch)");
+  params.batch.paged = true;
 }
 
 }  // namespace
@@ -361,6 +363,7 @@ void to_params(const AppendArguments& args, AppendParams& params) {
   paged.page_ids = to_index_array("page_ids", args.page_ids, k, -1, "(pages of the batch)", "k");
   paged.num_page_ids = args.page_ids.size(0);
   batch.total_k = most_keys(paged, total_q);
+  batch.paged = true;
 }
 
 // ------------------------------------------------------------------------------------------ values
@@ -383,12 +386,7 @@ void check_offsets(const char* name, const IndexArray& offsets, int batch, int64
   }
 }
 
-// What sequence b has, in the words of the caller's arguments.
-struct Lengths {
-  int64_t q, k;
-};
-
-Lengths check_lengths(const BatchParams& batch, const Arguments& args, int b) {
+void check_lengths(const BatchParams& batch, const Arguments& args, int b) {
   const int64_t room_q = batch.cu_seqlens_q[b + 1] - batch.cu_seqlens_q[b];
   const int64_t room_k = batch.cu_seqlens_k[b + 1] - batch.cu_seqlens_k[b];
   const auto at = [b] { return join(" in sequence ", b); };
@@ -405,24 +403,32 @@ Lengths check_lengths(const BatchParams& batch, const Arguments& args, int b) {
     fail("max_seqlen_q", join("at least the longest query length, ", q, at()),
          std::to_string(args.max_seqlen_q));
   }
-  if (k > args.max_seqlen_k) {
+  // NOTE: max_seqlen_k is also the size of rab.
+  const bool any_k = !args.strict && batch.paged && !args.rab;
+  if (k > args.max_seqlen_k && !any_k) {
     fail("max_seqlen_k", join("at least the longest key length, ", k, at()),
          std::to_string(args.max_seqlen_k));
   }
+  if (!args.strict) return;
   if (q > k) {
     fail("cu_seqlens_q", join("no more queries than keys (", k, ")", at()), join(q, " queries"));
   }
-  return {q, k};
-}
-
-void check_pages(const ForwardParams& params, int b, int64_t cached, int64_t new_rows) {
-  const PagedParams& paged = params.paged;
-  const auto at = [b] { return join(" in sequence ", b); };
-  const int64_t targets = params.batch.num_targets ? params.batch.num_targets[b] : 0;
-  if (targets > new_rows) {
-    fail("num_targets", join("at most the query length (", new_rows, ") beside kv_cache", at()),
+  const int64_t contexts = batch.num_contexts ? batch.num_contexts[b] : 0;
+  if (contexts < 0) fail("num_contexts", join("at least 0", at()), std::to_string(contexts));
+  const int64_t targets = batch.num_targets ? batch.num_targets[b] : 0;
+  if (targets < 0 || targets > k) {
+    fail("num_targets", join("a count from 0 to the key length (", k, ")", at()),
          std::to_string(targets));
   }
+  if (batch.paged && targets > q) {
+    fail("num_targets", join("at most the query length (", q, ") beside kv_cache", at()),
+         std::to_string(targets));
+  }
+}
+
+void check_pages(const ForwardParams& params, int b, int64_t cached) {
+  const PagedParams& paged = params.paged;
+  const auto at = [b] { return join(" in sequence ", b); };
   const int64_t first = paged.page_offsets[b];
   const int64_t count = paged.page_offsets[b + 1] - first;
   const int64_t expected = (cached + paged.page_size - 1) / paged.page_size;
@@ -448,28 +454,23 @@ void check_values(const ForwardParams& params, const Arguments& args) {
   const BatchParams& batch = params.batch;
   check_offsets("cu_seqlens_q", batch.cu_seqlens_q, batch.batch, batch.total_q, "total_q");
   check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k,
-                params.paged.kv_cache ? "the keys of all pages and rows" : "total_k");
-  if (params.paged.kv_cache) {
+                batch.paged ? "the keys of all pages and rows" : "total_k");
+  if (batch.paged) {
     check_offsets("page_offsets", params.paged.page_offsets, batch.batch, args.page_ids->size(0),
                   "the number of page_ids");
   }
-  if (params.paged.kv_cache && params.relative_bias.timestamps &&
+  if (batch.paged && params.relative_bias.timestamps &&
       args.timestamps->size(0) < batch.cu_seqlens_k[batch.batch]) {
     fail("timestamps", join("a time for each of ", batch.cu_seqlens_k[batch.batch], " keys"),
          describe_shape(*args.timestamps));
   }
   for (int b = 0; b < batch.batch; ++b) {
-    const Lengths lengths = check_lengths(batch, args, b);
-    const int64_t contexts = batch.num_contexts ? batch.num_contexts[b] : 0;
-    const int64_t targets = batch.num_targets ? batch.num_targets[b] : 0;
-    if (contexts < 0)
-      fail("num_contexts", join("at least 0 in sequence ", b), std::to_string(contexts));
-    if (targets < 0 || targets > lengths.k) {
-      fail("num_targets",
-           join("a count from 0 to the key length (", lengths.k, ") in sequence ", b),
-           std::to_string(targets));
-    }
-    if (params.paged.kv_cache) check_pages(params, b, lengths.k - targets, lengths.q);
+    check_lengths(batch, args, b);
+    if (!batch.paged) continue;
+    const Sequence sequence = load_sequence(batch, b);
+    // A sequence without queries or without cached keys reads no page.
+    const bool reads_pages = sequence.q_len > 0 && sequence.history_end > 0;
+    if (args.strict || reads_pages) check_pages(params, b, sequence.history_end);
   }
   const RelativeBias& bias = params.relative_bias;
   for (int n = 0; n < bias.num_thresholds; ++n) {

@@ -30,7 +30,7 @@ namespace hstu {
   "Tensor? kv_scales, "
 #define HSTU_OPTIONS_SCHEMA                                                   \
   "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, " \
-  "bool deterministic, int sm_margin"
+  "bool deterministic, int sm_margin, bool strict"
 
 // Views: whoever reads the arguments keeps the tensors.
 struct Arguments {
@@ -48,6 +48,9 @@ struct Arguments {
   OptionalView q_descale, k_descale, v_descale;
   bool deterministic;
   int64_t sm_margin;
+  // Counts and lengths beyond what is possible are errors where values are checked. Without it, the
+  // kernels' clamps give them a meaning (load_sequence in common/sequence.h).
+  bool strict;
 
   // A Reader has read(T&), which gives one argument of the schema after another. The forward ops
   // have the paged arguments, the backward ops have not.
@@ -60,7 +63,7 @@ struct Arguments {
     read(min_full_attn_seq_len, row_spans, func);
     read(rab, pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds);
     if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales);
-    read(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin);
+    read(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin, strict);
   }
 };
 
@@ -250,7 +253,7 @@ inline DenseBias to_dense_bias(const TensorView& tensor, DType dtype) {
 void to_params(const Arguments& args, ForwardParams& params);
 void to_params(const AppendArguments& args, AppendParams& params);
 
-// Checks offsets, lengths, counts and pages, all in host memory.
+// Checks offsets, lengths, counts and pages, all in host memory; see Arguments::strict.
 void check_values(const ForwardParams& params, const Arguments& args);
 void check_values(const AppendParams& params);
 

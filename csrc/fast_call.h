@@ -1,7 +1,7 @@
 // Operators of `_C` as plain C functions, which `_host` calls from Python without the dispatcher.
 //
 // The dispatcher, torch's Python binding and the boxed calls of the stable ABI cost a call of the
-// forward's 37 arguments more host time than all that is behind them. Nothing but C passes between
+// forward's 38 arguments more host time than all that is behind them. Nothing but C passes between
 // the two libraries: `_C` serves any torch and CPython, `_host` is built for one CPython.
 #pragma once
 

@@ -39,6 +39,7 @@ struct BatchParams {
   int64_t total_k = 0;      // with pages, what they and the targets have room for
   int max_seqlen_q = 0;     // as the caller says; lengths may lie
   int max_seqlen_k = 0;     // likewise, cached keys and targets included
+  bool paged = false;       // keys before the targets lie in pages; targets are rows of q
   IndexArray cu_seqlens_q;  // [B + 1]
   IndexArray cu_seqlens_k;  // [B + 1]
   IndexArray seqused_q;     // [B] or null: the whole sequence

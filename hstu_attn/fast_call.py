@@ -1,6 +1,6 @@
 """Eager calls of the forward operator without the dispatcher.
 
-Torch's binding of Python arguments, the dispatcher and the boxed call of an operator of 37
+Torch's binding of Python arguments, the dispatcher and the boxed call of an operator of 38
 arguments take most of the host time of a call. `forward` goes from Python straight to the kernels
 instead (csrc/host/fast_call.cpp), where nothing but the kernels would see the call. It makes the
 same checks with the same errors, and leaves a call to the operator by returning `NotImplemented`:

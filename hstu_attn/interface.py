@@ -12,7 +12,12 @@ from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor
 from .mask import Mask
 from .paged import PagedKV
 
-__all__ = ["hstu_attention", "hstu_attn_qkvpacked_func", "hstu_attn_varlen_func"]
+__all__ = [
+    "clamped_attention",
+    "hstu_attention",
+    "hstu_attn_qkvpacked_func",
+    "hstu_attn_varlen_func",
+]
 
 _FULL = Mask.full()
 _QUANT_MODES = {
@@ -90,8 +95,8 @@ def hstu_attention(
 
     Raises:
         ValueError: for a wrong device, dtype, shape, stride, offset or combination of arguments; it
-            names the argument, what was expected and what came. Offsets that live on a GPU are
-            clamped by the kernels and checked only with `HSTU_ATTN_CHECK=1`.
+            names the argument, what was expected and what came. Offsets, lengths and counts that
+            live on a GPU are clamped by the kernels and checked only with `HSTU_ATTN_CHECK=1`.
         NotImplementedError: for what this build or this GPU has no kernel for.
         ImportError: if the operator library has not been built.
 
@@ -101,6 +106,83 @@ def hstu_attention(
         >>> out = hstu_attention(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=5,
         ...                      mask=Mask.causal(), alpha=32**-0.5)
     """
+    return _attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        max_seqlen_q,
+        cu_seqlens_k,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+        mask,
+        bias,
+        alpha,
+        scaling_seqlen,
+        attn_scale,
+        paged_kv,
+        quant_mode,
+        deterministic,
+        sm_margin,
+    )
+
+
+def clamped_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+    """`hstu_attention` for the functions that other libraries' users know (SPEC, section 9).
+
+    It accepts on every device what those libraries' GPU kernels accept, and differs from
+    `hstu_attention` on a CPU, and with `HSTU_ATTN_CHECK=1`, where that raises for:
+
+    * `num_targets` below 0 or beyond the length of a sequence, as a batch has them whose sequences
+      were emptied and whose counts were not: they are clamped to what the sequence can have;
+    * `num_contexts` below 0: it means 0;
+    * more queries than keys in a sequence: the rows in front, which stand before the first key,
+      see nothing and give 0. `max_seqlen_q` may then be above `max_seqlen_k`;
+    * `max_seqlen_k` below the longest key sequence, with a paged cache and no dense bias.
+
+    Offsets that decrease or pass the end of a tensor, `seqused` beyond a sequence, `max_seqlen_q`
+    below the longest query sequence and pages that do not match the lengths raise here too.
+
+    A q, k or v whose last dimension is not contiguous is copied.
+
+    Args:
+        q, k, v: as for `hstu_attention`, in any strides.
+        arguments: the keyword arguments of `hstu_attention`.
+    """
+    q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
+    return _attention(q, k, v, **arguments, strict=False)
+
+
+def with_contiguous_rows(x: Tensor) -> Tensor:
+    """`x`, or a copy where the stride of its last dimension is not 1."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.stride(-1) == 1:
+        return x
+    return x.contiguous()
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
+    alpha: float = 1.0,
+    scaling_seqlen: int = -1,
+    attn_scale: Tensor | None = None,
+    paged_kv: PagedKV | None = None,
+    quant_mode: int = -1,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    strict: bool = True,
+) -> Tensor:
+    """`hstu_attention`, or with `strict=False` what `clamped_attention` says."""
     if mask is None:
         mask = _FULL
     elif not isinstance(mask, Mask):
@@ -130,7 +212,7 @@ def hstu_attention(
             paged_kv.kv_scales,
         )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = (quant_mode, None, None, None, deterministic, sm_margin)
+    options = (quant_mode, None, None, None, deterministic, sm_margin, strict)
     try:
         return ops.attention(q, k, v, geometry, biases, times, pages, options)
     except (AttributeError, RuntimeError, TypeError):
@@ -167,8 +249,15 @@ def hstu_attn_varlen_func(
 
     The formula is that of `hstu_attention`, after Zhai et al. 2024 (arXiv 2402.17152, section 3.2).
 
+    Calls that FBGEMM's GPU kernels accept work on a CPU as well. A sequence may have more queries
+    than keys: its query row `r` stands at position `r + keys - queries`, and rows at negative
+    positions see nothing and give 0. Counts are clamped to what a sequence can have, so that an
+    emptied sequence may keep its old number of targets. Offsets that decrease or pass the end of a
+    tensor still raise on a CPU.
+
     Args:
-        q: `(total_q, heads, D)`.
+        q: `(total_q, heads, D)`. q, k and v may have any strides; one whose last dimension is not
+            contiguous is copied.
         k: `(total_k, heads, D)`.
         v: `(total_k, heads, Dv)`.
         cu_seqlens_q: `(batch + 1,)` offsets of the sequences in q.
@@ -176,10 +265,13 @@ def hstu_attn_varlen_func(
         seqused_q: `(batch,)` valid query rows of each sequence, or None.
         seqused_k: `(batch,)` valid keys of each sequence, or None.
         max_seqlen_q: longest query sequence, in tokens.
-        max_seqlen_k: longest key sequence, in tokens.
+        max_seqlen_k: longest key sequence, in tokens. With a paged cache and without `rab` it may
+            be less.
         scaling_seqlen: the output is divided by this; -1 means `max_seqlen_q`.
-        num_contexts: `(batch,)` contextual tokens of each sequence, or None. With `func`, ignored.
-        num_targets: `(batch,)` candidates of each sequence, or None. With `func`, ignored.
+        num_contexts: `(batch,)` contextual tokens of each sequence, or None. Less than 0 means 0.
+            With `func`, ignored.
+        num_targets: `(batch,)` candidates of each sequence, or None; clamped to the number of its
+            keys, and with a paged cache also to that of its query rows. With `func`, ignored.
         target_group_size: candidates that see each other causally; None means 1.
         window_size: `(left, right)`; `(-1, -1)` is full and `(-1, 0)` causal. With `func`,
             `(-1, 0)` makes the visible set the intersection of `func` and causal.
@@ -199,13 +291,14 @@ def hstu_attn_varlen_func(
         `(total_q, heads, Dv)` of q's dtype.
 
     Raises:
-        ValueError: as for `hstu_attention`; and if `has_drab` is set without `rab`.
+        ValueError: as for `hstu_attention`, except for what is clamped; and if `has_drab` is set
+            without `rab`.
         NotImplementedError: for what this build or this GPU has no kernel for.
     """
     paged_kv = None
     if kv_cache is not None:
         paged_kv = PagedKV(kv_cache, page_offsets, page_ids, last_page_lens)
-    return hstu_attention(
+    return clamped_attention(
         q,
         k,
         v,
@@ -245,11 +338,13 @@ def hstu_attn_qkvpacked_func(
     """`hstu_attn_varlen_func` for q, k and v in one tensor, as FBGEMM's `hstu` package has it.
 
     Args:
-        qkv: `(total, 3, heads, D)`; its gradient is written packed.
+        qkv: `(total, 3, heads, D)`, in any strides; one whose last dimension is not contiguous is
+            copied. Its gradient is written packed.
 
     The other arguments, the result and the errors are those of `hstu_attn_varlen_func`.
     """
     _check_qkv(qkv)
+    qkv = with_contiguous_rows(qkv)
     mask = _fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func)
     biases, times = bias_arguments(_fbgemm_bias(rab, bool(has_drab)))
     _check_call(qkv, None, -1)
@@ -266,7 +361,7 @@ def hstu_attn_qkvpacked_func(
         mask,
     )
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (-1, None, None, None, deterministic, 0)
+    options = (-1, None, None, None, deterministic, 0, False)
     try:
         return ops.attention_packed(qkv, geometry, biases, times, options)
     except (AttributeError, RuntimeError, TypeError):

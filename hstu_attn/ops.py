@@ -79,8 +79,8 @@ _RAB = 3 + len(GEOMETRY)
 _POS, _TS = _RAB + 1, _RAB + 2
 _TIMES = slice(_TS + 1, _TS + 4)  # timestamps, row_timestamps, ts_thresholds
 _PAGED = slice(_TS + 4, _TS + 9)  # kv_cache, page_offsets, page_ids, last_page_lens, kv_scales
-_OPTIONS = slice(_TS + 9, _TS + 15)  # quant_mode, three descales, deterministic, sm_margin
-_NUM_ARGS = _TS + 15
+_OPTIONS = slice(_TS + 9, _TS + 16)  # quant_mode, 3 descales, deterministic, sm_margin, strict
+_NUM_ARGS = _TS + 16
 
 NO_BIASES: Biases = (None, None, None)
 NO_TIMES: tuple[None, ...] = (None,) * 3
@@ -442,7 +442,9 @@ def attention(
         biases: `(rab, pos_weight, ts_weight)`.
         times: `(timestamps, row_timestamps, ts_thresholds)`.
         pages: `(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales)`.
-        options: `(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin)`.
+        options: `(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin, strict)`.
+            Where values are checked (a CPU, or `HSTU_ATTN_CHECK=1`), `strict` makes an error of the
+            counts and lengths that the kernels clamp: see `interface.clamped_attention`.
     """
     if torch.compiler.is_compiling():
         return torch.ops.hstu_attn.hstu_varlen_fwd(  # type: ignore[no-any-return]

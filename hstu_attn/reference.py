@@ -68,7 +68,9 @@ def hstu_attention(
         begin_q, begin_k = offsets_q[b], offsets_k[b]
         q_len = _length(offsets_q, seqused_q, b)
         k_len = _length(offsets_k, seqused_k, b)
-        targets = min(_entry(mask.num_targets, b), k_len)
+        # With pages, targets are rows of q.
+        most_targets = k_len if paged_kv is None else min(k_len, q_len)
+        targets = min(_entry(mask.num_targets, b), most_targets)
         queries = q[begin_q : begin_q + q_len].to(compute_dtype)
         if paged_kv is None:
             keys, values = k[begin_k : begin_k + k_len], v[begin_k : begin_k + k_len]
@@ -80,7 +82,7 @@ def hstu_attention(
         scores = torch.einsum("ihd,jhd->hij", queries, keys.to(compute_dtype))
         if isinstance(bias, DenseBias):
             scores = scores + _dense_bias(bias, b, q_len, k_len, q.shape[1]).to(compute_dtype)
-        elif bias is not None:
+        elif bias is not None and k_len > 0:
             scores = scores + _relative_bias(
                 bias, begin_q, begin_k, q_len, k_len, q.shape[1], compute_dtype
             )

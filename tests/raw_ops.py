@@ -61,6 +61,7 @@ def arguments(batch: Batch, *, paged: bool) -> dict[str, Any]:
         **descales,
         "deterministic": deterministic,
         "sm_margin": 0,
+        "strict": True,
     }
 
 

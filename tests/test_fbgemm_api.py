@@ -328,7 +328,10 @@ def test_contexts_and_targets_need_a_causal_window():
         hstu_attn_varlen_func(*positional(batch, target_group_size=0))
 
 
-def test_more_queries_than_keys():
+def test_max_seqlen_q_may_be_above_max_seqlen_k():
+    """Sequences may have more queries than keys: tests/test_drop_in.py."""
     batch = make_batch([4])
     with pytest.raises(ValueError, match="max_seqlen_q"):
-        hstu_attn_varlen_func(*positional(batch, max_seqlen_q=5, max_seqlen_k=4))
+        ours(batch, max_seqlen_q=5, max_seqlen_k=4)
+    out = hstu_attn_varlen_func(*positional(batch, max_seqlen_q=5, max_seqlen_k=4))
+    assert torch.equal(out, ours(batch, max_seqlen_q=5, max_seqlen_k=5))

@@ -20,7 +20,8 @@ HSTU_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) {
 }
 
 // Reads sequence `b`. Offsets and lengths that lie about the tensors are clamped to their bounds,
-// so that no later access leaves them.
+// so that no later access leaves them. Counts are clamped to what the sequence can have; where it
+// has more queries than keys, the offset is negative and the rows in front see nothing.
 HSTU_HOST_DEVICE Sequence load_sequence(const BatchParams& batch, int b) {
   Sequence s;
   s.q_begin = clamp(batch.cu_seqlens_q[b], 0, batch.total_q);
@@ -30,7 +31,8 @@ HSTU_HOST_DEVICE Sequence load_sequence(const BatchParams& batch, int b) {
   s.q_len = static_cast<int>(batch.seqused_q ? clamp(batch.seqused_q[b], 0, q_room) : q_room);
   s.k_len = static_cast<int>(batch.seqused_k ? clamp(batch.seqused_k[b], 0, k_room) : k_room);
   s.offset = s.k_len - s.q_len;
-  const int64_t targets = batch.num_targets ? clamp(batch.num_targets[b], 0, s.k_len) : 0;
+  const int most_targets = batch.paged && s.q_len < s.k_len ? s.q_len : s.k_len;
+  const int64_t targets = batch.num_targets ? clamp(batch.num_targets[b], 0, most_targets) : 0;
   s.history_end = static_cast<int>(s.k_len - targets);
   s.contexts =
       static_cast<int>(batch.num_contexts ? clamp(batch.num_contexts[b], 0, s.history_end) : 0);

@@ -1,7 +1,7 @@
 // `hstu_attn._host.fast_forward`: the forward operator as a Python function that goes straight to
 // `_C`, past torch's binding and the dispatcher. See hstu_attn/fast_call.py for when it is used.
 //
-// Plain CPython in the call itself: pybind11's conversion of 37 arguments alone costs more than the
+// Plain CPython in the call itself: pybind11's conversion of 38 arguments alone costs more than the
 // rest. torch's tensors are read by DLPack's C exchange API, which torch publishes as a capsule.
 #include "../fast_call.h"
 

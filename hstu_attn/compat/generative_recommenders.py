@@ -3,6 +3,9 @@
 A call written for `generative_recommenders.ops.hstu_attention` runs unchanged but for its import.
 The mask is the one of that library's PyTorch reference, in its terms: `max_attn_len = l` is the
 window `(l, 0)`, and `contextual_seq_len` is the same number of contextual tokens in every sequence.
+
+On a CPU as on a GPU, `num_targets` is clamped to the length of its sequence, and a q, k or v whose
+last dimension is not contiguous is copied: see `hstu_attn.interface.clamped_attention`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..interface import hstu_attention
+from ..interface import clamped_attention
 from ..mask import Mask
 
 __all__ = ["delta_hstu_mha", "hstu_mha"]
@@ -50,7 +53,7 @@ def hstu_mha(
         dropout_pr: must be 0.
         training: decides about dropout alone, so here about nothing.
         num_targets: `(batch,)` candidates, last in each sequence; a candidate sees the history and
-            itself.
+            itself. A sequence that was emptied may keep its old number of candidates.
         attn_scale: the scale instead of `1 / max_seq_len`: a scalar tensor, or one factor for each
             row, `(total,)`. It gets no gradient and must not require one.
         max_attn_len: how far back a row sees; 0 means everything.
@@ -79,7 +82,7 @@ def hstu_mha(
         raise ValueError(f"k: expected the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape[0] != q.shape[0]:
         raise ValueError(f"v: expected the rows of q, {q.shape[0]}, got {v.shape[0]}")
-    return hstu_attention(
+    return clamped_attention(
         q,
         k,
         v,
@@ -112,7 +115,7 @@ def delta_hstu_mha(
         max_seq_len: longest sequence, in tokens; the scale is `1 / max_seq_len`.
         alpha: factor of the scores, before silu.
         delta_q: `(batch * delta, heads, D)`: the last `delta` rows of each sequence, candidates
-            included; every sequence has at least so many.
+            included. Where a sequence is shorter, the rows in front see nothing and give 0.
         k: `(total, heads, D)`.
         v: `(total, heads, Dv)`.
         seq_offsets: `(batch + 1,)` offsets of the sequences in k and v.
@@ -138,7 +141,7 @@ def delta_hstu_mha(
     else:
         delta = rows // batch
     offsets_q = torch.arange(batch + 1, dtype=seq_offsets.dtype, device=seq_offsets.device) * delta
-    return hstu_attention(
+    return clamped_attention(
         delta_q,
         k,
         v,
@@ -174,7 +177,7 @@ def _mask(
     num_contexts = None
     if contextual_seq_len > 0:
         lengths = seq_offsets.diff()
-        history = lengths if num_targets is None else lengths - num_targets
+        history = lengths if num_targets is None else lengths - num_targets.clamp(min=0)
         # A sequence too short for its contextual tokens falls apart into rows that see themselves,
         # which is what candidates without history do.
         complete = history >= contextual_seq_len

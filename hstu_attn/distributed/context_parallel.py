@@ -554,7 +554,8 @@ def _sum_dtype(q: Tensor) -> torch.dtype:
 
 
 def _options(batch: ContextBatch) -> tuple[Any, ...]:
-    return -1, None, None, None, torch.are_deterministic_algorithms_enabled(), batch.sm_margin
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return -1, None, None, None, deterministic, batch.sm_margin, True
 
 
 def _pack(batch: ContextBatch, k: Tensor, v: Tensor) -> Tensor:

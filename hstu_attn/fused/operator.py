@@ -263,7 +263,7 @@ def _attention_arguments(
     )
     biases = (None, weights.pos_weight, weights.ts_weight)
     times = (call.timestamps, call.row_timestamps, call.thresholds)
-    return geometry, biases, times, (-1, None, None, None, settings.deterministic, 0)
+    return geometry, biases, times, (-1, None, None, None, settings.deterministic, 0, True)
 
 
 def _add_output(x: Tensor, y: Tensor, weights: Weights) -> Tensor:
