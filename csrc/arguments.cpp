@@ -286,12 +286,12 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   paged.slot_stride = cache.stride(2);
   paged.head_stride = cache.stride(3);
   paged.page_offsets =
-      to_index_array("page_offsets", *args.page_offsets, args.q, b + 1, "(batch + 1)");
+      to_index_prefix("page_offsets", *args.page_offsets, args.q, b + 1, "(batch + 1)");
   paged.page_ids = to_index_array("page_ids", *args.page_ids, args.q, -1, "(pages of the batch)");
   paged.num_page_ids = args.page_ids->size(0);
   params.batch.total_k = most_keys(paged, params.batch.total_q);
   paged.last_page_lens =
-      to_index_array("last_page_lens", *args.last_page_lens, args.q, b, "(batch)");
+      to_index_prefix("last_page_lens", *args.last_page_lens, args.q, b, "(batch)");
   params.batch.paged = true;
 }
 
@@ -359,7 +359,7 @@ void to_params(const AppendArguments& args, AppendParams& params) {
   paged.slot_stride = cache.stride(2);
   paged.head_stride = cache.stride(3);
   paged.page_offsets =
-      to_index_array("page_offsets", args.page_offsets, k, b + 1, "(batch + 1)", "k");
+      to_index_prefix("page_offsets", args.page_offsets, k, b + 1, "(batch + 1)", "k");
   paged.page_ids = to_index_array("page_ids", args.page_ids, k, -1, "(pages of the batch)", "k");
   paged.num_page_ids = args.page_ids.size(0);
   batch.total_k = most_keys(paged, total_q);

@@ -211,7 +211,7 @@ inline DType bias_dtype(const char* name, const TensorView& tensor, const Tensor
 
 // --------------------------------------------------------------------------------- conversion
 
-// An int32 or int64 vector of `size` values.
+// An int32 or int64 vector of `size` values; -1 accepts any number.
 inline IndexArray to_index_array(const char* name, const TensorView& tensor, const TensorView& q,
                                  int64_t size, const char* meaning, const char* whose = "q") {
   check_device(name, tensor, q, whose);
@@ -227,6 +227,16 @@ inline IndexArray to_index_array(const char* name, const TensorView& tensor, con
 inline IndexArray to_index_array(const char* name, const OptionalView& tensor, const TensorView& q,
                                  int64_t size, const char* meaning, const char* whose = "q") {
   return tensor ? to_index_array(name, *tensor, q, size, meaning, whose) : IndexArray{};
+}
+
+// The same of at least `size` values: page tables may be buffers of the largest batch.
+inline IndexArray to_index_prefix(const char* name, const TensorView& tensor, const TensorView& q,
+                                  int64_t size, const char* meaning, const char* whose = "q") {
+  const IndexArray array = to_index_array(name, tensor, q, -1, meaning, whose);
+  if (tensor.size(0) < size) {
+    fail(name, join("at least ", size, " values ", meaning), describe_shape(tensor));
+  }
+  return array;
 }
 
 // A packed tensor (rows, heads, head_dim) like q in dtype and device.

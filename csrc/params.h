@@ -116,10 +116,10 @@ struct PagedParams {
   int64_t kv_stride = 0;  // from K to V within a page
   int64_t slot_stride = 0;
   int64_t head_stride = 0;
-  IndexArray page_offsets;  // [B + 1]
+  IndexArray page_offsets;  // [B + 1], and what a buffer of a larger batch has beyond
   IndexArray page_ids;      // [num_page_ids], of which page_offsets[B] are used
   int64_t num_page_ids = 0;
-  IndexArray last_page_lens;  // [B]
+  IndexArray last_page_lens;  // [B], likewise
 
   // [num_pages, 2, page_size, H] of an e4m3 cache, or null: the cache is of q's dtype
   const float* scales = nullptr;

@@ -280,7 +280,8 @@ def hstu_attn_varlen_func(
         has_drab: whether `rab` gets a gradient. Without it, none is computed even if `rab` requires
             one.
         kv_cache: `(num_pages, 2, page_size, heads, D)` paged keys and values, or None.
-        page_offsets: `(batch + 1,)` offsets into `page_ids`.
+        page_offsets: `(batch + 1,)` offsets into `page_ids`. These three may be buffers of a larger
+            batch: entries beyond those of this one are not read.
         page_ids: the pages of each sequence, in order.
         last_page_lens: `(batch,)` tokens in the last page of each sequence.
         func: int32 `(1 or heads, n, >= total_q)`, odd `n`: row `i` of the packed queries sees keys

@@ -24,9 +24,11 @@ class PagedKV:
         kv_cache: `(num_pages, 2, page_size, heads, head dim)`, index 0 keys, index 1 values; page
             sizes 16, 32, 64, 128 and 256. Of the dtype of q, or float8_e4m3fn beside `kv_scales`.
         page_offsets: `(batch + 1,)` offsets into `page_ids`. The serving name is `kv_indptr`.
-        page_ids: `(page_offsets[-1],)` the pages of each sequence, in order; `kv_indices`.
+        page_ids: `(page_offsets[batch],)` the pages of each sequence, in order; `kv_indices`.
         last_page_lens: `(batch,)` tokens in each sequence's last page, `(h - 1) % page_size + 1`,
             0 where `h` is 0; `kv_last_page_len`.
+            These three may be buffers of a larger batch: entries beyond those of this one are not
+            read.
         kv_scales: float32 `(num_pages, 2, page_size, heads)`, what the elements of each row and
             head of a float8_e4m3fn cache are multiplied by; None for other caches.
 
@@ -73,11 +75,6 @@ class PagedKV:
         self.last_page_lens = _one_of(
             "last_page_lens", last_page_lens, "kv_last_page_len", kv_last_page_len
         )
-        if self.page_offsets.shape[0] != self.last_page_lens.shape[0] + 1:
-            raise ValueError(
-                f"page_offsets: expected {self.last_page_lens.shape[0] + 1} entries, one more "
-                f"than last_page_lens, got {self.page_offsets.shape[0]}"
-            )
 
 
 @torch.no_grad()

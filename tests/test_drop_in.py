@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hstu_attn import (
     Mask,
+    PagedKV,
+    append_paged_kv,
     fast_call,
     hstu_attention,
     hstu_attn_qkvpacked_func,
@@ -290,6 +292,76 @@ def test_pages_that_do_not_match_the_lengths_are_refused():
         batch = fresh()
         getattr(batch.paged_kv, name)[index] = value
         refuse(name, varlen(), batch)
+
+
+def with_larger_tables(pages: PagedKV) -> PagedKV:
+    """The same pages in buffers of a larger batch, full of what an earlier one left."""
+
+    def extended(values: Tensor, count: int) -> Tensor:
+        return torch.cat([values, values.new_full((count,), 2**31 - 1)])
+
+    return PagedKV(
+        pages.kv_cache,
+        extended(pages.page_offsets, 5),
+        extended(pages.page_ids, 40),
+        extended(pages.last_page_lens, 3),
+        pages.kv_scales,
+    )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("function", [hstu_attention, varlen()], ids=["ours", "fbgemm"])
+def test_page_tables_of_a_larger_batch(device, function):
+    batch = make_paged_batch([90, 16, 0], [33, 0, 5], [7, 4, 0], dtype=BF16, device=device)
+    expected = run(function, batch)["out"]
+    batch.paged_kv = with_larger_tables(batch.paged_kv)
+    assert torch.equal(run(function, batch)["out"], expected)
+    check_against_reference(function, batch, backward=False)
+
+
+@pytest.mark.gpu
+def test_checked_calls_take_page_tables_of_a_larger_batch(monkeypatch):
+    monkeypatch.setenv("HSTU_ATTN_CHECK", "1")
+    batch = make_paged_batch([90, 16], [33, 0], [7, 4], dtype=BF16, device="cuda")
+    batch.paged_kv = with_larger_tables(batch.paged_kv)
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
+def test_append_to_page_tables_of_a_larger_batch(device):
+    batch = make_paged_batch([40, 16, 0], [3, 17, 5], [5, 0, 2], dtype=BF16, device=device)
+    k, v = torch.randn(2, *batch.k.shape, device=device).to(BF16).unbind(0)
+    empty = torch.zeros_like(batch.paged_kv.kv_cache)
+    caches = []
+    for pages in (batch.paged_kv, with_larger_tables(batch.paged_kv)):
+        pages.kv_cache = empty.clone()
+        append_paged_kv(
+            k,
+            v,
+            pages,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            cu_seqlens_k=batch.cu_seqlens_k,
+            num_targets=batch.mask.num_targets,
+        )
+        caches.append(pages.kv_cache)
+    assert torch.equal(*caches)
+    assert not torch.equal(caches[0], empty)
+
+
+@pytest.mark.parametrize("name", ["page_offsets", "last_page_lens"])
+def test_page_tables_that_are_too_short(name):
+    batch = make_paged_batch([40, 16], [3, 0], [5, 2])
+    setattr(batch.paged_kv, name, getattr(batch.paged_kv, name)[:-1])
+    refuse(name, hstu_attention, batch)
+    refuse(name, varlen(), batch)
+    if name == "page_offsets":
+        with pytest.raises(ValueError, match=r"page_offsets: expected at least 3 values .*got "):
+            append_paged_kv(
+                batch.k,
+                batch.v,
+                batch.paged_kv,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                cu_seqlens_k=batch.cu_seqlens_k,
+            )
 
 
 # ---------------------------------------------------------------------------------------------

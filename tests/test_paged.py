@@ -541,7 +541,7 @@ INTS = torch.zeros(3, dtype=torch.int32)
         ("kv_cache", {"kv_cache": CACHE[:, :, :15]}),
         ("page_offsets", {"page_offsets": None}),
         ("page_offsets", {"kv_indptr": INTS}),
-        ("page_offsets", {"page_offsets": INTS[:2]}),
+        ("page_offsets", {"page_offsets": INTS[None]}),
         ("page_offsets", {"page_offsets": [0, 1, 2]}),
         ("page_ids", {"page_ids": None}),
         ("page_ids", {"page_ids": INTS[None]}),
