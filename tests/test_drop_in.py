@@ -80,7 +80,8 @@ def refuse(name: str, function: Attention, batch: Batch) -> None:
 # More queries than keys
 # ---------------------------------------------------------------------------------------------
 
-QUERIES, KEYS = [70, 9, 200, 4, 1], [70, 5, 130, 0, 1]
+# NOTE: rows of a bias of 136 entries are aligned to 16 bytes, which the kernels for sm90 ask for.
+QUERIES, KEYS = [70, 9, 200, 4, 1], [70, 5, 136, 0, 1]
 
 
 def check_rows_in_front(results: dict[str, Tensor], queries: list[int], keys: list[int]) -> None:
