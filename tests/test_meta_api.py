@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hstu_attn import Mask
 from hstu_attn.compat.generative_recommenders import delta_hstu_mha, hstu_mha
-from hstu_attn.testing import offsets
+from hstu_attn.testing import check_against_reference, make_batch, offsets
 from tests.public_masks import meta_mask
 
 ALPHA = 0.3
@@ -67,10 +69,12 @@ def test_signatures():
         *("max_seq_len", "alpha", "q", "k", "v", "seq_offsets", "causal", "dropout_pr"),
         *("training", "num_targets", "attn_scale", "max_attn_len", "contextual_seq_len"),
         *("min_full_attn_seq_len", "sort_by_length", "kernel", "enable_tma"),
+        *("attn_func", "scaling_seqlen"),
     ]
     assert list(inspect.signature(delta_hstu_mha).parameters) == [
         *("max_seq_len", "alpha", "delta_q", "k", "v", "seq_offsets", "num_targets"),
         *("max_attn_len", "contextual_seq_len", "kernel", "enable_tma"),
+        *("scaling_seqlen", "attn_func"),
     ]
 
 
@@ -187,6 +191,131 @@ def test_attn_scale(shape, dtype):
     assert_same(out, expected, [q, k, v])
 
 
+# ---------------------------------------------------------------------------------------------
+# What TorchEasyRec and recsys-examples add
+# ---------------------------------------------------------------------------------------------
+
+
+def semi_local(lengths: list[int], targets: list[int], window: int, prefix: int) -> Tensor:
+    """`func` `(3, rows)`: a row of the history sees the first `prefix` tokens and the last `window`
+    up to itself; a target sees the history, without itself."""
+    columns = []
+    for length, count in zip(lengths, targets, strict=True):
+        history = length - count
+        for i in range(length):
+            if i < history:
+                columns.append((min(prefix, i + 1), max(prefix, i - window + 1), i + 1))
+            else:
+                columns.append((history, history, history))
+    return torch.tensor(columns, dtype=torch.int32).T.contiguous()
+
+
+def test_a_semi_local_call():
+    """A call as TorchEasyRec makes it for semi-local attention, unchanged but for the import. What
+    each row sees is said once more, by loops."""
+    lengths, targets, window, prefix = [30, 0, 12, 45], [4, 0, 1, 9], 5, 3
+    q, k, v = inputs(lengths)
+    func = semi_local(lengths, targets, window, prefix)
+    out = hstu_mha(
+        max_seq_len=64,
+        alpha=ALPHA,
+        q=q,
+        k=k,
+        v=v,
+        seq_offsets=offsets(lengths),
+        causal=True,
+        num_targets=torch.tensor(targets),
+        max_attn_len=0,
+        contextual_seq_len=2,
+        attn_func=func.unsqueeze(0).expand(q.shape[1], 3, q.shape[0]),
+        scaling_seqlen=100,
+    )
+    expected = torch.zeros_like(out)
+    for b, length in enumerate(lengths):
+        start, history = sum(lengths[:b]), length - targets[b]
+        for i in range(length):
+            seen = [j for j in range(i + 1) if j < prefix or j > i - window]
+            if i >= history:
+                seen = list(range(history))
+            for j in seen:
+                score = ALPHA * (q[start + i] * k[start + j]).sum(-1, keepdim=True)
+                weight = torch.nn.functional.silu(score) / 100
+                row = torch.zeros_like(expected)
+                row[start + i] = 1
+                expected = expected + row * (weight * v[start + j])
+    assert_same(out, expected, [q, k, v])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("heads", [1, 2], ids=["one-for-all", "each-head"])
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+def test_attn_func(device, dtype, heads, pairs):
+    """An arbitrary mask is intersected with causal, which both functions always are."""
+    batch = make_batch([23, 0, 40], dtype=dtype, device=device)
+    func = torch.randint(0, 41, (heads, 2 * pairs + 1, 63), dtype=torch.int32, device=device)
+    batch = replace(batch, mask=Mask.from_func(func, causal=True), scaling_seqlen=17)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return hstu_mha(
+            40,
+            options["alpha"],
+            q,
+            k,
+            v,
+            options["cu_seqlens_q"],
+            attn_func=func,
+            scaling_seqlen=17,
+        )
+
+    check_against_reference(call, batch)
+
+
+@pytest.mark.parametrize("scaling_seqlen", [-1, 17])
+@pytest.mark.parametrize("with_func", [False, True], ids=["causal", "func"])
+def test_delta_with_scaling_seqlen_and_attn_func(device, scaling_seqlen, with_func):
+    lengths, delta = [20, 9, 31], 4
+    batch = make_batch(lengths, [delta] * 3, dtype=torch.bfloat16, device=device, mask="causal")
+    func = torch.randint(0, 32, (1, 3, 3 * delta), dtype=torch.int32, device=device)
+    batch = replace(
+        batch,
+        mask=Mask.from_func(func, causal=True) if with_func else batch.mask,
+        scaling_seqlen=40 if scaling_seqlen == -1 else scaling_seqlen,
+    )
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return delta_hstu_mha(
+            40,
+            options["alpha"],
+            q,
+            k,
+            v,
+            options["cu_seqlens_k"],
+            scaling_seqlen=scaling_seqlen,
+            attn_func=func if with_func else None,
+        )
+
+    check_against_reference(call, batch)
+
+
+@pytest.mark.parametrize("scaling_seqlen", [-1, 17])
+def test_scaling_seqlen(device, scaling_seqlen):
+    batch = make_batch([23, 40], dtype=torch.bfloat16, device=device, mask="causal")
+    batch = replace(batch, scaling_seqlen=64 if scaling_seqlen == -1 else scaling_seqlen)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return hstu_mha(
+            64,
+            options["alpha"],
+            q,
+            k,
+            v,
+            options["cu_seqlens_q"],
+            scaling_seqlen=scaling_seqlen,
+        )
+
+    check_against_reference(call, batch)
+
+
 def test_hints_change_nothing():
     lengths = [20, 12]
     q, k, v = inputs(lengths)
@@ -249,6 +378,15 @@ def test_an_empty_batch():
         ("num_targets", {"num_targets": torch.tensor([1])}),
         ("attn_scale", {"attn_scale": torch.ones((), requires_grad=True)}),
         ("attn_scale", {"attn_scale": torch.ones(5)}),
+        ("scaling_seqlen", {"scaling_seqlen": 0}),
+        ("scaling_seqlen", {"scaling_seqlen": 20, "attn_scale": torch.ones(())}),
+        ("attn_func|func", {"attn_func": torch.zeros(1, 2, 32, dtype=torch.int32)}),
+        ("attn_func|func", {"attn_func": torch.zeros(1, 3, 32)}),
+        ("attn_func|func", {"attn_func": torch.zeros(1, 3, 31, dtype=torch.int32)}),
+        (
+            "max_attn_len",
+            {"max_attn_len": 3, "attn_func": torch.zeros(1, 3, 32, dtype=torch.int32)},
+        ),
     ],
 )
 def test_bad_argument(name, changes):
@@ -262,7 +400,7 @@ def test_bad_argument(name, changes):
         "v": torch.zeros(total, 2, 16),
         "seq_offsets": offsets(lengths),
     }
-    with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
+    with pytest.raises(ValueError, match=rf"^({name}): expected .*got "):
         hstu_mha(**{**arguments, **changes})
 
 

@@ -6,6 +6,10 @@ window `(l, 0)`, and `contextual_seq_len` is the same number of contextual token
 
 On a CPU as on a GPU, `num_targets` is clamped to the length of its sequence, and a q, k or v whose
 last dimension is not contiguous is copied: see `hstu_attn.interface.clamped_attention`.
+
+TorchEasyRec and NVIDIA's recsys-examples derive their functions of these names from Meta's and add
+`scaling_seqlen`, TorchEasyRec also `attn_func`. Both arguments are accepted here, after those that
+Meta's functions have, so that a call which names them runs unchanged too.
 """
 
 from __future__ import annotations
@@ -39,11 +43,13 @@ def hstu_mha(
     sort_by_length: bool = False,
     kernel: Any = None,
     enable_tma: bool = False,
+    attn_func: Tensor | None = None,
+    scaling_seqlen: int = -1,
 ) -> Tensor:
     """Causal HSTU attention over packed sequences (Zhai et al. 2024, arXiv 2402.17152, 3.2).
 
     Args:
-        max_seq_len: longest sequence, in tokens; the scale is `1 / max_seq_len`.
+        max_seq_len: longest sequence, in tokens.
         alpha: factor of the scores, before silu.
         q: `(total, heads, D)`, bf16 or fp16; also fp32 and fp64 on CPU.
         k: like q.
@@ -54,8 +60,8 @@ def hstu_mha(
         training: decides about dropout alone, so here about nothing.
         num_targets: `(batch,)` candidates, last in each sequence; a candidate sees the history and
             itself. A sequence that was emptied may keep its old number of candidates.
-        attn_scale: the scale instead of `1 / max_seq_len`: a scalar tensor, or one factor for each
-            row, `(total,)`. It gets no gradient and must not require one.
+        attn_scale: the scale instead of `1 / scaling_seqlen`: a scalar tensor, or one factor for
+            each row, `(total,)`. It gets no gradient and must not require one.
         max_attn_len: how far back a row sees; 0 means everything.
         contextual_seq_len: contextual tokens, first in each sequence; they see everything but the
             candidates. In a sequence whose tokens before the candidates are fewer than these, each
@@ -64,13 +70,18 @@ def hstu_mha(
             candidates, see everything before them.
         sort_by_length, kernel, enable_tma: hints about scheduling and the implementation. The
             result does not depend on them: this library decides both by itself.
+        attn_func: an arbitrary mask as FBGEMM defines it, int32 `(1 or heads, n, >= total)` with
+            odd `n`: row `i` sees keys `[0, F0) U [F1, F2) U ...` of its sequence, as far as they
+            are not after it. It is the whole mask: it has to contain what `num_targets` and
+            `contextual_seq_len` say, which are not used beside it, and excludes `max_attn_len`.
+        scaling_seqlen: the scale is `1 / scaling_seqlen`; -1 means `max_seq_len`.
 
     Returns:
         `(total, heads, Dv)` of q's dtype.
 
     Raises:
-        ValueError: for `causal=False`, `dropout_pr > 0`, a negative length, and as
-            `hstu_attn.hstu_attention`.
+        ValueError: for `causal=False`, `dropout_pr > 0`, a negative length, `attn_func` beside
+            `max_attn_len`, `attn_scale` beside `scaling_seqlen`, and as `hstu_attn.hstu_attention`.
     """
     del training, sort_by_length, kernel, enable_tma
     if not causal:
@@ -82,6 +93,8 @@ def hstu_mha(
         raise ValueError(f"k: expected the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape[0] != q.shape[0]:
         raise ValueError(f"v: expected the rows of q, {q.shape[0]}, got {v.shape[0]}")
+    if attn_scale is not None and scaling_seqlen != -1:
+        raise ValueError(f"scaling_seqlen: expected -1 beside attn_scale, got {scaling_seqlen}")
     return clamped_attention(
         q,
         k,
@@ -89,9 +102,15 @@ def hstu_mha(
         cu_seqlens_q=seq_offsets,
         max_seqlen_q=max_seq_len,
         mask=_mask(
-            seq_offsets, num_targets, max_attn_len, contextual_seq_len, min_full_attn_seq_len
+            seq_offsets,
+            num_targets,
+            max_attn_len,
+            contextual_seq_len,
+            min_full_attn_seq_len,
+            attn_func,
         ),
         alpha=alpha,
+        scaling_seqlen=scaling_seqlen,
         attn_scale=attn_scale if attn_scale is None else attn_scale.to(torch.float32),
     )
 
@@ -108,11 +127,13 @@ def delta_hstu_mha(
     contextual_seq_len: int = 0,
     kernel: Any = None,
     enable_tma: bool = False,
+    scaling_seqlen: int = -1,
+    attn_func: Tensor | None = None,
 ) -> Tensor:
     """`hstu_mha` for the newest rows of each sequence, over all of its keys.
 
     Args:
-        max_seq_len: longest sequence, in tokens; the scale is `1 / max_seq_len`.
+        max_seq_len: longest sequence, in tokens.
         alpha: factor of the scores, before silu.
         delta_q: `(batch * delta, heads, D)`: the last `delta` rows of each sequence, candidates
             included. Where a sequence is shorter, the rows in front see nothing and give 0.
@@ -121,6 +142,9 @@ def delta_hstu_mha(
         seq_offsets: `(batch + 1,)` offsets of the sequences in k and v.
         num_targets, max_attn_len, contextual_seq_len: as for `hstu_mha`.
         kernel, enable_tma: hints that cannot change the result and are not used, as for `hstu_mha`.
+        scaling_seqlen: the scale is `1 / scaling_seqlen`; -1 means `max_seq_len`.
+        attn_func: as for `hstu_mha`, `(1 or heads, n, >= batch * delta)`: a column for each row of
+            `delta_q`, with the positions of keys in the whole sequence.
 
     Returns:
         `(batch * delta, heads, Dv)` of delta_q's dtype.
@@ -149,9 +173,9 @@ def delta_hstu_mha(
         max_seqlen_q=delta,
         cu_seqlens_k=seq_offsets,
         max_seqlen_k=max_seq_len,
-        mask=_mask(seq_offsets, num_targets, max_attn_len, contextual_seq_len, 0),
+        mask=_mask(seq_offsets, num_targets, max_attn_len, contextual_seq_len, 0, attn_func),
         alpha=alpha,
-        scaling_seqlen=max_seq_len,
+        scaling_seqlen=max_seq_len if scaling_seqlen == -1 else scaling_seqlen,
     )
 
 
@@ -166,6 +190,7 @@ def _mask(
     max_attn_len: int,
     contextual_seq_len: int,
     min_full_attn_seq_len: int,
+    attn_func: Tensor | None = None,
 ) -> Mask:
     for name, value in (
         ("max_attn_len", max_attn_len),
@@ -174,6 +199,10 @@ def _mask(
     ):
         if value < 0:
             raise ValueError(f"{name}: expected 0 or more, got {value}")
+    if attn_func is not None:
+        if max_attn_len > 0:
+            raise ValueError(f"max_attn_len: expected 0 beside attn_func, got {max_attn_len}")
+        return Mask.from_func(attn_func, causal=True)
     num_contexts = None
     if contextual_seq_len > 0:
         lengths = seq_offsets.diff()
