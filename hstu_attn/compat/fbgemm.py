@@ -1,0 +1,271 @@
+"""FBGEMM's raw HSTU operators, for code that calls them past the Python function.
+
+Importing this module registers the four operators
+
+    torch.ops.fbgemm.hstu_varlen_fwd_80    torch.ops.fbgemm.hstu_varlen_bwd_80
+    torch.ops.fbgemm.hstu_varlen_fwd_90    torch.ops.fbgemm.hstu_varlen_bwd_90
+
+with the schemas that FBGEMM's `fbgemm_gpu/experimental/hstu` declares, each of them unless FBGEMM's
+own is loaded already. (FBGEMM's library cannot be loaded afterwards: torch refuses to define an
+operator twice.) `fbgemm_gpu` itself may be imported before or after. All four run this library's
+kernels for the device of `q`, a CPU or any GPU that it supports; the number in a name is FBGEMM's
+choice of kernel and chooses nothing here.
+
+The arguments have the meaning that they have in `hstu_attn_varlen_func`, which is also here, and
+are clamped as there. What the operators add to it:
+
+* The forward returns `(out, rab)`: the `rab` that the backward takes, its last dimension padded to
+  a multiple of 8, or None without `rab`.
+* The backward returns `(dq, dk, dv, drab)`, with None for `drab` unless `has_drab` is set. Tensors
+  given as `dq`, `dk` and `dv`, which may be strided views, are written and returned. `rab` may be
+  padded or not.
+* `output_dtype` is 0 for bf16, 1 for fp16 and -1 for the dtype of `q`, which is the only dtype that
+  can be asked for.
+* `deterministic` asks for equal bits in every run.
+* No operator records gradients, which FBGEMM's do not either: whoever calls the forward calls the
+  backward. The operators trace (`torch.compile`, `torch.export`), except for a backward into given
+  tensors: the schema does not say that it writes them.
+
+Errors are those of `hstu_attn_varlen_func`. The arguments of FP8 (`quant_mode`, `vt`, the descales
+and so on) raise NotImplementedError, since this library has no FP8 kernels.
+
+For code that imports the package `hstu` and its module `hstu.hstu_ops_gpu`, `install_as_hstu` lets
+both imports find this module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import interface, ops
+from ..interface import hstu_attn_qkvpacked_func, hstu_attn_varlen_func
+
+__all__ = ["hstu_attn_qkvpacked_func", "hstu_attn_varlen_func", "install_as_hstu"]
+
+_Outputs: TypeAlias = tuple[Tensor | None, ...]
+
+_SEQUENCES = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "int max_seqlen_q, int max_seqlen_k, int scaling_seqlen=-1"
+)
+_MASK = (
+    "Tensor? num_contexts=None, Tensor? num_targets=None, int target_group_size=1, "
+    "int window_size_left=-1, int window_size_right=-1, float alpha=1.0"
+)
+_SCHEMAS = {
+    "hstu_varlen_fwd_80": (
+        f"(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_MASK}, Tensor? rab=None, "
+        "Tensor? func=None, Tensor? kv_cache=None, Tensor? page_offsets=None, "
+        "Tensor? page_ids=None, Tensor? last_page_lens=None) -> (Tensor, Tensor)"
+    ),
+    "hstu_varlen_bwd_80": (
+        f"(Tensor dout, Tensor q, Tensor k, Tensor v, {_SEQUENCES}, Tensor? dq=None, "
+        f"Tensor? dk=None, Tensor? dv=None, {_MASK}, Tensor? rab=None, bool has_drab=False, "
+        "Tensor? func=None, bool deterministic=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "hstu_varlen_fwd_90": (
+        f"(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_MASK}, Tensor? rab=None, "
+        "Tensor? func=None, int quant_mode=-1, int output_dtype=-1, Tensor? vt=None, "
+        "Tensor? cu_seqlens_vt_descale=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+        "Tensor? v_descale=None, Tensor? vt_descale=None, "
+        "Tensor? cu_seqlens_q_block_descale=None, Tensor? cu_seqlens_kv_block_descale=None"
+        ") -> (Tensor, Tensor)"
+    ),
+    "hstu_varlen_bwd_90": (
+        "(Tensor dout, Tensor? dout_t, Tensor q, Tensor? q_t, Tensor k, Tensor? k_t, Tensor v, "
+        f"{_SEQUENCES}, Tensor? dq_=None, Tensor? dk_=None, Tensor? dv_=None, {_MASK}, "
+        "int quant_mode=-1, Tensor? rab=None, bool has_drab=False, Tensor? func=None, "
+        "Tensor? q_descale=None, Tensor? qt_descale=None, Tensor? k_descale=None, "
+        "Tensor? kt_descale=None, Tensor? v_descale=None, Tensor? do_descale=None, "
+        "Tensor? dot_descale=None, Tensor? cu_seqlens_qt_descale=None, "
+        "Tensor? cu_seqlens_kt_descale=None, Tensor? cu_seqlens_q_block_descale=None, "
+        "Tensor? cu_seqlens_kv_block_descale=None, int output_dtype=-1, bool deterministic=False"
+        ") -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+
+# What FBGEMM rounds the last dimension of rab up to, in elements.
+_RAB_ALIGNMENT = 8
+
+
+def install_as_hstu() -> None:
+    """Let `import hstu` and `import hstu.hstu_ops_gpu` find this module, in this process.
+
+    Code written for FBGEMM's `hstu` package then needs no edit: call this before it is imported.
+
+    Raises:
+        RuntimeError: if another package `hstu` is installed or imported.
+    """
+    this = sys.modules[__name__]
+    if sys.modules.get("hstu") is this:
+        return
+    other = find_spec("hstu")
+    if other is not None:
+        raise RuntimeError(f"hstu: expected no other package of this name, got {other.origin}")
+    sys.modules["hstu"] = sys.modules["hstu.hstu_ops_gpu"] = this
+
+
+# `import hstu.hstu_ops_gpu` binds `hstu`, of which this is then an attribute.
+hstu_ops_gpu = sys.modules[__name__]
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def _forward(
+    *, window_size_left: int, window_size_right: int, rab: Tensor | None, **arguments: Any
+) -> _Outputs:
+    if arguments.get("kv_cache") is None:
+        for name in ("page_offsets", "page_ids", "last_page_lens"):
+            if arguments.get(name) is not None:
+                raise ValueError(f"{name}: expected None without kv_cache, got a tensor")
+    window_size = (window_size_left, window_size_right)
+    out = hstu_attn_varlen_func(window_size=window_size, rab=rab, **arguments)
+    return out, None if rab is None else F.pad(rab, (0, -rab.shape[-1] % _RAB_ALIGNMENT))
+
+
+def _backward(
+    *,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scaling_seqlen: int,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    num_contexts: Tensor | None,
+    num_targets: Tensor | None,
+    target_group_size: int,
+    window_size_left: int,
+    window_size_right: int,
+    alpha: float,
+    rab: Tensor | None,
+    has_drab: bool,
+    func: Tensor | None,
+    deterministic: bool,
+    quant_mode: int = -1,
+) -> _Outputs:
+    if rab is not None and rab.shape[-1] == max_seqlen_k + -max_seqlen_k % _RAB_ALIGNMENT:
+        rab = rab[..., :max_seqlen_k]
+    interface._check_call(q, None, quant_mode)
+    dout, q, k, v = (interface.with_contiguous_rows(x) for x in (dout, q, k, v))
+    window_size = (window_size_left, window_size_right)
+    mask = interface._fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func)
+    geometry = interface._geometry(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        scaling_seqlen,
+        None,
+        alpha,
+        mask,
+    )
+    biases, times = interface.bias_arguments(interface._fbgemm_bias(rab, has_drab))
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    gradients = tuple(
+        torch.empty_like(x) if given is None else given
+        for x, given in zip((q, k, v), (dq, dk, dv), strict=True)
+    )
+    drab, _, _ = ops.attention_backward(
+        dout,
+        (q, k, v),
+        geometry,
+        biases,
+        times,
+        (-1, None, None, None, deterministic, 0, False),
+        gradients,
+        (has_drab, False, False),
+    )
+    return (*gradients, drab)
+
+
+def _backward_fake(
+    *, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, **arguments: Any
+) -> _Outputs:
+    for name, tensor in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if tensor is not None:
+            raise NotImplementedError(
+                f"{name}: expected None in a traced call, because the schema does not say that it "
+                "is written, got a tensor"
+            )
+    return _backward(dq=None, dk=None, dv=None, **arguments)
+
+
+# ---------------------------------------------------------------------------------------------
+# Registration
+# ---------------------------------------------------------------------------------------------
+
+_OUTPUT_DTYPES = {0: torch.bfloat16, 1: torch.float16}
+
+
+def _check_output_dtype(q: Tensor, output_dtype: int) -> None:
+    if output_dtype != -1 and _OUTPUT_DTYPES.get(output_dtype) != q.dtype:
+        raise NotImplementedError(
+            f"output_dtype: expected -1, or 0 for bf16 or 1 for fp16 as q is {q.dtype}, got "
+            f"{output_dtype}"
+        )
+
+
+def _is_fp8_argument(name: str) -> bool:
+    return name.endswith("descale") or name in ("vt", "dout_t", "q_t", "k_t")
+
+
+def _kernel(name: str, function: Callable[..., _Outputs]) -> Callable[..., _Outputs]:
+    """`function`, which takes arguments by name, as a kernel of an operator."""
+    declared = getattr(torch.ops.fbgemm, name).default._schema.arguments
+    names = [argument.name.rstrip("_") for argument in declared]  # hstu_varlen_bwd_90 has `dq_`
+    defaults = {n: a.default_value for n, a in zip(names, declared, strict=True)}
+    fp8_names = [n for n in names if _is_fp8_argument(n)]
+
+    def kernel(*values: Any) -> _Outputs:
+        # The dispatcher leaves out arguments at the end that have their default.
+        arguments = {**defaults, **dict(zip(names, values, strict=False))}
+        for fp8_name in fp8_names:
+            if arguments.pop(fp8_name) is not None:
+                raise NotImplementedError(
+                    f"{fp8_name}: expected None, because FP8 kernels are not built, got a tensor"
+                )
+        _check_output_dtype(arguments["q"], arguments.pop("output_dtype", -1))
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return function(**arguments)
+        return function(**arguments)
+
+    return kernel
+
+
+def _register(library: torch.library.Library) -> None:
+    for name, schema in _SCHEMAS.items():
+        if hasattr(torch.ops.fbgemm, name):
+            continue
+        library.define(name + schema)
+        is_forward = "fwd" in name
+        kernel = _kernel(name, _forward if is_forward else _backward)
+        library.impl(name, kernel, "CPU")
+        library.impl(name, kernel, "CUDA")
+        # The operators that a kernel calls have fake kernels, so that it can be its own.
+        fake = kernel if is_forward else _kernel(name, _backward_fake)
+        torch.library.register_fake(f"fbgemm::{name}", fake, lib=library)
+
+
+_library = torch.library.Library("fbgemm", "FRAGMENT")
+_register(_library)
