@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .fx import Proxy
+
 __all__ = [
     "Bias",
     "DenseBias",
@@ -37,6 +39,8 @@ class DenseBias:
     rab: Tensor
 
     def __post_init__(self) -> None:
+        if isinstance(self.rab, Proxy):
+            return  # checked when the traced graph runs
         if not isinstance(self.rab, Tensor):
             raise ValueError(f"rab: expected a tensor, got {type(self.rab).__name__}")
         if self.rab.dim() != 4:
@@ -78,6 +82,8 @@ class RelativeBias:
     def __post_init__(self) -> None:
         if self.pos_weight is None and self.ts_weight is None:
             raise ValueError("pos_weight: expected pos_weight or ts_weight or both, got neither")
+        if isinstance(self.pos_weight, Proxy) or isinstance(self.ts_weight, Proxy):
+            return  # checked when the traced graph runs
         for name, table in (("pos_weight", self.pos_weight), ("ts_weight", self.ts_weight)):
             if table is not None and table.dim() != 2:
                 raise ValueError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor
+from .fx import Proxy, record_call
 from .mask import Mask
 from .paged import PagedKV
 
@@ -106,6 +107,8 @@ def hstu_attention(
         >>> out = hstu_attention(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=5,
         ...                      mask=Mask.causal(), alpha=32**-0.5)
     """
+    if isinstance(q, Proxy):
+        return record_call(hstu_attention, (q,), **locals())
     return _attention(
         q,
         k,
@@ -296,6 +299,8 @@ def hstu_attn_varlen_func(
             without `rab`.
         NotImplementedError: for what this build or this GPU has no kernel for.
     """
+    if isinstance(q, Proxy):
+        return record_call(hstu_attn_varlen_func, (q,), **locals())
     paged_kv = None
     if kv_cache is not None:
         paged_kv = PagedKV(kv_cache, page_offsets, page_ids, last_page_lens)
@@ -344,6 +349,8 @@ def hstu_attn_qkvpacked_func(
 
     The other arguments, the result and the errors are those of `hstu_attn_varlen_func`.
     """
+    if isinstance(qkv, Proxy):
+        return record_call(hstu_attn_qkvpacked_func, (qkv,), **locals())
     _check_qkv(qkv)
     qkv = with_contiguous_rows(qkv)
     mask = _fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func)

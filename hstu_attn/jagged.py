@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fx import Proxy, record_call
+
 __all__ = [
     "add_position_time_embeddings",
     "concat_jagged",
@@ -55,6 +57,8 @@ def jagged_ids(offsets: Tensor, total: int) -> Tensor:
     Raises:
         ValueError: for another shape or dtype of ``offsets``, or a negative ``total``.
     """
+    if isinstance(offsets, Proxy):
+        return record_call(jagged_ids, (offsets,), **locals())
     _check_offsets("offsets", offsets)
     _check_size("total", total)
     return _locate(offsets, total)[0]
@@ -73,6 +77,8 @@ def jagged_positions(offsets: Tensor, total: int) -> Tensor:
     Raises:
         ValueError: for another shape or dtype of ``offsets``, or a negative ``total``.
     """
+    if isinstance(offsets, Proxy):
+        return record_call(jagged_positions, (offsets,), **locals())
     _check_offsets("offsets", offsets)
     _check_size("total", total)
     return _locate(offsets, total)[1]
@@ -99,6 +105,8 @@ def concat_jagged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
     Raises:
         ValueError: for no part, or parts that do not fit each other in shape, dtype or device.
     """
+    if len(parts) and isinstance(parts[0][0], Proxy):
+        return record_call(concat_jagged, (parts[0][0],), **locals())
     if not len(parts):
         raise ValueError("parts: expected at least one part, got none")
     first = parts[0][0]
@@ -145,6 +153,8 @@ def split_jagged(
         ValueError: for no part, offsets that do not fit ``values`` or each other in shape, dtype or
             device, or another number of ``totals`` than of parts.
     """
+    if isinstance(values, Proxy):
+        return record_call(split_jagged, (values,), **locals())
     _check_values("values", values)
     if not len(parts_offsets):
         raise ValueError("parts_offsets: expected at least one tensor, got none")
@@ -185,6 +195,8 @@ def interleave_jagged(items: Tensor, actions: Tensor, offsets: Tensor) -> tuple[
     Raises:
         ValueError: for arguments that do not fit each other in shape, dtype or device.
     """
+    if isinstance(items, Proxy):
+        return record_call(interleave_jagged, (items,), **locals())
     _check_values("items", items)
     _check_offsets("offsets", offsets, items.device)
     _check_like("actions", actions, "items", items, rows=True)
@@ -207,6 +219,8 @@ def deinterleave_jagged(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor
         ValueError: for an odd number of rows, or arguments that do not fit each other in shape,
             dtype or device.
     """
+    if isinstance(values, Proxy):
+        return record_call(deinterleave_jagged, (values,), **locals())
     _check_values("values", values)
     _check_offsets("offsets", offsets, values.device)
     if values.shape[0] % 2 != 0:
@@ -252,6 +266,8 @@ def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
         ValueError: for arguments that do not fit each other in shape, dtype or device, or a
             negative ``total``.
     """
+    if isinstance(dense, Proxy):
+        return record_call(dense_to_jagged, (dense,), **locals())
     if dense.dim() < 2:
         raise ValueError(f"dense: expected shape (batch, max_len, ...), got {tuple(dense.shape)}")
     _check_offsets("offsets", offsets, dense.device, dense.shape[0] + 1)
@@ -283,6 +299,8 @@ def jagged_to_dense(values: Tensor, offsets: Tensor, max_len: int, fill: float =
         ValueError: for arguments that do not fit each other in shape, dtype or device, or a
             negative ``max_len``.
     """
+    if isinstance(values, Proxy):
+        return record_call(jagged_to_dense, (values,), **locals())
     _check_values("values", values)
     _check_offsets("offsets", offsets, values.device)
     _check_size("max_len", max_len)
@@ -365,6 +383,8 @@ def add_position_time_embeddings(
             table, a time table without timestamps or the reverse, and a number or word other than
             those above.
     """
+    if isinstance(x, Proxy):
+        return record_call(add_position_time_embeddings, (x,), **locals())
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x: expected floating (total, width), got {_told(x)}")
     _check_offsets("offsets", offsets, x.device)

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fx import Proxy
+
 __all__ = [
     "Mask",
     "TileKind",
@@ -107,6 +109,8 @@ class Mask:
                     f"{other}: expected its default beside {name}, which is the whole mask, "
                     f"got {came}"
                 )
+        if isinstance(self.row_spans, Proxy) or isinstance(self.func, Proxy):
+            return  # checked when the traced graph runs
         if self.row_spans is not None:
             _check_tensor("row_spans", self.row_spans, (torch.int32,), (2, 3))
             if self.row_spans.shape[-1] != 4:
@@ -278,6 +282,8 @@ def _check_tensor(
 ) -> None:
     wanted = " or ".join(str(dtype) for dtype in dtypes)
     if not isinstance(value, Tensor):
+        if isinstance(value, Proxy):
+            return  # checked when the traced graph runs
         raise ValueError(f"{name}: expected a {wanted} tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise ValueError(f"{name}: expected dtype {wanted}, got {value.dtype}")

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hstu_attn import ops
 
+from .fx import Proxy, record_call
+
 __all__ = ["PAGE_SIZES", "PagedKV", "append_paged_kv", "dequantise_rows", "quantise_rows"]
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -56,18 +58,9 @@ class PagedKV:
         kv_indices: Tensor | None = None,
         kv_last_page_len: Tensor | None = None,
     ) -> None:
-        if not isinstance(kv_cache, Tensor):
-            raise ValueError(f"kv_cache: expected a tensor, got {type(kv_cache).__name__}")
-        if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
-            raise ValueError(
-                "kv_cache: expected shape (num_pages, 2, page_size, heads, head dim), got "
-                f"{tuple(kv_cache.shape)}"
-            )
-        if kv_cache.shape[2] not in PAGE_SIZES:
-            raise ValueError(
-                f"kv_cache: expected a page size in {PAGE_SIZES}, got {kv_cache.shape[2]}"
-            )
-        _check_scales(kv_cache, kv_scales)
+        if not isinstance(kv_cache, Proxy):  # else checked when the traced graph runs
+            _check_cache(kv_cache)
+            _check_scales(kv_cache, kv_scales)
         self.kv_cache = kv_cache
         self.kv_scales = kv_scales
         self.page_offsets = _one_of("page_offsets", page_offsets, "kv_indptr", kv_indptr)
@@ -76,7 +69,13 @@ class PagedKV:
             "last_page_lens", last_page_lens, "kv_last_page_len", kv_last_page_len
         )
 
+    def __fx_create_arg__(self, tracer: torch.fx.Tracer) -> torch.fx.Node:
+        """The node that makes these pages in a traced graph, which has them as an argument."""
+        arguments = {name: tracer.create_arg(getattr(self, name)) for name in self.__slots__}
+        return tracer.create_node("call_function", PagedKV, (), arguments)
 
+
+@torch.fx.has_side_effect
 @torch.no_grad()
 def append_paged_kv(
     k: Tensor,
@@ -113,6 +112,8 @@ def append_paged_kv(
             left out.
         NotImplementedError: for what this build or this GPU has no kernel for.
     """
+    if isinstance(k, Proxy):
+        return record_call(append_paged_kv, (k,), **locals())
     if not isinstance(paged_kv, PagedKV):
         raise ValueError(f"paged_kv: expected a PagedKV, got {type(paged_kv).__name__}")
     ops.append_paged_kv(
@@ -145,6 +146,18 @@ def dequantise_rows(elements: Tensor, scales: Tensor) -> Tensor:
     return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
 
 
+def _check_cache(kv_cache: Tensor) -> None:
+    if not isinstance(kv_cache, Tensor):
+        raise ValueError(f"kv_cache: expected a tensor, got {type(kv_cache).__name__}")
+    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+        raise ValueError(
+            "kv_cache: expected shape (num_pages, 2, page_size, heads, head dim), got "
+            f"{tuple(kv_cache.shape)}"
+        )
+    if kv_cache.shape[2] not in PAGE_SIZES:
+        raise ValueError(f"kv_cache: expected a page size in {PAGE_SIZES}, got {kv_cache.shape[2]}")
+
+
 def _check_scales(kv_cache: Tensor, kv_scales: Tensor | None) -> None:
     if kv_cache.dtype != torch.float8_e4m3fn:
         if kv_scales is not None:
@@ -171,6 +184,8 @@ def _one_of(name: str, value: Tensor | None, alias: str, alias_value: Tensor | N
     if value is not None and alias_value is not None:
         raise ValueError(f"{name}: expected only one of {name} and {alias}, got both")
     chosen = alias_value if value is None else value
+    if chosen is not None and isinstance(chosen, Proxy):
+        return chosen  # checked when the traced graph runs
     if not isinstance(chosen, Tensor):
         raise ValueError(
             f"{name}: expected a tensor (also accepted as {alias}), got {type(chosen).__name__}"

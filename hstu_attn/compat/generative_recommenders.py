@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fx import Proxy, record_call
 from ..interface import clamped_attention
 from ..mask import Mask
 
@@ -83,6 +84,8 @@ def hstu_mha(
         ValueError: for `causal=False`, `dropout_pr > 0`, a negative length, `attn_func` beside
             `max_attn_len`, `attn_scale` beside `scaling_seqlen`, and as `hstu_attn.hstu_attention`.
     """
+    if isinstance(q, Proxy):
+        return record_call(hstu_mha, (q,), **locals())
     del training, sort_by_length, kernel, enable_tma
     if not causal:
         raise ValueError("causal: expected True (only causal attention is supported), got False")
@@ -153,6 +156,8 @@ def delta_hstu_mha(
         ValueError: if the rows of `delta_q` are not the same number for every sequence, and as
             `hstu_attn.hstu_attention`.
     """
+    if isinstance(delta_q, Proxy):
+        return record_call(delta_hstu_mha, (delta_q,), **locals())
     del kernel, enable_tma
     _check_max_seq_len(max_seq_len)
     rows, batch = delta_q.shape[0], seq_offsets.shape[0] - 1
