@@ -22,14 +22,18 @@ import os
 import platform
 import re
 import shutil
+import signal
 import site
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
+import ninja as ninja_package
 import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -52,15 +56,30 @@ X86_FLAGS = {
     "amx": "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
 }
 
-# Device code for csrc/sm<key>/. Hopper can run sm80 kernels too (HSTU_ATTN_FORCE_ARCH=80), and
-# later GPUs compile them from PTX; wgmma and TMA exist in sm_90a alone.
-GENCODE = {
-    "80": "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90",
-    "90": "-gencode=arch=compute_90a,code=sm_90a",
-}
+ARCHS = ("80", "90")
 DTYPES = ("bf16", "fp16")
 HEAD_DIMS = ("32", "64", "128", "256")
 NVCC_GIB = 5  # memory that one nvcc may take on a CuTe kernel
+
+
+class CudaTarget(NamedTuple):
+    """How the CUDA sources of one kind are compiled."""
+
+    gencode: str
+    seconds: int  # that one core needs for both dtypes at head dim 64, as measured on an EPYC
+
+
+# Hopper runs sm80 kernels, too (HSTU_ATTN_FORCE_ARCH=80), and later GPUs compile them from PTX.
+# What uses instructions of compute capability 9.0 is compiled once for each of the two; the sm80
+# forward does not, so ptxas makes both machine codes of the same PTX. wgmma and TMA need sm_90a.
+ANY_GPU = "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90"
+CUDA_TARGETS = {
+    "sm80/backward": CudaTarget(ANY_GPU, 230),
+    "sm80/forward": CudaTarget("-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]", 60),
+    "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 70),
+    "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 30),
+    "common": CudaTarget(ANY_GPU, 8),
+}
 
 OPTIMIZE = "-O3 -DNDEBUG"
 SANITIZE = "-O1 -g -fno-omit-frame-pointer"  # in place of OPTIMIZE
@@ -102,7 +121,7 @@ def nvcc_jobs() -> int:
 def cuda_wanted() -> bool:
     if choice := os.environ.get("HSTU_ATTN_CUDA"):
         return choice != "0"
-    if not cuda_sources() or not shutil.which("nvidia-smi"):
+    if not shutil.which("nvidia-smi"):
         return False
     return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
 
@@ -169,8 +188,6 @@ def check_prerequisites() -> None:
     if not (PYTHON_INCLUDE / "Python.h").exists():
         hint = "on Debian and Ubuntu: apt install python3-dev"
         raise CompileError(f"Python.h: expected in {PYTHON_INCLUDE}; got no such file ({hint})")
-    if cuda_wanted() and not cuda_sources():
-        raise CompileError("HSTU_ATTN_CUDA=1: expected CUDA sources in csrc/*/; got none")
     if cuda_wanted() and not (cuda_home() and cutlass_include()):
         raise CompileError(
             f"HSTU_ATTN_CUDA: expected nvcc and CUTLASS; got {cuda_home()} and {cutlass_include()}"
@@ -198,28 +215,73 @@ def head_dims() -> list[str]:
     return sorted(env_choice("HSTU_ATTN_HEAD_DIMS", HEAD_DIMS), key=int)
 
 
-def cuda_sources() -> list[tuple[Path, str]]:
-    """The CUDA sources of _C with their -gencode flags.
+def dtypes() -> list[str]:
+    """The dtypes of the kernels to build."""
+    return env_choice("HSTU_ATTN_DTYPES", DTYPES)
 
-    Those in sm<arch>/instantiations/ hold the kernels, a head dim each (*_d<head dim>*.cu); those
-    in other folders are small and serve every architecture.
+
+def dtype_groups() -> list[list[str]]:
+    """The dtypes that one object file holds.
+
+    An object for each dtype halves the longest compilation, at the price of reading the headers
+    twice: that pays where there are more cores than sources.
     """
-    archs = env_choice("HSTU_ATTN_ARCHS", GENCODE)
-    sources = [(path, GENCODE["80"]) for path in sorted(CSRC.glob("*/*.cu"))]
-    for arch in archs:
-        for path in sorted(CSRC.glob(f"sm{arch}/instantiations/*.cu")):
-            head_dim = re.search(r"_d(\d+)", path.stem)
-            if not head_dim or head_dim[1] in head_dims():
-                sources.append((path, GENCODE[arch]))
-    return sources
+    return [[dtype] for dtype in dtypes()] if nvcc_jobs() >= 8 else [dtypes()]
 
 
-def cuda_defines() -> str:
-    """What csrc/dispatch.h may dispatch to."""
-    archs = {path.parts[-3] for path, _ in cuda_sources() if path.parent.name == "instantiations"}
-    names = [arch.upper() for arch in sorted(archs)]
-    names += [f"DTYPE_{dtype.upper()}" for dtype in env_choice("HSTU_ATTN_DTYPES", DTYPES)]
+class CudaSource(NamedTuple):
+    """A CUDA source and how it is compiled."""
+
+    path: Path
+    target: CudaTarget
+    dtypes: list[str]
+
+    @property
+    def seconds(self) -> float:
+        """How long one core compiles it, roughly."""
+        return self.target.seconds * len(self.dtypes) / len(DTYPES)
+
+
+def cuda_sources() -> list[CudaSource]:
+    """The CUDA sources of _C, the slowest first.
+
+    Those in sm<arch>/instantiations/ hold the kernels of one head dim; those in other folders are
+    small and serve every architecture.
+    """
+    archs = env_choice("HSTU_ATTN_ARCHS", ARCHS)
+    sources = []
+    for kind, target in CUDA_TARGETS.items():
+        arch, _, direction = kind.partition("/")
+        if arch.removeprefix("sm") in archs:
+            for head_dim in reversed(head_dims()):
+                path = CSRC / arch / f"instantiations/{direction}_d{head_dim}.cu"
+                sources += [CudaSource(path, target, group) for group in dtype_groups()]
+    small = [CudaSource(path, CUDA_TARGETS["common"], dtypes()) for path in CSRC.glob("*/*.cu")]
+    return sorted(sources + small, key=lambda source: -source.seconds)
+
+
+def cuda_defines(chosen_dtypes: list[str]) -> str:
+    """What csrc/dispatch.cpp may dispatch to, and what an instantiation holds."""
+    names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", ARCHS)]
+    names += [f"DTYPE_{dtype.upper()}" for dtype in chosen_dtypes]
     return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)])
+
+
+def announcement() -> str:
+    """What is about to be compiled, and roughly how long that takes."""
+    if not cuda_wanted():
+        why = "HSTU_ATTN_CUDA=0" if os.environ.get("HSTU_ATTN_CUDA") else "no GPU is visible here"
+        return (
+            f"hstu_attn: building without CUDA kernels, since {why}: about a minute."
+            " HSTU_ATTN_CUDA=1 builds them, on a machine without a GPU, too."
+        )
+    sources = cuda_sources()
+    seconds = max(sum(s.seconds for s in sources) / nvcc_jobs(), *(s.seconds for s in sources))
+    archs = " and ".join(f"sm{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", ARCHS))
+    return (
+        f"hstu_attn: building CUDA kernels for {archs}, head dims {', '.join(head_dims())},"
+        f" {' and '.join(dtypes())}: about {seconds / 60:.0f} min, {nvcc_jobs()} compilers at once"
+    )
 
 
 class NinjaFile:
@@ -261,7 +323,7 @@ rule link
     def library(self, output: str) -> None:
         """_C: ops and kernels."""
         cuda, torch = cuda_wanted(), torch_dir()
-        defines = cuda_defines() if cuda else ""
+        defines = cuda_defines(dtypes()) if cuda else ""
         includes = f"-isystem '{torch}/include'"
         # NOTE: libtorch.so holds no symbol itself but leads to the libraries that do, so without
         # --no-as-needed, a linker whose default is --as-needed (Ubuntu's) would drop it. libstdc++
@@ -276,9 +338,10 @@ rule link
         cpp_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {defines} {includes}"
         objects = [self.compile("cxx", path, f"{cpp_flags} {isa}") for path, isa in cpp_sources()]
         if cuda:
-            cu_flags = f"{defines} -isystem '{cutlass_include()}'"
-            for path, gencode in cuda_sources():
-                objects.append(self.compile("nvcc", path, f"{cu_flags} {gencode}"))
+            for path, target, group in cuda_sources():
+                flags = f"{cuda_defines(group)} -isystem '{cutlass_include()}' {target.gencode}"
+                name = path.relative_to(CSRC).with_suffix("." + "-".join(group) + ".cu.o")
+                objects.append(self.build("nvcc", name.as_posix(), [path], flags))
         self.build("link", output, objects, libraries)
 
     def host_module(self, output: str) -> None:
@@ -286,6 +349,33 @@ rule link
         flags = f"-isystem '{pybind11.get_include()}' -isystem '{PYTHON_INCLUDE}'"
         sources = sorted(CSRC.glob("host/*.cpp"))
         self.build("link", output, [self.compile("cxx", path, flags) for path in sources])
+
+
+def run_ninja(folder: Path, options: list[str]) -> None:
+    """Runs ninja; the first error stops it, and is raised as a CompileError with its output.
+
+    By itself, ninja would wait for the compilers that still run, and print what they say after it.
+    """
+    # NOTE: `python -m ninja` kills ninja when interrupted, and its compilers would run on.
+    program = str(Path(ninja_package.BIN_DIR, "ninja"))
+    command = [program, "-C", str(folder), f"-j{jobs()}", *options]
+    error = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as ninja:
+        assert ninja.stdout is not None
+        for line in ninja.stdout:
+            if line.startswith("FAILED:"):
+                # NOTE: ninja has written the output of the failed command by then, or is about to.
+                threading.Timer(1, ninja.send_signal, [signal.SIGINT]).start()
+            elif error and line.startswith(("[", "ninja:", "FAILED:")):
+                break
+            if error or line.startswith("FAILED:"):
+                error += line
+            else:
+                print(line, end="", flush=True)
+        ninja.stdout.read()  # what other compilers say when they are stopped
+    if ninja.returncode:
+        what = error.rstrip() or "the error above"
+        raise CompileError(f"ninja: expected {folder} to build; got\n{what}")
 
 
 class NinjaBuild(build_ext):
@@ -303,9 +393,8 @@ class NinjaBuild(build_ext):
         folder = ROOT / "build" / "-".join(["ninja", *config])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(ninja.text)
-        command = [sys.executable, "-m", "ninja", "-C", str(folder), f"-j{jobs()}"]
-        if subprocess.run(command + ["-v"] * (self.verbose > 1)).returncode:
-            raise CompileError(f"ninja: expected {folder} to build; it failed as shown above")
+        print(announcement(), file=sys.stderr, flush=True)
+        run_ninja(folder, ["-v"] * (self.verbose > 1))
         if cuda:
             subprocess.run([sys.executable, str(ROOT / "tools/kernel_table.py"), str(folder)])
 

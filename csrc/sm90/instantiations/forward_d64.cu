@@ -4,9 +4,11 @@ namespace hstu::sm90 {
 
 #if HSTU_ATTN_DTYPE_BF16
 template ForwardKernel forward<64, DType::kBFloat16>();
+template ForwardKernel paged_forward<64, DType::kBFloat16>();
 #endif
 #if HSTU_ATTN_DTYPE_FP16
 template ForwardKernel forward<64, DType::kFloat16>();
+template ForwardKernel paged_forward<64, DType::kFloat16>();
 #endif
 
 }  // namespace hstu::sm90
