@@ -1,0 +1,75 @@
+"""HTTP connections with limits, for uvicorn: on their number, and on the time in which a request
+must arrive. uvicorn has neither: its ``limit_concurrency`` answers 503 but keeps connections open,
+and a client that sends a request byte by byte is waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["LimitedHTTP"]
+
+TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
+TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\n"
+LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class LimitedHTTP(H11Protocol):
+    """A connection.
+
+    Where there are too many already, it is answered 503 and closed. It is closed, too, where a
+    request has not arrived whole within ``arrival_timeout`` of its first byte, or nothing has
+    within that time of the connection; a request whose headers have arrived is answered 408 first.
+
+    Args:
+        arrival_timeout: in seconds.
+        max_connections: open at a time.
+        arguments: what uvicorn gives.
+    """
+
+    def __init__(self, *, arrival_timeout: float, max_connections: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.arrival_timeout = arrival_timeout
+        self.max_connections = max_connections
+        self.arrival_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(  # type: ignore[override]  # as in uvicorn
+        self, transport: asyncio.Transport
+    ) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self.close(TOO_MANY)
+        else:
+            self.set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.set_timer()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self.stop_timer()
+
+    def set_timer(self) -> None:
+        """Lets the timer run while a request is arriving."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self.stop_timer()
+        elif self.arrival_timer is None:
+            self.arrival_timer = self.loop.call_later(self.arrival_timeout, self.time_out)
+
+    def stop_timer(self) -> None:
+        if self.arrival_timer is not None:
+            self.arrival_timer.cancel()
+            self.arrival_timer = None
+
+    def time_out(self) -> None:
+        self.close(TOO_SLOW if self.conn.our_state is h11.SEND_RESPONSE else b"")
+
+    def close(self, status: bytes) -> None:
+        """Closes the connection after an answer without a body, or after none."""
+        if status:
+            self.transport.write(status + LAST_ANSWER)
+        self.transport.close()
