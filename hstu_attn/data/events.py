@@ -90,6 +90,16 @@ class EventLog:
     def num_events(self) -> int:
         return len(self.items)
 
+    @property
+    def source_user_ids(self) -> Sequence[int | str]:
+        """The source's ids of all users, in their order; text where the source's are."""
+        return _source_ids(self.user_ids, self.user_keys)
+
+    @property
+    def source_item_ids(self) -> Sequence[int | str]:
+        """The source's ids of all items, in their order; text where the source's are."""
+        return _source_ids(self.item_ids, self.item_keys)
+
     def user_name(self, user: int) -> str:
         """The source's id of a user, as it stands there."""
         return _name(self.user_ids, self.user_keys, user)
@@ -185,6 +195,11 @@ def open_event_log(
 
 def _name(ids: NDArray[np.int64], keys: NDArray[np.bytes_] | None, index: int) -> str:
     return str(ids[index]) if keys is None else bytes(keys[index]).decode("ascii")
+
+
+def _source_ids(ids: NDArray[np.int64], keys: NDArray[np.bytes_] | None) -> Sequence[int | str]:
+    found: list[int | str] = (ids if keys is None else np.char.decode(keys, "ascii")).tolist()
+    return found
 
 
 def _fingerprint(sources: list[Path], layout: EventLayout, only: str | None) -> dict[str, Any]:
