@@ -232,7 +232,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         return "  ".join(f"{LABELS[name]} {metrics[name]:.4f}" for name in metrics)
 
     def save_best(self, path: Path) -> None:
-        save_model(path, self.model, self.log.item_ids, self.log.titles)
+        save_model(path, self.model, self.log.source_item_ids, self.log.titles)
 
     def load_best(self, path: Path) -> None:
         self.model = load_model(path, self.device).model

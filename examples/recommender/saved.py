@@ -23,17 +23,26 @@ class SavedModel(NamedTuple):
 
     Attributes:
         model: in evaluation mode.
-        item_ids: ``(num_items,)`` int64, increasing: the data set's ids of the model's items.
+        item_ids: ``(num_items,)``, increasing: the data set's ids of the model's items, int64 or
+            text.
         titles: one per item.
     """
 
     model: RetrievalModel
-    item_ids: NDArray[np.int64]
+    item_ids: NDArray[np.int64] | NDArray[np.str_]
     titles: list[str]
+
+    @property
+    def has_text_ids(self) -> bool:
+        """Whether the data set's ids are text; those of items and of users are alike in that."""
+        return self.item_ids.dtype.kind == "U"
 
 
 def save_model(
-    path: Path, model: RetrievalModel, item_ids: NDArray[np.int64], titles: Sequence[str]
+    path: Path,
+    model: RetrievalModel,
+    item_ids: Sequence[int | str] | NDArray[np.int64],
+    titles: Sequence[str],
 ) -> None:
     """Writes the model and its catalogue, as in :class:`SavedModel`, in place of what was there."""
     arguments = {
@@ -48,7 +57,7 @@ def save_model(
     state = {
         "arguments": arguments,
         "model": model.state_dict(),
-        "item_ids": torch.tensor(item_ids),
+        "item_ids": np.asarray(item_ids).tolist(),
         "titles": list(titles),
     }
     write_state(path, state)
@@ -68,18 +77,19 @@ def load_model(
         OSError: the file cannot be read.
         ValueError: it holds something else.
     """
-    state: Any = torch.load(path, device, weights_only=True)
-    if not isinstance(state, dict) or not {"arguments", "model", "item_ids", "titles"} <= set(
-        state
-    ):
-        raise ValueError(f"{path} is not a model that train_retrieval.py has saved")
-    arguments = state["arguments"]
-    model = RetrievalModel(
-        **{
-            **arguments,
-            "config": HSTULayerConfig(**arguments["config"]),
-            "compute_dtype": compute_dtype or getattr(torch, arguments["compute_dtype"]),
-        }
-    )
-    model.load_state_dict(state["model"])
-    return SavedModel(model.to(device).eval(), state["item_ids"].cpu().numpy(), state["titles"])
+    with path.open("rb") as file:
+        try:
+            state: Any = torch.load(file, "cpu", weights_only=True)
+            arguments, item_ids, titles = (
+                state[name] for name in ("arguments", "item_ids", "titles")
+            )
+            config = HSTULayerConfig(**arguments.pop("config"))
+            dtype = getattr(torch, arguments.pop("compute_dtype"))
+            model = RetrievalModel(**arguments, config=config, compute_dtype=compute_dtype or dtype)
+            model.load_state_dict(state["model"])
+        except Exception as error:  # torch.load raises errors of many classes for foreign files
+            raise ValueError(
+                f"{path} is not a model that train_retrieval.py has saved, or is damaged "
+                f"({type(error).__name__})"
+            ) from error
+    return SavedModel(model.to(device).eval(), np.array(item_ids), titles)
