@@ -3,6 +3,8 @@ way to be refused."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import http.client
 import json
 import os
@@ -28,6 +30,8 @@ from benchmarks import serving
 from benchmarks.report import read_results
 from hstu_attn.data import EventLog, JaggedBatch, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.data.synthetic_layouts import write_synthetic_amazon
+from hstu_attn.paged import PAGE_SIZES
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 uvicorn = pytest.importorskip("uvicorn")
@@ -39,13 +43,16 @@ sys.path.insert(0, str(EXAMPLES))
 import serve  # noqa: E402
 import train_retrieval  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from recommender.http import MAX_BODY_BYTES, MAX_CANDIDATES, make_app  # noqa: E402
+from recommender import serve_options  # noqa: E402
+from recommender.http import MAX_BODY_BYTES, MAX_CANDIDATES, MAX_ERRORS  # noqa: E402
 from recommender.saved import SavedModel, load_model  # noqa: E402
+from recommender.server import add_events, make_engine, make_server  # noqa: E402
 
-from hstu_attn.serving import Engine  # noqa: E402
+from hstu_attn.serving import Engine, EventStore  # noqa: E402
 
 LONGEST = 30
 CPU = torch.device("cpu")
+EVENT = {"item": 1, "time": 5}
 TRAINING = [
     *("--dim", "16", "--layers", "2", "--max-seq-len", str(LONGEST), "--tokens-per-batch", "256"),
     *("--negatives", "32", "--steps", "8", "--eval-every", "8", "--device", "cpu"),
@@ -94,7 +101,9 @@ class Client:
             response = connection.getresponse()
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
-            return response.status, response.headers, json.loads(text) if is_json else text
+            if is_json:
+                return response.status, response.headers, json.loads(text) if text else None
+            return response.status, response.headers, text
         finally:
             connection.close()
 
@@ -221,6 +230,9 @@ def test_health_and_metrics(client: Client) -> None:
     status, _, state = client.send("GET", "/health")
     assert (status, state["status"], state["queued"]) == (200, "ok", 0)
     assert state["users"] >= 50
+    status, headers, text = client.send("HEAD", "/health")
+    assert (status, text) == (200, None)
+    assert headers["Content-Length"] == str(len(json.dumps(state, separators=(",", ":"))))
     after = client.metrics()
     change = {name: after[name] - before.get(name, 0) for name in after}
     assert change["hstu_engine_requests_total"] == change["hstu_engine_completed_total"] == 3
@@ -247,11 +259,81 @@ def test_many_at_once(client: Client, saved: SavedModel, log: EventLog) -> None:
         assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
 
 
+@pytest.fixture(scope="module")
+def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Path, EventLog]]:
+    """A server of a model of Amazon reviews, with its model and data; ids are text there."""
+    ratings = write_synthetic_amazon(tmp_path_factory.mktemp("amazon"), 2023, 40, 100, 20)
+    out = tmp_path_factory.mktemp("amazon-run")
+    assert train_retrieval.main([*TRAINING, "--data", str(ratings), "--out", str(out)]) == 0
+    with process("--model", str(out / "best.pt"), "--data", str(ratings)) as (_, client):
+        yield client, out / "best.pt", open_event_log(ratings)
+
+
+def test_ids_of_the_data_that_are_text(amazon: tuple[Client, Path, EventLog]) -> None:
+    client, path, log = amazon
+    saved = load_model(path, CPU)
+    assert saved.item_ids.tolist() == list(log.source_item_ids)
+    assert client.send("GET", "/health")[2]["users"] == 40
+    number = 7
+    user = log.user_name(number)
+    assert re.fullmatch("AE[A-Z0-9]{26}", user)
+    start, end = log.offsets[number : number + 2]
+    latest = slice(max(start, end - LONGEST), end)
+    items, times = saved.item_ids[log.items[latest]], log.timestamps[latest]
+    candidates = saved.item_ids[[5, 2, 9]].tolist()
+    answer = client.post("/score", user=user, candidates=candidates)
+    expected = whole(saved, items, times, int(times[-1]))
+    assert answer["user"] == user
+    assert answer["scores"] == pytest.approx(expected[[5, 2, 9]].tolist(), rel=1e-4, abs=1e-5)
+
+    at = int(times[-1]) + 60
+    event = {"item": candidates[0], "time": at}
+    for name, before in ((user, 0), ("a new one", len(items))):
+        known = np.append(items, candidates[0])[before:], np.append(times, at)[before:]
+        scores = whole(saved, *known, at)
+        answer = client.post("/recommend", user=name, events=[event], k=5, exclude_seen=False)
+        best = scores.topk(5)
+        assert [row["item"] for row in answer["items"]] == saved.item_ids[best.indices].tolist()
+        assert all(row["title"] == f"item {row['item']}" for row in answer["items"])
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "place"),
+    [
+        ({"user": 1}, "string_type", ["user"]),
+        ({"user": ""}, "string_too_short", ["user"]),
+        ({"user": "x" * 65}, "string_too_long", ["user"]),
+        ({"user": "\ud800"}, "string_unicode", ["user"]),
+        ({"user": "u", "events": [EVENT]}, "string_type", ["events", 0, "item"]),
+        (
+            {"user": "u", "events": [{"item": "1", "time": 5}]},
+            "unknown_item",
+            ["events", 0, "item"],
+        ),
+        ({"user": "u"}, "no_history", ["events"]),
+    ],
+)
+def test_wrong_ids_where_those_of_the_data_are_text(
+    amazon: tuple[Client, Path, EventLog], body: Any, kind: str, place: list[Any]
+) -> None:
+    status, _, answer = amazon[0].send("POST", "/recommend", body)
+    assert status == 422
+    assert [(detail["type"], detail["loc"]) for detail in answer["detail"]] == [
+        (kind, ["body", *place])
+    ]
+
+
+def test_data_with_other_ids_than_the_model(
+    amazon: tuple[Client, Path, EventLog], ratings: Path
+) -> None:
+    store, saved = EventStore(100, LONGEST), load_model(amazon[1], CPU)
+    with pytest.raises(ValueError, match=r"--data: expected ids that are text, .* got numbers"):
+        add_events(store, open_event_log(ratings), saved)
+
+
 # ---------------------------------------------------------------------------------------------
 # Refusals
 # ---------------------------------------------------------------------------------------------
-
-EVENT = {"item": 1, "time": 5}
 
 
 @pytest.mark.parametrize(
@@ -299,6 +381,33 @@ def test_a_body_that_is_no_json(client: Client) -> None:
     assert answer["detail"][0]["type"] == "json_invalid"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"null", b"NaN", b"Infinity", b"1e400", b'"\\ud800"', b"[" * 10**5, b"9" * 10**4),
+        *(b"\xff\xfe\xfd", b'{"user": NaN, "candidates": []}', b'{"user": 1, "k": -Infinity}'),
+        *(b'{"user": 1e400}', b'{"user": 1, "events": [{"item": 1, "time": NaN}]}'),
+        *(b'{"user": "\\ud800", "candidates": []}', b'{"user": 1, "\\ud800": 1}'),
+        *(
+            b'{"user": 1, "candidates": [NaN]}',
+            b'{"user": 1, "candidates": [1' + b"0" * 400 + b"]}",
+        ),
+        b"{" + b",".join(b'"%d": NaN' % n for n in range(50_000)) + b"}",
+    ],
+    ids=lambda text: text[:40].decode(errors="replace"),
+)
+@pytest.mark.parametrize("path", ["/score", "/recommend"])
+def test_malformed_bodies_are_not_repeated(client: Client, path: str, text: bytes) -> None:
+    for headers in ({}, {"Content-Type": "text/plain"}):
+        status, _, answer = client.send("POST", path, text, headers)
+        assert status in (400, 422)
+        details = answer["detail"]
+        if status == 422:
+            assert 0 < len(details) <= MAX_ERRORS
+            assert all(set(detail) == {"type", "loc", "msg"} for detail in details)
+    assert client.send("GET", "/health")[0] == 200
+
+
 def test_large_bodies(client: Client) -> None:
     large = b" " * (MAX_BODY_BYTES + 1)
     for body in (large, iter([large[:1000]] * (len(large) // 1000 + 1))):
@@ -315,9 +424,9 @@ class SlowServer:
     """The server within this process, whose model waits until it may go on."""
 
     def __init__(self, checkpoint: Path, *arguments: str) -> None:
-        options = serve.parse_arguments(["--model", str(checkpoint), *arguments])
+        options = serve_options.parse_arguments(None, ["--model", str(checkpoint), *arguments])
         saved = load_model(options.model, CPU)
-        self.engine: Engine = serve.make_engine(options, saved)
+        self.engine: Engine = make_engine(options, saved)
         self.go_on, self.reached = threading.Event(), threading.Event()
         embed = self.engine.model.embed
 
@@ -330,10 +439,10 @@ class SlowServer:
 
         self.go_on_with_error = False
         self.engine.model.embed = slow_embed
-        listener = serve.listen("127.0.0.1", 0)
+        listener = serve.listen_later("127.0.0.1", 0)
+        listener.listen()
         self.client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        app = make_app(self.engine, saved, options.timeout)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+        self.server = make_server(options, self.engine, saved)
         self.thread = threading.Thread(target=self.server.run, args=([listener],))
         self.thread.start()
 
@@ -450,33 +559,116 @@ def test_sigterm_answers_what_has_arrived(checkpoint: Path) -> None:
         assert server.stderr.read() == ""
 
 
-def test_what_cannot_be_served_is_said(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert serve.main(["--model", str(tmp_path / "absent.pt")]) == 1
-    assert "absent.pt" in capsys.readouterr().err
-    assert serve.main(["--model", str(checkpoint), "--cache-mib", "0"]) == 1
-    assert "num_pages: expected from 1 to" in capsys.readouterr().err
-    with serve.listen("127.0.0.1", 0) as taken:
+def test_wrong_options_are_refused_before_torch_is_imported(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert serve.main(["--model", str(checkpoint), "--port", str(port)]) == 1
-    assert "in use" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        serve.parse_arguments(["--timeout", "0"])
-    assert "--timeout must be positive" in capsys.readouterr().err
+        for arguments, message in (
+            (["--port", "99999"], "--port: expected a whole number from 0 to 65535; got '99999'"),
+            (["--port", "http"], "--port: expected a whole number from 0 to 65535; got 'http'"),
+            (["--page-size", "0"], "--page-size: invalid choice: 0"),
+            (["--timeout", "0"], "--timeout: expected a number from 0.001 to 3600; got '0'"),
+            (["--timeout", "nan"], "--timeout: expected a number from 0.001 to 3600; got 'nan'"),
+            (["--cache-mib", "0"], "--cache-mib: expected a whole number from 1 to"),
+            (["--max-connections", "0"], "--max-connections: expected a whole number from 1 to"),
+            (["--device", "gpu"], "--device: expected cpu, cuda or cuda:N; got 'gpu'"),
+            (["--model", "absent.pt"], "--model: expected a file that train_retrieval.py saved"),
+            (["--data", "absent.dat"], "--data: expected a file or directory; got absent.dat"),
+            (["--port", str(port)], f"got 127.0.0.1 and {port} (Address already in use)"),
+            (["--host", "256.0.0.1"], "--host, --port: expected a free address of this machine"),
+        ):
+            ended = without_torch("--model", str(checkpoint), *arguments)
+            assert ended.returncode != 0
+            assert ended.stdout == ""
+            assert ended.stderr.startswith("error: ")
+            assert ended.stderr.count("\n") == 1
+            assert message in ended.stderr
+
+
+def test_help_shows_how_to_start_it_without_torch() -> None:
+    ended = without_torch("--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "    python examples/serve.py --data ml-1m/ratings.dat" in ended.stdout
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The server's program where importing torch or numpy is an error."""
+    program = (
+        "import sys; sys.modules.update(torch=None, numpy=None); "
+        "import serve; sys.exit(serve.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)
+
+
+def test_what_cannot_be_served_is_said_in_a_line(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    text, empty, damaged, other = (tmp_path / f"{n}.pt" for n in range(4))
+    text.write_text("not a model")
+    empty.touch()
+    damaged.write_bytes(checkpoint.read_bytes()[:-1000])
+    torch.save({"model": {}, "step": 3}, other)
+    for path in (text, empty, damaged, other):
+        assert serve.main(["--port", "0", "--model", str(path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path} is not a model that train_retrieval.py has saved")
+        assert error.count("\n") == 1
+    usual = ["--port", "0", "--model", str(checkpoint)]
+    if not torch.cuda.is_available():
+        assert serve.main([*usual, "--device", "cuda"]) == 1
+        assert "--device: expected cpu, since torch sees no GPU" in capsys.readouterr().err
+    amazon = write_synthetic_amazon(tmp_path, 2018, 10, 100, 20)
+    assert serve.main([*usual, "--data", str(amazon)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "error: --data: expected ids that are numbers, as the model's; got text"
+
+
+def test_a_cache_too_small_for_a_history(saved: SavedModel, checkpoint: Path) -> None:
+    longer = saved._replace(model=copy.copy(saved.model))
+    longer.model.max_seq_len = 10**6
+    options = serve_options.parse_arguments(None, ["--model", str(checkpoint), "--cache-mib", "3"])
+    with pytest.raises(ValueError, match=r"--cache-mib: expected at least 245, .*; got 3"):
+        make_engine(options, longer)
+
+
+def test_the_page_sizes_are_those_of_the_cache() -> None:
+    assert serve_options.PAGE_SIZES == PAGE_SIZES
+
+
+def test_nothing_is_left_to_full_garbage_collections(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that live as long as the server are frozen before its first request."""
+    frozen, tracked = [], []
+
+    def run(server: object, sockets: object) -> None:
+        frozen.append(gc.get_freeze_count())
+        tracked.append(len(gc.get_objects()))
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    try:
+        assert serve.main(["--port", "0", "--model", str(checkpoint)]) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 50 * tracked[0]
 
 
 def test_answers_do_not_wait_for_the_client() -> None:
     """Without Nagle's algorithm, which asyncio turns off where it sees the protocol."""
-    with serve.listen("127.0.0.1", 0) as listener:
+    with serve.listen_later("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) -> None:
     log = open_event_log(ratings)
     fewer = saved._replace(item_ids=saved.item_ids[::2])
-    store = serve.EventStore(100, LONGEST)
-    serve.add_events(store, log, fewer)
+    store = EventStore(100, LONGEST)
+    add_events(store, log, fewer)
     items, times = history(log, 7)
     known = np.isin(items, fewer.item_ids)
     events = store.history(7).events

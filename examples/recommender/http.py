@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from itertools import accumulate
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
@@ -32,10 +33,14 @@ MAX_BODY_BYTES = 2**20
 MAX_EVENTS = 1000
 MAX_CANDIDATES = 1000
 MAX_K = 1000
+MAX_ERRORS = 20  # that a 422 names
+LONGEST_ID = 64  # characters of an id that is text
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 
 Answer = TypeVar("Answer")
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Text = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
+Id = TypeVar("Id", int, str)
 Time = Annotated[int, Field(ge=0, lt=2**62)]
 
 
@@ -45,28 +50,28 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class EventBody(Strict):
+class EventBody(Strict, Generic[Id]):
     """An event: an item of the catalogue, by the data set's id, and when, in seconds."""
 
-    item: Int64
+    item: Id
     time: Time
 
 
-class UserBody(Strict):
+class UserBody(Strict, Generic[Id]):
     """A user, what the user did since the last request, and when it is asked (None: just then)."""
 
-    user: Int64
-    events: list[EventBody] = Field(default=[], max_length=MAX_EVENTS)
+    user: Id
+    events: list[EventBody[Id]] = Field(default=[], max_length=MAX_EVENTS)
     time: Time | None = None
 
 
-class ScoreBody(UserBody):
+class ScoreBody(UserBody[Id], Generic[Id]):
     """Asks for the scores of items."""
 
-    candidates: list[Int64] = Field(max_length=MAX_CANDIDATES)
+    candidates: list[Id] = Field(max_length=MAX_CANDIDATES)
 
 
-class RecommendBody(UserBody):
+class RecommendBody(UserBody[Id], Generic[Id]):
     """Asks for the best items of the catalogue."""
 
     k: int = Field(default=10, ge=1, le=MAX_K)
@@ -78,11 +83,13 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
 
     POST /score      user, events, candidates -> a score for each candidate
     POST /recommend  user, events, k, exclude_seen -> the best items, with titles and scores
-    GET  /health     200 while requests are accepted
+    GET  /health     200 while requests are accepted; HEAD likewise
     GET  /metrics    for Prometheus
 
-    A wrong body is answered 422 and the place in it; too large a one 413; a full queue 503 with
-    Retry-After; and no answer in time 504, in which case the request had no effect.
+    Users and items are named by the data set's ids: numbers, or text where the saved model's are. A
+    wrong body is answered 422 and the places in it, or 400 where it cannot be parsed; too large a
+    one 413; a full queue 503 with Retry-After; and no answer in time 504, in which case the request
+    had no effect.
 
     Args:
         engine: serves the saved model; closed when the application shuts down.
@@ -102,19 +109,20 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
         "hstu_http_responses", "Answers, by path and status.", ["path", "status"], registry=registry
     )
     app.add_middleware(Guard, responses=responses)
-    index_of = {int(item): index for index, item in enumerate(saved.item_ids)}
+    ids: Sequence[int | str] = saved.item_ids.tolist()
+    index_of: dict[int | str, int] = {item: index for index, item in enumerate(ids)}
 
-    def indices(items: Iterable[int], *path: str) -> list[int]:
+    def indices(items: Iterable[int | str], *path: str) -> list[int]:
         """The model's numbers of items: of those in a list, or in a field of what is in a list."""
         found = []
         for place, item in enumerate(items):
             if item not in index_of:
                 where = ["body", path[0], place, *path[1:]]
-                raise invalid(where, "unknown_item", "Item is not in the catalogue", item)
+                raise invalid(where, "unknown_item", "Item is not in the catalogue")
             found.append(index_of[item])
         return found
 
-    def events_of(body: UserBody) -> list[tuple[int, int]]:
+    def events_of(body: UserBody[Any]) -> list[tuple[int, int]]:
         items = indices((event.item for event in body.events), "events", "item")
         return [(item, event.time) for item, event in zip(items, body.events, strict=True)]
 
@@ -125,24 +133,31 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
             raise HTTPException(504, f"No answer within {timeout} s; the request had no effect")
         return await wrapped
 
-    @app.post("/score")
-    async def score(body: ScoreBody) -> JSONResponse:
+    async def score(body: ScoreBody[Any]) -> JSONResponse:
         candidates = indices(body.candidates, "candidates")
         future = engine.submit_score(body.user, events_of(body), candidates, at=body.time)
         return JSONResponse({"user": body.user, "scores": (await answer(future)).tolist()})
 
-    @app.post("/recommend")
-    async def recommend(body: RecommendBody) -> JSONResponse:
+    async def recommend(body: RecommendBody[Any]) -> JSONResponse:
         future = engine.submit_recommend(
             body.user, events_of(body), body.k, exclude_seen=body.exclude_seen, at=body.time
         )
         best = await answer(future)
         items = [
-            {"item": int(saved.item_ids[index]), "title": saved.titles[index], "score": value}
+            {"item": ids[index], "title": saved.titles[index], "score": value}
             for index, value in zip(best.items.tolist(), best.scores.tolist(), strict=True)
         ]
         return JSONResponse({"user": body.user, "items": items})
 
+    text = saved.has_text_ids
+    for path, endpoint, body in (
+        ("/score", score, ScoreBody[Text] if text else ScoreBody[Int64]),
+        ("/recommend", recommend, RecommendBody[Text] if text else RecommendBody[Int64]),
+    ):
+        endpoint.__annotations__["body"] = body  # by which FastAPI checks and documents it
+        app.post(path)(endpoint)
+
+    @app.head("/health")
     @app.get("/health")
     async def health() -> JSONResponse:
         stats = engine.stats()
@@ -160,21 +175,27 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
     async def unavailable(_: object, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, 503, RETRY_AFTER)
 
+    @app.exception_handler(RequestValidationError)
+    async def wrong_body(_: object, error: RequestValidationError) -> Response:
+        # NOTE: not FastAPI's own answer, which repeats the input: that may be large, or hold what
+        # JSON or UTF-8 cannot (NaN, an unpaired surrogate), so that encoding the answer fails.
+        detail = [
+            {name: part[name] for name in ("type", "loc", "msg")}
+            for part in error.errors()[:MAX_ERRORS]
+        ]
+        return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
+
     @app.exception_handler(NoHistoryError)
-    async def no_history(_: object, error: Exception) -> JSONResponse:
-        detail = {
-            "type": "no_history",
-            "loc": ["body", "events"],
-            "msg": "The user is new: at least one event is needed",
-        }
-        return JSONResponse({"detail": [detail]}, 422)
+    async def no_history(_: object, error: Exception) -> Response:
+        message = "The user is new: at least one event is needed"
+        return await wrong_body(_, invalid(["body", "events"], "no_history", message))
 
     return app
 
 
-def invalid(where: Sequence[object], kind: str, message: str, value: Any) -> Exception:
-    """What FastAPI answers as 422."""
-    return RequestValidationError([{"type": kind, "loc": where, "msg": message, "input": value}])
+def invalid(where: Sequence[object], kind: str, message: str) -> RequestValidationError:
+    """What is answered 422."""
+    return RequestValidationError([{"type": kind, "loc": where, "msg": message}])
 
 
 class Guard:

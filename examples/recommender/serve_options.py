@@ -1,0 +1,133 @@
+"""The command line of the server. It imports neither torch nor numpy, so that wrong options and
+``--help`` are answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["ServeOptions", "parse_arguments"]
+
+PAGE_SIZES = (16, 32, 64, 128, 256)  # those of hstu_attn.paged, which imports torch
+
+
+class ServeOptions(argparse.Namespace):
+    """The command line."""
+
+    model: Path
+    data: Path | None
+    cache_dir: Path | None
+    host: str
+    port: int
+    device: str
+    bf16: bool
+    cache_mib: int
+    page_size: int
+    max_users: int
+    max_batch_size: int
+    max_wait_ms: float
+    max_queue: int
+    max_connections: int
+    timeout: float
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as it is written."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help lists the options)\n")
+
+
+def number(
+    least: float, most: float, kind: type[int] | type[float] = int
+) -> Callable[[str], float]:
+    """A converter to numbers from ``least`` to ``most``, for ``add_argument(type=...)``."""
+
+    def convert(text: str) -> float:
+        value = math.nan
+        with suppress(ValueError):
+            value = kind(text)
+        if not least <= value <= most:  # NaN is not
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                f"expected {what} from {least:.10g} to {most:.10g}; got {text!r}"
+            )
+        return value
+
+    return convert
+
+
+def device(text: str) -> str:
+    """A converter to devices."""
+    name, _, index = text.partition(":")
+    if text != "cpu" and not (name == "cuda" and (index.isdecimal() or text == name)):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N; got {text!r}")
+    return text
+
+
+def parse_arguments(documentation: str | None, arguments: list[str] | None = None) -> ServeOptions:
+    """The options; exits where one is wrong, or names a file that is not there.
+
+    Args:
+        documentation: of the program, for ``--help``.
+        arguments: None is the command line.
+    """
+    parser = Parser(prog="serve.py", description=documentation, formatter_class=Formatter)
+    count = number(1, 10**9)
+    parser.add_argument(
+        "--model", type=Path, default=Path("runs/retrieval/best.pt"), help="the trained model"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="what users did before: a file or directory of the training data"
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, help="preprocessed data go here; None is beside the data"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=number(0, 65535), default=8000, help="0 is any that is free")
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="cpu, or cuda where it has the kernels"
+    )
+    parser.add_argument("--bf16", action="store_true", help="compute the layers in bfloat16")
+    parser.add_argument("--cache-mib", type=count, default=256, help="for keys and values")
+    parser.add_argument(
+        *("--page-size",), type=int, choices=PAGE_SIZES, default=32, help="events in a cache page"
+    )
+    parser.add_argument("--max-users", type=count, default=10**6, help="whose events are kept")
+    parser.add_argument("--max-batch-size", type=count, default=32, help="requests in a batch")
+    parser.add_argument(
+        *("--max-wait-ms",),
+        type=number(0, 10**6, float),
+        default=2.0,
+        help="how long a request waits for others",
+    )
+    parser.add_argument("--max-queue", type=count, default=1024, help="requests that may wait")
+    parser.add_argument(
+        *("--max-connections",),
+        type=count,
+        default=900,
+        help="open at a time; each is an open file (ulimit -n)",
+    )
+    parser.add_argument(
+        *("--timeout",),
+        type=number(1e-3, 3600, float),
+        default=5.0,
+        help="seconds for a request to arrive, and as many for its answer",
+    )
+    options = parser.parse_args(arguments, namespace=ServeOptions())
+    if not options.model.is_file():
+        parser.error(
+            "argument --model: expected a file that train_retrieval.py saved (make demo runs it); "
+            f"got {options.model}, which is no file"
+        )
+    if options.data is not None and not options.data.exists():
+        parser.error(f"argument --data: expected a file or directory; got {options.data}")
+    return options
