@@ -2,20 +2,26 @@
 
 Where this python3 has a CUDA build of torch and sees a GPU, the environment uses that torch and
 pins nothing else; otherwise it gets the versions of constraints.txt. FOLDER/constraints.txt
-records which.
+records which. Where no NVIDIA GPU is visible, torch is its CPU build, if torch's own index can be
+reached or pip is configured to find that build elsewhere.
 """
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CUDA_BUILD = "the CUDA build and its libraries, a download of some 2.6 GiB"
+PROBE_SECONDS = 5
 
 
 def check_prerequisites() -> None:
@@ -50,6 +56,33 @@ def cuda_torch() -> tuple[Path, str] | None:
     return Path(torch.__file__).parents[1], torch.__version__
 
 
+def gpu_visible() -> bool:
+    """Whether the driver lists an NVIDIA GPU."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
+
+
+def torch_index_options() -> list[str]:
+    """What pip is told so that it takes torch's CPU build where that suffices.
+
+    pip prefers it then to a CUDA build of the same version: 2.13.0+cpu is later than 2.13.0.
+    """
+    if gpu_visible():
+        print(f"torch: an NVIDIA GPU is visible, so pip takes {CUDA_BUILD}", flush=True)
+        return []
+    try:
+        urllib.request.urlopen(f"{TORCH_CPU_INDEX}/torch/", timeout=PROBE_SECONDS).close()
+    except (OSError, http.client.HTTPException) as error:
+        print(
+            f"torch: expected an answer from {TORCH_CPU_INDEX}, its CPU builds; got {error}. "
+            f"Unless pip is configured to find a CPU build elsewhere, it takes {CUDA_BUILD}",
+            flush=True,
+        )
+        return []
+    return ["--extra-index-url", TORCH_CPU_INDEX]
+
+
 def main(folder: Path) -> None:
     check_prerequisites()
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -66,11 +99,12 @@ def main(folder: Path) -> None:
     (folder / "constraints.txt").write_text(pins)
 
     def install(*packages: str) -> None:
-        options = ["--quiet", "--disable-pip-version-check", "-c", str(folder / "constraints.txt")]
+        options = ["--disable-pip-version-check", "-c", str(folder / "constraints.txt")]
         subprocess.run([str(python), "-m", "pip", "install", *options, *packages], check=True)
 
     # setup.py names the rest, once it can run: torch, and CUDA packages where a GPU is visible.
-    install("setuptools>=77", "wheel", "ninja>=1.11", "pybind11>=2.13")  # as in pyproject.toml
+    build = ("setuptools>=77", "wheel", "ninja>=1.11", "pybind11>=2.13")  # as in pyproject.toml
+    install("--quiet", *build)
     ask = (
         "import setuptools.build_meta as backend\n"
         "for name in backend.get_requires_for_build_wheel(): print('needs', name)"
@@ -79,7 +113,8 @@ def main(folder: Path) -> None:
     answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     if names := re.findall(r"^needs (.+)$", answer, re.MULTILINE):
         print("installing", *names, flush=True)
-        install(*names)
+        needs_torch = any(name.startswith("torch") for name in names)
+        install(*(torch_index_options() if needs_torch else []), *names)  # large, so not --quiet
 
 
 if __name__ == "__main__":
