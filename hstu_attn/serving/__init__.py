@@ -1,4 +1,4 @@
-"""Serving: what an inference server needs beside the operator (`pip install hstu_attn[serve]`).
+"""Serving: what an inference server needs beside the operator (`pip install hstu_attn[serving]`).
 
 Engine           scores for many users at once, on keys and values that it keeps
 ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
