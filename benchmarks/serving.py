@@ -87,7 +87,7 @@ def drive(port: int, log: EventLog, concurrency: int, seconds: float, seed: int)
     """Keeps that many requests under way for that long, after a warm-up."""
     start = time.perf_counter() + min(WARM_UP_SECONDS, seconds)
     end = start + seconds
-    users, items = log.user_ids.tolist(), log.item_ids.tolist()
+    users, items = log.source_user_ids, log.source_item_ids
     latencies: list[list[float]] = [[] for _ in range(concurrency)]
     failed = [0] * concurrency
 

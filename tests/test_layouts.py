@@ -107,6 +107,8 @@ def test_reads_amazon(tmp_path: Path, year: int, end: str, suffix: str) -> None:
     assert log.user_keys is not None
     assert log.item_keys is not None
     assert log.user_keys.tolist() == [b"AB", b"AZ"]
+    assert log.source_user_ids == ["AB", "AZ"]
+    assert log.source_item_ids == [log.titles[item].removeprefix("item ") for item in log.item_ids]
     assert log.item_keys.tolist() == [b"0000000002", b"B000000001", b"B000000003"]
     assert log.titles == ["item 0000000002", "item B000000001", "item B000000003"]
     assert log.offsets.tolist() == [0, 3, 6]
@@ -125,6 +127,8 @@ def test_reads_kuairand(tmp_path: Path) -> None:
     assert log.user_ids.tolist() == [2, 4]
     assert log.item_ids.tolist() == [60, 70, 80]
     assert log.user_keys is None
+    assert log.source_user_ids == log.user_ids.tolist()
+    assert log.source_item_ids == log.item_ids.tolist()
     assert log.items.tolist() == [0, 1, 2, 0, 1, 0]
     assert (log.timestamps - 1_650_000_000).tolist() == [0, 6, 7, 0, 0, 5]
     assert log.ratings.tolist() == [0, 1, 0, 1, 1, 0]

@@ -186,9 +186,9 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
         return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
 
     @app.exception_handler(NoHistoryError)
-    async def no_history(_: object, error: Exception) -> Response:
+    async def no_history(request: object, error: Exception) -> Response:
         message = "The user is new: at least one event is needed"
-        return await wrong_body(_, invalid(["body", "events"], "no_history", message))
+        return await wrong_body(request, invalid(["body", "events"], "no_history", message))
 
     return app
 

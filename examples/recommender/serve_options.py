@@ -99,25 +99,25 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     parser.add_argument("--bf16", action="store_true", help="compute the layers in bfloat16")
     parser.add_argument("--cache-mib", type=count, default=256, help="for keys and values")
     parser.add_argument(
-        *("--page-size",), type=int, choices=PAGE_SIZES, default=32, help="events in a cache page"
+        "--page-size", type=int, choices=PAGE_SIZES, default=32, help="events in a cache page"
     )
     parser.add_argument("--max-users", type=count, default=10**6, help="whose events are kept")
     parser.add_argument("--max-batch-size", type=count, default=32, help="requests in a batch")
     parser.add_argument(
-        *("--max-wait-ms",),
+        "--max-wait-ms",
         type=number(0, 10**6, float),
         default=2.0,
         help="how long a request waits for others",
     )
     parser.add_argument("--max-queue", type=count, default=1024, help="requests that may wait")
     parser.add_argument(
-        *("--max-connections",),
+        "--max-connections",
         type=count,
         default=900,
         help="open at a time; each is an open file (ulimit -n)",
     )
     parser.add_argument(
-        *("--timeout",),
+        "--timeout",
         type=number(1e-3, 3600, float),
         default=5.0,
         help="seconds for a request to arrive, and as many for its answer",
