@@ -1,6 +1,6 @@
 """HTTP connections with limits, for uvicorn: on their number, and on the time in which a request
-must arrive. uvicorn has neither: its ``limit_concurrency`` answers 503 but keeps connections open,
-and a client that sends a request byte by byte is waited for without end."""
+must arrive. uvicorn has neither: its ``limit_concurrency`` answers 503 but leaves connections open,
+and it waits without end for a client that sends a request byte by byte."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class LimitedHTTP(H11Protocol):
-    """A connection.
+    """A connection that the server closes in two cases that uvicorn tolerates.
 
-    Where there are too many already, it is answered 503 and closed. It is closed, too, where a
-    request has not arrived whole within ``arrival_timeout`` of its first byte, or nothing has
-    within that time of the connection; a request whose headers have arrived is answered 408 first.
+    There are ``max_connections`` open ones besides: it is answered 503 and closed at once. Or a
+    request does not arrive whole within ``arrival_timeout`` of its first byte (the first request:
+    of the connection's start): it is closed, after an answer 408 if the headers have arrived.
 
     Args:
         arrival_timeout: in seconds.
-        max_connections: open at a time.
-        arguments: what uvicorn gives.
+        max_connections: how many may be open at a time.
+        arguments: those that uvicorn passes to its protocols.
     """
 
     def __init__(self, *, arrival_timeout: float, max_connections: int, **arguments: Any) -> None:
