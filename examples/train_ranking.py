@@ -2,10 +2,11 @@
 will do about each candidate.
 
     python examples/train_ranking.py                                        # a made-up data set
-    python examples/train_ranking.py --data KuaiRand-Pure/data --tasks is_click is_like=0.5
-    python examples/train_ranking.py --data KuaiRand-Pure/data --tasks is_click is_like=0.5 --resume
-    python examples/train_ranking.py --data ml-1m/ratings.dat --tasks rating_4 rating_5
-    python examples/train_ranking.py --data Video_Games.csv.gz
+    python examples/train_ranking.py --data KuaiRand-Pure/data --out runs/views
+    python examples/train_ranking.py --data KuaiRand-Pure/data --out runs/views --resume
+    python examples/train_ranking.py --data KuaiRand-Pure/data --out runs/views --resume --epochs 6
+    python examples/train_ranking.py --data ml-1m/ratings.dat --out runs/stars --tasks rating_4=0.5
+    python examples/train_ranking.py --data Video_Games.csv.gz --out runs/games --no-baselines
 
 Data are KuaiRand's logs, whose tasks are its actions, MovieLens ratings or Amazon reviews, whose
 tasks are ratings of so many stars or more. Of each user the last events are for testing, those
@@ -20,7 +21,9 @@ what is predicted is seen.
 
 Evaluation is by AUC and normalised entropy of each task, beside rates of items and users. The
 output directory holds the curves, also for TensorBoard, the metrics and checkpoints, from which a
-killed run continues exactly.
+killed run continues exactly. A directory that holds a run is never written over: `--resume`
+continues the run, or with more `--epochs` trains a finished one on, and another `--out` starts a
+new one.
 
 On several GPUs, or processes of a CPU, the steps are those of one, divided among them:
 
@@ -32,55 +35,14 @@ of them (fsdp2). A run may continue on another number of them.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
-from recommender.curves import plot_curves
-from recommender.loop import Trainer, seed_everything
-from recommender.options import Options, make_parser, open_data, parse
-from recommender.processes import Processes, Strategy
-from recommender.ranking import (
-    EmbeddingTables,
-    RankingConfig,
-    RankingModel,
-    ranking_loss,
-    read_ranking_model,
-    save_ranking_model,
-    task_labels,
-)
-from recommender.ranking_data import (
-    EndlessBatches,
-    RankingBatch,
-    RankingData,
-    Split,
-    check_ranking_batch,
-)
-from recommender.ranking_metrics import Rates, Scorer, evaluate_ranking, fit_rates, mean_entropy
-from torch import Tensor, nn
-
-from hstu_attn import ops
-from hstu_attn.data import AttentionCost, BalancedBatchSampler
-from hstu_attn.data.synthetic_layouts import write_synthetic_kuairand
-from hstu_attn.distributed import (
-    ShardedEmbeddings,
-    World,
-    run,
-    torchrec_embedding_collection,
-)
+from recommender.options import Options, Strategy, make_parser, open_data, parse
 
 SYNTHETIC_DATA = Path("runs/synthetic-kuairand")
-SYNTHETIC_LOGS = [
-    SYNTHETIC_DATA / f"log_standard_{dates}_synthetic.csv"
-    for dates in ("4_08_to_4_21", "4_22_to_5_08")
-]
-CPU = torch.device("cpu")
-EVALUATION_ROWS = 32768
-TABLES, TORCHREC_TABLES = "embeddings.tables.", "embeddings.collection.embeddings."
-DEFAULT_TASKS = {"is_click", "long_view", "is_like", "rating_4", "rating_5"}
 
 
 class RankingOptions(Options):
@@ -150,10 +112,66 @@ def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
     return options
 
 
+if __name__ == "__main__":
+    parse_arguments()  # --help or a wrong option ends here, before torch is imported
+
+import torch
+from recommender.curves import plot_curves
+from recommender.directory import BaselineMetrics, check_directory
+from recommender.files import write_json
+from recommender.loop import Trainer, named_device, progress_bar, seed_everything
+from recommender.processes import Processes
+from recommender.ranking import (
+    EmbeddingTables,
+    RankingConfig,
+    RankingModel,
+    ranking_loss,
+    read_ranking_model,
+    save_ranking_model,
+    task_labels,
+)
+from recommender.ranking_data import (
+    RATING_ACTIONS,
+    EndlessBatches,
+    RankingBatch,
+    RankingData,
+    Split,
+    check_ranking_batch,
+)
+from recommender.ranking_metrics import (
+    NUM_CANDIDATES,
+    Scorer,
+    base_rates,
+    evaluate_ranking,
+    fit_rates,
+    mean_entropy,
+)
+from torch import Tensor, nn
+
+from hstu_attn import ops
+from hstu_attn.data import ACTIONS, AttentionCost, BalancedBatchSampler
+from hstu_attn.data.synthetic_layouts import write_synthetic_kuairand
+from hstu_attn.distributed import (
+    ShardedEmbeddings,
+    World,
+    run,
+    torchrec_embedding_collection,
+)
+
+SYNTHETIC_LOGS = [
+    SYNTHETIC_DATA / f"log_standard_{dates}_synthetic.csv"
+    for dates in ("4_08_to_4_21", "4_22_to_5_08")
+]
+CPU = torch.device("cpu")
+EVALUATION_ROWS = 32768
+TABLES, TORCHREC_TABLES = "embeddings.tables.", "embeddings.collection.embeddings."
+DEFAULT_TASKS = {"is_click", "long_view", "is_like", "rating_4", "rating_5"}
+
+
 def choose_device(name: str) -> torch.device:
     """The device of that name; for "auto" a GPU that has kernels, otherwise the CPU."""
     if name != "auto":
-        return torch.device(name)
+        return named_device(name)
     return torch.device("cuda" if torch.cuda.is_available() and ops.has_cuda_kernels() else "cpu")
 
 
@@ -190,13 +208,11 @@ def embedding_tables(
     number of processes, but for those of torchrec.
 
     Raises:
-        ValueError: torchrec is not installed, or there is one process only.
+        ValueError: torchrec is not installed.
     """
     tables = {name: (size, options.dim) for name, size in sizes.items()}
     mesh = processes.mesh
-    if options.tables == "torchrec":
-        if mesh is None:
-            raise ValueError("--tables torchrec needs processes that torchrun has started")
+    if options.tables == "torchrec" and mesh is not None:
         optimizer = torch.optim.Adam if device.type == "cuda" else torch.optim.Adagrad
         try:
             return torchrec_embedding_collection(
@@ -219,7 +235,6 @@ class RankingTrainer(Trainer[RankingBatch]):
         data: the events.
         weights: of the tasks' losses.
         device: where to train.
-        baselines: validation metrics by name, for the picture.
         processes: what is done together with other processes.
     """
 
@@ -229,12 +244,10 @@ class RankingTrainer(Trainer[RankingBatch]):
         data: RankingData,
         weights: Mapping[str, float],
         device: torch.device,
-        baselines: Mapping[str, Mapping[str, float]],
         processes: Processes,
     ) -> None:
         seed_everything(options.seed)
         self.data = data
-        self.baselines = baselines
         self.weights = torch.tensor(list(weights.values()), device=device)
         self.config = RankingConfig(
             sizes=data.sizes,
@@ -298,11 +311,11 @@ class RankingTrainer(Trainer[RankingBatch]):
             for task in tasks
         )
 
-    def save_best(self, path: Path) -> None:
+    def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
         state = self.processes.whole_state(self.model)
         if self.processes.is_first:
             named = {name.replace(TORCHREC_TABLES, TABLES): state[name] for name in state}
-            save_ranking_model(path, self.model, named)
+            save_ranking_model(path, self.model, named, validation)
 
     def load_best(self, path: Path) -> None:
         state = read_ranking_model(path)["model"]
@@ -347,15 +360,30 @@ def print_table(metrics: Mapping[str, Mapping[str, float]], tasks: tuple[str, ..
         print(f"{name:{width}}" + "".join(numbers))
 
 
-def fit_baselines(
+def measure_baselines(
     data: RankingData, tasks: tuple[str, ...], processes: Processes
-) -> dict[str, Rates]:
-    """Rates whose strength does best in validation."""
+) -> BaselineMetrics:
+    """What rates reach, those of items and users with the strength that does best in validation."""
+    shown = processes.is_first
+    # Each candidate in validation, then the three that are chosen in the test and two of them in
+    # validation again.
+    with progress_bar("baselines", NUM_CANDIDATES + 5, "evaluation", shown=shown) as bar:
 
-    def quality(scorer: Scorer) -> float:
-        return -mean_entropy(evaluate_split(scorer, data, tasks, "validation", CPU, processes))
+        def measure(scorer: Scorer, split: Split) -> dict[str, float]:
+            metrics = evaluate_split(scorer, data, tasks, split, CPU, processes)
+            bar.update()
+            return metrics
 
-    return fit_rates(data, tasks, quality)
+        def quality(scorer: Scorer) -> float:
+            return -mean_entropy(measure(scorer, "validation"))
+
+        rates = fit_rates(data, tasks, quality)
+        drawn = {name: rate for name, rate in rates.items() if name != "base rate"}
+        return {
+            "validation": {name: measure(rate, "validation") for name, rate in drawn.items()},
+            "test": {name: measure(rate, "test") for name, rate in rates.items()},
+            "note": "",
+        }
 
 
 def train(options: RankingOptions, world: World) -> None:
@@ -365,55 +393,43 @@ def train(options: RankingOptions, world: World) -> None:
             "--device must be auto, cuda or cpu where torchrun gives each process its own, got "
             f"{options.device}"
         )
+    if options.tables == "torchrec" and world.mesh is None:
+        raise ValueError("--tables torchrec needs processes that torchrun has started")
+    task_weights(options.tasks, (*ACTIONS, *RATING_ACTIONS))  # of any data
     processes = Processes(world, options.strategy)
     device = choose_device(options.device) if world.mesh is None else world.device
+    processes.together(lambda: check_directory(options))
     with processes.one_voice():
         with processes.first_goes_first():
             log = open_data(options, SYNTHETIC_LOGS, write_synthetic_kuairand)
-            options.out.mkdir(parents=True, exist_ok=True)
         data = RankingData(
             log, options.history, options.targets, options.held_out, options.user_buckets
         )
         weights = task_weights(options.tasks, data.actions)
         tasks = tuple(weights)
-        baselines = fit_baselines(data, tasks, processes)
-        trainer = RankingTrainer(
-            options,
-            data,
-            weights,
-            device,
-            {
-                name: evaluate_split(scorer, data, tasks, "validation", CPU, processes)
-                for name, scorer in baselines.items()
-                if name != "base rate"
-            },
-            processes,
-        )
+        base_rates(data, tasks)  # refuses a task that cannot be learned
+        trainer = RankingTrainer(options, data, weights, device, processes)
+        trainer.start()
+        baselines = trainer.compare_with(lambda: measure_baselines(data, tasks, processes))
         trainer.run()
 
-        table = {
-            name: evaluate_split(scorer, data, tasks, "test", CPU, processes)
-            for name, scorer in baselines.items()
-        }
-        table["HSTU"] = trainer.evaluate("test")
+        table = {**baselines["test"], "HSTU": trainer.evaluate("test")}
         if processes.is_first:
-            report(options.out, data, tasks, table)
+            # The result is on the disk before anything else can fail.
+            write_json(options.out / "metrics.json", table)
+            report(trainer, table)
 
 
-def report(
-    out: Path,
-    data: RankingData,
-    tasks: tuple[str, ...],
-    table: Mapping[str, Mapping[str, float]],
-) -> None:
-    """Prints and writes what the test found."""
+def report(trainer: RankingTrainer, table: Mapping[str, Mapping[str, float]]) -> None:
+    """Prints what the test found, and draws the curves."""
+    out, data = trainer.options.out, trainer.data
     users, events = data.log.num_users, data.held_out.sum()
     print(f"\nTest: the last events of {users:,} users, {events:,} in all.")
-    print_table(table, tasks)
-    (out / "metrics.json").write_text(json.dumps(table, indent=1))
+    print_table(table, trainer.config.tasks)
+    trainer.plot(out / "curves.png")
     print(
         f"\nCurves: {out / 'curves.png'}, tensorboard --logdir {out / 'tensorboard'}; "
-        f"metrics: {out / 'metrics.json'}"
+        f"metrics: {out / 'metrics.json'}; model: {trainer.best}"
     )
 
 

@@ -1,59 +1,34 @@
 """Trains a generative recommender: a stack of HSTU layers that predicts each user's next item.
 
     python examples/train_retrieval.py                                      # a made-up data set
-    python examples/train_retrieval.py --data ml-1m/ratings.dat --epochs 60
-    python examples/train_retrieval.py --data ml-1m/ratings.dat --epochs 60 --resume
-    python examples/train_retrieval.py --data Video_Games.csv.gz
-    python examples/train_retrieval.py --data KuaiRand-Pure/data --only long_view
+    python examples/train_retrieval.py --data ml-1m/ratings.dat --out runs/ml
+    python examples/train_retrieval.py --data ml-1m/ratings.dat --out runs/ml --resume
+    python examples/train_retrieval.py --data ml-1m/ratings.dat --out runs/ml --resume --epochs 60
+    python examples/train_retrieval.py --data Video_Games.csv.gz --out runs/games --no-baselines
+    python examples/train_retrieval.py --data KuaiRand-Pure/data --out runs/views --only long_view
 
 Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles beside them), Amazon
 reviews (ratings only, of 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
 testing, the one before it for validation, and the rest for training (arXiv 2402.17152, section
 4.1.1). Training is by sampled softmax; evaluation ranks the whole catalogue and stands beside two
 baselines. The output directory holds the curves, the metrics and checkpoints, from which a killed
-run continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live.
+run continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that
+holds a run is never written over: `--resume` continues the run, or with more `--epochs` trains a
+finished one on, and another `--out` starts a new one.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import torch
-from recommender.baselines import CoOccurrence, Popularity, co_occurrence_candidates
-from recommender.curves import plot_curves
-from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
-from recommender.loop import Trainer, seed_everything
-from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.options import NOT_PART_OF_THE_RUN, Options, make_parser, open_data, parse
-from recommender.saved import load_model, save_model
-from torch import Tensor
-from tqdm import tqdm
-
-from hstu_attn import HSTULayerConfig, RelativeBias, hstu_attention
-from hstu_attn.data import (
-    BatchSampler,
-    EventLog,
-    JaggedBatch,
-    check_batch,
-    held_out_windows,
-    jagged_batch,
-    training_windows,
-)
-from hstu_attn.data.synthetic import write_synthetic_movielens
-
-Split = Literal["validation", "test"]
 
 SYNTHETIC_DATA = Path("runs/synthetic-movielens")
-CPU = torch.device("cpu")
-EVALUATION_TOKENS = 16384
-LABELS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
 
 
 class RetrievalOptions(Options):
@@ -98,10 +73,49 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
     return options
 
 
+if __name__ == "__main__":
+    parse_arguments()  # --help or a wrong option ends here, before torch is imported
+
+import numpy as np
+import torch
+from recommender.baselines import (
+    NUM_CANDIDATES,
+    CoOccurrence,
+    Popularity,
+    co_occurrence_candidates,
+)
+from recommender.curves import plot_curves
+from recommender.directory import BaselineMetrics, check_directory
+from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
+from recommender.files import write_json
+from recommender.loop import Trainer, named_device, progress_bar, seed_everything
+from recommender.model import RetrievalModel, sampled_softmax_loss
+from recommender.saved import load_model, save_model
+from torch import Tensor
+
+from hstu_attn import HSTULayerConfig, RelativeBias, hstu_attention
+from hstu_attn.data import (
+    BatchSampler,
+    EventLog,
+    JaggedBatch,
+    check_batch,
+    held_out_windows,
+    jagged_batch,
+    training_windows,
+)
+from hstu_attn.data.synthetic import write_synthetic_movielens
+
+Split = Literal["validation", "test"]
+
+CPU = torch.device("cpu")
+EVALUATION_TOKENS = 16384
+LABELS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
+
+
 def choose_device(name: str) -> torch.device:
     """The device of that name; for "auto" a GPU that can train the model, otherwise the CPU."""
     if name != "auto":
-        return torch.device(name)
+        return named_device(name)
     if torch.cuda.is_available():
         if has_relative_bias(torch.device("cuda")):
             return torch.device("cuda")
@@ -142,16 +156,35 @@ def evaluate_split(
     )
 
 
-def fit_baselines(log: EventLog, options: RetrievalOptions) -> tuple[Popularity, CoOccurrence]:
-    """Popularity, and the co-occurrence that does best on the validation events."""
-    candidates = tqdm(
-        co_occurrence_candidates(log), desc="fitting baselines", unit="setting", leave=False
-    )
-    co_occurrence = max(
-        candidates,
-        key=lambda scorer: evaluate_split(scorer, log, "validation", options, CPU).ndcg_10,
-    )
-    return Popularity(log), co_occurrence
+def measure_baselines(log: EventLog, options: RetrievalOptions) -> BaselineMetrics:
+    """What popularity reaches, and the co-occurrence that does best on the validation events."""
+    with progress_bar("baselines", NUM_CANDIDATES + 3, "evaluation") as bar:
+
+        def measure(scorer: Scorer, split: Split) -> dict[str, float]:
+            metrics = evaluate_split(scorer, log, split, options, CPU)
+            bar.update()
+            return asdict(metrics)
+
+        best: tuple[dict[str, float], CoOccurrence] | None = None
+        for scorer in co_occurrence_candidates(log):
+            metrics = measure(scorer, "validation")
+            if best is None or metrics["ndcg_10"] > best[0]["ndcg_10"]:
+                best = metrics, scorer
+        assert best is not None
+        of_best, co_occurrence = best
+        popularity = Popularity(log)
+        return {
+            "validation": {
+                "popularity": measure(popularity, "validation"),
+                "co-occurrence": of_best,
+            },
+            "test": {
+                "popularity": measure(popularity, "test"),
+                "co-occurrence": measure(co_occurrence, "test"),
+            },
+            "note": f"co-occurrence: {co_occurrence.describe()}, the best of its settings in "
+            "validation",
+        }
 
 
 class RetrievalTrainer(Trainer[JaggedBatch]):
@@ -161,18 +194,11 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         options: the command line.
         log: the events.
         device: where to train.
-        baselines: validation metrics by name, for the picture.
     """
 
     advice = "A lower --learning-rate, more --warmup-steps or a higher --temperature may help."
 
-    def __init__(
-        self,
-        options: RetrievalOptions,
-        log: EventLog,
-        device: torch.device,
-        baselines: dict[str, Metrics],
-    ) -> None:
+    def __init__(self, options: RetrievalOptions, log: EventLog, device: torch.device) -> None:
         seed_everything(options.seed)
         head_dim = options.dim // options.heads
         config = HSTULayerConfig.research(
@@ -194,7 +220,6 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         ).to(device)
         self.retrieval = options
         self.log = log
-        self.baselines = baselines
         self.windows = training_windows(log, options.max_seq_len)
         batches = BatchSampler(self.windows.lengths, options.tokens_per_batch, options.seed)
         super().__init__(options, self.model, batches, {"data content": log.manifest["content"]})
@@ -231,37 +256,47 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
     def describe(self, metrics: Mapping[str, float]) -> str:
         return "  ".join(f"{LABELS[name]} {metrics[name]:.4f}" for name in metrics)
 
-    def save_best(self, path: Path) -> None:
-        save_model(path, self.model, self.log.source_item_ids, self.log.titles)
+    def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
+        save_model(path, self.model, self.log.source_item_ids, self.log.titles, validation)
 
     def load_best(self, path: Path) -> None:
         self.model = load_model(path, self.device).model
 
     def plot(self, path: Path) -> None:
-        baselines = {name: asdict(metrics) for name, metrics in self.baselines.items()}
         label = "sampled softmax cross-entropy"
-        plot_curves(path, self.losses, self.validation, baselines, LABELS, label)
+        plot_curves(path, self.losses, self.validation, self.baselines, LABELS, label)
 
 
-def print_table(metrics: dict[str, Metrics], caption: str) -> None:
+def print_table(metrics: Mapping[str, Mapping[str, float]], caption: str) -> None:
     """One row for each name."""
+    columns = ("hit_rate_10", "hit_rate_50", "ndcg_10")
     width = max(len(name) for name in metrics)
-    print(f"\n{caption}\n\n{'':{width}}  {'HR@10':>7}  {'HR@50':>7}  {'NDCG@10':>7}")
+    print(f"\n{caption}\n\n{'':{width}}" + "".join(f"  {LABELS[name]:>7}" for name in columns))
     for name, row in metrics.items():
-        print(f"{name:{width}}  {row.hit_rate_10:7.4f}  {row.hit_rate_50:7.4f}  {row.ndcg_10:7.4f}")
+        print(f"{name:{width}}" + "".join(f"  {row[column]:7.4f}" for column in columns))
+
+
+def find_user(log: EventLog, name: str | None) -> int:
+    """The user whose recommendations are shown.
+
+    Args:
+        log: the events.
+        name: the user's id in the data; None is the first user.
+
+    Raises:
+        ValueError: the data have no such user.
+    """
+    found = 0 if name is None else log.find_user(name)
+    if found is None:
+        raise ValueError(f"--show-user must be a user of the data, got {name}")
+    return found
 
 
 @torch.no_grad()
-def print_recommendations(trainer: RetrievalTrainer, count: int = 10) -> None:
+def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10) -> None:
     """The model's first recommendations for one user before the event held out for testing, beside
     what the user last watched."""
     log, options = trainer.log, trainer.retrieval
-    user = 0
-    if options.show_user is not None:
-        found = log.find_user(options.show_user)
-        if found is None:
-            raise ValueError(f"--show-user must be a user of the data, got {options.show_user}")
-        user = found
     window = held_out_windows(log, "test", options.max_seq_len).take(np.array([user]))
     scores = trainer.model.scores(jagged_batch(log, window).to(trainer.device))
     if not options.keep_seen:
@@ -284,27 +319,19 @@ def print_recommendations(trainer: RetrievalTrainer, count: int = 10) -> None:
 
 def train(options: RetrievalOptions) -> None:
     """The whole job, from the file to the table."""
-    log = open_data(options, [SYNTHETIC_DATA / "ratings.dat"], write_synthetic_movielens)
-    options.out.mkdir(parents=True, exist_ok=True)
-    popularity, co_occurrence = fit_baselines(log, options)
-    baselines: dict[str, Scorer] = {"popularity": popularity, "co-occurrence": co_occurrence}
+    check_directory(options)
     device = choose_device(options.device)
-    trainer = RetrievalTrainer(
-        options,
-        log,
-        device,
-        {
-            name: evaluate_split(scorer, log, "validation", options, CPU)
-            for name, scorer in baselines.items()
-        },
-    )
+    log = open_data(options, [SYNTHETIC_DATA / "ratings.dat"], write_synthetic_movielens)
+    user = find_user(log, options.show_user)
+    trainer = RetrievalTrainer(options, log, device)
+    trainer.start()
+    baselines = trainer.compare_with(lambda: measure_baselines(log, options))
     trainer.run()
 
-    table = {
-        name: evaluate_split(scorer, log, "test", options, CPU)
-        for name, scorer in baselines.items()
-    }
-    table["HSTU"] = trainer.evaluate("test")
+    # The result is on the disk before anything else can fail.
+    table = {**baselines["test"], "HSTU": asdict(trainer.evaluate("test"))}
+    metrics, curves = options.out / "metrics.json", options.out / "curves.png"
+    write_json(metrics, table)
     ranked = "all items" if options.keep_seen else "all items that the user has not seen"
     print_table(
         table,
@@ -317,11 +344,11 @@ def train(options: RetrievalOptions) -> None:
             f"\nThe last item of {repeats:.1%} of the users is one that they had before: always a "
             "miss here. --keep-seen ranks such items, too."
         )
-    print(f"\nco-occurrence: {co_occurrence.describe()}, the best of its settings in validation")
-    print_recommendations(trainer)
-    rows = {name: asdict(metrics) for name, metrics in table.items()}
-    (options.out / "metrics.json").write_text(json.dumps(rows, indent=1))
-    print(f"\nCurves: {options.out / 'curves.png'}; metrics: {options.out / 'metrics.json'}")
+    if baselines["note"]:
+        print(f"\n{baselines['note']}")
+    print_recommendations(trainer, user)
+    trainer.plot(curves)
+    print(f"\nCurves: {curves}; metrics: {metrics}; model: {trainer.best}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -92,7 +92,7 @@ def make_trainer(arguments: Sequence[str]) -> train_ranking.RankingTrainer:
         log = train_ranking.open_data(options, [], lambda _: None)
     data = train_ranking.RankingData(log, options.history, options.targets, options.held_out, 1000)
     weights = {"is_click": 1.0, "long_view": 0.5}
-    return train_ranking.RankingTrainer(options, data, weights, world.device, {}, processes)
+    return train_ranking.RankingTrainer(options, data, weights, world.device, processes)
 
 
 def evaluate(arguments: Sequence[str], path: str, rows: int) -> tuple[dict[str, float], int]:

@@ -127,11 +127,9 @@ def test_a_run_from_end_to_end(
     assert json.loads((out / "metrics.json").read_text()) == rows
     assert curves(out / "tensorboard") == shown
 
-    # A checkpoint is not continued with other options, and a new run replaces it and the curves.
+    # A checkpoint is not continued with other options.
     assert train_ranking.main([*arguments, "--resume", "--targets", "5"]) == 1
     assert "was made with targets = 6, this run has 5" in capsys.readouterr().err
-    assert train_ranking.main([*arguments, "--steps", "3"]) == 0
-    assert list(curves(out / "tensorboard")["train/loss"]) == [1, 2, 3]
 
 
 def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
@@ -342,9 +340,7 @@ def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) ->
     def trainer(rank: int, num_ranks: int) -> train_ranking.RankingTrainer:
         processes = Processes(replace(ALONE, rank=rank, num_ranks=num_ranks))
         weights = {"is_click": 1.0, "long_view": 0.3}
-        return train_ranking.RankingTrainer(
-            options, data, weights, torch.device("cpu"), {}, processes
-        )
+        return train_ranking.RankingTrainer(options, data, weights, torch.device("cpu"), processes)
 
     def gradient(run: train_ranking.RankingTrainer, loss: Tensor) -> Tensor:
         grads = torch.autograd.grad(loss, list(run.model.parameters()))

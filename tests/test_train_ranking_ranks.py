@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,34 @@ def test_nan_on_a_rank_stops_all(logs: list[str], tmp_path: Path) -> None:
     first, _ = on_ranks(2, [*logs, "--device", "cpu", "--resume"], tmp_path)
     assert first.error is None
     assert "Continuing after step 6 of 32" in first.printed
+
+
+def test_ranks_refuse_a_directory_together(logs: list[str], one: Path, tmp_path: Path) -> None:
+    """Without `--resume`, and with it where the options differ: all say the same, none waits."""
+    arguments = [*logs, "--device", "cpu"]
+    out = Path(shutil.copytree(one, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for more, message in (
+        ([], f"--out: expected a directory without a run; got {out}, which holds checkpoints"),
+        (["--resume", "--layers", "1"], f"--resume: the run in {out} was made with layers = 2, "),
+    ):
+        first, second = on_ranks(2, [*arguments, *more], out)
+        assert first.error is not None
+        assert first.error.startswith(message)
+        assert second.error == first.error
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_ranks_train_a_finished_run_on(logs: list[str], one: Path, tmp_path: Path) -> None:
+    """On 2 ranks, the run of one."""
+    out = Path(shutil.copytree(one, tmp_path / "run"))
+    more = ["--resume", "--steps", str(STEPS + 8)]
+    first, _ = on_ranks(2, [*logs, "--device", "cpu", *more], out)
+    assert first.error is None
+    assert f"Continuing after step {STEPS} of {STEPS + 8}" in first.printed
+    assert history(out)["losses"][:STEPS] == history(one)["losses"]
+    assert len(history(out)["losses"]) == STEPS + 8
+    assert metrics(out).keys() == metrics(one).keys()
 
 
 def test_ranks_do_not_take_one_device(logs: list[str], tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_malformed_files_are_reported(
     assert f"{spoiled}:{lines}: expected 4 fields separated by '::', got 1: 'oops'" in printed
 
     spoiled.write_bytes(b"nothing of use\n")
-    assert train_retrieval.main(arguments) == 1
+    assert train_retrieval.main([*arguments, "--out", str(tmp_path / "other")]) == 1
     assert "no user with at least 3 events" in capsys.readouterr().err
     assert train_retrieval.main(["--data", str(tmp_path / "absent.csv")]) == 1
     assert "absent.csv" in capsys.readouterr().err

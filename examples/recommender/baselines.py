@@ -13,11 +13,13 @@ from torch import Tensor
 from hstu_attn.data import EventLog, JaggedBatch
 from hstu_attn.data.split import HELD_OUT
 
-__all__ = ["CoOccurrence", "Popularity", "co_occurrence_candidates"]
+__all__ = ["NUM_CANDIDATES", "CoOccurrence", "Popularity", "co_occurrence_candidates"]
 
 REACHES = (1, 5, 20)
 BACKWARD_WEIGHTS = (0.0, 0.5, 1.0)
 RECENCY_DECAYS = (0.3, 0.6, 0.8, 0.95)
+NUM_CANDIDATES = len(REACHES) * len(BACKWARD_WEIGHTS) * len(RECENCY_DECAYS)
+"""How many settings of the co-occurrence :func:`co_occurrence_candidates` has."""
 
 
 class Popularity:

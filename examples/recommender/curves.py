@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from recommender.files import write_whole
 
 __all__ = ["plot_curves"]
 
@@ -58,6 +59,4 @@ def plot_curves(
     for axes in (loss_axes, metric_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    os.replace(temporary, path)
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))

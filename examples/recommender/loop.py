@@ -7,13 +7,12 @@ model is validated.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -29,11 +28,21 @@ from hstu_attn.data import SamplerState
 from hstu_attn.distributed import Checkpoints, parameter_groups
 from hstu_attn.distributed.torchrec_tables import TorchrecTables
 from recommender.checkpoint import write_state
+from recommender.directory import BASELINES, RUN, BaselineMetrics, difference, read_json
+from recommender.files import naming, write_json
 from recommender.options import Options
 from recommender.processes import Processes
 from recommender.scalars import Scalars
 
-__all__ = ["Batch", "Batches", "Trainer", "TrainingError", "seed_everything"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Trainer",
+    "TrainingError",
+    "named_device",
+    "progress_bar",
+    "seed_everything",
+]
 
 SHOWN_NAMES = 5
 
@@ -81,6 +90,35 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def named_device(name: str) -> torch.device:
+    """The device of that name, such as "cpu" or "cuda:1".
+
+    Raises:
+        ValueError: this machine does not have it.
+    """
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device: expected one of this machine, where torch sees {torch.cuda.device_count()} "
+            f"GPUs; got {name}"
+        )
+    return device
+
+
+def progress_bar(
+    what: str, total: int, unit: str, *, initial: int = 0, shown: bool = True
+) -> tqdm[Any]:
+    """A bar on the standard error; where that is no terminal, a line now and then."""
+    return tqdm(
+        desc=what,
+        total=total,
+        initial=initial,
+        unit=unit,
+        mininterval=0.5 if sys.stderr.isatty() else 15,
+        disable=not shown,
+    )
+
+
 class Trainer(ABC, Generic[AnyBatch]):
     """A run: the model, its optimizer, the position in the data, and what has been measured.
 
@@ -94,6 +132,8 @@ class Trainer(ABC, Generic[AnyBatch]):
     Attributes:
         losses: of each step made.
         validation: metrics by step.
+        baselines: validation metrics of what the model is compared with, by name, for the picture.
+        best_quality: of the model in `best.pt`.
     """
 
     advice = "A lower --learning-rate or more --warmup-steps may help."
@@ -123,6 +163,8 @@ class Trainer(ABC, Generic[AnyBatch]):
         self.steps = options.steps or options.epochs * batches.batches_per_epoch
         self.losses: list[float] = []
         self.validation: dict[int, dict[str, float]] = {}
+        self.baselines: Mapping[str, Mapping[str, float]] = {}
+        self.best_quality = -math.inf
         self.checkpoints = Checkpoints(options.out / "checkpoints")
         self.best = options.out / "best.pt"
         if self.processes.rank:
@@ -159,8 +201,9 @@ class Trainer(ABC, Generic[AnyBatch]):
         """The metrics in a line."""
 
     @abstractmethod
-    def save_best(self, path: Path) -> None:
-        """Writes the model as it is, in place of what was there; all processes together."""
+    def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
+        """Writes the model as it is, and beside it these metrics of it, in place of what was there;
+        all processes together."""
 
     @abstractmethod
     def load_best(self, path: Path) -> None:
@@ -177,23 +220,52 @@ class Trainer(ABC, Generic[AnyBatch]):
         """Steps made so far."""
         return len(self.losses)
 
-    def run(self) -> None:
-        """Continues or starts, trains to the last step, validating and saving on the way, and takes
-        the weights that did best in validation.
+    def start(self) -> None:
+        """Continues the run in the directory where `--resume` says so, otherwise begins one. What
+        the directory holds was checked by :func:`recommender.directory.check_directory`.
 
         Raises:
-            TrainingError: a batch is malformed, the loss is no number, or the checkpoint belongs to
-                other data or other options.
+            TrainingError: the run there is of other data, other options or more steps.
         """
-        options = self.options
-        if options.resume:
+        out = self.options.out
+        made_with = None
+        if self.options.resume:
+            made_with = self.processes.from_first(read_json(out / RUN))
+            if made_with and (problem := difference(made_with, self.identity, out)):
+                raise TrainingError(problem)
             self._resume()
-        else:
-            self.checkpoints.clear()
+        if made_with is None and self.processes.is_first:
+            (out / BASELINES).unlink(missing_ok=True)  # of a run that was stopped before it trained
+            write_json(out / RUN, self.identity)
+
+    def compare_with(self, measure: Callable[[], BaselineMetrics]) -> BaselineMetrics:
+        """What the baselines reach. It is found once for each run, and with `--no-baselines` only
+        read from the run's directory, if it is there.
+
+        Args:
+            measure: finds it; all processes call it together.
+        """
+        path = self.options.out / BASELINES
+        found: BaselineMetrics | None = self.processes.from_first(read_json(path))
+        if found is None and self.options.no_baselines:
+            found = {"validation": {}, "test": {}, "note": ""}
+        elif found is None:
+            found = measure()
             if self.processes.is_first:
-                self.best.unlink(missing_ok=True)
+                write_json(path, found)
+        self.baselines = found["validation"]
+        return found
+
+    def run(self) -> None:
+        """Trains to the last step, validating and saving on the way, and takes the weights that did
+        best in validation.
+
+        Raises:
+            TrainingError: a batch is malformed, or the loss is no number.
+            OSError: something cannot be written; it has the path.
+        """
         is_first = self.processes.is_first
-        self.scalars = Scalars(options.out / "tensorboard" if is_first else None, self.step)
+        self.scalars = Scalars(self.options.out / "tensorboard" if is_first else None, self.step)
         try:
             self._run()
         finally:
@@ -203,14 +275,8 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _run(self) -> None:
         options = self.options
-        with tqdm(
-            desc="training",
-            total=self.steps,
-            initial=self.step,
-            unit="step",
-            mininterval=0.5 if sys.stderr.isatty() else 15,
-            disable=not self.processes.is_first,
-        ) as bar:
+        is_first = self.processes.is_first
+        with progress_bar("training", self.steps, "step", initial=self.step, shown=is_first) as bar:
             while self.step < self.steps:
                 self._train_step()
                 last = self.step == self.steps
@@ -220,6 +286,8 @@ class Trainer(ABC, Generic[AnyBatch]):
                     self._validate(bar)
                 if last or self.step % options.checkpoint_every == 0:
                     self._save()
+                    if is_first and not last:  # the example draws the last, after the metrics
+                        self.plot(options.out / "curves.png")
 
     def _train_step(self) -> None:
         started = time.perf_counter()
@@ -253,6 +321,8 @@ class Trainer(ABC, Generic[AnyBatch]):
             raise TrainingError(f"malformed batch {self._where()}: {error}") from error
 
     def _learning_rate(self) -> float:
+        """Of the next step: linear warm-up, and a cosine from the first step to the last. A run
+        that is given more steps goes on at the rate that a run of so many steps has here."""
         warmup = min(1.0, (self.step + 1) / max(1, self.options.warmup_steps))
         decay = (1 + math.cos(math.pi * self.step / self.steps)) / 2
         return self.options.learning_rate * warmup * decay
@@ -263,9 +333,9 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _validate(self, bar: tqdm[Any]) -> None:
         metrics = self.validate()
-        best = max(map(self.quality, self.validation.values()), default=-math.inf)
-        if self.quality(metrics) >= best:
-            self.save_best(self.best)
+        if self.quality(metrics) >= self.best_quality:
+            self.save_best(self.best, metrics)
+            self.best_quality = self.quality(metrics)
         self.validation[self.step] = metrics
         self.scalars.write("validation", metrics, self.step)
         bar.write(
@@ -303,22 +373,38 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has of the run itself."""
-        return {"identity": self.identity, "losses": self.losses, "validation": self.validation}
+        return {
+            "identity": self.identity,
+            "steps": self.steps,
+            "losses": self.losses,
+            "validation": self.validation,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` gave.
 
         Raises:
-            TrainingError: it is of other data or other options.
+            TrainingError: it is of other data, other options or more steps.
         """
-        for name, value in self.identity.items():
-            if state["identity"].get(name) != value:
-                raise TrainingError(
-                    f"the checkpoint in {self.options.out} was made with {name} = "
-                    f"{state['identity'].get(name)!r}, this run has {value!r}"
-                )
+        if problem := difference(state["identity"], self.identity, self.options.out):
+            raise TrainingError(problem)
+        steps = state.get("steps", len(state["losses"]))
+        if steps > self.steps:
+            raise TrainingError(
+                f"--resume: expected --epochs or --steps for at least the {steps} steps that the "
+                f"run in {self.options.out} was started for; got {self.steps}"
+            )
         self.losses = state["losses"]
         self.validation = state["validation"]
+
+    def _quality_of_best(self) -> float:
+        """How good the model in `best.pt` is, which may be newer than the last checkpoint."""
+        if not self.best.exists():
+            return -math.inf
+        state = torch.load(self.best, "cpu", weights_only=True, mmap=True)
+        if state.get("validation"):
+            return self.quality(state["validation"])
+        return max(map(self.quality, self.validation.values()), default=-math.inf)
 
     def _resume(self) -> None:
         """Continues from the newest checkpoint that can be read."""
@@ -337,21 +423,27 @@ class Trainer(ABC, Generic[AnyBatch]):
                         f"the checkpoint of step {step} cannot be read ({error})", file=sys.stderr
                     )
                 continue
-            print(f"Continuing after step {self.step} of {self.steps}")
-            return
-        if steps:
-            raise TrainingError(f"no checkpoint in {self.checkpoints.directory} can be read")
-        print(f"No checkpoint in {self.options.out}: starting anew")
+            finished = ": the run is finished, and more --epochs or --steps would train it on"
+            print(
+                f"Continuing after step {self.step} of {self.steps}"
+                f"{finished if self.step == self.steps else ''}"
+            )
+            break
+        else:
+            if steps:
+                raise TrainingError(f"no checkpoint in {self.checkpoints.directory} can be read")
+            print(f"No checkpoint in {self.options.out} yet: training from the first step")
+        self.best_quality = self.processes.from_first(self._quality_of_best())
 
     def _save(self) -> None:
         self.scalars.flush()
-        self.checkpoints.save(
-            self.step, self.trained, self.optimizer, run=self, sampler=self.batches
-        )
+        with naming(self.checkpoints.directory):
+            self.checkpoints.save(
+                self.step, self.trained, self.optimizer, run=self, sampler=self.batches
+            )
         if self.processes.is_first:
             history = {"losses": self.losses, "validation": self.validation}
-            (self.options.out / "history.json").write_text(json.dumps(history, indent=1))
-            self.plot(self.options.out / "curves.png")
+            write_json(self.options.out / "history.json", history)
 
 
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> str:

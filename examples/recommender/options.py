@@ -1,26 +1,48 @@
 """The part of the command line that the training examples share, and what follows from it: the data
-and the device."""
+and the device.
+
+Nothing here imports torch before the options are parsed, so that `--help` and a wrong option are
+answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
+from recommender.files import naming
 
-from hstu_attn.data import ACTIONS, LAYOUT_NAMES, EventLog, LayoutName, open_event_log
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["Options", "make_parser", "open_data", "parse"]
+    from hstu_attn.data import EventLog, LayoutName
 
-# What may differ between a run and the one that continues it.
+__all__ = ["Options", "Strategy", "make_parser", "open_data", "parse"]
+
+Strategy: TypeAlias = Literal["ddp", "fsdp2"]
+
+# hstu_attn.data has these too, and imports torch.
+LAYOUT_NAMES = ("movielens", "amazon", "kuairand")
+ACTIONS = (
+    *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
+    "is_profile_enter",
+)
+
+# What may differ between a run and the one that continues it: the loop checks steps and epochs.
 NOT_PART_OF_THE_RUN = (
     *("data", "layout", "only", "cache_dir", "out", "resume", "device", "checkpoint_every"),
+    *("steps", "epochs", "no_baselines"),
 )
 POSITIVE = (
     *("steps", "epochs", "learning_rate", "clip_norm", "layers", "eval_every", "checkpoint_every"),
+    *("dim", "heads"),
 )
+LARGEST_HEAD_DIM = 256
+LARGEST_SEED = 2**32 - 1
 
 
 class Options(argparse.Namespace):
@@ -47,6 +69,7 @@ class Options(argparse.Namespace):
     clip_norm: float
     eval_every: int
     checkpoint_every: int
+    no_baselines: bool
 
     not_part_of_the_run: tuple[str, ...] = NOT_PART_OF_THE_RUN
 
@@ -60,7 +83,13 @@ class Options(argparse.Namespace):
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """Of the layers; parameters are fp32."""
+        import torch
+
         return torch.bfloat16 if self.bf16 or device.type == "cuda" else torch.float32
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, and paragraphs as they are."""
 
 
 def make_parser(
@@ -69,14 +98,17 @@ def make_parser(
     """A parser of the shared options, to which an example adds its own.
 
     Args:
-        documentation: of the example; its first paragraph is shown.
+        documentation: of the example: its first paragraph, and below the options the rest, which
+            starts with commands as examples.
         out: the default of `--out`.
         made_up_data: where the made-up data set lies.
         defaults: of those options whose best value depends on the example.
     """
+    description, _, examples = (documentation or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=(documentation or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=_HelpFormatter,
     )
     files = parser.add_argument_group("files")
     files.add_argument(
@@ -102,14 +134,18 @@ def make_parser(
     files.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the checkpoint in --out, if there is one; "
-        "without this a run starts anew and replaces what --out holds",
+        help="continue the run in --out from its last checkpoint, or start one if there is none; a "
+        "finished run is evaluated again, or with more --epochs or --steps trained on, at the "
+        "learning rates that the longer run has from there; without this, an --out that holds a "
+        "run is refused",
     )
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=int, help="passes over the training events")
     training.add_argument("--steps", type=int, help="optimizer steps; None is by --epochs")
-    training.add_argument("--learning-rate", type=float, help="highest; cosine decay")
+    training.add_argument(
+        "--learning-rate", type=float, help="highest; cosine decay to zero at the last step"
+    )
     training.add_argument("--warmup-steps", type=int, default=100, help="linear, from zero")
     training.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
     training.add_argument("--clip-norm", type=float, default=1.0, help="largest gradient norm")
@@ -130,6 +166,12 @@ def make_parser(
     )
     running.add_argument("--eval-every", type=int, default=300, help="steps between validations")
     running.add_argument("--checkpoint-every", type=int, default=300, help="steps between saves")
+    running.add_argument(
+        "--no-baselines",
+        action="store_true",
+        help="do not tune the baselines, which takes its time before the training begins; a run "
+        "that is continued shows those that it has",
+    )
     parser.set_defaults(**defaults)
     return parser
 
@@ -151,10 +193,25 @@ def parse(
     parser.parse_args(arguments, namespace=options)
     for name in (*POSITIVE, *positive):
         value = getattr(options, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive")
-    if options.heads <= 0 or options.dim % (8 * options.heads):
-        parser.error("--dim must be a multiple of 8 times --heads")
+        _require(parser, options, name, value is None or 0 < value < math.inf, "be positive")
+    _require(parser, options, "dropout", 0 <= options.dropout < 1, "be from 0 to below 1")
+    for name in ("weight_decay", "warmup_steps"):
+        _require(parser, options, name, 0 <= getattr(options, name) < math.inf, "be 0 or more")
+    in_range = 0 <= options.seed <= LARGEST_SEED
+    _require(parser, options, "seed", in_range, f"be from 0 to {LARGEST_SEED}")
+    is_device = re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", options.device) is not None
+    _require(parser, options, "device", is_device, "be auto, cpu, cuda or cuda:NUMBER")
+    is_divisible = options.dim % (8 * options.heads) == 0
+    _require(parser, options, "dim", is_divisible, "be a multiple of 8 times --heads")
+    fits = options.dim <= LARGEST_HEAD_DIM * options.heads
+    _require(parser, options, "dim", fits, f"be at most {LARGEST_HEAD_DIM} times --heads")
+
+
+def _require(
+    parser: argparse.ArgumentParser, options: Options, name: str, holds: bool, what: str
+) -> None:
+    if not holds:
+        parser.error(f"--{name.replace('_', '-')} must {what}, got {getattr(options, name)}")
 
 
 def open_data(
@@ -166,15 +223,20 @@ def open_data(
         options: the files, how to read them and where their preprocessed form goes.
         made_up_data: is read where no file is given.
         write: writes it into a directory, where it is absent.
+
+    Raises:
+        OSError: a file cannot be read, or the preprocessed data cannot be written.
+        ValueError: the data are of no known layout, or nothing of use is in them.
     """
-    sources = options.data
-    if sources is None:
-        sources = list(made_up_data)
-        if not all(path.exists() for path in sources):
+    from hstu_attn.data import open_event_log
+
+    sources = options.data or list(made_up_data)
+    with naming(options.cache_dir or sources[0].parent):
+        if options.data is None and not all(path.exists() for path in sources):
             print(f"Writing a made-up data set to {sources[0].parent}")
             write(sources[0].parent)
-    log = open_event_log(
-        sources, options.cache_dir, progress=True, layout=options.layout, only=options.only
-    )
+        log = open_event_log(
+            sources, options.cache_dir, progress=True, layout=options.layout, only=options.only
+        )
     print(f"{', '.join(map(str, sources))}: {log.describe()}")
     return log

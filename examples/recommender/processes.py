@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hstu_attn.distributed import World, clip_gradients, global_mean, parallelize, stop_together
+from recommender.options import Strategy
 
-__all__ = ["ALONE", "Processes", "Strategy"]
-
-Strategy: TypeAlias = Literal["ddp", "fsdp2"]
+__all__ = ["ALONE", "Processes"]
 
 T = TypeVar("T")
 
@@ -90,6 +89,22 @@ class Processes:
             stop_together(problem, self.mesh)
         elif problem is not None:
             raise kind(problem)
+
+    def together(self, check: Callable[[], object]) -> None:
+        """The first process checks something, and where that fails all raise a ValueError.
+
+        Args:
+            check: raises a ValueError or an OSError, for example of a directory that all share.
+        """
+        problem = None
+        if self.is_first:
+            try:
+                check()
+            except (OSError, ValueError) as error:
+                problem = str(error)
+        problem = self.from_first(problem)
+        if problem is not None:
+            raise ValueError(problem)
 
     def wait(self) -> None:
         """Returns when all processes have come here."""

@@ -248,7 +248,10 @@ def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 
 
 def save_ranking_model(
-    path: Path, model: RankingModel, parameters: Mapping[str, Tensor] | None = None
+    path: Path,
+    model: RankingModel,
+    parameters: Mapping[str, Tensor] | None = None,
+    validation: Mapping[str, float] | None = None,
 ) -> None:
     """Writes the model in place of what was there.
 
@@ -256,6 +259,7 @@ def save_ranking_model(
         path: of the file.
         model: of which parts may be elsewhere.
         parameters: its whole state by the names that it has on one process; None is the model's.
+        validation: what the model reached in validation, by name.
     """
     write_state(
         path,
@@ -263,6 +267,7 @@ def save_ranking_model(
             "ranking": asdict(model.config),
             "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
             "model": dict(model.state_dict() if parameters is None else parameters),
+            "validation": dict(validation or {}),
         },
     )
 

@@ -18,9 +18,11 @@ from recommender.processes import Processes
 from recommender.ranking_data import CONTEXTS, RankingBatch, RankingData, RankingWindows
 
 __all__ = [
+    "NUM_CANDIDATES",
     "Rates",
     "Scorer",
     "auc",
+    "base_rates",
     "evaluate_ranking",
     "fit_rates",
     "mean_entropy",
@@ -33,6 +35,8 @@ Scorer = Callable[[RankingBatch], Tensor]
 """The logits of the tasks for each candidate, ``(targets, tasks)``."""
 
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0)
+NUM_CANDIDATES = 2 * len(STRENGTHS)
+"""How many scorers :func:`fit_rates` compares."""
 
 
 def auc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
@@ -166,6 +170,22 @@ class Rates:
         return self.base + self.items[batch.target_items] + self.users[of_candidates]
 
 
+def base_rates(data: RankingData, tasks: Sequence[str]) -> FloatArray:
+    """The share of the training events in which each task's action was done, ``(tasks,)``.
+
+    Raises:
+        ValueError: in the training events a task's action was always done, or never.
+    """
+    rates: FloatArray = data.labels(data.bits[data.training_events()], tasks).mean(axis=0)
+    for task, rate in zip(tasks, rates.tolist(), strict=True):
+        if rate in (0.0, 1.0):
+            raise ValueError(
+                f"tasks must have both labels in the training events, got {task} at a rate of "
+                f"{rate:.0%} (is it what --only keeps?)"
+            )
+    return rates
+
+
 def fit_rates(
     data: RankingData, tasks: Sequence[str], quality: Callable[[Scorer], float]
 ) -> dict[str, Rates]:
@@ -184,20 +204,14 @@ def fit_rates(
     """
     events = data.training_events()
     labels = data.labels(data.bits[events], tasks)
-    base_rates = labels.mean(axis=0)
-    for task, rate in zip(tasks, base_rates.tolist(), strict=True):
-        if rate in (0.0, 1.0):
-            raise ValueError(
-                f"tasks must have both labels in the training events, got {task} at a rate of "
-                f"{rate:.0%} (is it what --only keeps?)"
-            )
-    base = _logit(base_rates)
+    overall_rates = base_rates(data, tasks)
+    base = _logit(overall_rates)
     item_sums = _sums(data.log.items[events], data.sizes["item"], labels)
     user_sums = _sums(data.user_rows(data.user_of(events)), data.sizes["user"], labels)
 
     def added(sums: tuple[FloatArray, FloatArray], strength: float) -> Tensor:
         counts, done = sums
-        rates = (done + strength * base_rates) / (counts + strength)
+        rates = (done + strength * overall_rates) / (counts + strength)
         return torch.from_numpy(_logit(rates) - base)
 
     overall = torch.from_numpy(base)

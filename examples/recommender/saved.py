@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,8 +43,10 @@ def save_model(
     model: RetrievalModel,
     item_ids: Sequence[int | str] | NDArray[np.int64],
     titles: Sequence[str],
+    validation: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes the model and its catalogue, as in :class:`SavedModel`, in place of what was there."""
+    """Writes the model and its catalogue, as in :class:`SavedModel`, in place of what was there;
+    beside them what the model reached in validation, by name."""
     arguments = {
         "num_items": model.item_embedding.num_embeddings,
         "config": asdict(model.config),
@@ -59,6 +61,7 @@ def save_model(
         "model": model.state_dict(),
         "item_ids": np.asarray(item_ids).tolist(),
         "titles": list(titles),
+        "validation": dict(validation or {}),
     }
     write_state(path, state)
 

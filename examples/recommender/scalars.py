@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
+
+from recommender.files import naming
 
 __all__ = ["Scalars"]
 
@@ -21,30 +24,49 @@ class Scalars:
     Args:
         directory: holds the files; None writes nothing.
         steps_done: a run continues after so many; 0 removes what the directory holds.
+
+    Raises:
+        OSError: the files cannot be written, here or in a method; it has the path.
     """
 
     def __init__(self, directory: Path | None, steps_done: int) -> None:
         self._writer: SummaryWriter | None = None
+        self._directory = directory or Path()
         if directory is None:
             return
         if steps_done == 0:
             shutil.rmtree(directory, ignore_errors=True)
         purge_step = steps_done + 1 if steps_done else None
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        threading.excepthook = _without_writers
+        with naming(directory):
+            self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 
     def write(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Adds a point to the curves ``group/name``."""
         if self._writer is None:
             return
-        for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+        with naming(self._directory):
+            for name, value in values.items():
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def flush(self) -> None:
         """Puts on the disk what was written; to be called before a checkpoint of the same step."""
         if self._writer is not None:
-            self._writer.flush()
+            with naming(self._directory):
+                self._writer.flush()
 
     def close(self) -> None:
         """Flushes and closes the files."""
         if self._writer is not None:
-            self._writer.close()
+            with naming(self._directory):
+                self._writer.close()
+
+
+def _without_writers(
+    failed: threading.ExceptHookArgs,
+    show: Callable[[threading.ExceptHookArgs], object] = threading.excepthook,
+) -> None:
+    """Shows what ended a thread, unless it is one that writes TensorBoard's files: what that could
+    not write is raised by the next method of :class:`Scalars`."""
+    if type(failed.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+        show(failed)

@@ -1,0 +1,108 @@
+"""The directory of a run, `--out`: what it holds, and whether this run may write into it.
+
+    run.json        what the run was made with; a run that continues it must share that
+    baselines.json  what the baselines reach, which is found once for each run
+    checkpoints/    from which it continues
+    best.pt         the model that did best in validation so far
+    history.json    losses and validation metrics, and curves.png and tensorboard/, which show them
+    metrics.json    the result of the test, written when the run is finished
+
+No command removes or replaces these files of another run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from recommender.options import Options
+
+__all__ = ["BASELINES", "RUN", "BaselineMetrics", "check_directory", "difference", "read_json"]
+
+RUN, BASELINES = "run.json", "baselines.json"
+
+
+class BaselineMetrics(TypedDict):
+    """Metrics of each baseline by name, and what else a table says of them."""
+
+    validation: dict[str, dict[str, float]]
+    test: dict[str, dict[str, float]]
+    note: str
+
+
+def _held_by(out: Path) -> list[str]:
+    """What a directory holds that training took time to make, by name."""
+    # A name that ends in ".writing" is of a checkpoint that is not whole.
+    names = [path.name for path in (out / "checkpoints").glob("step-*")]
+    has_checkpoints = any(not name.endswith(".writing") for name in names)
+    found = ["checkpoints"] if has_checkpoints else []
+    return found + [x for x in ("best.pt", "history.json", "metrics.json") if (out / x).exists()]
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where there is no file.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON; got {error}") from error
+
+
+def difference(made_with: Mapping[str, Any], wanted: Mapping[str, Any], out: Path) -> str | None:
+    """Says in what this run differs from the one in ``out`` that it is to continue.
+
+    Args:
+        made_with: options and data of the run in ``out``, by name.
+        wanted: those of this run that have to be the same.
+        out: the directory.
+
+    Returns:
+        None where they are the same.
+    """
+    for name, value in wanted.items():
+        if made_with.get(name) != value:
+            return (
+                f"--resume: the run in {out} was made with {name} = {made_with.get(name)!r}, this "
+                f"run has {value!r}; train that one with another --out"
+            )
+    return None
+
+
+def check_directory(options: Options) -> None:
+    """Refuses a directory that holds a run, unless `--resume` says to continue it and its options
+    are the same. It comes before the data are read, and makes the directory if there is none.
+
+    Raises:
+        OSError: the directory cannot be made.
+        ValueError: it holds a run; naming what it holds, and what can be done.
+    """
+    out = options.out
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: expected a directory; got the file {out}")
+    out.mkdir(parents=True, exist_ok=True)
+    held = _held_by(out)
+    if not options.resume:
+        if held:
+            raise ValueError(
+                f"--out: expected a directory without a run; got {out}, which holds "
+                f"{', '.join(held)}. Add --resume to continue that run (a finished one is only "
+                "evaluated again, or trained on with more --epochs), or name another --out for a "
+                "new one"
+            )
+        return
+    made_with = read_json(out / RUN)
+    if made_with is not None:
+        if problem := difference(made_with, options.identity(), out):
+            raise ValueError(problem)
+    elif held and "checkpoints" not in held:
+        raise ValueError(
+            f"--resume: expected {out} to hold a checkpoint; got {', '.join(held)} alone, which a "
+            "new run would replace. Name another --out for it"
+        )

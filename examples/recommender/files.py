@@ -1,0 +1,72 @@
+"""Files that are whole or absent, whenever their writer is killed or the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["naming", "write_json", "write_whole"]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Makes a failure to write, for example on a full disk, say which path could not be written.
+
+    Libraries wrap the system's error in errors of their own, so it is looked for among the causes.
+
+    Raises:
+        OSError: with the path, where the system could not write.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # A checkpoint's error is no Exception; an interrupt is not to be taken for one.
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        found = _system_error(error)
+        if found is None or (found is error and found.filename is not None):
+            raise
+        # numpy's own error for a full disk has a text and no number.
+        number, text = found.errno or errno.EIO, found.strerror or str(found)
+        raise OSError(number, text, str(found.filename or path)) from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The OSError that caused an error, or that it holds as ``CheckpointException`` does."""
+    while error is not None and not isinstance(error, OSError):
+        for failure, *_ in getattr(error, "failures", {}).values():
+            if found := _system_error(failure):
+                return found
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replaces a file, once its new content is whole on the disk.
+
+    Args:
+        path: of the file.
+        write: writes the content into a file beside it.
+
+    Raises:
+        OSError: it cannot be written; what was there before is unchanged.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with naming(path), temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file by the JSON of a value, as :func:`write_whole` does."""
+    write_whole(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
