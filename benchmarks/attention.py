@@ -1,4 +1,8 @@
-"""The kernels for GPUs beside Triton and softmax attention: `python -m benchmarks.attention`.
+"""The kernels for GPUs beside Triton and softmax attention.
+
+    python -m benchmarks.attention --quick
+    python -m benchmarks.attention --json attention.json --plot plots
+    python -m benchmarks.attention --cases masks "4 x 8192" --head-dims 128
 
 The cases are those of workloads.py, the implementations those of columns.py. Each implementation of
 HSTU attention is first held to the tolerance of the tests, on a small batch of the same kind. Then
@@ -26,6 +30,32 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+TILE = (128, 128)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE, after every case")
+    add("--plot", type=Path, metavar="DIR", help="draw them into DIR; needs --json")
+    add("--cases", nargs="+", default=[], metavar="TEXT", help="groups (table, rab, "
+        "deterministic, masks, latency, host) or parts of cases' names (default: all)")  # fmt: skip
+    add("--head-dims", nargs="+", type=int, metavar="D", help="(default 64 128 256)")
+    add("--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, triton, flash2, "
+        "cudnn (default: all, with the architecture of --arch)")  # fmt: skip
+    add("--arch", default="80", help="architecture of the second column (default 80)")
+    add("--rounds", type=int, default=21, help="rounds of each case (default 21)")
+    add("--tile", nargs=2, type=int, default=TILE, metavar=("ROWS", "KEYS"),
+        help="tile by which the executed tiles of masks are counted (default 128 128)")  # fmt: skip
+    add("--quick", action="store_true", help="only two cases of the table, D 64 and 128")
+    add("--commit", help="what to record as the commit, where there is no repository")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
+
 import torch
 
 from hstu_attn.testing import Batch
@@ -34,14 +64,13 @@ from . import columns, plots
 from .columns import Call, Column
 from .gpu import Gpu
 from .report import gpu_software, rounded, text_table, write_records
-from .workloads import GROUPS, HEAD_DIMS, QUICK, Workload, workloads
+from .workloads import HEAD_DIMS, QUICK, Workload, workloads
 
 __all__ = ["GpuResult", "explain", "main", "measure"]
 
 INPUT_SETS = 3
 WARM_UP = 2
 YARDSTICKS = ("triton", "flash2")
-TILE = (128, 128)
 T = TypeVar("T")
 
 
@@ -280,29 +309,9 @@ def print_records(records: Sequence[dict[str, Any]], shown: int) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE, after every case")
-    add("--plot", type=Path, metavar="DIR", help="draw them into DIR; needs --json")
-    add("--cases", nargs="+", default=[], metavar="TEXT", help="groups or parts of cases' names: "
-        f"{', '.join(GROUPS)}, '4 x 8192', ... (default: all)")  # fmt: skip
-    add("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS), metavar="D")
-    add("--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, triton, flash2, "
-        "cudnn (default: all, with the architecture of --arch)")  # fmt: skip
-    add("--arch", default="80", help="architecture of the second column (default 80)")
-    add("--rounds", type=int, default=21, help="rounds of each case (default 21)")
-    add("--tile", nargs=2, type=int, default=TILE, metavar=("ROWS", "KEYS"),
-        help="tile by which the executed tiles of masks are counted (default 128 128)")  # fmt: skip
-    add("--quick", action="store_true", help=f"only {' and '.join(map(repr, QUICK))}, D 64 and 128")
-    add("--commit", help="what to record as the commit, where there is no repository")
-    return parser
-
-
 def selected(options: argparse.Namespace) -> list[Workload]:
     """The workloads that were asked for."""
-    found = workloads(tuple(options.head_dims))
+    found = workloads(tuple(options.head_dims or HEAD_DIMS))
     if options.quick:
         names = [w for w in found if w.group == "table" and w.name in QUICK]
         return [w for w in names if w.head_dim <= 128]

@@ -1,4 +1,7 @@
-"""What operations of `PagedKVCache` take of the host: `python -m benchmarks.cache [--json FILE]`.
+"""What operations of `PagedKVCache` take of the host.
+
+    python -m benchmarks.cache
+    python -m benchmarks.cache --device cuda --batch 64 256 --new 1 --json cache.json
 
 A batch of random users with a history of the same length, each with so many new tokens, opens a
 step and closes it; nothing is computed. Microseconds per user, medians of the rounds:
@@ -21,6 +24,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[64], help="users of a step (default 64)"
+    )
+    parser.add_argument(
+        "--new", type=int, nargs="+", default=[1, 16], help="tokens of each user (default 1 16)"
+    )
+    parser.add_argument("--device", help="(default: cuda where there is a GPU, otherwise cpu)")
+    parser.add_argument("--rounds", type=int, default=400, help="steps of each kind (default 400)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import numpy as np
 import torch
@@ -111,14 +133,9 @@ def _microseconds(call: Callable[[], None]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table, and writes it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--batch", type=int, nargs="+", default=[64])
-    parser.add_argument("--new", type=int, nargs="+", default=[1, 16], help="tokens of each user")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = _parser()
     options = parser.parse_args(arguments)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.rounds < 1 or min(*options.batch, *options.new) < 1:
         parser.error("--rounds, --batch and --new must be positive")
     described = environment("python -m benchmarks.cache")

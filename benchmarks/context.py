@@ -1,6 +1,7 @@
-"""Context parallel attention over the GPUs of a machine, beside one GPU:
+"""Context parallel attention over the GPUs of a machine, beside one GPU.
 
-    torchrun --nproc-per-node 8 -m benchmarks.context --json FILE
+    torchrun --nproc-per-node 8 -m benchmarks.context --json context.json
+    python -m benchmarks.context --length 32768 --rounds 5
 
 One long causal sequence, its forward and its backward. First the first GPU computes all of it
 alone, where its memory allows, while the others wait; then all share it. The results of the first
@@ -24,6 +25,38 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    json: Path | None
+    commit: str | None
+    rounds: int
+    length: int
+    heads: int
+    head_dim: int
+    sm_margin: int
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--commit", help="what to record as the commit, where there is no repository")
+    add("--rounds", type=int, default=21, help="rounds that are timed (default 21)")
+    add("--length", type=int, default=131072, help="tokens of the sequence (default 131072)")
+    add("--heads", type=int, default=4, help="heads (default 4)")
+    add("--head-dim", type=int, default=128, help="width of a head (default 128)")
+    add("--sm-margin", type=int, default=0, help="streaming multiprocessors that attention leaves "
+        "to the transfers (default 0)")  # fmt: skip
+    return parser.parse_args(arguments, namespace=Options())
+
+
+if __name__ == "__main__":
+    parse()  # --help or a wrong option ends here, before torch is imported
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,18 +75,6 @@ RESULTS = ("out", "dq", "dk", "dv")
 WARM_UP = 3
 LARGEST_ERROR = 1e-2  # of the norm; the roundings to bf16 of 8 ranks come to about 4e-3
 Record = dict[str, Any]
-
-
-class Options(argparse.Namespace):
-    """The command line."""
-
-    json: Path | None
-    commit: str | None
-    rounds: int
-    length: int
-    heads: int
-    head_dim: int
-    sm_margin: int
 
 
 # ---------------------------------------------------------------------------------------------
@@ -205,22 +226,6 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 # ---------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.context", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--commit", help="what to record as the commit, where there is no repository")
-    add("--rounds", type=int, default=21, help="rounds that are timed (default 21)")
-    add("--length", type=int, default=131072, help="tokens of the sequence (default 131072)")
-    add("--heads", type=int, default=4, help="heads (default 4)")
-    add("--head-dim", type=int, default=128, help="width of a head (default 128)")
-    add("--sm-margin", type=int, default=0, help="streaming multiprocessors that attention leaves "
-        "to the transfers (default 0)")  # fmt: skip
-    return parser.parse_args(arguments, namespace=Options())
 
 
 @contextmanager

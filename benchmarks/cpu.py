@@ -1,4 +1,8 @@
-"""The CPU kernels beside plain torch: `python -m benchmarks.cpu`.
+"""The CPU kernels beside plain torch.
+
+    python -m benchmarks.cpu --quick
+    python -m benchmarks.cpu --json cpu.json --threads 8
+    python -m benchmarks.cpu --only "D64 bfloat16"
 
 For jagged causal batches it times the forward (without gradients) and the backward alone, of
 
@@ -22,6 +26,44 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    json: Path | None
+    quick: bool = False
+    threads: int | None
+    rounds: int = 5
+    seconds: float = 3
+    patience: float = 10
+    only: str = ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--quick", action="store_true", help="two tiny cases, to see that it runs")
+    parser.add_argument("--threads", type=int, help="of the kernels (default: torch's)")
+    parser.add_argument("--rounds", type=int, default=5, help="at least so many (default 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=3, help="more rounds of a case until then (default 3)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=10,
+        help="seconds for which rounds beside other work are repeated, per case (default 10)",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help='cases whose "16 x 32..512 D64 float32" has TEXT'
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import torch
 from torch import Tensor
@@ -58,18 +100,6 @@ OTHERS_ALLOWED = 0.1  # processors that other work may keep busy in a round that
 PADDED_LIMIT = 6e9  # bytes of score matrices
 # Largest error, relative to the exact result, both in the Frobenius norm.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-
-
-class Options(argparse.Namespace):
-    """The command line."""
-
-    json: Path | None
-    quick: bool = False
-    threads: int
-    rounds: int = 5
-    seconds: float = 3
-    patience: float = 10
-    only: str = ""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -265,25 +295,9 @@ def print_summary(results: Sequence[Result]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints, and writes what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--quick", action="store_true", help="two tiny cases, to see that it runs")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=5, help="at least so many (default 5)")
-    parser.add_argument(
-        "--seconds", type=float, default=3, help="more rounds of a case until then (default 3)"
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=10,
-        help="seconds for which rounds beside other work are repeated, per case (default 10)",
-    )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help='cases whose "16 x 32..512 D64 float32" has TEXT'
-    )
+    parser = _parser()
     options = parser.parse_args(arguments, Options())
+    options.threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(options.threads)
     if options.quick:
         options.seconds = options.patience = 0

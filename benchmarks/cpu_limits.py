@@ -1,4 +1,7 @@
-"""How near the CPU kernels come to the machine: `python -m benchmarks.cpu_limits`.
+"""How near the CPU kernels come to the machine.
+
+    python -m benchmarks.cpu_limits
+    python -m benchmarks.cpu_limits --rounds 21 --json cpu_limits.json
 
 For 8 sequences of 1024 tokens, causal, it times every instruction set that this processor has
 (HSTU_ATTN_CPU_ISA), and head dims from 32 to 256 for the best one. Beside them stands torch's own
@@ -13,6 +16,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_limits", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--rounds", type=int, default=7, help="of each case (default 7)")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import torch
 
@@ -113,11 +128,7 @@ def _print(results: Sequence[Result]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints, and writes what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_limits", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     described = environment("python -m benchmarks.cpu_limits")
     print_environment(described)
     results = [result for dtype in DTYPES for result in measure(dtype, options.rounds)]

@@ -1,4 +1,7 @@
-"""Loads an `Engine` without a server: `python -m benchmarks.engine [--json FILE]`.
+"""Loads an `Engine` without a server.
+
+    python -m benchmarks.engine --json engine.json
+    python -m benchmarks.engine --layers 2 --width 64 --head-dim 16 --history 128 --seconds 2
 
 A ranking model with random weights and without a relative bias, in bf16, scores candidates for
 users whose histories are cached. As many threads as requests are to be under way each send one,
@@ -17,6 +20,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    sizes = {"layers": 8, "width": 512, "heads": 4, "head_dim": 128, "history": 2048}
+    sizes |= {"candidates": 128, "users": 256, "max_batch_size": 32}
+    for name, default in sizes.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=default, help=f"(default {default})")
+    parser.add_argument("--device", help="(default: cuda where there is a GPU, otherwise cpu)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of each concurrency (default 10)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], metavar="REQUESTS",
+        help="under way at a time (default 1 8 32 64)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="(default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import numpy as np
 import torch
@@ -204,25 +232,11 @@ def check(engines: Sequence[Engine], workload: Workload) -> None:
         torch.testing.assert_close(captured, plain, rtol=0.05, atol=0.05)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    sizes = {"layers": 8, "width": 512, "heads": 4, "head_dim": 128, "history": 2048}
-    sizes |= {"candidates": 128, "users": 256, "max_batch_size": 32}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each concurrency")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table, and writes it."""
     parser = _parser()
     options = vars(parser.parse_args(arguments))
+    options["device"] = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     path, seconds, seed = (options.pop(name) for name in ("json", "seconds", "seed"))
     concurrencies = options.pop("concurrency")
     workload = Workload(**options)

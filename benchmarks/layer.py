@@ -1,4 +1,7 @@
-"""HSTU layers on a GPU, fused and composed: `python -m benchmarks.layer`.
+"""HSTU layers on a GPU, fused and composed.
+
+    python -m benchmarks.layer --json layer.json
+    python -m benchmarks.layer --impls fused composed --layers 8 --batch 8
 
 One layer, or a stack of them, with fp32 weights on bf16 rows of equal causal sequences, forward,
 and forward with backward, in which gradients of the rows and of every weight are computed. The
@@ -38,19 +41,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from hstu_attn import HSTULayerConfig
-from hstu_attn.layer import HSTUStack
-
-from .attention import explain
-from .gpu import MATMUL_FLOPS, Gpu
-from .report import gpu_software, rounded, text_table, write_records
-from .training_step import ON_GPU, SPIN, Event, Record, read_events
-
-__all__ = ["IMPLS", "Options", "group_of", "layer_flops", "main", "step_bytes"]
-
 RECOMPUTE = {"recompute_norm": True, "recompute_silu": True, "recompute_gate": True}
 RECOMPUTE_ALL = {**RECOMPUTE, "recompute_linear": True}
 IMPLS: dict[str, dict[str, Any]] = {
@@ -60,14 +50,6 @@ IMPLS: dict[str, dict[str, Any]] = {
     "composed": {"fused": False},
     "compiled": {"fused": False},
 }
-FORWARD, BOTH = "forward", "forward and backward"
-SMALL_BATCH, SMALL_LENGTH = 2, 160
-TOLERANCE = 0.1  # of the norm of the composed layer's result, on the small batch
-WARM_UP = 3
-PROFILED_ROUNDS = 3
-# Dense bf16, by the data sheets; an "NVIDIA H200 NVL" is another.
-PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
-DTYPE = torch.bfloat16
 
 
 class Options(argparse.Namespace):
@@ -85,6 +67,55 @@ class Options(argparse.Namespace):
     head_dim: int
     dropout: float
     layers: int
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layer", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
+        "beside FILE, with its name before the suffix")  # fmt: skip
+    add("--impls", nargs="+", default=list(IMPLS), choices=IMPLS, metavar="NAME",
+        help=f"of {', '.join(IMPLS)} (default: all)")  # fmt: skip
+    add("--rounds", type=int, default=21, help="times of each pass (default 21)")
+    add("--commit", help="what to record as the commit, where there is no repository")
+    add("--batch", type=int, default=32, help="sequences (default 32)")
+    add("--length", type=int, default=4096, help="rows of each (default 4096)")
+    add("--dim", type=int, default=1024, help="width of the rows (default 1024)")
+    add("--heads", type=int, default=4, help="(default 4)")
+    add("--head-dim", type=int, default=256, help="of u, v, q and k (default 256)")
+    add("--layers", type=int, default=1, help="one after another (default 1)")
+    add("--dropout", type=float, default=0.0, help="before the output linear (default 0); with it "
+        "the results of implementations are not compared")  # fmt: skip
+    return parser.parse_args(arguments, namespace=Options())
+
+
+if __name__ == "__main__":
+    parse()  # --help or a wrong option ends here, before torch is imported
+
+import torch
+from torch import Tensor
+
+from hstu_attn import HSTULayerConfig
+from hstu_attn.layer import HSTUStack
+
+from .attention import explain
+from .gpu import MATMUL_FLOPS, Gpu
+from .report import gpu_software, rounded, text_table, write_records
+from .training_step import ON_GPU, SPIN, Event, Record, read_events
+
+__all__ = ["IMPLS", "Options", "group_of", "layer_flops", "main", "step_bytes"]
+
+FORWARD, BOTH = "forward", "forward and backward"
+SMALL_BATCH, SMALL_LENGTH = 2, 160
+TOLERANCE = 0.1  # of the norm of the composed layer's result, on the small batch
+WARM_UP = 3
+PROFILED_ROUNDS = 3
+# Dense bf16, by the data sheets; an "NVIDIA H200 NVL" is another.
+PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
+DTYPE = torch.bfloat16
 
 
 def make_config(options: Options) -> HSTULayerConfig:
@@ -379,29 +410,6 @@ def kernel_rows(records: Sequence[Record]) -> list[list[str]]:
                 [name[-60:], r["impl"], *cells, size, _cell(kernel.get("share_of_copy"), 2)]
             )
     return rows
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.layer", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
-        "beside FILE, with its name before the suffix")  # fmt: skip
-    add("--impls", nargs="+", default=list(IMPLS), choices=IMPLS, metavar="NAME",
-        help=f"of {', '.join(IMPLS)} (default: all)")  # fmt: skip
-    add("--rounds", type=int, default=21, help="times of each pass (default 21)")
-    add("--commit", help="what to record as the commit, where there is no repository")
-    add("--batch", type=int, default=32, help="sequences (default 32)")
-    add("--length", type=int, default=4096, help="rows of each (default 4096)")
-    add("--dim", type=int, default=1024, help="width of the rows (default 1024)")
-    add("--heads", type=int, default=4, help="(default 4)")
-    add("--head-dim", type=int, default=256, help="of u, v, q and k (default 256)")
-    add("--layers", type=int, default=1, help="one after another (default 1)")
-    add("--dropout", type=float, default=0.0, help="before the output linear (default 0); with it "
-        "the results of implementations are not compared")  # fmt: skip
-    return parser.parse_args(arguments, namespace=Options())
 
 
 def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:

@@ -7,12 +7,15 @@ for the backward, and scratch that no allocator hook of torch would see; inputs,
 and threads do not. glibc is told to map each block of 64 KiB or more by itself, so that what has
 been freed is neither resident nor used again unseen.
 
-The process says when it is ready, then reads cases from standard input and answers each with a line
-of JSON.
+    python -m benchmarks.memory 4
+
+The process, which :class:`MemoryProbe` starts, says when it is ready, then reads cases from its
+standard input and answers each with a line of JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -22,6 +25,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("threads", type=int, help="of the kernels")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import torch
 
@@ -122,7 +136,7 @@ class MemoryProbe:
 
 
 def _main() -> None:
-    torch.set_num_threads(int(sys.argv[1]))
+    torch.set_num_threads(_parser().parse_args().threads)
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,4 +1,8 @@
-"""Attention over a paged KV cache, for inference: `python -m benchmarks.paged`.
+"""Attention over a paged KV cache, for inference.
+
+    python -m benchmarks.paged --quick
+    python -m benchmarks.paged --json paged.json --plot paged.png
+    python -m benchmarks.paged --stack --json paged_stack.json
 
 A request has a history, most of it cached, new events at its end, and candidates; events see what
 came before them, candidates the history and themselves. Times are those of the GPU for one layer,
@@ -29,6 +33,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paged", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--head-dims", type=int, nargs="+", default=[64, 128, 256], metavar="D",
+        help="(default 64 128 256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=21, help="of which the median counts (default 21)"
+    )
+    parser.add_argument("--quick", action="store_true", help="history 4096 at batch 1 and 8 alone")
+    parser.add_argument("--stack", action="store_true", help="a stack of layers instead")
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--plot", type=Path, help="a picture of the results")
+    parser.add_argument("--commit", help="of the sources; by default what git says")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import torch
 
@@ -329,18 +355,6 @@ def measure(gpu: Gpu, request: Request, rounds: int) -> dict[str, list[float]]:
             if n >= WARM_UP:
                 found.append(ms)
     return times
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--rounds", type=int, default=21, help="of which the median counts")
-    parser.add_argument("--quick", action="store_true", help="history 4096 at batch 1 and 8 alone")
-    parser.add_argument("--stack", action="store_true", help="a stack of layers instead")
-    parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--plot", type=Path, help="a picture of the results")
-    parser.add_argument("--commit", help="of the sources; by default what git says")
-    return parser
 
 
 def run_stack(gpu: Gpu, options: argparse.Namespace, described: dict[str, Any]) -> None:

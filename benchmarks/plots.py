@@ -1,4 +1,7 @@
-"""Plots of stored results: `python -m benchmarks.plots FILE DIR`.
+"""Plots of stored results.
+
+    python -m benchmarks.plots attention.json plots
+    python -m benchmarks.plots benchmarks/results/layer.json plots
 
 Of benchmarks.attention, `roofline.png` sets TFLOP/s against FLOPs per byte that has to be moved,
 below what the same run's matrix product and copy allow, and `forward-backward-dD.png`, one for each
@@ -14,6 +17,18 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE", help="what a benchmark's --json wrote")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the plots go")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 from .report import read_results
 
@@ -220,11 +235,7 @@ def draw(file: Path, folder: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draws what a file holds."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     for path in draw(options.file, options.folder):
         print(path)
 

@@ -1,4 +1,7 @@
-"""Writes the tables of README.md and docs/ from the stored results: `python -m benchmarks.readme`.
+"""Writes the tables of README.md and docs/ from the stored results.
+
+    python -m benchmarks.readme
+    python -m benchmarks.readme --check
 
 A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; what is between the two is
 replaced. With `--check` nothing is written, and the exit status says whether all are current.
@@ -11,6 +14,17 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 from . import host_tier
 from .cpu_limits import MATMUL
@@ -500,10 +514,7 @@ def render(path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrites the documents, or checks them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     status = 0
     for path in DOCUMENTS:
         rendered = render(path)

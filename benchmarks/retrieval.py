@@ -1,4 +1,6 @@
-"""Runs the retrieval example and stores what it reached: `python -m benchmarks.retrieval FILE`.
+"""Runs the retrieval example and stores what it reached.
+
+    python -m benchmarks.retrieval retrieval.json
 
 The example is run as `make demo` runs it, with its made-up data, into a folder of its own. FILE
 gets one object for each line of its table; `seconds` is the time of the whole run.
@@ -14,6 +16,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.retrieval", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE", help="where the results go")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 from .report import ROOT, environment, write_records
 
@@ -31,10 +44,7 @@ def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains, and writes the file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.retrieval", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     metrics, seconds = run_example("train_retrieval")
     described = environment("python -m benchmarks.retrieval")
     rows = [{"model": model, "seconds": seconds, **row} for model, row in metrics.items()]

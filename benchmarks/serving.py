@@ -1,4 +1,7 @@
-"""Loads the example's server: `python -m benchmarks.serving [--json FILE]`, after `make demo`.
+"""Loads the example's server with the model that `make demo` has trained.
+
+    python -m benchmarks.serving
+    python -m benchmarks.serving --concurrency 1 64 --seconds 30 --json serving.json
 
 Starts `examples/serve.py` as a process of its own, on this machine, and drives it over loopback by
 as many threads as requests are to be under way; each sends its next one when it has its answer. A
@@ -22,6 +25,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    model, data = "runs/retrieval/best.pt", "runs/synthetic-movielens/ratings.dat"
+    parser.add_argument("--model", type=Path, default=Path(model), help=f"(default {model})")
+    parser.add_argument("--data", type=Path, default=Path(data), help=f"(default {data})")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of each concurrency (default 10)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="REQUESTS",
+        help="under way at a time (default 1 8 32)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="(default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import numpy as np
 
@@ -151,14 +176,7 @@ def other_work() -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table, and writes it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=Path, default=Path("runs/retrieval/best.pt"))
-    parser.add_argument("--data", type=Path, default=Path("runs/synthetic-movielens/ratings.dat"))
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each concurrency")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = _parser()
     options = parser.parse_args(arguments)
     if options.seconds <= 0 or min(options.concurrency) < 1:
         parser.error("--seconds and --concurrency must be positive")

@@ -1,6 +1,8 @@
-"""Training steps of the ranking model on the GPUs of a machine: `python -m benchmarks.train`, or
+"""Training steps of the ranking model on the GPUs of a machine.
 
-    torchrun --nproc-per-node 8 -m benchmarks.train --json FILE
+    python -m benchmarks.train --cases equal
+    torchrun --nproc-per-node 8 -m benchmarks.train --json train.json
+    torchrun --nproc-per-node 8 -m benchmarks.train --strategy fsdp2 --cases weak strong
 
 The step is that of examples/train_ranking.py: embeddings, HSTU layers in bf16 with fp32 master
 weights, the loss of several tasks, backward, clipping and AdamW. Tables are divided among the GPUs,
@@ -31,6 +33,56 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+
+class Options(argparse.Namespace):
+    """The command line."""
+
+    json: Path | None
+    trace: Path | None
+    commit: str | None
+    steps: int
+    cases: list[str]
+    strategy: Literal["ddp", "fsdp2"]
+    batch: int
+    length: int
+    targets: int
+    items: int
+    users: int
+    dim: int
+    heads: int
+    layers: int
+    dropout: float
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of a step of each case "
+        "beside FILE, with the case and the number of GPUs before the suffix")  # fmt: skip
+    add("--commit", help="what to record as the commit, where there is no repository")
+    add("--steps", type=int, default=12, help="that are timed (default 12)")
+    add("--cases", nargs="+", default=["equal", "weak", "strong"], metavar="CASE",
+        choices=["equal", "weak", "strong"], help="default: all")  # fmt: skip
+    add("--strategy", default="ddp", choices=["ddp", "fsdp2"], help="default: ddp")
+    add("--batch", type=int, default=32, help="sequences on one GPU (default 32)")
+    add("--length", type=int, default=4096, help="rows of a sequence where all are equal; else the "
+        "median is half of it, and the most twice (default 4096)")  # fmt: skip
+    add("--targets", type=int, default=33, help="candidates of each (default 33)")
+    add("--items", type=int, default=200_000, help="rows of their table (default 200000)")
+    add("--users", type=int, default=100_000, help="rows of their table (default 100000)")
+    add("--dim", type=int, default=1024, help="width of the layers (default 1024)")
+    add("--heads", type=int, default=4, help="of each, dim / heads wide (default 4)")
+    add("--layers", type=int, default=8, help="HSTU layers (default 8)")
+    add("--dropout", type=float, default=0.0, help="in the model (default 0)")
+    return parser.parse_args(arguments, namespace=Options())
+
+
+if __name__ == "__main__":
+    parse()  # --help or a wrong option ends here, before torch is imported
 
 import numpy as np
 import torch
@@ -71,26 +123,6 @@ BATCHES = 4  # that take turns
 SIGMA = 0.6  # of the logarithm of a length
 SECONDS = 3600  # between two events
 CLIP_NORM = 1.0
-
-
-class Options(argparse.Namespace):
-    """The command line."""
-
-    json: Path | None
-    trace: Path | None
-    commit: str | None
-    steps: int
-    cases: list[str]
-    strategy: Literal["ddp", "fsdp2"]
-    batch: int
-    length: int
-    targets: int
-    items: int
-    users: int
-    dim: int
-    heads: int
-    layers: int
-    dropout: float
 
 
 # ---------------------------------------------------------------------------------------------
@@ -354,32 +386,6 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of a step of each case "
-        "beside FILE, with the case and the number of GPUs before the suffix")  # fmt: skip
-    add("--commit", help="what to record as the commit, where there is no repository")
-    add("--steps", type=int, default=12, help="that are timed (default 12)")
-    add("--cases", nargs="+", default=["equal", "weak", "strong"], metavar="CASE",
-        choices=["equal", "weak", "strong"], help="default: all")  # fmt: skip
-    add("--strategy", default="ddp", choices=["ddp", "fsdp2"], help="default: ddp")
-    add("--batch", type=int, default=32, help="sequences on one GPU (default 32)")
-    add("--length", type=int, default=4096, help="rows of a sequence where all are equal; else the "
-        "median is half of it, and the most twice (default 4096)")  # fmt: skip
-    add("--targets", type=int, default=33, help="candidates of each (default 33)")
-    add("--items", type=int, default=200_000, help="rows of their table (default 200000)")
-    add("--users", type=int, default=100_000, help="rows of their table (default 100000)")
-    add("--dim", type=int, default=1024, help="width of the layers (default 1024)")
-    add("--heads", type=int, default=4, help="of each, dim / heads wide (default 4)")
-    add("--layers", type=int, default=8, help="HSTU layers (default 8)")
-    add("--dropout", type=float, default=0.0, help="in the model (default 0)")
-    return parser.parse_args(arguments, namespace=Options())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""Attention's share of a training step on a GPU: `python -m benchmarks.training_step`.
+"""Attention's share of a training step on a GPU.
+
+    python -m benchmarks.training_step --json training_step.json
+    python -m benchmarks.training_step --impls hstu_attn triton --heads 4 --head-dim 64
 
 The step is that of examples/train_retrieval.py, by its model and with its defaults: forward,
 sampled softmax, backward, clipping and AdamW, on histories of one length with random items. Left
@@ -27,37 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-from torch import Tensor
-
-from hstu_attn import HSTULayerConfig, layer
-from hstu_attn.data import JaggedBatch
-
-from . import attention
-from .columns import Column, is_ours
-from .gpu import Gpu
-from .report import ROOT, gpu_software, rounded, text_table, write_records
-from .workloads import Workload
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from recommender.model import RetrievalModel, sampled_softmax_loss
-
-__all__ = ["Options", "Training", "busy_ms", "kernels_of", "main"]
-
-Event = dict[str, Any]  # of a Chrome trace
-Record = dict[str, Any]
-
 IMPLS = ("hstu_attn", "hstu_attn_sm80", "triton")
-# Both autograd functions of attention are called this: ops.py and triton_hstu.py.
-FUNCTIONS = {"attention forward": "_Attention", "attention backward": "_AttentionBackward"}
-ON_GPU = ("kernel", "gpu_memset", "gpu_memcpy")
-SPIN = "spin_kernel"  # before each step, by Gpu.milliseconds
-WARM_UP = 3
-PROFILED_STEPS = 3
-LEARNING_RATE = 4e-5  # of the example's first step
-BETAS = (0.9, 0.98)
-SECONDS = 3600  # between two events
 
 
 class Options(argparse.Namespace):
@@ -79,6 +52,69 @@ class Options(argparse.Namespace):
     negatives: int
     temperature: float
     clip_norm: float
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The command line; sizes are those of the example unless it says otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_step", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
+        "beside FILE, with its name before the suffix")  # fmt: skip
+    add("--impls", nargs="+", default=IMPLS, metavar="NAME", help="hstu_attn, hstu_attn_smNN, "
+        f"triton (default: {', '.join(IMPLS)})")  # fmt: skip
+    add("--rounds", type=int, default=21, help="steps that are timed (default 21)")
+    add("--commit", help="what to record as the commit, where there is no repository")
+    add("--batch", type=int, default=8, help="histories in a step (default 8)")
+    add("--length", type=int, default=4096, help="events of each (default 4096)")
+    add("--items", type=int, default=10000, help="size of the catalogue (default 10000)")
+    add("--dim", type=int, help="width of the embeddings (default: heads times head dim)")
+    add("--layers", type=int, default=2, help="HSTU layers (default 2)")
+    add("--heads", type=int, default=2, help="heads of each (default 2)")
+    add("--head-dim", type=int, default=32, help="width of a head (default 32)")
+    add("--dropout", type=float, default=0.2, help="of inputs and in each layer (default 0.2)")
+    add("--negatives", type=int, default=256, help="of the loss (default 256)")
+    add("--temperature", type=float, default=0.1, help="of the loss (default 0.1)")
+    add("--clip-norm", type=float, default=1.0, help="largest gradient norm (default 1)")
+    options = parser.parse_args(arguments, namespace=Options())
+    options.dim = options.dim or options.heads * options.head_dim
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # --help or a wrong option ends here, before torch is imported
+
+import torch
+from torch import Tensor
+
+from hstu_attn import HSTULayerConfig, layer
+from hstu_attn.data import JaggedBatch
+
+from . import attention
+from .columns import Column, is_ours
+from .gpu import Gpu
+from .report import ROOT, gpu_software, rounded, text_table, write_records
+from .workloads import Workload
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from recommender.model import RetrievalModel, sampled_softmax_loss
+
+__all__ = ["Options", "Training", "busy_ms", "kernels_of", "main"]
+
+Event = dict[str, Any]  # of a Chrome trace
+Record = dict[str, Any]
+
+# Both autograd functions of attention are called this: ops.py and triton_hstu.py.
+FUNCTIONS = {"attention forward": "_Attention", "attention backward": "_AttentionBackward"}
+ON_GPU = ("kernel", "gpu_memset", "gpu_memcpy")
+SPIN = "spin_kernel"  # before each step, by Gpu.milliseconds
+WARM_UP = 3
+PROFILED_STEPS = 3
+LEARNING_RATE = 4e-5  # of the example's first step
+BETAS = (0.9, 0.98)
+SECONDS = 3600  # between two events
 
 
 # ---------------------------------------------------------------------------------------------
@@ -326,34 +362,6 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
         cells = [f"{ms:.3f} {ms / step:.3f}" for ms in (*times, step - sum(times))]
         rows.append([impl, *cells, f"{step:.3f}", f"{found['step']['busy_ms']:.3f}"])
     return [header, *rows]
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The command line; sizes are those of the example unless it says otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_step", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
-        "beside FILE, with its name before the suffix")  # fmt: skip
-    add("--impls", nargs="+", default=IMPLS, metavar="NAME", help="hstu_attn, hstu_attn_smNN, "
-        f"triton (default: {', '.join(IMPLS)})")  # fmt: skip
-    add("--rounds", type=int, default=21, help="steps that are timed (default 21)")
-    add("--commit", help="what to record as the commit, where there is no repository")
-    add("--batch", type=int, default=8, help="histories in a step (default 8)")
-    add("--length", type=int, default=4096, help="events of each (default 4096)")
-    add("--items", type=int, default=10000, help="size of the catalogue (default 10000)")
-    add("--dim", type=int, help="width of the embeddings (default: heads times head dim)")
-    add("--layers", type=int, default=2, help="HSTU layers (default 2)")
-    add("--heads", type=int, default=2, help="heads of each (default 2)")
-    add("--head-dim", type=int, default=32, help="width of a head (default 32)")
-    add("--dropout", type=float, default=0.2, help="of inputs and in each layer (default 0.2)")
-    add("--negatives", type=int, default=256, help="of the loss (default 256)")
-    add("--temperature", type=float, default=0.1, help="of the loss (default 0.1)")
-    add("--clip-norm", type=float, default=1.0, help="largest gradient norm (default 1)")
-    options = parser.parse_args(arguments, namespace=Options())
-    options.dim = options.dim or options.heads * options.head_dim
-    return options
 
 
 def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:
