@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "common/cuda_check.h"
 #include "sm80/kernels.h"
 #if HSTU_ATTN_SM90
 #include "sm90/kernels.h"
@@ -72,6 +73,20 @@ void print_choice(const char* pass, const char* kernels, const char* obstacle) {
 }
 
 }  // namespace
+
+std::string describe_build() {
+  int driver = 0;
+  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  std::string archs;
+#if HSTU_ATTN_SM80
+  archs += " sm80";
+#endif
+#if HSTU_ATTN_SM90
+  archs += " sm90";
+#endif
+  return "archs" + archs + "\ndtypes " + built_dtypes() + "\nhead_dims " + names(HeadDims{}) +
+         "\nruntime " + std::to_string(CUDART_VERSION) + "\ndriver " + std::to_string(driver);
+}
 
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
   const char* pass = params.paged.kv_cache ? "paged forward" : "forward";

@@ -29,6 +29,10 @@ struct CudaDevice {
 // The device with CUDA's ordinal `index`.
 CudaDevice cuda_device(int index);
 
+// What this build holds, the version of its CUDA runtime and the newest one that the driver serves
+// (0 without a driver), both as CUDA encodes them (1000 * major + 10 * minor): "name value" lines.
+std::string describe_build();
+
 // How a call is to run.
 struct CudaLaunch {
   CudaDevice device;

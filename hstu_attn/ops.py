@@ -38,10 +38,7 @@ __all__ = [
 
 LIBRARY_PATH = Path(__file__).with_name("_C.abi3.so")
 
-_BUILD_HINT = (
-    "Build it with `pip install .` (or `pip install -e .` for development) in the repository, "
-    "with g++ and torch >= 2.10 installed."
-)
+REINSTALL = "pip install --no-cache-dir --force-reinstall --no-deps ."  # in a checkout
 
 SINGLE_BACKWARD = (
     "hstu_attn: the backward of HSTU attention cannot be differentiated again "
@@ -109,14 +106,23 @@ def load(path: Path = LIBRARY_PATH) -> bool:
     """Load the operator library and register its Python side; False, with a reason, if absent."""
     global _load_error
     if not path.exists():
-        _load_error = f"hstu_attn: the operator library {path} does not exist. {_BUILD_HINT}"
+        checkout = path.parents[1]
+        if (checkout / "setup.py").exists():
+            hint = (
+                f"This is the checkout in {checkout}, and it is not built: run `pip install -e .` "
+                "there, or leave that folder to import a hstu_attn that is installed elsewhere."
+            )
+        else:
+            hint = f"In a checkout, with g++ and torch >= 2.10 installed, run `{REINSTALL}`."
+        _load_error = f"hstu_attn: the operator library {path} does not exist. {hint}"
         return False
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
         raise ImportError(
-            f"hstu_attn: the operator library {path} does not load into torch "
-            f"{torch.__version__}: {error}. {_BUILD_HINT}"
+            f"hstu_attn: the operator library {path} does not load into torch {torch.__version__} "
+            f"({error}). It needs torch >= 2.10 and the C and C++ libraries of the system that it "
+            f"was built on, or newer ones. To build it here, run in a checkout: `{REINSTALL}`."
         ) from error
     register()
     fast_call.connect(path)
