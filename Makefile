@@ -1,21 +1,23 @@
-# On Debian or Ubuntu with python3 (3.10 or later), g++ and make, each command installs what it needs
-# into $(VENV) and is quick the second time:
+# What `make` can do on Debian or Ubuntu with python3 (3.10 or later) and g++. Each command installs
+# what it needs into .venv (VENV="..." names another folder) and is quick the second time:
 #
 #   make demo        train the example recommender, with a report at the end   (DEMO_ARGS="...")
 #   make serve       serve what it trained, over HTTP                          (SERVE_ARGS="...")
 #   make ranking     train the example that ranks                              (RANKING_ARGS="...")
+#   make install     build the library, and nothing more
 #   make test        run the tests                                             (PYTEST_ARGS="...")
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
-#   make lint        what continuous integration checks;  make format  mends what can be mended
+#   make lint        what continuous integration checks;  make mypy  the types alone
+#   make format      mend what can be mended
 #   make cuda        compile the CUDA kernels, GPU or not, into build/cuda, and check the result
 #   make asan        run the tests on libraries built with AddressSanitizer
 #   make sanitize-cuda   run every kernel under compute-sanitizer, on a GPU   (SANITIZERS="memcheck")
 #   make wheel       sdist, and the wheel built from it, into dist/;  make sdist  the sdist alone
 #   make clean       remove everything that was built; the environment stays
 #
-# NOTE: where `python3` has a CUDA build of torch already and sees a GPU, $(VENV) uses that torch and
-# nothing is pinned; otherwise versions are those of constraints.txt.
+# Where `python3` has a CUDA build of torch already and sees a GPU, .venv uses that torch and nothing
+# is pinned; otherwise versions are those of constraints.txt.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -32,9 +34,12 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: demo serve ranking test bench-cpu bench-gpu install cuda lint mypy format asan \
+.PHONY: help demo serve ranking test bench-cpu bench-gpu install cuda lint mypy format asan \
   sanitize-cuda wheel sdist clean
 .DELETE_ON_ERROR:
+
+help: # the first target, so that it is what `make` alone does
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.built
 	$(BIN)/python examples/train_retrieval.py $(DEMO_ARGS)
