@@ -10,6 +10,7 @@
     jagged                     what joins, splits and embeds packed sequences around the layers
     compat                     the operator as users of other libraries call it
     reference, testing         its definition in plain PyTorch, and how to compare with that
+    info                       what this machine gets, checked: `python -m hstu_attn.info`
 
 The formula is that of Zhai et al. 2024, "Actions Speak Louder than Words" (arXiv 2402.17152).
 """

@@ -87,10 +87,11 @@ def gpu_count() -> int:
 
 
 def triton_version() -> str:
+    """The version of Triton, which the fused layers need on a GPU."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        return "not installed (layers then run unfused)"
+        return "not installed; HSTULayer then composes torch's functions"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -245,20 +246,25 @@ def try_forward(device: str, build: dict[str, str]) -> str:
 
 
 def say(name: str, text: str) -> None:
+    """Print a line of the report."""
     print(f"{name + ':':<16}{text}", flush=True)
 
 
 def cuda_build(build: dict[str, str]) -> str:
+    """The CUDA kernels that the library holds, whether or not there is a GPU."""
     if not build:
         return "none in this build"
+    driver = (
+        f"is for CUDA {cuda_version(build['driver'])}" if build["driver"] != "0" else "is absent"
+    )
     return (
         f"{build['archs']} for {build['dtypes']}, head dims up to {build['head_dims']}; built with "
-        f"CUDA {cuda_version(build['runtime'])}; the driver is for CUDA "
-        f"{cuda_version(build['driver'])}"
+        f"CUDA {cuda_version(build['runtime'])}; the driver {driver}"
     )
 
 
 def cpu_kernels() -> str:
+    """The instruction set of the kernel that each dtype gets."""
     levels = ", ".join(f"{isa} for {dtype}" for dtype, isa in describe("cpu").items())
     cap = os.environ.get("HSTU_ATTN_CPU_ISA")
     return f"{levels}; {torch.get_num_threads()} threads" + (

@@ -105,6 +105,18 @@ def test_an_unknown_instruction_set_fails(capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("_no_gpu")
+def test_without_flash_attention_torch_uses_what_it_has(capsys, monkeypatch):
+    def refuse(*backends: object) -> None:
+        raise RuntimeError("No available kernel")
+
+    monkeypatch.setattr(info, "sdpa_kernel", refuse)
+    assert info.main() == 0
+    line = lines_of(capsys.readouterr().out)["cpu forward"]
+    check_forward(line, FLOAT32_TOLERANCE)
+    assert " us, torch's attention " in line
+
+
+@pytest.mark.usefixtures("_no_gpu")
 def test_a_wrong_result_fails(capsys, monkeypatch):
     def doubled(*args: Any, **options: Any) -> torch.Tensor:
         return 2 * hstu_attn.hstu_attention(*args, **options)
@@ -254,6 +266,13 @@ def test_which_kernels_and_why(kernels, monkeypatch, capability, build, arch, fo
     if forced:
         monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", forced)
     assert kernels(capability, BUILD | build, f"arch {arch}") == expected
+
+
+def test_what_the_build_holds():
+    start = "sm80 sm90 for bfloat16 and float16, head dims up to 32, 64, 128, 256; "
+    assert info.cuda_build(BUILD) == f"{start}built with CUDA 13.0; the driver is for CUDA 13.1"
+    no_driver = info.cuda_build(BUILD | {"runtime": "12080", "driver": "0"})
+    assert no_driver == f"{start}built with CUDA 12.8; the driver is absent"
 
 
 def test_a_gpu_that_is_too_old_is_no_failure(kernels):
