@@ -1,7 +1,7 @@
 # What `make` can do on Debian or Ubuntu with python3 (3.10 or later) and g++. Each command installs
 # what it needs into .venv (VENV="..." names another folder) and is quick the second time:
 #
-#   make demo        train the example recommender, with a report at the end   (DEMO_ARGS="...")
+#   make demo        train the example recommender, or go on with it, and report (DEMO_ARGS="...")
 #   make serve       serve what it trained, over HTTP                          (SERVE_ARGS="...")
 #   make ranking     train the example that ranks                              (RANKING_ARGS="...")
 #   make install     build the library, and nothing more
@@ -22,7 +22,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c $(VENV)/constraints.txt
 
 DEMO_ARGS ?=
 SERVE_ARGS ?= --data runs/synthetic-movielens/ratings.dat
@@ -42,13 +42,13 @@ help: # the first target, so that it is what `make` alone does
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.built
-	$(BIN)/python examples/train_retrieval.py $(DEMO_ARGS)
+	$(BIN)/python examples/train_retrieval.py --resume $(DEMO_ARGS)
 
 serve: $(VENV)/.built
 	$(BIN)/python examples/serve.py $(SERVE_ARGS)
 
 ranking: $(VENV)/.built
-	$(BIN)/python examples/train_ranking.py $(RANKING_ARGS)
+	$(BIN)/python examples/train_ranking.py --resume $(RANKING_ARGS)
 
 test: $(VENV)/.built $(VENV)/.torchrec
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -78,17 +78,17 @@ $(VENV)/.built: $(VENV)/.installed setup.py $(CXX_SOURCES)
 # FBGEMM and torchrec are optional, and their wheels are of one platform and fit one torch.
 $(VENV)/.torchrec: $(VENV)/.installed third_party/torchrec.txt
 	if [ "$$(uname -sm)" = "Linux x86_64" ] && $(BIN)/python -m pip list | grep -q '^torch  *2\.13\.'; then \
-	  $(PIP) --no-deps -r third_party/torchrec.txt; \
+	  $(PIP) --quiet --no-deps -r third_party/torchrec.txt; \
 	fi
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.installed
-	$(PIP) build 'hstu_attn[lint]'
+	$(PIP) --quiet build 'hstu_attn[lint]'
 	touch $@
 
 # NOTE: --no-deps, because nvidia-cutlass wants Python packages that only its Python part needs.
 $(VENV)/.cuda: $(VENV)/.installed third_party/cuda-build.txt
-	$(PIP) --no-deps -r third_party/cuda-build.txt
+	$(PIP) --quiet --no-deps -r third_party/cuda-build.txt
 	touch $@
 
 # The build's folder holds what ptxas said of each kernel: a spill in a tuned head dim is an error.
@@ -124,7 +124,7 @@ asan: $(VENV)/.installed
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
-	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks gpu_benchmarks layer_benchmark process_memory readme scoring_step triton_baseline)
+	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks extras gpu_benchmarks layer_benchmark make_venv process_memory readme scoring_step triton_baseline)
 
 # A small case of every kernel. Without the caching allocator each tensor is an allocation of its own,
 # so that a step outside is seen; SANITIZER is compute-sanitizer of the toolkit, or of pip's package

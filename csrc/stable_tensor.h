@@ -97,14 +97,14 @@ inline Tensor allocate(const TensorView& like, Sizes sizes,
   int32_t code = dtype_code(dtype.value_or(like.dtype));
   AtenTensorHandle tensor = nullptr;
   if (like.handle) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.handle, sizes.data(), dim, &code,
-                                                            nullptr, nullptr, 0, nullptr, &tensor));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.handle, sizes.data(), dim, &code, nullptr,
+                                                     nullptr, 0, nullptr, &tensor));
     return Tensor(tensor);
   }
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t n = sizes.size(); n-- > 1;) strides[n - 1] = strides[n] * sizes[n];
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dim, sizes.data(), strides.data(), code, device_code(like), like.device_index, &tensor));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes.data(), strides.data(), code,
+                                                  device_code(like), like.device_index, &tensor));
   return Tensor(tensor);
 }
 inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> sizes,
