@@ -320,9 +320,9 @@ rule link
     def compile(self, rule: str, source: Path, flags: str) -> str:
         return self.build(rule, source.relative_to(CSRC).as_posix() + ".o", [source], flags)
 
-    def library(self, output: str) -> None:
-        """_C: ops and kernels."""
-        cuda, torch = cuda_wanted(), torch_dir()
+    def library(self, output: str, torch: Path | None) -> None:
+        """_C: ops and kernels, with the headers and libraries in the folder `torch`."""
+        cuda = cuda_wanted()
         defines = cuda_defines(dtypes()) if cuda else ""
         includes = f"-isystem '{torch}/include'"
         # NOTE: libtorch.so holds no symbol itself but leads to the libraries that do, so without
@@ -344,9 +344,9 @@ rule link
                 objects.append(self.build("nvcc", name.as_posix(), [path], flags))
         self.build("link", output, objects, libraries)
 
-    def host_module(self, output: str) -> None:
+    def host_module(self, output: str, python_include: Path = PYTHON_INCLUDE) -> None:
         """_host: the same masks and scheduler, for Python."""
-        flags = f"-isystem '{pybind11.get_include()}' -isystem '{PYTHON_INCLUDE}'"
+        flags = f"-isystem '{pybind11.get_include()}' -isystem '{python_include}'"
         sources = sorted(CSRC.glob("host/*.cpp"))
         self.build("link", output, [self.compile("cxx", path, flags) for path in sources])
 
@@ -385,7 +385,7 @@ class NinjaBuild(build_ext):
         check_prerequisites()
         library, host_module = (self.get_ext_filename(ext.name) for ext in self.extensions)
         ninja = NinjaFile()
-        ninja.library(Path(library).name)
+        ninja.library(Path(library).name, torch_dir())
         ninja.host_module(Path(host_module).name)
 
         cuda = ["cuda"] if cuda_wanted() else []
@@ -405,15 +405,17 @@ class NinjaBuild(build_ext):
             self.copy_file(str(folder / target.name), str(target))
 
 
-# NOTE: a build frontend asks for requirements by this command. In any other, setuptools would
-# itself download what is missing (torch, say), where check_prerequisites had better speak.
-asks_requirements = sys.argv[1:] == ["egg_info"]
+# The tools import this file for its flags; a build runs it.
+if __name__ == "__main__":
+    # NOTE: a build frontend asks for requirements by this command. In any other, setuptools would
+    # itself download what is missing (torch, say), where check_prerequisites had better speak.
+    asks_requirements = sys.argv[1:] == ["egg_info"]
 
-setup(
-    ext_modules=[
-        Extension("hstu_attn._C", sources=[], py_limited_api=True),
-        Extension("hstu_attn._host", sources=[]),
-    ],
-    cmdclass={"build_ext": NinjaBuild},
-    setup_requires=missing_requirements() if asks_requirements else [],
-)
+    setup(
+        ext_modules=[
+            Extension("hstu_attn._C", sources=[], py_limited_api=True),
+            Extension("hstu_attn._host", sources=[]),
+        ],
+        cmdclass={"build_ext": NinjaBuild},
+        setup_requires=missing_requirements() if asks_requirements else [],
+    )
