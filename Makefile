@@ -10,6 +10,7 @@
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
 #   make lint        what continuous integration checks;  make mypy  the types alone
 #   make format      mend what can be mended
+#   make headers     compile the C++ against the headers of the oldest and of the newest torch
 #   make cuda        compile the CUDA kernels, GPU or not, into build/cuda, and check the result
 #   make asan        run the tests on libraries built with AddressSanitizer
 #   make sanitize-cuda   run every kernel under compute-sanitizer, on a GPU   (SANITIZERS="memcheck")
@@ -34,7 +35,7 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: help demo serve ranking test bench-cpu bench-gpu install cuda lint mypy format asan \
+.PHONY: help demo serve ranking test bench-cpu bench-gpu install cuda lint headers mypy format asan \
   sanitize-cuda wheel sdist clean
 .DELETE_ON_ERROR:
 
@@ -105,6 +106,9 @@ lint: $(VENV)/.tools
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FORMATTED)
 	$(BIN)/mypy $(TYPED)
+
+headers: $(VENV)/.cuda
+	$(BIN)/python -m tools.check_headers
 
 mypy: $(VENV)/.tools
 	$(BIN)/mypy $(TYPED)
