@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hstu_attn
+import setup
 from tools import check_symbols, kernel_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,3 +108,52 @@ def test_sdist_holds_every_source(tmp_path: Path) -> None:
         wanted |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
     assert wanted <= held, f"expected in the sdist: {sorted(wanted - held)}"
     assert not [name for name in held if name.endswith(".so")]
+
+
+def test_the_first_error_stops_the_build_and_is_said_last(tmp_path: Path) -> None:
+    (tmp_path / "build.ninja").write_text(
+        "rule run\n  command = $run\n"
+        "build slow.o: run\n  run = sleep 60\n"
+        "build bad.o: run\n  run = echo 'bad.cu(3): error: no such name' >&2; exit 1\n"
+    )
+    begin = time.monotonic()
+    with pytest.raises(setup.CompileError) as raised:
+        setup.run_ninja(tmp_path, ["-j2"])
+    assert time.monotonic() - begin < 30
+    assert str(raised.value).endswith("bad.cu(3): error: no such name")
+
+
+@pytest.fixture
+def build_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A build with default settings on a machine without a GPU."""
+    for name in [name for name in os.environ if name.startswith("HSTU_ATTN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(setup.shutil, "which", lambda name: None)
+    setup.cuda_wanted.cache_clear()
+    yield monkeypatch
+    setup.cuda_wanted.cache_clear()
+
+
+def test_the_build_says_that_it_has_no_cuda_kernels(build_machine: pytest.MonkeyPatch) -> None:
+    text = setup.announcement()
+    assert "without CUDA kernels, since no GPU is visible here" in text
+    assert "HSTU_ATTN_CUDA=1 builds them" in text
+
+
+@pytest.mark.parametrize(("compilers", "objects"), [(2, 1), (16, 2)])
+def test_the_build_says_what_it_compiles(
+    build_machine: pytest.MonkeyPatch, compilers: int, objects: int
+) -> None:
+    build_machine.setenv("HSTU_ATTN_CUDA", "1")
+    build_machine.setenv("MAX_JOBS", str(compilers))
+    sources = setup.cuda_sources()
+    everything = set(setup.CSRC.rglob("*.cu"))
+    assert {source.path for source in sources} == everything
+    kernels = [source for source in sources if source.path.parent.name == "instantiations"]
+    assert len(kernels) == objects * len([p for p in everything if "instantiations" in p.parts])
+    assert [s.seconds for s in sources] == sorted((s.seconds for s in sources), reverse=True)
+    minutes = max(sum(s.seconds for s in sources) / compilers, sources[0].seconds) / 60
+    assert setup.announcement() == (
+        "hstu_attn: building CUDA kernels for sm80 and sm90, head dims 32, 64, 128, 256,"
+        f" bf16 and fp16: about {minutes:.0f} min, {compilers} compilers at once"
+    )
