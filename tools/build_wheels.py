@@ -21,6 +21,8 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+from setuptools.errors import CompileError
+
 import setup
 
 MAX_BYTES = 40_000_000
@@ -111,8 +113,7 @@ def host_module(python: Interpreter) -> Path:
     folder = setup.ROOT / f"build/ninja-{python.abi}-host"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(ninja.text)
-    command = [sys.executable, "-m", "ninja", "--quiet", "-C", str(folder), f"-j{setup.jobs()}"]
-    subprocess.run(command, check=True)
+    setup.run_ninja(folder, ["--quiet"])
     library = folder / f"_host{python.suffix}"
     run(python.command, "-c", LOAD_HOST, library)
     return library
@@ -176,5 +177,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"{Path(error.cmd[0]).name}: it failed as shown above: {error}")
+    except (CompileError, subprocess.CalledProcessError) as error:
+        sys.exit(f"build_wheels: {error}")

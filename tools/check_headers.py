@@ -19,6 +19,8 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from setuptools.errors import CompileError
+
 import setup
 
 CACHE = setup.ROOT / "build/headers"
@@ -70,16 +72,19 @@ class SyntaxCheck(setup.NinjaFile):
 def compiles(torch: Path) -> bool:
     """Whether every C++ source compiles against the headers in `torch`/include.
 
-    The compiler's errors go to the standard output.
+    The first errors go to the standard output.
     """
     ninja = SyntaxCheck()
     ninja.library("_C.so", torch)
     ninja.host_module("_host.so")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "build.ninja").write_text(ninja.text)
-        jobs = f"-j{setup.jobs()}"
-        command = [sys.executable, "-m", "ninja", "--quiet", "-k0", "-C", folder, jobs]
-        return subprocess.run(command).returncode == 0
+        try:
+            setup.run_ninja(Path(folder), ["--quiet"])
+        except CompileError as error:
+            print(error, flush=True)
+            return False
+    return True
 
 
 def main() -> None:
