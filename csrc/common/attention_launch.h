@@ -1,7 +1,8 @@
 // What launching the attention kernels of every architecture has in common.
 #pragma once
 
-#include <cutlass/numeric_types.h>
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
 
 #include <algorithm>
 #include <atomic>

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cuda_fp8.h>
-#include <cutlass/numeric_conversion.h>
 
+#include "device_math.h"
 #include "macros.h"
 
 namespace hstu {
@@ -14,9 +14,7 @@ HSTU_DEVICE uint2 dequantised(uint32_t four, float scale) {
   const auto pair = [scale](uint32_t bits) {
     const auto two = static_cast<__nv_fp8x2_storage_t>(bits);
     const float2 x = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
-    const cutlass::Array<float, 2> scaled = {scale * x.x, scale * x.y};
-    const auto rounded = cutlass::NumericArrayConverter<Element, float, 2>{}(scaled);
-    return reinterpret_cast<const uint32_t&>(rounded);
+    return rounded_pair<Element>(scale * x.x, scale * x.y);
   };
   return {pair(four & 0xffff), pair(four >> 16)};
 }

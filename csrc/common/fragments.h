@@ -5,6 +5,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "device_math.h"
 #include "macros.h"
 
 namespace hstu {
@@ -43,22 +44,6 @@ HSTU_DEVICE auto rounded(const Sum& sum) {
   cute::Tensor result = cute::make_tensor_like<Element>(sum);
   round_to(sum, result);
   return result;
-}
-
-// The two numbers of 16 bits in a word.
-template <typename Element>
-HSTU_DEVICE float low_half(uint32_t word) {
-  return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word)));
-}
-template <typename Element>
-HSTU_DEVICE float high_half(uint32_t word) {
-  return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word >> 16)));
-}
-
-HSTU_DEVICE float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 }  // namespace hstu

@@ -17,7 +17,7 @@ namespace hstu::sm80 {
 struct BackwardBuffers {
   WorkList list;
   int heads_per_item;
-  float* dq;         // [row tiles, H, rows x head dim], in the order of RowSum; zeroed
+  float* dq;         // [row tiles, H, rows x head dim], in the order of DeviceSum; zeroed
   TileSpans* turns;  // [row tiles]: the key tiles that take turns to add; null: in any order
   int* turns_taken;  // [row tiles, H]: how many have added; zeroed; null: in any order
   DenseBias drab;    // where dS is summed over heads, or where it belongs if that is fp32
@@ -38,7 +38,7 @@ HSTU_DEVICE int load_acquire(const int* address) {
 // The fp32 sum of a product of tiles in device memory: each thread's elements lie so that a warp
 // adds whole cache lines.
 template <int kThreads>
-struct RowSum {
+struct DeviceSum {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   static constexpr int kVector = 4;  // red.v4 exists since compute capability 9.0
 #else
@@ -52,13 +52,14 @@ struct RowSum {
   template <typename Sum>
   static HSTU_DEVICE void add(const Sum& part, float* sum) {
 #pragma unroll
-    for (int n = 0; n < size(part); n += kVector) {
+    for (int n = 0; n < Sum::kCount; n += kVector) {
       if constexpr (kVector == 4) {
         asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum + index(n)),
-                     "f"(part(n)), "f"(part(n + 1)), "f"(part(n + 2)), "f"(part(n + 3))
+                     "f"(part.values[n]), "f"(part.values[n + 1]), "f"(part.values[n + 2]),
+                     "f"(part.values[n + 3])
                      : "memory");
       } else {
-        atomicAdd(sum + index(n), part(n));
+        atomicAdd(sum + index(n), part.values[n]);
       }
     }
   }
@@ -66,9 +67,9 @@ struct RowSum {
   template <typename Sum>
   static HSTU_DEVICE void load(const float* sum, Sum& whole) {
 #pragma unroll
-    for (int n = 0; n < size(whole); n += kVector) {
+    for (int n = 0; n < Sum::kCount; n += kVector) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) whole(n + i) = sum[index(n) + i];
+      for (int i = 0; i < kVector; ++i) whole.values[n + i] = sum[index(n) + i];
     }
   }
 };
@@ -93,6 +94,8 @@ struct Backward {
   using KeyMma = Mma<Element, kTiles.key_warps, kWarps / kTiles.key_warps>;
   using RowMma = Mma<Element, kTiles.row_warps, kWarps / kTiles.row_warps>;
   using Tile = ScoreTile<kRows, kKeys, ScoreMma, Order>;
+  using KeySum = typename KeyMma::template Sum<kKeys, kHeadDim>;
+  using RowSum = typename RowMma::template Sum<kRows, kHeadDim>;
 
   struct SharedMemory {
     alignas(128) Element k[kKeys * kHeadDim];  // dK in the end
@@ -182,15 +185,12 @@ struct Backward {
     }
     if (is_last_head(buffers, queue, head)) queue.ask();
 
-    const ScoreMma score_mma;
-    const KeyMma key_mma;
-    const RowMma row_mma;
-    const auto shared_k = rows_tensor<kKeys, kHeadDim>(shared.k);
-    const auto shared_v = rows_tensor<kKeys, kHeadDim>(shared.v);
-    Tensor dk = partition_fragment_C(key_mma, Shape<Int<kKeys>, Int<kHeadDim>>{});
-    Tensor dv = partition_fragment_C(key_mma, Shape<Int<kKeys>, Int<kHeadDim>>{});
-    clear(dk);
-    clear(dv);
+    const auto shared_k = rows_tile<kKeys, kHeadDim>(shared.k);
+    const auto shared_v = rows_tile<kKeys, kHeadDim>(shared.v);
+    const auto shared_p = rows_tile<kRows, kKeys>(shared.p);
+    const auto shared_ds = rows_tile<kRows, kKeys>(shared.ds);
+    KeySum dk = {};
+    KeySum dv = {};
     const auto dq_number = [&](int row_tile) {
       return (shared.first_row_tile + row_tile) * params.heads + head;
     };
@@ -202,9 +202,11 @@ struct Backward {
         turn = load_relaxed(buffers.turns_taken + dq_number(row_tile));
       }
 
+      const auto shared_q = rows_tile<kRows, kHeadDim>(shared.q[stage]);
+      const auto shared_dout = rows_tile<kRows, kHeadDim>(shared.dout[stage]);
+
       // S = Q K^T + bias
-      Tensor scores = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
-      clear(scores);
+      typename Tile::Sum scores = {};
       BiasTile<Element, Tile> bias(shared.bias, sequence);
       if constexpr (kHasBias) bias.fetch(r0, k0);
       const int next = shared.map.before(row_tile);
@@ -214,23 +216,21 @@ struct Backward {
       if constexpr (kHasBias) {
         bias.copy_to(scores);
       }
-      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
-          score_mma, scores, rows_tensor<kRows, kHeadDim>(shared.q[stage]), shared_k);
+      gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, shared_q, shared_k);
 
       if constexpr (kHasBias) {
         if (next >= 0) bias.prefetch(next * kRows, k0);
       }
       if (kIsDeterministic && threadIdx.x == 0) pass_turn(buffers, shared, dq_number(row_tile));
       // dP = dO V^T
-      Tensor gradients = partition_fragment_C(score_mma, Shape<Int<kRows>, Int<kKeys>>{});
-      clear(gradients);
-      gemm<Operand::kRows, Operand::kRows, kTiles.reading>(
-          score_mma, gradients, rows_tensor<kRows, kHeadDim>(shared.dout[stage]), shared_v);
+      typename Tile::Sum gradients = {};
+      gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(gradients, shared_dout,
+                                                                     shared_v);
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
       activate(params, head, r0, k0, shared.map.has_partial(row_tile), sequence, scores, gradients);
-      to_shared<Element, kRows, kKeys>(score_mma, scores, shared.p);
-      to_shared<Element, kRows, kKeys>(score_mma, gradients, shared.ds);
+      to_shared<ScoreMma, kRows, kKeys>(scores, shared.p);
+      to_shared<ScoreMma, kRows, kKeys>(gradients, shared.ds);
       if constexpr (kHasBias) {
         // dRab += alpha * scale * dX. Heads that share a bias head come one after another, and an
         // element is always the same thread's.
@@ -248,24 +248,19 @@ struct Backward {
       __syncthreads();  // P and dS are there, and it is this block's turn to add to dQ
 
       // dV += P^T dO
-      gemm<Operand::kTransposed, Operand::kTransposed, kTiles.reading>(
-          key_mma, dv, transposed_tensor<kRows, kKeys>(shared.p),
-          transposed_tensor<kRows, kHeadDim>(shared.dout[stage]));
+      gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dv, shared_p,
+                                                                               shared_dout);
       // dK += dX^T Q
-      gemm<Operand::kTransposed, Operand::kTransposed, kTiles.reading>(
-          key_mma, dk, transposed_tensor<kRows, kKeys>(shared.ds),
-          transposed_tensor<kRows, kHeadDim>(shared.q[stage]));
+      gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dk, shared_ds,
+                                                                               shared_q);
       if constexpr (kStages == 1) {
         __syncthreads();  // the rows have been read
         if (next >= 0) copy_rows(next, 0);
       }
       // dQ += dX K
-      Tensor dq = partition_fragment_C(row_mma, Shape<Int<kRows>, Int<kHeadDim>>{});
-      clear(dq);
-      gemm<Operand::kRows, Operand::kTransposed, kTiles.reading>(
-          row_mma, dq, rows_tensor<kRows, kKeys>(shared.ds),
-          transposed_tensor<kKeys, kHeadDim>(shared.k));
-      RowSum<kThreads>::add(dq, buffers.dq + dq_number(row_tile) * (kRows * kHeadDim));
+      RowSum dq = {};
+      gemm<RowMma, Operand::kRows, Operand::kTransposed, kTiles.reading>(dq, shared_ds, shared_k);
+      DeviceSum<kThreads>::add(dq, buffers.dq + dq_number(row_tile) * (kRows * kHeadDim));
       row_tile = next;
     }
 
@@ -275,8 +270,8 @@ struct Backward {
     if (is_last_head(buffers, queue, head)) queue.fetch();
     __syncthreads();  // K and V have been read
     if (kIsDeterministic && threadIdx.x == 0) pass_turn(buffers, shared, -1);
-    store_keys(key_mma, dk, alpha * scale, shared.k, params.dk, work, head);
-    store_keys(key_mma, dv, scale, shared.v, params.dv, work, head);
+    store_keys(dk, alpha * scale, shared.k, params.dk, work, head);
+    store_keys(dv, scale, shared.v, params.dv, work, head);
   }
 
  public:
@@ -287,37 +282,34 @@ struct Backward {
   }
 
  private:
-  template <typename Scores>
   static HSTU_DEVICE void activate(const BackwardParams& params, int head, int r0, int k0,
-                                   bool is_partial, const Sequence& sequence, Scores& scores,
-                                   Scores& gradients) {
+                                   bool is_partial, const Sequence& sequence, typename Tile::Sum& p,
+                                   typename Tile::Sum& dx) {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
-    for (int n = 0; n < size(scores); ++n) {
-      const float x = half_alpha * scores(n);
+    for (int n = 0; n < Tile::Sum::kCount; ++n) {
+      const float x = half_alpha * p.values[n];
       const float t = tanh_approx(x);
-      scores(n) = silu_of_half(x, t);
-      gradients(n) *= silu_derivative_of_half(x, t);
+      p.values[n] = silu_of_half(x, t);
+      dx.values[n] *= silu_derivative_of_half(x, t);
     }
     const Tile tile;
-    auto p = as_matrix(scores);
-    auto dx = as_matrix(gradients);
     if (is_partial) {
       tile.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,
                            [&](int m, int n) {
-                             p(m, n) = 0.0f;
-                             dx(m, n) = 0.0f;
+                             p.at(m, n) = 0.0f;
+                             dx.at(m, n) = 0.0f;
                            });
     }
     if (params.attn_scale_per_row) {
 #pragma unroll
-      for (int m = 0; m < size<0>(p); ++m) {
+      for (int m = 0; m < Tile::kThreadRows; ++m) {
         const int row = r0 + tile.first_row + Tile::row_offset(m);
         const float scale = row < sequence.q_len ? params.attn_scale[sequence.q_begin + row] : 0.0f;
 #pragma unroll
-        for (int n = 0; n < size<1>(p); ++n) {
-          p(m, n) *= scale;
-          dx(m, n) *= scale;
+        for (int n = 0; n < Tile::kThreadColumns; ++n) {
+          p.at(m, n) *= scale;
+          dx.at(m, n) *= scale;
         }
       }
     }
@@ -343,12 +335,11 @@ struct Backward {
     while (seen < before) seen = load_acquire(turn);
   }
 
-  template <typename Sum>
-  static HSTU_DEVICE void store_keys(KeyMma mma, Sum& sum, float factor, Element* through,
+  static HSTU_DEVICE void store_keys(KeySum& sum, float factor, Element* through,
                                      const PackedTensor& tensor, const WorkTile& work, int head) {
 #pragma unroll
-    for (int n = 0; n < size(sum); ++n) sum(n) *= factor;
-    to_shared<Element, kKeys, kHeadDim>(mma, sum, through);
+    for (float& value : sum.values) value *= factor;
+    to_shared<KeyMma, kKeys, kHeadDim>(sum, through);
     __syncthreads();
     const int k0 = work.tile * kKeys;
     store_rows<kKeys, kHeadDim, kThreads, Order>(through, tensor, work.sequence.k_begin + k0,
@@ -381,13 +372,12 @@ __global__ void __launch_bounds__(Kernel::kThreads)
   if (!find_row_tile(params.batch, number, kRows, work)) return;
   const int r0 = work.tile * kRows;
 
-  const typename Kernel::RowMma mma;
-  Tensor dq = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeadDim>>{});
-  RowSum<Kernel::kThreads>::load(sums + int64_t{blockIdx.x} * (kRows * kHeadDim), dq);
+  typename Kernel::RowSum dq;
+  DeviceSum<Kernel::kThreads>::load(sums + int64_t{blockIdx.x} * (kRows * kHeadDim), dq);
   const float factor = static_cast<float>(params.alpha) * Kernel::uniform_scale(params);
 #pragma unroll
-  for (int n = 0; n < size(dq); ++n) dq(n) *= factor;
-  to_shared<Element, kRows, kHeadDim>(mma, dq, shared);
+  for (float& value : dq.values) value *= factor;
+  to_shared<typename Kernel::RowMma, kRows, kHeadDim>(dq, shared);
   __syncthreads();
   store_rows<kRows, kHeadDim, Kernel::kThreads, NaturalOrder>(
       shared, params.dq, work.sequence.q_begin + r0, work.sequence.q_len - r0, head);

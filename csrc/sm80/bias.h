@@ -32,7 +32,7 @@ HSTU_DEVICE void load_if(bool condition, const void* from, uint32_t* words) {
 // Writes kBytes bytes, 16 or fewer at a time.
 template <int kBytes>
 HSTU_DEVICE void store_pieces(const void* from, void* to) {
-  using Piece = cute::uint_bit_t<kBytes * 8 < 128 ? kBytes * 8 : 128>;
+  using Piece = std::conditional_t<kBytes == 8, uint2, uint4>;
 #pragma unroll
   for (int n = 0; n < kBytes / static_cast<int>(sizeof(Piece)); ++n) {
     static_cast<Piece*>(to)[n] = static_cast<const Piece*>(from)[n];
@@ -138,12 +138,11 @@ class BiasTile {
 
   template <typename T, typename Sum>
   HSTU_DEVICE void copy_as(Sum& scores) const {
-    auto matrix = as_matrix(scores);
 #pragma unroll
     for (int m = 0; m < Tile::kThreadRows; ++m) {
 #pragma unroll
       for (int n = 0; n < Tile::kThreadColumns; ++n) {
-        matrix(m, n) = get<T>(m, n);
+        scores.at(m, n) = get<T>(m, n);
       }
     }
   }
@@ -173,7 +172,6 @@ class BiasTile {
 template <typename T, typename Tile, typename Sum>
 HSTU_DEVICE void add_to_bias_as(const BiasMatrix& bias, const Tile& tile, const Sequence& sequence,
                                 int r0, int k0, const Sum& part, float factor, bool first) {
-  const auto matrix = as_matrix(part);
   tile.for_each_run(sequence, bias.length, r0, k0, [&](int m, int n, int i, int j, int count) {
     if (count <= 0) return;
     constexpr int kRun = Tile::kRun;
@@ -182,7 +180,7 @@ HSTU_DEVICE void add_to_bias_as(const BiasMatrix& bias, const Tile& tile, const 
 #pragma unroll
     for (int c = 0; c < kRun; ++c) {
       const float before = first || c >= count ? 0.0f : static_cast<float>(to[c]);
-      run[c] = static_cast<T>(before + factor * matrix(m, n + c));
+      run[c] = static_cast<T>(before + factor * part.at(m, n + c));
     }
     if (bias.is_aligned && count == kRun) {
       store_pieces<sizeof(run)>(run, to);

@@ -30,6 +30,7 @@ struct Forward {
   using Order = KeyOrder<32>;
   using RowMma = Mma<Element, kTiles.warps, 1>;
   using Tile = ScoreTile<kRows, kKeys, RowMma, Order>;
+  using Out = typename RowMma::template Sum<kRows, kHeadDim>;
   static constexpr bool kIsPaged = kSource == KeySource::kPaged;
   using KeyRows = std::conditional_t<kIsPaged, PagedRows<Element>, HeadRows<Element>>;
 
@@ -103,23 +104,20 @@ struct Forward {
       copy_keys(tile * kKeys, 0);
     }
     queue.ask();
-    const auto shared_q = rows_tensor<kRows, kHeadDim>(shared.q);
-    Tensor fragment_q =
-        make_tensor<Element>(partition_shape_A(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
+    const auto shared_q = rows_tile<kRows, kHeadDim>(shared.q);
+    LeftOperand<Out::kRowBlocks, kHeadDim / 16> registers_q;
     if constexpr (kTiles.keeps_q) {
       wait_for_copies();
       __syncthreads();
-      load_left_operand<Operand::kRows>(RowMma{}, shared_q, fragment_q);
+      load_left_operand<RowMma, Operand::kRows>(shared_q, registers_q);
     }
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
-    Tensor out = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kHeadDim>>{});
-    clear(out);
+    Out out = {};
     for (int stage = 0; tile >= 0; stage ^= 1) {
       const int k0 = tile * kKeys;
 
       // S = Q K^T + bias
-      Tensor scores = partition_fragment_C(RowMma{}, Shape<Int<kRows>, Int<kKeys>>{});
-      clear(scores);
+      typename Tile::Sum scores = {};
       BiasTile<Element, Tile> bias(shared.bias, sequence);
       if constexpr (kHasBias) bias.fetch(r0, k0);
       const int next = shared.map.before(tile);
@@ -130,30 +128,27 @@ struct Forward {
       __syncthreads();  // the tile is there, and the other stage has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
       if constexpr (kHasBias) bias.copy_to(scores);
-      const auto shared_k = rows_tensor<kKeys, kHeadDim>(shared.k[stage]);
+      const auto shared_k = rows_tile<kKeys, kHeadDim>(shared.k[stage]);
       if constexpr (kTiles.keeps_q) {
-        gemm_registers<Operand::kRows, kTiles.reading>(RowMma{}, scores, fragment_q, shared_k);
+        gemm_registers<RowMma, Operand::kRows, kTiles.reading>(scores, registers_q, shared_k);
       } else {
-        gemm<Operand::kRows, Operand::kRows, kTiles.reading>(RowMma{}, scores, shared_q, shared_k);
+        gemm<RowMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, shared_q, shared_k);
       }
 
       // P = M * silu(alpha * S)
 #pragma unroll
-      for (int n = 0; n < size(scores); ++n) {
-        const float x = half_alpha * scores(n);
-        scores(n) = silu_of_half(x, tanh_approx(x));
+      for (float& score : scores.values) {
+        const float x = half_alpha * score;
+        score = silu_of_half(x, tanh_approx(x));
       }
       if (shared.map.has_partial(tile)) {
-        auto matrix = as_matrix(scores);
         Tile{}.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,
-                               [&](int m, int n) { matrix(m, n) = 0.0f; });
+                               [&](int m, int n) { scores.at(m, n) = 0.0f; });
       }
 
       // O += P V
-      const auto weights = rounded<Element>(scores);
-      gemm_registers<Operand::kTransposed, kTiles.reading>(
-          RowMma{}, out, as_left_operand(weights),
-          transposed_tensor<kKeys, kHeadDim>(shared.v[stage]));
+      gemm_registers<RowMma, Operand::kTransposed, kTiles.reading>(
+          out, as_left_operand<Element>(scores), rows_tile<kKeys, kHeadDim>(shared.v[stage]));
       tile = next;
     }
     queue.fetch();
@@ -161,24 +156,22 @@ struct Forward {
   }
 
   // O = scale * O, rounded once
-  template <typename Out>
   static HSTU_DEVICE void store_out(const ForwardParams& params, const Sequence& sequence, int r0,
                                     int head, Out& out, SharedMemory& shared) {
     const Tile tile;  // O has the rows of the scores
-    auto matrix = as_matrix(out);
     float scale = static_cast<float>(params.scale);
     if (params.attn_scale) scale = params.attn_scale[0];
 #pragma unroll
-    for (int m = 0; m < size<0>(matrix); ++m) {
+    for (int m = 0; m < Out::kRows; ++m) {
       const int row = r0 + tile.first_row + tile.row_offset(m);
       if (params.attn_scale_per_row && row < sequence.q_len) {
         scale = params.attn_scale[sequence.q_begin + row];
       }
 #pragma unroll
-      for (int n = 0; n < size<1>(matrix); ++n) matrix(m, n) *= scale;
+      for (int n = 0; n < Out::kColumns; ++n) out.at(m, n) *= scale;
     }
     __syncwarp();  // all lanes have read their warp's rows of Q
-    to_shared<Element, kRows, kHeadDim>(RowMma{}, out, shared.q);
+    to_shared<RowMma, kRows, kHeadDim>(out, shared.q);
     __syncthreads();
     store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(shared.q, params.out, sequence.q_begin + r0,
                                                         sequence.q_len - r0, head);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/work_list.h"
-#include "tensors.h"
+#include "products.h"
 
 namespace hstu::sm80 {
 
@@ -10,14 +10,13 @@ namespace hstu::sm80 {
 // of the part is first_row + row_offset(m) of the tile, column n key first_key + key_offset(n); in
 // unrolled loops the offsets are constants. Neighbouring columns, Order::kRun of them, are
 // neighbouring keys.
-template <int kRows, int kKeys, typename TiledMma, typename Order>
+template <int kRows, int kKeys, typename Mma, typename Order>
 struct ScoreTile {
-  static constexpr int kThreadRows =
-      kRows / (decltype(size<1>(typename TiledMma::ThrLayoutVMNK{}))::value * 8);
-  static constexpr int kThreadColumns =
-      kKeys / (decltype(size<2>(typename TiledMma::ThrLayoutVMNK{}))::value * 4);
+  using Sum = typename Mma::template Sum<kRows, kKeys>;
+  static constexpr int kThreadRows = Sum::kRows;
+  static constexpr int kThreadColumns = Sum::kColumns;
 
-  static constexpr int kBlockThreads = decltype(size(TiledMma{}))::value;
+  static constexpr int kBlockThreads = Mma::kThreads;
   static constexpr int kTileRows = kRows;
   static constexpr int kTileKeys = kKeys;
   static constexpr int kRun = Order::kRun;
@@ -26,22 +25,13 @@ struct ScoreTile {
   int first_key;
 
   HSTU_DEVICE ScoreTile() {
-    const auto first = coordinates(thread_index())(_0{}, _0{});
-    first_row = get<0>(first);
-    first_key = Order::key(get<1>(first));
+    const int thread = thread_index();
+    first_row = Mma::first_row(thread) + thread % 32 / 4;
+    first_key = Order::key(Mma::first_column(thread) + thread % 4 * 2);
   }
 
-  static HSTU_DEVICE int row_offset(int m) { return get<0>(coordinates(_0{})(m, _0{})); }
-  static HSTU_DEVICE int key_offset(int n) {
-    return Order::key(get<1>(coordinates(_0{})(_0{}, n)));
-  }
-
-  // (row, slot) of each element of a thread's part.
-  template <typename Thread>
-  static HSTU_DEVICE auto coordinates(Thread thread) {
-    const auto tile = make_identity_tensor(Shape<Int<kRows>, Int<kKeys>>{});
-    return as_matrix(TiledMma{}.get_thread_slice(thread).partition_C(tile));
-  }
+  static HSTU_DEVICE int row_offset(int m) { return Mma::row_offset(m / 2) + m % 2 * 8; }
+  static HSTU_DEVICE int key_offset(int n) { return Order::key(Mma::column_offset(n / 2) + n % 2); }
 
   // Calls hide(m, n) for the elements that the mask hides, of a tile that begins with row r0 and
   // key k0. A lane finds the bits of one of its warp's rows, for the four lanes that share the row.

@@ -1,16 +1,14 @@
-// What forward and backward share: shared-memory layouts, copies of rows, and products of tiles.
+// What forward and backward share: shared-memory layouts and copies of rows.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cstdint>
+#include <type_traits>
 
 #include "../common/e4m3.h"
-#include "../common/fragments.h"
 #include "../common/pages.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
-
-using namespace cute;
 
 // The thread's index, hidden from the optimiser.
 // NOTE: else it would keep the addresses of every operand, swizzled for each step, in registers for
@@ -19,33 +17,43 @@ template <bool kHidden = true>
 HSTU_DEVICE int thread_index() {
   int index = threadIdx.x;
   if constexpr (kHidden) asm volatile("" : "+r"(index));
+  __builtin_assume(index >= 0 && index < 1024);  // so that divisions are shifts
   return index;
 }
 
 // ------------------------------------------------------------------------- shared-memory layouts
 
-// Rows of kColumns elements in shared memory, in pieces of up to 64 columns whose 16-byte chunks
-// are swizzled, so that neither copies nor ldmatrix of 8 rows meet a bank twice.
-template <int kColumns>
-using RowsAtom = std::conditional_t<
-    kColumns % 64 == 0,
-    decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{})),
-    decltype(composition(Swizzle<2, 3, 3>{}, Layout<Shape<_8, _32>, Stride<_32, _1>>{}))>;
+// A tile of kRows rows of kColumns elements in shared memory: pieces of 64 columns (32 where there
+// are no more) lie one after another. The 16-byte chunks of a piece's row are swizzled, so that
+// neither copies nor ldmatrix of 8 rows meet a bank twice.
+template <int kRows_, int kColumns_, typename Element_>
+struct RowsTile {
+  using Element = Element_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kPitch = kColumns % 64 == 0 ? 64 : 32;  // elements from row to row
 
-template <int kRows, int kColumns>
-using RowsLayout =
-    decltype(tile_to_shape(RowsAtom<kColumns>{}, Shape<Int<kRows>, Int<kColumns>>{}));
+  Element* data;
+
+  static HSTU_DEVICE int offset(int row, int column) {
+    const int swizzle = row / (64 / kPitch) % (kPitch / 8);
+    return column / kPitch * (kRows * kPitch) + row * kPitch + (column % kPitch ^ swizzle * 8);
+  }
+
+  // The offset of (row + rows, column + columns), from that of (row, column). `rows` and `columns`
+  // are multiples of 8, and `columns` has no bit in common with `column`.
+  static HSTU_DEVICE int advance(int offset, int rows, int columns) {
+    return (offset ^ columns % kPitch) + rows * kPitch + columns / kPitch * (kRows * kPitch);
+  }
+};
 
 template <int kRows, int kColumns, typename Element>
-HSTU_DEVICE auto rows_tensor(Element* data) {
-  return make_tensor(make_smem_ptr(data), RowsLayout<kRows, kColumns>{});
+HSTU_DEVICE RowsTile<kRows, kColumns, Element> rows_tile(Element* data) {
+  return {data};
 }
 
-// The same memory, columns by rows.
-template <int kRows, int kColumns, typename Element>
-HSTU_DEVICE auto transposed_tensor(Element* data) {
-  using Transpose = Layout<Shape<Int<kColumns>, Int<kRows>>, Stride<Int<kRows>, _1>>;
-  return make_tensor(make_smem_ptr(data), composition(RowsLayout<kRows, kColumns>{}, Transpose{}));
+HSTU_DEVICE uint32_t shared_address(const void* data) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(data));
 }
 
 // ------------------------------------------------------------------------------- order of keys
@@ -93,15 +101,13 @@ struct RowPasses {
   // The thread's chunk of a tile in shared memory.
   template <typename Element>
   HSTU_DEVICE Element* chunk(Element* data, int pass) const {
+    using Tile = RowsTile<kRows, kColumns, Element>;
     if constexpr (kStep % 8 == 0) {  // the swizzle repeats with every 8 rows
-      return &rows_tensor<kRows, kColumns>(data)(slot, column) + pass * kStep * kPitch;
+      return data + Tile::offset(slot, column) + pass * kStep * Tile::kPitch;
     } else {
-      return &rows_tensor<kRows, kColumns>(data)(slot + pass * kStep, column);
+      return data + Tile::offset(slot + pass * kStep, column);
     }
   }
-
- private:
-  static constexpr int kPitch = kColumns < 64 ? kColumns : 64;
 };
 
 // The rows of one sequence and head in a packed tensor.
@@ -135,7 +141,7 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
     const int row = Order::key(pass * Passes::kStep);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     cast_smem_ptr_to_uint(passes.chunk(to, pass))),
+                     shared_address(passes.chunk(to, pass))),
                  "l"(from + static_cast<int64_t>(row) * rows.row_stride),
                  "r"(row < count ? 16 : 0));
   }
@@ -143,8 +149,7 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
 
 // Starts copying 16 bytes, aligned to as many.
 HSTU_DEVICE void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(cast_smem_ptr_to_uint(to)),
-               "l"(from));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
 }
 
 // The keys, or the values, of one sequence and head: history in pages, targets in packed rows.
@@ -269,7 +274,7 @@ HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Elem
     // NOTE: an address that exists, of which no byte is read.
     const Element* from = row ? row + passes.column : rows.pages;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     cast_smem_ptr_to_uint(passes.chunk(to, pass))),
+                     shared_address(passes.chunk(to, pass))),
                  "l"(from), "r"(row ? 16 : 0));
   }
 }
@@ -295,116 +300,6 @@ HSTU_DEVICE void store_rows(Element* from, const PackedTensor& tensor, int64_t b
           *reinterpret_cast<const uint4*>(passes.chunk(from, pass));
     }
   }
-}
-
-// ----------------------------------------------------------------------------- products of tiles
-
-// mma.sync m16n8k16 with fp32 sums: kRowWarps warps along the rows and kColumnWarps along the
-// columns, each of which takes 16 neighbouring rows and kGroup neighbouring columns at a time.
-template <typename Element, int kRowWarps, int kColumnWarps, int kGroup = 16>
-using Mma = TiledMMA<
-    MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
-                                SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>,
-    Layout<Shape<Int<kRowWarps>, Int<kColumnWarps>, _1>>,
-    Tile<Int<16 * kRowWarps>,
-         Layout<Shape<_8, Int<kColumnWarps>, Int<kGroup / 8>>, Stride<_1, Int<kGroup>, _8>>, _16>>;
-
-// How an operand lies in shared memory: the summed direction along its rows, or across them.
-enum class Operand { kRows, kTransposed };
-
-template <Operand kOperand, typename Element>
-using LoadMatrix =
-    Copy_Atom<std::conditional_t<kOperand == Operand::kRows, SM75_U32x4_LDSM_N, SM75_U16x8_LDSM_T>,
-              Element>;
-
-// sum += A B^T, A (rows, k) in registers and B (columns, k) in shared memory. load_a(step) brings A
-// for one step of 16 of k. Of B, what one copy takes is read kReading.ahead products before it is
-// used: more hides more of the wait for shared memory and takes more registers.
-template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA,
-          typename B, typename LoadA>
-HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, FragmentA& fragment_a, const B& b, LoadA load_a) {
-  using Element = typename B::value_type;
-  const auto copy_b = make_tiled_copy_B(LoadMatrix<kB, Element>{}, mma);
-  const auto thread_b = copy_b.get_thread_slice(thread_index<kReading.hides_thread>());
-  const Tensor shared_b = thread_b.partition_S(b);
-  Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
-  Tensor view_b = thread_b.retile_D(fragment_b);
-  constexpr int kSteps = decltype(size<2>(fragment_b))::value;
-  constexpr int kRowBlocks = decltype(size<1>(fragment_a))::value;
-  constexpr int kColumnBlocks = decltype(size<1>(fragment_b))::value;
-  constexpr int kCopies = decltype(size<1>(view_b))::value;  // a step
-  constexpr int kBlocksPerCopy = kColumnBlocks / kCopies;
-
-  const auto load_b = [&](int n) {
-    copy(copy_b, shared_b(_, n % kCopies, n / kCopies), view_b(_, n % kCopies, n / kCopies));
-  };
-  load_a(0);
-#pragma unroll
-  for (int n = 0; n < kReading.ahead && n < kSteps * kCopies; ++n) load_b(n);
-#pragma unroll
-  for (int n = 0; n < kSteps * kCopies; ++n) {
-    const int step = n / kCopies;
-    if (n % kCopies == 0 && step + 1 < kSteps) load_a(step + 1);
-    if (n + kReading.ahead < kSteps * kCopies) load_b(n + kReading.ahead);
-#pragma unroll
-    for (int column = n % kCopies * kBlocksPerCopy; column < (n % kCopies + 1) * kBlocksPerCopy;
-         ++column) {
-#pragma unroll
-      for (int row = 0; row < kRowBlocks; ++row) {
-        cute::gemm(mma, fragment_a(_, row, step), fragment_b(_, column, step), sum(_, row, column));
-      }
-    }
-  }
-}
-
-// The same with A in shared memory, too.
-template <Operand kA, Operand kB, Reading kReading, typename TiledMma, typename Sum, typename A,
-          typename B>
-HSTU_DEVICE void gemm(TiledMma mma, Sum& sum, const A& a, const B& b) {
-  using Element = typename A::value_type;
-  const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
-  const auto thread_a = copy_a.get_thread_slice(thread_index<kReading.hides_thread>());
-  const Tensor shared_a = thread_a.partition_S(a);
-  Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
-  Tensor view_a = thread_a.retile_D(fragment_a);
-  gemm<kB, kReading>(mma, sum, fragment_a, b,
-                     [&](int step) { copy(copy_a, shared_a(_, _, step), view_a(_, _, step)); });
-}
-
-// All of a left operand at once, for gemm_registers().
-template <Operand kA, typename TiledMma, typename A, typename FragmentA>
-HSTU_DEVICE void load_left_operand(TiledMma mma, const A& a, FragmentA& fragment) {
-  using Element = typename A::value_type;
-  const auto copy_a = make_tiled_copy_A(LoadMatrix<kA, Element>{}, mma);
-  const auto thread_a = copy_a.get_thread_slice(thread_index());
-  Tensor view = thread_a.retile_D(fragment);
-  copy(copy_a, thread_a.partition_S(a), view);
-}
-
-// The same product with A in registers, as load_left_operand() or another product left it.
-template <Operand kB, Reading kReading, typename TiledMma, typename Sum, typename FragmentA,
-          typename B>
-HSTU_DEVICE void gemm_registers(TiledMma mma, Sum& sum, const FragmentA& fragment_a, const B& b) {
-  gemm<kB, kReading>(mma, sum, fragment_a, b, [](int) {});
-}
-
-// Two neighbouring 16 x 8 blocks of a product are one 16 x 16 block of a left operand:
-// ((2, 2), rows, columns) -> ((2, 2, 2), rows, columns / 2).
-template <typename Fragment>
-HSTU_DEVICE auto as_left_operand(const Fragment& fragment) {
-  const auto split = logical_divide(fragment.layout(), Shape<X, X, _2>{});
-  const auto pairs = make_layout(get<0>(split), get<2, 0>(split));
-  return make_tensor(fragment.data(), make_layout(pairs, get<1>(split), get<2, 1>(split)));
-}
-
-// Writes sums, rounded, to shared memory rows.
-template <typename Element, int kRows, int kColumns, typename TiledMma, typename Sum>
-HSTU_DEVICE void to_shared(TiledMma mma, const Sum& sum, Element* data) {
-  const auto copy_out = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, Element>{}, mma);
-  const auto thread_out = copy_out.get_thread_slice(thread_index());
-  Tensor registers = thread_out.retile_S(rounded<Element>(sum));
-  Tensor shared = thread_out.partition_D(rows_tensor<kRows, kColumns>(data));
-  copy(copy_out, registers, shared);
 }
 
 }  // namespace hstu::sm80

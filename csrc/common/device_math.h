@@ -1,0 +1,42 @@
+// Arithmetic on a thread's registers.
+#pragma once
+
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "macros.h"
+
+namespace hstu {
+
+// Two sums, rounded to nearest even, in the low and the high half of a word.
+template <typename Element>
+HSTU_DEVICE uint32_t rounded_pair(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
+// The two numbers of 16 bits in a word.
+template <typename Element>
+HSTU_DEVICE float low_half(uint32_t word) {
+  return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word)));
+}
+template <typename Element>
+HSTU_DEVICE float high_half(uint32_t word) {
+  return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word >> 16)));
+}
+
+HSTU_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace hstu
