@@ -3,7 +3,7 @@
     python examples/serve.py                                        # users start without events
     python examples/serve.py --data ml-1m/ratings.dat               # with those of the data set
     curl -H 'Content-Type: application/json' localhost:8000/recommend \\
-      -d '{"user": 1, "events": [{"item": 1, "time": 978300760}]}'
+      -d '{"user": 1, "events": [{"item": 1, "time": 1767225600}]}'
 
 Users and items have the data set's ids: whole numbers, or text where the data set's ids are text
 (Amazon reviews). What a user does arrives with the requests and is kept in memory, as are keys and

@@ -1,52 +1,181 @@
-"""README.md: its code runs, its tables are those of the stored results, its links lead to files."""
+"""README.md: its code and its commands run as they are typed, its tables are those of the stored
+results, its links lead to files."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterator
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from serving_models import RANKING, RankingModel
 
 import hstu_attn
 from benchmarks import readme
 from tools import draw_masks
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+SHELL_BLOCKS = re.findall(r"^```sh\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = "".join(SHELL_BLOCKS).replace("\\\n", "").splitlines()
+# What the text itself shows, such as `python -m benchmarks.paged`.
+INLINE = re.findall(r"`((?:python|make) [^`]+)`", TEXT.replace("\n", " "))
+
+# Runs a block as a program of its own, and only then looks at what it has computed.
+RUN = """
+import runpy, sys
+names = runpy.run_path(sys.argv[1], run_name="__main__")
+import torch
+tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
+assert tensors
+for name, value in tensors.items():
+    assert value.isfinite().all(), name
+    assert not value.is_leaf or not value.requires_grad or value.grad.any(), name
+"""
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process where this tree's package is installed; its output."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    ended = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
 
 
-def test_the_code_runs(capsys, monkeypatch):
-    """Block after block, as a reader would type them who has a model to serve."""
-    model = RankingModel(RANKING["ranking"], layers=1, items=10, actions=2, max_history=40).eval()
-    namespace: dict[str, Any] = {"model": model}
-    packages = []
-    # A package takes long to compile; tests of its own do it.
-    monkeypatch.setattr(
-        torch._inductor,
-        "aoti_compile_and_package",
-        lambda program, package_path: packages.append((program, package_path)),
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """This tree as after `make install`, where .venv is the environment of this process."""
+    for name in ("Makefile", "benchmarks", "csrc", "examples", "hstu_attn"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    python = programs / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    (programs / "activate").write_text(f'PATH={shlex.quote(str(programs))}:"$PATH"\n')
+    return tmp_path
+
+
+def save_some_model(path: Path, items: list[int]) -> None:
+    """An untrained model of a catalogue, as train_retrieval.py saves its best."""
+    from recommender.model import RetrievalModel
+    from recommender.saved import save_model
+
+    config = hstu_attn.HSTULayerConfig.research(
+        embedding_dim=32, num_heads=2, linear_dim=16, attention_dim=16, max_sequence_len=30
     )
-    for block in BLOCKS:
-        # The eager backend: the compiler's own code generation is tested elsewhere.
-        code = block.replace("dynamic=True)", 'dynamic=True, backend="aot_eager")')
-        exec(compile(code, "README.md", "exec"), namespace)
-        assert namespace["out"].isfinite().all()
-    assert "torch.Size([16, 4, 64]) torch.Size([16, 4, 64])" in capsys.readouterr().out
-    assert namespace["pos_weight"].grad.any()
-    assert namespace["ts_weight"].grad.any()
-    assert packages == [(namespace["program"], "step.pt2")]
+    path.parent.mkdir(parents=True)
+    model = RetrievalModel(len(items), config, 2, 30, 0.2)
+    save_model(path, model, items, [f"item {item}" for item in items])
+
+
+def test_there_are_blocks_that_print() -> None:
+    assert len(BLOCKS) >= 7
+    assert all("print(" in block for block in BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[pytest.mark.slow] if "torch.compile" in block else [])
+        for block in BLOCKS
+    ],
+    ids=range(len(BLOCKS)),
+)
+def test_a_python_block_runs_by_itself(block: str, tmp_path: Path) -> None:
+    """It prints what the comments after its calls of print say."""
+    program = tmp_path / "block.py"
+    program.write_text(block)
+    ended = run(sys.executable, "-c", RUN, str(program), cwd=tmp_path)
+    assert ended.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+
+
+def test_every_command_is_one_that_is_tested() -> None:
+    """What commands there are, and that the environment is active where they need it."""
+    assert COMMANDS
+    for block in SHELL_BLOCKS:
+        active = False
+        for line in block.replace("\\\n", "").splitlines():
+            first = line.split()[0]
+            if first in ("python", "tensorboard", "torchrun", "TORCH=$(python"):
+                assert active, line
+            elif first == "pip" or line.startswith("python3 -m venv "):
+                active = True  # an environment of the reader's own
+            else:
+                assert first in (".", "make", "curl", "g++", "./score"), line
+                active |= line == ". .venv/bin/activate"
+
+
+@pytest.mark.parametrize("command", [c for c in [*COMMANDS, *INLINE] if c.startswith("make ")])
+def test_a_target_exists(command: str) -> None:
+    run("make", "--dry-run", *shlex.split(command, comments=True)[1:], cwd=ROOT)
+
+
+OPTIONS = [
+    found[1]
+    for command in [*COMMANDS, *INLINE]
+    if (found := re.match(r"(?:python|torchrun .*?) ?((?:examples/|-m benchmarks\.).*)", command))
+]
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_a_program_takes_these_options(words: str) -> None:
+    """It has taken the values before it comes to --help."""
+    run(sys.executable, *shlex.split(words, comments=True), "--help", cwd=ROOT)
+
+
+def test_no_command_is_refused_because_of_one_above_it() -> None:
+    outputs = set()
+    for words in OPTIONS:
+        if found := re.search(r"--out (\S+)", words):
+            assert ("--resume" in words) == (found[1] in outputs), words
+            outputs.add(found[1])
+    assert len(outputs) >= 4
+
+
+def test_the_request_is_answered(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the server as `make serve` starts it, with the data of `make demo`; more than once."""
+    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    pytest.importorskip("fastapi")
+    from recommender.serve_options import parse_arguments
+    from test_serve import process
+
+    from hstu_attn.data.synthetic import write_synthetic_movielens
+
+    [command] = [line for line in COMMANDS if line.startswith("curl ")]
+    curl, option, header, url, data, body = shlex.split(command)
+    assert (curl, option, header, data) == ("curl", "-H", "Content-Type: application/json", "-d")
+    monkeypatch.chdir(checkout)
+    save_some_model(checkout / "runs/retrieval/best.pt", list(range(1, 1001)))
+    write_synthetic_movielens("runs/synthetic-movielens")
+    options = parse_arguments("", [])
+    assert url == f"http://{options.host}:{options.port}/recommend"
+    serve = re.search(r"^SERVE_ARGS \?= (.*)$", Path("Makefile").read_text(), re.MULTILINE)
+    with process(*shlex.split(serve[1])) as (_, client):
+        for _ in range(2):
+            answer = client.post("/recommend", **json.loads(body))
+            assert len(answer["items"]) == json.loads(body)["k"]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_cpp_example_run(checkout: Path) -> None:
+    """As they are typed; the program prints the scores that Python has printed."""
+    [block] = [block for block in SHELL_BLOCKS if "g++ " in block]
+    save_some_model(checkout / "runs/retrieval/best.pt", list(range(100)))
+    lines = run("bash", "-euc", block, cwd=checkout).stdout.splitlines()
+    scores = [
+        torch.tensor(json.loads(line.removeprefix("tensor(").removesuffix(")"))) for line in lines
+    ]
+    assert len(scores) == 4
+    for from_python, from_cpp in zip(scores[:2], scores[2:], strict=True):
+        torch.testing.assert_close(from_cpp, from_python, rtol=0, atol=2e-4)  # 4 places are shown
 
 
 def test_the_first_example_is_right():
