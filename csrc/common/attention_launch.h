@@ -24,13 +24,6 @@ constexpr int cluster_blocks() {
   return 1;
 }
 
-// Whether Kernel calls wait_for_previous_kernel().
-template <typename Kernel>
-constexpr bool starts_early() {
-  if constexpr (requires { Kernel::kStartsEarly; }) return Kernel::kStartsEarly;
-  return true;
-}
-
 // Blocks of Kernel that run at the same time.
 template <typename Kernel>
 int64_t resident_blocks(const CudaLaunch& launch) {
@@ -64,7 +57,7 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, in
         name);
     prepared |= bit;
   }
-  const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, starts_early<Kernel>(),
+  const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, true,
                                cluster_blocks<Kernel>()};
   launch_kernel(kernel, config, launch, name, arguments...);
 }

@@ -24,8 +24,6 @@ struct Forward {
   static constexpr bool kBeginsUnlisted = false;
   static constexpr bool kWaitsForMemory = false;
   static constexpr int kStages = 2;
-  // All GPUs run code that was compiled for 8.0, which has no programmatic dependent launch.
-  static constexpr bool kStartsEarly = false;
 
   using Order = KeyOrder<32>;
   using RowMma = Mma<Element, kTiles.warps, 1>;
@@ -181,6 +179,7 @@ struct Forward {
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     run_forward(const __grid_constant__ ForwardParams params, const WorkList list) {
+  wait_for_previous_kernel();
   extern __shared__ __align__(128) char shared[];
   Kernel::run(params, list, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
 }
