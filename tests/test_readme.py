@@ -154,7 +154,9 @@ def test_the_request_is_answered(checkout: Path, monkeypatch: pytest.MonkeyPatch
     assert (curl, option, header, data) == ("curl", "-H", "Content-Type: application/json", "-d")
     monkeypatch.chdir(checkout)
     save_some_model(checkout / "runs/retrieval/best.pt", list(range(1, 1001)))
-    write_synthetic_movielens("runs/synthetic-movielens")
+    ratings = write_synthetic_movielens("runs/synthetic-movielens")
+    newest = max(int(line.split("::")[3]) for line in ratings.read_text("latin-1").splitlines())
+    assert all(event["time"] > newest for event in json.loads(body)["events"])
     options = parse_arguments("", [])
     assert url == f"http://{options.host}:{options.port}/recommend"
     serve = re.search(r"^SERVE_ARGS \?= (.*)$", Path("Makefile").read_text(), re.MULTILINE)
