@@ -202,7 +202,7 @@ def test_numbers(device, version, mask, bias):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("longest", [64, 70], ids=["aligned", "padded"])
 def test_delta_queries_and_scaling(device, version, dtype, longest):
     batch = make_batch(

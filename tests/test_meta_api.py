@@ -246,7 +246,7 @@ def test_a_semi_local_call():
     assert_same(out, expected, [q, k, v])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("heads", [1, 2], ids=["one-for-all", "each-head"])
 @pytest.mark.parametrize("pairs", [0, 1, 2])
 def test_attn_func(device, dtype, heads, pairs):

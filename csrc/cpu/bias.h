@@ -71,11 +71,6 @@ HSTU_INLINE void with_element_type(DType dtype, Function function) {
   }
 }
 
-// The first row of a tile that has a row in the bias: rows before the first key have none.
-inline int first_biased_row(const Sequence& sequence, const TileShape& shape) {
-  return static_cast<int>(clamp(-(shape.r0 + sequence.offset), 0, shape.rows));
-}
-
 template <typename Accum>
 void add_dense_bias(const DenseBias& bias, const Sequence& sequence, int b, int bias_head,
                     const TileShape& shape, Accum* tile) {
@@ -83,7 +78,7 @@ void add_dense_bias(const DenseBias& bias, const Sequence& sequence, int b, int 
     using T = decltype(element);
     const T* data =
         static_cast<const T*>(bias.data) + b * bias.batch_stride + bias_head * bias.head_stride;
-    for (int row = first_biased_row(sequence, shape); row < shape.rows; ++row) {
+    for (int row = 0; row < shape.rows; ++row) {
       const T* bias_row = data + (shape.r0 + row + sequence.offset) * bias.row_stride + shape.k0;
       for (int key = 0; key < shape.keys; ++key) {
         tile[row * shape.row_stride + key * shape.key_stride] += to_float(bias_row[key]);
@@ -128,7 +123,7 @@ void store_dense_gradient(const DenseBias& gradient, const Sequence& sequence, i
     using T = decltype(element);
     T* data = static_cast<T*>(gradient.data) + b * gradient.batch_stride +
               bias_head * gradient.head_stride;
-    for (int row = first_biased_row(sequence, shape); row < shape.rows; ++row) {
+    for (int row = 0; row < shape.rows; ++row) {
       T* out = data + (shape.r0 + row + sequence.offset) * gradient.row_stride + shape.k0;
       for (int key = 0; key < shape.keys; ++key) {
         out[key] = from_float<T>(factor * tile[row * shape.row_stride + key * shape.key_stride]);

@@ -113,16 +113,14 @@ void zero_rows(const PackedTensor& tensor, DType dtype, int heads, int64_t begin
   }
 }
 
-// Zeroes the rows that belong to no sequence, or lie past its used length, and query rows of
-// sequences without keys: the backward has no work item for these.
+// Zeroes the rows that belong to no sequence, or lie past its used length.
 void zero_unused_rows(const PackedTensor& tensor, const ForwardParams& params, bool keys) {
   int64_t covered = 0;
   for (int b = 0; b < params.batch.batch; ++b) {
     const Sequence sequence = load_sequence(params.batch, b);
     const int64_t begin = keys ? sequence.k_begin : sequence.q_begin;
     zero_rows(tensor, params.dtype, params.heads, covered, begin);
-    const int q_len = sequence.k_len > 0 ? sequence.q_len : 0;
-    covered = begin + (keys ? sequence.k_len : q_len);
+    covered = begin + (keys ? sequence.k_len : sequence.q_len);
   }
   const int64_t total = keys ? params.batch.total_k : params.batch.total_q;
   zero_rows(tensor, params.dtype, params.heads, covered, total);

@@ -57,6 +57,11 @@ class HostMask {
     batch.num_contexts = {&contexts_, false};
     batch.num_targets = {&targets_, false};
     sequence_ = load_sequence(batch, 0);
+    // Rows in front of the first key, which load_sequence() leaves out, stay: a mask knows them,
+    // too.
+    sequence_.q_begin = 0;
+    sequence_.q_len = q_len;
+    sequence_.offset = k_len - q_len;
 
     MaskParams params;
     params.window_left = window_size.first;

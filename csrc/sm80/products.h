@@ -116,7 +116,7 @@ HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b, LoadA load_a) {
   constexpr int kSteps = A::kSteps;
   constexpr int kBlocksPerCopy = Mma::kGroup / 8;
   constexpr int kCopies = Sum::kColumnBlocks / kBlocksPerCopy;  // a step
-  const int thread = thread_index<kReading.hides_thread>();
+  const int thread = bounded_thread_index<kReading.hides_thread>();
   const OperandReader<Side::kRight, kB, B> reader(b, Mma::first_column(thread), thread % 32);
   uint32_t words_b[kSteps * kCopies][2 * kBlocksPerCopy];
 
@@ -149,7 +149,7 @@ HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b, LoadA load_a) {
 // Reads step by step of a left operand from shared memory.
 template <typename Mma, Operand kA, bool kHidesThread, typename Tile, typename A>
 HSTU_DEVICE auto left_operand_loader(const Tile& tile, A& a) {
-  const int thread = thread_index<kHidesThread>();
+  const int thread = bounded_thread_index<kHidesThread>();
   const OperandReader<Side::kLeft, kA, Tile> reader(tile, Mma::first_row(thread), thread % 32);
   return [reader, &a](int step) {
 #pragma unroll
@@ -204,7 +204,7 @@ HSTU_DEVICE auto as_left_operand(const Sum<kRowBlocks, kColumnBlocks>& sum) {
 template <typename Mma, int kRows, int kColumns, typename Sum, typename Element>
 HSTU_DEVICE void to_shared(const Sum& sum, Element* data) {
   using Tile = RowsTile<kRows, kColumns, Element>;
-  const int thread = thread_index();
+  const int thread = bounded_thread_index();
   const int first = Tile::offset(Mma::first_row(thread) + thread % 32 / 4,
                                  Mma::first_column(thread) + thread % 4 * 2);
 #pragma unroll

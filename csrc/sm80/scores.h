@@ -25,7 +25,7 @@ struct ScoreTile {
   int first_key;
 
   HSTU_DEVICE ScoreTile() {
-    const int thread = thread_index();
+    const int thread = bounded_thread_index();
     first_row = Mma::first_row(thread) + thread % 32 / 4;
     first_key = Order::key(Mma::first_column(thread) + thread % 4 * 2);
   }
@@ -38,6 +38,7 @@ struct ScoreTile {
   template <typename Hide>
   HSTU_DEVICE void for_each_hidden(const Mask& mask, int q_len, int r0, int k0, Hide hide) const {
     static_assert(kThreadRows == 2 || kThreadRows == 4, "a warp has 16 or 32 rows");
+    // NOTE: with a bounded index, the backward at head dim 128 would spill.
     const int lane = thread_index() % 32;
     const int second_half = kThreadRows > 2 && lane >= 16 ? row_offset(2) : 0;
     const int row = r0 + first_row - lane / 4 + lane % 16 + second_half;

@@ -17,7 +17,15 @@ template <bool kHidden = true>
 HSTU_DEVICE int thread_index() {
   int index = threadIdx.x;
   if constexpr (kHidden) asm volatile("" : "+r"(index));
-  __builtin_assume(index >= 0 && index < 1024);  // so that divisions are shifts
+  return index;
+}
+
+// The same, and the compiler knows that it is not negative, so that a division by a power of two is
+// a shift.
+template <bool kHidden = true>
+HSTU_DEVICE int bounded_thread_index() {
+  const int index = thread_index<kHidden>();
+  __builtin_assume(index >= 0 && index < 1024);
   return index;
 }
 
@@ -93,7 +101,7 @@ struct RowPasses {
   int column;
 
   HSTU_DEVICE RowPasses() {
-    const int thread = thread_index<kHidesThread>();
+    const int thread = bounded_thread_index<kHidesThread>();
     slot = thread / kChunks;
     column = thread % kChunks * 8;
   }
