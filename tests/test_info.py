@@ -375,5 +375,5 @@ def test_the_report_of_a_gpu(capfd, monkeypatch):
         )
         check_forward(report["cuda:0 forward"], BFLOAT16_TOLERANCE)
         check_forward(report["cpu forward"], FLOAT32_TOLERANCE)
-        monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
+        monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH", raising=False)
     assert report["CUDA kernels"].split(" for ")[0] in ("sm80", "sm90", "sm80 sm90")
