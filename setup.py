@@ -73,10 +73,10 @@ class CudaTarget(NamedTuple):
 # wgmma and TMA exist in sm_90a alone.
 ANY_GPU = "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90"
 CUDA_TARGETS = {
-    "sm80/backward": CudaTarget(ANY_GPU, 45),
-    "sm80/forward": CudaTarget(ANY_GPU, 30),
-    "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 70),
-    "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 30),
+    "sm80/backward": CudaTarget(ANY_GPU, 60),
+    "sm80/forward": CudaTarget(ANY_GPU, 40),
+    "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 90),
+    "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 40),
     "common": CudaTarget(ANY_GPU, 8),
 }
 
@@ -219,13 +219,14 @@ def dtypes() -> list[str]:
     return env_choice("HSTU_ATTN_DTYPES", DTYPES)
 
 
-def dtype_groups() -> list[list[str]]:
-    """The dtypes that one object file holds.
+def dtype_groups(target: CudaTarget) -> list[list[str]]:
+    """The dtypes that each object file of a source holds.
 
-    An object for each dtype halves the longest compilation, at the price of reading the headers
-    twice: that pays where there are more cores than sources.
+    An object for each dtype halves the longest compilations, at the price of reading the headers
+    twice: that pays for slow sources, where there are many cores.
     """
-    return [[dtype] for dtype in dtypes()] if nvcc_jobs() >= 8 else [dtypes()]
+    is_slow = target.seconds > 40 and nvcc_jobs() >= 8
+    return [[dtype] for dtype in dtypes()] if is_slow else [dtypes()]
 
 
 class CudaSource(NamedTuple):
@@ -254,7 +255,7 @@ def cuda_sources() -> list[CudaSource]:
         if arch.removeprefix("sm") in archs:
             for head_dim in reversed(head_dims()):
                 path = CSRC / arch / f"instantiations/{direction}_d{head_dim}.cu"
-                sources += [CudaSource(path, target, group) for group in dtype_groups()]
+                sources += [CudaSource(path, target, group) for group in dtype_groups(target)]
     small = [CudaSource(path, CUDA_TARGETS["common"], dtypes()) for path in CSRC.glob("*/*.cu")]
     return sorted(sources + small, key=lambda source: -source.seconds)
 
