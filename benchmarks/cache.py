@@ -1,4 +1,4 @@
-"""What operations of `PagedKVCache` take of the host.
+"""Measures the host time of the operations of `PagedKVCache`.
 
     python -m benchmarks.cache
     python -m benchmarks.cache --device cuda --batch 64 256 --new 1 --json cache.json

@@ -1,7 +1,7 @@
 // The plain structs that kernels receive. No torch, no CUTLASS: any backend can include this file.
 //
 // Every pointer says its [shape] and whether it may be null. Strides count elements, not bytes.
-// SPEC names used throughout: B batch, H heads, D head dim of q and k, Dv head dim of v.
+// Names used throughout: B batch, H heads, D head dim of q and k, Dv head dim of v.
 #pragma once
 
 #include <cstdint>

@@ -363,7 +363,7 @@ def print_table(metrics: Mapping[str, Mapping[str, float]], tasks: tuple[str, ..
 def measure_baselines(
     data: RankingData, tasks: tuple[str, ...], processes: Processes
 ) -> BaselineMetrics:
-    """What rates reach, those of items and users with the strength that does best in validation."""
+    """Returns the metrics of the rates; validation chooses how item and user rates are smoothed."""
     shown = processes.is_first
     # Each candidate in validation, then the three that are chosen in the test and two of them in
     # validation again.

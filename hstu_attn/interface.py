@@ -132,7 +132,7 @@ def hstu_attention(
 
 
 def clamped_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-    """`hstu_attention` for the functions that other libraries' users know (SPEC, section 9).
+    """`hstu_attention` for the functions that users of other libraries know.
 
     It accepts on every device what those libraries' GPU kernels accept, and differs from
     `hstu_attention` on a CPU, and with `HSTU_ATTN_CHECK=1`, where that raises for:

@@ -1,6 +1,6 @@
 // Products of tiles: CuTe's mma.sync and ldmatrix operations, with operands in shared memory.
 // Addresses and fragments are plain integer arithmetic: with TiledMMA and TiledCopy, the layout
-// algebra took five sixths of the compile time.
+// algebra took most of the compile time.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>

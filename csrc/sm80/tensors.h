@@ -1,4 +1,4 @@
-// What forward and backward share: shared-memory layouts and copies of rows.
+// Shared-memory layouts and copies of rows, for the forward and the backward.
 #pragma once
 
 #include <cstdint>

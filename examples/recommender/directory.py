@@ -33,7 +33,7 @@ class BaselineMetrics(TypedDict):
 
 
 def _held_by(out: Path) -> list[str]:
-    """What a directory holds that training took time to make, by name."""
+    """Lists the names of the checkpoints and results in a directory."""
     # A name that ends in ".writing" is of a checkpoint that is not whole.
     names = [path.name for path in (out / "checkpoints").glob("step-*")]
     has_checkpoints = any(not name.endswith(".writing") for name in names)
@@ -42,10 +42,10 @@ def _held_by(out: Path) -> list[str]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where there is no file.
+    """Reads a JSON file; returns None if there is no file.
 
     Raises:
-        ValueError: the file is no JSON.
+        ValueError: the file is not JSON.
     """
     try:
         return json.loads(path.read_text())

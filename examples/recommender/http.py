@@ -194,7 +194,7 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
 
 
 def invalid(where: Sequence[object], kind: str, message: str) -> RequestValidationError:
-    """What is answered 422."""
+    """Returns the error that FastAPI answers with status 422."""
     return RequestValidationError([{"type": kind, "loc": where, "msg": message}])
 
 

@@ -239,8 +239,8 @@ class Trainer(ABC, Generic[AnyBatch]):
             write_json(out / RUN, self.identity)
 
     def compare_with(self, measure: Callable[[], BaselineMetrics]) -> BaselineMetrics:
-        """What the baselines reach. It is found once for each run, and with `--no-baselines` only
-        read from the run's directory, if it is there.
+        """Returns the metrics of the baselines. They are computed once for each run; with
+        `--no-baselines` they are only read from the run's directory, if they are there.
 
         Args:
             measure: finds it; all processes call it together.
@@ -261,7 +261,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         best in validation.
 
         Raises:
-            TrainingError: a batch is malformed, or the loss is no number.
+            TrainingError: a batch is malformed, or the loss is not finite.
             OSError: something cannot be written; it has the path.
         """
         is_first = self.processes.is_first
@@ -321,8 +321,8 @@ class Trainer(ABC, Generic[AnyBatch]):
             raise TrainingError(f"malformed batch {self._where()}: {error}") from error
 
     def _learning_rate(self) -> float:
-        """Of the next step: linear warm-up, and a cosine from the first step to the last. A run
-        that is given more steps goes on at the rate that a run of so many steps has here."""
+        """Returns the learning rate of the next step: linear warm-up times a cosine over all steps.
+        A run that is given more steps continues at the rate of that longer cosine."""
         warmup = min(1.0, (self.step + 1) / max(1, self.options.warmup_steps))
         decay = (1 + math.cos(math.pi * self.step / self.steps)) / 2
         return self.options.learning_rate * warmup * decay

@@ -32,7 +32,7 @@ ACTIONS = (
     "is_profile_enter",
 )
 
-# What may differ between a run and the one that continues it: the loop checks steps and epochs.
+# These options may differ when a run is continued; the loop checks steps and epochs.
 NOT_PART_OF_THE_RUN = (
     *("data", "layout", "only", "cache_dir", "out", "resume", "device", "checkpoint_every"),
     *("steps", "epochs", "no_baselines"),

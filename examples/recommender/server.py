@@ -1,5 +1,4 @@
-"""What examples/serve.py runs once its options are known to be right: the model, the engine and the
-HTTP server."""
+"""Loads the model, and runs the engine and the HTTP server; serve.py has checked the options."""
 
 from __future__ import annotations
 
