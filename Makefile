@@ -130,7 +130,7 @@ asan: $(VENV)/.installed
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
-	    $(patsubst %,--ignore=tests/test_%.py,build benchmarks extras gpu_benchmarks layer_benchmark make_venv process_memory readme scoring_step triton_baseline)
+	    --ignore=tests/benchmarks --ignore=tests/packaging $(patsubst %,--ignore=tests/serving/test_%.py,process_memory scoring_step)
 
 # A small case of every kernel. Without the caching allocator each tensor is an allocation of its own,
 # so that a step outside is seen; SANITIZER is compute-sanitizer of the toolkit, or of pip's package

@@ -199,7 +199,8 @@ def check_prerequisites() -> None:
 
 def cpp_sources() -> list[tuple[Path, str]]:
     """The C++ sources of _C with their instruction-set flags, in link order."""
-    patterns = ("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp"] if cuda_wanted() else []))
+    cuda = ["cuda/*.cpp", "api/cuda/*.cpp"] if cuda_wanted() else []
+    patterns = ("*.cpp", "api/*.cpp", "cpu/*.cpp", *cuda)
     paths = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
     suffix = {path: path.stem.rpartition("_")[2] for path in paths}
     sources = [(path, "") for path in paths if suffix[path] not in X86_FLAGS]
@@ -347,7 +348,7 @@ rule link
     def host_module(self, output: str, python_include: Path = PYTHON_INCLUDE) -> None:
         """_host: the same masks and scheduler, for Python."""
         flags = f"-isystem '{pybind11.get_include()}' -isystem '{python_include}'"
-        sources = sorted(CSRC.glob("host/*.cpp"))
+        sources = [*sorted(CSRC.glob("host/*.cpp")), *sorted(CSRC.glob("serving/*.cpp"))]
         self.build("link", output, [self.compile("cxx", path, flags) for path in sources])
 
 

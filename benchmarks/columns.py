@@ -2,7 +2,7 @@
 
 - hstu_attn: this library, with the kernels that it chooses for the GPU
 - hstu_attn_sm80 and the like: with those of the architecture named (HSTU_ATTN_FORCE_ARCH)
-- triton: the baseline of triton_hstu.py
+- triton: the baseline of baselines/triton_hstu.py
 - flash2, cudnn: softmax attention of torch on a dense causal batch of the same shape
 """
 
@@ -111,7 +111,7 @@ class Triton(Column):
     """The baseline."""
 
     def __init__(self) -> None:
-        from . import triton_hstu
+        from .baselines import triton_hstu
 
         def function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             mask, longest = options["mask"], options["max_seqlen_q"]

@@ -70,7 +70,7 @@ from torch import Tensor
 
 from hstu_attn import Mask, reference
 
-from . import implementations
+from .baselines import plain_torch
 from .cases import Case, Inputs
 from .load import CpuUse, keep_freed_memory
 from .memory import MemoryProbe
@@ -145,7 +145,7 @@ def check(case: Case, name: str, results: Sequence[Tensor], exact: Sequence[Tens
 
 
 def run_once(
-    attention: implementations.Attention, inputs: Inputs
+    attention: plain_torch.Attention, inputs: Inputs
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Milliseconds of each direction, and what was computed."""
     leaves = inputs.leaves()
@@ -169,7 +169,7 @@ def time_case(
     exact = exact_results(case, input_sets[0])
     attentions = {}
     for name in names:
-        attentions[name] = implementations.make(name, case)
+        attentions[name] = plain_torch.make(name, case)
         check(case, name, run_once(attentions[name], input_sets[0])[1], exact)
     del exact
     for attention in attentions.values():  # warm-up
@@ -207,9 +207,9 @@ def time_case(
 
 def measure(case: Case, probe: MemoryProbe, options: Options) -> list[Result]:
     """All results of a case."""
-    names = list(implementations.NAMES)
+    names = list(plain_torch.NAMES)
     results = []
-    needed = implementations.padded_bytes(case)
+    needed = plain_torch.padded_bytes(case)
     if needed > PADDED_LIMIT:
         names = [name for name in names if name not in PADDED]
         reason = f"its score matrices take {needed / 1e9:.0f} GB"
@@ -232,9 +232,9 @@ def measure(case: Case, probe: MemoryProbe, options: Options) -> list[Result]:
 
 _COLUMNS = (
     *("sequences", "D", "dtype", "pass"),
-    *implementations.NAMES,
+    *plain_torch.NAMES,
     *(PER_SEQUENCE, "best other"),
-    *implementations.NAMES,
+    *plain_torch.NAMES,
 )
 _GROUPS = {4: "milliseconds", 8: "speedup over", 10: "peak extra MiB"}  # by first column
 _WIDEST = ("256 x 32..2048", "128", "bfloat16", "backward", *["12345.6"] * 10)
@@ -244,7 +244,7 @@ def table_row(results: Sequence[Result]) -> list[str]:
     """The cells of one case and direction."""
     by_name = {result.impl: result for result in results}
     first = results[0]
-    ms = {name: by_name[name].ms for name in implementations.NAMES}
+    ms = {name: by_name[name].ms for name in plain_torch.NAMES}
     ours = ms[OURS] or float("nan")
     others = [x for name, x in ms.items() if name != OURS and x]
     return [
@@ -252,10 +252,10 @@ def table_row(results: Sequence[Result]) -> list[str]:
         str(first.head_dim),
         first.dtype,
         first.direction,
-        *(_cell(ms[name], 2 if ours < 1 else 1) for name in implementations.NAMES),
+        *(_cell(ms[name], 2 if ours < 1 else 1) for name in plain_torch.NAMES),
         _cell((ms[PER_SEQUENCE] or float("nan")) / ours, 2),
         _cell(min(others, default=float("nan")) / ours, 2),
-        *(_cell(by_name[name].peak_mib, 1) for name in implementations.NAMES),
+        *(_cell(by_name[name].peak_mib, 1) for name in plain_torch.NAMES),
     ]
 
 

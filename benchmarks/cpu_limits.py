@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 import torch
 
-from . import implementations
+from .baselines import plain_torch
 from .cases import Case, Inputs
 from .cpu import DIRECTIONS, run_once
 from .report import Result, environment, print_environment, text_table, write_results
@@ -56,7 +56,7 @@ def available_levels(dtype: torch.dtype) -> list[str]:
             continue
         os.environ[VARIABLE] = level
         try:
-            run_once(implementations.make("hstu_attn", case), inputs)
+            run_once(plain_torch.make("hstu_attn", case), inputs)
             found.append(level)
         except ValueError:
             pass
@@ -78,7 +78,7 @@ def _time_matmul(dtype: torch.dtype) -> Callable[[], dict[str, float]]:
 
 def _time_kernel(case: Case, level: str) -> Callable[[], dict[str, float]]:
     inputs = Inputs.random(case, 0)
-    attention = implementations.make("hstu_attn", case)
+    attention = plain_torch.make("hstu_attn", case)
 
     def run() -> dict[str, float]:
         os.environ[VARIABLE] = level

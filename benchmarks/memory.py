@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 import torch
 
-from . import implementations
+from .baselines import plain_torch
 from .cases import Case, Inputs
 
 __all__ = ["MemoryProbe", "peak_growth"]
@@ -74,13 +74,13 @@ def _measure(case: Case, names: Sequence[str]) -> dict[str, dict[str, float]]:
     inputs = Inputs.random(case, seed=0)
     found = {}
     for name in names:
-        attention = implementations.make(name, case)
+        attention = plain_torch.make(name, case)
 
-        def forward(attention: implementations.Attention = attention) -> torch.Tensor:
+        def forward(attention: plain_torch.Attention = attention) -> torch.Tensor:
             with torch.no_grad():
                 return attention(inputs.q, inputs.k, inputs.v)
 
-        def backward(attention: implementations.Attention = attention) -> tuple[torch.Tensor, ...]:
+        def backward(attention: plain_torch.Attention = attention) -> tuple[torch.Tensor, ...]:
             leaves = inputs.leaves()
             out = attention(*leaves)
             return (out, *torch.autograd.grad(out, leaves, inputs.dout))

@@ -61,7 +61,7 @@ def nvidia_smi() -> list[tuple[str, str]]:
 
 
 def describe(what: str, *index: int) -> dict[str, str]:
-    """What csrc/describe.cpp says of the "cpu", of the "build", or of the "gpu" of an index."""
+    """What csrc/api/describe.cpp says of the "cpu", of the "build", or of the "gpu" of an index."""
     try:
         function = getattr(ctypes.CDLL(str(ops.LIBRARY_PATH)), f"hstu_attn_describe_{what}")
     except AttributeError:

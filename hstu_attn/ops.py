@@ -296,7 +296,7 @@ def _raise_what_is_meant(error: RuntimeError) -> None:
     _, marker, text = str(error).partition("NotImplementedError: ")
     if marker:
         raise NotImplementedError(text) from None
-    # NOTE: csrc/arguments.h. This arrives as ValueError up to torch 2.14, and not from 2.15 on.
+    # NOTE: csrc/api/arguments.h. This arrives as ValueError up to torch 2.14, and not from 2.15 on.
     if _BAD_ARGUMENT.match(str(error)):
         raise ValueError(str(error)) from None
 

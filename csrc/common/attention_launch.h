@@ -8,8 +8,8 @@
 #include <atomic>
 
 #include "launch.h"
-#include "prepare.h"
-#include "workspace.h"
+#include "../scheduler/prepare.h"
+#include "../scheduler/workspace.h"
 
 namespace hstu {
 

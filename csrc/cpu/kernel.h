@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../common/scheduler.h"
+#include "schedule.h"
 #include "../params.h"
 
 namespace hstu::cpu {

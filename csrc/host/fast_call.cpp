@@ -3,7 +3,7 @@
 //
 // Plain CPython in the call itself: pybind11's conversion of 38 arguments alone costs more than the
 // rest. torch's tensors are read by DLPack's C exchange API, which torch publishes as a capsule.
-#include "../fast_call.h"
+#include "../api/fast_call.h"
 
 #include <pybind11/pybind11.h>
 
@@ -240,7 +240,7 @@ void bind_fast_call(py::module_& m) {
         py::arg("kinds"), py::arg("exchange_api"), py::arg("tensor_types"), py::arg("obstacles"),
         "The forward operator as a function that does not go through the dispatcher.\n\n"
         "Args:\n"
-        "    function: the address of the operator's C function (csrc/fast_call.h).\n"
+        "    function: the address of the operator's C function (csrc/api/fast_call.h).\n"
         "    kinds: a letter for each argument of hstu_varlen_fwd_out: t, o, i, f or b.\n"
         "    exchange_api: torch.Tensor.__dlpack_c_exchange_api__.\n"
         "    tensor_types: the types of tensors that are taken.\n"

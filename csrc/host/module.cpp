@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../common/scheduler.h"
+#include "../cpu/schedule.h"
 
 namespace py = pybind11;
 

@@ -1,7 +1,7 @@
 // A tile of scores in registers: which element is whose; bias, activation and mask.
 #pragma once
 
-#include "../common/work_list.h"
+#include "../scheduler/work_list.h"
 #include "products.h"
 
 namespace hstu::sm80 {

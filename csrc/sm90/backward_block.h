@@ -1,7 +1,7 @@
 // What a block of the backward works on and keeps in shared memory.
 #pragma once
 
-#include "../common/work_list.h"
+#include "../scheduler/work_list.h"
 #include "pipeline.h"
 #include "stores.h"
 

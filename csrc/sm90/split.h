@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../common/pages.h"
-#include "../common/work_list.h"
+#include "../scheduler/work_list.h"
 #include "stores.h"
 
 namespace hstu::sm90 {

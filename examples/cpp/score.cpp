@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "host/page_table.h"
+#include "serving/page_table.h"
 
 namespace {
 

@@ -13,7 +13,7 @@ itself.
 With 1,024 sequences of log-normal lengths (median 200, sigma 1, at most 8,192), 8 ranks and a layer
 of width 512 with 4 heads of 128, the most loaded rank has 1.31 times the mean load where sequences
 are dealt round in turn, and less than 1.0001 times where they are balanced (means of 20 batches,
-computed by `tests/test_balance.py`).
+computed by `tests/data/test_balance.py`).
 """
 
 from __future__ import annotations

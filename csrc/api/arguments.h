@@ -1,0 +1,270 @@
+// What the ops are called with: reading, checking, and conversion to params.h. Of torch this sees
+// the names of dtypes alone; stable_tensor.h and fast_call.h have where the arguments come from.
+//
+// A bad argument is a std::invalid_argument (ValueError in Python) that names the argument, what
+// was expected and what came.
+#pragma once
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "../paged/append.h"
+#include "../params.h"
+#include "tensor_view.h"
+
+namespace hstu {
+
+// The part of the schemas that all ops share, in the order in which Arguments reads it.
+#define HSTU_SHARED_SCHEMA                                                                      \
+  "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, " \
+  "Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt scaling_seqlen, "        \
+  "Tensor? attn_scale, float alpha, Tensor? num_contexts, Tensor? num_targets, "                \
+  "SymInt target_group_size, SymInt window_left, SymInt window_right, "                         \
+  "SymInt min_full_attn_seq_len, Tensor? row_spans, Tensor? func, Tensor? rab, "                \
+  "Tensor? pos_weight, Tensor? ts_weight, Tensor? timestamps, Tensor? row_timestamps, "         \
+  "Tensor? ts_thresholds, "
+#define HSTU_PAGED_SCHEMA                                                              \
+  "Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
+  "Tensor? kv_scales, "
+#define HSTU_OPTIONS_SCHEMA                                                   \
+  "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, " \
+  "bool deterministic, int sm_margin, bool strict"
+
+// Views: whoever reads the arguments keeps the tensors.
+struct Arguments {
+  TensorView q, k, v, cu_seqlens_q, cu_seqlens_k;
+  OptionalView seqused_q, seqused_k;
+  int64_t max_seqlen_q, max_seqlen_k, scaling_seqlen;
+  OptionalView attn_scale;
+  double alpha;
+  OptionalView num_contexts, num_targets;
+  int64_t target_group_size, window_left, window_right, min_full_attn_seq_len;
+  OptionalView row_spans, func, rab;
+  OptionalView pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds;
+  OptionalView kv_cache, page_offsets, page_ids, last_page_lens, kv_scales;
+  int64_t quant_mode;
+  OptionalView q_descale, k_descale, v_descale;
+  bool deterministic;
+  int64_t sm_margin;
+  // Counts and lengths beyond what is possible are errors where values are checked. Without it, the
+  // kernels' clamps give them a meaning (load_sequence in common/sequence.h).
+  bool strict;
+
+  // A Reader has read(T&), which gives one argument of the schema after another. The forward ops
+  // have the paged arguments, the backward ops have not.
+  template <typename Reader>
+  Arguments(Reader& in, bool has_paged) {
+    const auto read = [&in](auto&... values) { (in.read(values), ...); };
+    read(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
+    read(max_seqlen_q, max_seqlen_k, scaling_seqlen, attn_scale, alpha);
+    read(num_contexts, num_targets, target_group_size, window_left, window_right);
+    read(min_full_attn_seq_len, row_spans, func);
+    read(rab, pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds);
+    if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales);
+    read(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin, strict);
+  }
+};
+
+// What append_paged_kv is called with.
+struct AppendArguments {
+  TensorView k, v, kv_cache, page_offsets, page_ids, cu_seqlens_q, cu_seqlens_k;
+  OptionalView num_targets, kv_scales;
+
+  template <typename Reader>
+  explicit AppendArguments(Reader& in) {
+    in.read(k);
+    in.read(v);
+    in.read_written(kv_cache);
+    in.read(page_offsets);
+    in.read(page_ids);
+    in.read(cu_seqlens_q);
+    in.read(cu_seqlens_k);
+    in.read(num_targets);
+    in.read_written(kv_scales);
+  }
+};
+
+// ------------------------------------------------------------------------------------- checks
+
+// NOTE: every call passes these checks, so no text is put together before one has failed.
+template <typename... Parts>
+std::string join(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+// Throws "NAME: expected EXPECTED, got GOT".
+[[noreturn]] inline void fail(const std::string& name, const std::string& expected,
+                              const std::string& got) {
+  throw std::invalid_argument(name + ": expected " + expected + ", got " + got);
+}
+
+inline std::string describe_shape(const TensorView& tensor) {
+  std::string text = "shape (";
+  for (int64_t n = 0; n < tensor.dim(); ++n) {
+    text += (n ? ", " : "") + std::to_string(tensor.size(n));
+  }
+  return text + ")";
+}
+
+inline std::string describe_strides(const TensorView& tensor) {
+  std::string text = "strides (";
+  for (int64_t n = 0; n < tensor.dim(); ++n) {
+    text += (n ? ", " : "") + std::to_string(tensor.stride(n));
+  }
+  return text + ")";
+}
+
+inline std::string describe_dtype(const TensorView& tensor) {
+  switch (tensor.dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    default:
+      return torch::headeronly::toString(tensor.dtype);
+  }
+}
+
+inline void check_range(const char* name, int64_t value, int64_t low, int64_t high,
+                        const char* expected) {
+  if (value < low || value > high) fail(name, expected, std::to_string(value));
+}
+
+inline void check_device(const char* name, const TensorView& tensor, const TensorView& q,
+                         const char* whose = "q") {
+  if (tensor.is_on_device_of(q)) return;
+  const auto describe = [](const TensorView& t) -> std::string {
+    return t.device_type == DeviceType::kCpu    ? "cpu"
+           : t.device_type == DeviceType::kCuda ? join("cuda:", t.device_index)
+                                                : "another device";
+  };
+  fail(name, join("the device of ", whose, " (", describe(q), ")"), describe(tensor));
+}
+
+// A shape entry of -1 accepts any size.
+inline void check_shape(const char* name, const TensorView& tensor,
+                        std::initializer_list<int64_t> shape, const char* meaning) {
+  const auto matches = [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; };
+  if (std::ranges::equal(tensor.sizes, shape, matches)) return;
+  std::string expected;
+  for (const int64_t size : shape) {
+    expected += (expected.empty() ? "" : ", ") + (size < 0 ? "any" : std::to_string(size));
+  }
+  fail(name, join("shape ", meaning, " = (", expected, ")"), describe_shape(tensor));
+}
+
+inline void check_last_stride(const char* name, const TensorView& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) > 1 && tensor.numel() > 0 && tensor.stride(last) != 1) {
+    fail(name, "a contiguous last dimension", describe_strides(tensor));
+  }
+}
+
+inline DType to_dtype(const char* name, const TensorView& tensor) {
+  switch (tensor.dtype) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    default:
+      fail(name, "float32, bfloat16, float16 or float64", describe_dtype(tensor));
+  }
+}
+
+inline void check_dtype(const char* name, const TensorView& tensor, const TensorView& q,
+                        const char* whose = "q") {
+  if (tensor.dtype != q.dtype) {
+    fail(name, join("the dtype of ", whose, " (", describe_dtype(q), ")"), describe_dtype(tensor));
+  }
+}
+
+inline void check_dtype(const char* name, const TensorView& tensor, ScalarType dtype,
+                        const char* expected) {
+  if (tensor.dtype != dtype) fail(name, expected, describe_dtype(tensor));
+}
+
+// A bias may have the dtype of q or be float32.
+inline DType bias_dtype(const char* name, const TensorView& tensor, const TensorView& q) {
+  const bool good = tensor.dtype == q.dtype || tensor.dtype == ScalarType::Float;
+  if (!good)
+    fail(name, "float32 or the dtype of q (" + describe_dtype(q) + ")", describe_dtype(tensor));
+  return to_dtype(name, tensor);
+}
+
+// --------------------------------------------------------------------------------- conversion
+
+// An int32 or int64 vector of `size` values; -1 accepts any number.
+inline IndexArray to_index_array(const char* name, const TensorView& tensor, const TensorView& q,
+                                 int64_t size, const char* meaning, const char* whose = "q") {
+  check_device(name, tensor, q, whose);
+  check_shape(name, tensor, {size}, meaning);
+  check_last_stride(name, tensor);
+  const bool is_int64 = tensor.dtype == ScalarType::Long;
+  if (!is_int64 && tensor.dtype != ScalarType::Int) {
+    fail(name, "int32 or int64", describe_dtype(tensor));
+  }
+  return {tensor.data, is_int64};
+}
+
+inline IndexArray to_index_array(const char* name, const OptionalView& tensor, const TensorView& q,
+                                 int64_t size, const char* meaning, const char* whose = "q") {
+  return tensor ? to_index_array(name, *tensor, q, size, meaning, whose) : IndexArray{};
+}
+
+// The same of at least `size` values: page tables may be buffers of the largest batch.
+inline IndexArray to_index_prefix(const char* name, const TensorView& tensor, const TensorView& q,
+                                  int64_t size, const char* meaning, const char* whose = "q") {
+  const IndexArray array = to_index_array(name, tensor, q, -1, meaning, whose);
+  if (tensor.size(0) < size) {
+    fail(name, join("at least ", size, " values ", meaning), describe_shape(tensor));
+  }
+  return array;
+}
+
+// A packed tensor (rows, heads, head_dim) like q in dtype and device.
+inline PackedTensor to_packed(const char* name, const TensorView& tensor, const TensorView& q,
+                              int64_t rows, int64_t heads, int64_t head_dim, const char* meaning) {
+  check_device(name, tensor, q);
+  check_dtype(name, tensor, q);
+  check_shape(name, tensor, {rows, heads, head_dim}, meaning);
+  check_last_stride(name, tensor);
+  return {tensor.data, tensor.stride(0), tensor.stride(1), static_cast<int>(tensor.size(2))};
+}
+
+inline DenseBias to_dense_bias(const TensorView& tensor, DType dtype) {
+  return {tensor.data,
+          dtype,
+          static_cast<int>(tensor.size(1)),
+          static_cast<int>(tensor.size(2)),
+          tensor.stride(0),
+          tensor.stride(1),
+          tensor.stride(2)};
+}
+
+// Checks everything that needs no value of a tensor on a device, and fills `params`.
+void to_params(const Arguments& args, ForwardParams& params);
+void to_params(const AppendArguments& args, AppendParams& params);
+
+// Checks offsets, lengths, counts and pages, all in host memory; see Arguments::strict.
+void check_values(const ForwardParams& params, const Arguments& args);
+void check_values(const AppendParams& params);
+
+}  // namespace hstu

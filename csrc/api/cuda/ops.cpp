@@ -1,0 +1,247 @@
+// Runs the ops on a GPU: what kernels need beyond `params`, and copies of what they cannot take.
+#include "../ops.h"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <climits>
+#include <cstdlib>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "../../common/cuda_check.h"
+#include "../../dispatch.h"
+#include "../stable_tensor.h"
+
+// NOTE: libtorch_cuda has it, which a CPU-only torch lacks; the same library must load there too.
+#pragma weak aoti_torch_get_current_cuda_stream
+
+namespace hstu {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t current_stream(int device_index) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+void check_built(const Arguments& args, const ForwardParams& params) {
+  if (params.dtype != DType::kBFloat16 && params.dtype != DType::kFloat16) {
+    throw NotImplemented("q: on a GPU bfloat16 and float16 are built, got " +
+                         describe_dtype(args.q));
+  }
+  if (params.relative_bias) {
+    throw NotImplemented(std::string(args.pos_weight ? "pos_weight" : "ts_weight") +
+                         ": the relative bias is not built for GPUs, only rab is");
+  }
+}
+
+// ------------------------------------------------------------------------------------ alignment
+
+// Whether kernels can take it: by 16-byte accesses, with strides of 32 bits.
+bool is_aligned(const PackedTensor& packed) {
+  return reinterpret_cast<uintptr_t>(packed.data) % 16 == 0 && packed.row_stride % 8 == 0 &&
+         packed.head_stride % 8 == 0 && packed.row_stride <= INT_MAX;
+}
+
+// Contiguous stand-ins for what is not aligned. They live on the stream that the kernels run on, so
+// they may go as soon as these are launched.
+class AlignedCopies {
+ public:
+  void input(const TensorView& tensor, PackedTensor& packed) {
+    if (is_aligned(packed)) return;
+    Tensor copy = replace(tensor, packed);
+    torch::stable::copy_(copy, as_tensor(tensor));
+  }
+  void inputs(const Arguments& args, ForwardParams& params) {
+    input(args.q, params.q);
+    input(args.k, params.k);
+    input(args.v, params.v);
+    if (args.kv_cache) pages(*args.kv_cache, params.paged);
+  }
+  void pages(const TensorView& cache, PagedParams& paged) {
+    // NOTE: e4m3 rows of head dims that are odd multiples of 8 begin between 16 bytes in any case.
+    const int unit = paged.scales && cache.size(4) % 16 == 0 ? 16 : 8;
+    const bool aligned = reinterpret_cast<uintptr_t>(paged.kv_cache) % 16 == 0 &&
+                         paged.page_stride % unit == 0 && paged.kv_stride % unit == 0 &&
+                         paged.slot_stride % unit == 0 && paged.head_stride % unit == 0;
+    if (aligned) return;
+    Tensor copy = allocate(cache, cache.sizes);
+    torch::stable::copy_(copy, as_tensor(cache));
+    inputs_.push_back(copy);
+    paged.kv_cache = copy.mutable_data_ptr();
+    paged.page_stride = copy.stride(0);
+    paged.kv_stride = copy.stride(1);
+    paged.slot_stride = copy.stride(2);
+    paged.head_stride = copy.stride(3);
+  }
+  void output(const TensorView& tensor, PackedTensor& packed) {
+    if (!is_aligned(packed)) outputs_.emplace_back(tensor, replace(tensor, packed));
+  }
+  void copy_back() {
+    for (const auto& [tensor, copy] : outputs_) {
+      Tensor to = as_tensor(tensor);
+      torch::stable::copy_(to, copy);
+    }
+  }
+
+ private:
+  Tensor replace(const TensorView& tensor, PackedTensor& packed) {
+    const Tensor copy = allocate(tensor, tensor.sizes);
+    packed.data = copy.mutable_data_ptr();
+    packed.row_stride = copy.stride(0);
+    packed.head_stride = copy.stride(1);
+    return inputs_.emplace_back(copy);
+  }
+
+  std::vector<Tensor> inputs_;
+  std::vector<std::pair<TensorView, Tensor>> outputs_;
+};
+
+// --------------------------------------------------------------------------- HSTU_ATTN_CHECK=1
+
+// Copies of index arrays in host memory; waits for the stream.
+class HostCopies {
+ public:
+  explicit HostCopies(cudaStream_t stream) : stream_(stream) {}
+
+  void replace(IndexArray& array, size_t count) {
+    if (!array) return;
+    std::vector<char>& copy = copies_.emplace_back(count * (array.is_int64 ? 8 : 4));
+    check_cuda(
+        cudaMemcpyAsync(copy.data(), array.data, copy.size(), cudaMemcpyDeviceToHost, stream_),
+        "HSTU_ATTN_CHECK");
+    check_cuda(cudaStreamSynchronize(stream_), "HSTU_ATTN_CHECK");
+    array.data = copy.data();
+  }
+
+ private:
+  cudaStream_t stream_;
+  std::vector<std::vector<char>> copies_;
+};
+
+// A debugging aid: kernels clamp what offsets and counts say, and so hide that they are wrong.
+bool checks_values() {
+  const char* asked = std::getenv("HSTU_ATTN_CHECK");
+  return asked && std::string_view(asked) == "1";
+}
+
+template <typename Params>
+void replace_index_arrays(HostCopies& copies, Params& params) {
+  BatchParams& batch = params.batch;
+  const size_t count = batch.batch;
+  copies.replace(batch.cu_seqlens_q, count + 1);
+  copies.replace(batch.cu_seqlens_k, count + 1);
+  copies.replace(batch.seqused_q, count);
+  copies.replace(batch.seqused_k, count);
+  copies.replace(batch.num_contexts, count);
+  copies.replace(batch.num_targets, count);
+  PagedParams& paged = params.paged;
+  copies.replace(paged.page_offsets, count + 1);
+  copies.replace(paged.page_ids, paged.num_page_ids);
+  copies.replace(paged.last_page_lens, count);
+}
+
+void check_values_on_host(const Arguments& args, ForwardParams params) {
+  const int device_index = args.q.device_index;
+  const DeviceGuard guard(device_index);
+  HostCopies copies(current_stream(device_index));
+  replace_index_arrays(copies, params);
+  check_values(params, args);
+}
+
+// -------------------------------------------------------------------------------------- launches
+
+// One call of an op, whose device is current meanwhile.
+class Call {
+ public:
+  explicit Call(const Arguments& args) : q_(args.q), guard_(q_.device_index) {
+    launch_.device = cuda_device(q_.device_index);
+    launch_.stream = current_stream(q_.device_index);
+    launch_.sm_margin = static_cast<int>(args.sm_margin);
+    launch_.deterministic = args.deterministic;
+  }
+
+  const CudaDevice& device() const { return launch_.device; }
+
+  template <typename Kernel, typename Params>
+  void run(const Kernel& kernel, const Params& params) {
+    std::optional<Tensor> workspace;  // may go when the kernels are launched, as AlignedCopies
+    if (const int64_t bytes = kernel.workspace_bytes(params, launch_); bytes > 0) {
+      workspace = allocate(q_, {bytes}, ScalarType::Byte);
+      launch_.workspace = workspace->mutable_data_ptr();
+    }
+    kernel.run(params, launch_);
+  }
+
+ private:
+  const TensorView& q_;
+  DeviceGuard guard_;
+  CudaLaunch launch_;
+};
+
+bool has_work(const BatchParams& batch) {
+  return batch.batch > 0 && batch.total_q > 0 && batch.total_k > 0;
+}
+
+}  // namespace
+
+void CudaOps::check(const Arguments& args, const ForwardParams& params) {
+  check_built(args, params);
+  if (checks_values()) check_values_on_host(args, params);
+}
+
+void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParams& params) {
+  Call call(args);
+  if (!has_work(params.batch)) {
+    fill_with_zeros(out);
+    return;
+  }
+  AlignedCopies copies;
+  copies.inputs(args, params);
+  copies.output(out, params.out);
+  call.run(forward_kernel(call.device(), params), params);
+  copies.copy_back();
+}
+
+void CudaOps::backward(const Arguments& args, const TensorView& dout, const Gradients& gradients,
+                       BackwardParams& params) {
+  Call call(args);
+  if (!has_work(params.batch)) {
+    for (const TensorView* tensor : {&gradients.dq, &gradients.dk, &gradients.dv}) {
+      fill_with_zeros(*tensor);
+    }
+    if (gradients.drab) fill_with_zeros(*gradients.drab);
+    return;
+  }
+  AlignedCopies copies;
+  copies.inputs(args, params);
+  copies.input(dout, params.dout);
+  copies.output(gradients.dq, params.dq);
+  copies.output(gradients.dk, params.dk);
+  copies.output(gradients.dv, params.dv);
+  const BackwardKernel kernel = backward_kernel(call.device(), params);
+  if (gradients.drab && !kernel.writes_drab_whole) fill_with_zeros(*gradients.drab);
+  call.run(kernel, params);
+  copies.copy_back();
+}
+
+void CudaOps::append(const AppendArguments& args, const AppendParams& params) {
+  if (params.paged.scales && params.element_bytes != 2) {
+    throw NotImplemented("k: on a GPU bfloat16 and float16 are built beside kv_scales, got " +
+                         describe_dtype(args.k));
+  }
+  const int device_index = args.k.device_index;
+  const DeviceGuard guard(device_index);
+  if (checks_values()) {
+    HostCopies copies(current_stream(device_index));
+    AppendParams copied = params;
+    replace_index_arrays(copies, copied);
+    check_values(copied);
+  }
+  append_on_gpu(params, cuda_device(device_index).multiprocessors, current_stream(device_index));
+}
+
+}  // namespace hstu

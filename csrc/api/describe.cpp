@@ -1,0 +1,60 @@
+// What `python -m hstu_attn.info` asks of this library: "name value" lines, through plain C.
+#include <exception>
+#include <string>
+
+#include "../cpu/select.h"
+#if defined(USE_CUDA)
+#include "../dispatch.h"
+#endif
+
+#define HSTU_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// The text that `describe` returns, or "error" and what it threw: nothing may be thrown through C.
+// The pointer is valid until this thread's next call.
+template <typename Describe>
+const char* returning_text(Describe describe) {
+  thread_local std::string text;
+  try {
+    text = describe();
+  } catch (const std::exception& error) {
+    text = std::string("error ") + error.what();
+  }
+  return text.c_str();
+}
+
+}  // namespace
+
+// The instruction set of the CPU kernel that each dtype gets.
+HSTU_EXPORT const char* hstu_attn_describe_cpu() {
+  using namespace hstu;
+  return returning_text([] {
+    const auto isa = [](DType dtype) { return std::string(cpu::select_kernel(dtype).name); };
+    return "float32 " + isa(DType::kFloat32) + "\nbfloat16 " + isa(DType::kBFloat16) +
+           "\nfloat16 " + isa(DType::kFloat16);
+  });
+}
+
+// The CUDA kernels of this build, and the versions of its CUDA runtime and of the driver; empty
+// where it was built without them.
+HSTU_EXPORT const char* hstu_attn_describe_build() {
+#if defined(USE_CUDA)
+  return returning_text([] { return hstu::describe_build(); });
+#else
+  return "";
+#endif
+}
+
+// The GPU with CUDA's ordinal `index`, and the kernels that it gets.
+HSTU_EXPORT const char* hstu_attn_describe_gpu([[maybe_unused]] int index) {
+#if defined(USE_CUDA)
+  return returning_text([index] {
+    const hstu::CudaDevice device = hstu::cuda_device(index);
+    return "arch " + std::to_string(device.arch) + "\nshared_memory " +
+           std::to_string(device.shared_memory_bytes);
+  });
+#else
+  return "error no CUDA kernels in this build";
+#endif
+}

@@ -1,0 +1,266 @@
+// The dispatcher ops: schemas, outputs, registration. See arguments.h for what is checked, and
+// fast_call.h for the ops without the dispatcher.
+#include "ops.h"
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "../cpu/runner.h"
+#include "dlpack_tensor.h"
+#include "stable_tensor.h"
+
+namespace hstu {
+namespace {
+
+using torch::stable::detail::from;
+
+// Empty outputs stand for gradients that were not asked for.
+Tensor no_gradient(const TensorView& q) { return allocate(q, {0}); }
+
+void set_output(const TensorView& out, const Arguments& args, ForwardParams& params) {
+  params.out = to_packed("out", out, args.q, args.q.size(0), args.q.size(1), args.v.size(2),
+                         "(total_q, heads, head_dim_v)");
+}
+
+float* to_table_gradient(const char* name, const TensorView& gradient, const OptionalView& weight,
+                         const char* weight_name) {
+  if (!weight) fail(name, join("None without ", weight_name), "a tensor");
+  check_device(name, gradient, *weight);
+  check_dtype(name, gradient, ScalarType::Float, "float32");
+  check_shape(name, gradient, {weight->size(0), weight->size(1)}, weight_name);
+  if (!gradient.is_contiguous()) fail(name, "a contiguous tensor", describe_strides(gradient));
+  fill_with_zeros(gradient);
+  return static_cast<float*>(gradient.data);
+}
+
+void set_gradients(const TensorView& dout, const Gradients& gradients, const Arguments& args,
+                   BackwardParams& params) {
+  const TensorView& q = args.q;
+  const int64_t total_q = q.size(0), total_k = args.k.size(0), heads = q.size(1);
+  const int64_t d = q.size(2), dv = args.v.size(2);
+  params.dout = to_packed("dout", dout, q, total_q, heads, dv, "(total_q, heads, head_dim_v)");
+  params.dq = to_packed("dq", gradients.dq, q, total_q, heads, d, "(total_q, heads, head_dim)");
+  params.dk = to_packed("dk", gradients.dk, q, total_k, heads, d, "(total_k, heads, head_dim)");
+  params.dv = to_packed("dv", gradients.dv, q, total_k, heads, dv, "(total_k, heads, head_dim_v)");
+  if (gradients.drab) {
+    const TensorView& drab = *gradients.drab;
+    if (!args.rab) fail("drab", "None without rab", "a tensor");
+    check_device("drab", drab, q);
+    check_dtype("drab", drab, args.rab->dtype, "the dtype of rab");
+    check_shape("drab", drab,
+                {args.rab->size(0), args.rab->size(1), args.rab->size(2), args.rab->size(3)},
+                "of rab");
+    check_last_stride("drab", drab);
+    params.drab = to_dense_bias(drab, params.rab.dtype);
+  }
+  if (gradients.dpos_weight) {
+    params.dpos_weight =
+        to_table_gradient("dpos_weight", *gradients.dpos_weight, args.pos_weight, "pos_weight");
+  }
+  if (gradients.dts_weight) {
+    params.dts_weight =
+        to_table_gradient("dts_weight", *gradients.dts_weight, args.ts_weight, "ts_weight");
+  }
+}
+
+// ----------------------------------------------------------------------------------------- CPU
+
+cpu::Parallel torch_threads() {
+  const auto run = [](int count, const std::function<void(int)>& function) {
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) function(static_cast<int>(n));
+    });
+  };
+  return {static_cast<int>(torch::stable::get_num_threads()), run};
+}
+
+struct CpuOps {
+  static void check(const Arguments& args, const ForwardParams& params) {
+    check_values(params, args);
+  }
+  static void forward(const Arguments&, const TensorView&, ForwardParams& params) {
+    cpu::run_forward(params, torch_threads());
+  }
+  static void backward(const Arguments&, const TensorView&, const Gradients& gradients,
+                       BackwardParams& params) {
+    if (gradients.drab) fill_with_zeros(*gradients.drab);
+    cpu::run_backward(params, torch_threads());
+  }
+  static void append(const AppendArguments&, const AppendParams& params) {
+    check_values(params);
+    append_on_cpu(params);
+  }
+};
+
+// --------------------------------------------------------------------------------- boxed kernels
+
+// hstu_varlen_fwd(..., ) -> Tensor
+template <typename DeviceOps>
+void fwd(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const Arguments args(in, true);
+  ForwardParams params;
+  to_params(args, params);
+  const Tensor out = allocate(args.q, {args.q.size(0), args.q.size(1), args.v.size(2)});
+  DeviceOps::check(args, params);
+  set_output(written_view(out), args, params);
+  DeviceOps::forward(args, written_view(out), params);
+  stack[0] = from(out);
+}
+
+// hstu_varlen_fwd_out(..., Tensor(a!) out) -> ()
+template <typename DeviceOps, typename Reader>
+void forward_into_output(Reader in) {
+  const Arguments args(in, true);
+  TensorView out;
+  in.read_written(out);
+  ForwardParams params;
+  to_params(args, params);
+  DeviceOps::check(args, params);
+  set_output(out, args, params);
+  DeviceOps::forward(args, out, params);
+}
+template <typename DeviceOps>
+void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
+  forward_into_output<DeviceOps>(StackReader(stack));
+}
+
+// hstu_varlen_bwd(Tensor dout, ..., bool has_drab, bool has_dtables) -> six gradients
+template <typename DeviceOps>
+void bwd(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  TensorView dout;
+  in.read(dout);
+  const Arguments args(in, false);
+  bool has_drab = false, has_dtables = false;
+  in.read(has_drab);
+  in.read(has_dtables);
+  BackwardParams params;
+  to_params(args, params);
+
+  const TensorView& q = args.q;
+  if (has_drab && !args.rab) fail("rab", "a tensor where has_drab is set", "None");
+  const auto gradient = [&](bool wanted, const OptionalView& of, std::optional<ScalarType> dtype) {
+    return wanted && of ? allocate(*of, of->sizes, dtype) : no_gradient(q);
+  };
+  const Tensor outputs[] = {allocate(q, q.sizes),
+                            allocate(args.k, args.k.sizes),
+                            allocate(args.v, args.v.sizes),
+                            gradient(has_drab, args.rab, std::nullopt),
+                            gradient(has_dtables, args.pos_weight, ScalarType::Float),
+                            gradient(has_dtables, args.ts_weight, ScalarType::Float)};
+  Gradients gradients = {
+      written_view(outputs[0]), written_view(outputs[1]), written_view(outputs[2]), {}, {}, {}};
+  if (has_drab) gradients.drab = written_view(outputs[3]);
+  if (has_dtables && args.pos_weight) gradients.dpos_weight = written_view(outputs[4]);
+  if (has_dtables && args.ts_weight) gradients.dts_weight = written_view(outputs[5]);
+  DeviceOps::check(args, params);
+  set_gradients(dout, gradients, args, params);
+  DeviceOps::backward(args, dout, gradients, params);
+  for (int n = 0; n < 6; ++n) stack[n] = from(outputs[n]);
+}
+
+// hstu_varlen_bwd_out(Tensor dout, ..., Tensor(a!) dq, ...) -> ()
+template <typename DeviceOps>
+void bwd_out(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  TensorView dout;
+  in.read(dout);
+  const Arguments args(in, false);
+  Gradients gradients;
+  in.read_written(gradients.dq);
+  in.read_written(gradients.dk);
+  in.read_written(gradients.dv);
+  in.read_written(gradients.drab);
+  in.read_written(gradients.dpos_weight);
+  in.read_written(gradients.dts_weight);
+  BackwardParams params;
+  to_params(args, params);
+  DeviceOps::check(args, params);
+  set_gradients(dout, gradients, args, params);
+  DeviceOps::backward(args, dout, gradients, params);
+}
+
+// append_paged_kv(..., Tensor(a!) kv_cache, ..., Tensor(b!)? kv_scales) -> ()
+template <typename DeviceOps>
+void append(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const AppendArguments args(in);
+  AppendParams params;
+  to_params(args, params);
+  if (params.batch.batch > 0 && params.batch.total_q > 0) DeviceOps::append(args, params);
+}
+
+// ------------------------------------------------------------------------------------ fast calls
+
+// Nothing may be thrown through C; texts are those of the op.
+template <typename Function>
+FastResult returning_errors(FastCall* call, Function function) {
+  thread_local std::string text;
+  const auto failed = [&](FastResult result, const char* what) {
+    text = what;
+    call->error = text.c_str();
+    return result;
+  };
+  if (call->version != kFastCallVersion) return FastResult::kLeftToOperator;
+  try {
+    function();
+    return FastResult::kDone;
+  } catch (const LeftToOperator&) {
+    return FastResult::kLeftToOperator;
+  } catch (const std::invalid_argument& error) {
+    return failed(FastResult::kValueError, error.what());
+  } catch (const std::exception& error) {
+    return failed(FastResult::kRuntimeError, error.what());
+  } catch (...) {
+    return failed(FastResult::kRuntimeError, "hstu_attn: an unknown error");
+  }
+}
+
+}  // namespace
+}  // namespace hstu
+
+// hstu_varlen_fwd_out
+extern "C" __attribute__((visibility("default"))) hstu::FastResult hstu_attn_fast_fwd_out(
+    hstu::FastCall* call) {
+  using namespace hstu;
+  return returning_errors(call, [call] {
+    if (to_device_type(call->arguments[0].tensor->device) == DeviceType::kCpu) {
+      return forward_into_output<CpuOps>(FastReader(*call));
+    }
+#if defined(USE_CUDA)
+    forward_into_output<CudaOps>(FastReader(*call));
+#else
+    throw LeftToOperator{};
+#endif
+  });
+}
+
+STABLE_TORCH_LIBRARY(hstu_attn, m) {
+  m.def("hstu_varlen_fwd(" HSTU_SHARED_SCHEMA HSTU_PAGED_SCHEMA HSTU_OPTIONS_SCHEMA ") -> Tensor");
+  m.def("hstu_varlen_fwd_out(" HSTU_SHARED_SCHEMA HSTU_PAGED_SCHEMA HSTU_OPTIONS_SCHEMA
+        ", Tensor(a!) out) -> ()");
+  m.def("hstu_varlen_bwd(Tensor dout, " HSTU_SHARED_SCHEMA HSTU_OPTIONS_SCHEMA
+        ", bool has_drab, bool has_dtables) -> (Tensor dq, Tensor dk, Tensor dv, Tensor drab, "
+        "Tensor dpos_weight, Tensor dts_weight)");
+  m.def("hstu_varlen_bwd_out(Tensor dout, " HSTU_SHARED_SCHEMA HSTU_OPTIONS_SCHEMA
+        ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
+        "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
+  m.def(
+      "append_paged_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor page_offsets, "
+      "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets, "
+      "Tensor(b!)? kv_scales) -> ()");
+}
+
+#define HSTU_REGISTER(DeviceOps)                                 \
+  m.impl("hstu_varlen_fwd", hstu::fwd<hstu::DeviceOps>);         \
+  m.impl("hstu_varlen_fwd_out", hstu::fwd_out<hstu::DeviceOps>); \
+  m.impl("hstu_varlen_bwd", hstu::bwd<hstu::DeviceOps>);         \
+  m.impl("hstu_varlen_bwd_out", hstu::bwd_out<hstu::DeviceOps>); \
+  m.impl("append_paged_kv", hstu::append<hstu::DeviceOps>)
+
+STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CPU, m) { HSTU_REGISTER(CpuOps); }
+#if defined(USE_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CUDA, m) { HSTU_REGISTER(CudaOps); }
+#endif

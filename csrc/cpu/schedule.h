@@ -1,0 +1,101 @@
+// The order in which the CPU works on a batch: longest first, over the whole batch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "../common/mask.h"
+
+namespace hstu {
+
+// A chunk of one head of one sequence: rows [begin, end) forward, keys [begin, end) backward.
+struct WorkItem {
+  int sequence = 0;
+  int head = 0;  // first of the heads that the item covers
+  int begin = 0;
+  int end = 0;
+  int64_t cost = 0;  // visible tiles
+};
+
+struct ScheduleConfig {
+  int heads = 1;           // of the tensors
+  int heads_per_item = 1;  // worked on together
+  int tile_rows = 64;
+  int tile_keys = 64;
+  int chunk = 512;  // rows (forward) or keys (backward) of an item; a multiple of the tile
+};
+
+// Visible tiles of rows [r0, r1), keys within [k0, k1).
+inline int64_t count_tiles(const Mask& mask, const ScheduleConfig& config, Interval rows,
+                           Interval keys) {
+  int64_t count = 0;
+  for (int r = rows.begin; r < rows.end; r += config.tile_rows) {
+    const KeyIntervals visible = mask.kv_intervals(r, std::min(r + config.tile_rows, rows.end));
+    for (int n = 0; n < visible.count; ++n) {
+      const int begin = std::max(visible.interval[n].begin, keys.begin);
+      const int end = std::min(visible.interval[n].end, keys.end);
+      if (begin < end) count += (end - begin + config.tile_keys - 1) / config.tile_keys;
+    }
+  }
+  return count;
+}
+
+// Row chunks of every sequence and head, most visible tiles first.
+inline std::vector<WorkItem> forward_schedule(const BatchParams& batch,
+                                              const MaskParams& mask_params,
+                                              const ScheduleConfig& config) {
+  std::vector<WorkItem> items;
+  for (int b = 0; b < batch.batch; ++b) {
+    const Sequence sequence = load_sequence(batch, b);
+    const Mask mask(mask_params, sequence, 0);
+    for (int r0 = 0; r0 < sequence.q_len; r0 += config.chunk) {
+      const int r1 = std::min(r0 + config.chunk, sequence.q_len);
+      const int64_t cost = count_tiles(mask, config, {r0, r1}, {0, sequence.k_len});
+      for (int head = 0; head < config.heads; head += config.heads_per_item) {
+        items.push_back({b, head, r0, r1, cost});
+      }
+    }
+  }
+  std::stable_sort(items.begin(), items.end(),
+                   [](const WorkItem& x, const WorkItem& y) { return x.cost > y.cost; });
+  return items;
+}
+
+// Key chunks of every sequence and head. Of one sequence and head, an earlier chunk never stands
+// behind a later one: a chunk may wait for the dQ of the chunks before it, and those are then
+// finished or being worked on. A chunk's rank is therefore the largest cost from it onwards.
+inline std::vector<WorkItem> backward_schedule(const BatchParams& batch,
+                                               const MaskParams& mask_params,
+                                               const ScheduleConfig& config) {
+  struct Ranked {
+    WorkItem item;
+    int64_t rank;
+  };
+  std::vector<Ranked> ranked;
+  for (int b = 0; b < batch.batch; ++b) {
+    const Sequence sequence = load_sequence(batch, b);
+    const Mask mask(mask_params, sequence, 0);
+    const size_t first = ranked.size();
+    for (int k0 = 0; k0 < sequence.k_len; k0 += config.chunk) {
+      const int k1 = std::min(k0 + config.chunk, sequence.k_len);
+      const int64_t cost = count_tiles(mask, config, {0, sequence.q_len}, {k0, k1});
+      for (int head = 0; head < config.heads; head += config.heads_per_item) {
+        ranked.push_back({{b, head, k0, k1, cost}, cost});
+      }
+    }
+    int64_t rank = 0;
+    for (size_t n = ranked.size(); n > first; --n) {
+      rank = std::max(rank, ranked[n - 1].item.cost);
+      ranked[n - 1].rank = rank;
+    }
+  }
+  std::stable_sort(ranked.begin(), ranked.end(),
+                   [](const Ranked& x, const Ranked& y) { return x.rank > y.rank; });
+  std::vector<WorkItem> items;
+  items.reserve(ranked.size());
+  for (const Ranked& entry : ranked) items.push_back(entry.item);
+  return items;
+}
+
+}  // namespace hstu

@@ -1,0 +1,290 @@
+#include "../common/launch.h"
+#include "prepare.h"
+#include "../common/zero.h"
+
+namespace hstu {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kOwnBins = 8;  // of a thread
+constexpr int kBins = kOwnBins * kThreads;
+constexpr int kBinPlaces = kBins + kThreads;
+
+// A place for each bin in which neighbouring threads' bins do not meet in a bank.
+__device__ int place_of(int bin) { return bin + bin / kOwnBins; }
+
+// Bins: one part of the batch after another, and in each in falling order of cost, with 2^fine_bits
+// bins for each power of two.
+__device__ int bin_of(const PrepareParams& params, int part, int cost) {
+  const int fine_bits = params.fine_bits;
+  int rank = cost;
+  if (cost >> fine_bits != 0) {
+    const int exponent = 31 - __clz(cost);
+    rank = ((exponent - fine_bits) << fine_bits) + (cost >> (exponent - fine_bits));
+  }
+  const int bins = kBins / params.parts;
+  return part * bins + bins - 1 - min(rank, bins - 1);
+}
+
+// Tiles go by chunks of the batch, so that what they read is still in the L2 cache; but see
+// PrepareParams::late.
+template <bool kByKeys>
+__device__ int part_of(const PrepareParams& params, const Sequence& sequence, int tile, int count,
+                       int cost) {
+  const int last = params.parts - 1;
+  const int64_t total = params.batch.total_k;
+  const bool is_late = sequence.k_begin + sequence.k_len > total - total / params.late;
+  const int reach = (cost - 1) * 2 * (kByKeys ? params.tile_rows : params.tile_keys);
+  // NOTE: of keys by the cost alone: an earlier tile must never stand behind a later one.
+  const bool is_short =
+      kByKeys ? reach <= sequence.q_len : tile < count / 2 && reach <= sequence.k_len;
+  if (is_late && is_short) return last;
+  return min(static_cast<int>(sequence.k_begin >> params.chunk_shift), max(last - 1, 0));
+}
+
+template <int kCapacity>
+__device__ int length(const IntervalList<kCapacity>& list) {
+  int sum = 0;
+  for (int n = 0; n < list.count; ++n) sum += list.interval[n].end - list.interval[n].begin;
+  return sum;
+}
+
+// About how many visible tiles the item goes through; all of them where spans are given row by row,
+// since nothing short tells which are visible.
+// NOTE: of rows a guess, since a kernel that runs once waits for its instructions above all.
+template <bool kByKeys>
+__device__ int item_cost(const PrepareParams& params, const Sequence& sequence, const Mask& mask,
+                         int tile) {
+  if constexpr (kByKeys) {
+    const int k0 = tile * params.tile_keys;
+    return length(tiles(mask.q_intervals(k0, k0 + params.tile_keys), params.tile_rows));
+  } else {
+    const int r0 = tile * params.tile_rows;
+    const Interval keys = mask.estimate(r0, min(r0 + params.tile_rows, sequence.q_len));
+    return (keys.end - keys.begin + params.tile_keys - 1) / params.tile_keys;
+  }
+}
+
+// Calls visit(sequence, its number, tile, bin, active) for every tile of the batch, by whole warps.
+// A group of lanes takes a sequence and goes through its tiles from the last to the first. Of keys,
+// the rank is the largest cost from the tile onwards: an earlier key tile then never stands behind
+// a later one.
+template <bool kByKeys, typename Visit>
+__device__ void for_each_tile(const PrepareParams& params, int group, Visit visit) {
+  const int lane = threadIdx.x % 32 % group;
+  const int groups = kThreads / group;
+  for (int first = 0; first < params.batch.batch; first += groups) {
+    const int b = first + static_cast<int>(threadIdx.x) / group;
+    const bool real = b < params.batch.batch;
+    const Sequence sequence = real ? load_sequence(params.batch, b) : Sequence{};
+    const Mask mask(params.mask, sequence, 0);
+    const int size = kByKeys ? params.tile_keys : params.tile_rows;
+    const int count = ((kByKeys ? sequence.k_len : sequence.q_len) + size - 1) / size;
+    const int64_t begin = kByKeys ? sequence.k_begin : sequence.q_begin;
+    const int64_t listed = params.list.unlisted - first_tile(begin, b, size);
+    const int rounds = __reduce_max_sync(0xffffffff, (count + group - 1) / group);
+    int largest = 0;
+    for (int round = rounds - 1; round >= 0; --round) {
+      const int tile = round * group + lane;
+      const bool active = tile < count && tile >= listed;
+      int cost = active ? item_cost<kByKeys>(params, sequence, mask, tile) : 0;
+      if constexpr (kByKeys) {
+        cost = max(cost, largest);
+        for (int step = 1; step < group; step *= 2) {
+          const int later = __shfl_down_sync(0xffffffff, cost, step, group);
+          if (lane + step < group) cost = max(cost, later);
+        }
+        largest = __shfl_sync(0xffffffff, cost, 0, group);
+      }
+      const int part = part_of<kByKeys>(params, sequence, tile, count, cost);
+      visit(sequence, b, tile, place_of(bin_of(params, part, cost)), active);
+    }
+  }
+}
+
+// The sum of the values of this lane and those before it.
+__device__ int sum_up_to_lane(int value) {
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffff, value, step);
+    if (threadIdx.x % 32 >= step) value += before;
+  }
+  return value;
+}
+
+// Turns the bins' sizes into their ends, and says how long the list is.
+__device__ void sum_bins(int* bins, const WorkList& list) {
+  __shared__ int warp_ends[32];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  int* own = bins + place_of(threadIdx.x * kOwnBins);
+  int sum = 0;
+  for (int n = 0; n < kOwnBins; ++n) sum += own[n];
+  int end = sum_up_to_lane(sum);
+  if (lane == 31) warp_ends[warp] = end;
+  __syncthreads();
+  const int ends = sum_up_to_lane(warp_ends[lane]);
+  if (warp > 0) end += __shfl_sync(0xffffffff, ends, warp - 1);
+  if (threadIdx.x == kThreads - 1) {
+    *list.count = min(end, list.capacity);
+    *list.next = 0;
+  }
+  for (int n = kOwnBins - 1; n >= 0; --n) {
+    const int size = own[n];
+    own[n] = end;
+    end -= size;
+  }
+}
+
+template <bool kByKeys>
+__device__ void make_list(const PrepareParams& params) {
+  __shared__ int bins[kBinPlaces];
+  const int lane = threadIdx.x % 32;
+
+  // As many lanes to a sequence as it has tiles on average.
+  int group = 1;
+  while (group < 32 && group * params.batch.batch < params.list.capacity) group *= 2;
+
+  for (int n = threadIdx.x; n < kBinPlaces; n += kThreads) bins[n] = 0;
+  __syncthreads();
+  // First the tiles of each bin are counted, then each tile gets its place.
+  // NOTE: one loop and not two: a kernel that runs once waits for its instructions above all.
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    for_each_tile<kByKeys>(
+        params, group, [&](const Sequence& sequence, int b, int tile, int bin, bool active) {
+          if (pass == 0) {
+            if (active) atomicAdd(&bins[bin], 1);
+            return;
+          }
+          // Bins fill from their ends, as sequences are gone through from theirs: so
+          // within a bin the tiles of one sequence stand in ascending order.
+          const unsigned peers =
+              __match_any_sync(0xffffffff, active ? lane / group * kBinPlaces + bin : -1);
+          const int leader = 31 - __clz(peers);
+          int end = 0;
+          if (active && lane == leader) end = atomicSub(&bins[bin], __popc(peers));
+          const int position = __shfl_sync(0xffffffff, end, leader) - __popc(peers >> lane);
+          if (active && position < params.list.capacity) {
+            params.list.tiles[position] = {sequence, b, tile};
+          }
+        });
+    __syncthreads();
+    if (pass == 0) sum_bins(bins, params.list);
+    __syncthreads();
+  }
+}
+
+// The turns of each sequence's row tiles. Where spans are given row by row, and past the end of a
+// TileMap, every key tile takes one.
+__device__ void write_turns(const PrepareParams& params, int first, int step) {
+  for (int b = first; b < params.batch.batch; b += step) {
+    const Sequence sequence = load_sequence(params.batch, b);
+    const Mask mask(params.mask, sequence, 0);
+    TileSpans* turns = params.turns + first_tile(sequence.q_begin, b, params.tile_rows);
+    const int count = (sequence.q_len + params.tile_rows - 1) / params.tile_rows;
+    for (int m = threadIdx.x % 32; m < count; m += 32) {
+      KeyIntervals seen;
+      if (mask.arbitrary() || m >= TileMap::kTiles) {
+        seen.append({0, sequence.k_len});
+      } else {
+        const int r0 = m * params.tile_rows;
+        seen = mask.kv_intervals(r0, min(r0 + params.tile_rows, sequence.q_len));
+      }
+      const KeyIntervals spans = tiles(seen, params.tile_keys);
+      const Interval none;
+      const Interval& x = spans.count > 0 ? spans.interval[0] : none;
+      const Interval& y = spans.count > 1 ? spans.interval[1] : none;
+      turns[m] = {{x.begin, y.begin}, {x.end, y.end}};
+    }
+  }
+}
+
+// A warp takes a tile of rows.
+__device__ void write_summaries(const PrepareParams& params, int first, int step) {
+  constexpr unsigned kWarp = 0xffffffff;
+  const SpanSummaries& summaries = params.list.summaries;
+  for (int64_t n = first; n < int64_t{summaries.heads} * summaries.tiles; n += step) {
+    WorkTile work;
+    if (!find_row_tile(params.batch, n % summaries.tiles, params.tile_rows, work)) continue;
+    const Mask mask(params.mask, work.sequence, static_cast<int>(n / summaries.tiles));
+    const int r0 = work.tile * params.tile_rows;
+    const int r1 = min(r0 + params.tile_rows, work.sequence.q_len);
+    SpanSummary all;
+    for (int r = r0 + static_cast<int>(threadIdx.x) % 32; r < r1; r += 32) {
+      all.add(mask.summarize(r));
+    }
+    for (int i = 0; i < 2; ++i) {
+      all.hull[i].begin = __reduce_min_sync(kWarp, all.hull[i].begin);
+      all.hull[i].end = __reduce_max_sync(kWarp, all.hull[i].end);
+      all.shared[i].begin = __reduce_max_sync(kWarp, all.shared[i].begin);
+      all.shared[i].end = __reduce_min_sync(kWarp, all.shared[i].end);
+    }
+    if (threadIdx.x % 32 == 0) summaries.data[n] = all;
+  }
+}
+
+// Rows of the bias that are no query's, and what lies behind the last tile of keys. A warp takes 32
+// rows.
+__device__ void zero_bias_gradient(const PrepareParams& params, int first, int step) {
+  const DenseBias& bias = params.bias_gradient;
+  const int chunks = (bias.length + 31) / 32;  // of a matrix
+  const int lane = threadIdx.x % 32;
+  for (int64_t n = first; n < int64_t{params.batch.batch} * bias.heads * chunks; n += step) {
+    const int b = static_cast<int>(n / chunks / bias.heads);
+    const Sequence sequence = load_sequence(params.batch, b);
+    const int tiles_end =
+        (sequence.k_len + params.tile_keys - 1) / params.tile_keys * params.tile_keys;
+    uint16_t* const matrix = static_cast<uint16_t*>(bias.data) + b * bias.batch_stride +
+                             n / chunks % bias.heads * bias.head_stride;
+    const int r0 = static_cast<int>(n % chunks) * 32;
+    for (int i = r0; i < min(r0 + 32, bias.length); ++i) {
+      const bool has_query = i >= sequence.offset && i < sequence.k_len;
+      uint16_t* const row = matrix + i * bias.row_stride;
+      for (int j = (has_query ? tiles_end : 0) + lane * 8; j < bias.length; j += 32 * 8) {
+        *reinterpret_cast<uint4*>(row + j) = uint4{};
+      }
+    }
+  }
+}
+
+template <bool kByKeys>
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const __grid_constant__ PrepareParams params) {
+  let_next_kernel_start();
+  if (blockIdx.x == 0) {
+    make_list<kByKeys>(params);
+    return;
+  }
+  const int block = blockIdx.x - 1;
+  const int blocks = gridDim.x - 1;
+  constexpr int kWarps = kThreads / 32;
+  const int warp = block * kWarps + static_cast<int>(threadIdx.x) / 32;
+  zero_gaps<RowsOf::kQueries>(params.batch, params.row_output, params.heads, warp, blocks * kWarps);
+  if constexpr (kByKeys) {
+    for (const PackedTensor& output : params.key_outputs) {
+      zero_gaps<RowsOf::kKeys>(params.batch, output, params.heads, warp, blocks * kWarps);
+    }
+  }
+  if (kByKeys && params.turns) write_turns(params, warp, blocks * kWarps);
+  if (kByKeys && params.bias_gradient.data) zero_bias_gradient(params, warp, blocks * kWarps);
+  if (params.list.summaries.data) write_summaries(params, warp, blocks * kWarps);
+  uint4* zeros = static_cast<uint4*>(params.zeros);
+  const int64_t count = params.zero_bytes / 16;
+  for (int64_t n = int64_t{block} * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
+    zeros[n] = uint4{};
+  }
+}
+
+}  // namespace
+
+void prepare(const PrepareParams& params, const CudaLaunch& launch) {
+  const SpanSummaries& summaries = params.list.summaries;
+  const int64_t warps = params.batch.batch + 1 + int64_t{summaries.heads} * summaries.tiles;
+  const int64_t work = params.zero_bytes / 16 + 32 * warps;
+  const int64_t blocks =
+      clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
+  launch_kernel(params.by_keys ? prepare_kernel<true> : prepare_kernel<false>,
+                {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare", params);
+}
+
+}  // namespace hstu

@@ -1,0 +1,252 @@
+// The work items of one call on a GPU: tiles of rows (forward) or of keys (backward), longest
+// first over the whole batch. prepare() makes the list on the device; blocks take items from it one
+// by one, so that no length ever has to reach the host.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../common/mask.h"
+
+namespace hstu {
+
+struct alignas(16) WorkTile {
+  Sequence sequence;
+  int sequence_number = 0;
+  int tile = 0;
+};
+
+// Where the tiles of sequence b are counted from, when each sequence begins with a tile of its own:
+// no two sequences share a number, and max_tiles() is never exceeded.
+HSTU_HOST_DEVICE int64_t first_tile(int64_t row_begin, int b, int size) {
+  return row_begin / size + b;
+}
+
+// The summaries of all tiles of rows: always of a mask that is given row by row.
+struct SpanSummaries {
+  SpanSummary* data = nullptr;  // [heads, tiles], or null
+  int heads = 0;                // 1 where all share a mask
+  int tiles = 0;                // see first_tile()
+
+  HSTU_HOST_DEVICE const SpanSummary& at(int64_t tile, int head) const {
+    return data[(heads == 1 ? 0 : int64_t{head} * tiles) + tile];
+  }
+};
+
+struct WorkList {
+  int* next = nullptr;        // [1]: the item to hand out next
+  int* count = nullptr;       // [1]: tiles in the list
+  WorkTile* tiles = nullptr;  // [capacity]; null: there is no list, each block has one item
+  int capacity = 0;
+  int parts = 1;     // items of each tile
+  int unlisted = 0;  // the batch's first tiles, which are not in the list: blocks begin with them
+  SpanSummaries summaries;
+
+  // What tile n of keys is to tile m of rows.
+  template <int kRows, int kKeys>
+  HSTU_HOST_DEVICE TileKind classify(const MaskParams& mask, const WorkTile& work, int head, int m,
+                                     int n) const {
+    const Sequence& sequence = work.sequence;
+    const int k0 = n * kKeys;
+    const int k1 = static_cast<int>(clamp(k0 + kKeys, 0, sequence.k_len));
+    if (summaries.data) {
+      const int64_t first = first_tile(sequence.q_begin, work.sequence_number, kRows);
+      return summaries.at(first + m, head).classify(k0, k1);
+    }
+    const int r0 = m * kRows;
+    const int r1 = static_cast<int>(clamp(r0 + kRows, 0, sequence.q_len));
+    return Mask(mask, sequence, head).classify(r0, r1, k0, k1);
+  }
+
+  // Tiles of `size` rows that B sequences of `total` rows can have.
+  static int max_tiles(int64_t total, int batch, int size) {
+    return static_cast<int>(total / size) + batch;
+  }
+};
+
+// The tile with number `number`: of the last sequence whose first tile is not behind it. False
+// where it has no rows.
+HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t number, int size,
+                                    WorkTile& found) {
+  int low = 0, high = batch.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    const int64_t begin = clamp(batch.cu_seqlens_q[middle], 0, batch.total_q);
+    if (first_tile(begin, middle, size) <= number) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  found.sequence = load_sequence(batch, low);
+  found.sequence_number = low;
+  const int64_t tile = number - first_tile(found.sequence.q_begin, low, size);
+  found.tile = static_cast<int>(tile);
+  return tile >= 0 && tile * size < found.sequence.q_len;
+}
+
+// The key tiles that some row of a tile of rows sees: [begin, end) twice. In a deterministic
+// backward they take turns, in ascending order, to add to its dQ.
+// NOTE: whether a tile takes a turn is told by this alone, and not by the mask: where offsets lie,
+// sequences share tiles of rows, and blocks could wait for turns that nobody takes.
+struct alignas(16) TileSpans {
+  int begin[2];
+  int end[2];
+
+  HSTU_HOST_DEVICE bool hold(int tile) const {
+    return (begin[0] <= tile && tile < end[0]) || (begin[1] <= tile && tile < end[1]);
+  }
+  HSTU_HOST_DEVICE int count_before(int tile) const {
+    int count = 0;
+    for (int n = 0; n < 2; ++n) {
+      const int last = tile < end[n] ? tile : end[n];
+      if (begin[n] < last) count += last - begin[n];
+    }
+    return count;
+  }
+};
+
+#if defined(__CUDACC__)
+
+// How a block gets its items. While it works on one, it learns which is next, and while it stores
+// results, it copies that one's tile.
+class WorkQueue {
+ public:
+  struct Item {
+    WorkTile tile;
+    int part;  // of the tile; -1: there is no item
+  };
+  struct SharedMemory {
+    Item item;
+    Item next;
+  };
+
+  __device__ WorkQueue(const WorkList& list, SharedMemory& shared) : list_(list), shared_(shared) {
+    if (threadIdx.x == 0) set_next(blockIdx.x);
+    fetch();
+    advance();
+  }
+
+  // The same for tiles of rows, of which there need be no list: then a block has one item.
+  __device__ WorkQueue(const WorkList& list, SharedMemory& shared, const BatchParams& batch,
+                       int tile_rows)
+      : list_(list), shared_(shared) {
+    if (threadIdx.x == 0) {
+      if (list.tiles) {
+        set_next(blockIdx.x);
+      } else {
+        const int item = static_cast<int>(blockIdx.x);
+        const bool found = find_row_tile(batch, item / list.parts, tile_rows, shared.next.tile);
+        shared.next.part = found ? item % list.parts : -1;
+      }
+    }
+    if (list.tiles) fetch();
+    advance();
+  }
+
+  // Whether there is an item: part() of tile().
+  __device__ bool more() const { return part() >= 0; }
+  __device__ const WorkTile& tile() const { return shared_.item.tile; }
+  __device__ int part() const { return shared_.item.part; }
+
+  // The three steps to the next item, by all threads. The first waits for device memory, and is
+  // best taken where other copies are waited for.
+  __device__ void ask() {
+    if (threadIdx.x != 0) return;
+    if (list_.tiles) {
+      set_next(gridDim.x + atomicAdd(list_.next, 1));
+    } else {
+      shared_.next.part = -1;
+    }
+  }
+  __device__ void fetch() {
+    Item& next = shared_.next;
+    if (threadIdx.x != 0 || next.part < 0) return;
+    const char* from = reinterpret_cast<const char*>(list_.tiles + next.tile.tile);
+    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(&next.tile));
+#pragma unroll
+    for (int n = 0; n < static_cast<int>(sizeof(WorkTile)); n += 16) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to + n), "l"(from + n));
+    }
+  }
+  __device__ void advance() {
+    __syncthreads();  // the last item is done with
+    if (threadIdx.x == 0) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      shared_.item = shared_.next;
+    }
+    __syncthreads();
+  }
+
+ private:
+  // Its number in the list stands in for the tile until that is fetched.
+  __device__ void set_next(int item) {
+    const int number = item / list_.parts;
+    shared_.next.tile.tile = number;
+    shared_.next.part = number < *list_.count ? item % list_.parts : -1;
+  }
+
+  const WorkList& list_;
+  SharedMemory& shared_;
+};
+
+// Which of the tiles that an item meets are visible, and which of those are partial: one bit each.
+// Found before the sums take the registers; it lies in shared memory.
+struct TileMap {
+  // NOTE: later tiles count as partial, which is right for every tile, and slower.
+  static constexpr int kTiles = 2048;
+
+  int count;
+  unsigned visible[kTiles / 32];
+  unsigned partial[kTiles / 32];
+
+  // For `tiles` tiles, by this thread of `threads`, whole warps; classify(n) is the TileKind of
+  // tile n.
+  template <typename Classify>
+  __device__ void fill(int tiles, int thread, int threads, Classify classify) {
+    if (thread == 0) count = tiles;
+    for (int n = thread; n / 32 * 32 < min(tiles, kTiles); n += threads) {
+      const TileKind kind = n < tiles ? classify(n) : TileKind::kEmpty;
+      const unsigned is_visible = __ballot_sync(0xffffffff, kind != TileKind::kEmpty);
+      const unsigned is_partial = __ballot_sync(0xffffffff, kind == TileKind::kPartial);
+      if (n % 32 == 0) {
+        visible[n / 32] = is_visible;
+        partial[n / 32] = is_partial;
+      }
+    }
+  }
+
+  __device__ int first() const { return after(-1); }
+  __device__ int last() const { return before(count); }
+
+  // The last visible tile before tile n; -1 where there is none.
+  __device__ int before(int n) const {
+    unsigned allowed = (1u << n % 32) - 1;
+    for (int word = n / 32; word >= 0; --word) {
+      const unsigned bits = (word < kTiles / 32 ? visible[word] : 0xffffffff) & allowed;
+      if (bits != 0) return word * 32 + 31 - __clz(bits);
+      allowed = 0xffffffff;
+    }
+    return -1;
+  }
+
+  // The first visible tile after tile n; -1 where there is none.
+  __device__ int after(int n) const {
+    unsigned allowed = 0xffffffff << (n + 1) % 32;
+    for (int word = (n + 1) / 32; word * 32 < count; ++word) {
+      const unsigned bits = (word < kTiles / 32 ? visible[word] : 0xffffffff) & allowed;
+      const int found = word * 32 + __ffs(bits) - 1;
+      if (bits != 0) return found < count ? found : -1;
+      allowed = 0xffffffff;
+    }
+    return -1;
+  }
+
+  __device__ bool holds(int n) const { return n >= kTiles || (visible[n / 32] >> n % 32 & 1); }
+  __device__ bool has_partial(int n) const {
+    return n >= kTiles || (partial[n / 32] >> n % 32 & 1);
+  }
+};
+
+#endif
+
+}  // namespace hstu

@@ -1,0 +1,382 @@
+"""Context parallelism: ranks that share sequences compute what one process computes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hstu_attn import Mask, hstu_attention
+from hstu_attn.distributed.context_parallel import (
+    ContextBatch,
+    chunk_bounds,
+    context_parallel_attention,
+    gather_rows,
+    shard_index,
+    shard_rows,
+)
+from hstu_attn.layer import HSTULayerConfig, HSTUStack
+from hstu_attn.mask import clip_to_keys, dense_mask, select_rows
+from hstu_attn.testing import MASK_NAMES, Batch, assert_matches, make_batch, make_mask, offsets
+from tests.helpers.distributed_runs import run_ranks
+
+LENGTHS = [0, 1, 2, 3, 37, 0, 8, 64, 5]
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_chunks_are_nearly_even_and_never_grow(world):
+    lengths = [*LENGTHS, *torch.randint(200, (20,)).tolist()]
+    bounds = chunk_bounds(offsets(lengths), world)
+    assert bounds.shape == (len(lengths), 2 * world + 1)
+    assert bounds[:, 0].eq(0).all()
+    assert bounds[:, -1].tolist() == lengths
+    sizes = bounds.diff(dim=1)
+    assert (sizes.diff(dim=1) <= 0).all()
+    assert (sizes[:, 0] - sizes[:, -1] <= 1).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_each_row_is_on_one_rank(world):
+    seq_offsets = offsets(LENGTHS)
+    x = torch.randn(sum(LENGTHS), 3)
+    shards = [shard_index(seq_offsets, rank, world) for rank in range(world)]
+    assert torch.cat(shards).sort().values.tolist() == list(range(len(x)))
+    for rank, rows in enumerate(shards):
+        assert torch.equal(shard_rows(x, seq_offsets, rank, world), x[rows])
+        chunks = []
+        for begin, length in zip(seq_offsets.tolist(), LENGTHS, strict=False):
+            cut = torch.arange(begin, begin + length).tensor_split(2 * world)
+            chunks += [cut[rank], cut[2 * world - 1 - rank]]
+        assert rows.tolist() == torch.cat(chunks).tolist()
+
+
+def test_no_sequences():
+    assert shard_index(offsets([]), 0, 2).shape == (0,)
+
+
+def test_a_rank_outside_the_group():
+    with pytest.raises(ValueError, match=r"rank: expected 0 to world - 1 = 1, got 2"):
+        shard_index(offsets([4]), 2, 2)
+
+
+def test_causal_work_is_even():
+    length, world = 10007, 4
+    seq_offsets = offsets([length])
+    pairs = [int((shard_index(seq_offsets, rank, world) + 1).sum()) for rank in range(world)]
+    assert sum(pairs) == length * (length + 1) // 2
+    assert max(pairs) / min(pairs) < 1.002
+
+
+# ---------------------------------------------------------------------------------------------
+# Masks
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_chosen_rows_of_a_mask_and_a_range_of_its_keys(name):
+    lengths, heads = [0, 9, 1, 23], 2
+    mask = make_mask(name, lengths, heads=heads)
+    seq_offsets = offsets(lengths)
+    rows = torch.randperm(sum(lengths))[:20].sort().values
+    chosen = select_rows(mask, seq_offsets, rows, sum(lengths))
+    first, count, shift = (torch.randint(high, (len(rows),)) for high in (15, 12, 5))
+    part = clip_to_keys(chosen, first, count, shift)
+    sequence = torch.searchsorted(seq_offsets, rows, right=True) - 1
+    width = 64
+    for head in range(heads):
+        by_row = dense_mask(part, len(rows), width, head=head)
+        for n, (row, b) in enumerate(zip(rows.tolist(), sequence.tolist(), strict=True)):
+            length, start = lengths[b], int(seq_offsets[b])
+            counts = {
+                key: int(tensor[b])
+                for key, tensor in (
+                    ("num_contexts", mask.num_contexts),
+                    ("num_targets", mask.num_targets),
+                )
+                if tensor is not None
+            }
+            whole = dense_mask(mask, length, length, first_row=start, head=head, **counts)
+            expected = torch.zeros(width, dtype=torch.bool)
+            seen = whole[row - start, int(first[n]) : int(first[n] + count[n])]
+            expected[int(shift[n]) : int(shift[n]) + len(seen)] = seen
+            # Keys past the sequence's end are for the operator to leave out.
+            end = int(shift[n]) + len(seen)
+            found = by_row[n] & (torch.arange(width) < end)
+            assert torch.equal(found, expected), (head, n)
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------
+
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def _whole(batch: Batch, dout: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of the operator in one process."""
+    leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    out = hstu_attention(*leaves, **batch.options())
+    return dict(zip(NAMES, (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
+
+
+def _shared(batch: Batch, dout: Tensor, context: ContextBatch) -> dict[str, Tensor]:
+    """The same, of which each rank computes its rows."""
+    leaves = [context.shard(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    out = context.attention(
+        *leaves, mask=batch.mask, alpha=batch.alpha, scaling_seqlen=batch.scaling_seqlen
+    )
+    gradients = torch.autograd.grad(out, leaves, context.shard(dout))
+    return dict(zip(NAMES, (out, *gradients), strict=True))
+
+
+def _in_double(batch: Batch) -> Batch:
+    """The same batch on the CPU, in fp64."""
+
+    def on_cpu(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.cpu()
+
+    of_mask = ("num_contexts", "num_targets", "row_spans", "func")
+    return replace(
+        batch.with_tensors({n: x.double().cpu() for n, x in batch.differentiable().items()}),
+        mask=replace(batch.mask, **{n: on_cpu(getattr(batch.mask, n)) for n in of_mask}),
+        cu_seqlens_q=batch.cu_seqlens_q.cpu(),
+        cu_seqlens_k=batch.cu_seqlens_k.cpu(),
+    )
+
+
+def _check_masks(
+    names: list[str], lengths: list[int], dtypes: list[torch.dtype], device: str = "cpu"
+) -> None:
+    for name in names:
+        for dtype in dtypes:
+            batch = make_batch(
+                lengths,
+                dim=16,
+                dim_v=8,
+                dtype=dtype,
+                device=device,
+                mask=name,
+                alpha=0.4,
+                scaling_seqlen=(-1, 18)[int(torch.randint(2, ()))],
+            )
+            dout = torch.randn_like(batch.v)
+            context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
+            yardstick = _whole(batch, dout)
+            exact = _whole(_in_double(batch), dout.double().cpu())
+            rows = context.rows.cpu()
+            for key, found in _shared(batch, dout, context).items():
+                label = f"{name}, {dtype}, rank {context.rank}: {key}"
+                assert found.dtype == dtype, label
+                assert_matches(label, found.cpu(), exact[key][rows], yardstick[key].cpu()[rows])
+
+
+def test_two_ranks_compute_what_one_does():
+    dtypes = [torch.float64, torch.float32, torch.bfloat16]
+    run_ranks(2, _check_masks, list(MASK_NAMES), LENGTHS, dtypes)
+
+
+def test_four_ranks_compute_what_one_does():
+    names = ["causal", "full", "local-left", "context-target", "spans-by-head", "func-5-causal"]
+    run_ranks(4, _check_masks, names, [0, 131, 1, 3, 7, 6, 64], [torch.float64])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_gpus_compute_what_one_process_does(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    names = ["causal", "full", "local", "min-full-context-target", "spans-by-head", "func-5"]
+    lengths = [0, 1, 3, 700, 129, 2048]
+    run_ranks(world, _check_masks, names, lengths, [torch.bfloat16], "cuda", backend="nccl")
+
+
+# ---------------------------------------------------------------------------------------------
+# Around it
+# ---------------------------------------------------------------------------------------------
+
+
+def _check_gather() -> None:
+    seq_offsets = offsets(LENGTHS)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(sum(LENGTHS), 3, 2, dtype=torch.float64)
+    local = shard_rows(x, seq_offsets, rank, world)
+    assert torch.equal(gather_rows(local, seq_offsets), x)
+    numbers = torch.arange(len(x))
+    context = ContextBatch(seq_offsets, max(LENGTHS))
+    assert torch.equal(context.gather(context.shard(numbers)), numbers)
+    assert torch.equal(context.rows, shard_index(seq_offsets, rank, world))
+    starts = seq_offsets[:-1].repeat_interleave(torch.tensor(LENGTHS))
+    assert torch.equal(context.positions, context.shard(numbers - starts))
+    assert context.offsets[-1] == len(context.rows)
+    # Rank r takes r + 1 times its weights from every row.
+    weights = torch.randn_like(x)
+    local.requires_grad_()
+    ((rank + 1) * weights * context.gather(local)).sum().backward()
+    assert local.grad is not None
+    expected = sum(range(1, world + 1)) * context.shard(weights)
+    torch.testing.assert_close(local.grad, expected)
+
+
+def _check_calls_alone() -> None:
+    """A group that is not all ranks, the one-off function, and the order of the sums."""
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    group = groups[dist.get_rank() % 2]
+    batch = make_batch([50, 3], mask="causal", dtype=torch.float32)
+    context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q, group)
+    assert context.world == 2
+    dout = torch.randn_like(batch.v)
+    whole, found = _whole(batch, dout), _shared(batch, dout, context)
+    for name in NAMES:
+        torch.testing.assert_close(found[name], context.shard(whole[name]))
+    again = _shared(batch, dout, context)
+    assert all(torch.equal(found[name], again[name]) for name in NAMES)
+    alone = context_parallel_attention(
+        *map(context.shard, (batch.q, batch.k, batch.v)),
+        cu_seqlens=batch.cu_seqlens_q,
+        max_seqlen=batch.max_seqlen_q,
+        mask=batch.mask,
+        alpha=batch.alpha,
+        group=group,
+    )
+    assert torch.equal(alone, found["out"])
+
+
+def _check_skipping() -> None:
+    """No call for a chunk of keys that the local rows do not see."""
+    lengths = [70, 0, 131]
+    for name in ("local-left", "local-target", "context", "spans", "func-5"):
+        mask = make_mask(name, lengths)
+        context = ContextBatch(offsets(lengths), max(lengths))
+        batch = make_batch(lengths, mask=mask)
+        wanted = 0
+        for source in range(context.world):
+            for chunk in (source, 2 * context.world - 1 - source):
+                v = torch.zeros_like(batch.v)
+                for b, start in enumerate(batch.cu_seqlens_q[:-1].tolist()):
+                    begin, end = context.bounds[b, chunk : chunk + 2].tolist()
+                    v[start + begin : start + end] = 1
+                one = torch.ones_like(batch.q)
+                out = hstu_attention(one, one, v, **batch.options())
+                wanted += bool(context.shard(out).any())
+        plan = context.calls.of_mask(mask)
+        assert sum(map(len, plan)) == wanted, name
+        assert context.calls.of_mask(replace(mask)) is plan
+        if name == "local-left":
+            assert wanted < 2 * context.world
+    causal = [len(calls) for calls in context.calls.of_mask(Mask.causal())]
+    assert causal == [1] * context.world
+
+
+def _check_layers_share_calls() -> None:
+    """Contextual rows that the configuration counts are found once for all layers."""
+    config = HSTULayerConfig(
+        embedding_dim=8, num_heads=2, hidden_dim=8, attention_dim=8, contextual_seq_len=2
+    )
+    stack = HSTUStack(config, 3)
+    seq_offsets = offsets(LENGTHS)
+    context = ContextBatch(seq_offsets, max(LENGTHS))
+    x = torch.randn(sum(LENGTHS), 8)
+    dist.broadcast(x, 0)
+    for parameter in stack.parameters():
+        dist.broadcast(parameter.data, 0)
+    found = stack(context.shard(x), seq_offsets, max(LENGTHS), context=context)
+    wanted = context.shard(stack(x, seq_offsets, max(LENGTHS)))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert len(context.calls._found) == 1
+
+
+def _check_refusals() -> None:
+    context = ContextBatch(offsets([6, 5]), 6)
+    q = torch.zeros(len(context.rows), 2, 8)
+    with pytest.raises(NotImplementedError, match=r"bias: expected None under context"):
+        context.attention(q, q, q, bias=torch.zeros(2, 1, 6, 6))
+    with pytest.raises(ValueError, match=r"k: expected the .* rows of rank"):
+        context.attention(q, q[1:], q)
+    with pytest.raises(ValueError, match=r"v: expected torch.float32 .* got torch.float64"):
+        context.attention(q, q, q.double())
+    with pytest.raises(ValueError, match=r"mask: expected a Mask or None, got str"):
+        context.attention(q, q, q, mask="causal")
+    with pytest.raises(ValueError, match=r"local: expected the .* rows of rank"):
+        context.gather(q[1:])
+    config = HSTULayerConfig.research(
+        embedding_dim=8, num_heads=2, linear_dim=8, attention_dim=8, max_sequence_len=6
+    )
+    with pytest.raises(NotImplementedError, match=r"bias: .* got RelativeBias"):
+        HSTUStack(config, 1)(torch.zeros(len(q), 8), context.seq_offsets, 6, context=context)
+
+
+def _check_training(config: HSTULayerConfig) -> None:
+    lengths = [0, 61, 1, 18]
+    seq_offsets = offsets(lengths)
+    targets = torch.tensor([0, 5, 0, 3]) if config.target_aware else None
+    stack = HSTUStack(config, 2, dtype=torch.float64)
+    x = torch.randn(sum(lengths), config.embedding_dim, dtype=torch.float64, requires_grad=True)
+    wanted = torch.randn_like(x)
+    out = stack(x, seq_offsets, max(lengths), targets)
+    (out - wanted).square().mean().backward()
+    expected = {name: p.grad for name, p in stack.named_parameters()}
+    stack.zero_grad(set_to_none=True)
+
+    context = ContextBatch(seq_offsets, max(lengths))
+    local = context.shard(x.detach()).requires_grad_()
+    found = stack(local, seq_offsets, max(lengths), targets, context=context)
+    torch.testing.assert_close(found, context.shard(out))
+    ((found - context.shard(wanted)).square().sum() / x.numel()).backward()
+    torch.testing.assert_close(local.grad, context.shard(x.grad))
+    for name, parameter in stack.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
+def _check_nothing() -> None:
+    for lengths in ([], [0, 0]):
+        batch = make_batch(lengths, mask="causal")
+        context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
+        assert _shared(batch, batch.v, context)["dk"].shape == (0, 2, 32)
+        assert context.gather(batch.q).shape == batch.q.shape
+        context = ContextBatch(batch.cu_seqlens_q, 0)
+        assert context.attention(batch.q, batch.k, batch.v).shape == (0, 2, 32)
+
+
+def _check_around() -> None:
+    _check_nothing()
+    _check_gather()
+    _check_calls_alone()
+    _check_skipping()
+    _check_layers_share_calls()
+    _check_refusals()
+    widths = {"embedding_dim": 16, "num_heads": 2, "hidden_dim": 8, "attention_dim": 8}
+    _check_training(HSTULayerConfig.stu(**widths, output_dropout_ratio=0.0, max_attn_len=9))
+    # Fused where the whole sequences are on one rank.
+    fused = HSTULayerConfig(**widths, target_aware=False, scaling_seqlen=40, fused=True)
+    _check_training(fused)
+
+
+def test_rows_groups_refusals_and_training():
+    run_ranks(4, _check_around)
+
+
+def test_one_rank_is_the_operator():
+    batch = make_batch([7, 0, 30], mask="context-target", dtype=torch.float64)
+    dout = torch.randn_like(batch.v)
+    context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
+    whole, found = _whole(batch, dout), _shared(batch, dout, context)
+    assert all(torch.equal(found[name], whole[name]) for name in NAMES)
+    assert torch.equal(context.gather(batch.q), batch.q)
+
+
+def test_what_a_batch_is_made_of():
+    with pytest.raises(ValueError, match=r"seq_offsets: expected int32 or int64 .*float32"):
+        ContextBatch(torch.zeros(3), 1)
+    with pytest.raises(ValueError, match=r"max_seq_len: expected 0 or more, got -1"):
+        ContextBatch(offsets([1]), -1)

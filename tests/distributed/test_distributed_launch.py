@@ -1,0 +1,113 @@
+"""Runs under torchrun: that they end as they should, and soon where a rank fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hstu_attn.distributed import RunStopped, World, run, stop_together
+from tests.helpers.distributed_runs import free_port
+from tests.helpers.paths import ROOT
+
+
+def torchrun(how: str, directory: Path, device: str) -> tuple[int, str, float]:
+    """The exit code, what was printed, and the seconds from a rank's failure to the end."""
+    script = ROOT / "tests/helpers/launched.py"
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    # fmt: off
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+        str(script), how, str(directory),
+    ]
+    # fmt: on
+    result = subprocess.run(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    ended = time.time()
+    failed = directory / "raised"
+    seconds = ended - failed.stat().st_mtime if failed.exists() else 0.0
+    return result.returncode, result.stdout, seconds
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(kernels=False))]
+
+
+def skip_without_gpus(name: str) -> None:
+    if name == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_ends_well(where: str, tmp_path: Path) -> None:
+    skip_without_gpus(where)
+    code, printed, _ = torchrun("well", tmp_path, where)
+    assert code == 0, printed
+    for rank in range(2):
+        name = "cpu" if where == "cpu" else f"cuda:{rank}"
+        assert (tmp_path / f"rank-{rank}").read_text() == f"2 {name} 3.5"
+
+
+def test_no_thread_outlives_the_run(tmp_path: Path) -> None:
+    """Not those of a group that a model holds in a cycle: one of them that frees a tensor while
+    Python ends aborts the process."""
+    code, printed, _ = torchrun("cycle", tmp_path, "cpu")
+    assert code == 0, printed
+    for rank in range(2):
+        assert "gloo" not in (tmp_path / f"threads-{rank}").read_text()
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_rank_that_raises_ends_the_run(where: str, tmp_path: Path) -> None:
+    """The other one sleeps, and is ended; the error is shown as that of rank 1."""
+    skip_without_gpus(where)
+    code, printed, seconds = torchrun("raise", tmp_path, where)
+    assert code != 0
+    assert 0 < seconds < 60
+    summary = printed[printed.rindex("Root Cause") :]
+    assert "rank      : 1" in summary
+    assert "LookupError: the item 17 is nowhere" in summary
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_rank_that_dies_ends_the_run(where: str, tmp_path: Path) -> None:
+    skip_without_gpus(where)
+    code, _, seconds = torchrun("die", tmp_path, where)
+    assert code != 0
+    assert 0 < seconds < 60
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_problem_of_a_rank_stops_all(where: str, tmp_path: Path) -> None:
+    skip_without_gpus(where)
+    code, printed, _ = torchrun("nan", tmp_path, where)
+    assert code != 0
+    message = "RunStopped: rank 1: the loss is nan at step 3"
+    assert message in printed[printed.rindex("Root Cause") :]
+    assert printed.count(message) >= 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    world = run(lambda world: world, device_type="cpu")
+    assert world == World(0, 0, 1, torch.device("cpu"), None)
+    stop_together(None, None)
+    with pytest.raises(RunStopped, match="rank 0: no rows"):
+        stop_together("no rows", None)
+    with pytest.raises(ValueError, match="device_type must be 'cuda' or 'cpu', got 'gpu'"):
+        run(lambda world: world, device_type="gpu")

@@ -1,0 +1,209 @@
+"""The limits of the example's HTTP connections, over raw sockets: a request must arrive in time,
+and no more connections are open than there may be."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+uvicorn = pytest.importorskip("uvicorn")
+
+
+from recommender.connections import LimitedHTTP  # noqa: E402
+
+ARRIVAL_TIMEOUT = 0.4
+PATIENCE = 10.0  # seconds in which the server must have closed a connection
+WHOLE = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
+HEAD = WHOLE[:-2]
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answers /echo with the body, /slow late, and anything else 404 without reading its body."""
+    status, body = 404, b"absent"
+    if scope["path"] != "/absent":
+        status, body = 200, b""
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message["body"]
+            more = message["more_body"]
+        if scope["path"] == "/slow":
+            await asyncio.sleep(2 * ARRIVAL_TIMEOUT)
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def running(max_connections: int = 100) -> Iterator[int]:
+    """The port of a server of the application."""
+    protocol = functools.partial(
+        LimitedHTTP, arrival_timeout=ARRIVAL_TIMEOUT, max_connections=max_connections
+    )
+    config = uvicorn.Config(application, http=protocol, ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with running() as port:
+        yield port
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What still comes until the server closes the connection."""
+    return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def answer(connection: socket.socket) -> bytes:
+    """One answer, whose connection stays open."""
+    received = b""
+    while not received.endswith((b"\r\n\r\nhi", b"\r\n\r\nabsent")):
+        part = connection.recv(4096)
+        assert part, received
+        received += part
+    return received
+
+
+def trickle(connection: socket.socket, data: bytes) -> bytes:
+    """Sends data byte by byte, and then its last byte again and again, until the server closes the
+    connection; returns what the server sent."""
+    received = b""
+    connection.settimeout(ARRIVAL_TIMEOUT / 8)
+    limit = time.monotonic() + PATIENCE
+    while time.monotonic() < limit:
+        try:
+            connection.sendall(data[:1])
+            data = data[1:] or data
+            part = connection.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return received
+        if not part:
+            return received
+        received += part
+    raise AssertionError(f"still open after {PATIENCE} s; received {received!r}")
+
+
+def test_a_request_in_parts_is_answered(port: int) -> None:
+    with connect(port) as connection:
+        for part in (HEAD[:10], HEAD[10:], b"h", b"i"):
+            connection.sendall(part)
+            time.sleep(ARRIVAL_TIMEOUT / 20)
+        assert answer(connection).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_an_answer_may_take_longer_than_a_request(port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(WHOLE.replace(b"/echo", b"/slow"))
+        assert answer(connection).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_whole_requests_may_come_far_apart(port: int) -> None:
+    with connect(port) as connection:
+        for _ in range(2):
+            connection.sendall(WHOLE)
+            assert answer(connection).startswith(b"HTTP/1.1 200 OK")
+            time.sleep(1.5 * ARRIVAL_TIMEOUT)
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:-2]], ids=["nothing", "half a head"])
+def test_without_a_whole_head_the_connection_is_closed(port: int, sent: bytes) -> None:
+    with connect(port) as connection:
+        started = time.monotonic()
+        connection.sendall(sent)
+        assert rest(connection) == b""
+        assert time.monotonic() - started > 0.9 * ARRIVAL_TIMEOUT
+
+
+def test_half_a_body_is_answered_408(port: int) -> None:
+    with connect(port) as connection:
+        connection.sendall(HEAD + b"h")
+        received = rest(connection)
+    assert received.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b"\r\nConnection: close\r\n" in received
+
+
+@pytest.mark.parametrize(
+    ("before", "trickled"),
+    [
+        (b"", HEAD[:-4] + b"\r\nX: " + b"x" * 5),
+        (HEAD.replace(b": 2", b": 5000"), b"h"),
+        (WHOLE, HEAD[:-4] + b"\r\nX: " + b"x" * 5),
+        (HEAD.replace(b": 2", b": 5000").replace(b"/echo", b"/absent"), b"h"),
+    ],
+    ids=["head", "body", "head of a second request", "body that was answered already"],
+)
+def test_a_trickle_does_not_keep_a_connection(port: int, before: bytes, trickled: bytes) -> None:
+    with connect(port) as connection:
+        connection.sendall(before)
+        if b"/absent" in before or before == WHOLE:
+            answer(connection)
+        trickle(connection, trickled)
+
+
+def test_no_more_connections_than_there_may_be() -> None:
+    with running(max_connections=2) as port, connect(port) as first, connect(port) as second:
+        for connection in (first, second):
+            connection.sendall(WHOLE)
+            assert answer(connection).startswith(b"HTTP/1.1 200 OK")
+        with connect(port) as third:
+            received = rest(third)
+        assert received.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"\r\nRetry-After: 1\r\n" in received
+        first.sendall(WHOLE)
+        assert answer(first).startswith(b"HTTP/1.1 200 OK")
+        second.close()
+        assert first_accepted(port).startswith(b"HTTP/1.1 200 OK")
+
+
+def first_accepted(port: int) -> bytes:
+    """The first answer other than 503, of a connection of its own."""
+    limit = time.monotonic() + PATIENCE
+    while time.monotonic() < limit:
+        with connect(port) as connection:
+            try:
+                connection.sendall(WHOLE)
+                received = connection.recv(4096)
+            except ConnectionError:
+                continue
+        if not received.startswith(b"HTTP/1.1 503"):
+            return received
+    raise AssertionError("every connection was refused")
+
+
+@pytest.mark.parametrize(
+    "request_line", [b"GET /\xff HTTP/1.1", b"G\xc3\xa9T / HTTP/1.1", b"GET / HTTP/9"]
+)
+def test_a_wrong_request_line_is_answered_400(
+    port: int, request_line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(port) as connection:
+        connection.sendall(request_line + b"\r\nHost: x\r\n\r\n")
+        assert rest(connection).startswith(b"HTTP/1.1 400 ")
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]

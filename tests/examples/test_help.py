@@ -1,0 +1,85 @@
+"""The help of every example and benchmark: it comes without importing torch, and its commands are
+ones that the program takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+# What takes long to import; the package itself imports torch.
+HEAVY = {"hstu_attn", "matplotlib", "numpy", "tensorboard", "torch", "triton", "uvicorn"}
+
+
+def programs() -> list[str]:
+    """As they are called: a path, or "-m" and a module."""
+    found = []
+    for directory in ("examples", "benchmarks"):
+        for path in sorted((ROOT / directory).glob("*.py")):
+            if '__name__ == "__main__"' in path.read_text():
+                name = f"{directory}/{path.name}"
+                found.append(name if directory == "examples" else f"-m {directory}.{path.stem}")
+    return found
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Its output, and on the standard error, among other things, what it imported."""
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", *program.split(), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "100", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def imported(result: subprocess.CompletedProcess[str]) -> set[str]:
+    """The packages that a program imported."""
+    names = re.findall(r"^import time:.*\| +(\S+)$", result.stderr, re.MULTILINE)
+    assert "argparse" in names
+    return {name.split(".")[0] for name in names}
+
+
+def test_there_are_programs() -> None:
+    assert {"examples/train_retrieval.py", "-m benchmarks.cpu"} <= set(programs())
+
+
+@pytest.mark.parametrize("program", programs())
+def test_help_comes_at_once_with_examples(program: str) -> None:
+    result = run(program, "--help")
+    assert result.returncode == 0, result.stderr
+    assert not imported(result) & HEAVY
+    # The commands, of which one may go on in the next line.
+    text = result.stdout.replace("\\\n", " ")
+    usage = set(re.findall(r"--[a-z][a-z-]*", text.split("\n\n")[0]))
+    commands = re.findall(rf"^ +(?:python|torchrun) .*{re.escape(program)}.*$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        last = program.split()[-1]
+        given = words[words.index(last) + 1 :]
+        # It has taken the values before it comes to --help, and has said what options there are.
+        tried = run(program, *given, "--help")
+        assert tried.returncode == 0, tried.stderr
+        assert {word for word in given if word.startswith("--")} <= usage
+
+
+@pytest.mark.parametrize("program", programs())
+def test_a_wrong_option_is_said_at_once(program: str) -> None:
+    result = run(program, "--no-such-option")
+    assert result.returncode == 2
+    assert "error: " in result.stderr
+    assert not imported(result) & HEAVY
+
+
+def test_help_has_the_groups_of_the_benchmark_of_attention() -> None:
+    from benchmarks.workloads import GROUPS
+
+    text = " ".join(run("-m benchmarks.attention", "--help").stdout.split())
+    assert f"groups ({', '.join(GROUPS)})" in text

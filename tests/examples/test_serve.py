@@ -1,0 +1,692 @@
+"""The server of the example over a socket: the model of a short training run, each path, and each
+way to be refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import serving
+from benchmarks.report import read_results
+from hstu_attn.data import EventLog, JaggedBatch, open_event_log
+from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.data.synthetic_layouts import write_synthetic_amazon
+from hstu_attn.paged import PAGE_SIZES
+from tests.helpers.paths import EXAMPLES
+
+pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+
+
+import serve  # noqa: E402
+import train_retrieval  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from recommender import serve_options  # noqa: E402
+from recommender.http import MAX_BODY_BYTES, MAX_CANDIDATES, MAX_ERRORS  # noqa: E402
+from recommender.saved import SavedModel, load_model  # noqa: E402
+from recommender.server import add_events, make_engine, make_server  # noqa: E402
+
+from hstu_attn.serving import Engine, EventStore  # noqa: E402
+
+LONGEST = 30
+CPU = torch.device("cpu")
+EVENT = {"item": 1, "time": 5}
+TRAINING = [
+    *("--dim", "16", "--layers", "2", "--max-seq-len", str(LONGEST), "--tokens-per-batch", "256"),
+    *("--negatives", "32", "--steps", "8", "--eval-every", "8", "--device", "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def ratings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_synthetic_movielens(tmp_path_factory.mktemp("data"), 50, 120, 25)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ratings: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    assert train_retrieval.main([*TRAINING, "--data", str(ratings), "--out", str(out)]) == 0
+    return out / "best.pt"
+
+
+@pytest.fixture(scope="module")
+def saved(checkpoint: Path) -> SavedModel:
+    return load_model(checkpoint, CPU)
+
+
+@pytest.fixture(scope="module")
+def log(ratings: Path) -> EventLog:
+    return open_event_log(ratings)
+
+
+class Client:
+    """Speaks to a server; a connection for each request."""
+
+    def __init__(self, address: str) -> None:
+        self.host, port = address.removeprefix("http://").split(":")
+        self.port = int(port)
+
+    def send(
+        self, method: str, path: str, body: Any = None, headers: Any = None, **options: Any
+    ) -> tuple[int, Any, Any]:
+        """Status, headers and the decoded body."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
+        try:
+            if body is not None and not isinstance(body, bytes) and not hasattr(body, "__next__"):
+                body = json.dumps(body).encode()
+            headers = {"Content-Type": "application/json", **(headers or {})}
+            connection.request(method, path, body, headers, **options)
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            if is_json:
+                return response.status, response.headers, json.loads(text) if text else None
+            return response.status, response.headers, text
+        finally:
+            connection.close()
+
+    def post(self, path: str, **body: Any) -> Any:
+        status, _, answer = self.send("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    def metrics(self) -> dict[str, float]:
+        """Values without labels, and HTTP answers by path and status."""
+        status, headers, text = self.send("GET", "/metrics")
+        assert status == 200
+        assert headers["Content-Type"].startswith("text/plain")
+        values = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(sample.labels.values())
+                values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return values
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """The server as its user starts it."""
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0", *arguments]
+    server = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if found := re.search(r"^Serving .* at (http://\S+)$", line):
+                yield server, Client(found[1])
+                break
+        else:
+            raise AssertionError(server.stderr.read() if server.stderr else "")
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint: Path, ratings: Path) -> Iterator[Client]:
+    with process("--model", str(checkpoint), "--data", str(ratings)) as (_, client):
+        yield client
+
+
+def whole(saved: SavedModel, items: np.ndarray, times: np.ndarray, at: int) -> Tensor:
+    """The scores of all items by the model without a cache, after events on items by their ids."""
+    indices = torch.from_numpy(np.searchsorted(saved.item_ids, items))
+    known = torch.tensor(times.astype(np.int64))
+    later = torch.cat([known[1:], torch.tensor([at])])
+    offsets = torch.tensor([0, len(indices)])
+    batch = JaggedBatch(torch.zeros(1), offsets, indices, known, indices, later)
+    with torch.no_grad():
+        return saved.model.scores(batch)[0]
+
+
+def history(log: EventLog, user: int, longest: int = LONGEST) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of items and times of a user's latest events."""
+    number = int(np.flatnonzero(log.user_ids == user)[0])
+    start, end = log.offsets[number : number + 2]
+    latest = slice(max(start, end - longest), end)
+    return log.item_ids[log.items[latest]], log.timestamps[latest]
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------
+
+
+def test_scores_of_a_user_of_the_data(client: Client, saved: SavedModel, log: EventLog) -> None:
+    items, times = history(log, 3, LONGEST)
+    candidates = [int(item) for item in saved.item_ids[[5, 2, 9, 2]]]
+    for _ in range(2):  # computed, then cached
+        at = int(times[-1]) + 3600
+        answer = client.post("/score", user=3, candidates=candidates, time=at)
+        expected = whole(saved, items, times, at)[[5, 2, 9, 2]]
+        assert answer["user"] == 3
+        assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+
+
+def test_events_are_remembered(client: Client, saved: SavedModel) -> None:
+    items, times = saved.item_ids[[3, 1, 4, 1, 5]], np.array([10, 99, 10**4, 10**6, 10**6])
+    for start, end in ((0, 1), (1, 3), (3, 5)):
+        events = [
+            {"item": int(item), "time": int(at)}
+            for item, at in zip(items[start:end], times[start:end], strict=True)
+        ]
+        candidates = [int(item) for item in saved.item_ids]
+        answer = client.post("/score", user=-9, events=events, candidates=candidates)
+        expected = whole(saved, items[:end], times[:end], int(times[end - 1]))
+        assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("exclude_seen", [True, False])
+def test_recommendations(
+    client: Client, saved: SavedModel, log: EventLog, exclude_seen: bool
+) -> None:
+    items, times = history(log, 4)
+    answer = client.post("/recommend", user=4, k=7, exclude_seen=exclude_seen)
+    scores = whole(saved, items, times, int(times[-1]))
+    if exclude_seen:
+        scores[np.searchsorted(saved.item_ids, items)] = -torch.inf
+    best = scores.topk(7)
+    assert [row["item"] for row in answer["items"]] == saved.item_ids[best.indices].tolist()
+    assert [row["title"] for row in answer["items"]] == [
+        saved.titles[index] for index in best.indices
+    ]
+    assert [row["score"] for row in answer["items"]] == pytest.approx(
+        best.values.tolist(), rel=1e-4, abs=1e-5
+    )
+    assert len(client.post("/recommend", user=4)["items"]) == 10
+
+
+def test_health_and_metrics(client: Client) -> None:
+    before = client.metrics()
+    for user in (1, 2, 1):
+        client.post("/recommend", user=user, k=1)
+    assert client.send("POST", "/score", {"user": 1})[0] == 422
+    assert client.send("GET", "/nothing")[0] == 404
+    assert client.send("GET", "/score")[0] == 405
+    status, _, state = client.send("GET", "/health")
+    assert (status, state["status"], state["queued"]) == (200, "ok", 0)
+    assert state["users"] >= 50
+    status, headers, text = client.send("HEAD", "/health")
+    assert (status, text) == (200, None)
+    assert headers["Content-Length"] == str(len(json.dumps(state, separators=(",", ":"))))
+    after = client.metrics()
+    change = {name: after[name] - before.get(name, 0) for name in after}
+    assert change["hstu_engine_requests_total"] == change["hstu_engine_completed_total"] == 3
+    assert change["hstu_engine_latency_seconds_count"] == 3
+    assert change["hstu_engine_latency_seconds_bucket{+Inf}"] == 3
+    assert change["hstu_engine_batch_size_sum"] == 3
+    assert change["hstu_engine_hit_tokens_total"] > 0
+    assert change["hstu_http_responses_total{/recommend,200}"] == 3
+    assert change["hstu_http_responses_total{/score,422}"] == 1
+    assert change["hstu_http_responses_total{other,404}"] == 1
+    assert after["hstu_engine_users"] == state["users"]
+
+
+def test_many_at_once(client: Client, saved: SavedModel, log: EventLog) -> None:
+    candidates = [int(item) for item in saved.item_ids]
+    users = [int(user) for user in log.user_ids[10:40]] * 2
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(
+            pool.map(lambda user: client.post("/score", user=user, candidates=candidates), users)
+        )
+    for user, answer in zip(users, answers, strict=True):
+        items, times = history(log, user)
+        expected = whole(saved, items, times, int(times[-1]))
+        assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Path, EventLog]]:
+    """A server of a model of Amazon reviews, with its model and data; ids are text there."""
+    ratings = write_synthetic_amazon(tmp_path_factory.mktemp("amazon"), 2023, 40, 100, 20)
+    out = tmp_path_factory.mktemp("amazon-run")
+    assert train_retrieval.main([*TRAINING, "--data", str(ratings), "--out", str(out)]) == 0
+    with process("--model", str(out / "best.pt"), "--data", str(ratings)) as (_, client):
+        yield client, out / "best.pt", open_event_log(ratings)
+
+
+def test_ids_of_the_data_that_are_text(amazon: tuple[Client, Path, EventLog]) -> None:
+    client, path, log = amazon
+    saved = load_model(path, CPU)
+    assert saved.item_ids.tolist() == list(log.source_item_ids)
+    assert client.send("GET", "/health")[2]["users"] == 40
+    number = 7
+    user = log.user_name(number)
+    assert re.fullmatch("AE[A-Z0-9]{26}", user)
+    start, end = log.offsets[number : number + 2]
+    latest = slice(max(start, end - LONGEST), end)
+    items, times = saved.item_ids[log.items[latest]], log.timestamps[latest]
+    candidates = saved.item_ids[[5, 2, 9]].tolist()
+    answer = client.post("/score", user=user, candidates=candidates)
+    expected = whole(saved, items, times, int(times[-1]))
+    assert answer["user"] == user
+    assert answer["scores"] == pytest.approx(expected[[5, 2, 9]].tolist(), rel=1e-4, abs=1e-5)
+
+    at = int(times[-1]) + 60
+    event = {"item": candidates[0], "time": at}
+    for name, before in ((user, 0), ("a new one", len(items))):
+        known = np.append(items, candidates[0])[before:], np.append(times, at)[before:]
+        scores = whole(saved, *known, at)
+        answer = client.post("/recommend", user=name, events=[event], k=5, exclude_seen=False)
+        best = scores.topk(5)
+        assert [row["item"] for row in answer["items"]] == saved.item_ids[best.indices].tolist()
+        assert all(row["title"] == f"item {row['item']}" for row in answer["items"])
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "place"),
+    [
+        ({"user": 1}, "string_type", ["user"]),
+        ({"user": ""}, "string_too_short", ["user"]),
+        ({"user": "x" * 65}, "string_too_long", ["user"]),
+        ({"user": "\ud800"}, "string_unicode", ["user"]),
+        ({"user": "u", "events": [EVENT]}, "string_type", ["events", 0, "item"]),
+        (
+            {"user": "u", "events": [{"item": "1", "time": 5}]},
+            "unknown_item",
+            ["events", 0, "item"],
+        ),
+        ({"user": "u"}, "no_history", ["events"]),
+    ],
+)
+def test_wrong_ids_where_those_of_the_data_are_text(
+    amazon: tuple[Client, Path, EventLog], body: Any, kind: str, place: list[Any]
+) -> None:
+    status, _, answer = amazon[0].send("POST", "/recommend", body)
+    assert status == 422
+    assert [(detail["type"], detail["loc"]) for detail in answer["detail"]] == [
+        (kind, ["body", *place])
+    ]
+
+
+def test_data_with_other_ids_than_the_model(
+    amazon: tuple[Client, Path, EventLog], ratings: Path
+) -> None:
+    store, saved = EventStore(100, LONGEST), load_model(amazon[1], CPU)
+    with pytest.raises(ValueError, match=r"--data: expected ids that are text, .* got numbers"):
+        add_events(store, open_event_log(ratings), saved)
+
+
+# ---------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/score", {"candidates": [1]}, ["user"]),
+        ("/score", {"user": 1}, ["candidates"]),
+        ("/score", {"user": "1", "candidates": [1]}, ["user"]),
+        ("/score", {"user": 2**63, "candidates": [1]}, ["user"]),
+        ("/score", {"user": 1, "candidates": [1.5]}, ["candidates", 0]),
+        ("/score", {"user": 1, "candidates": [1, 10**6]}, ["candidates", 1]),
+        ("/score", {"user": 1, "candidates": [1] * (MAX_CANDIDATES + 1)}, ["candidates"]),
+        ("/score", {"user": 1, "candidates": [], "events": [{"item": 1}]}, ["events", 0, "time"]),
+        (
+            "/score",
+            {"user": 1, "candidates": [], "events": [EVENT, {"item": 0, "time": 1}]},
+            ["events", 1, "item"],
+        ),
+        (
+            "/score",
+            {"user": 1, "candidates": [], "events": [{"item": 1, "time": -1}]},
+            ["events", 0, "time"],
+        ),
+        ("/score", {"user": 1, "candidates": [], "events": [EVENT] * 1001}, ["events"]),
+        ("/score", {"user": 1, "candidates": [], "time": 2**62}, ["time"]),
+        ("/score", {"user": 1, "candidates": [], "tiem": 1}, ["tiem"]),
+        ("/score", {"user": 10**9, "candidates": [1]}, ["events"]),
+        ("/recommend", {"user": 1, "k": 0}, ["k"]),
+        ("/recommend", {"user": 1, "k": 1001}, ["k"]),
+        ("/recommend", {"user": 1, "exclude_seen": 1}, ["exclude_seen"]),
+        ("/recommend", {"user": 10**9}, ["events"]),
+        ("/recommend", [1], []),
+    ],
+)
+def test_what_is_wrong_is_named(client: Client, path: str, body: Any, place: list[Any]) -> None:
+    status, _, answer = client.send("POST", path, body)
+    assert status == 422
+    assert ["body", *place] in [detail["loc"] for detail in answer["detail"]]
+    assert all(detail["msg"] for detail in answer["detail"])
+
+
+def test_a_body_that_is_no_json(client: Client) -> None:
+    status, _, answer = client.send("POST", "/score", b"{]")
+    assert status == 422
+    assert answer["detail"][0]["type"] == "json_invalid"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"null", b"NaN", b"Infinity", b"1e400", b'"\\ud800"', b"[" * 10**5, b"9" * 10**4),
+        *(b"\xff\xfe\xfd", b'{"user": NaN, "candidates": []}', b'{"user": 1, "k": -Infinity}'),
+        *(b'{"user": 1e400}', b'{"user": 1, "events": [{"item": 1, "time": NaN}]}'),
+        *(b'{"user": "\\ud800", "candidates": []}', b'{"user": 1, "\\ud800": 1}'),
+        *(
+            b'{"user": 1, "candidates": [NaN]}',
+            b'{"user": 1, "candidates": [1' + b"0" * 400 + b"]}",
+        ),
+        b"{" + b",".join(b'"%d": NaN' % n for n in range(50_000)) + b"}",
+    ],
+    ids=lambda text: text[:40].decode(errors="replace"),
+)
+@pytest.mark.parametrize("path", ["/score", "/recommend"])
+def test_malformed_bodies_are_not_repeated(client: Client, path: str, text: bytes) -> None:
+    for headers in ({}, {"Content-Type": "text/plain"}):
+        status, _, answer = client.send("POST", path, text, headers)
+        assert status in (400, 422)
+        details = answer["detail"]
+        if status == 422:
+            assert 0 < len(details) <= MAX_ERRORS
+            assert all(set(detail) == {"type", "loc", "msg"} for detail in details)
+    assert client.send("GET", "/health")[0] == 200
+
+
+def test_large_bodies(client: Client) -> None:
+    large = b" " * (MAX_BODY_BYTES + 1)
+    for body in (large, iter([large[:1000]] * (len(large) // 1000 + 1))):
+        chunked = not isinstance(body, bytes)
+        headers = {"Transfer-Encoding": "chunked"} if chunked else {}
+        status, _, answer = client.send("POST", "/score", body, headers, encode_chunked=chunked)
+        assert status == 413
+        assert answer["detail"] == f"The body must have at most {MAX_BODY_BYTES} bytes"
+    at_the_limit = json.dumps({"user": 3, "candidates": []}).encode().ljust(MAX_BODY_BYTES)
+    assert client.send("POST", "/score", at_the_limit)[0] == 200
+
+
+class SlowServer:
+    """The server within this process, whose model waits until it may go on."""
+
+    def __init__(self, checkpoint: Path, *arguments: str) -> None:
+        options = serve_options.parse_arguments(None, ["--model", str(checkpoint), *arguments])
+        saved = load_model(options.model, CPU)
+        self.engine: Engine = make_engine(options, saved)
+        self.go_on, self.reached = threading.Event(), threading.Event()
+        embed = self.engine.model.embed
+
+        def slow_embed(rows: Any) -> Tensor:
+            self.reached.set()
+            assert self.go_on.wait(20)
+            if self.go_on_with_error:
+                raise RuntimeError("a failure")
+            return embed(rows)
+
+        self.go_on_with_error = False
+        self.engine.model.embed = slow_embed
+        listener = serve.listen_later("127.0.0.1", 0)
+        listener.listen()
+        self.client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        self.server = make_server(options, self.engine, saved)
+        self.thread = threading.Thread(target=self.server.run, args=([listener],))
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def slow(checkpoint: Path, *arguments: str) -> Iterator[SlowServer]:
+    server = SlowServer(checkpoint, *arguments)
+    try:
+        yield server
+    finally:
+        server.go_on.set()
+        server.stop()
+
+
+def body(user: int) -> dict[str, Any]:
+    return {"user": user, "events": [EVENT], "candidates": [1]}
+
+
+def test_a_timeout_has_no_effect(checkpoint: Path, saved: SavedModel) -> None:
+    with slow(checkpoint, "--timeout", "0.2") as server:
+        status, _, answer = server.client.send("POST", "/score", body(1))
+        assert (status, answer["detail"][:22]) == (504, "No answer within 0.2 s")
+        server.go_on.set()
+        answer = server.client.post("/score", **body(1))
+        expected = whole(saved, np.array([1]), np.array([5]), 5)[np.searchsorted(saved.item_ids, 1)]
+        assert answer["scores"] == pytest.approx([expected.item()], rel=1e-4)
+        stats = server.engine.stats()
+        assert (stats.completed, stats.cancelled) == (1, 1)
+
+
+def test_overload_is_said_at_once_and_passes(checkpoint: Path) -> None:
+    with (
+        slow(checkpoint, "--max-queue", "3", "--timeout", "20") as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        first = pool.submit(server.client.send, "POST", "/score", body(0))
+        assert server.reached.wait(10)
+        others = [pool.submit(server.client.send, "POST", "/score", body(n)) for n in range(1, 12)]
+        refused = [future for future in others if future in done_within(others, count=8)]
+        for future in refused:
+            status, headers, answer = future.result()
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert "max_queue" in answer["detail"]
+        assert len(refused) == 8
+        assert server.client.send("GET", "/health")[2]["queued"] == 3
+        server.go_on.set()
+        answered = [first, *(future for future in others if future not in refused)]
+        assert [future.result()[0] for future in answered] == [200] * 4
+        assert server.client.send("POST", "/score", body(50))[0] == 200
+        assert server.client.metrics()["hstu_engine_rejected_total"] == 8
+
+
+def done_within(futures: list[Any], count: int) -> list[Any]:
+    """The first `count` that are done."""
+    limit = time.monotonic() + 10
+    while time.monotonic() < limit:
+        done = [future for future in futures if future.done()]
+        if len(done) >= count:
+            return done
+        time.sleep(0.01)
+    raise AssertionError(f"{len(done)} of {count} were done")
+
+
+def test_failures_are_500_and_alone(checkpoint: Path) -> None:
+    with slow(checkpoint) as server:
+        server.go_on.set()
+        server.go_on_with_error = True
+        assert server.client.send("POST", "/score", body(1))[0] == 500
+        server.go_on_with_error = False
+        assert server.client.send("POST", "/score", body(1))[0] == 200
+        metrics = server.client.metrics()
+        assert metrics["hstu_engine_failed_total"] == 1
+        assert metrics["hstu_http_responses_total{/score,500}"] == 1
+
+
+def test_after_closing_it_is_unavailable(checkpoint: Path) -> None:
+    with slow(checkpoint) as server:
+        server.engine.close()
+        status, headers, answer = server.client.send("GET", "/health")
+        assert (status, answer["status"]) == (503, "closed")
+        status, headers, answer = server.client.send("POST", "/score", body(1))
+        assert (status, headers["Retry-After"], answer["detail"]) == (
+            503,
+            "1",
+            "the engine is closed",
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Start and end
+# ---------------------------------------------------------------------------------------------
+
+
+def test_sigterm_answers_what_has_arrived(checkpoint: Path) -> None:
+    """Requests wait for a batch that never fills; they are answered before the server ends."""
+    arguments = ("--max-wait-ms", "1500", "--max-batch-size", "64")
+    with (
+        process("--model", str(checkpoint), *arguments) as (server, client),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        futures = [pool.submit(client.send, "POST", "/score", body(n)) for n in range(4)]
+        limit = time.monotonic() + 10
+        while client.send("GET", "/health")[2]["queued"] < 4:
+            assert time.monotonic() < limit
+        server.send_signal(signal.SIGTERM)
+        assert [future.result()[0] for future in futures] == [200] * 4
+        assert server.wait(10) == 0
+        assert server.stderr is not None
+        assert server.stderr.read() == ""
+
+
+def test_wrong_options_are_refused_before_torch_is_imported(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, message in (
+            (["--port", "99999"], "--port: expected a whole number from 0 to 65535; got '99999'"),
+            (["--port", "http"], "--port: expected a whole number from 0 to 65535; got 'http'"),
+            (["--page-size", "0"], "--page-size: invalid choice: 0"),
+            (["--timeout", "0"], "--timeout: expected a number from 0.001 to 3600; got '0'"),
+            (["--timeout", "nan"], "--timeout: expected a number from 0.001 to 3600; got 'nan'"),
+            (["--cache-mib", "0"], "--cache-mib: expected a whole number from 1 to"),
+            (["--max-connections", "0"], "--max-connections: expected a whole number from 1 to"),
+            (["--device", "gpu"], "--device: expected cpu, cuda or cuda:N; got 'gpu'"),
+            (["--model", "absent.pt"], "--model: expected a file that train_retrieval.py saved"),
+            (["--data", "absent.dat"], "--data: expected a file or directory; got absent.dat"),
+            (["--port", str(port)], f"got 127.0.0.1 and {port} (Address already in use)"),
+            (["--host", "256.0.0.1"], "--host, --port: expected a free address of this machine"),
+        ):
+            ended = without_torch("--model", str(checkpoint), *arguments)
+            assert ended.returncode != 0
+            assert ended.stdout == ""
+            assert ended.stderr.startswith("error: ")
+            assert ended.stderr.count("\n") == 1
+            assert message in ended.stderr
+
+
+def test_help_shows_how_to_start_it_without_torch() -> None:
+    ended = without_torch("--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "    python examples/serve.py --data ml-1m/ratings.dat" in ended.stdout
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The server's program where importing torch or numpy is an error."""
+    program = (
+        "import sys; sys.modules.update(torch=None, numpy=None); "
+        "import serve; sys.exit(serve.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)
+
+
+def test_what_cannot_be_served_is_said_in_a_line(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    text, empty, damaged, other = (tmp_path / f"{n}.pt" for n in range(4))
+    text.write_text("not a model")
+    empty.touch()
+    damaged.write_bytes(checkpoint.read_bytes()[:-1000])
+    torch.save({"model": {}, "step": 3}, other)
+    for path in (text, empty, damaged, other):
+        assert serve.main(["--port", "0", "--model", str(path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path} is not a model that train_retrieval.py has saved")
+        assert error.count("\n") == 1
+    usual = ["--port", "0", "--model", str(checkpoint)]
+    if not torch.cuda.is_available():
+        assert serve.main([*usual, "--device", "cuda"]) == 1
+        assert "--device: expected cpu, since torch sees no GPU" in capsys.readouterr().err
+    amazon = write_synthetic_amazon(tmp_path, 2018, 10, 100, 20)
+    assert serve.main([*usual, "--data", str(amazon)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "error: --data: expected ids that are numbers, as the model's; got text"
+
+
+def test_a_cache_too_small_for_a_history(saved: SavedModel, checkpoint: Path) -> None:
+    longer = saved._replace(model=copy.copy(saved.model))
+    longer.model.max_seq_len = 10**6
+    options = serve_options.parse_arguments(None, ["--model", str(checkpoint), "--cache-mib", "3"])
+    with pytest.raises(ValueError, match=r"--cache-mib: expected at least 245, .*; got 3"):
+        make_engine(options, longer)
+
+
+def test_the_page_sizes_are_those_of_the_cache() -> None:
+    assert serve_options.PAGE_SIZES == PAGE_SIZES
+
+
+def test_nothing_is_left_to_full_garbage_collections(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that live as long as the server are frozen before its first request."""
+    frozen, tracked = [], []
+
+    def run(server: object, sockets: object) -> None:
+        frozen.append(gc.get_freeze_count())
+        tracked.append(len(gc.get_objects()))
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    try:
+        assert serve.main(["--port", "0", "--model", str(checkpoint)]) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 50 * tracked[0]
+
+
+def test_answers_do_not_wait_for_the_client() -> None:
+    """Without Nagle's algorithm, which asyncio turns off where it sees the protocol."""
+    with serve.listen_later("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) -> None:
+    log = open_event_log(ratings)
+    fewer = saved._replace(item_ids=saved.item_ids[::2])
+    store = EventStore(100, LONGEST)
+    add_events(store, log, fewer)
+    items, times = history(log, 7)
+    known = np.isin(items, fewer.item_ids)
+    events = store.history(7).events
+    assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
+    assert events[:, 1].tolist() == times[known].tolist()
+
+
+def test_the_load_test(
+    checkpoint: Path, ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(checkpoint), "--data", str(ratings), "--seconds", "0.5"]
+    path = tmp_path / "serving.json"
+    serving.main([*arguments, "--concurrency", "2", "4", "--json", str(path)])
+    records, printed = read_results(path), capsys.readouterr().out
+    assert [record["concurrency"] for record in records] == [2, 4]
+    for record in records:
+        assert record["answered"] > 0
+        assert record["failed"] == 0
+        assert 0 < record["p50_ms"] <= record["p95_ms"] <= record["p99_ms"] < 500
+        assert 1 <= record["mean_batch"] <= 4
+        assert 0 < record["hit_share"] < 1
+        assert str(record["qps"]) in printed

@@ -1,0 +1,362 @@
+"""The retrieval example: metrics and baselines against brute force, a run from end to end, and runs
+that are killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import train_retrieval
+from recommender.baselines import CoOccurrence, Popularity, co_occurrence_candidates
+from recommender.evaluation import (
+    Metrics,
+    evaluate,
+    metrics_of_ranks,
+    ranks_of_targets,
+)
+from recommender.model import RetrievalModel, sampled_softmax_loss
+from recommender.saved import load_model
+from torch import Tensor
+
+from hstu_attn import HSTULayerConfig
+from hstu_attn.data import EventLog, JaggedBatch, held_out_windows, jagged_batch, open_event_log
+from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.distributed import Checkpoints
+from tests.helpers.checkpoint_files import newest_checkpoint
+from tests.helpers.paths import EXAMPLES
+
+SMALL = [
+    *("--dim", "16", "--layers", "1", "--max-seq-len", "30", "--tokens-per-batch", "256"),
+    *("--negatives", "32", "--steps", "24", "--eval-every", "8", "--checkpoint-every", "4"),
+    *("--device", "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def ratings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_synthetic_movielens(tmp_path_factory.mktemp("data"), 50, 120, 25)
+
+
+@pytest.fixture(scope="module")
+def log(ratings: Path) -> EventLog:
+    return open_event_log(ratings)
+
+
+def histories(log: EventLog) -> list[list[int]]:
+    return [log.items[a:b].tolist() for a, b in pairwise(log.offsets)]
+
+
+def ranking(scores: Tensor) -> list[int]:
+    """Items, best first."""
+    return sorted(range(len(scores)), key=scores.tolist().__getitem__, reverse=True)
+
+
+def brute_force_metrics(rankings: list[list[int]], targets: list[int]) -> Metrics:
+    places = [ranking.index(target) for ranking, target in zip(rankings, targets, strict=True)]
+    return Metrics(
+        hit_rate_10=sum(place < 10 for place in places) / len(places),
+        hit_rate_50=sum(place < 50 for place in places) / len(places),
+        ndcg_10=sum(1 / math.log2(place + 2) for place in places if place < 10) / len(places),
+    )
+
+
+def test_auto_trains_where_the_relative_bias_is_built(monkeypatch):
+    assert train_retrieval.has_relative_bias(torch.device("cpu"))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("pos_weight: the relative bias is not built for GPUs")
+
+    monkeypatch.setattr(train_retrieval, "hstu_attention", refuse)
+    assert not train_retrieval.has_relative_bias(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_retrieval, "has_relative_bias", lambda device: device.type == "cpu")
+    assert train_retrieval.choose_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(train_retrieval, "has_relative_bias", lambda device: True)
+    assert train_retrieval.choose_device("auto") == torch.device("cuda")
+
+
+def test_metrics_against_brute_force() -> None:
+    scores = torch.randn(200, 80)
+    targets = torch.randint(80, (200,))
+    rankings = [ranking(row) for row in scores]
+    expected = brute_force_metrics(rankings, targets.tolist())
+    metrics = metrics_of_ranks(ranks_of_targets(scores, targets))
+    assert metrics.hit_rate_10 == expected.hit_rate_10
+    assert metrics.hit_rate_50 == expected.hit_rate_50
+    assert metrics.ndcg_10 == pytest.approx(expected.ndcg_10, rel=1e-6)
+
+
+def test_ranks_of_ties_and_nan() -> None:
+    scores = torch.tensor(
+        [[3.0, 2.0, 1.0], [1.0, 1.0, 1.0], [math.nan, 1.0, 0.0], [5.0, math.nan, 1]]
+    )
+    ranks = ranks_of_targets(scores, torch.tensor([0, 1, 0, 2]))
+    assert ranks.tolist() == [1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("exclude_seen", [True, False])
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_evaluation_against_brute_force(log: EventLog, split: Any, exclude_seen: bool) -> None:
+    table = torch.randn(log.num_users, log.num_items)
+    max_seq_len = 10  # shorter than the histories: what was seen before still counts as seen
+
+    def scorer(batch: JaggedBatch) -> Tensor:
+        return table[batch.users]
+
+    metrics = evaluate(
+        scorer,
+        log,
+        held_out_windows(log, split, max_seq_len),
+        tokens_per_batch=64,
+        exclude_seen=exclude_seen,
+        device=torch.device("cpu"),
+    )
+    rankings, targets = [], []
+    for user, events in enumerate(histories(log)):
+        end = len(events) - (1 if split == "test" else 2)
+        seen = set(events[:end]) if exclude_seen else set()
+        rankings.append([item for item in ranking(table[user]) if item not in seen])
+        targets.append(events[end])
+    expected = brute_force_metrics(rankings, targets)
+    assert metrics.hit_rate_10 == pytest.approx(expected.hit_rate_10)
+    assert metrics.hit_rate_50 == pytest.approx(expected.hit_rate_50)
+    assert metrics.ndcg_10 == pytest.approx(expected.ndcg_10, rel=1e-6)
+
+
+def test_baselines_against_brute_force(log: EventLog) -> None:
+    events = [history[:-2] for history in histories(log)]
+    counts = np.zeros(log.num_items)
+    for history in events:
+        np.add.at(counts, history, 1)
+    batch = jagged_batch(log, held_out_windows(log, "test", max_seq_len=12))
+    assert (Popularity(log)(batch) == torch.tensor(counts)).all()
+
+    checked = 0
+    for scorer in co_occurrence_candidates(log):
+        if (scorer.reach, scorer.backward_weight) not in ((1, 0.0), (5, 0.5)):
+            continue
+        similarity = brute_force_similarity(events, counts, scorer)
+        expected = np.zeros((log.num_users, log.num_items))
+        offsets = batch.seq_offsets.tolist()
+        for user in range(log.num_users):
+            rows = batch.items[offsets[user] : offsets[user + 1]].tolist()
+            for age, item in enumerate(reversed(rows)):
+                expected[user] += scorer.recency_decay**age * similarity[item]
+        np.testing.assert_allclose(scorer(batch).numpy(), expected, rtol=1e-4, atol=1e-6)
+        checked += 1
+    assert checked == 8
+
+
+def brute_force_similarity(
+    events: list[list[int]], counts: np.ndarray[Any, Any], scorer: CoOccurrence
+) -> np.ndarray[Any, Any]:
+    similarity = np.zeros((len(counts), len(counts)))
+    for history in events:
+        for i, first in enumerate(history):
+            for distance, later in enumerate(history[i + 1 : i + 1 + scorer.reach], start=1):
+                similarity[first, later] += 1 / distance
+                similarity[later, first] += scorer.backward_weight / distance
+    return similarity / np.sqrt(np.outer(np.maximum(counts, 1), np.maximum(counts, 1)))
+
+
+@pytest.mark.parametrize("l2_normalise", [True, False])
+def test_sampled_softmax_loss(log: EventLog, l2_normalise: bool) -> None:
+    config = HSTULayerConfig.research(
+        embedding_dim=16, num_heads=2, linear_dim=8, attention_dim=8, max_sequence_len=12
+    )
+    model = RetrievalModel(7, config, 1, 12, 0.0, l2_normalise)
+    states = torch.randn(40, 16)
+    targets = torch.randint(7, (40,))
+    torch.manual_seed(0)
+    loss = sampled_softmax_loss(model, states, targets, num_negatives=9, temperature=0.5)
+    torch.manual_seed(0)
+    negatives = torch.randint(7, (9,)).tolist()
+    table = model.item_embedding.weight
+    if l2_normalise:
+        table = table / table.norm(dim=1, keepdim=True)
+    losses = []
+    for state, target in zip(states, targets.tolist(), strict=True):
+        candidates = [target, *(item for item in negatives if item != target)]
+        logits = table[candidates] @ state / 0.5
+        losses.append(logits.logsumexp(0) - logits[0])
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_a_run_from_end_to_end(
+    ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = [*SMALL, "--data", str(ratings), "--out", str(out), "--show-user", "3", "--bf16"]
+    assert train_retrieval.main(arguments) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "events of 50 users on",
+        "step    16  loss",
+        "popularity ",
+        "co-occurrence ",
+        "HSTU ",
+        "User 3\n",
+        "Watched next: The ",
+    ):
+        assert text in printed
+    rows = json.loads((out / "metrics.json").read_text())
+    assert set(rows) == {"popularity", "co-occurrence", "HSTU"}
+    assert f"{rows['HSTU']['ndcg_10']:.4f}" in printed
+    history = json.loads((out / "history.json").read_text())
+    assert len(history["losses"]) == 24
+    assert list(history["validation"]) == ["8", "16", "24"]
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    # The model that did best is whole in its file, with its catalogue.
+    saved = load_model(out / "best.pt", torch.device("cpu"))
+    log = open_event_log(ratings)
+    assert (saved.item_ids == log.item_ids).all()
+    assert saved.titles == log.titles
+    metrics = evaluate(
+        saved.model.scores,
+        log,
+        held_out_windows(log, "test", 30),
+        tokens_per_batch=16384,
+        exclude_seen=True,
+        device=torch.device("cpu"),
+    )
+    assert asdict(metrics) == rows["HSTU"]
+    assert saved.model.compute_dtype == torch.bfloat16
+
+    # A finished run is only reported again.
+    assert train_retrieval.main([*arguments, "--resume"]) == 0
+    assert "Continuing after step 24 of 24" in capsys.readouterr().out
+    assert json.loads((out / "metrics.json").read_text()) == rows
+
+    # A checkpoint is not continued with other options.
+    assert train_retrieval.main([*arguments, "--resume", "--dropout", "0.5"]) == 1
+    assert "was made with dropout = 0.2, this run has 0.5" in capsys.readouterr().err
+
+
+def test_other_files_are_not_taken_for_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    torch.save({"weight": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"other\.pt is not a model that train_retrieval\.py"):
+        load_model(path, torch.device("cpu"))
+
+
+def test_a_killed_run_continues_exactly(ratings: Path, tmp_path: Path) -> None:
+    def command(out: Path, *more: str) -> list[str]:
+        script = str(EXAMPLES / "train_retrieval.py")
+        return [sys.executable, script, *SMALL, "--data", str(ratings), "--out", str(out), *more]
+
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted = subprocess.Popen(
+        command(whole), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    run = subprocess.Popen(
+        command(killed), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not Checkpoints(killed / "checkpoints").steps():
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.send_signal(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    at_kill = max(Checkpoints(killed / "checkpoints").steps())
+    assert 0 < at_kill < 24
+
+    resumed = subprocess.run(
+        command(killed, "--resume"), env=environment, capture_output=True, text=True, check=True
+    )
+    assert f"Continuing after step {at_kill} of 24" in resumed.stdout
+    assert uninterrupted.wait() == 0
+    for name in ("history.json", "metrics.json"):
+        assert (killed / name).read_text() == (whole / name).read_text()
+    states = [newest_checkpoint(out) for out in (whole, killed)]
+    for name, parameter in states[0]["model"].items():
+        assert torch.equal(parameter, states[1]["model"][name])
+
+
+def test_a_nan_loss_stops_and_spoils_nothing(
+    ratings: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+
+    def loss(*arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return sampled_softmax_loss(*arguments) * (math.nan if calls == 7 else 1)
+
+    monkeypatch.setattr(train_retrieval, "sampled_softmax_loss", loss)
+    assert train_retrieval.main([*SMALL, "--data", str(ratings), "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "error: the loss is nan" in error
+    assert re.search(r"at step 7 \(epoch \d+, batch \d+, seed 0\)", error)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+    state = newest_checkpoint(tmp_path)
+    assert all(parameter.isfinite().all() for parameter in state["model"].values())
+
+
+def test_malformed_files_are_reported(
+    ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoiled = tmp_path / "ratings.dat"
+    spoiled.write_bytes(b"1::2::3\n" + ratings.read_bytes() + b"oops\n")
+    lines = spoiled.read_bytes().count(b"\n")
+    arguments = [*SMALL, "--data", str(spoiled), "--out", str(tmp_path / "run"), "--steps", "1"]
+    assert train_retrieval.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "Left out: 2 malformed lines, all listed in" in printed
+    assert f"{spoiled}:1: expected 4 fields separated by '::', got 3: '1::2::3'" in printed
+    assert f"{spoiled}:{lines}: expected 4 fields separated by '::', got 1: 'oops'" in printed
+
+    spoiled.write_bytes(b"nothing of use\n")
+    assert train_retrieval.main([*arguments, "--out", str(tmp_path / "other")]) == 1
+    assert "no user with at least 3 events" in capsys.readouterr().err
+    assert train_retrieval.main(["--data", str(tmp_path / "absent.csv")]) == 1
+    assert "absent.csv" in capsys.readouterr().err
+
+
+def test_refuses_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--dim", "20"], "--dim must be a multiple of 8 times --heads"),
+        (["--tokens-per-batch", "0"], "--tokens-per-batch must be positive"),
+        (["--temperature", "-1"], "--temperature must be positive"),
+    ):
+        with pytest.raises(SystemExit):
+            train_retrieval.main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_damaged_checkpoints(
+    ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run continues from the newest that can be read."""
+    arguments = [*SMALL, "--data", str(ratings), "--out", str(tmp_path)]
+    assert train_retrieval.main(arguments) == 0
+    last, previous = (tmp_path / "checkpoints" / f"step-{step:012d}" for step in (24, 20))
+    tensors = next(last.glob("*.distcp"))
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    history = (tmp_path / "history.json").read_text()
+    capsys.readouterr()
+    assert train_retrieval.main([*arguments, "--resume"]) == 0
+    printed = capsys.readouterr()
+    assert "the checkpoint of step 24 cannot be read" in printed.err
+    assert "Continuing after step 20 of 24" in printed.out
+    assert (tmp_path / "history.json").read_text() == history
+    for directory in (last, previous):
+        (directory / "run.pt").write_bytes(b"")
+    assert train_retrieval.main([*arguments, "--resume"]) == 1
+    assert re.search(r"error: no checkpoint in .* can be read", capsys.readouterr().err)

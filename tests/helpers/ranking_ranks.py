@@ -1,0 +1,116 @@
+"""Runs of the ranking example on one rank or on several, in processes that tests have started."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import train_ranking
+from recommender.ranking import ranking_loss
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hstu_attn.distributed import World
+from tests.helpers.distributed_runs import device_type
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank printed, and what stopped it."""
+
+    printed: str
+    error: str | None
+
+
+def this_world(backend: str = "gloo") -> World:
+    """This process among the ranks of the default group."""
+    kind = device_type(backend)
+    if not dist.is_initialized():
+        return World(0, 0, 1, torch.device(kind), None)
+    rank, number = dist.get_rank(), dist.get_world_size()
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    return World(rank, rank, number, device, init_device_mesh(kind, (number,)))
+
+
+def train(
+    arguments: Sequence[str],
+    backend: str = "gloo",
+    spoilt: tuple[int, int] | None = None,
+    rows: int | None = None,
+) -> Result:
+    """Runs the example on this rank.
+
+    Args:
+        arguments: of the command line.
+        backend: of the process group.
+        spoilt: the rank and the step whose loss is NaN.
+        rows: of an evaluation batch.
+    """
+    world = this_world(backend)
+    losses = 0
+
+    def loss(*tensors: Tensor) -> Tensor:
+        nonlocal losses
+        losses += 1
+        return ranking_loss(*tensors) * (math.nan if (world.rank, losses) == spoilt else 1)
+
+    kept = train_ranking.EVALUATION_ROWS
+    train_ranking.ranking_loss = loss
+    train_ranking.EVALUATION_ROWS = rows or kept
+    printed, error = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(printed):
+            train_ranking.train(train_ranking.parse_arguments(list(arguments)), world)
+    except (RuntimeError, ValueError) as raised:
+        error = str(raised)
+    finally:
+        train_ranking.ranking_loss = ranking_loss
+        train_ranking.EVALUATION_ROWS = kept
+    return Result(printed.getvalue(), error)
+
+
+def make_trainer(arguments: Sequence[str]) -> train_ranking.RankingTrainer:
+    """The trainer of a run on this rank, of two tasks."""
+    world = this_world()
+    options = train_ranking.parse_arguments(list(arguments))
+    processes = train_ranking.Processes(world, options.strategy)
+    with contextlib.redirect_stdout(io.StringIO()):
+        log = train_ranking.open_data(options, [], lambda _: None)
+    data = train_ranking.RankingData(log, options.history, options.targets, options.held_out, 1000)
+    weights = {"is_click": 1.0, "long_view": 0.5}
+    return train_ranking.RankingTrainer(options, data, weights, world.device, processes)
+
+
+def evaluate(arguments: Sequence[str], path: str, rows: int) -> tuple[dict[str, float], int]:
+    """The test metrics of a saved model, and how many rows of the items' table this rank has."""
+    trainer = make_trainer(arguments)
+    trainer.load_best(Path(path))
+    kept = train_ranking.EVALUATION_ROWS
+    train_ranking.EVALUATION_ROWS = rows
+    try:
+        metrics = trainer.evaluate("test")
+    finally:
+        train_ranking.EVALUATION_ROWS = kept
+    tables = dict(trainer.model.named_parameters())
+    table = tables.get("embeddings.tables.item.weight", torch.empty(0))  # torchrec's has another
+    return metrics, len(table.to_local() if isinstance(table, DTensor) else table)
+
+
+def initial_state(arguments: Sequence[str]) -> dict[str, Tensor]:
+    """The whole state of the model before the first step, on the first rank."""
+    trainer = make_trainer(arguments)
+    return dict(trainer.processes.whole_state(trainer.model))
+
+
+def history(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "history.json").read_text())
+    return found

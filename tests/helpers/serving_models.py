@@ -1,0 +1,247 @@
+"""What the tests of serving share: small models of both kinds, which can be made to fail, and what
+an engine should answer for them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from recommender.model import RetrievalModel
+from recommender.served import ServedRetrieval
+from torch import Tensor, nn
+
+from hstu_attn.data import JaggedBatch
+from hstu_attn.layer import HSTULayerConfig, HSTUStack
+from hstu_attn.serving import Engine, Event, PagedKVCache, Rows
+from hstu_attn.testing import assert_matches
+
+ITEMS, LONGEST, LAYERS, HEADS, DIM = 60, 40, 2, 2, 16
+POISON = ITEMS - 1  # computing this item fails in the last layer
+SPOILT = ITEMS - 2  # this item as a candidate scores NaN
+
+RESEARCH = HSTULayerConfig.research(
+    embedding_dim=24, num_heads=HEADS, linear_dim=DIM, attention_dim=DIM, max_sequence_len=LONGEST
+)
+STU = replace(
+    HSTULayerConfig.stu(embedding_dim=24, num_heads=HEADS, hidden_dim=DIM, attention_dim=DIM),
+    scaling_seqlen=LONGEST,
+)
+RETRIEVAL = {
+    "retrieval": RESEARCH,
+    "retrieval, no bias": replace(RESEARCH, enable_relative_attention_bias=False),
+}
+RANKING = {
+    "ranking": STU,
+    "ranking, window": replace(STU, max_attn_len=7),
+    "ranking, rms norms": replace(
+        STU, input_norm="rms_norm", output_norm="rms_norm", linear_bias=False
+    ),
+    "ranking, times": replace(
+        STU, enable_relative_attention_bias=True, relative_bias_max_seq_len=20
+    ),
+}
+
+
+COMPUTED = threading.local()  # whether POISON is among what a thread computes
+
+
+class Boom(Exception):
+    pass
+
+
+def strengthen(model: torch.nn.Module) -> None:
+    """Weights with which a stale row makes a difference."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_((1.0 if "weight" in name else 0.3) * torch.randn_like(parameter) * 0.3)
+
+
+class RankingModel(nn.Module):
+    """Embeds items, positions and what users did with them; scores each candidate by its state."""
+
+    candidates_are_rows = True
+
+    def __init__(
+        self, config: HSTULayerConfig, layers: int, items: int, actions: int, max_history: int
+    ) -> None:
+        super().__init__()
+        self.num_items, self.num_actions, self.max_history = items, actions, max_history
+        self.reads_times = config.enable_relative_attention_bias
+        self.item = nn.Embedding(items, config.embedding_dim)
+        self.action = nn.Embedding(actions + 1, config.embedding_dim)  # the last one: a candidate
+        self.position = nn.Embedding(max_history + 1, config.embedding_dim)
+        self.stack = HSTUStack(config, layers)
+        self.head = nn.Linear(config.embedding_dim, 1)
+
+    def embed(self, rows: Rows) -> Tensor:
+        actions = rows.actions.masked_fill(rows.is_candidate, self.num_actions)
+        x = self.item(rows.items) + self.action(actions) + self.position(rows.positions)
+        return x.to(self.stack.layers[0].uvqk.weight.dtype)
+
+    def score(self, states: Tensor, candidates: Tensor) -> Tensor:
+        return self.head(states).squeeze(1)
+
+    @torch.no_grad()
+    def whole(self, events: np.ndarray, candidates: list[int], at: int) -> Tensor:
+        """The scores of one user's candidates without a cache, `(len(candidates),)`."""
+        n, m = len(events), len(candidates)
+        items, times, actions = torch.from_numpy(events).T.contiguous()
+        listed = torch.tensor(candidates, dtype=torch.int64)
+        times = torch.cat([times, torch.full((m + 1,), at)])
+        x = torch.cat([self.item(items) + self.action(actions), self.item(listed)])
+        x[:n] += self.position.weight[:n]
+        x[n:] += self.position.weight[n] + self.action.weight[-1]
+        timed = {"timestamps": times[:-1], "row_timestamps": times[1:]} if self.reads_times else {}
+        states = self.stack(
+            x, torch.tensor([0, n + m]), n + m, num_targets=torch.tensor([m]), **timed
+        )
+        return self.head(states[n:]).squeeze(1)
+
+
+class Retrieval(ServedRetrieval):
+    """The example's model, which fails where POISON is computed and spoils the score of SPOILT."""
+
+    def embed(self, rows: Any) -> Tensor:
+        COMPUTED.poison = bool((rows.items == POISON).any())
+        return super().embed(rows)
+
+    def score(self, states: Tensor, candidates: Tensor) -> Tensor:
+        return super().score(states, candidates).masked_fill(candidates == SPOILT, torch.nan)
+
+    @torch.no_grad()
+    def whole(self, events: np.ndarray, candidates: list[int], at: int) -> Tensor:
+        items, times, _ = torch.from_numpy(events).T.contiguous()
+        later = torch.cat([times[1:], torch.tensor([at])])
+        batch = JaggedBatch(
+            torch.zeros(1), torch.tensor([0, len(items)]), items, times, items, later
+        )
+        return self.model.scores(batch)[0, candidates]
+
+
+class Ranking(RankingModel):
+    """The same of the ranking model."""
+
+    def embed(self, rows: Any) -> Tensor:
+        COMPUTED.poison = bool((rows.items == POISON).any())
+        return super().embed(rows)
+
+    def score(self, states: Tensor, candidates: Tensor) -> Tensor:
+        return super().score(states, candidates).masked_fill(candidates == SPOILT, torch.nan)
+
+
+def fail_if_poisoned(layer: torch.nn.Module) -> None:
+    project = layer._project
+
+    def poisoned_project(x: Tensor) -> Any:
+        if getattr(COMPUTED, "poison", False):
+            raise Boom("poisoned")
+        return project(x)
+
+    layer._project = poisoned_project
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    model: Any
+    if name in RETRIEVAL:
+        inner = RetrievalModel(ITEMS, RETRIEVAL[name], LAYERS, LONGEST, 0.2, compute_dtype=dtype)
+        strengthen(inner)
+        model = Retrieval(inner)
+    else:
+        model = Ranking(RANKING[name], LAYERS, ITEMS, 3, LONGEST).to(dtype)
+        strengthen(model)
+        model.eval()
+    fail_if_poisoned(model.stack.layers[-1])
+    return model
+
+
+def make_cache(
+    num_pages: int, dtype: torch.dtype = torch.float64, device: str = "cpu", **options: Any
+) -> PagedKVCache:
+    return PagedKVCache(LAYERS, num_pages, 16, HEADS, DIM, dtype, device, **options)
+
+
+class Gate:
+    """Holds up a model's computation until it is opened."""
+
+    def __init__(self, model: Any) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        embed = model.embed
+
+        def gated(rows: Any) -> Tensor:
+            self.reached.set()
+            assert self.opened.wait(10)
+            return embed(rows)
+
+        model.embed = gated
+
+
+class Histories:
+    """What an engine should know of each user, and what it should answer."""
+
+    def __init__(self, model: Any, drop: int = LONGEST // 8) -> None:
+        self.model, self.drop = model, drop
+        self.events: dict[int, np.ndarray] = {}
+
+    def after(self, user: int, events: Sequence[Event]) -> np.ndarray:
+        known = self.events.get(user, np.empty((0, 3), np.int64))
+        together = np.concatenate([known, np.array(events, np.int64).reshape(-1, 3)])
+        return together if len(together) <= LONGEST else together[-(LONGEST - self.drop) :]
+
+    def expect(
+        self, user: int, events: Sequence[Event], candidates: list[int], at: int | None
+    ) -> Tensor:
+        """The scores; stores the events."""
+        after = self.events[user] = self.after(user, events)
+        if at is None:
+            at = int(after[-1, 1]) if len(after) else 0
+        return self.model.whole(after, candidates, at)
+
+
+def assert_close(scores: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-9 if scores.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(scores, expected, rtol=tolerance, atol=tolerance)
+
+
+def on_device(model: Any, device: str) -> Any:
+    """The model there; one of retrieval anew, for it keeps tensors that are not its module's."""
+    return Retrieval(model.model.to(device)) if isinstance(model, Retrieval) else model.to(device)
+
+
+def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
+    """The same weights, computed in another dtype on the CPU."""
+    other = make_model(name, dtype)
+    inner = (lambda served: served.model) if name in RETRIEVAL else lambda served: served
+    inner(other).load_state_dict(inner(model).state_dict())
+    return other
+
+
+def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) -> None:
+    """With a cache, about as far from the exact scores as without one."""
+    model = make_model(name, dtype)
+    plain, exact = (Histories(twin(name, model, d)) for d in (dtype, torch.float64))
+    rng = random.Random(0)
+    found: list[list[Tensor]] = [[], [], []]
+    if device != "cpu":
+        model = on_device(model, device)
+    with Engine(model, make_cache(12, dtype, device), **options) as engine:
+        for turn in range(20):
+            candidates = [rng.randrange(SPOILT) for _ in range(10)]
+            request = (turn % 3, some_events(rng, turn * 10**6, 3), candidates, None)
+            for scores, more in zip(
+                found,
+                (engine.score(*request[:3]), exact.expect(*request), plain.expect(*request)),
+                strict=True,
+            ):
+                scores.append(more)
+    scores, expected, yardstick = map(torch.cat, found)
+    assert_matches("scores", scores, expected, yardstick)
+
+
+def some_events(rng: random.Random, start: int, count: int, actions: int = 1) -> list[Event]:
+    times = sorted(start + rng.randrange(10**6) for _ in range(count))
+    return [Event(rng.randrange(SPOILT), at, rng.randrange(actions)) for at in times]

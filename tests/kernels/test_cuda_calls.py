@@ -1,0 +1,373 @@
+"""Calls on a GPU: streams, graphs, determinism, offsets that lie, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hstu_attn import Mask, RelativeBias, hstu_attention
+from hstu_attn.testing import Batch, make_batch, offsets, poisoned_memory, run
+from tests.helpers import raw_ops
+from tests.helpers.paths import ROOT
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+TUNED = (32, 64, 128, 256)
+
+
+def random_dout(batch: Batch) -> torch.Tensor:
+    shape = (*batch.q.shape[:2], batch.v.shape[2])
+    return torch.empty(shape, dtype=batch.q.dtype, device="cuda").uniform_(-1, 1)
+
+
+def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(result[name], value), name
+
+
+# ---------------------------------------------------------------------------------------------
+# Nothing waits for the GPU
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forbidden_syncs() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
+@pytest.mark.parametrize("mask", ["context-target", "spans", "func-5"])
+@pytest.mark.parametrize("bias", [None, "rab-1-head"])
+def test_calls_do_not_wait(request, bias, mask, deterministic):
+    batch = make_batch([300, 0, 70], [200, 0, 70], device="cuda", dtype=BF16, mask=mask, bias=bias)
+    dout = random_dout(batch)
+    run(hstu_attention, batch, dout, deterministic=deterministic)  # loads the kernels
+    request.getfixturevalue("forbidden_syncs")
+    torch.cuda._sleep(10**9)
+    run(hstu_attention, batch, dout, deterministic=deterministic)
+    # NOTE: torch sees its own synchronisations alone; this sees any.
+    assert not torch.cuda.current_stream().query(), "the calls waited for the GPU"
+
+
+def test_memory_of_a_call_is_not_handed_to_another_stream():
+    """The workspace is free for reuse on its own stream alone, while the kernels still run."""
+    batch = make_batch([2000, 900], heads=4, dim=64, device="cuda", dtype=BF16, mask="causal")
+    dout = random_dout(batch)
+    expected = run(hstu_attention, batch, dout, deterministic=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    results = []
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10**7)
+            results.append(run(hstu_attention, batch, dout, deterministic=True))
+        with poisoned_memory("cuda"):  # on the main stream, at the same time
+            results.append(run(hstu_attention, batch, dout, deterministic=True))
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same(result, expected)
+
+
+# ---------------------------------------------------------------------------------------------
+# CUDA graphs
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [None, "rab"])
+@pytest.mark.parametrize("dim", TUNED)
+def test_a_graph_serves_other_lengths(dim, bias):
+    """Captured once, replayed with other offsets, targets and contents in the same buffers."""
+    total, longest = 1200, 600
+    capture_lengths = [longest, 200, 0, 400]
+    batch = make_batch(
+        capture_lengths, dim=dim, device="cuda", dtype=BF16, mask="target", bias=bias
+    )
+    batch.cu_seqlens_q = batch.cu_seqlens_k  # one buffer
+    batch.scaling_seqlen = longest
+    dout = random_dout(batch)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(hstu_attention, batch, dout, deterministic=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(hstu_attention, batch, dout, deterministic=True)
+
+    for lengths, targets in (
+        (capture_lengths, [100, 7, 0, 400]),
+        ([1, 599, 0, 600], [0, 300, 0, 5]),
+        ([0, 0, 0, 0], [0, 0, 0, 0]),
+        ([64, 65, 63, 128], [64, 1, 0, 128]),
+    ):
+        assert sum(lengths) <= total
+        batch.cu_seqlens_k.copy_(offsets(lengths))
+        batch.mask.num_targets.copy_(torch.tensor(targets))
+        batch.q.uniform_(-1, 1)
+        for tensor in captured.values():
+            tensor.fill_(float("nan"))
+        graph.replay()
+        assert_same(captured, run(hstu_attention, batch, dout, deterministic=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# Determinism, and multiprocessors left free
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
+@pytest.mark.parametrize("dim", TUNED)
+def test_deterministic_beside_other_work(dim, bias):
+    lengths = [1500, 3, 0, 700, 64, 999]
+    batch = make_batch(
+        lengths, heads=4, dim=dim, device="cuda", dtype=BF16, mask="context-target", bias=bias
+    )
+    dout = random_dout(batch)
+    expected = run(hstu_attention, batch, dout, deterministic=True)
+    matrix = torch.randn(2048, 2048, device="cuda", dtype=BF16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            for _ in range(8):
+                matrix @ matrix
+        assert_same(run(hstu_attention, batch, dout, deterministic=True), expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dim", TUNED)
+def test_sm_margin_changes_no_result(dim):
+    batch = make_batch([700, 300], dim=dim, device="cuda", dtype=BF16, mask="causal", bias="rab")
+    dout = random_dout(batch)
+    expected = run(hstu_attention, batch, dout, deterministic=True)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    for margin in (1, multiprocessors - 1, multiprocessors, 2**31 - 1):
+        result = run(hstu_attention, batch, dout, deterministic=True, sm_margin=margin)
+        assert_same(result, expected)
+
+
+# ---------------------------------------------------------------------------------------------
+# Offsets and counts that lie
+# ---------------------------------------------------------------------------------------------
+
+LIES = {
+    "decreasing": [0, 500, 100, 130],
+    "swapped": [130, 70, 30, 0],
+    "back-and-forth": [0, 130, 0, 130],
+    "negative": [-50, 70, -3, 130],
+    "beyond": [0, 70, 131, 10**9],
+    "huge": [2**31 - 1, -(2**31), 2**31 - 1, 130],
+}
+
+
+def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer: int = 1) -> None:
+    """Offsets, used lengths and counts that fit no tensor: what lies around the outputs stays.
+
+    `longer` is by how much, and if it is not 1, the mask has a window of a few tiles.
+    """
+    lengths = [longer * length for length in (70, 30, 30)]
+    batch = make_batch(lengths, dim=dim, device="cuda", dtype=BF16, mask="causal", bias=bias)
+    lies = [max(-(2**31), min(longer * offset, 2**31 - 1)) for offset in LIES[lie]]
+    batch.cu_seqlens_q = torch.tensor(lies, dtype=torch.int32, device="cuda")
+    batch.cu_seqlens_k = batch.cu_seqlens_q.flip(0) if lie == "huge" else batch.cu_seqlens_q
+    counts = torch.tensor([10**9, -5, 40], dtype=torch.int32, device="cuda")
+    if longer != 1:
+        batch.mask = Mask.local(300, 0)
+    elif lie != "decreasing":
+        batch.seqused_k = counts
+        batch.mask = Mask.causal(num_contexts=counts.flip(0), num_targets=counts)
+    dout = random_dout(batch)
+
+    def room(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.full((like.shape[0] + 200, *like.shape[1:]), 7.0, dtype=BF16, device="cuda")
+        return buffer, buffer[100:-100]
+
+    buffer, out = room(batch.q)
+    raw_ops.forward_out(batch, out)
+    buffers = [buffer]
+    gradients = {}
+    leaves = {"dq": batch.q, "dk": batch.k, "dv": batch.v}
+    if batch.bias is not None:
+        leaves["drab"] = batch.bias.rab
+    for name, like in leaves.items():
+        buffer, gradients[name] = room(like)
+        buffers.append(buffer)
+    raw_ops.backward_out(batch, dout, gradients, deterministic=deterministic)
+    torch.cuda.synchronize()
+    for buffer in buffers:
+        assert (buffer[:100] == 7).all()
+        assert (buffer[-100:] == 7).all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
+@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("lie", LIES)
+def test_lying_offsets_touch_nothing_else(lie, dim, bias):
+    lying_call(lie, dim, bias, deterministic=False)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lying_offsets_do_not_hang_a_deterministic_backward(lie):
+    """Its blocks wait for one another. In a process of its own, which can be ended."""
+    script = (
+        "from tests.test_cuda_calls import lying_call\n"
+        "for dim in (64, 256):\n"
+        "    for bias in (None, 'rab-1-head'):\n"
+        f"        for longer in (1, 20): lying_call({lie!r}, dim, bias, True, longer)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+
+
+def test_lengths_beyond_max_seqlen_stay_within_rab():
+    batch = make_batch([70, 30], device="cuda", dtype=BF16, mask="causal", bias="rab")
+    batch.max_seqlen_q = batch.max_seqlen_k = 40
+    batch = batch.with_bias(replace(batch.bias, rab=batch.bias.rab[:, :, :40, :40]))
+    drab = torch.full((2, 2, 44, 44), 7.0, dtype=BF16, device="cuda")
+    gradients = {name: torch.empty_like(batch.q) for name in ("dq", "dk", "dv")}
+    raw_ops.backward_out(batch, random_dout(batch), {**gradients, "drab": drab[:, :, 2:-2, 2:-2]})
+    assert torch.isfinite(drab).all()
+    drab[:, :, 2:-2, 2:-2] = 7
+    assert (drab == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "values"),
+    [
+        *(("cu_seqlens_q", lie) for lie in LIES.values()),
+        ("cu_seqlens_k", [0, 60, 100, 131]),
+        ("seqused_q", [71, 30, 30]),
+        ("seqused_k", [70, -1, 30]),
+        ("num_targets", [0, 31, 0]),
+        ("num_contexts", [0, 0, -1]),
+        ("max_seqlen_q", 69),
+    ],
+)
+def test_checked_calls_name_the_lie(monkeypatch, argument, values):
+    monkeypatch.setenv("HSTU_ATTN_CHECK", "1")
+    batch = make_batch([70, 30, 30], device="cuda", dtype=BF16, mask="causal")
+    run(hstu_attention, batch, random_dout(batch))
+    if not isinstance(values, int):
+        values = torch.tensor(values, dtype=torch.int32, device="cuda")
+    if hasattr(batch, argument):
+        batch = replace(batch, **{argument: values})
+    else:
+        batch.mask = replace(batch.mask, **{argument: values})
+    with pytest.raises(ValueError, match=rf"^{argument}: expected .*, got "):
+        run(hstu_attention, batch)
+    gradients = {name: torch.full_like(batch.q, 7) for name in ("dq", "dk", "dv")}
+    with pytest.raises(ValueError, match=rf"^{argument}: expected .*, got "):
+        raw_ops.backward_out(batch, random_dout(batch), gradients)
+    assert all((gradient == 7).all() for gradient in gradients.values())
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused, and the environment
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dtypes_that_are_not_built(dtype):
+    batch = make_batch([9], device="cuda", dtype=dtype)
+    for needs_gradient in (False, True):
+        batch.q.requires_grad_(needs_gradient)
+        with pytest.raises(NotImplementedError, match=r"^q: on a GPU bfloat16 and float16 are"):
+            hstu_attention(batch.q, batch.k, batch.v, **batch.options())
+
+
+def test_what_is_not_built_yet():
+    batch = make_batch([9], device="cuda", dtype=BF16, mask="causal")
+    tables = torch.zeros(2, 9, device="cuda", requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^pos_weight: the relative bias is not built"):
+        hstu_attention(batch.q, batch.k, batch.v, **batch.with_bias(RelativeBias(tables)).options())
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_rows_before_the_first_key(mask):
+    """Where only the GPU knows that there are more queries than keys, the first see nothing."""
+    batch = make_batch([200, 200], [150, 100], dim=64, device="cuda", dtype=BF16, mask=mask)
+    batch = replace(
+        batch, k=batch.k[:240], v=batch.v[:240], cu_seqlens_k=offsets([200, 40], "cuda")
+    )
+    result = run(hstu_attention, batch, random_dout(batch))
+    for name in ("out", "dq"):
+        assert not result[name][150:210].any()
+        assert result[name][210:].any(dim=-1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HSTU_ATTN_FORCE_ARCH", "75"),
+        ("HSTU_ATTN_FORCE_ARCH", "sm80"),
+        ("HSTU_ATTN_SHARED_MEMORY", "99 KB"),
+        ("HSTU_ATTN_SHARED_MEMORY", "-1"),
+    ],
+)
+def test_environment_variables_that_say_nothing(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    batch = make_batch([9], device="cuda", dtype=BF16)
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {value}"):
+        run(hstu_attention, batch)
+
+
+def test_a_forced_architecture(monkeypatch):
+    batch = make_batch([90], device="cuda", dtype=BF16, mask="causal")
+    dout = random_dout(batch)
+    monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", "80")
+    forced = run(hstu_attention, batch, dout, deterministic=True)
+    assert forced["dq"].any()
+    if torch.cuda.get_device_capability() != (9, 0):
+        monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", "90")
+        with pytest.raises(NotImplementedError, match=r"^no sm90 kernels for a GPU of compute"):
+            run(hstu_attention, batch)
+
+
+def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
+    """Those of sm90, where a GPU has them and they can take the call."""
+    monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
+    forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
+    plain = make_batch([72], device="cuda", dtype=BF16, mask="causal")
+    aligned = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab")
+    shared = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
+    half = make_batch([72], device="cuda", dtype=torch.float16, mask="causal", bias="rab")
+    odd = make_batch([71], device="cuda", dtype=BF16, mask="causal", bias="rab-1-head")
+
+    def printed(batch):
+        run(hstu_attention, batch, random_dout(batch))
+        return capfd.readouterr().err.split("\n")[:2]
+
+    def by_sm80(why):
+        return f"sm80, because of {why}" if forced == "90" else "sm80"
+
+    forward, backward = "hstu_attn: forward by ", "hstu_attn: backward by "
+    newest = f"sm{forced}"
+    assert printed(plain) == [forward + newest, backward + newest]
+    assert printed(aligned) == [forward + newest, backward + newest]
+    assert printed(shared) == [forward + newest, backward + newest]
+    assert printed(half) == [forward + newest, backward + newest]
+    unaligned = "a rab in another dtype than q, or whose rows are not aligned to 16 bytes"
+    assert printed(odd)[0] == forward + by_sm80(unaligned)
+
+
+def test_backward_on_another_thread_than_the_forward():
+    """autograd's own thread has not set a device yet when the first backward comes."""
+    script = (
+        "import torch\n"
+        "from hstu_attn import hstu_attention\n"
+        "from hstu_attn.testing import check_against_reference, make_batch\n"
+        "index = torch.cuda.device_count() - 1\n"
+        "batch = make_batch([90, 3], device=f'cuda:{index}', dtype=torch.bfloat16, mask='causal')\n"
+        "check_against_reference(hstu_attention, batch)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=300)

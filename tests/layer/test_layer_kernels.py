@@ -1,0 +1,315 @@
+"""The Triton kernels of the fused layer, through Triton's interpreter, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hstu_attn.fused import torch_steps
+from hstu_attn.fused.steps import GateOptions, dropout_threshold, steps_for
+from tests.helpers.triton_interpreter import interpreter
+
+pytest.importorskip("triton", reason="needs triton")
+from hstu_attn.fused import triton_steps
+
+gpu = pytest.mark.gpu(kernels=False)
+
+EPS = 1e-3
+SHAPES = [(0, 24), (1, 16), (5, 24), (7, 130), (21, 64), (3, 2049)]
+CONCATENATIONS = [("gated",), ("u", "x", "gated"), ("x", "gated"), ("u", "normed", "gated")]
+
+
+def leaf(*shape: int, **options: Any) -> Tensor:
+    return torch.randn(shape, **options).requires_grad_()
+
+
+def parameter(present: bool, size: int) -> Tensor | None:
+    return leaf(size) if present else None
+
+
+def close(actual: Tensor | None, expected: Tensor | None) -> None:
+    assert (actual is None) == (expected is None)
+    if actual is not None:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@contextmanager
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So few that each has several tiles, of which the last is not whole."""
+    with monkeypatch.context() as patch:
+        for name in ("LAYER_NORM", "SILU", "GATE"):
+            form = getattr(triton_steps, name)
+            patch.setattr(triton_steps, name, form._replace(elements=128))
+        gates = ("GATE_BACKWARD", "GATE_BACKWARD_AGAIN")
+        for name in ("LAYER_NORM_BACKWARD", "ACTIVATION_BACKWARD", *gates):
+            form = getattr(triton_steps, name)
+            patch.setattr(triton_steps, name, form._replace(elements=64, programs=2))
+        yield
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=interpreter)])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Each implementation, held to torch's own functions and autograd."""
+    if request.param == "torch":
+        yield torch_steps
+    else:
+        with few_programs(monkeypatch):
+            yield triton_steps
+
+
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm(steps, rows, width, affine, centered):
+    x, weight = leaf(rows, width), parameter(affine, width)
+    bias = parameter(affine and centered, width)
+    dnormed, residual = torch.randn(rows, width), torch.randn(rows, width)
+    if centered:
+        expected = F.layer_norm(x, (width,), weight, bias, EPS)
+    else:
+        # A mean that is large beside the deviation tells the norms apart.
+        x = (3 + x.detach()).requires_grad_()
+        expected = F.rms_norm(x, (width,), weight, EPS)
+    close(steps.layer_norm(x.detach(), weight, bias, EPS, centered), expected)
+    leaves = [t for t in (x, weight, bias) if t is not None]
+    gradients = dict(zip(leaves, torch.autograd.grad(expected, leaves, dnormed), strict=True))
+    for again in (False, True):
+        with torch.no_grad():
+            result = steps.layer_norm_backward(
+                dnormed, x, residual, weight, bias, EPS, again, again, centered
+            )
+        close(result[0], gradients[x] + residual)
+        close(result[1], expected.detach() if again else None)
+        for actual, of_parameter in zip(result[2:4], (weight, bias), strict=True):
+            close(actual, gradients.get(of_parameter))
+        close(result[4], residual.sum(dim=0) if again else None)
+
+
+@interpreter
+def test_rows_may_be_slices_of_wider_ones(monkeypatch):
+    with few_programs(monkeypatch):
+        wide = torch.randn(9, 100)
+        x, residual = wide[:, 8:48], wide[:, 50:90]
+        close(triton_steps.layer_norm(x, None, None, EPS), F.layer_norm(x, (40,), eps=EPS))
+        dnormed = torch.randn(9, 40)
+        arguments = (dnormed, x, residual, None, None, EPS, False, False)
+        expected = torch_steps.layer_norm_backward(*arguments)[0]
+        close(triton_steps.layer_norm_backward(*arguments)[0], expected)
+
+
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_silu(steps, rows, width):
+    wide = torch.randn(rows, width + 9)
+    columns = wide[:, 8 : 8 + width]
+    expected = F.silu(columns)
+    result = steps.silu(columns, False)
+    assert result.is_contiguous()
+    close(result, expected)
+    outside = wide[:, width + 8 :].clone()
+    assert steps.silu(columns, True).data_ptr() == columns.data_ptr()
+    close(columns, expected)
+    assert torch.equal(wide[:, width + 8 :], outside)
+
+
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_activation_backward(steps, rows, width, sums, share, monkeypatch):
+    monkeypatch.setattr(triton_steps, "MAX_COLS", 1024 if width > 1024 else 64)
+    activated = int(share * width)
+    z, gradient = leaf(rows, width), torch.randn(rows, width)
+    result = torch.cat([F.silu(z[:, :activated]), z[:, activated:]], dim=1)
+    (dz,) = torch.autograd.grad(result, z, gradient)
+    with torch.no_grad():
+        total = steps.activation_backward(gradient, z, activated, sums)
+    close(gradient, dz)
+    close(total, dz.sum(0) if sums else None)
+
+
+def plain_gate(
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: GateOptions,
+    kept: Tensor | None,
+) -> Tensor:
+    """By torch's own norms; `kept` is by how much dropout multiplies."""
+    columns = attention.shape[1]
+    if options.groups > 1:
+        grouped = attention.unflatten(1, (options.groups, columns // options.groups))
+        normed = F.group_norm(grouped, options.groups, weight, bias, options.eps).flatten(1)
+    elif not options.centered:
+        normed = F.rms_norm(attention, (columns,), weight, options.eps)
+    else:
+        normed = F.layer_norm(attention, (columns,), weight, bias, options.eps)
+    values = {"u": u, "x": attention, "normed": normed, "gated": normed * u}
+    y = torch.cat([values[name] for name in options.parts], dim=1)
+    return y if kept is None else y * kept.flatten(1)
+
+
+@pytest.mark.parametrize("parts", CONCATENATIONS, ids="-".join)
+@pytest.mark.parametrize(
+    ("groups", "centered"), [(1, True), (3, True), (1, False)], ids=["layer", "group", "rms"]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gate(steps, parts, groups, centered, dropout):
+    options = GateOptions(groups, EPS, parts, dropout, centered)
+    for (rows, width), affine in product([(0, 8), (1, 8), (7, 20)], [False, True]):
+        columns = groups * width
+        # As in the layer, u and its gradient are slices.
+        attention, u = leaf(rows, columns), leaf(rows, columns + 8)
+        size = groups if groups > 1 else columns
+        weight, bias = parameter(affine, size), parameter(affine and centered, size)
+        seed = torch.randint(2**63 - 1, (1,)) if dropout else None
+        kept = None
+        if seed is not None:
+            threshold = dropout_threshold(dropout)
+            bits = torch_steps.kept_elements(seed, rows, len(parts), groups, width, threshold)
+            kept = bits / (1 - threshold / 2**16)
+        expected = plain_gate(attention, u[:, :columns], weight, bias, options, kept)
+        dy = torch.randn_like(expected)
+        leaves = [t for t in (attention, u, weight, bias) if t is not None]
+        gradients = dict(zip(leaves, torch.autograd.grad(expected, leaves, dy), strict=True))
+        arguments = (attention, u[:, :columns], weight, bias, seed, options)
+        with torch.no_grad():
+            y = steps.gate(*arguments)
+            close(y, expected.detach())
+            for again in (False, True):
+                target = torch.full_like(u, 7.0)
+                result = steps.gate_backward(dy, *arguments, target[:, :columns], again)
+                close(target[:, :columns], gradients[u][:, :columns])
+                assert (target[:, columns:] == 7).all()
+                close(result[0], gradients[attention])
+                assert torch.equal(result[1], y) if again else result[1] is None
+                for actual, of_parameter in zip(result[2:], (weight, bias), strict=True):
+                    close(actual, gradients.get(of_parameter))
+
+
+def test_wide_rows_and_fp64_go_to_torch():
+    def chosen(dtype: torch.dtype, *widths: int, is_cuda: bool = True) -> Any:
+        return steps_for(SimpleNamespace(is_cuda=is_cuda, dtype=dtype), *widths)
+
+    assert chosen(torch.bfloat16, 8192, 64) is triton_steps
+    assert chosen(torch.bfloat16, 64, 8193) is torch_steps
+    assert chosen(torch.float64, 64) is torch_steps
+    assert chosen(torch.bfloat16, 64, is_cuda=False) is torch_steps
+
+
+def test_bits_of_dropout_are_philox():
+    """Against the known answers of Philox4x32-7 at zero and at all ones."""
+    zero, ones = torch.zeros((), dtype=torch.int64), torch.tensor(2**32 - 1)
+    words = torch_steps._philox(zero, [zero] * 4)
+    assert [int(w) for w in words] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    words = torch_steps._philox(torch.tensor(-1), [ones] * 4)
+    assert [int(w) for w in words] == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
+
+
+def test_dropout_keeps_its_share_everywhere():
+    ratio = 0.3
+    kept = torch_steps.kept_elements(
+        torch.tensor([5]), 4000, 2, 3, 21, dropout_threshold(ratio)
+    ).double()
+    deviation = (ratio * (1 - ratio)) ** 0.5
+    for dims in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
+        shares = kept.mean(dim=dims)
+        count = kept.numel() / shares.numel()
+        # Of 4000 rows the farthest may be 5 deviations away, once in a thousand seeds.
+        assert (shares - (1 - ratio)).abs().max() < 5 * deviation / count**0.5
+    flat = kept.flatten(1) - kept.mean()
+    neighbours = (flat[:, 1:] * flat[:, :-1]).mean() / deviation**2
+    assert abs(neighbours) < 5 / flat.numel() ** 0.5
+    other = torch_steps.kept_elements(torch.tensor([6]), 4000, 2, 3, 21, dropout_threshold(ratio))
+    assert 0.55 < (other == kept.bool()).double().mean() < 0.61  # 0.7 * 0.7 + 0.3 * 0.3
+
+
+# ---------------------------------------------------------------------------------------------
+# On a GPU
+# ---------------------------------------------------------------------------------------------
+
+GPU_SHAPES = [(1, 64), (4097, 1024), (1000, 520), (131072, 1024), (70, 8192)]
+
+
+def assert_rounded_once(actual: Tensor | None, expected: Tensor | None) -> None:
+    """`expected` is what plain torch says of the same rows in fp64."""
+    assert (actual is None) == (expected is None)
+    if actual is None or expected is None:
+        return
+    largest = expected.abs().max().item()
+    allowed = (torch.finfo(actual.dtype).eps + 2e-5) * largest
+    assert (actual.double() - expected).abs().max().item() <= allowed
+
+
+def wide(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    return tuple(
+        t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors
+    )
+
+
+@gpu
+@pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "width"), GPU_SHAPES)
+def test_norm_and_activation_on_a_gpu(rows, width, dtype, centered):
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    x, dnormed, residual = random(rows, width), random(rows, width), random(rows, width)
+    weight, bias = (random(width, dtype=torch.float32) for _ in range(2))
+    bias = bias if centered else None
+    arguments = (x, weight, bias, EPS, centered)
+    assert_rounded_once(
+        triton_steps.layer_norm(*arguments), torch_steps.layer_norm(*wide(arguments))
+    )
+    arguments = (dnormed, x, residual, weight, bias, EPS, True, True, centered)
+    results = triton_steps.layer_norm_backward(*arguments)
+    expected = torch_steps.layer_norm_backward(*wide(arguments))
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_rounded_once(actual, wanted)
+    again = triton_steps.layer_norm_backward(*arguments)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(results, again, strict=True))
+
+    z, gradient = random(rows, 2 * width), random(rows, 2 * width)
+    result = triton_steps.silu(z, False)
+    assert_rounded_once(result, torch_steps.silu(z.double(), False))
+    wanted = gradient.double()
+    wanted_sums = torch_steps.activation_backward(wanted, z.double(), width, True)
+    sums = triton_steps.activation_backward(gradient, z, width, True)
+    assert_rounded_once(gradient, wanted)
+    assert_rounded_once(sums, wanted_sums)
+
+
+@gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("groups", "centered"), [(1, True), (4, True), (1, False)], ids=["layer", "group", "rms"]
+)
+@pytest.mark.parametrize("parts", CONCATENATIONS, ids="-".join)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3000, 520), (32768, 1024)])
+def test_gate_on_a_gpu(rows, columns, parts, groups, centered, dropout):
+    options = GateOptions(groups, EPS, parts, dropout, centered)
+    attention, uvqk = (
+        torch.randn(rows, n * columns, dtype=torch.bfloat16, device="cuda") for n in (1, 4)
+    )
+    size = columns if groups == 1 else groups
+    weight, bias = (torch.randn(size, device="cuda") for _ in range(2))
+    bias = bias if centered else None
+    seed = torch.randint(2**63 - 1, (1,), device="cuda") if dropout else None
+    arguments = (attention, uvqk[:, :columns], weight, bias, seed, options)
+    y = triton_steps.gate(*arguments)
+    assert_rounded_once(y, torch_steps.gate(*wide(arguments)))
+    dy, du = torch.randn_like(y), torch.empty_like(uvqk)
+    du_wide = du[:, :columns].double()
+    results = triton_steps.gate_backward(dy, *arguments, du[:, :columns], True)
+    expected = torch_steps.gate_backward(dy.double(), *wide(arguments), du_wide, True)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_rounded_once(actual, wanted)
+    assert_rounded_once(du[:, :columns], du_wide)
