@@ -221,7 +221,7 @@ def test_lying_offsets_touch_nothing_else(lie, dim, bias):
 def test_lying_offsets_do_not_hang_a_deterministic_backward(lie):
     """Its blocks wait for one another. In a process of its own, which can be ended."""
     script = (
-        "from tests.test_cuda_calls import lying_call\n"
+        "from tests.kernels.test_cuda_calls import lying_call\n"
         "for dim in (64, 256):\n"
         "    for bias in (None, 'rab-1-head'):\n"
         f"        for longer in (1, 20): lying_call({lie!r}, dim, bias, True, longer)\n"
