@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <atomic>
 
-#include "launch.h"
 #include "../scheduler/prepare.h"
 #include "../scheduler/workspace.h"
+#include "launch.h"
 
 namespace hstu {
 

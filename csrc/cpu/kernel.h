@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "schedule.h"
 #include "../params.h"
+#include "schedule.h"
 
 namespace hstu::cpu {
 

@@ -1,6 +1,6 @@
 #include "../common/launch.h"
-#include "prepare.h"
 #include "../common/zero.h"
+#include "prepare.h"
 
 namespace hstu {
 namespace {
