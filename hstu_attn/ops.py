@@ -4,8 +4,7 @@
 `_C.abi3.so`. Gradients are recorded in one of two ways. Eager calls go through
 `torch.autograd.Function`s that call the raw operators below autograd, because
 `torch.library.register_autograd` costs a call 140 us or more of host time when gradients are
-recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers. The forward
-of an eager call does not even go through the operator where that makes no difference: fast_call.py.
+recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers.
 
 A bad argument is a ValueError, and what is not built a NotImplementedError. To direct callers and
 compiled code the latter, and from torch 2.15 on both, come as RuntimeErrors of the same text.
@@ -20,8 +19,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-
-from . import fast_call
 
 __all__ = [
     "GEOMETRY",
@@ -125,7 +122,6 @@ def load(path: Path = LIBRARY_PATH) -> bool:
             f"was built on, or newer ones. To build it here, run in a checkout: `{REINSTALL}`."
         ) from error
     register()
-    fast_call.connect(path)
     return True
 
 
@@ -270,27 +266,6 @@ def _call(op: Callable[..., _Result], *args: Any) -> _Result:
         raise
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    geometry: Geometry,
-    biases: Biases,
-    times: Sequence[Any],
-    pages: Sequence[Any],
-    options: Sequence[Any],
-) -> Tensor:
-    """The forward below autograd: by a fast call, or by the operator."""
-    try:
-        out = fast_call.forward(q, k, v, geometry, biases, times, pages, options)
-    except RuntimeError as error:
-        _raise_what_is_meant(error)
-        raise
-    if out is NotImplemented:
-        return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
-    return out  # type: ignore[no-any-return]
-
-
 def _raise_what_is_meant(error: RuntimeError) -> None:
     # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
     _, marker, text = str(error).partition("NotImplementedError: ")
@@ -347,8 +322,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
         ctx.rest = geometry, times, options = rest
-        biases = (rab, pos_weight, ts_weight)
-        return _forward(q, k, v, geometry, biases, times, NO_PAGES, options)
+        biases = rab, pos_weight, ts_weight
+        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -399,8 +374,8 @@ class _AttentionPacked(torch.autograd.Function):
         ctx.save_for_backward(qkv, rab, pos_weight, ts_weight)
         ctx.rest = geometry, times, options = rest
         q, k, v = qkv.unbind(1)
-        biases = (rab, pos_weight, ts_weight)
-        return _forward(q, k, v, geometry, biases, times, NO_PAGES, options)
+        biases = rab, pos_weight, ts_weight
+        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -464,7 +439,7 @@ def attention(
         return _Attention.apply(  # type: ignore[no-any-return]
             q, k, v, *biases, (geometry, times, options)
         )
-    return _forward(q, k, v, geometry, biases, times, pages, options)
+    return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
 
 
 def attention_gradients(

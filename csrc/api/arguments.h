@@ -1,5 +1,5 @@
 // What the ops are called with: reading, checking, and conversion to params.h. Of torch this sees
-// the names of dtypes alone; stable_tensor.h and fast_call.h have where the arguments come from.
+// the names of dtypes alone; the arguments come from a StackReader (stable_tensor.h).
 //
 // A bad argument is a std::invalid_argument (ValueError in Python) that names the argument, what
 // was expected and what came.

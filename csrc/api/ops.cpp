@@ -1,13 +1,10 @@
-// The dispatcher ops: schemas, outputs, registration. See arguments.h for what is checked, and
-// fast_call.h for the ops without the dispatcher.
+// The dispatcher operators: their schemas, outputs and registration. Arguments are checked in
+// arguments.h.
 #include "ops.h"
 
-#include <exception>
-#include <stdexcept>
 #include <string>
 
 #include "../cpu/runner.h"
-#include "dlpack_tensor.h"
 #include "stable_tensor.h"
 
 namespace hstu {
@@ -110,8 +107,9 @@ void fwd(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // hstu_varlen_fwd_out(..., Tensor(a!) out) -> ()
-template <typename DeviceOps, typename Reader>
-void forward_into_output(Reader in) {
+template <typename DeviceOps>
+void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
   const Arguments args(in, true);
   TensorView out;
   in.read_written(out);
@@ -120,10 +118,6 @@ void forward_into_output(Reader in) {
   DeviceOps::check(args, params);
   set_output(out, args, params);
   DeviceOps::forward(args, out, params);
-}
-template <typename DeviceOps>
-void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
-  forward_into_output<DeviceOps>(StackReader(stack));
 }
 
 // hstu_varlen_bwd(Tensor dout, ..., bool has_drab, bool has_dtables) -> six gradients
@@ -192,50 +186,8 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   if (params.batch.batch > 0 && params.batch.total_q > 0) DeviceOps::append(args, params);
 }
 
-// ------------------------------------------------------------------------------------ fast calls
-
-// Nothing may be thrown through C; texts are those of the op.
-template <typename Function>
-FastResult returning_errors(FastCall* call, Function function) {
-  thread_local std::string text;
-  const auto failed = [&](FastResult result, const char* what) {
-    text = what;
-    call->error = text.c_str();
-    return result;
-  };
-  if (call->version != kFastCallVersion) return FastResult::kLeftToOperator;
-  try {
-    function();
-    return FastResult::kDone;
-  } catch (const LeftToOperator&) {
-    return FastResult::kLeftToOperator;
-  } catch (const std::invalid_argument& error) {
-    return failed(FastResult::kValueError, error.what());
-  } catch (const std::exception& error) {
-    return failed(FastResult::kRuntimeError, error.what());
-  } catch (...) {
-    return failed(FastResult::kRuntimeError, "hstu_attn: an unknown error");
-  }
-}
-
 }  // namespace
 }  // namespace hstu
-
-// hstu_varlen_fwd_out
-extern "C" __attribute__((visibility("default"))) hstu::FastResult hstu_attn_fast_fwd_out(
-    hstu::FastCall* call) {
-  using namespace hstu;
-  return returning_errors(call, [call] {
-    if (to_device_type(call->arguments[0].tensor->device) == DeviceType::kCpu) {
-      return forward_into_output<CpuOps>(FastReader(*call));
-    }
-#if defined(USE_CUDA)
-    forward_into_output<CudaOps>(FastReader(*call));
-#else
-    throw LeftToOperator{};
-#endif
-  });
-}
 
 STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.def("hstu_varlen_fwd(" HSTU_SHARED_SCHEMA HSTU_PAGED_SCHEMA HSTU_OPTIONS_SCHEMA ") -> Tensor");

@@ -79,32 +79,16 @@ class StackReader {
 
 // ----------------------------------------------------------------------------------------- memory
 
-inline int32_t dtype_code(ScalarType dtype) {
-  using torch::stable::detail::from, torch::stable::detail::to;
-  return to<int32_t>(from(dtype));
-}
-
-inline int32_t device_code(const TensorView& tensor) {
-  return tensor.device_type == DeviceType::kCuda ? aoti_torch_device_type_cuda()
-                                                 : aoti_torch_device_type_cpu();
-}
-
-// Contiguous uninitialised memory, on the device of `like` and by default of its dtype. It does not
-// look an operator up by its name, as torch::stable::new_empty does in every call.
+// Returns an uninitialized contiguous tensor on the device of `like`, of its dtype by default.
+// torch::stable::new_empty would look the operator up by its name in every call.
 inline Tensor allocate(const TensorView& like, Sizes sizes,
                        std::optional<ScalarType> dtype = std::nullopt) {
-  const auto dim = static_cast<int64_t>(sizes.size());
-  int32_t code = dtype_code(dtype.value_or(like.dtype));
+  using torch::stable::detail::from, torch::stable::detail::to;
+  auto code = to<int32_t>(from(dtype.value_or(like.dtype)));
   AtenTensorHandle tensor = nullptr;
-  if (like.handle) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.handle, sizes.data(), dim, &code, nullptr,
-                                                     nullptr, 0, nullptr, &tensor));
-    return Tensor(tensor);
-  }
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t n = sizes.size(); n-- > 1;) strides[n - 1] = strides[n] * sizes[n];
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes.data(), strides.data(), code,
-                                                  device_code(like), like.device_index, &tensor));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.handle, sizes.data(),
+                                                   static_cast<int64_t>(sizes.size()), &code,
+                                                   nullptr, nullptr, 0, nullptr, &tensor));
   return Tensor(tensor);
 }
 inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> sizes,
@@ -112,16 +96,10 @@ inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> si
   return allocate(like, Sizes(sizes.begin(), sizes.size()), dtype);
 }
 
-// The tensor that `view` is of, or another one on its memory, which it must not outlive.
+// Another reference to the tensor that `view` was made from.
 inline Tensor as_tensor(const TensorView& view) {
   AtenTensorHandle tensor = nullptr;
-  if (view.handle) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &tensor));
-    return Tensor(tensor);
-  }
-  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-      view.data, view.dim(), view.sizes.data(), view.strides.data(), 0, dtype_code(view.dtype),
-      device_code(view), view.device_index, &tensor));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &tensor));
   return Tensor(tensor);
 }
 

@@ -1,4 +1,4 @@
-// A tensor as the checks see it, wherever it comes from: torch's stable ABI or DLPack.
+// A tensor as the checks in arguments.h see it, without torch's stable ABI.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -24,7 +24,7 @@ struct TensorView {
   int device_index = 0;  // of a GPU
   std::span<const int64_t> sizes;
   std::span<const int64_t> strides;
-  AtenTensorOpaque* handle = nullptr;  // of the tensor in torch's stable ABI; null in fast calls
+  AtenTensorOpaque* handle = nullptr;  // the tensor in torch's stable ABI
 
   int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
   int64_t size(int64_t n) const { return sizes[n]; }

@@ -146,8 +146,7 @@ std::vector<WorkItem> schedule(bool backward, const std::vector<int64_t>& cu_seq
 
 }  // namespace
 
-void bind_page_table(py::module_& m);  // page_table.cpp
-void bind_fast_call(py::module_& m);   // fast_call.cpp
+void bind_page_table(py::module_& m);  // csrc/serving/page_table.cpp
 
 }  // namespace hstu
 
@@ -155,7 +154,6 @@ PYBIND11_MODULE(_host, m) {
   using namespace hstu;
   m.doc() = "Mask geometry and scheduling, as the kernels compute them; page tables.";
   bind_page_table(m);
-  bind_fast_call(m);
 
   py::class_<HostMask>(m, "Mask", "What each row of one sequence may see (csrc/common/mask.h).")
       .def(py::init<int, int, int, int, int, std::pair<int, int>, int, const std::optional<Spans>&,
