@@ -65,11 +65,12 @@ auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParam
 }
 
 // A debugging aid: HSTU_ATTN_DEBUG=1 prints which kernels a call gets, and why not newer ones.
-void print_choice(const char* pass, const char* kernels, const char* obstacle) {
+void print_choice(const char* pass, const char* kernels, const char* unsupported_reason) {
   const char* asked = std::getenv("HSTU_ATTN_DEBUG");
   if (!asked || std::string_view(asked) != "1") return;
-  std::fprintf(stderr, "hstu_attn: %s by %s%s%s\n", pass, kernels, obstacle ? ", because of " : "",
-               obstacle ? obstacle : "");
+  std::fprintf(stderr, "hstu_attn: %s by %s%s%s\n", pass, kernels,
+               unsupported_reason ? ", because of " : "",
+               unsupported_reason ? unsupported_reason : "");
 }
 
 }  // namespace
@@ -90,11 +91,11 @@ std::string describe_build() {
 
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
   const char* pass = params.paged.kv_cache ? "paged forward" : "forward";
-  const char* obstacle = nullptr;
+  const char* unsupported_reason = nullptr;
 #if HSTU_ATTN_SM90
   if (device.arch == 90) {
-    obstacle = sm90::obstacle(device, params);
-    if (!obstacle) {
+    unsupported_reason = sm90::unsupported_reason(device, params);
+    if (!unsupported_reason) {
       print_choice(pass, "sm90", nullptr);
       if (params.paged.kv_cache) {
         return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
@@ -106,7 +107,7 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
     }
   }
 #endif
-  print_choice(pass, "sm80", obstacle);
+  print_choice(pass, "sm80", unsupported_reason);
 #if HSTU_ATTN_SM80
   if (params.paged.kv_cache) {
     return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
@@ -116,28 +117,30 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::forward<kHeadDim, kDType>(); });
 #else
-  throw NotImplemented(std::string("sm90: no kernel for ") + obstacle + ", and sm80 is not built");
+  throw NotImplemented(std::string("sm90: no kernel for ") + unsupported_reason +
+                       ", and sm80 is not built");
 #endif
 }
 
 BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params) {
-  const char* obstacle = nullptr;
+  const char* unsupported_reason = nullptr;
 #if HSTU_ATTN_SM90
   if (device.arch == 90) {
-    obstacle = sm90::backward_obstacle(device, params);
-    if (!obstacle) {
+    unsupported_reason = sm90::backward_unsupported_reason(device, params);
+    if (!unsupported_reason) {
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,
                   []<int kHeadDim, DType kDType>() { return sm90::backward<kHeadDim, kDType>(); });
     }
   }
 #endif
-  print_choice("backward", "sm80", obstacle);
+  print_choice("backward", "sm80", unsupported_reason);
 #if HSTU_ATTN_SM80
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::backward<kHeadDim, kDType>(); });
 #else
-  throw NotImplemented(std::string("sm90: no backward for ") + (obstacle ? obstacle : "this GPU") +
+  throw NotImplemented(std::string("sm90: no backward for ") +
+                       (unsupported_reason ? unsupported_reason : "this GPU") +
                        ", and sm80 is not built");
 #endif
 }

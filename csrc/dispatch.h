@@ -39,7 +39,7 @@ struct CudaLaunch {
   cudaStream_t stream = nullptr;
   int sm_margin = 0;           // multiprocessors to leave free
   bool deterministic = false;  // backward: bitwise repeatable
-  void* workspace = nullptr;   // device memory, aligned to 256 bytes, uninitialised
+  void* workspace = nullptr;   // device memory, aligned to 256 bytes, uninitialized
 };
 
 // NOTE: torch's stable ABI turns this into RuntimeError; hstu_attn/ops.py makes it what it says.

@@ -19,17 +19,17 @@ using ElementOf =
 
 // Those that work on an item together.
 template <typename Kernel>
-constexpr int cluster_blocks() {
-  if constexpr (requires { Kernel::kClusterBlocks; }) return Kernel::kClusterBlocks;
+constexpr int cluster_size() {
+  if constexpr (requires { Kernel::kClusterSize; }) return Kernel::kClusterSize;
   return 1;
 }
 
 // Blocks of Kernel that run at the same time.
 template <typename Kernel>
 int64_t resident_blocks(const CudaLaunch& launch) {
-  constexpr int kSharedBytes = sizeof(typename Kernel::SharedMemory);
+  constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
   const int by_memory =
-      (launch.device.shared_memory_bytes + kReservedMemory) / (kSharedBytes + kReservedMemory);
+      (launch.device.shared_memory_bytes + kReservedMemory) / (kSmemBytes + kReservedMemory);
   const int64_t multiprocessors = std::max(1, launch.device.multiprocessors - launch.sm_margin);
   return multiprocessors * std::clamp(by_memory, 1, Kernel::kBlocksPerSm);
 }
@@ -37,15 +37,15 @@ int64_t resident_blocks(const CudaLaunch& launch) {
 // A grid that takes `items` from a list. Larger or smaller than what is resident, it would only be
 // slower.
 template <typename Kernel>
-int64_t persistent_blocks(const CudaLaunch& launch, int64_t items) {
-  constexpr int kBlocks = cluster_blocks<Kernel>();
-  return kBlocks * std::clamp<int64_t>(resident_blocks<Kernel>(launch) / kBlocks, 1, items);
+int64_t persistent_blocks(const CudaLaunch& launch, int64_t work_tiles) {
+  constexpr int kBlocks = cluster_size<Kernel>();
+  return kBlocks * std::clamp<int64_t>(resident_blocks<Kernel>(launch) / kBlocks, 1, work_tiles);
 }
 
 template <typename Kernel, typename... Arguments>
 void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, int64_t blocks,
                       const char* name, const Arguments&... arguments) {
-  constexpr int kSharedBytes = sizeof(typename Kernel::SharedMemory);
+  constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
   // NOTE: once for each kernel and device; bit n stands for device n.
   static std::atomic<uint64_t> prepared{0};
   int device = 0;
@@ -53,12 +53,11 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, in
   const uint64_t bit = uint64_t{1} << device % 64;
   if (!(prepared.load() & bit)) {
     check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
         name);
     prepared |= bit;
   }
-  const LaunchConfig config = {blocks, Kernel::kThreads, kSharedBytes, true,
-                               cluster_blocks<Kernel>()};
+  const LaunchConfig config = {blocks, Kernel::kThreads, kSmemBytes, true, cluster_size<Kernel>()};
   launch_kernel(kernel, config, launch, name, arguments...);
 }
 
@@ -66,13 +65,14 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, in
 // whose items all find room on the GPU at once needs none, and nothing prepared, unless they share.
 template <typename Form>
 WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
-                           const CudaLaunch& launch, int shares = 1) {
+                           const CudaLaunch& launch, int num_splits = 1) {
   const BatchParams& batch = params.batch;
-  const int parts = params.heads * shares;
+  const int work_per_tile = params.heads * num_splits;
   WorkList list;
   list.capacity = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
-  const int64_t items = int64_t{list.capacity} * parts;
-  if (items > resident_blocks<Form>(launch) || is_given_by_row(params.mask) || shares > 1) {
+  const int64_t work_tiles = int64_t{list.capacity} * work_per_tile;
+  if (work_tiles > resident_blocks<Form>(launch) || is_given_by_row(params.mask) ||
+      num_splits > 1) {
     list = workspace.take_list(batch.total_q, batch.batch, Form::kRows);
     if (is_given_by_row(params.mask)) {
       list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
@@ -80,7 +80,7 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
       list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / params.heads);
     }
   }
-  list.parts = parts;
+  list.work_per_tile = work_per_tile;
   return list;
 }
 
@@ -88,8 +88,8 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
 template <typename Form>
 int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
                         void* zeros = nullptr, int64_t zero_bytes = 0) {
-  const int64_t items = int64_t{list.capacity} * list.parts;
-  if (!list.tiles) return items;
+  const int64_t work_tiles = int64_t{list.capacity} * list.work_per_tile;
+  if (!list.tiles) return work_tiles;
   PrepareParams prepared;
   prepared.batch = params.batch;
   prepared.mask = params.mask;
@@ -104,9 +104,9 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const
   const int64_t row_bytes = int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * 2;
   prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
   // Where a block has few items, an even end is worth more than what chunks save.
-  const int64_t blocks = persistent_blocks<Form>(launch, items);
-  if (Form::kWaitsForMemory && items >= 6 * blocks) prepared.late = 3;
-  prepare(prepared, launch);
+  const int64_t blocks = persistent_blocks<Form>(launch, work_tiles);
+  if (Form::kWaitsForMemory && work_tiles >= 6 * blocks) prepared.tail_divisor = 3;
+  prepare_scheduler(prepared, launch);
   return blocks;
 }
 
@@ -130,7 +130,7 @@ inline void set_backward_chunks(PrepareParams& prepared, const BackwardParams& p
   if (launch.deterministic) return;
   const int64_t row_bytes = int64_t{params.heads} * (8 * params.k.head_dim + 4 * params.v.head_dim);
   prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
-  prepared.late = 3;
+  prepared.tail_divisor = 3;
 }
 
 }  // namespace hstu

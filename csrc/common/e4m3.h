@@ -10,7 +10,7 @@ namespace hstu {
 
 // Four values, from the lowest byte on, times the scale of their row and head, rounded.
 template <typename Element>
-HSTU_DEVICE uint2 dequantised(uint32_t four, float scale) {
+HSTU_DEVICE uint2 dequantized(uint32_t four, float scale) {
   const auto pair = [scale](uint32_t bits) {
     const auto two = static_cast<__nv_fp8x2_storage_t>(bits);
     const float2 x = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));

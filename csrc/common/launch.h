@@ -13,12 +13,12 @@ constexpr int kReservedMemory = 1024;  // of shared memory, that the system keep
 struct LaunchConfig {
   int64_t blocks = 0;
   int threads = 0;
-  int shared_bytes = 0;  // dynamic
+  int smem_bytes = 0;  // dynamic
   // The kernel calls wait_for_previous_kernel() before it touches what the kernel in front of it
   // writes: its blocks may start before that one has ended (programmatic dependent launch). What
   // came before that one has ended when it starts, unless it starts early itself.
   bool starts_early = false;
-  int cluster_blocks = 1;
+  int cluster_size = 1;
 };
 
 template <typename... Parameters>
@@ -34,15 +34,15 @@ void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
   }
-  if (config.cluster_blocks > 1) {
+  if (config.cluster_size > 1) {
     cudaLaunchAttribute& cluster = attributes[count++];
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(config.cluster_blocks), 1, 1};
+    cluster.val.clusterDim = {static_cast<unsigned>(config.cluster_size), 1, 1};
   }
   cudaLaunchConfig_t to = {};
   to.gridDim = static_cast<unsigned>(config.blocks);
   to.blockDim = config.threads;
-  to.dynamicSmemBytes = config.shared_bytes;
+  to.dynamicSmemBytes = config.smem_bytes;
   to.stream = launch.stream;
   to.attrs = attributes;
   to.numAttrs = count;

@@ -10,7 +10,7 @@
 //                q_intervals(k0, k1)         rows that see some key of [k0, k1)
 //                classify(r0, r1, k0, k1)    whether a tile is empty, partial or full
 //                estimate(r0, r1)            about what kv_intervals says
-//                shared_intervals(r0, r1)    keys that every row of [r0, r1) sees
+//                fully_visible(r0, r1)       keys that every row of [r0, r1) sees
 //                summarize(r)                what of classify() a GPU keeps of a row
 //   tiles(...)   an interval list in tiles of a given size
 //
@@ -77,8 +77,10 @@ enum class TileKind : int { kEmpty, kPartial, kFull };
 // What some rows see, of a mask that is given row by row: found once for a tile of rows, it tells
 // of any keys without another look at the rows.
 struct SpanSummary {
-  Interval hull[2] = {{INT_MAX, 0}, {INT_MAX, 0}};    // keys outside both are seen by no row
-  Interval shared[2] = {{0, INT_MAX}, {0, INT_MAX}};  // keys inside one are seen by every row
+  // Keys outside both are seen by no row.
+  Interval hull[2] = {{INT_MAX, 0}, {INT_MAX, 0}};
+  // Keys inside one are seen by every row.
+  Interval fully_visible[2] = {{0, INT_MAX}, {0, INT_MAX}};
 
   HSTU_HOST_DEVICE void set_hull(const KeyIntervals& keys) {
     for (int n = 0; n < 2; ++n) {
@@ -91,8 +93,12 @@ struct SpanSummary {
     for (int n = 0; n < 2; ++n) {
       if (other.hull[n].begin < hull[n].begin) hull[n].begin = other.hull[n].begin;
       if (other.hull[n].end > hull[n].end) hull[n].end = other.hull[n].end;
-      if (other.shared[n].begin > shared[n].begin) shared[n].begin = other.shared[n].begin;
-      if (other.shared[n].end < shared[n].end) shared[n].end = other.shared[n].end;
+      if (other.fully_visible[n].begin > fully_visible[n].begin) {
+        fully_visible[n].begin = other.fully_visible[n].begin;
+      }
+      if (other.fully_visible[n].end < fully_visible[n].end) {
+        fully_visible[n].end = other.fully_visible[n].end;
+      }
     }
   }
 
@@ -102,7 +108,7 @@ struct SpanSummary {
     bool touched = false, full = false;
     for (int n = 0; n < 2; ++n) {
       touched |= hull[n].begin < k1 && k0 < hull[n].end;
-      full |= shared[n].begin <= k0 && k1 <= shared[n].end;
+      full |= fully_visible[n].begin <= k0 && k1 <= fully_visible[n].end;
     }
     return full ? TileKind::kFull : (touched ? TileKind::kPartial : TileKind::kEmpty);
   }
@@ -156,15 +162,15 @@ class Mask {
       return result;
     }
     const Positions p = positions(r0, r1);
-    Interval shared, own;  // up to the history's end; of the target groups
-    if (!p.context.empty()) widen(shared, {0, sequence_.history_end});
-    if (!p.history.empty()) widen(shared, {lowest(p.history), window_end(p.history.end - 1)});
+    Interval history, group;  // up to the history's end; of the target groups
+    if (!p.context.empty()) widen(history, {0, sequence_.history_end});
+    if (!p.history.empty()) widen(history, {lowest(p.history), window_end(p.history.end - 1)});
     if (!p.target.empty()) {
-      widen(shared, {window_begin(p.target.begin), sequence_.history_end});
-      own = {group_begin(p.target.begin), p.target.end};
+      widen(history, {window_begin(p.target.begin), sequence_.history_end});
+      group = {group_begin(p.target.begin), p.target.end};
     }
-    result.append(shared);
-    result.append(own);
+    result.append(history);
+    result.append(group);
     return result;
   }
 
@@ -218,24 +224,24 @@ class Mask {
   }
 
   // Keys that all rows of [r0, r1) see, for masks in closed form; at most in two intervals.
-  HSTU_HOST_DEVICE void shared_intervals(int r0, int r1, Interval (&result)[2]) const {
+  HSTU_HOST_DEVICE void fully_visible(int r0, int r1, Interval (&result)[2]) const {
     const int h = sequence_.history_end;
     const Positions p = positions(r0, r1);
-    Interval shared = {0, r0 + sequence_.offset < 0 ? 0 : sequence_.k_len};
+    Interval common = {0, r0 + sequence_.offset < 0 ? 0 : sequence_.k_len};
     result[1] = {};
-    if (!p.context.empty()) shared = intersect(shared, {0, h});
+    if (!p.context.empty()) common = intersect(common, {0, h});
     if (!p.history.empty()) {
       const int last_windowed = smaller(p.history.end, full_begin()) - 1;
       const int begin = last_windowed >= p.history.begin ? window_begin(last_windowed) : 0;
-      shared = intersect(shared, {begin, window_end(p.history.begin)});
+      common = intersect(common, {begin, window_end(p.history.begin)});
     }
     if (!p.target.empty()) {
-      shared = intersect(shared, {window_begin(h), h});
+      common = intersect(common, {window_begin(h), h});
       if (p.context.empty() && p.history.empty()) {
         result[1] = {group_begin(p.target.end - 1), p.target.begin + 1};
       }
     }
-    result[0] = shared;
+    result[0] = common;
   }
 
   HSTU_HOST_DEVICE SpanSummary summarize(int r) const {
@@ -244,7 +250,7 @@ class Mask {
     SpanSummary summary;
     for (int n = 0; n < 2; ++n) {
       if (!keys[n].empty()) summary.hull[n] = keys[n];
-      summary.shared[n] = n == 0 || spans_are_exact() ? keys[n] : Interval{};
+      summary.fully_visible[n] = n == 0 || spans_are_exact() ? keys[n] : Interval{};
     }
     return summary;
   }

@@ -24,8 +24,8 @@ __device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads,
 // Zeroes all rows between sequences, by `warps` warps of which this is number `warp`. Gap b lies
 // before sequence b; the last one reaches to the end.
 template <RowsOf kRows>
-__device__ void zero_gaps(const BatchParams& params, const PackedTensor& tensor, int heads,
-                          int warp, int warps) {
+__device__ void zero_unowned_rows(const BatchParams& params, const PackedTensor& tensor, int heads,
+                                  int warp, int warps) {
   constexpr bool kQueries = kRows == RowsOf::kQueries;
   for (int b = warp; b <= params.batch; b += warps) {
     int64_t begin = 0;

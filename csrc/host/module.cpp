@@ -100,7 +100,7 @@ class HostMask {
       for (int r = r0; r < r1; ++r) summary.add(mask_->summarize(r));
     } else {
       summary.set_hull(mask_->kv_intervals(r0, r1));
-      mask_->shared_intervals(r0, r1, summary.shared);
+      mask_->fully_visible(r0, r1, summary.fully_visible);
     }
     return static_cast<int>(summary.classify(k0, k1));
   }

@@ -119,12 +119,12 @@ struct Piece {
   }
 };
 
-// The same with a row of a head in `kPiece` elements each of neighbouring lanes, 2^n of them, which
+// The same with a row of a head in `kPiece` elements each of neighboring lanes, 2^n of them, which
 // find its largest magnitude together. 80 registers a thread are enough where pieces are loaded
 // whole.
 template <typename Element, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kAligned ? 3 : 2)
-    append_quantised_kernel(const __grid_constant__ AppendParams params, int rows, int head_lanes) {
+    append_quantized_kernel(const __grid_constant__ AppendParams params, int rows, int head_lanes) {
   const PackedTensor* const tensors[] = {&params.k, &params.v};
   const PagedParams& paged = params.paged;
   auto* const cache = static_cast<uint8_t*>(const_cast<void*>(paged.kv_cache));
@@ -215,11 +215,11 @@ void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream
     };
     const bool aligned = is_aligned(params);
     if (params.dtype == DType::kBFloat16) {
-      launch(aligned ? append_quantised_kernel<__nv_bfloat16, true>
-                     : append_quantised_kernel<__nv_bfloat16, false>);
+      launch(aligned ? append_quantized_kernel<__nv_bfloat16, true>
+                     : append_quantized_kernel<__nv_bfloat16, false>);
     } else {
-      launch(aligned ? append_quantised_kernel<__half, true>
-                     : append_quantised_kernel<__half, false>);
+      launch(aligned ? append_quantized_kernel<__half, true>
+                     : append_quantized_kernel<__half, false>);
     }
   } else {
     const auto kernel = is_aligned(params) ? append_kernel<uint4> : append_kernel<uint16_t>;

@@ -6,39 +6,39 @@ namespace hstu {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kOwnBins = 8;  // of a thread
-constexpr int kBins = kOwnBins * kThreads;
-constexpr int kBinPlaces = kBins + kThreads;
+constexpr int kBinsPerThread = 8;  // of a thread
+constexpr int kBins = kBinsPerThread * kThreads;
+constexpr int kPaddedBins = kBins + kThreads;
 
-// A place for each bin in which neighbouring threads' bins do not meet in a bank.
-__device__ int place_of(int bin) { return bin + bin / kOwnBins; }
+// A place for each bin in which neighboring threads' bins do not meet in a bank.
+__device__ int padded_bin(int bin) { return bin + bin / kBinsPerThread; }
 
 // Bins: one part of the batch after another, and in each in falling order of cost, with 2^fine_bits
 // bins for each power of two.
-__device__ int bin_of(const PrepareParams& params, int part, int cost) {
-  const int fine_bits = params.fine_bits;
+__device__ int bin_index(const PrepareParams& params, int chunk, int cost) {
+  const int mantissa_bits = params.mantissa_bits;
   int rank = cost;
-  if (cost >> fine_bits != 0) {
+  if (cost >> mantissa_bits != 0) {
     const int exponent = 31 - __clz(cost);
-    rank = ((exponent - fine_bits) << fine_bits) + (cost >> (exponent - fine_bits));
+    rank = ((exponent - mantissa_bits) << mantissa_bits) + (cost >> (exponent - mantissa_bits));
   }
-  const int bins = kBins / params.parts;
-  return part * bins + bins - 1 - min(rank, bins - 1);
+  const int bins = kBins / params.num_chunks;
+  return chunk * bins + bins - 1 - min(rank, bins - 1);
 }
 
 // Tiles go by chunks of the batch, so that what they read is still in the L2 cache; but see
-// PrepareParams::late.
+// PrepareParams::tail_divisor.
 template <bool kByKeys>
-__device__ int part_of(const PrepareParams& params, const Sequence& sequence, int tile, int count,
-                       int cost) {
-  const int last = params.parts - 1;
+__device__ int chunk_index(const PrepareParams& params, const Sequence& sequence, int tile,
+                           int count, int cost) {
+  const int last = params.num_chunks - 1;
   const int64_t total = params.batch.total_k;
-  const bool is_late = sequence.k_begin + sequence.k_len > total - total / params.late;
+  const bool is_in_tail = sequence.k_begin + sequence.k_len > total - total / params.tail_divisor;
   const int reach = (cost - 1) * 2 * (kByKeys ? params.tile_rows : params.tile_keys);
   // NOTE: of keys by the cost alone: an earlier tile must never stand behind a later one.
   const bool is_short =
       kByKeys ? reach <= sequence.q_len : tile < count / 2 && reach <= sequence.k_len;
-  if (is_late && is_short) return last;
+  if (is_in_tail && is_short) return last;
   return min(static_cast<int>(sequence.k_begin >> params.chunk_shift), max(last - 1, 0));
 }
 
@@ -53,7 +53,7 @@ __device__ int length(const IntervalList<kCapacity>& list) {
 // since nothing short tells which are visible.
 // NOTE: of rows a guess, since a kernel that runs once waits for its instructions above all.
 template <bool kByKeys>
-__device__ int item_cost(const PrepareParams& params, const Sequence& sequence, const Mask& mask,
+__device__ int tile_cost(const PrepareParams& params, const Sequence& sequence, const Mask& mask,
                          int tile) {
   if constexpr (kByKeys) {
     const int k0 = tile * params.tile_keys;
@@ -87,7 +87,7 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
     for (int round = rounds - 1; round >= 0; --round) {
       const int tile = round * group + lane;
       const bool active = tile < count && tile >= listed;
-      int cost = active ? item_cost<kByKeys>(params, sequence, mask, tile) : 0;
+      int cost = active ? tile_cost<kByKeys>(params, sequence, mask, tile) : 0;
       if constexpr (kByKeys) {
         cost = max(cost, largest);
         for (int step = 1; step < group; step *= 2) {
@@ -96,8 +96,8 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
         }
         largest = __shfl_sync(0xffffffff, cost, 0, group);
       }
-      const int part = part_of<kByKeys>(params, sequence, tile, count, cost);
-      visit(sequence, b, tile, place_of(bin_of(params, part, cost)), active);
+      const int chunk = chunk_index<kByKeys>(params, sequence, tile, count, cost);
+      visit(sequence, b, tile, padded_bin(bin_index(params, chunk, cost)), active);
     }
   }
 }
@@ -116,9 +116,9 @@ __device__ void sum_bins(int* bins, const WorkList& list) {
   __shared__ int warp_ends[32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  int* own = bins + place_of(threadIdx.x * kOwnBins);
+  int* own = bins + padded_bin(threadIdx.x * kBinsPerThread);
   int sum = 0;
-  for (int n = 0; n < kOwnBins; ++n) sum += own[n];
+  for (int n = 0; n < kBinsPerThread; ++n) sum += own[n];
   int end = sum_up_to_lane(sum);
   if (lane == 31) warp_ends[warp] = end;
   __syncthreads();
@@ -128,7 +128,7 @@ __device__ void sum_bins(int* bins, const WorkList& list) {
     *list.count = min(end, list.capacity);
     *list.next = 0;
   }
-  for (int n = kOwnBins - 1; n >= 0; --n) {
+  for (int n = kBinsPerThread - 1; n >= 0; --n) {
     const int size = own[n];
     own[n] = end;
     end -= size;
@@ -137,14 +137,14 @@ __device__ void sum_bins(int* bins, const WorkList& list) {
 
 template <bool kByKeys>
 __device__ void make_list(const PrepareParams& params) {
-  __shared__ int bins[kBinPlaces];
+  __shared__ int bins[kPaddedBins];
   const int lane = threadIdx.x % 32;
 
   // As many lanes to a sequence as it has tiles on average.
   int group = 1;
   while (group < 32 && group * params.batch.batch < params.list.capacity) group *= 2;
 
-  for (int n = threadIdx.x; n < kBinPlaces; n += kThreads) bins[n] = 0;
+  for (int n = threadIdx.x; n < kPaddedBins; n += kThreads) bins[n] = 0;
   __syncthreads();
   // First the tiles of each bin are counted, then each tile gets its place.
   // NOTE: one loop and not two: a kernel that runs once waits for its instructions above all.
@@ -159,7 +159,7 @@ __device__ void make_list(const PrepareParams& params) {
           // Bins fill from their ends, as sequences are gone through from theirs: so
           // within a bin the tiles of one sequence stand in ascending order.
           const unsigned peers =
-              __match_any_sync(0xffffffff, active ? lane / group * kBinPlaces + bin : -1);
+              __match_any_sync(0xffffffff, active ? lane / group * kPaddedBins + bin : -1);
           const int leader = 31 - __clz(peers);
           int end = 0;
           if (active && lane == leader) end = atomicSub(&bins[bin], __popc(peers));
@@ -176,11 +176,11 @@ __device__ void make_list(const PrepareParams& params) {
 
 // The turns of each sequence's row tiles. Where spans are given row by row, and past the end of a
 // TileMap, every key tile takes one.
-__device__ void write_turns(const PrepareParams& params, int first, int step) {
+__device__ void write_dq_writers(const PrepareParams& params, int first, int step) {
   for (int b = first; b < params.batch.batch; b += step) {
     const Sequence sequence = load_sequence(params.batch, b);
     const Mask mask(params.mask, sequence, 0);
-    TileSpans* turns = params.turns + first_tile(sequence.q_begin, b, params.tile_rows);
+    TileSpans* dq_writers = params.dq_writers + first_tile(sequence.q_begin, b, params.tile_rows);
     const int count = (sequence.q_len + params.tile_rows - 1) / params.tile_rows;
     for (int m = threadIdx.x % 32; m < count; m += 32) {
       KeyIntervals seen;
@@ -194,7 +194,7 @@ __device__ void write_turns(const PrepareParams& params, int first, int step) {
       const Interval none;
       const Interval& x = spans.count > 0 ? spans.interval[0] : none;
       const Interval& y = spans.count > 1 ? spans.interval[1] : none;
-      turns[m] = {{x.begin, y.begin}, {x.end, y.end}};
+      dq_writers[m] = {{x.begin, y.begin}, {x.end, y.end}};
     }
   }
 }
@@ -204,10 +204,10 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
   constexpr unsigned kWarp = 0xffffffff;
   const SpanSummaries& summaries = params.list.summaries;
   for (int64_t n = first; n < int64_t{summaries.heads} * summaries.tiles; n += step) {
-    WorkTile work;
+    SequenceTile work;
     if (!find_row_tile(params.batch, n % summaries.tiles, params.tile_rows, work)) continue;
     const Mask mask(params.mask, work.sequence, static_cast<int>(n / summaries.tiles));
-    const int r0 = work.tile * params.tile_rows;
+    const int r0 = work.index * params.tile_rows;
     const int r1 = min(r0 + params.tile_rows, work.sequence.q_len);
     SpanSummary all;
     for (int r = r0 + static_cast<int>(threadIdx.x) % 32; r < r1; r += 32) {
@@ -216,8 +216,8 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
     for (int i = 0; i < 2; ++i) {
       all.hull[i].begin = __reduce_min_sync(kWarp, all.hull[i].begin);
       all.hull[i].end = __reduce_max_sync(kWarp, all.hull[i].end);
-      all.shared[i].begin = __reduce_max_sync(kWarp, all.shared[i].begin);
-      all.shared[i].end = __reduce_min_sync(kWarp, all.shared[i].end);
+      all.fully_visible[i].begin = __reduce_max_sync(kWarp, all.fully_visible[i].begin);
+      all.fully_visible[i].end = __reduce_min_sync(kWarp, all.fully_visible[i].end);
     }
     if (threadIdx.x % 32 == 0) summaries.data[n] = all;
   }
@@ -249,7 +249,7 @@ __device__ void zero_bias_gradient(const PrepareParams& params, int first, int s
 
 template <bool kByKeys>
 __global__ void __launch_bounds__(kThreads)
-    prepare_kernel(const __grid_constant__ PrepareParams params) {
+    prepare_scheduler_kernel(const __grid_constant__ PrepareParams params) {
   let_next_kernel_start();
   if (blockIdx.x == 0) {
     make_list<kByKeys>(params);
@@ -259,13 +259,14 @@ __global__ void __launch_bounds__(kThreads)
   const int blocks = gridDim.x - 1;
   constexpr int kWarps = kThreads / 32;
   const int warp = block * kWarps + static_cast<int>(threadIdx.x) / 32;
-  zero_gaps<RowsOf::kQueries>(params.batch, params.row_output, params.heads, warp, blocks * kWarps);
+  zero_unowned_rows<RowsOf::kQueries>(params.batch, params.row_output, params.heads, warp,
+                                      blocks * kWarps);
   if constexpr (kByKeys) {
     for (const PackedTensor& output : params.key_outputs) {
-      zero_gaps<RowsOf::kKeys>(params.batch, output, params.heads, warp, blocks * kWarps);
+      zero_unowned_rows<RowsOf::kKeys>(params.batch, output, params.heads, warp, blocks * kWarps);
     }
   }
-  if (kByKeys && params.turns) write_turns(params, warp, blocks * kWarps);
+  if (kByKeys && params.dq_writers) write_dq_writers(params, warp, blocks * kWarps);
   if (kByKeys && params.bias_gradient.data) zero_bias_gradient(params, warp, blocks * kWarps);
   if (params.list.summaries.data) write_summaries(params, warp, blocks * kWarps);
   uint4* zeros = static_cast<uint4*>(params.zeros);
@@ -277,13 +278,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void prepare(const PrepareParams& params, const CudaLaunch& launch) {
+void prepare_scheduler(const PrepareParams& params, const CudaLaunch& launch) {
   const SpanSummaries& summaries = params.list.summaries;
   const int64_t warps = params.batch.batch + 1 + int64_t{summaries.heads} * summaries.tiles;
   const int64_t work = params.zero_bytes / 16 + 32 * warps;
   const int64_t blocks =
       clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
-  launch_kernel(params.by_keys ? prepare_kernel<true> : prepare_kernel<false>,
+  launch_kernel(params.by_keys ? prepare_scheduler_kernel<true> : prepare_scheduler_kernel<false>,
                 {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare", params);
 }
 

@@ -1,6 +1,6 @@
 // The work items of one call on a GPU: tiles of rows (forward) or of keys (backward), longest
-// first over the whole batch. prepare() makes the list on the device; blocks take items from it one
-// by one, so that no length ever has to reach the host.
+// first over the whole batch. prepare_scheduler() makes the list on the device; blocks take items
+// from it one by one, so that no length ever has to reach the host.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,10 +9,10 @@
 
 namespace hstu {
 
-struct alignas(16) WorkTile {
+struct alignas(16) SequenceTile {
   Sequence sequence;
-  int sequence_number = 0;
-  int tile = 0;
+  int sequence_index = 0;
+  int index = 0;
 };
 
 // Where the tiles of sequence b are counted from, when each sequence begins with a tile of its own:
@@ -33,23 +33,23 @@ struct SpanSummaries {
 };
 
 struct WorkList {
-  int* next = nullptr;        // [1]: the item to hand out next
-  int* count = nullptr;       // [1]: tiles in the list
-  WorkTile* tiles = nullptr;  // [capacity]; null: there is no list, each block has one item
+  int* next = nullptr;            // [1]: the item to hand out next
+  int* count = nullptr;           // [1]: tiles in the list
+  SequenceTile* tiles = nullptr;  // [capacity]; null: there is no list, each block has one item
   int capacity = 0;
-  int parts = 1;     // items of each tile
+  int work_per_tile = 1;  // items of each tile
   int unlisted = 0;  // the batch's first tiles, which are not in the list: blocks begin with them
   SpanSummaries summaries;
 
   // What tile n of keys is to tile m of rows.
   template <int kRows, int kKeys>
-  HSTU_HOST_DEVICE TileKind classify(const MaskParams& mask, const WorkTile& work, int head, int m,
-                                     int n) const {
+  HSTU_HOST_DEVICE TileKind classify(const MaskParams& mask, const SequenceTile& work, int head,
+                                     int m, int n) const {
     const Sequence& sequence = work.sequence;
     const int k0 = n * kKeys;
     const int k1 = static_cast<int>(clamp(k0 + kKeys, 0, sequence.k_len));
     if (summaries.data) {
-      const int64_t first = first_tile(sequence.q_begin, work.sequence_number, kRows);
+      const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
       return summaries.at(first + m, head).classify(k0, k1);
     }
     const int r0 = m * kRows;
@@ -65,22 +65,22 @@ struct WorkList {
 
 // The tile with number `number`: of the last sequence whose first tile is not behind it. False
 // where it has no rows.
-HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t number, int size,
-                                    WorkTile& found) {
+HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t tile_index, int size,
+                                    SequenceTile& found) {
   int low = 0, high = batch.batch - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     const int64_t begin = clamp(batch.cu_seqlens_q[middle], 0, batch.total_q);
-    if (first_tile(begin, middle, size) <= number) {
+    if (first_tile(begin, middle, size) <= tile_index) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
   found.sequence = load_sequence(batch, low);
-  found.sequence_number = low;
-  const int64_t tile = number - first_tile(found.sequence.q_begin, low, size);
-  found.tile = static_cast<int>(tile);
+  found.sequence_index = low;
+  const int64_t tile = tile_index - first_tile(found.sequence.q_begin, low, size);
+  found.index = static_cast<int>(tile);
   return tile >= 0 && tile * size < found.sequence.q_len;
 }
 
@@ -92,7 +92,7 @@ struct alignas(16) TileSpans {
   int begin[2];
   int end[2];
 
-  HSTU_HOST_DEVICE bool hold(int tile) const {
+  HSTU_HOST_DEVICE bool contains(int tile) const {
     return (begin[0] <= tile && tile < end[0]) || (begin[1] <= tile && tile < end[1]);
   }
   HSTU_HOST_DEVICE int count_before(int tile) const {
@@ -111,60 +111,61 @@ struct alignas(16) TileSpans {
 // results, it copies that one's tile.
 class WorkQueue {
  public:
-  struct Item {
-    WorkTile tile;
-    int part;  // of the tile; -1: there is no item
+  struct Entry {
+    SequenceTile tile;
+    int index_in_tile;  // of the tile; -1: there is no item
   };
   struct SharedMemory {
-    Item item;
-    Item next;
+    Entry entry;
+    Entry next;
   };
 
-  __device__ WorkQueue(const WorkList& list, SharedMemory& shared) : list_(list), shared_(shared) {
+  __device__ WorkQueue(const WorkList& list, SharedMemory& smem) : list_(list), smem_(smem) {
     if (threadIdx.x == 0) set_next(blockIdx.x);
-    fetch();
+    fetch_next();
     advance();
   }
 
   // The same for tiles of rows, of which there need be no list: then a block has one item.
-  __device__ WorkQueue(const WorkList& list, SharedMemory& shared, const BatchParams& batch,
+  __device__ WorkQueue(const WorkList& list, SharedMemory& smem, const BatchParams& batch,
                        int tile_rows)
-      : list_(list), shared_(shared) {
+      : list_(list), smem_(smem) {
     if (threadIdx.x == 0) {
       if (list.tiles) {
         set_next(blockIdx.x);
       } else {
-        const int item = static_cast<int>(blockIdx.x);
-        const bool found = find_row_tile(batch, item / list.parts, tile_rows, shared.next.tile);
-        shared.next.part = found ? item % list.parts : -1;
+        const int work_index = static_cast<int>(blockIdx.x);
+        const bool found =
+            find_row_tile(batch, work_index / list.work_per_tile, tile_rows, smem.next.tile);
+        smem.next.index_in_tile = found ? work_index % list.work_per_tile : -1;
       }
     }
-    if (list.tiles) fetch();
+    if (list.tiles) fetch_next();
     advance();
   }
 
   // Whether there is an item: part() of tile().
-  __device__ bool more() const { return part() >= 0; }
-  __device__ const WorkTile& tile() const { return shared_.item.tile; }
-  __device__ int part() const { return shared_.item.part; }
+  __device__ bool has_work() const { return index_in_tile() >= 0; }
+  __device__ const SequenceTile& tile() const { return smem_.entry.tile; }
+  __device__ int index_in_tile() const { return smem_.entry.index_in_tile; }
 
   // The three steps to the next item, by all threads. The first waits for device memory, and is
   // best taken where other copies are waited for.
-  __device__ void ask() {
+  __device__ void request_next() {
     if (threadIdx.x != 0) return;
     if (list_.tiles) {
       set_next(gridDim.x + atomicAdd(list_.next, 1));
     } else {
-      shared_.next.part = -1;
+      smem_.next.index_in_tile = -1;
     }
   }
-  __device__ void fetch() {
-    Item& next = shared_.next;
-    if (threadIdx.x != 0 || next.part < 0) return;
-    const char* from = reinterpret_cast<const char*>(list_.tiles + next.tile.tile);
+  __device__ void fetch_next() {
+    Entry& next = smem_.next;
+    if (threadIdx.x != 0 || next.index_in_tile < 0) return;
+    const char* from = reinterpret_cast<const char*>(list_.tiles + next.tile.index);
     const auto to = static_cast<unsigned>(__cvta_generic_to_shared(&next.tile));
 #pragma unroll
-    for (int n = 0; n < static_cast<int>(sizeof(WorkTile)); n += 16) {
+    for (int n = 0; n < static_cast<int>(sizeof(SequenceTile)); n += 16) {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to + n), "l"(from + n));
     }
   }
@@ -172,21 +173,21 @@ class WorkQueue {
     __syncthreads();  // the last item is done with
     if (threadIdx.x == 0) {
       asm volatile("cp.async.wait_all;" ::: "memory");
-      shared_.item = shared_.next;
+      smem_.entry = smem_.next;
     }
     __syncthreads();
   }
 
  private:
   // Its number in the list stands in for the tile until that is fetched.
-  __device__ void set_next(int item) {
-    const int number = item / list_.parts;
-    shared_.next.tile.tile = number;
-    shared_.next.part = number < *list_.count ? item % list_.parts : -1;
+  __device__ void set_next(int work_index) {
+    const int tile_index = work_index / list_.work_per_tile;
+    smem_.next.tile.index = tile_index;
+    smem_.next.index_in_tile = tile_index < *list_.count ? work_index % list_.work_per_tile : -1;
   }
 
   const WorkList& list_;
-  SharedMemory& shared_;
+  SharedMemory& smem_;
 };
 
 // Which of the tiles that an item meets are visible, and which of those are partial: one bit each.
@@ -241,7 +242,7 @@ struct TileMap {
     return -1;
   }
 
-  __device__ bool holds(int n) const { return n >= kTiles || (visible[n / 32] >> n % 32 & 1); }
+  __device__ bool contains(int n) const { return n >= kTiles || (visible[n / 32] >> n % 32 & 1); }
   __device__ bool has_partial(int n) const {
     return n >= kTiles || (partial[n / 32] >> n % 32 & 1);
   }

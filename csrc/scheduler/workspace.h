@@ -27,7 +27,7 @@ class Workspace {
     list.capacity = WorkList::max_tiles(total, batch, tile_size);
     list.next = take<int>(2);
     list.count = list.next + 1;
-    list.tiles = take<WorkTile>(list.capacity);
+    list.tiles = take<SequenceTile>(list.capacity);
     return list;
   }
 

@@ -16,11 +16,11 @@ namespace hstu::sm80 {
 // What a backward call keeps in its workspace.
 struct BackwardBuffers {
   WorkList list;
-  int heads_per_item;
-  float* dq;         // [row tiles, H, rows x head dim], in the order of DeviceSum; zeroed
-  TileSpans* turns;  // [row tiles]: the key tiles that take turns to add; null: in any order
-  int* turns_taken;  // [row tiles, H]: how many have added; zeroed; null: in any order
-  DenseBias drab;    // where dS is summed over heads, or where it belongs if that is fp32
+  int heads_per_work_tile;
+  float* dq;              // [row tiles, H, rows x head dim], in the order of DeviceSum; zeroed
+  TileSpans* dq_writers;  // [row tiles]: the key tiles that take turns to add; null: in any order
+  int* dq_semaphore;      // [row tiles, H]: how many have added; zeroed; null: in any order
+  DenseBias drab;         // where dS is summed over heads, or where it belongs if that is fp32
 };
 
 HSTU_DEVICE int load_relaxed(const int* address) {
@@ -110,7 +110,7 @@ struct Backward {
     BiasMatrix drab;
     TileMap map;
     int64_t first_row_tile;
-    TileSpans turns[kStages];  // of the rows' tiles
+    TileSpans dq_writers[kStages];  // of the rows' tiles
     int64_t last_dq;  // to which this block added last, and whose turn is to be passed on; or -1
     WorkQueue::SharedMemory queue;
   };
@@ -118,11 +118,11 @@ struct Backward {
                 "the blocks that registers allow find room on compute capability 9.0");
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
-                              SharedMemory& shared) {
-    WorkQueue queue(buffers.list, shared.queue);
-    while (queue.more()) {
-      for (int head = queue.part() * buffers.heads_per_item;; ++head) {
-        key_tile(params, buffers, queue, head, shared);
+                              SharedMemory& smem) {
+    WorkQueue queue(buffers.list, smem.queue);
+    while (queue.has_work()) {
+      for (int head = queue.index_in_tile() * buffers.heads_per_work_tile;; ++head) {
+        key_tile(params, buffers, queue, head, smem);
         if (is_last_head(buffers, queue, head)) break;
         __syncthreads();  // dK and dV have left shared memory
       }
@@ -133,31 +133,31 @@ struct Backward {
  private:
   static HSTU_DEVICE bool is_last_head(const BackwardBuffers& buffers, const WorkQueue& queue,
                                        int head) {
-    return head + 1 == (queue.part() + 1) * buffers.heads_per_item;
+    return head + 1 == (queue.index_in_tile() + 1) * buffers.heads_per_work_tile;
   }
 
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   WorkQueue& queue, int head, SharedMemory& shared) {
+                                   WorkQueue& queue, int head, SharedMemory& smem) {
     // NOTE: in shared memory, to leave the registers to the sums.
-    const WorkTile& work = queue.tile();
+    const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
-    const int k0 = work.tile * kKeys;
+    const int k0 = work.index * kKeys;
     if (threadIdx.x == 0) {
-      shared.last_dq = -1;
-      shared.first_row_tile = first_tile(sequence.q_begin, work.sequence_number, kRows);
-      shared.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
-      shared.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
-      shared.bias = {params.rab, work.sequence_number, head, params.heads};
-      shared.drab = {buffers.drab, work.sequence_number, head, params.heads};
+      smem.last_dq = -1;
+      smem.first_row_tile = first_tile(sequence.q_begin, work.sequence_index, kRows);
+      smem.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
+      smem.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
+      smem.bias = {params.rab, work.sequence_index, head, params.heads};
+      smem.drab = {buffers.drab, work.sequence_index, head, params.heads};
     }
     const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
-    shared.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
+    smem.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
       if constexpr (kIsDeterministic) {
-        const int64_t first = first_tile(sequence.q_begin, work.sequence_number, kRows);
-        if (!buffers.turns[first + m].hold(work.tile)) return TileKind::kEmpty;
+        const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
+        if (!buffers.dq_writers[first + m].contains(work.index)) return TileKind::kEmpty;
       }
       const TileKind kind =
-          buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.tile);
+          buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
       return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
     });
     __syncthreads();
@@ -165,113 +165,114 @@ struct Backward {
     const auto copy_rows = [&](int row_tile, int stage) {
       const int r0 = row_tile * kRows;
       copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
-          shared.q_rows, r0, shared.q[stage]);
+          smem.q_rows, r0, smem.q[stage]);
       copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
-          shared.dout_rows, r0, shared.dout[stage]);
+          smem.dout_rows, r0, smem.dout[stage]);
       if (kIsDeterministic && threadIdx.x == 0) {
-        copy_async(&shared.turns[stage], buffers.turns + shared.first_row_tile + row_tile);
+        copy_async(&smem.dq_writers[stage], buffers.dq_writers + smem.first_row_tile + row_tile);
       }
       commit_copies();
     };
-    int row_tile = shared.map.last();
+    int row_tile = smem.map.last();
     if (row_tile >= 0) {
       const HeadRows<Element> k_rows(params.k, sequence.k_begin, sequence.k_len, head);
       const HeadRows<Element> v_rows(params.v, sequence.k_begin, sequence.k_len, head);
       copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(k_rows, k0,
-                                                                                     shared.k);
+                                                                                     smem.k);
       copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(v_rows, k0,
-                                                                                     shared.v);
+                                                                                     smem.v);
       copy_rows(row_tile, 0);
     }
-    if (is_last_head(buffers, queue, head)) queue.ask();
+    if (is_last_head(buffers, queue, head)) queue.request_next();
 
-    const auto shared_k = rows_tile<kKeys, kHeadDim>(shared.k);
-    const auto shared_v = rows_tile<kKeys, kHeadDim>(shared.v);
-    const auto shared_p = rows_tile<kRows, kKeys>(shared.p);
-    const auto shared_ds = rows_tile<kRows, kKeys>(shared.ds);
+    const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k);
+    const auto smem_v = rows_tile<kKeys, kHeadDim>(smem.v);
+    const auto smem_p = rows_tile<kRows, kKeys>(smem.p);
+    const auto smem_ds = rows_tile<kRows, kKeys>(smem.ds);
     KeySum dk = {};
     KeySum dv = {};
-    const auto dq_number = [&](int row_tile) {
-      return (shared.first_row_tile + row_tile) * params.heads + head;
+    const auto dq_index = [&](int row_tile) {
+      return (smem.first_row_tile + row_tile) * params.heads + head;
     };
     const int next_stage = kStages - 1;
     for (int stage = 0; row_tile >= 0; stage ^= next_stage) {
       const int r0 = row_tile * kRows;
-      int turn = 0;  // asked for here, where there is time to wait for the answer
+      int semaphore = 0;  // asked for here, where there is time to wait for the answer
       if (kIsDeterministic && threadIdx.x == 0) {
-        turn = load_relaxed(buffers.turns_taken + dq_number(row_tile));
+        semaphore = load_relaxed(buffers.dq_semaphore + dq_index(row_tile));
       }
 
-      const auto shared_q = rows_tile<kRows, kHeadDim>(shared.q[stage]);
-      const auto shared_dout = rows_tile<kRows, kHeadDim>(shared.dout[stage]);
+      const auto smem_q = rows_tile<kRows, kHeadDim>(smem.q[stage]);
+      const auto smem_dout = rows_tile<kRows, kHeadDim>(smem.dout[stage]);
 
       // S = Q K^T + bias
       typename Tile::Sum scores = {};
-      BiasTile<Element, Tile> bias(shared.bias, sequence);
+      BiasTile<Element, Tile> bias(smem.bias, sequence);
       if constexpr (kHasBias) bias.fetch(r0, k0);
-      const int next = shared.map.before(row_tile);
+      const int next = smem.map.before(row_tile);
       wait_for_copies();
       __syncthreads();  // the rows are there; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
       if constexpr (kHasBias) {
         bias.copy_to(scores);
       }
-      gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, shared_q, shared_k);
+      gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, smem_q, smem_k);
 
       if constexpr (kHasBias) {
         if (next >= 0) bias.prefetch(next * kRows, k0);
       }
-      if (kIsDeterministic && threadIdx.x == 0) pass_turn(buffers, shared, dq_number(row_tile));
+      if (kIsDeterministic && threadIdx.x == 0) {
+        release_dq_semaphore(buffers, smem, dq_index(row_tile));
+      }
       // dP = dO V^T
       typename Tile::Sum gradients = {};
-      gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(gradients, shared_dout,
-                                                                     shared_v);
+      gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(gradients, smem_dout, smem_v);
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
-      activate(params, head, r0, k0, shared.map.has_partial(row_tile), sequence, scores, gradients);
-      to_shared<ScoreMma, kRows, kKeys>(scores, shared.p);
-      to_shared<ScoreMma, kRows, kKeys>(gradients, shared.ds);
+      silu_and_mask(params, head, r0, k0, smem.map.has_partial(row_tile), sequence, scores,
+                    gradients);
+      to_smem<ScoreMma, kRows, kKeys>(scores, smem.p);
+      to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
       if constexpr (kHasBias) {
         // dRab += alpha * scale * dX. Heads that share a bias head come one after another, and an
         // element is always the same thread's.
-        if (shared.drab.data) {
+        if (smem.drab.data) {
           const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
           const bool is_only_part = params.rab.heads == params.heads;
-          add_to_bias<Element>(shared.drab, Tile{}, sequence, r0, k0, gradients, factor,
+          add_to_bias<Element>(smem.drab, Tile{}, sequence, r0, k0, gradients, factor,
                                is_only_part);
         }
       }
       if (kIsDeterministic && threadIdx.x == 0) {
-        wait_for_turn(shared.turns[stage], work.tile, turn,
-                      buffers.turns_taken + dq_number(row_tile));
+        wait_for_dq_semaphore(smem.dq_writers[stage], work.index, semaphore,
+                              buffers.dq_semaphore + dq_index(row_tile));
       }
       __syncthreads();  // P and dS are there, and it is this block's turn to add to dQ
 
       // dV += P^T dO
-      gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dv, shared_p,
-                                                                               shared_dout);
+      gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dv, smem_p,
+                                                                               smem_dout);
       // dK += dX^T Q
-      gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dk, shared_ds,
-                                                                               shared_q);
+      gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dk, smem_ds, smem_q);
       if constexpr (kStages == 1) {
         __syncthreads();  // the rows have been read
         if (next >= 0) copy_rows(next, 0);
       }
       // dQ += dX K
       RowSum dq = {};
-      gemm<RowMma, Operand::kRows, Operand::kTransposed, kTiles.reading>(dq, shared_ds, shared_k);
-      DeviceSum<kThreads>::add(dq, buffers.dq + dq_number(row_tile) * (kRows * kHeadDim));
+      gemm<RowMma, Operand::kRows, Operand::kTransposed, kTiles.reading>(dq, smem_ds, smem_k);
+      DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
       row_tile = next;
     }
 
     // dK = alpha * scale * dK and dV = scale * dV, rounded once
     const float scale = uniform_scale(params);
     const float alpha = static_cast<float>(params.alpha);
-    if (is_last_head(buffers, queue, head)) queue.fetch();
+    if (is_last_head(buffers, queue, head)) queue.fetch_next();
     __syncthreads();  // K and V have been read
-    if (kIsDeterministic && threadIdx.x == 0) pass_turn(buffers, shared, -1);
-    store_keys(dk, alpha * scale, shared.k, params.dk, work, head);
-    store_keys(dv, scale, shared.v, params.dv, work, head);
+    if (kIsDeterministic && threadIdx.x == 0) release_dq_semaphore(buffers, smem, -1);
+    store_keys(dk, alpha * scale, smem.k, params.dk, work, head);
+    store_keys(dv, scale, smem.v, params.dv, work, head);
   }
 
  public:
@@ -282,9 +283,9 @@ struct Backward {
   }
 
  private:
-  static HSTU_DEVICE void activate(const BackwardParams& params, int head, int r0, int k0,
-                                   bool is_partial, const Sequence& sequence, typename Tile::Sum& p,
-                                   typename Tile::Sum& dx) {
+  static HSTU_DEVICE void silu_and_mask(const BackwardParams& params, int head, int r0, int k0,
+                                        bool is_partial, const Sequence& sequence,
+                                        typename Tile::Sum& p, typename Tile::Sum& dx) {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
     for (int n = 0; n < Tile::Sum::kCount; ++n) {
@@ -320,28 +321,29 @@ struct Backward {
 
   // NOTE: the fence orders what all threads added before the last barrier, and also what this one
   // has read of the next turn before what follows.
-  static HSTU_DEVICE void pass_turn(const BackwardBuffers& buffers, SharedMemory& shared,
-                                    int64_t next_dq) {
+  static HSTU_DEVICE void release_dq_semaphore(const BackwardBuffers& buffers, SharedMemory& smem,
+                                               int64_t next_dq) {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    if (shared.last_dq >= 0) atomicAdd(buffers.turns_taken + shared.last_dq, 1);
-    shared.last_dq = next_dq;
+    if (smem.last_dq >= 0) atomicAdd(buffers.dq_semaphore + smem.last_dq, 1);
+    smem.last_dq = next_dq;
   }
 
   // `seen` is what `turn` was earlier.
-  static HSTU_DEVICE void wait_for_turn(const TileSpans& spans, int key_tile, int seen,
-                                        const int* turn) {
+  static HSTU_DEVICE void wait_for_dq_semaphore(const TileSpans& spans, int key_tile, int seen,
+                                                const int* semaphore) {
     const int before = spans.count_before(key_tile);
     // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
-    while (seen < before) seen = load_acquire(turn);
+    while (seen < before) seen = load_acquire(semaphore);
   }
 
   static HSTU_DEVICE void store_keys(KeySum& sum, float factor, Element* through,
-                                     const PackedTensor& tensor, const WorkTile& work, int head) {
+                                     const PackedTensor& tensor, const SequenceTile& work,
+                                     int head) {
 #pragma unroll
     for (float& value : sum.values) value *= factor;
-    to_shared<KeyMma, kKeys, kHeadDim>(sum, through);
+    to_smem<KeyMma, kKeys, kHeadDim>(sum, through);
     __syncthreads();
-    const int k0 = work.tile * kKeys;
+    const int k0 = work.index * kKeys;
     store_rows<kKeys, kHeadDim, kThreads, Order>(through, tensor, work.sequence.k_begin + k0,
                                                  work.sequence.k_len - k0, head);
   }
@@ -352,35 +354,35 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     run_backward(const __grid_constant__ BackwardParams params,
                  const __grid_constant__ BackwardBuffers buffers) {
   wait_for_previous_kernel();
-  extern __shared__ __align__(128) char shared[];
-  Kernel::run(params, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+  extern __shared__ __align__(128) char smem[];
+  Kernel::run(params, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
 // dQ = alpha * scale * sum, rounded once. A block takes one tile of rows of one head.
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads)
-    finish_dq(const __grid_constant__ BackwardParams params, const float* sums) {
+    convert_dq(const __grid_constant__ BackwardParams params, const float* sums) {
   using Element = typename Kernel::Element;
   constexpr int kRows = Kernel::kRows;
   constexpr int kHeadDim = Kernel::kHeadDim;
-  __shared__ alignas(128) Element shared[kRows * kHeadDim];
+  __shared__ alignas(128) Element smem[kRows * kHeadDim];
   wait_for_previous_kernel();
-  const int number = blockIdx.x / params.heads;
+  const int tile_index = blockIdx.x / params.heads;
   const int head = blockIdx.x % params.heads;
 
-  WorkTile work;
-  if (!find_row_tile(params.batch, number, kRows, work)) return;
-  const int r0 = work.tile * kRows;
+  SequenceTile work;
+  if (!find_row_tile(params.batch, tile_index, kRows, work)) return;
+  const int r0 = work.index * kRows;
 
   typename Kernel::RowSum dq;
   DeviceSum<Kernel::kThreads>::load(sums + int64_t{blockIdx.x} * (kRows * kHeadDim), dq);
   const float factor = static_cast<float>(params.alpha) * Kernel::uniform_scale(params);
 #pragma unroll
   for (float& value : dq.values) value *= factor;
-  to_shared<typename Kernel::RowMma, kRows, kHeadDim>(dq, shared);
+  to_smem<typename Kernel::RowMma, kRows, kHeadDim>(dq, smem);
   __syncthreads();
   store_rows<kRows, kHeadDim, Kernel::kThreads, NaturalOrder>(
-      shared, params.dq, work.sequence.q_begin + r0, work.sequence.q_len - r0, head);
+      smem, params.dq, work.sequence.q_begin + r0, work.sequence.q_len - r0, head);
 }
 
 // The bias gradient, summed over heads in fp32, rounded once.

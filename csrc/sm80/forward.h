@@ -47,67 +47,68 @@ struct Forward {
                 "the blocks that registers allow find room on compute capability 9.0");
 
   static HSTU_DEVICE void run(const ForwardParams& params, const WorkList& list,
-                              SharedMemory& shared) {
-    WorkQueue queue(list, shared.queue, params.batch, kRows);
-    while (queue.more()) {
-      row_tile(params, list, queue, shared);
+                              SharedMemory& smem) {
+    WorkQueue queue(list, smem.queue, params.batch, kRows);
+    while (queue.has_work()) {
+      row_tile(params, list, queue, smem);
       queue.advance();
     }
     if (!list.tiles) {  // nothing else ran before
       constexpr int kWarps = kThreads / 32;
       const int warp = blockIdx.x * kWarps + static_cast<int>(threadIdx.x) / 32;
-      zero_gaps<RowsOf::kQueries>(params.batch, params.out, params.heads, warp, gridDim.x * kWarps);
+      zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
+                                          gridDim.x * kWarps);
     }
   }
 
  private:
   static HSTU_DEVICE void row_tile(const ForwardParams& params, const WorkList& list,
-                                   WorkQueue& queue, SharedMemory& shared) {
+                                   WorkQueue& queue, SharedMemory& smem) {
     // NOTE: in shared memory, to leave the registers to the sums.
-    const WorkTile& work = queue.tile();
+    const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
-    const int head = queue.part();
-    const int r0 = work.tile * kRows;
+    const int head = queue.index_in_tile();
+    const int r0 = work.index * kRows;
 
     if (threadIdx.x == 0) {
       if constexpr (kIsPaged) {
-        shared.k_rows = {params.paged, PagePart::kKeys,      params.k,
-                         sequence,     work.sequence_number, head};
-        shared.v_rows = {params.paged, PagePart::kValues,    params.v,
-                         sequence,     work.sequence_number, head};
+        smem.k_rows = {params.paged, PagePart::kKeys,     params.k,
+                       sequence,     work.sequence_index, head};
+        smem.v_rows = {params.paged, PagePart::kValues,   params.v,
+                       sequence,     work.sequence_index, head};
       } else {
-        shared.k_rows = {params.k, sequence.k_begin, sequence.k_len, head};
-        shared.v_rows = {params.v, sequence.k_begin, sequence.k_len, head};
+        smem.k_rows = {params.k, sequence.k_begin, sequence.k_len, head};
+        smem.v_rows = {params.v, sequence.k_begin, sequence.k_len, head};
       }
-      shared.bias = {params.rab, work.sequence_number, head, params.heads};
+      smem.bias = {params.rab, work.sequence_index, head, params.heads};
     }
     const auto copy_keys = [&](int k0, int stage) {
       copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
-          shared.k_rows, k0, shared.k[stage]);
+          smem.k_rows, k0, smem.k[stage]);
       copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
-          shared.v_rows, k0, shared.v[stage]);
+          smem.v_rows, k0, smem.v[stage]);
       commit_copies();
     };
     const int key_tiles = (sequence.k_len + kKeys - 1) / kKeys;
-    shared.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
-      return list.classify<kRows, kKeys>(params.mask, work, head, work.tile, n);
+    smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
+      return list.classify<kRows, kKeys>(params.mask, work, head, work.index, n);
     });
     __syncthreads();
 
-    int tile = shared.map.last();
+    int tile = smem.map.last();
     if (tile >= 0) {
       const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
       copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
-          q_rows, r0, shared.q);
+          q_rows, r0, smem.q);
       copy_keys(tile * kKeys, 0);
     }
-    queue.ask();
-    const auto shared_q = rows_tile<kRows, kHeadDim>(shared.q);
+    queue.request_next();
+    const auto smem_q = rows_tile<kRows, kHeadDim>(smem.q);
     LeftOperand<Out::kRowBlocks, kHeadDim / 16> registers_q;
     if constexpr (kTiles.keeps_q) {
       wait_for_copies();
       __syncthreads();
-      load_left_operand<RowMma, Operand::kRows>(shared_q, registers_q);
+      load_left_operand<RowMma, Operand::kRows>(smem_q, registers_q);
     }
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     Out out = {};
@@ -116,9 +117,9 @@ struct Forward {
 
       // S = Q K^T + bias
       typename Tile::Sum scores = {};
-      BiasTile<Element, Tile> bias(shared.bias, sequence);
+      BiasTile<Element, Tile> bias(smem.bias, sequence);
       if constexpr (kHasBias) bias.fetch(r0, k0);
-      const int next = shared.map.before(tile);
+      const int next = smem.map.before(tile);
       if constexpr (kHasBias) {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
@@ -126,11 +127,11 @@ struct Forward {
       __syncthreads();  // the tile is there, and the other stage has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
       if constexpr (kHasBias) bias.copy_to(scores);
-      const auto shared_k = rows_tile<kKeys, kHeadDim>(shared.k[stage]);
+      const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k[stage]);
       if constexpr (kTiles.keeps_q) {
-        gemm_registers<RowMma, Operand::kRows, kTiles.reading>(scores, registers_q, shared_k);
+        gemm_registers<RowMma, Operand::kRows, kTiles.reading>(scores, registers_q, smem_k);
       } else {
-        gemm<RowMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, shared_q, shared_k);
+        gemm<RowMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, smem_q, smem_k);
       }
 
       // P = M * silu(alpha * S)
@@ -139,23 +140,23 @@ struct Forward {
         const float x = half_alpha * score;
         score = silu_of_half(x, tanh_approx(x));
       }
-      if (shared.map.has_partial(tile)) {
+      if (smem.map.has_partial(tile)) {
         Tile{}.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,
                                [&](int m, int n) { scores.at(m, n) = 0.0f; });
       }
 
       // O += P V
       gemm_registers<RowMma, Operand::kTransposed, kTiles.reading>(
-          out, as_left_operand<Element>(scores), rows_tile<kKeys, kHeadDim>(shared.v[stage]));
+          out, as_left_operand<Element>(scores), rows_tile<kKeys, kHeadDim>(smem.v[stage]));
       tile = next;
     }
-    queue.fetch();
-    store_out(params, sequence, r0, head, out, shared);
+    queue.fetch_next();
+    store_out(params, sequence, r0, head, out, smem);
   }
 
   // O = scale * O, rounded once
   static HSTU_DEVICE void store_out(const ForwardParams& params, const Sequence& sequence, int r0,
-                                    int head, Out& out, SharedMemory& shared) {
+                                    int head, Out& out, SharedMemory& smem) {
     const Tile tile;  // O has the rows of the scores
     float scale = static_cast<float>(params.scale);
     if (params.attn_scale) scale = params.attn_scale[0];
@@ -169,9 +170,9 @@ struct Forward {
       for (int n = 0; n < Out::kColumns; ++n) out.at(m, n) *= scale;
     }
     __syncwarp();  // all lanes have read their warp's rows of Q
-    to_shared<RowMma, kRows, kHeadDim>(out, shared.q);
+    to_smem<RowMma, kRows, kHeadDim>(out, smem.q);
     __syncthreads();
-    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(shared.q, params.out, sequence.q_begin + r0,
+    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(smem.q, params.out, sequence.q_begin + r0,
                                                         sequence.q_len - r0, head);
   }
 };
@@ -180,8 +181,8 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     run_forward(const __grid_constant__ ForwardParams params, const WorkList list) {
   wait_for_previous_kernel();
-  extern __shared__ __align__(128) char shared[];
-  Kernel::run(params, list, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+  extern __shared__ __align__(128) char smem[];
+  Kernel::run(params, list, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
 }  // namespace hstu::sm80

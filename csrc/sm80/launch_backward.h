@@ -1,5 +1,5 @@
-// Host side of the backward: workspace, prepare(), the choice of the kernel's form, and what
-// follows it.
+// Host side of the backward: workspace, prepare_scheduler(), the choice of the kernel's form, and
+// what follows it.
 #pragma once
 
 #include "../common/attention_launch.h"
@@ -66,8 +66,8 @@ struct BackwardLauncher {
     Plan(const BackwardParams& params, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
       buffers.list = workspace.take_list(batch.total_k, batch.batch, kTiles.keys);
-      buffers.list.parts = params.drab.data ? params.rab.heads : params.heads;
-      buffers.heads_per_item = params.heads / buffers.list.parts;
+      buffers.list.work_per_tile = params.drab.data ? params.rab.heads : params.heads;
+      buffers.heads_per_work_tile = params.heads / buffers.list.work_per_tile;
       if (is_given_by_row(params.mask)) {
         buffers.list.summaries =
             workspace.take_summaries(params.mask, batch, params.heads, kTiles.rows);
@@ -75,11 +75,11 @@ struct BackwardLauncher {
       dq_tiles =
           int64_t{WorkList::max_tiles(batch.total_q, batch.batch, kTiles.rows)} * params.heads;
       drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;
-      buffers.turns =
+      buffers.dq_writers =
           kIsDeterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
-      buffers.turns_taken = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
+      buffers.dq_semaphore = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
       buffers.drab = params.drab;
       if (sums_drab(params)) {
         DenseBias& drab = buffers.drab;
@@ -102,14 +102,14 @@ struct BackwardLauncher {
     prepared.list = plan.buffers.list;
     prepared.tile_rows = Plain::kRows;
     prepared.tile_keys = Plain::kKeys;
-    prepared.turns = plan.buffers.turns;
+    prepared.dq_writers = plan.buffers.dq_writers;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
     // NOTE: blocks take items early, and end less evenly with chunks: only where they save much.
     if (prepared.zero_bytes > 2 * launch.device.l2_bytes) {
       set_backward_chunks(prepared, params, launch);
     }
-    prepare(prepared, launch);
+    prepare_scheduler(prepared, launch);
 
     if (params.rab.data) {
       run_kernel<WithBias>(params, launch, plan.buffers);
@@ -117,7 +117,7 @@ struct BackwardLauncher {
       run_kernel<Plain>(params, launch, plan.buffers);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
-    launch_kernel(finish_dq<Plain>, per_tile, launch, "dq of the backward", params,
+    launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
                   plan.buffers.dq);
     if (sums_drab(params)) {
       const LaunchConfig per_row = {std::min<int64_t>(plan.drab_rows, 1 << 16), 256};
@@ -129,8 +129,8 @@ struct BackwardLauncher {
   template <typename Form>
   static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
                          const BackwardBuffers& buffers) {
-    const int64_t items = int64_t{buffers.list.capacity} * buffers.list.parts;
-    launch_attention<Form>(run_backward<Form>, launch, persistent_blocks<Form>(launch, items),
+    const int64_t work_tiles = int64_t{buffers.list.capacity} * buffers.list.work_per_tile;
+    launch_attention<Form>(run_backward<Form>, launch, persistent_blocks<Form>(launch, work_tiles),
                            "backward", params, buffers);
   }
 };

@@ -1,4 +1,4 @@
-// Host side of the forward: workspace, prepare(), and the choice of the kernel's form.
+// Host side of the forward: workspace, prepare_scheduler(), and the choice of the kernel's form.
 #pragma once
 
 #include "../common/attention_launch.h"

@@ -33,7 +33,7 @@ struct Sum {
 };
 
 // mma.sync m16n8k16 with fp32 sums: kRowWarps warps along the rows and kColumnWarps along the
-// columns, each of which takes 16 neighbouring rows and kGroup neighbouring columns at a time.
+// columns, each of which takes 16 neighboring rows and kGroup neighboring columns at a time.
 template <typename Element_, int kRowWarps, int kColumnWarps, int kGroup_ = 16>
 struct Mma {
   using Element = Element_;
@@ -116,7 +116,7 @@ HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b, LoadA load_a) {
   constexpr int kSteps = A::kSteps;
   constexpr int kBlocksPerCopy = Mma::kGroup / 8;
   constexpr int kCopies = Sum::kColumnBlocks / kBlocksPerCopy;  // a step
-  const int thread = bounded_thread_index<kReading.hides_thread>();
+  const int thread = bounded_thread_idx<kReading.hides_thread>();
   const OperandReader<Side::kRight, kB, B> reader(b, Mma::first_column(thread), thread % 32);
   uint32_t words_b[kSteps * kCopies][2 * kBlocksPerCopy];
 
@@ -149,7 +149,7 @@ HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b, LoadA load_a) {
 // Reads step by step of a left operand from shared memory.
 template <typename Mma, Operand kA, bool kHidesThread, typename Tile, typename A>
 HSTU_DEVICE auto left_operand_loader(const Tile& tile, A& a) {
-  const int thread = bounded_thread_index<kHidesThread>();
+  const int thread = bounded_thread_idx<kHidesThread>();
   const OperandReader<Side::kLeft, kA, Tile> reader(tile, Mma::first_row(thread), thread % 32);
   return [reader, &a](int step) {
 #pragma unroll
@@ -183,7 +183,7 @@ HSTU_DEVICE void gemm_registers(Sum& sum, const A& a, const B& b) {
   gemm<Mma, kB, kReading>(sum, a, b, [](int) {});
 }
 
-// Sums, rounded, as a left operand: two neighbouring 16 x 8 blocks are one 16 x 16 block.
+// Sums, rounded, as a left operand: two neighboring 16 x 8 blocks are one 16 x 16 block.
 template <typename Element, int kRowBlocks, int kColumnBlocks>
 HSTU_DEVICE auto as_left_operand(const Sum<kRowBlocks, kColumnBlocks>& sum) {
   LeftOperand<kRowBlocks, kColumnBlocks / 2> result;
@@ -202,9 +202,9 @@ HSTU_DEVICE auto as_left_operand(const Sum<kRowBlocks, kColumnBlocks>& sum) {
 
 // Writes sums, rounded, to shared memory rows.
 template <typename Mma, int kRows, int kColumns, typename Sum, typename Element>
-HSTU_DEVICE void to_shared(const Sum& sum, Element* data) {
+HSTU_DEVICE void to_smem(const Sum& sum, Element* data) {
   using Tile = RowsTile<kRows, kColumns, Element>;
-  const int thread = bounded_thread_index();
+  const int thread = bounded_thread_idx();
   const int first = Tile::offset(Mma::first_row(thread) + thread % 32 / 4,
                                  Mma::first_column(thread) + thread % 4 * 2);
 #pragma unroll

@@ -8,8 +8,8 @@ namespace hstu::sm80 {
 
 // Where the elements of a thread's part of a tile of scores stand, whose keys are in Order. Row m
 // of the part is first_row + row_offset(m) of the tile, column n key first_key + key_offset(n); in
-// unrolled loops the offsets are constants. Neighbouring columns, Order::kRun of them, are
-// neighbouring keys.
+// unrolled loops the offsets are constants. Neighboring columns, Order::kRun of them, are
+// neighboring keys.
 template <int kRows, int kKeys, typename Mma, typename Order>
 struct ScoreTile {
   using Sum = typename Mma::template Sum<kRows, kKeys>;
@@ -25,7 +25,7 @@ struct ScoreTile {
   int first_key;
 
   HSTU_DEVICE ScoreTile() {
-    const int thread = bounded_thread_index();
+    const int thread = bounded_thread_idx();
     first_row = Mma::first_row(thread) + thread % 32 / 4;
     first_key = Order::key(Mma::first_column(thread) + thread % 4 * 2);
   }
@@ -39,7 +39,7 @@ struct ScoreTile {
   HSTU_DEVICE void for_each_hidden(const Mask& mask, int q_len, int r0, int k0, Hide hide) const {
     static_assert(kThreadRows == 2 || kThreadRows == 4, "a warp has 16 or 32 rows");
     // NOTE: with a bounded index, the backward at head dim 128 would spill.
-    const int lane = thread_index() % 32;
+    const int lane = opaque_thread_idx() % 32;
     const int second_half = kThreadRows > 2 && lane >= 16 ? row_offset(2) : 0;
     const int row = r0 + first_row - lane / 4 + lane % 16 + second_half;
     const int quad_key = lane % 4 * kRun;  // after the warp's first key

@@ -5,29 +5,11 @@
 #include <type_traits>
 
 #include "../common/e4m3.h"
+#include "../common/opaque.h"
 #include "../common/pages.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
-
-// The thread's index, hidden from the optimiser.
-// NOTE: else it would keep the addresses of every operand, swizzled for each step, in registers for
-// the whole of a main loop, and spill; to find them again costs a few instructions a product.
-template <bool kHidden = true>
-HSTU_DEVICE int thread_index() {
-  int index = threadIdx.x;
-  if constexpr (kHidden) asm volatile("" : "+r"(index));
-  return index;
-}
-
-// The same, and the compiler knows that it is not negative, so that a division by a power of two is
-// a shift.
-template <bool kHidden = true>
-HSTU_DEVICE int bounded_thread_index() {
-  const int index = thread_index<kHidden>();
-  __builtin_assume(index >= 0 && index < 1024);
-  return index;
-}
 
 // ------------------------------------------------------------------------- shared-memory layouts
 
@@ -60,20 +42,20 @@ HSTU_DEVICE RowsTile<kRows, kColumns, Element> rows_tile(Element* data) {
   return {data};
 }
 
-HSTU_DEVICE uint32_t shared_address(const void* data) {
+HSTU_DEVICE uint32_t smem_address(const void* data) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(data));
 }
 
 // ------------------------------------------------------------------------------- order of keys
 
-// Keys lie in shared memory in an order in which a thread's columns of a product are neighbours: in
+// Keys lie in shared memory in an order in which a thread's columns of a product are neighbors: in
 // an mma fragment, thread t of a group of four has columns 8n + 2t and 8n + 2t + 1 of each block n
 // of 8 columns. So slot 8n + 2t + i of kGroup slots holds key (kGroup / 4) t + 2n + i, and a thread
 // reads its part of a bias row, and writes that of its gradient, by 16 bytes.
 template <int kGroup>
 struct KeyOrder {
   static_assert(kGroup == 16 || kGroup == 32, "groups are made of 2 or 4 blocks of 8 columns");
-  static constexpr int kRun = kGroup / 4;  // neighbouring keys of a thread
+  static constexpr int kRun = kGroup / 4;  // neighboring keys of a thread
 
   // NOTE: this only moves bits, so that key(x + y) = key(x) + key(y) where x and y share no bit.
   static HSTU_DEVICE int key(int slot) {
@@ -101,7 +83,7 @@ struct RowPasses {
   int column;
 
   HSTU_DEVICE RowPasses() {
-    const int thread = bounded_thread_index<kHidesThread>();
+    const int thread = bounded_thread_idx<kHidesThread>();
     slot = thread / kChunks;
     column = thread % kChunks * 8;
   }
@@ -149,7 +131,7 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
     const int row = Order::key(pass * Passes::kStep);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     shared_address(passes.chunk(to, pass))),
+                     smem_address(passes.chunk(to, pass))),
                  "l"(from + static_cast<int64_t>(row) * rows.row_stride),
                  "r"(row < count ? 16 : 0));
   }
@@ -157,7 +139,7 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
 
 // Starts copying 16 bytes, aligned to as many.
 HSTU_DEVICE void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from));
 }
 
 // The keys, or the values, of one sequence and head: history in pages, targets in packed rows.
@@ -205,11 +187,11 @@ struct PagedRows {
   }
 
   // A row of e4m3 and its scale.
-  struct Quantised {
+  struct Quantized {
     const uint8_t* elements = nullptr;  // null where the history has no such row
     const float* scale = nullptr;
   };
-  HSTU_DEVICE Quantised quantised_row(int key) const {
+  HSTU_DEVICE Quantized quantized_row(int key) const {
     if (key >= history_end) return {};
     const int n = key / paged->page_size;
     if (n >= list.count) return {};
@@ -225,7 +207,7 @@ struct PagedRows {
 // returns, and visible to others after the barrier that follows wait_for_copies().
 template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
           typename Element>
-HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, Element* to) {
+HSTU_DEVICE void copy_quantized_rows(const PagedRows<Element>& rows, int begin, Element* to) {
   using Passes = RowPasses<kRows, kColumns, kThreads, kHidesThread>;
   // Loads under way: more would take registers that the sums need.
   constexpr int kAtOnce = Passes::kPasses < 4 ? Passes::kPasses : 4;
@@ -240,7 +222,7 @@ HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, 
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int key = first + Order::key((group + n) * Passes::kStep);
-      const auto row = rows.quantised_row(key);
+      const auto row = rows.quantized_row(key);
       const bool is_read = row.elements && has_column;
       elements[n] = is_read ? __ldg(reinterpret_cast<const uint2*>(row.elements + passes.column))
                             : uint2{0, 0};
@@ -248,8 +230,8 @@ HSTU_DEVICE void copy_quantised_rows(const PagedRows<Element>& rows, int begin, 
     }
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      const uint2 low = dequantised<Element>(elements[n].x, scales[n]);
-      const uint2 high = dequantised<Element>(elements[n].y, scales[n]);
+      const uint2 low = dequantized<Element>(elements[n].x, scales[n]);
+      const uint2 high = dequantized<Element>(elements[n].y, scales[n]);
       *reinterpret_cast<uint4*>(passes.chunk(to, group + n)) = {low.x, low.y, high.x, high.y};
     }
   }
@@ -270,7 +252,7 @@ template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThre
           typename Element>
 HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Element* to) {
   if (rows.scales) {
-    return copy_quantised_rows<kRows, kColumns, kThreads, Order, kHidesThread>(rows, begin, to);
+    return copy_quantized_rows<kRows, kColumns, kThreads, Order, kHidesThread>(rows, begin, to);
   }
   using Passes = RowPasses<kRows, kColumns, kThreads, kHidesThread>;
   const Passes passes;
@@ -282,7 +264,7 @@ HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Elem
     // NOTE: an address that exists, of which no byte is read.
     const Element* from = row ? row + passes.column : rows.pages;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     shared_address(passes.chunk(to, pass))),
+                     smem_address(passes.chunk(to, pass))),
                  "l"(from), "r"(row ? 16 : 0));
   }
 }

@@ -12,7 +12,7 @@ enum class Memory { kLarge, kSmall };
 // How a product reads its operands from shared memory.
 struct Reading {
   int ahead;          // copies of the right operand in flight: as many as registers allow
-  bool hides_thread;  // thread_index(): where registers would spill; elsewhere it costs time
+  bool hides_thread;  // opaque_thread_idx(): where registers would spill; elsewhere it costs time
 };
 
 struct ForwardTiles {

@@ -16,22 +16,22 @@
 namespace hstu::sm90 {
 
 template <int kHeadDim_, typename Element_, bool kHasBias_, bool kIsDeterministic_>
-struct Backward : BackwardBlock<kHeadDim_, Element_, kHasBias_, kIsDeterministic_> {
-  using Block = BackwardBlock<kHeadDim_, Element_, kHasBias_, kIsDeterministic_>;
-  using Consumers = std::conditional_t<Block::kIsCluster, BackwardClusterConsumers<Block>,
-                                       BackwardConsumers<Block>>;
-  using typename Block::SharedMemory;
+struct Backward : BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministic_> {
+  using Traits = BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministic_>;
+  using Consumers = std::conditional_t<Traits::kIsCluster, BackwardClusterConsumers<Traits>,
+                                       BackwardConsumers<Traits>>;
+  using typename Traits::SharedMemory;
   using DqMma = typename Consumers::DqMma;
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardMaps& maps,
-                              const BackwardBuffers& buffers, SharedMemory& shared) {
+                              const BackwardBuffers& buffers, SharedMemory& smem) {
     if (threadIdx.x == 0) {
-      Block::init(params, shared);
+      Traits::init(params, smem);
       prefetch_map(maps.q);
       prefetch_map(maps.k);
       prefetch_map(maps.v);
       prefetch_map(maps.dout);
-      if constexpr (Block::kHasBias) prefetch_map(maps.bias);
+      if constexpr (Traits::kHasBias) prefetch_map(maps.bias);
     }
     sync_blocks();
     wait_for_previous_kernel();
@@ -39,20 +39,20 @@ struct Backward : BackwardBlock<kHeadDim_, Element_, kHasBias_, kIsDeterministic
     // NOTE: by a shuffle, so that the compiler knows it to be the same in all lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
-      cutlass::arch::warpgroup_reg_dealloc<Block::kRegisters.producer>();
-      BackwardProducers<Block>::run(params, maps, buffers, shared);
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
+      BackwardProducers<Traits>::run(params, maps, buffers, smem);
     } else {
-      cutlass::arch::warpgroup_reg_alloc<Block::kRegisters.consumer>();
-      Consumers::run(params, shared, warpgroup - 1);
+      cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
+      Consumers::run(params, smem, warpgroup - 1);
     }
     // NOTE: a block's shared memory stays until the other one has no more to write there.
-    if constexpr (Block::kIsCluster) sync_blocks();
+    if constexpr (Traits::kIsCluster) sync_blocks();
   }
 
  private:
   // All threads of the block, or of the cluster.
   static HSTU_DEVICE void sync_blocks() {
-    if constexpr (Block::kIsCluster) {
+    if constexpr (Traits::kIsCluster) {
       cute::cluster_sync();
     } else {
       __syncthreads();
@@ -65,20 +65,20 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     run_backward(const __grid_constant__ BackwardParams params,
                  const __grid_constant__ BackwardMaps maps,
                  const __grid_constant__ BackwardBuffers buffers) {
-  extern __shared__ __align__(1024) char shared[];
-  Kernel::run(params, maps, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(params, maps, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
 // dQ = alpha * scale * sum, rounded once. A block takes one tile of rows of one head.
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
-    finish_dq(const __grid_constant__ BackwardParams params, const float* sums) {
+    convert_dq(const __grid_constant__ BackwardParams params, const float* sums) {
   using Dq = typename Kernel::Dq;
   wait_for_previous_kernel();
-  const int number = blockIdx.x / params.heads;
+  const int tile_index = blockIdx.x / params.heads;
   const int head = blockIdx.x % params.heads;
-  WorkTile work;
-  if (!find_row_tile(params.batch, number, Kernel::kRows, work)) return;
+  SequenceTile work;
+  if (!find_row_tile(params.batch, tile_index, Kernel::kRows, work)) return;
 
   const int part = threadIdx.x / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
     dq(n + 2) = four.z * factor;
     dq(n + 3) = four.w * factor;
   }
-  const int first = work.tile * Kernel::kRows;
+  const int first = work.index * Kernel::kRows;
   store_sum<typename Kernel::Element, Dq::kColumns>(
       dq, params.dq, head, work.sequence.q_begin + first, work.sequence.q_len - first,
       part * Dq::kColumns);

@@ -11,40 +11,40 @@
 
 namespace hstu::sm90 {
 
-template <typename Block>
-struct BackwardClusterConsumers : BackwardConsumers<Block> {
-  using Base = BackwardConsumers<Block>;
-  using typename Base::DoutPlace;
+template <typename Traits>
+struct BackwardClusterConsumers : BackwardConsumers<Traits> {
+  using Base = BackwardConsumers<Traits>;
+  using typename Base::ConsumerBarrierState;
+  using typename Base::DoutState;
   using typename Base::DqPart;
-  using typename Base::DqPlace;
-  using typename Base::DsPlace;
+  using typename Base::DqState;
+  using typename Base::DsState;
   using typename Base::Element;
-  using typename Base::Item;
-  using typename Base::ItemPlace;
-  using typename Base::KeyPlace;
-  using typename Base::MeetingPlace;
+  using typename Base::KVState;
   using typename Base::Product;
-  using typename Base::RowPlace;
+  using typename Base::QState;
   using typename Base::RowTile;
   using typename Base::Scores;
   using typename Base::SharedMemory;
   using typename Base::Weights;
+  using typename Base::WorkState;
+  using typename Base::WorkTile;
   using DqMma = typename Base::DqMma;
-  using Dq = typename Block::Dq;
-  using Block::kBlockKeys;
-  using Block::kColumns;
-  using Block::kHasBias;
-  using Block::kHeadDim;
-  using Block::kRows;
-  using Block::kScoreRows;
+  using Dq = typename Traits::Dq;
+  using Traits::kBlockKeys;
+  using Traits::kColumns;
+  using Traits::kHasBias;
+  using Traits::kHeadDim;
+  using Traits::kRows;
+  using Traits::kScoreRows;
 
   using KeyMma = ColumnsByColumnsMma<Element, kColumns, kRows>;  // keys by columns
 
-  static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& shared, int warpgroup) {
+  static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
     if (warpgroup == 0) {
-      consume<0>(params, shared);
+      consume<0>(params, smem);
     } else {
-      consume<1>(params, shared);
+      consume<1>(params, smem);
     }
   }
 
@@ -54,118 +54,118 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   static constexpr int kTileSize = kRows * kBlockKeys;  // of a block's P and dS
 
   template <int kOwn>
-  static HSTU_DEVICE void consume(const BackwardParams& params, SharedMemory& shared) {
+  static HSTU_DEVICE void consume(const BackwardParams& params, SharedMemory& smem) {
     constexpr bool kFindsScores = kOwn == 0;
-    const float ds_factor = Block::stores_ds(params) ? Base::full_factor(params) : 1.0f;
-    const int rank = Block::rank();
+    const float ds_factor = Traits::stores_ds(params) ? Base::full_factor(params) : 1.0f;
+    const int rank = Traits::rank();
     const int key_group = rank ^ kOwn;
-    RowPlace row_place;
-    DqPlace dq_place;
-    MeetingPlace meeting_place;
-    for (ItemPlace item_place;; item_place.advance()) {
-      shared.item_handover.wait_full(item_place);
-      const Item& item = shared.items[item_place.stage()];
-      if (item.head < 0) return;
-      const KeyPlace key_place{item_place.count};
-      shared.key_handover.wait_full(key_place);
+    QState q_state;
+    DqState dq_state;
+    ConsumerBarrierState barrier_state;
+    for (WorkState work_state;; work_state.advance()) {
+      smem.pipeline_work.consumer_wait(work_state);
+      const WorkTile& work_tile = smem.work_tiles[work_state.index()];
+      if (work_tile.head < 0) return;
+      const KVState kv_state{work_state.count};
+      smem.pipeline_kv.consumer_wait(kv_state);
       KeySum dk, dv;
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
       Product product;
       Weights bias;
-      RowTile tile = Base::wait_for_rows(params, item, kOwn, row_place, shared);
-      Base::load_bias(kOwn, row_place, shared, bias);
-      if constexpr (kFindsScores) start_scores(shared, row_place, product);
-      wait_for_products<0>(product);
+      RowTile tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
+      Base::load_bias(kOwn, q_state, smem, bias);
+      if constexpr (kFindsScores) start_scores(smem, q_state, product);
+      wait_for_wgmma<0>(product);
       for (;;) {
-        Element* const q = shared.q[row_place.stage()];
-        const DoutPlace dout_place{row_place.count};
-        Element* const dout = shared.dout[dout_place.stage()];
-        const uint64_t* const visible = shared.visible[row_place.stage()][0] + kOwn * kScoreRows;
+        Element* const q = smem.q[q_state.index()];
+        const DoutState dout_state{q_state.count};
+        Element* const dout = smem.dout[dout_state.index()];
+        const uint64_t* const visible = smem.visible[q_state.index()][0] + kOwn * kScoreRows;
         // S^T = K Q^T + bias^T and dP^T = V dO^T
-        shared.dout_handover.wait_full(dout_place);
+        smem.pipeline_dout.consumer_wait(dout_state);
         if (params.attn_scale_per_row) {
-          Base::scale_rows(params, item, tile, dout);
-          meet(shared, meeting_place);
+          Base::scale_rows(params, work_tile, tile, dout);
+          sync_block_consumers(smem, barrier_state);
         }
         if constexpr (!kFindsScores) {
-          Base::start_product(shared.v, dout, 0, product, GMMA::ScaleOut::Zero);
+          Base::start_product(smem.v, dout, 0, product, GMMA::ScaleOut::Zero);
         }
-        wait_for_products<0>(product);
-        const DsPlace ds_place{row_place.count};
+        wait_for_wgmma<0>(product);
+        const DsState ds_state{q_state.count};
         // NOTE: with one buffer, that which the tile before was in.
-        shared.ds_handover.wait_empty(DsPlace{ds_place.count + 1});
+        smem.pipeline_ds.producer_acquire(DsState{ds_state.count + 1});
         Scores scores, gradients;
         if constexpr (kFindsScores) {
-          exchange<kOwn>(product, shared, meeting_place, scores, gradients);
+          exchange_halves<kOwn>(product, smem, barrier_state, scores, gradients);
         } else {
-          exchange<kOwn>(product, shared, meeting_place, gradients, scores);
+          exchange_halves<kOwn>(product, smem, barrier_state, gradients, scores);
         }
         if constexpr (kHasBias) add(bias, scores);
         // P = M * silu(alpha * S) and dS = M * dP * silu'(alpha * S)
         Weights weights, dscores;
-        activate(static_cast<float>(params.alpha), scores, weights);
+        silu_and_derivative(static_cast<float>(params.alpha), scores, weights);
         multiply(scores, gradients, ds_factor, dscores);
         if (tile.is_partial()) {
-          hide<kScoreRows>(visible, weights);
-          hide<kScoreRows>(visible, dscores);
+          apply_mask<kScoreRows>(visible, weights);
+          apply_mask<kScoreRows>(visible, dscores);
         }
-        meet(shared, meeting_place);  // what they exchanged has been read
-        share(weights, dscores, kOwn, ds_place, shared);
+        sync_block_consumers(smem, barrier_state);  // what they exchanged has been read
+        store_p_and_ds(weights, dscores, kOwn, ds_state, smem);
         const bool is_last = tile.is_last();
-        if (!is_last) Base::load_bias(kOwn, RowPlace{row_place.count + 1}, shared, bias);
-        row_place.advance();
+        if (!is_last) Base::load_bias(kOwn, QState{q_state.count + 1}, smem, bias);
+        q_state.advance();
 
         // dV += P^T dO, dK += dS^T Q and dQ = dS K, first with what the block has itself
-        Element* const ds = shared.ds[0];
+        Element* const ds = smem.ds[0];
         DqPart dq;
         const auto start_keys = [&] {
-          start_key_product(shared.p + key_group * kTileSize, dout, rank, dv, scale);
+          start_key_product(smem.p + key_group * kTileSize, dout, rank, dv, scale);
           start_key_product(ds + key_group * kTileSize, q, rank, dk, scale);
         };
-        shared.ds_handover.wait_full(ds_place);
+        smem.pipeline_ds.consumer_wait(ds_state);
         if constexpr (kFindsScores) start_keys();
-        Base::start_dq(ds + rank * kTileSize, shared.k, rank * Dq::kWarpgroups + kOwn, dq);
+        Base::start_dq(ds + rank * kTileSize, smem.k, rank * Dq::kWarpgroups + kOwn, dq);
         if constexpr (kFindsScores) {
-          wait_for_products<2>(dv);
-          shared.dout_handover.release_by_warp(dout_place);
+          wait_for_wgmma<2>(dv);
+          smem.pipeline_dout.consumer_release_by_warp(dout_state);
         }
-        shared.other_ds_handover.wait_full(ds_place);
+        smem.pipeline_other_ds.consumer_wait(ds_state);
         if constexpr (!kFindsScores) start_keys();
-        start_dq_of_other_keys(ds + (rank ^ 1) * kTileSize, shared.other_k, kOwn, dq);
+        start_dq_of_other_keys(ds + (rank ^ 1) * kTileSize, smem.other_k, kOwn, dq);
         if constexpr (!kFindsScores) {
-          wait_for_products<2>(dv);
-          shared.dout_handover.release_by_warp(dout_place);
+          wait_for_wgmma<2>(dv);
+          smem.pipeline_dout.consumer_release_by_warp(dout_state);
         }
         scale = GMMA::ScaleOut::One;
 
-        if (!is_last) tile = Base::wait_for_rows(params, item, kOwn, row_place, shared);
+        if (!is_last) tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
         if constexpr (kFindsScores) {
           if (!is_last) {
-            start_scores(shared, row_place, product);
+            start_scores(smem, q_state, product);
             warpgroup_wait<1>();
           }
         }
         if (!kFindsScores || is_last) warpgroup_wait<0>();
         warpgroup_fence_operand(dq);
         warpgroup_fence_operand(dk);
-        release(shared.ds_handover, ds_place);
-        meet(shared, meeting_place);  // Q has been read, whose place dQ takes
-        Base::hand_over(dq, kOwn, dq_place, shared);
-        dq_place.advance();
+        consumer_release_in_cluster(smem.pipeline_ds, ds_state);
+        sync_block_consumers(smem, barrier_state);  // Q has been read, whose place dQ takes
+        Base::store_dq(dq, kOwn, dq_state, smem);
+        dq_state.advance();
         if (is_last) break;
       }
 
-      wait_for_products<0>(product);  // of none, as the compiler does not see
-      shared.key_handover.release_by_warp(key_place);
-      Base::store_keys(params.dk, item, key_group, dk, Base::factor_of_ds(params));
-      Base::store_keys(params.dv, item, key_group, dv, Base::uniform_scale(params));
-      shared.item_handover.release(item_place);
+      wait_for_wgmma<0>(product);  // of none, as the compiler does not see
+      smem.pipeline_kv.consumer_release_by_warp(kv_state);
+      Base::store_keys(params.dk, work_tile, key_group, dk, Base::factor_of_ds(params));
+      Base::store_keys(params.dv, work_tile, key_group, dv, Base::uniform_scale(params));
+      smem.pipeline_work.consumer_release(work_state);
     }
   }
 
   // S^T without the bias, started
-  static HSTU_DEVICE void start_scores(SharedMemory& shared, RowPlace place, Product& product) {
-    Base::start_product(shared.k, shared.q[place.stage()], 0, product, GMMA::ScaleOut::Zero);
+  static HSTU_DEVICE void start_scores(SharedMemory& smem, QState state, Product& product) {
+    Base::start_product(smem.k, smem.q[state.index()], 0, product, GMMA::ScaleOut::Zero);
   }
 
   // sum = scale * sum + weights^T rows, of 64 keys and the block's columns, started
@@ -188,14 +188,15 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   // Of a product that a warpgroup has and one that the other has, each keeps its half of the rows,
   // half kOwn, and gets the same half of the other's: where the block's P and dS will be.
   template <int kOwn>
-  static HSTU_DEVICE void exchange(const Product& product, SharedMemory& shared,
-                                   MeetingPlace& meeting_place, Scores& kept, Scores& got) {
+  static HSTU_DEVICE void exchange_halves(const Product& product, SharedMemory& smem,
+                                          ConsumerBarrierState& barrier_state, Scores& kept,
+                                          Scores& got) {
     constexpr int kOther = 1 - kOwn;
     constexpr int kCount = decltype(size(kept))::value;
-    const int own_tile = Block::rank() * kTileSize;
+    const int own_tile = Traits::rank() * kTileSize;
     const auto inbox = [&](int warpgroup) {
-      Element* const tile = warpgroup == 0 ? shared.p : shared.ds[0];
-      return reinterpret_cast<float*>(tile + own_tile) + thread_anew() % kWarpgroup * 4;
+      Element* const tile = warpgroup == 0 ? smem.p : smem.ds[0];
+      return reinterpret_cast<float*>(tile + own_tile) + reload_thread_idx() % kWarpgroup * 4;
     };
     float* const to = inbox(kOther);
 #pragma unroll
@@ -204,7 +205,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
       *reinterpret_cast<float4*>(to + n * kWarpgroup) = {product(m), product(m + 1), product(m + 2),
                                                          product(m + 3)};
     }
-    meet(shared, meeting_place);
+    sync_block_consumers(smem, barrier_state);
     const float* const from = inbox(kOwn);
 #pragma unroll
     for (int n = 0; n < kCount; n += 4) {
@@ -221,27 +222,27 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   // All consumers of the block.
   // NOTE: no named barrier, at which all would have to wait by the same instruction. Each thread
   // arrives, since racecheck does not see what a warp's other threads wrote before one arrived.
-  static HSTU_DEVICE void meet(SharedMemory& shared, MeetingPlace& place) {
-    shared.meeting.full[place.stage()].arrive();
-    shared.meeting.wait_full(place);
-    place.advance();
+  static HSTU_DEVICE void sync_block_consumers(SharedMemory& smem, ConsumerBarrierState& state) {
+    smem.consumer_barrier.full[state.index()].arrive();
+    smem.consumer_barrier.consumer_wait(state);
+    state.advance();
   }
 
   // Leaves P and dS of a warpgroup's rows to all that multiply by them, in both blocks.
-  static HSTU_DEVICE void share(const Weights& weights, const Weights& dscores, int warpgroup,
-                                DsPlace place, SharedMemory& shared) {
+  static HSTU_DEVICE void store_p_and_ds(const Weights& weights, const Weights& dscores,
+                                         int warpgroup, DsState state, SharedMemory& smem) {
     constexpr int kSize = kScoreRows * kWarpgroupRows;
-    const int own = Block::rank() * kTileSize + warpgroup * kSize;
-    store_transposed<kScoreRows>(weights, shared.p + own);
-    store_transposed<kScoreRows>(dscores, shared.ds[0] + own);
+    const int own = Traits::rank() * kTileSize + warpgroup * kSize;
+    store_transposed<kScoreRows>(weights, smem.p + own);
+    store_transposed<kScoreRows>(dscores, smem.ds[0] + own);
     cutlass::arch::fence_view_async_shared();
-    shared.ds_handover.fill_by_warp(place);
+    smem.pipeline_ds.producer_commit_by_warp(state);
     Base::sync_warpgroup(warpgroup);
-    if (thread_anew() % kWarpgroup == 0) {
+    if (reload_thread_idx() % kWarpgroup == 0) {
       constexpr int kBytes = kSize * sizeof(Element);
-      auto& full = shared.other_ds_handover.full[place.stage()];
-      copy_to_other_block<kBytes>(shared.p + own, full);
-      copy_to_other_block<kBytes>(shared.ds[0] + own, full);
+      auto& full = smem.pipeline_other_ds.full[state.index()];
+      copy_to_other_block<kBytes>(smem.p + own, full);
+      copy_to_other_block<kBytes>(smem.ds[0] + own, full);
       full.arrive_and_expect_tx(2 * kBytes);  // as many come from there
     }
   }
@@ -250,7 +251,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   template <int kBytes>
   static HSTU_DEVICE void copy_to_other_block(const Element* from,
                                               cutlass::arch::ClusterTransactionBarrier& barrier) {
-    const uint32_t other = Block::rank() ^ 1;
+    const uint32_t other = Traits::rank() ^ 1;
     const uint32_t source = cast_smem_ptr_to_uint(from);
     const uint32_t told = cast_smem_ptr_to_uint(&barrier);
     asm volatile(
@@ -261,10 +262,11 @@ struct BackwardClusterConsumers : BackwardConsumers<Block> {
   }
 
   // Tells both blocks that a warp has read what they left.
-  static HSTU_DEVICE void release(const Handover<DsPlace::kStages>& handover, DsPlace place) {
+  static HSTU_DEVICE void consumer_release_in_cluster(const Pipeline<DsState::kStages>& pipeline,
+                                                      DsState state) {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
-    for (uint32_t rank = 0; rank < 2; ++rank) handover.empty[place.stage()].arrive(rank);
+    for (uint32_t rank = 0; rank < 2; ++rank) pipeline.empty[state.index()].arrive(rank);
   }
 };
 

@@ -2,39 +2,39 @@
 // their own, see backward_cluster.h.
 #pragma once
 
-#include "backward_block.h"
 #include "backward_scores.h"
+#include "backward_traits.h"
 
 namespace hstu::sm90 {
 
-template <typename Block>
-struct BackwardConsumers : Block {
-  using typename Block::BiasPlace;
-  using typename Block::DoutPlace;
-  using typename Block::DqPlace;
-  using typename Block::DsPlace;
-  using typename Block::Element;
-  using typename Block::Item;
-  using typename Block::ItemPlace;
-  using typename Block::KeyPlace;
-  using typename Block::MaskPlace;
-  using typename Block::MeetingPlace;
-  using typename Block::RowPlace;
-  using typename Block::RowTile;
-  using typename Block::SharedMemory;
-  using Dq = typename Block::Dq;
-  using Block::kBlockKeys;
-  using Block::kColumns;
-  using Block::kConsumers;
-  using Block::kHasBias;
-  using Block::kHeadDim;
-  using Block::kIsCluster;
-  using Block::kKeys;
-  using Block::kRows;
-  using Block::kScoreRows;
-  using Block::kSharing;
+template <typename Traits>
+struct BackwardConsumers : Traits {
+  using typename Traits::BiasState;
+  using typename Traits::ConsumerBarrierState;
+  using typename Traits::DoutState;
+  using typename Traits::DqState;
+  using typename Traits::DsState;
+  using typename Traits::Element;
+  using typename Traits::KVState;
+  using typename Traits::MaskState;
+  using typename Traits::QState;
+  using typename Traits::RowTile;
+  using typename Traits::SharedMemory;
+  using typename Traits::WorkState;
+  using typename Traits::WorkTile;
+  using Dq = typename Traits::Dq;
+  using Traits::kBlockKeys;
+  using Traits::kColumns;
+  using Traits::kConsumers;
+  using Traits::kDqPartition;
+  using Traits::kHasBias;
+  using Traits::kHeadDim;
+  using Traits::kIsCluster;
+  using Traits::kKeys;
+  using Traits::kRows;
+  using Traits::kScoreRows;
 
-  using ScoreMma = SharedMma<Element, kRows, kHeadDim>;               // keys by rows
+  using ScoreMma = SmemMma<Element, kRows, kHeadDim>;                 // keys by rows
   using KeyMma = RegisterMma<Element, kColumns, kRows>;               // keys by columns
   using DqMma = RowsByColumnsMma<Element, Dq::kColumns, kBlockKeys>;  // rows by columns
 
@@ -43,115 +43,115 @@ struct BackwardConsumers : Block {
 
   // S of the next tile of rows is started before dQ of this one, which waits for both warpgroups'
   // dS: so they need not go in step.
-  static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& shared, int warpgroup) {
-    const float ds_factor = Block::stores_ds(params) ? full_factor(params) : 1.0f;
-    RowPlace row_place;
-    MaskPlace mask_place;
-    DqPlace dq_place;
-    for (ItemPlace item_place;; item_place.advance()) {
-      shared.item_handover.wait_full(item_place);
-      const Item& item = shared.items[item_place.stage()];
-      if (item.head < 0) return;
-      const KeyPlace key_place{item_place.count};
-      shared.key_handover.wait_full(key_place);
+  static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
+    const float ds_factor = Traits::stores_ds(params) ? full_factor(params) : 1.0f;
+    QState q_state;
+    MaskState mask_state;
+    DqState dq_state;
+    for (WorkState work_state;; work_state.advance()) {
+      smem.pipeline_work.consumer_wait(work_state);
+      const WorkTile& work_tile = smem.work_tiles[work_state.index()];
+      if (work_tile.head < 0) return;
+      const KVState kv_state{work_state.count};
+      smem.pipeline_kv.consumer_wait(kv_state);
       KeySum dk, dv;
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
       // S^T = K Q^T + bias^T
       Product scores;
       Weights bias;
-      RowTile tile = wait_for_rows(params, item, warpgroup, row_place, shared);
-      load_bias(warpgroup, row_place, shared, bias);
-      start_scores(bias, shared, row_place, warpgroup, scores);
-      wait_for_products<0>(scores);
+      RowTile tile = wait_for_rows(params, work_tile, warpgroup, q_state, smem);
+      load_bias(warpgroup, q_state, smem, bias);
+      start_scores(bias, smem, q_state, warpgroup, scores);
+      wait_for_wgmma<0>(scores);
       for (;;) {
-        Element* const q = shared.q[row_place.stage()];
-        Element* const dout = shared.dout[row_place.stage()];
-        const int mask_stage = Block::kProducersLook ? mask_place.stage() : row_place.stage();
-        const uint64_t* const visible = shared.visible[mask_stage][warpgroup];
+        Element* const q = smem.q[q_state.index()];
+        Element* const dout = smem.dout[q_state.index()];
+        const int mask_stage = Traits::kProducerFindsMask ? mask_state.index() : q_state.index();
+        const uint64_t* const visible = smem.visible[mask_stage][warpgroup];
         // dP^T = V dO^T
         Product gradients;
-        shared.dout_handover.wait_full(row_place);
+        smem.pipeline_dout.consumer_wait(q_state);
         if (params.attn_scale_per_row) {
-          scale_rows(params, item, tile, dout);
+          scale_rows(params, work_tile, tile, dout);
           sync_consumers();
         }
-        start_product(shared.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
+        start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
         // P = M * silu(alpha * S); what is left in S is its derivative
         Weights weights;
-        activate(static_cast<float>(params.alpha), scores, weights);
-        if (tile.is_partial()) hide<kRows>(visible, weights);
+        silu_and_derivative(static_cast<float>(params.alpha), scores, weights);
+        if (tile.is_partial()) apply_mask<kRows>(visible, weights);
         // dV += P^T dO
         start_gemm_registers(KeyMma{}, weights, transposed_tensor<kRows, kHeadDim>(dout), dv,
                              scale);
         // dS = M * dP * silu'(alpha * S)
         Weights dscores;
-        wait_for_products<1>(gradients);
+        wait_for_wgmma<1>(gradients);
         multiply(scores, gradients, ds_factor, dscores);
         if (tile.is_partial()) {
-          hide<kRows>(visible, dscores);
-          if constexpr (Block::kProducersLook) {
-            shared.mask_handover.release(mask_place);
-            mask_place.advance();
+          apply_mask<kRows>(visible, dscores);
+          if constexpr (Traits::kProducerFindsMask) {
+            smem.pipeline_mask.consumer_release(mask_state);
+            mask_state.advance();
           }
         }
         // dK += dS^T Q
         start_gemm_registers(KeyMma{}, dscores, transposed_tensor<kRows, kHeadDim>(q), dk, scale);
         scale = GMMA::ScaleOut::One;
-        const DsPlace ds_place{row_place.count};
-        Element* const ds = Block::ds_tile(shared, ds_place);
-        shared.ds_handover.wait_empty(ds_place);
+        const DsState ds_state{q_state.count};
+        Element* const ds = Traits::ds_tile(smem, ds_state);
+        smem.pipeline_ds.producer_acquire(ds_state);
         store_transposed<kRows>(dscores, ds + warpgroup * (kRows * kWarpgroupRows));
         cutlass::arch::fence_view_async_shared();
-        shared.ds_handover.fill_by_warp(ds_place);
+        smem.pipeline_ds.producer_commit_by_warp(ds_state);
         const bool is_last = tile.is_last();
         if (kLoadsBiasEarly && !is_last) {
-          load_bias(warpgroup, RowPlace{row_place.count + 1}, shared, bias);
+          load_bias(warpgroup, QState{q_state.count + 1}, smem, bias);
         }
-        wait_for_products<0>(dk);
+        wait_for_wgmma<0>(dk);
         warpgroup_fence_operand(dv);
-        shared.q_handover.release_by_warp(row_place);
-        shared.dout_handover.release_by_warp(row_place);
-        row_place.advance();
+        smem.pipeline_q.consumer_release_by_warp(q_state);
+        smem.pipeline_dout.consumer_release_by_warp(q_state);
+        q_state.advance();
 
         // S of the next tile, and dQ = dS K of this one
         if (!is_last) {
-          tile = wait_for_rows(params, item, warpgroup, row_place, shared);
-          if (!kLoadsBiasEarly) load_bias(warpgroup, row_place, shared, bias);
-          start_scores(bias, shared, row_place, warpgroup, scores);
+          tile = wait_for_rows(params, work_tile, warpgroup, q_state, smem);
+          if (!kLoadsBiasEarly) load_bias(warpgroup, q_state, smem, bias);
+          start_scores(bias, smem, q_state, warpgroup, scores);
         }
-        const bool takes_steps = kSharing == Sharing::kKeysAndSteps;
-        const int part = takes_steps ? 0 : warpgroup;
-        if (!takes_steps || static_cast<int>(ds_place.count % 2) == warpgroup) {
-          shared.ds_handover.wait_full(ds_place);
+        const bool alternates_steps = kDqPartition == DqPartition::kAlternateSteps;
+        const int part = alternates_steps ? 0 : warpgroup;
+        if (!alternates_steps || static_cast<int>(ds_state.count % 2) == warpgroup) {
+          smem.pipeline_ds.consumer_wait(ds_state);
           DqPart dq;
-          start_dq(ds, shared.k, part, dq);
-          wait_for_products<0>(dq);
+          start_dq(ds, smem.k, part, dq);
+          wait_for_wgmma<0>(dq);
           warpgroup_fence_operand(scores);
-          shared.ds_handover.release_by_warp(ds_place);
-          hand_over(dq, part, dq_place, shared);
+          smem.pipeline_ds.consumer_release_by_warp(ds_state);
+          store_dq(dq, part, dq_state, smem);
         } else {
-          wait_for_products<0>(scores);
+          wait_for_wgmma<0>(scores);
         }
-        dq_place.advance();
+        dq_state.advance();
         if (is_last) break;
       }
 
-      shared.key_handover.release_by_warp(key_place);
-      store_keys(params.dk, item, warpgroup, dk, factor_of_ds(params));
-      store_keys(params.dv, item, warpgroup, dv, uniform_scale(params));
-      shared.item_handover.release(item_place);
+      smem.pipeline_kv.consumer_release_by_warp(kv_state);
+      store_keys(params.dk, work_tile, warpgroup, dk, factor_of_ds(params));
+      store_keys(params.dv, work_tile, warpgroup, dv, uniform_scale(params));
+      smem.pipeline_work.consumer_release(work_state);
     }
   }
 
   // What the products of dS have yet to be multiplied by.
   static HSTU_DEVICE float factor_of_ds(const BackwardParams& params) {
-    return Block::stores_ds(params) ? 1.0f : full_factor(params);
+    return Traits::stores_ds(params) ? 1.0f : full_factor(params);
   }
 
  protected:
   using Product =
       decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kWarpgroupRows>, Int<kRows>>{}));
-  using Scores = decltype(partition_fragment_C(SharedMma<Element, kScoreRows, kHeadDim>{},
+  using Scores = decltype(partition_fragment_C(SmemMma<Element, kScoreRows, kHeadDim>{},
                                                Shape<Int<kWarpgroupRows>, Int<kScoreRows>>{}));
   using KeySum =
       decltype(partition_fragment_C(KeyMma{}, Shape<Int<kWarpgroupRows>, Int<kColumns>>{}));
@@ -169,10 +169,10 @@ struct BackwardConsumers : Block {
   }
 
   // S^T = K Q^T + bias^T, started
-  static HSTU_DEVICE void start_scores(const Weights& bias, SharedMemory& shared, RowPlace place,
+  static HSTU_DEVICE void start_scores(const Weights& bias, SharedMemory& smem, QState state,
                                        int warpgroup, Product& scores) {
     if constexpr (kHasBias) widen(bias, scores);
-    start_product(shared.k, shared.q[place.stage()], warpgroup, scores,
+    start_product(smem.k, smem.q[state.index()], warpgroup, scores,
                   kHasBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero);
   }
 
@@ -194,43 +194,44 @@ struct BackwardConsumers : Block {
   }
 
   // The bias of the tile of rows at `place`, once it is there.
-  static HSTU_DEVICE void load_bias(int warpgroup, RowPlace place, SharedMemory& shared,
+  static HSTU_DEVICE void load_bias(int warpgroup, QState state, SharedMemory& smem,
                                     Weights& bias) {
     if constexpr (kHasBias) {
-      const BiasPlace bias_place{place.count};
-      shared.q_handover.wait_full(place);
+      const BiasState bias_state{state.count};
+      smem.pipeline_q.consumer_wait(state);
       load_transposed<kScoreRows>(
-          shared.bias[bias_place.stage()] + warpgroup * (kScoreRows * kWarpgroupRows), bias);
-      shared.bias_handover.release_by_warp(bias_place);
+          smem.bias[bias_state.index()] + warpgroup * (kScoreRows * kWarpgroupRows), bias);
+      smem.pipeline_bias.consumer_release_by_warp(bias_state);
     }
   }
 
   // Leaves a part of dQ to the thread that adds it.
-  static HSTU_DEVICE void hand_over(const DqPart& dq, int part, DqPlace place,
-                                    SharedMemory& shared) {
+  static HSTU_DEVICE void store_dq(const DqPart& dq, int part, DqState state, SharedMemory& smem) {
     // NOTE: with one buffer, that which the tile before was in.
-    if constexpr (Block::kDqBuffers == 1) shared.dq_handover.wait_empty(DqPlace{place.count + 1});
-    if constexpr (Block::kDqBuffers == 2) shared.dq_handover.wait_empty(place);
-    const int thread = thread_anew() % kWarpgroup;
-    float* const own = Block::dq_tile(shared, place) + part * Dq::kPartSize + thread * 4;
+    if constexpr (Traits::kDqBuffers == 1) {
+      smem.pipeline_dq.producer_acquire(DqState{state.count + 1});
+    }
+    if constexpr (Traits::kDqBuffers == 2) smem.pipeline_dq.producer_acquire(state);
+    const int thread = reload_thread_idx() % kWarpgroup;
+    float* const own = Traits::dq_tile(smem, state) + part * Dq::kPartSize + thread * 4;
 #pragma unroll
     for (int n = 0; n < size(dq); n += 4) {
       *reinterpret_cast<float4*>(own + n * kWarpgroup) = {dq(n), dq(n + 1), dq(n + 2), dq(n + 3)};
     }
     cutlass::arch::fence_view_async_shared();
-    shared.dq_handover.full[place.stage()].arrive();
+    smem.pipeline_dq.full[state.index()].arrive();
   }
 
   // Waits for the tile of rows at `place`.
-  static HSTU_DEVICE RowTile wait_for_rows(const BackwardParams& params, const Item& item,
-                                           int warpgroup, RowPlace place, SharedMemory& shared) {
-    shared.q_handover.wait_full(place);
-    const RowTile tile = read_by_warp(shared.row_tiles[place.stage()]);
-    if constexpr (!Block::kProducersLook) {
+  static HSTU_DEVICE RowTile wait_for_rows(const BackwardParams& params, const WorkTile& work_tile,
+                                           int warpgroup, QState state, SharedMemory& smem) {
+    smem.pipeline_q.consumer_wait(state);
+    const RowTile tile = read_by_warp(smem.row_tiles[state.index()]);
+    if constexpr (!Traits::kProducerFindsMask) {
       if (tile.is_partial()) {
-        Block::template look_at_rows<kScoreRows, kWarpgroup>(
-            params, item, tile.first_row() + first_row(warpgroup), key_group(warpgroup),
-            shared.visible[place.stage()][key_group(warpgroup)] + first_row(warpgroup));
+        Traits::template find_row_bits<kScoreRows, kWarpgroup>(
+            params, work_tile, tile.first_row() + first_row(warpgroup), key_group(warpgroup),
+            smem.visible[state.index()][key_group(warpgroup)] + first_row(warpgroup));
         sync_warpgroup(warpgroup);
       }
     }
@@ -244,10 +245,9 @@ struct BackwardConsumers : Block {
   static HSTU_DEVICE int key_group(int warpgroup) { return kIsCluster ? 0 : warpgroup; }
 
   static HSTU_DEVICE void sync_warpgroup(int warpgroup) {
-    asm volatile(
-        "bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kFirstOfWarpgroup) + warpgroup),
-        "n"(kWarpgroup)
-        : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kWarpgroup0) + warpgroup),
+                 "n"(kWarpgroup)
+                 : "memory");
   }
 
   static HSTU_DEVICE void sync_consumers() {
@@ -259,13 +259,13 @@ struct BackwardConsumers : Block {
   // Scales rows of dO in shared memory by what each has of its own, and so all that comes of them.
   // NOTE: relative to params.scale, by which results are multiplied in the end: the products of
   // both might be too small for fp16.
-  static HSTU_DEVICE void scale_rows(const BackwardParams& params, const Item& item, RowTile tile,
-                                     Element* dout) {
+  static HSTU_DEVICE void scale_rows(const BackwardParams& params, const WorkTile& work_tile,
+                                     RowTile tile, Element* dout) {
     constexpr int kThreadsOfRow = kConsumers * kWarpgroup / kRows;
     constexpr int kPanel = kHeadDim < 64 ? kHeadDim : 64;
-    const int thread = thread_anew() - kWarpgroup;
+    const int thread = reload_thread_idx() - kWarpgroup;
     const int own = thread / kThreadsOfRow;
-    const Sequence& sequence = item.work.sequence;
+    const Sequence& sequence = work_tile.tile.sequence;
     const int row = tile.first_row() + own;
     const float factor = row < sequence.q_len ? params.attn_scale[sequence.q_begin + row] /
                                                     static_cast<float>(params.scale)
@@ -279,14 +279,14 @@ struct BackwardConsumers : Block {
   }
 
   // dK or dV of 64 keys, by their number in the item, and the block's columns.
-  static HSTU_DEVICE void store_keys(const PackedTensor& tensor, const Item& item, int key_group,
-                                     KeySum& sum, float factor) {
+  static HSTU_DEVICE void store_keys(const PackedTensor& tensor, const WorkTile& work_tile,
+                                     int key_group, KeySum& sum, float factor) {
 #pragma unroll
     for (int n = 0; n < size(sum); ++n) sum(n) *= factor;
-    const Sequence& sequence = item.work.sequence;
-    const int first = item.work.tile * kKeys + key_group * kWarpgroupRows;
-    store_sum<Element, kColumns>(sum, tensor, item.head, sequence.k_begin + first,
-                                 sequence.k_len - first, Block::rank() * kColumns);
+    const Sequence& sequence = work_tile.tile.sequence;
+    const int first = work_tile.tile.index * kKeys + key_group * kWarpgroupRows;
+    store_sum<Element, kColumns>(sum, tensor, work_tile.head, sequence.k_begin + first,
+                                 sequence.k_len - first, Traits::rank() * kColumns);
   }
 };
 

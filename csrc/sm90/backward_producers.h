@@ -1,45 +1,45 @@
 // The producers of the backward: four warps that find items, copy tiles, and add dQ.
 #pragma once
 
-#include "backward_block.h"
+#include "backward_traits.h"
 
 namespace hstu::sm90 {
 
-template <typename Block>
-struct BackwardProducers : Block {
-  using typename Block::BiasPlace;
-  using typename Block::DoutPlace;
-  using typename Block::DqPlace;
-  using typename Block::DsPlace;
-  using typename Block::Element;
-  using typename Block::Item;
-  using typename Block::ItemPlace;
-  using typename Block::KeyPlace;
-  using typename Block::MaskPlace;
-  using typename Block::RowPlace;
-  using typename Block::RowTile;
-  using typename Block::SharedMemory;
-  using Dq = typename Block::Dq;
-  using Block::kBlockKeys;
-  using Block::kClusterBlocks;
-  using Block::kColumns;
-  using Block::kHasBias;
-  using Block::kHeadDim;
-  using Block::kIsCluster;
-  using Block::kIsDeterministic;
-  using Block::kKeys;
-  using Block::kRows;
+template <typename Traits>
+struct BackwardProducers : Traits {
+  using typename Traits::BiasState;
+  using typename Traits::DoutState;
+  using typename Traits::DqState;
+  using typename Traits::DsState;
+  using typename Traits::Element;
+  using typename Traits::KVState;
+  using typename Traits::MaskState;
+  using typename Traits::QState;
+  using typename Traits::RowTile;
+  using typename Traits::SharedMemory;
+  using typename Traits::WorkState;
+  using typename Traits::WorkTile;
+  using Dq = typename Traits::Dq;
+  using Traits::kBlockKeys;
+  using Traits::kClusterSize;
+  using Traits::kColumns;
+  using Traits::kHasBias;
+  using Traits::kHeadDim;
+  using Traits::kIsCluster;
+  using Traits::kIsDeterministic;
+  using Traits::kKeys;
+  using Traits::kRows;
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardMaps& maps,
-                              const BackwardBuffers& buffers, SharedMemory& shared) {
-    static_assert(DqPlace::kStages == 2, "the last two warps add dQ of a stage each");
+                              const BackwardBuffers& buffers, SharedMemory& smem) {
+    static_assert(DqState::kStages == 2, "the last two warps add dQ of a stage each");
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0) {
-      find_items(params, maps, buffers, shared);
+      find_work_tiles(params, maps, buffers, smem);
     } else if (warp == 1) {
-      copy_rows_of_items(params, maps, shared);
+      copy_row_tiles(params, maps, smem);
     } else if (threadIdx.x % 32 == 0) {
-      add_dq(params, maps, buffers, shared, warp - 2);
+      add_dq(params, maps, buffers, smem, warp - 2);
     }
     __syncwarp();  // NOTE: a cluster's blocks wait for each other by whole warps.
   }
@@ -47,109 +47,114 @@ struct BackwardProducers : Block {
  private:
   // By one warp, which copies K and V of each item; but zeroes dK and dV of those that no row sees,
   // which consumers do not get.
-  static HSTU_DEVICE void find_items(const BackwardParams& params, const BackwardMaps& maps,
-                                     const BackwardBuffers& buffers, SharedMemory& shared) {
+  static HSTU_DEVICE void find_work_tiles(const BackwardParams& params, const BackwardMaps& maps,
+                                          const BackwardBuffers& buffers, SharedMemory& smem) {
     const WorkList& list = buffers.list;
     const int lane = static_cast<int>(threadIdx.x);
-    if (Block::stores_ds(params)) {
-      uint4* const zeros = reinterpret_cast<uint4*>(shared.zeros);
+    if (Traits::stores_ds(params)) {
+      uint4* const zeros = reinterpret_cast<uint4*>(smem.zeros);
       for (int n = lane; n < kRows * 64 / 8; n += 32) zeros[n] = uint4{};
       cutlass::arch::fence_view_async_shared();
     }
-    ItemPlace place;
-    if (lane == 0) shared.number = static_cast<int>(blockIdx.x) / kClusterBlocks;
-    for (RingPlace<1> number_place;; number_place.advance()) {
-      Item& item = shared.items[place.stage()];
-      shared.item_handover.wait_empty(place);
+    WorkState state;
+    if (lane == 0) smem.work_index = static_cast<int>(blockIdx.x) / kClusterSize;
+    for (PipelineState<1> work_index_state;; work_index_state.advance()) {
+      WorkTile& work_tile = smem.work_tiles[state.index()];
+      smem.pipeline_work.producer_acquire(state);
       __syncwarp();
       if (lane == 0) {
-        if constexpr (kIsCluster) share_number(number_place, shared);
-        const int tile = shared.number / list.parts;
+        if constexpr (kIsCluster) broadcast_work_index(work_index_state, smem);
+        const int tile = smem.work_index / list.work_per_tile;
         const bool exists = tile < *list.count;
-        item.head = exists ? shared.number - tile * list.parts : -1;
+        work_tile.head = exists ? smem.work_index - tile * list.work_per_tile : -1;
         if (exists) {
-          if constexpr (kHasBias) item.bias_head = item.head / (params.heads / params.rab.heads);
-          item.work = list.tiles[tile];
-          const Sequence& sequence = item.work.sequence;
-          item.first_row_tile =
-              static_cast<int>(first_tile(sequence.q_begin, item.work.sequence_number, kRows));
+          if constexpr (kHasBias) {
+            work_tile.bias_head = work_tile.head / (params.heads / params.rab.heads);
+          }
+          work_tile.tile = list.tiles[tile];
+          const Sequence& sequence = work_tile.tile.sequence;
+          work_tile.first_row_tile =
+              static_cast<int>(first_tile(sequence.q_begin, work_tile.tile.sequence_index, kRows));
         }
       }
       __syncwarp();
-      if (item.head >= 0) {
-        const int tiles = (item.work.sequence.q_len + kRows - 1) / kRows;
-        item.map.fill(tiles, lane, 32, [&](int m) { return classify(buffers, item, m); });
+      if (work_tile.head >= 0) {
+        const int tiles = (work_tile.tile.sequence.q_len + kRows - 1) / kRows;
+        work_tile.map.fill(tiles, lane, 32, [&](int m) { return classify(buffers, work_tile, m); });
         __syncwarp();
-        if (lane == 0) item.last_row_tile = kIsDeterministic ? item.map.first() : item.map.last();
+        if (lane == 0) {
+          work_tile.last_row_tile = kIsDeterministic ? work_tile.map.first() : work_tile.map.last();
+        }
         __syncwarp();
       }
-      if (item.head >= 0 && item.last_row_tile < 0) {
-        const Sequence& sequence = item.work.sequence;
-        const int first = Block::first_key(item);
+      if (work_tile.head >= 0 && work_tile.last_row_tile < 0) {
+        const Sequence& sequence = work_tile.tile.sequence;
+        const int first = Traits::first_key(work_tile);
         const int count = min(kBlockKeys, sequence.k_len - first);
-        zero_rows_of_head<Element>(params.dk, sequence.k_begin + first, count, item.head);
-        zero_rows_of_head<Element>(params.dv, sequence.k_begin + first, count, item.head);
-        if (lane == 0 && Block::stores_ds(params)) start_zeroing_unseen(maps, item, shared);
+        zero_rows_of_head<Element>(params.dk, sequence.k_begin + first, count, work_tile.head);
+        zero_rows_of_head<Element>(params.dv, sequence.k_begin + first, count, work_tile.head);
+        if (lane == 0 && Traits::stores_ds(params)) start_zeroing_unseen(maps, work_tile, smem);
         __syncwarp();
       } else {
-        if (lane == 0) shared.item_handover.full[place.stage()].arrive();
-        if (item.head < 0) break;
-        if (lane == 0) copy_keys(maps, item, KeyPlace{place.count}, shared);
-        if (lane == 0 && Block::stores_ds(params)) start_zeroing_unseen(maps, item, shared);
+        if (lane == 0) smem.pipeline_work.full[state.index()].arrive();
+        if (work_tile.head < 0) break;
+        if (lane == 0) copy_keys(maps, work_tile, KVState{state.count}, smem);
+        if (lane == 0 && Traits::stores_ds(params)) start_zeroing_unseen(maps, work_tile, smem);
         // NOTE: an item taken earlier than needed is one that no idle block can have.
-        shared.item_nears_its_end.wait(place.count % 2);
+        smem.next_work_wanted.wait(state.count % 2);
         __syncwarp();
-        place.advance();
+        state.advance();
       }
-      if (lane == 0 && Block::rank() == 0) {
-        shared.number = blocks_anew() / kClusterBlocks + atomicAdd(list.next, 1);
+      if (lane == 0 && Traits::rank() == 0) {
+        smem.work_index = reload_grid_dim() / kClusterSize + atomicAdd(list.next, 1);
       }
     }
-    if (Block::stores_ds(params)) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    if (Traits::stores_ds(params)) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   }
 
-  static HSTU_DEVICE void copy_keys(const BackwardMaps& maps, const Item& item, KeyPlace place,
-                                    SharedMemory& shared) {
-    const Sequence& sequence = item.work.sequence;
-    const RaggedRows rows{sequence.k_begin, sequence.k_len, item.head};
-    const int first = Block::first_key(item);
-    shared.key_handover.wait_empty(place);
-    auto& barrier = shared.key_handover.full[place.stage()];
+  static HSTU_DEVICE void copy_keys(const BackwardMaps& maps, const WorkTile& work_tile,
+                                    KVState state, SharedMemory& smem) {
+    const Sequence& sequence = work_tile.tile.sequence;
+    const RaggedRows rows{sequence.k_begin, sequence.k_len, work_tile.head};
+    const int first = Traits::first_key(work_tile);
+    smem.pipeline_kv.producer_acquire(state);
+    auto& barrier = smem.pipeline_kv.full[state.index()];
     constexpr int kOthers = kIsCluster ? kBlockKeys * kColumns : 0;
     barrier.arrive_and_expect_tx((2 * kBlockKeys * kHeadDim + kOthers) * sizeof(Element));
-    start_copy_rows<kBlockKeys, kHeadDim>(maps.k, rows, first, shared.k, barrier);
-    start_copy_rows<kBlockKeys, kHeadDim>(maps.v, rows, first, shared.v, barrier);
+    start_copy_rows<kBlockKeys, kHeadDim>(maps.k, rows, first, smem.k, barrier);
+    start_copy_rows<kBlockKeys, kHeadDim>(maps.v, rows, first, smem.v, barrier);
     if constexpr (kIsCluster) {
-      const int rank = Block::rank();
+      const int rank = Traits::rank();
       start_copy_rows<kBlockKeys, kColumns>(maps.k, rows, first + (1 - 2 * rank) * kBlockKeys,
-                                            shared.other_k, barrier, rank * kColumns);
+                                            smem.other_k, barrier, rank * kColumns);
     }
   }
 
   // Blocks of a cluster work on the same items: the first one sends the number to the other.
-  static HSTU_DEVICE void share_number(RingPlace<1> place, SharedMemory& shared) {
-    auto& handover = shared.number_handover;
-    if (Block::rank() == 0) {
-      handover.wait_empty(place);
-      cute::store_shared_remote(shared.number, cute::cast_smem_ptr_to_uint(&shared.number),
-                                cute::cast_smem_ptr_to_uint(&handover.full[0]), 1);
+  static HSTU_DEVICE void broadcast_work_index(PipelineState<1> state, SharedMemory& smem) {
+    auto& pipeline = smem.pipeline_work_index;
+    if (Traits::rank() == 0) {
+      pipeline.producer_acquire(state);
+      cute::store_shared_remote(smem.work_index, cute::cast_smem_ptr_to_uint(&smem.work_index),
+                                cute::cast_smem_ptr_to_uint(&pipeline.full[0]), 1);
     } else {
-      handover.full[0].arrive_and_expect_tx(sizeof(int));
-      handover.wait_full(place);
-      handover.empty[0].arrive(0u);
+      pipeline.full[0].arrive_and_expect_tx(sizeof(int));
+      pipeline.consumer_wait(state);
+      pipeline.empty[0].arrive(0u);
     }
   }
 
   // What the item's keys are to tile m of rows.
-  static HSTU_DEVICE TileKind classify(const BackwardBuffers& buffers, const Item& item, int m) {
-    const int tile = item.work.tile;
-    const int row_tile = item.first_row_tile + m;
+  static HSTU_DEVICE TileKind classify(const BackwardBuffers& buffers, const WorkTile& work_tile,
+                                       int m) {
+    const int tile = work_tile.tile.index;
+    const int row_tile = work_tile.first_row_tile + m;
     if constexpr (kIsDeterministic) {
-      if (!buffers.turns[row_tile].hold(tile)) return TileKind::kEmpty;
+      if (!buffers.dq_writers[row_tile].contains(tile)) return TileKind::kEmpty;
     }
-    const SpanSummary summary = buffers.list.summaries.at(row_tile, item.head);
+    const SpanSummary summary = buffers.list.summaries.at(row_tile, work_tile.head);
     const int k0 = tile * kKeys;
-    const Sequence& sequence = item.work.sequence;
+    const Sequence& sequence = work_tile.tile.sequence;
     const TileKind kind = summary.classify(k0, min(k0 + kKeys, sequence.k_len));
     if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
     // NOTE: past the end there is a bias all the same.
@@ -157,139 +162,143 @@ struct BackwardProducers : Block {
     return kHasBias && is_cut && kind == TileKind::kFull ? TileKind::kPartial : kind;
   }
 
-  // By one warp; see also kProducersLook.
-  static HSTU_DEVICE void copy_rows_of_items(const BackwardParams& params, const BackwardMaps& maps,
-                                             SharedMemory& shared) {
+  // By one warp; see also kProducerFindsMask.
+  static HSTU_DEVICE void copy_row_tiles(const BackwardParams& params, const BackwardMaps& maps,
+                                         SharedMemory& smem) {
     constexpr int kTilesAhead = 3;
     const bool copies = threadIdx.x % 32 == 0;
     bool has_told = false;
-    RowPlace place;
-    MaskPlace mask_place;
-    for_each_row_tile(shared, [&](const Item& item, int m, int next) {
-      const int stage = place.stage();
+    QState state;
+    MaskState mask_state;
+    for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int next) {
+      const int stage = state.index();
       const int first = m * kRows;
-      const bool is_partial = item.map.has_partial(m);
+      const bool is_partial = work_tile.map.has_partial(m);
       const auto copy_dout = [&] {
-        const DoutPlace dout_place{place.count};
-        shared.dout_handover.wait_empty(dout_place);
-        copy_rows<kRows, kHeadDim>(maps.dout, rows_of(item), first, shared.dout[dout_place.stage()],
-                                   shared.dout_handover.full[dout_place.stage()]);
+        const DoutState dout_state{state.count};
+        smem.pipeline_dout.producer_acquire(dout_state);
+        copy_rows<kRows, kHeadDim>(maps.dout, rows_of(work_tile), first,
+                                   smem.dout[dout_state.index()],
+                                   smem.pipeline_dout.full[dout_state.index()]);
       };
-      auto& q_full = shared.q_handover.full[stage];
-      shared.q_handover.wait_empty(place);
+      auto& q_full = smem.pipeline_q.full[stage];
+      smem.pipeline_q.producer_acquire(state);
       if (copies) {
-        shared.row_tiles[stage] = {first | (is_partial ? RowTile::kPartial : 0) |
-                                   (next < 0 ? RowTile::kLast : 0)};
+        smem.row_tiles[stage] = {first | (is_partial ? RowTile::kPartial : 0) |
+                                 (next < 0 ? RowTile::kLast : 0)};
         q_full.expect_transaction(kRows * kHeadDim * sizeof(Element));
-        start_copy_rows<kRows, kHeadDim>(maps.q, rows_of(item), first, shared.q[stage], q_full);
+        start_copy_rows<kRows, kHeadDim>(maps.q, rows_of(work_tile), first, smem.q[stage], q_full);
         if constexpr (kHasBias) {
-          const BiasPlace bias_place{place.count};
-          shared.bias_handover.wait_empty(bias_place);
+          const BiasState bias_state{state.count};
+          smem.pipeline_bias.producer_acquire(bias_state);
           q_full.expect_transaction(kRows * kBlockKeys * sizeof(Element));
-          start_copy_bias<kRows, kBlockKeys>(maps.bias, item.work.sequence_number, item.bias_head,
-                                             first + item.work.sequence.offset,
-                                             Block::first_key(item),
-                                             shared.bias[bias_place.stage()], q_full);
+          start_copy_bias<kRows, kBlockKeys>(
+              maps.bias, work_tile.tile.sequence_index, work_tile.bias_head,
+              first + work_tile.tile.sequence.offset, Traits::first_key(work_tile),
+              smem.bias[bias_state.index()], q_full);
         }
         if constexpr (!kIsCluster) copy_dout();
         // NOTE: to find the next item and copy its first tiles takes as long as a few steps.
-        const bool is_near = abs(item.last_row_tile - m) <= kTilesAhead;
-        if (is_near && !has_told) shared.item_nears_its_end.arrive();
+        const bool is_near = abs(work_tile.last_row_tile - m) <= kTilesAhead;
+        if (is_near && !has_told) smem.next_work_wanted.arrive();
         has_told = is_near && next >= 0;
       }
       __syncwarp();
-      if constexpr (Block::kProducersLook) {
+      if constexpr (Traits::kProducerFindsMask) {
         if (is_partial) {
-          shared.mask_handover.wait_empty(mask_place);
-          for (int group = 0; group < Block::kKeyGroups; ++group) {
-            Block::template look_at_rows<kRows, 32>(params, item, first, group,
-                                                    shared.visible[mask_place.stage()][group]);
+          smem.pipeline_mask.producer_acquire(mask_state);
+          for (int group = 0; group < Traits::kKeyGroups; ++group) {
+            Traits::template find_row_bits<kRows, 32>(params, work_tile, first, group,
+                                                      smem.visible[mask_state.index()][group]);
           }
-          mask_place.advance();
+          mask_state.advance();
         }
       }
       q_full.arrive();
       // NOTE: a cluster's consumers need the next Q before they hand back dO.
       if (kIsCluster && copies) copy_dout();
-      place.advance();
+      state.advance();
     });
   }
 
-  static HSTU_DEVICE RaggedRows rows_of(const Item& item) {
-    const Sequence& sequence = item.work.sequence;
-    return {sequence.q_begin, sequence.q_len, item.head};
+  static HSTU_DEVICE RaggedRows rows_of(const WorkTile& work_tile) {
+    const Sequence& sequence = work_tile.tile.sequence;
+    return {sequence.q_begin, sequence.q_len, work_tile.head};
   }
 
   // Adds those tiles of dQ to their sums that come in a stage. By a thread for each stage.
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardMaps& maps,
-                                 const BackwardBuffers& buffers, SharedMemory& shared, int stage) {
-    DqPlace place;
-    for_each_row_tile(shared, [&](const Item& item, int m, int) {
-      if (place.stage() != stage) {
-        place.advance();
+                                 const BackwardBuffers& buffers, SharedMemory& smem, int stage) {
+    DqState state;
+    for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int) {
+      if (state.index() != stage) {
+        state.advance();
         return;
       }
-      if (Block::stores_ds(params)) store_ds(maps, item, m, DsPlace{place.count}, shared);
-      const int row_tile = item.first_row_tile + m;
-      const int number = row_tile * params.heads + item.head;
+      if (Traits::stores_ds(params)) store_ds(maps, work_tile, m, DsState{state.count}, smem);
+      const int row_tile = work_tile.first_row_tile + m;
+      const int dq_index = row_tile * params.heads + work_tile.head;
       if constexpr (kIsDeterministic) {
-        const int before = buffers.turns[row_tile].count_before(item.work.tile);
+        const int before = buffers.dq_writers[row_tile].count_before(work_tile.tile.index);
         // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
-        while (load_turns(buffers.turns_taken + number * kClusterBlocks + Block::rank()) < before) {
+        while (load_semaphore(buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank()) <
+               before) {
         }
         asm volatile("fence.proxy.async.global;" ::: "memory");
       }
-      shared.dq_handover.wait_full(place);
-      start_adding(buffers.dq + int64_t{number} * Dq::kSize + Block::rank() * Dq::kBlockSize,
-                   Block::dq_tile(shared, place));
+      smem.pipeline_dq.consumer_wait(state);
+      start_adding(buffers.dq + int64_t{dq_index} * Dq::kSize + Traits::rank() * Dq::kBlockSize,
+                   Traits::dq_tile(smem, state));
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       if constexpr (kIsCluster) {  // it lay in place of Q
-        shared.q_handover.release(RowPlace{place.count});
+        smem.pipeline_q.consumer_release(QState{state.count});
       } else {
-        shared.dq_handover.release(place);
+        smem.pipeline_dq.consumer_release(state);
       }
       if constexpr (kIsDeterministic) {
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
         asm volatile("fence.proxy.async.global;" ::: "memory");
         asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(
-                         buffers.turns_taken + number * kClusterBlocks + Block::rank())
+                         buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank())
                      : "memory");
       }
-      place.advance();
+      state.advance();
     });
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
 
-  static HSTU_DEVICE void store_ds(const BackwardMaps& maps, const Item& item, int m, DsPlace place,
-                                   SharedMemory& shared) {
-    shared.ds_handover.wait_full(place);
-    const Element* const own = Block::ds_tile(shared, place) + Block::rank() * (kRows * kBlockKeys);
-    start_storing_bias_gradient<kRows * 64>(maps, item, m, own);
+  static HSTU_DEVICE void store_ds(const BackwardMaps& maps, const WorkTile& work_tile, int m,
+                                   DsState state, SharedMemory& smem) {
+    smem.pipeline_ds.consumer_wait(state);
+    const Element* const own = Traits::ds_tile(smem, state) + Traits::rank() * (kRows * kBlockKeys);
+    start_storing_bias_gradient<kRows * 64>(maps, work_tile, m, own);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    shared.ds_handover.release(place);
+    smem.pipeline_ds.consumer_release(state);
   }
 
   // Starts zeroing the bias gradient where no row sees a key of the item. By one thread.
-  static HSTU_DEVICE void start_zeroing_unseen(const BackwardMaps& maps, const Item& item,
-                                               const SharedMemory& shared) {
-    for (int m = 0; m * kRows < item.work.sequence.q_len; ++m) {
-      if (!item.map.holds(m)) start_storing_bias_gradient<0>(maps, item, m, shared.zeros);
+  static HSTU_DEVICE void start_zeroing_unseen(const BackwardMaps& maps, const WorkTile& work_tile,
+                                               const SharedMemory& smem) {
+    for (int m = 0; m * kRows < work_tile.tile.sequence.q_len; ++m) {
+      if (!work_tile.map.contains(m))
+        start_storing_bias_gradient<0>(maps, work_tile, m, smem.zeros);
     }
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 
   // Starts storing a tile of the bias gradient, whose panels of 64 keys are kPanelSize apart.
   template <int kPanelSize>
-  static HSTU_DEVICE void start_storing_bias_gradient(const BackwardMaps& maps, const Item& item,
-                                                      int m, const Element* tile) {
-    const WorkTile& work = item.work;
+  static HSTU_DEVICE void start_storing_bias_gradient(const BackwardMaps& maps,
+                                                      const WorkTile& work_tile, int m,
+                                                      const Element* tile) {
+    const SequenceTile& work = work_tile.tile;
 #pragma unroll
     for (int panel = 0; panel < kBlockKeys / 64; ++panel) {
       cute::SM90_TMA_STORE_4D::copy(
-          &maps.bias_gradient, tile + panel * kPanelSize, Block::first_key(item) + panel * 64,
-          m * kRows + work.sequence.offset, item.head, work.sequence_number);
+          &maps.bias_gradient, tile + panel * kPanelSize, Traits::first_key(work_tile) + panel * 64,
+          m * kRows + work.sequence.offset, work_tile.head, work.sequence_index);
     }
   }
 
@@ -303,9 +312,9 @@ struct BackwardProducers : Block {
   }
 
   // Deterministic: key tiles add to a dQ in ascending order, each in its turn.
-  static HSTU_DEVICE int load_turns(const int* taken) {
+  static HSTU_DEVICE int load_semaphore(const int* semaphore) {
     int seen;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(taken) : "memory");
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
     return seen;
   }
 
@@ -313,11 +322,11 @@ struct BackwardProducers : Block {
   // keys of a causal sequence are at other rows; deterministic: downwards, so that a block waits
   // for each block before it for the time of a tile alone.
   template <typename Visit>
-  static HSTU_DEVICE void for_each_row_tile(SharedMemory& shared, Visit visit) {
-    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
-      for (int m = kIsDeterministic ? item.map.last() : item.map.first(); m >= 0;) {
-        const int next = kIsDeterministic ? item.map.before(m) : item.map.after(m);
-        visit(item, m, next);
+  static HSTU_DEVICE void for_each_row_tile(SharedMemory& smem, Visit visit) {
+    for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
+      for (int m = kIsDeterministic ? work_tile.map.last() : work_tile.map.first(); m >= 0;) {
+        const int next = kIsDeterministic ? work_tile.map.before(m) : work_tile.map.after(m);
+        visit(work_tile, m, next);
         m = next;
       }
     });

@@ -10,7 +10,7 @@ namespace hstu::sm90 {
 
 // P = silu(alpha * S), rounded, and S = silu'(alpha * S)
 template <typename Scores, typename Weights>
-HSTU_DEVICE void activate(float alpha, Scores& scores, Weights& weights) {
+HSTU_DEVICE void silu_and_derivative(float alpha, Scores& scores, Weights& weights) {
   using Element = typename Weights::value_type;
   const float half_alpha = 0.5f * alpha;
   const cutlass::NumericArrayConverter<Element, float, 2> convert;
@@ -44,8 +44,8 @@ HSTU_DEVICE void multiply(const Scores& x, const Scores& y, float factor, Weight
 
 // Zeroes what the mask hides: bit n of a row tells whether it sees key n.
 template <int kRows, typename Weights>
-HSTU_DEVICE void hide(const uint64_t* visible, Weights& weights) {
-  const int thread = thread_anew() % kWarpgroup;
+HSTU_DEVICE void apply_mask(const uint64_t* visible, Weights& weights) {
+  const int thread = reload_thread_idx() % kWarpgroup;
   const int lane = thread % 32;
   const int key = thread / 32 * 16 + lane / 4;
   Tensor words = recast<uint32_t>(weights);  // for each 8 rows one of keys m = 0, one of m = 1
@@ -65,7 +65,7 @@ HSTU_DEVICE void hide(const uint64_t* visible, Weights& weights) {
 // registers, for stmatrix and ldmatrix; in the order of rows_tensor().
 template <typename Element>
 HSTU_DEVICE Element* transposed_rows(Element* tile) {
-  const int thread = thread_anew() % kWarpgroup;
+  const int thread = reload_thread_idx() % kWarpgroup;
   const int lane = thread % 32;
   const int row = lane / 16 * 8 + lane % 8;
   const int chunk = thread / 32 * 2 + lane / 8 % 2;  // of 16 bytes, swizzled

@@ -10,7 +10,7 @@
 
 #include "../common/activation.h"
 #include "../common/launch.h"
-#include "backward_block.h"
+#include "backward_traits.h"
 #include "bias.h"
 
 namespace hstu::sm90 {
@@ -22,16 +22,16 @@ struct BiasGradient {
   static constexpr int kConsumers = 2;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys =
-      BackwardBlock<kHeadDim, Element, true, false>::kBlockKeys;  // whose tensor maps are used
+      BackwardTraits<kHeadDim, Element, true, false>::kBlockKeys;  // whose tensor maps are used
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static constexpr Registers kRegisters = {56, 224};
 
-  using Mma = SharedMma<Element, kKeys, kHeadDim>;  // rows by keys
+  using Mma = SmemMma<Element, kKeys, kHeadDim>;  // rows by keys
   using Scores = decltype(partition_fragment_C(Mma{}, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}));
   // A tile of a matrix, all of whose heads a block works on.
-  struct Item {
-    WorkTile work;  // the sequence; its tiles are not counted here
+  struct WorkTile {
+    SequenceTile tile;  // the sequence; its tiles are not counted here
     int bias_head;
     int first_head;  // of those that share it
     int first_row;   // a query row, a multiple of kRows; below 0 there are none
@@ -39,21 +39,21 @@ struct BiasGradient {
     bool is_visible;           // some row of some head sees some key
     bool is_full[kConsumers];  // all rows of a warpgroup see all keys, in every head
   };
-  using ItemPlace = RingPlace<2>;
-  using HeadPlace = RingPlace<kHeadDim <= 64 ? 2 : 1>;
-  using BiasPlace = RingPlace<1>;
+  using WorkState = PipelineState<2>;
+  using HeadState = PipelineState<kHeadDim <= 64 ? 2 : 1>;
+  using BiasState = PipelineState<1>;
 
   struct SharedMemory {
-    alignas(1024) Element q[HeadPlace::kStages][kRows * kHeadDim];
-    alignas(1024) Element k[HeadPlace::kStages][kKeys * kHeadDim];
-    alignas(1024) Element dout[HeadPlace::kStages][kRows * kHeadDim];
-    alignas(1024) Element v[HeadPlace::kStages][kKeys * kHeadDim];
+    alignas(1024) Element q[HeadState::kStages][kRows * kHeadDim];
+    alignas(1024) Element k[HeadState::kStages][kKeys * kHeadDim];
+    alignas(1024) Element dout[HeadState::kStages][kRows * kHeadDim];
+    alignas(1024) Element v[HeadState::kStages][kKeys * kHeadDim];
     alignas(1024) Element bias[kRows * kKeys];
-    Item items[ItemPlace::kStages];
-    Handover<ItemPlace::kStages> item_handover;
-    Handover<HeadPlace::kStages> score_handover;     // of Q and K
-    Handover<HeadPlace::kStages> gradient_handover;  // of dO and V
-    Handover<BiasPlace::kStages> bias_handover;
+    WorkTile work_tiles[WorkState::kStages];
+    Pipeline<WorkState::kStages> pipeline_work;
+    Pipeline<HeadState::kStages> pipeline_qk;      // of Q and K
+    Pipeline<HeadState::kStages> pipeline_dout_v;  // of dO and V
+    Pipeline<BiasState::kStages> pipeline_bias;
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
@@ -67,12 +67,12 @@ struct BiasGradient {
   }
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardMaps& maps,
-                              const WorkList& list, SharedMemory& shared) {
+                              const WorkList& list, SharedMemory& smem) {
     if (threadIdx.x == 0) {
-      shared.item_handover.init(kConsumers * kWarpgroup);
-      shared.score_handover.init(kConsumers * 4);
-      shared.gradient_handover.init(kConsumers * 4);
-      shared.bias_handover.init(kConsumers * 4);
+      smem.pipeline_work.init(kConsumers * kWarpgroup);
+      smem.pipeline_qk.init(kConsumers * 4);
+      smem.pipeline_dout_v.init(kConsumers * 4);
+      smem.pipeline_bias.init(kConsumers * 4);
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -81,86 +81,86 @@ struct BiasGradient {
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
-      if (threadIdx.x == 0) produce(params, maps, list, shared);
+      if (threadIdx.x == 0) produce(params, maps, list, smem);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
-      consume(params, shared, warpgroup - 1);
+      consume(params, smem, warpgroup - 1);
     }
   }
 
  private:
   // Item `number`. By one thread.
-  static HSTU_DEVICE void find_item(const BackwardParams& params, const WorkList& list,
-                                    int64_t number, Item& item) {
+  static HSTU_DEVICE void find_work_tile(const BackwardParams& params, const WorkList& list,
+                                         int64_t work_index, WorkTile& work_tile) {
     const DenseBias& bias = params.drab;
-    const int key_tile = static_cast<int>(number % key_tiles(bias));
-    number /= key_tiles(bias);
-    const int row_tile = static_cast<int>(number % row_tiles(bias));
-    number /= row_tiles(bias);
+    const int key_tile = static_cast<int>(work_index % key_tiles(bias));
+    work_index /= key_tiles(bias);
+    const int row_tile = static_cast<int>(work_index % row_tiles(bias));
+    work_index /= row_tiles(bias);
     const int heads = params.heads / bias.heads;
-    item.bias_head = static_cast<int>(number % bias.heads);
-    item.first_head = item.bias_head * heads;
-    item.work.sequence_number = static_cast<int>(number / bias.heads);
-    item.work.sequence = load_sequence(params.batch, item.work.sequence_number);
-    forget_registers();
-    const Sequence& sequence = item.work.sequence;
+    work_tile.bias_head = static_cast<int>(work_index % bias.heads);
+    work_tile.first_head = work_tile.bias_head * heads;
+    work_tile.tile.sequence_index = static_cast<int>(work_index / bias.heads);
+    work_tile.tile.sequence = load_sequence(params.batch, work_tile.tile.sequence_index);
+    compiler_barrier();
+    const Sequence& sequence = work_tile.tile.sequence;
     const int tiles_before = (max(sequence.offset, 0) + kRows - 1) / kRows;
-    item.first_row = (row_tile - tiles_before) * kRows;
-    item.first_key = key_tile * kKeys;
-    item.is_visible = false;
+    work_tile.first_row = (row_tile - tiles_before) * kRows;
+    work_tile.first_key = key_tile * kKeys;
+    work_tile.is_visible = false;
     for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
-      const int row = item.first_row + warpgroup * kWarpgroupRows;
+      const int row = work_tile.first_row + warpgroup * kWarpgroupRows;
       // NOTE: the bias does not end where the sequence does.
       bool is_full =
-          row + kWarpgroupRows <= sequence.q_len && item.first_key + kKeys <= sequence.k_len;
-      if (row >= 0 && row < sequence.q_len && item.first_key < sequence.k_len) {
+          row + kWarpgroupRows <= sequence.q_len && work_tile.first_key + kKeys <= sequence.k_len;
+      if (row >= 0 && row < sequence.q_len && work_tile.first_key < sequence.k_len) {
 #pragma unroll 1
-        for (int head = item.first_head; head < item.first_head + heads; ++head) {
+        for (int head = work_tile.first_head; head < work_tile.first_head + heads; ++head) {
           static_assert(kBackwardRows == kWarpgroupRows, "summaries are of a warpgroup's rows");
           const TileKind kind = list.classify<kWarpgroupRows, kKeys>(
-              params.mask, item.work, head, row / kWarpgroupRows, key_tile);
-          item.is_visible |= kind != TileKind::kEmpty;
+              params.mask, work_tile.tile, head, row / kWarpgroupRows, key_tile);
+          work_tile.is_visible |= kind != TileKind::kEmpty;
           is_full &= kind == TileKind::kFull;
         }
       } else {
         is_full = false;
       }
-      item.is_full[warpgroup] = is_full;
+      work_tile.is_full[warpgroup] = is_full;
     }
   }
 
   // Finds the items and copies what they need. By one thread.
   static HSTU_DEVICE void produce(const BackwardParams& params, const BackwardMaps& maps,
-                                  const WorkList& list, SharedMemory& shared) {
+                                  const WorkList& list, SharedMemory& smem) {
     const int heads = params.heads / params.drab.heads;
-    ItemPlace item_place;
-    HeadPlace place;
-    BiasPlace bias_place;
+    WorkState work_state;
+    HeadState state;
+    BiasState bias_state;
     for (int64_t n = blockIdx.x; n < tiles(params.drab, params.batch.batch); n += gridDim.x) {
-      Item& item = shared.items[item_place.stage()];
-      shared.item_handover.wait_empty(item_place);
-      find_item(params, list, n, item);
-      shared.item_handover.full[item_place.stage()].arrive();
-      item_place.advance();
-      if (!item.is_visible) continue;
-      const Sequence& sequence = item.work.sequence;
-      shared.bias_handover.wait_empty(bias_place);
-      auto& bias_full = shared.bias_handover.full[bias_place.stage()];
+      WorkTile& work_tile = smem.work_tiles[work_state.index()];
+      smem.pipeline_work.producer_acquire(work_state);
+      find_work_tile(params, list, n, work_tile);
+      smem.pipeline_work.full[work_state.index()].arrive();
+      work_state.advance();
+      if (!work_tile.is_visible) continue;
+      const Sequence& sequence = work_tile.tile.sequence;
+      smem.pipeline_bias.producer_acquire(bias_state);
+      auto& bias_full = smem.pipeline_bias.full[bias_state.index()];
       bias_full.arrive_and_expect_tx(kRows * kKeys * sizeof(Element));
-      start_copy_bias<kRows, kKeys>(maps.bias, item.work.sequence_number, item.bias_head,
-                                    item.first_row + sequence.offset, item.first_key, shared.bias,
-                                    bias_full);
-      bias_place.advance();
+      start_copy_bias<kRows, kKeys>(maps.bias, work_tile.tile.sequence_index, work_tile.bias_head,
+                                    work_tile.first_row + sequence.offset, work_tile.first_key,
+                                    smem.bias, bias_full);
+      bias_state.advance();
 #pragma unroll 1
-      for (int head = item.first_head; head < item.first_head + heads; ++head) {
+      for (int head = work_tile.first_head; head < work_tile.first_head + heads; ++head) {
         const RaggedRows rows = {sequence.q_begin, sequence.q_len, head};
         const RaggedRows keys = {sequence.k_begin, sequence.k_len, head};
-        const int stage = place.stage();
-        copy_both(maps.q, maps.k, rows, keys, item, shared.q[stage], shared.k[stage],
-                  shared.score_handover, place);
-        copy_both(maps.dout, maps.v, rows, keys, item, shared.dout[stage], shared.v[stage],
-                  shared.gradient_handover, place);
-        place.advance();
+        const int stage = state.index();
+        copy_both(maps.q, maps.k, rows, keys, work_tile, smem.q[stage], smem.k[stage],
+                  smem.pipeline_qk, state);
+        copy_both(maps.dout, maps.v, rows, keys, work_tile, smem.dout[stage], smem.v[stage],
+                  smem.pipeline_dout_v, state);
+        state.advance();
       }
     }
   }
@@ -168,45 +168,44 @@ struct BiasGradient {
   // The operands of a product.
   static HSTU_DEVICE void copy_both(const CUtensorMap& row_map, const CUtensorMap& key_map,
                                     const RaggedRows& rows, const RaggedRows& keys,
-                                    const Item& item, Element* to_rows, Element* to_keys,
-                                    Handover<HeadPlace::kStages>& handover, HeadPlace place) {
-    handover.wait_empty(place);
-    auto& full = handover.full[place.stage()];
+                                    const WorkTile& work_tile, Element* to_rows, Element* to_keys,
+                                    Pipeline<HeadState::kStages>& pipeline, HeadState state) {
+    pipeline.producer_acquire(state);
+    auto& full = pipeline.full[state.index()];
     full.arrive_and_expect_tx((kRows + kKeys) * kHeadDim * sizeof(Element));
-    start_copy_rows<kRows, kHeadDim, kWarpgroupRows>(row_map, rows, item.first_row, to_rows, full);
-    start_copy_rows<kKeys, kHeadDim>(key_map, keys, item.first_key, to_keys, full);
+    start_copy_rows<kRows, kHeadDim, kWarpgroupRows>(row_map, rows, work_tile.first_row, to_rows,
+                                                     full);
+    start_copy_rows<kKeys, kHeadDim>(key_map, keys, work_tile.first_key, to_keys, full);
   }
 
-  static HSTU_DEVICE void consume(const BackwardParams& params, SharedMemory& shared,
-                                  int warpgroup) {
+  static HSTU_DEVICE void consume(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
     const int heads = params.heads / params.drab.heads;
     const int own = warpgroup * kWarpgroupRows;
-    ItemPlace item_place;
-    HeadPlace place;
-    BiasPlace bias_place;
+    WorkState work_state;
+    HeadState state;
+    BiasState bias_state;
     for (int64_t n = blockIdx.x; n < tiles(params.drab, params.batch.batch); n += gridDim.x) {
-      shared.item_handover.wait_full(item_place);
-      const Item& item = shared.items[item_place.stage()];
+      smem.pipeline_work.consumer_wait(work_state);
+      const WorkTile& work_tile = smem.work_tiles[work_state.index()];
       Scores sum;
       clear(sum);
-      if (item.is_visible) {
-        shared.bias_handover.wait_full(bias_place);
+      if (work_tile.is_visible) {
+        smem.pipeline_bias.consumer_wait(bias_state);
 #pragma unroll 1
         for (int h = 0; h < heads; ++h) {
-          const int stage = place.stage();
-          const bool is_full = item.is_full[warpgroup];
-          const uint64_t visible = is_full ? 0 : find_visible(params, item, h, own);
+          const int stage = state.index();
+          const bool is_full = work_tile.is_full[warpgroup];
+          const uint64_t visible = is_full ? 0 : find_visible(params, work_tile, h, own);
           // S = Q K^T + bias and dP = dO V^T
           Scores scores, gradients;
-          load_bias<kKeys>(shared.bias + own * kKeys, scores);
-          shared.score_handover.wait_full(place);
-          start_product(shared.q[stage] + own * kHeadDim, shared.k[stage], scores,
-                        GMMA::ScaleOut::One);
-          shared.gradient_handover.wait_full(place);
-          start_product(shared.dout[stage] + own * kHeadDim, shared.v[stage], gradients,
+          load_bias<kKeys>(smem.bias + own * kKeys, scores);
+          smem.pipeline_qk.consumer_wait(state);
+          start_product(smem.q[stage] + own * kHeadDim, smem.k[stage], scores, GMMA::ScaleOut::One);
+          smem.pipeline_dout_v.consumer_wait(state);
+          start_product(smem.dout[stage] + own * kHeadDim, smem.v[stage], gradients,
                         GMMA::ScaleOut::Zero);
-          wait_for_products<1>(scores);
-          shared.score_handover.release_by_warp(place);
+          wait_for_wgmma<1>(scores);
+          smem.pipeline_qk.consumer_release_by_warp(state);
           // S = silu'(alpha * S)
           const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
@@ -214,21 +213,21 @@ struct BiasGradient {
             const float x = half_alpha * scores(i);
             scores(i) = silu_derivative_of_half(x, tanh_approx(x));
           }
-          if (!is_full) hide(visible, scores);
+          if (!is_full) apply_mask(visible, scores);
           warpgroup_fence_operand(scores);  // found beside the second product
-          wait_for_products<0>(gradients);
-          shared.gradient_handover.release_by_warp(place);
-          place.advance();
+          wait_for_wgmma<0>(gradients);
+          smem.pipeline_dout_v.consumer_release_by_warp(state);
+          state.advance();
           // dRab += M * dP * silu'(alpha * S)
 #pragma unroll
           for (int i = 0; i < size(sum); ++i) sum(i) += scores(i) * gradients(i);
         }
-        shared.bias_handover.release_by_warp(bias_place);
-        bias_place.advance();
+        smem.pipeline_bias.consumer_release_by_warp(bias_state);
+        bias_state.advance();
       }
-      store(params, item, own, sum);
-      shared.item_handover.release(item_place);
-      item_place.advance();
+      store(params, work_tile, own, sum);
+      smem.pipeline_work.consumer_release(work_state);
+      work_state.advance();
     }
   }
 
@@ -240,25 +239,25 @@ struct BiasGradient {
 
   // The thread's row m of the tile, from the warpgroup's first on.
   static HSTU_DEVICE int row_of_thread(int m) {
-    const int thread = thread_anew() % kWarpgroup;
+    const int thread = reload_thread_idx() % kWarpgroup;
     return thread / 32 * 16 + thread % 32 / 4 + 8 * m;
   }
 
   // Which of 64 keys one row sees in head h of the item: lane n of a warp finds it for row n % 16
   // of the warp's, and the first or second 64 keys of the item.
-  static HSTU_DEVICE uint64_t find_visible(const BackwardParams& params, const Item& item, int h,
-                                           int own) {
-    const Sequence& sequence = item.work.sequence;
-    const int thread = thread_anew() % kWarpgroup;
-    const int row = item.first_row + own + thread / 32 * 16 + thread % 16;
+  static HSTU_DEVICE uint64_t find_visible(const BackwardParams& params, const WorkTile& work_tile,
+                                           int h, int own) {
+    const Sequence& sequence = work_tile.tile.sequence;
+    const int thread = reload_thread_idx() % kWarpgroup;
+    const int row = work_tile.first_row + own + thread / 32 * 16 + thread % 16;
     if (row < 0 || row >= sequence.q_len) return 0;
-    return Mask(params.mask, sequence, item.first_head + h)
-        .row_bits(row, item.first_key + thread % 32 / 16 * 64);
+    return Mask(params.mask, sequence, work_tile.first_head + h)
+        .row_bits(row, work_tile.first_key + thread % 32 / 16 * 64);
   }
 
   // Zeroes what the mask hides. Four lanes share a row, and each gets the bits of it.
-  static HSTU_DEVICE void hide(uint64_t visible, Scores& scores) {
-    const int lane = thread_anew() % 32;
+  static HSTU_DEVICE void apply_mask(uint64_t visible, Scores& scores) {
+    const int lane = reload_thread_idx() % 32;
     auto matrix = as_matrix(scores);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -276,14 +275,14 @@ struct BiasGradient {
   }
 
   // dRab = alpha * scale * sum, rounded, where the matrix has the tile
-  static HSTU_DEVICE void store(const BackwardParams& params, const Item& item, int own,
+  static HSTU_DEVICE void store(const BackwardParams& params, const WorkTile& work_tile, int own,
                                 Scores& sum) {
-    const Sequence& sequence = item.work.sequence;
+    const Sequence& sequence = work_tile.tile.sequence;
     auto matrix = as_matrix(sum);
     float scale = params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const int row = item.first_row + own + row_of_thread(m);
+      const int row = work_tile.first_row + own + row_of_thread(m);
       if (params.attn_scale_per_row && row >= 0 && row < sequence.q_len) {
         scale = params.attn_scale[sequence.q_begin + row];
       }
@@ -293,10 +292,10 @@ struct BiasGradient {
     }
     const DenseBias& drab = params.drab;
     Element* const to = static_cast<Element*>(drab.data) +
-                        item.work.sequence_number * drab.batch_stride +
-                        item.bias_head * drab.head_stride + item.first_key;
-    const int first = item.first_row + own + sequence.offset;  // may be below 0
-    const int columns = drab.length - item.first_key;
+                        work_tile.tile.sequence_index * drab.batch_stride +
+                        work_tile.bias_head * drab.head_stride + work_tile.first_key;
+    const int first = work_tile.first_row + own + sequence.offset;  // may be below 0
+    const int columns = drab.length - work_tile.first_key;
     const bool is_aligned =
         drab.row_stride % 8 == 0 && columns % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
     if (is_aligned && first >= 0) {
@@ -304,7 +303,7 @@ struct BiasGradient {
       store_sum<Element, kKeys>(sum, rows, 0, first, drab.length - first, 0);
       return;
     }
-    const int lane_column = thread_anew() % 4 * 2;
+    const int lane_column = reload_thread_idx() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int i = first + row_of_thread(m);
@@ -322,8 +321,8 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     run_bias_gradient(const __grid_constant__ BackwardParams params,
                       const __grid_constant__ BackwardMaps maps, const WorkList list) {
-  extern __shared__ __align__(1024) char shared[];
-  Kernel::run(params, maps, list, *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(params, maps, list, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
 }  // namespace hstu::sm90

@@ -16,19 +16,19 @@
 namespace hstu::sm90 {
 
 template <int kHeadDim, typename Element, bool kHasBias_, KeyForm kForm = KeyForm{}>
-struct Forward : ForwardBlock<kHeadDim, Element, kHasBias_, kForm> {
-  using Block = ForwardBlock<kHeadDim, Element, kHasBias_, kForm>;
-  using Block::kConsumers;
-  using Block::kHasBias;
-  using Block::kIsPaged;
-  using Block::kRegisters;
-  using typename Block::SharedMemory;
+struct Forward : ForwardTraits<kHeadDim, Element, kHasBias_, kForm> {
+  using Traits = ForwardTraits<kHeadDim, Element, kHasBias_, kForm>;
+  using Traits::kConsumers;
+  using Traits::kHasBias;
+  using Traits::kIsPaged;
+  using Traits::kRegisters;
+  using typename Traits::SharedMemory;
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
-                              const WorkList& list, const KeyShares& shares, SharedMemory& shared) {
+                              const WorkList& list, const SplitKV& split_kv, SharedMemory& smem) {
     constexpr int kConsumerWarps = kConsumers * 4;
     if (threadIdx.x == 0) {
-      Block::init(shared);
+      Traits::init(smem);
       prefetch_map(maps.q);
       prefetch_map(maps.k);
       prefetch_map(maps.v);
@@ -42,15 +42,15 @@ struct Forward : ForwardBlock<kHeadDim, Element, kHasBias_, kForm> {
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
-      ForwardProducers<Block>::run(params, maps, list, shares, shared);
+      ForwardProducers<Traits>::run(params, maps, list, split_kv, smem);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
-      ForwardConsumers<Block>::run(params, shares, shared, warpgroup - 1);
+      ForwardConsumers<Traits>::run(params, split_kv, smem, warpgroup - 1);
       if (!list.tiles) {  // nothing else ran before
         const int warp =
             static_cast<int>(blockIdx.x) * kConsumerWarps + static_cast<int>(threadIdx.x) / 32 - 4;
-        zero_gaps<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
-                                    static_cast<int>(gridDim.x) * kConsumerWarps);
+        zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
+                                            static_cast<int>(gridDim.x) * kConsumerWarps);
       }
     }
   }
@@ -60,10 +60,10 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     run_forward(const __grid_constant__ ForwardParams params,
                 const __grid_constant__ ForwardMaps maps, const WorkList list,
-                const __grid_constant__ KeyShares shares) {
-  extern __shared__ __align__(1024) char shared[];
-  Kernel::run(params, maps, list, shares,
-              *reinterpret_cast<typename Kernel::SharedMemory*>(shared));
+                const __grid_constant__ SplitKV split_kv) {
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(params, maps, list, split_kv,
+              *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
 }  // namespace hstu::sm90

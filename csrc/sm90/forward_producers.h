@@ -3,136 +3,139 @@
 
 #include "../common/launch.h"
 #include "bias.h"
-#include "forward_block.h"
+#include "forward_traits.h"
 
 namespace hstu::sm90 {
 
-template <typename Block>
-struct ForwardProducers : Block {
-  using Block::kConsumers;
-  using Block::kCopiers;
-  using Block::kFinders;
-  using Block::kHasBias;
-  using Block::kHeadDim;
-  using Block::kIsPaged;
-  using Block::kIsQuantised;
-  using Block::kIsShared;
-  using Block::kIsSplit;
-  using Block::kKeys;
-  using Block::kNoItem;
-  using Block::kNoKey;
-  using Block::kQueryCopiers;
-  using Block::kRows;
-  using Block::kSplits;
-  using Block::kTilesLeft;
-  using typename Block::BiasPlace;
-  using typename Block::Element;
-  using typename Block::Item;
-  using typename Block::ItemPlace;
-  using typename Block::KeyPlace;
-  using typename Block::KeyTile;
-  using typename Block::QueryPlace;
-  using typename Block::SharedMemory;
-  using QuantisedPlace = typename Block::Quantised::Place;
+template <typename Traits>
+struct ForwardProducers : Traits {
+  using Traits::kClusterSize;
+  using Traits::kConsumers;
+  using Traits::kFinderLanes;
+  using Traits::kHasBias;
+  using Traits::kHeadDim;
+  using Traits::kIsClusterSplit;
+  using Traits::kIsPaged;
+  using Traits::kIsQuantized;
+  using Traits::kIsSplitKV;
+  using Traits::kKeys;
+  using Traits::kKVCopyLanes;
+  using Traits::kNoKey;
+  using Traits::kNoWork;
+  using Traits::kQCopyLanes;
+  using Traits::kRows;
+  using Traits::kTilesLeft;
+  using typename Traits::BiasState;
+  using typename Traits::Element;
+  using typename Traits::KeyTile;
+  using typename Traits::KVState;
+  using typename Traits::QState;
+  using typename Traits::SharedMemory;
+  using typename Traits::WorkState;
+  using typename Traits::WorkTile;
+  using QuantizedState = typename Traits::Quantized::State;
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
-                              const WorkList& list, const KeyShares& shares, SharedMemory& shared) {
-    if (threadIdx.x < 32) find_items(params, list, shares, shared);
-    if (threadIdx.x >= 32 && threadIdx.x < 32 + kQueryCopiers) copy_queries(params, maps, shared);
-    if (threadIdx.x >= 64 && threadIdx.x < 64 + kCopiers) copy_keys(params, maps, shared);
-    if (threadIdx.x >= 96 && threadIdx.x < 96 + kCopiers) copy_values(params, maps, shared);
+                              const WorkList& list, const SplitKV& split_kv, SharedMemory& smem) {
+    if (threadIdx.x < 32) find_work_tiles(params, list, split_kv, smem);
+    if (threadIdx.x >= 32 && threadIdx.x < 32 + kQCopyLanes) copy_queries(params, maps, smem);
+    if (threadIdx.x >= 64 && threadIdx.x < 64 + kKVCopyLanes) copy_keys(params, maps, smem);
+    if (threadIdx.x >= 96 && threadIdx.x < 96 + kKVCopyLanes) copy_values(params, maps, smem);
   }
 
  private:
   // By one warp, which zeroes the outputs of items that see no key; consumers do not get them.
-  static HSTU_DEVICE void find_items(const ForwardParams& params, const WorkList& list,
-                                     const KeyShares& shares, SharedMemory& shared) {
+  static HSTU_DEVICE void find_work_tiles(const ForwardParams& params, const WorkList& list,
+                                          const SplitKV& split_kv, SharedMemory& smem) {
     const int lane = static_cast<int>(threadIdx.x);
-    ItemPlace place;
-    if (lane == 0) shared.number = static_cast<int>(blockIdx.x) / kSplits;
+    WorkState state;
+    if (lane == 0) smem.work_index = static_cast<int>(blockIdx.x) / kClusterSize;
     __syncwarp();
     for (;;) {
       // NOTE: in shared memory, since producers have few registers.
-      Item& item = shared.items[place.stage()];
-      shared.item_handover.wait_empty(place);
-      find_item(params, list, shares, shared, item);
+      WorkTile& work_tile = smem.work_tiles[state.index()];
+      smem.pipeline_work.producer_acquire(state);
+      find_work_tile(params, list, split_kv, smem, work_tile);
       __syncwarp();
-      if (!kIsSplit && item.head >= 0 && item.tile_from(0) == kNoKey) {
-        const Sequence& sequence = item.work.sequence;
-        const int first = item.work.tile * kRows;
+      if (!kIsClusterSplit && work_tile.head >= 0 && work_tile.tile_from(0) == kNoKey) {
+        const Sequence& sequence = work_tile.tile.sequence;
+        const int first = work_tile.tile.index * kRows;
         // Of an item in shares the first one does it, where none has a key.
-        if (!kIsShared || (item.share.begin == 0 && item.tile_of(0, INT_MAX) == kNoKey)) {
+        if (!kIsSplitKV ||
+            (work_tile.split.begin == 0 && work_tile.tile_of(0, INT_MAX) == kNoKey)) {
           zero_rows_of_head<Element>(params.out, sequence.q_begin + first,
-                                     min(kRows, sequence.q_len - first), item.head);
+                                     min(kRows, sequence.q_len - first), work_tile.head);
         }
         __syncwarp();
       } else {
-        if (lane < kFinders) shared.item_handover.full[place.stage()].arrive();
-        if (item.head < 0) return;
-        if (!kIsSplit) shared.next_item_wanted.wait(place.count % 2);
-        place.advance();
+        if (lane < kFinderLanes) smem.pipeline_work.full[state.index()].arrive();
+        if (work_tile.head < 0) return;
+        if (!kIsClusterSplit) smem.next_work_wanted.wait(state.count % 2);
+        state.advance();
       }
-      if (lane == 0) shared.number = next_number(list);
+      if (lane == 0) smem.work_index = next_work_index(list);
       __syncwarp();
     }
   }
 
-  static HSTU_DEVICE int next_number(const WorkList& list) {
-    if (!list.tiles) return kNoItem;
+  static HSTU_DEVICE int next_work_index(const WorkList& list) {
+    if (!list.tiles) return kNoWork;
     wait_for_previous_kernel();
-    return blocks_anew() + atomicAdd(list.next, 1);
+    return reload_grid_dim() + atomicAdd(list.next, 1);
   }
 
   // Item shared.number, if there is one. By a warp: a lane each finds what a warpgroup's rows see,
   // and the next one what all rows see.
-  static HSTU_DEVICE void find_item(const ForwardParams& params, const WorkList& list,
-                                    const KeyShares& shares, const SharedMemory& shared,
-                                    Item& item) {
+  static HSTU_DEVICE void find_work_tile(const ForwardParams& params, const WorkList& list,
+                                         const SplitKV& split_kv, const SharedMemory& smem,
+                                         WorkTile& work_tile) {
     const int lane = static_cast<int>(threadIdx.x);
     // One share of all tiles and heads comes after another.
-    const int items = list.capacity * params.heads;  // of a share
-    const int share = kIsShared ? shared.number / items : 0;
-    const int number = kIsShared ? shared.number - share * items : shared.number;
-    const int tile = number / params.heads;
-    bool exists = kIsShared ? share < shares.count : number != kNoItem;
+    const int work_tiles = list.capacity * params.heads;  // of a share
+    const int split = kIsSplitKV ? smem.work_index / work_tiles : 0;
+    const int work_index = kIsSplitKV ? smem.work_index - split * work_tiles : smem.work_index;
+    const int tile = work_index / params.heads;
+    bool exists = kIsSplitKV ? split < split_kv.num_splits : work_index != kNoWork;
     const bool is_listed = list.tiles && tile >= list.unlisted;
     if (kIsPaged && exists && !is_listed) {
-      const bool has_rows = find_paged_tile(params, tile, kRows, item.work, item.pages);
+      const bool has_rows = find_paged_tile(params, tile, kRows, work_tile.tile, work_tile.pages);
       exists = has_rows || list.tiles != nullptr;  // others come after one without rows
     }
     if (lane == 0) {
       if (exists && is_listed) {
         wait_for_previous_kernel();
         const bool is_there = tile - list.unlisted < *list.count;
-        item.work = is_there ? list.tiles[tile - list.unlisted] : WorkTile{};
-        exists = is_there || share + 1 < shares.count;
+        work_tile.tile = is_there ? list.tiles[tile - list.unlisted] : SequenceTile{};
+        exists = is_there || split + 1 < split_kv.num_splits;
         // The rest of this share is not there either.
-        if (!is_there && exists) atomicMax(list.next, (share + 1) * items - blocks_anew());
-        if (kIsPaged && is_there) item.pages = PageList(params.paged, item.work.sequence_number);
-      } else if (!kIsPaged && exists && !find_row_tile(params.batch, tile, kRows, item.work)) {
-        item.work = {};                  // without rows
+        if (!is_there && exists) atomicMax(list.next, (split + 1) * work_tiles - reload_grid_dim());
+        if (kIsPaged && is_there) {
+          work_tile.pages = PageList(params.paged, work_tile.tile.sequence_index);
+        }
+      } else if (!kIsPaged && exists && !find_row_tile(params.batch, tile, kRows, work_tile.tile)) {
+        work_tile.tile = {};             // without rows
         exists = list.tiles != nullptr;  // others come after it
       }
-      item.head = exists ? number - tile * params.heads : -1;
-      if constexpr (kIsShared) item.share = shares.of(share);
+      work_tile.head = exists ? work_index - tile * params.heads : -1;
+      if constexpr (kIsSplitKV) work_tile.split = split_kv.keys_of(split);
     }
     __syncwarp();
-    if (item.head < 0 || lane >= kFinders) return;
-    forget_registers();
-    const Sequence& sequence = item.work.sequence;
-    const int first = item.work.tile * kRows;
+    if (work_tile.head < 0 || lane >= kFinderLanes) return;
+    compiler_barrier();
+    const Sequence& sequence = work_tile.tile.sequence;
+    const int first = work_tile.tile.index * kRows;
     const int r0 = first + lane % kConsumers * kWarpgroupRows;
     const int r1 = min(lane < kConsumers ? r0 + kWarpgroupRows : first + kRows, sequence.q_len);
     if (list.summaries.data) {
       if (lane < kConsumers) {
-        item.keys[lane] = r0 < r1 ? INT_MAX : 0;
+        work_tile.keys[lane] = r0 < r1 ? INT_MAX : 0;
       } else {
-        const int64_t before = first_tile(sequence.q_begin, item.work.sequence_number, kRows);
-        item.summary = list.summaries.at(before + item.work.tile, item.head);
+        const int64_t before = first_tile(sequence.q_begin, work_tile.tile.sequence_index, kRows);
+        work_tile.summary = list.summaries.at(before + work_tile.tile.index, work_tile.head);
         // NOTE: offsets that lie may leave a summary unwritten.
-        for (Interval& keys : item.summary.hull) keys.end = min(keys.end, sequence.k_len);
-        if constexpr (kIsPaged) to_columns(item);
-        if constexpr (kIsShared) count_shares(shares, item);
+        for (Interval& keys : work_tile.summary.hull) keys.end = min(keys.end, sequence.k_len);
+        if constexpr (kIsPaged) pad_keys(work_tile);
+        if constexpr (kIsSplitKV) count_other_splits(split_kv, work_tile);
       }
       return;
     }
@@ -142,32 +145,35 @@ struct ForwardProducers : Block {
     const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
     if (lane < kConsumers) {
       const int end = max(keys.interval[0].end, keys.interval[1].end);
-      item.keys[lane] = kIsPaged ? PagedColumns<kKeys>(sequence).end(end) : end;
+      work_tile.keys[lane] = kIsPaged ? PaddedKeys<kKeys>(sequence).padded_end(end) : end;
     } else {
-      item.summary = {};
-      item.summary.set_hull(keys);
-      forget_registers();
-      Mask(closed_form, sequence, 0).shared_intervals(r0, r1, item.summary.shared);
-      if constexpr (kIsPaged) to_columns(item);
-      if constexpr (kIsShared) count_shares(shares, item);
-      if constexpr (kIsSplit) take_share<kKeys, kSplits>(item.summary.hull);
+      work_tile.summary = {};
+      work_tile.summary.set_hull(keys);
+      compiler_barrier();
+      Mask(closed_form, sequence, 0).fully_visible(r0, r1, work_tile.summary.fully_visible);
+      if constexpr (kIsPaged) pad_keys(work_tile);
+      if constexpr (kIsSplitKV) count_other_splits(split_kv, work_tile);
+      if constexpr (kIsClusterSplit) {
+        clip_to_cluster_rank<kKeys, kClusterSize>(work_tile.summary.hull);
+      }
     }
   }
 
-  static HSTU_DEVICE void count_shares(const KeyShares& shares, Item& item) {
+  static HSTU_DEVICE void count_other_splits(const SplitKV& split_kv, WorkTile& work_tile) {
     int others = -1;
 #pragma unroll 1
-    for (int n = 0; n < shares.count; ++n) others += item.sees(shares.of(n));
-    item.other_shares = others;
+    for (int n = 0; n < split_kv.num_splits; ++n) others += work_tile.sees(split_kv.keys_of(n));
+    work_tile.other_splits = others;
   }
 
   // What rows see, from keys to columns of tiles: see paged_keys.h.
-  static HSTU_DEVICE void to_columns(Item& item) {
-    const Sequence& sequence = item.work.sequence;
-    const PagedColumns<kKeys> paged(sequence);
+  static HSTU_DEVICE void pad_keys(WorkTile& work_tile) {
+    const Sequence& sequence = work_tile.tile.sequence;
+    const PaddedKeys<kKeys> padded(sequence);
     for (int n = 0; n < 2; ++n) {
-      item.summary.hull[n] = paged.columns(item.summary.hull[n], sequence.k_len);
-      item.summary.shared[n] = paged.columns(item.summary.shared[n], sequence.k_len);
+      work_tile.summary.hull[n] = padded.to_padded(work_tile.summary.hull[n], sequence.k_len);
+      work_tile.summary.fully_visible[n] =
+          padded.to_padded(work_tile.summary.fully_visible[n], sequence.k_len);
     }
   }
 
@@ -177,156 +183,158 @@ struct ForwardProducers : Block {
   static HSTU_DEVICE bool is_leader() { return !kIsPaged || threadIdx.x % 32 == 0; }
 
   static HSTU_DEVICE void copy_queries(const ForwardParams& params, const ForwardMaps& maps,
-                                       SharedMemory& shared) {
-    QueryPlace place;
-    KeyPlace key_place;
-    QuantisedPlace quantised_place;
+                                       SharedMemory& smem) {
+    QState state;
+    KVState kv_state;
+    QuantizedState quantized_state;
     PageWindow window;
-    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
-      if (kIsSplit && item.tile_from(0) == kNoKey) return;
-      const Sequence& sequence = item.work.sequence;
-      const RaggedRows rows{sequence.q_begin, sequence.q_len, item.head};
-      const int first = item.work.tile * kRows;
+    for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
+      if (kIsClusterSplit && work_tile.tile_from(0) == kNoKey) return;
+      const Sequence& sequence = work_tile.tile.sequence;
+      const RaggedRows rows{sequence.q_begin, sequence.q_len, work_tile.head};
+      const int first = work_tile.tile.index * kRows;
       if (threadIdx.x == 32) {
-        shared.q_handover.wait_empty(place);
-        copy_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first, shared.q[place.stage()][0],
-                                                   shared.q_handover.full[place.stage()]);
+        smem.pipeline_q.producer_acquire(state);
+        copy_rows<kRows, kHeadDim, kWarpgroupRows>(maps.q, rows, first, smem.q[state.index()][0],
+                                                   smem.pipeline_q.full[state.index()]);
       }
-      place.advance();
-      if constexpr (kIsQuantised) {
+      state.advance();
+      if constexpr (kIsQuantized) {
         __syncwarp();
-        copy_quantised(params, maps, shared, item, key_place, quantised_place, window);
+        copy_quantized(params, maps, smem, work_tile, kv_state, quantized_state, window);
       }
     });
   }
 
   // The stored keys and values of an item.
-  static HSTU_DEVICE void copy_quantised(const ForwardParams& params, const ForwardMaps& maps,
-                                         SharedMemory& shared, const Item& item,
-                                         KeyPlace& key_place, QuantisedPlace& quantised_place,
+  static HSTU_DEVICE void copy_quantized(const ForwardParams& params, const ForwardMaps& maps,
+                                         SharedMemory& smem, const WorkTile& work_tile,
+                                         KVState& kv_state, QuantizedState& quantized_state,
                                          PageWindow& window) {
-    const Sequence& sequence = item.work.sequence;
-    const PagedColumns<kKeys> paged(sequence);
-    window.enter(item.pages);
-    for (int first = item.tile_from(0); first != kNoKey; first = item.tile_from(first + kKeys)) {
-      const int stage = key_place.stage();
-      if (!paged.is_target(first)) {
-        shared.k_handover.wait_empty(key_place);
-        start_copy_quantised<PagePart::kKeys, kKeys, kHeadDim>(
-            params.paged, maps.pages, window, sequence, item.head, first, shared.k[stage],
-            shared.quantised[0], quantised_place);
-        shared.v_handover.wait_empty(key_place);
-        start_copy_quantised<PagePart::kValues, kKeys, kHeadDim>(
-            params.paged, maps.pages, window, sequence, item.head, first, shared.v[stage],
-            shared.quantised[1], quantised_place);
-        quantised_place.advance();
+    const Sequence& sequence = work_tile.tile.sequence;
+    const PaddedKeys<kKeys> padded(sequence);
+    window.enter(work_tile.pages);
+    for (int first = work_tile.tile_from(0); first != kNoKey;
+         first = work_tile.tile_from(first + kKeys)) {
+      const int stage = kv_state.index();
+      if (!padded.is_target(first)) {
+        smem.pipeline_k.producer_acquire(kv_state);
+        start_copy_quantized<PagePart::kKeys, kKeys, kHeadDim>(
+            params.paged, maps.pages, window, sequence, work_tile.head, first, smem.k[stage],
+            smem.quantized[0], quantized_state);
+        smem.pipeline_v.producer_acquire(kv_state);
+        start_copy_quantized<PagePart::kValues, kKeys, kHeadDim>(
+            params.paged, maps.pages, window, sequence, work_tile.head, first, smem.v[stage],
+            smem.quantized[1], quantized_state);
+        quantized_state.advance();
       }
-      key_place.advance();
+      kv_state.advance();
     }
   }
 
   static HSTU_DEVICE void copy_keys(const ForwardParams& params, const ForwardMaps& maps,
-                                    SharedMemory& shared) {
-    BiasPlace bias_place;
-    QuantisedPlace quantised_place;
+                                    SharedMemory& smem) {
+    BiasState bias_state;
+    QuantizedState quantized_state;
     PageWindow window;
     bool is_next_wanted = false;
-    for_each_key_tile(shared, [&](const Item& item, int first, int next, KeyPlace place) {
+    for_each_key_tile(smem, [&](const WorkTile& work_tile, int first, int next, KVState state) {
       // NOTE: the keys of an item may end behind its last tile, where a share ends in a gap.
-      const bool is_end = next == kNoKey || first + kTilesLeft * kKeys >= item.end();
+      const bool is_end = next == kNoKey || first + kTilesLeft * kKeys >= work_tile.end();
       if (is_leader() && !is_next_wanted && is_end) {
-        shared.next_item_wanted.arrive();
+        smem.next_work_wanted.arrive();
         is_next_wanted = true;
       }
       if (next == kNoKey) is_next_wanted = false;
-      shared.k_handover.wait_empty(place);
+      smem.pipeline_k.producer_acquire(state);
       if (is_leader()) {
         int bits = first;
-        const bool is_full = item.summary.classify(first, first + kKeys) == TileKind::kFull;
+        const bool is_full = work_tile.summary.classify(first, first + kKeys) == TileKind::kFull;
         if (!is_full) bits |= KeyTile::kPartial;
         if (next == kNoKey) bits |= KeyTile::kLast;
         for (int n = 0; n < kConsumers; ++n) {
-          if (next >= item.keys[n]) bits |= KeyTile::kLastOfFirst << n;
+          if (next >= work_tile.keys[n]) bits |= KeyTile::kLastOfFirst << n;
         }
-        shared.key_tiles[place.stage()] = {bits};
+        smem.key_tiles[state.index()] = {bits};
       }
-      copy_tile<PagePart::kKeys>(params, maps, maps.k, shared, window, quantised_place, item, first,
-                                 shared.k[place.stage()], shared.k_handover.full[place.stage()]);
+      copy_tile<PagePart::kKeys>(params, maps, maps.k, smem, window, quantized_state, work_tile,
+                                 first, smem.k[state.index()], smem.pipeline_k.full[state.index()]);
       if (kHasBias && is_leader()) {
-        const Sequence& sequence = item.work.sequence;
-        shared.bias_handover.wait_empty(bias_place);
-        auto& bias_full = shared.bias_handover.full[bias_place.stage()];
+        const Sequence& sequence = work_tile.tile.sequence;
+        smem.pipeline_bias.producer_acquire(bias_state);
+        auto& bias_full = smem.pipeline_bias.full[bias_state.index()];
         bias_full.arrive_and_expect_tx(kRows * kKeys * sizeof(Element));
-        start_copy_bias<kRows, kKeys>(
-            maps.bias, item.work.sequence_number, item.head / (params.heads / params.rab.heads),
-            item.work.tile * kRows + sequence.offset, first_key(sequence, first),
-            shared.bias[bias_place.stage()], bias_full);
-        bias_place.advance();
+        start_copy_bias<kRows, kKeys>(maps.bias, work_tile.tile.sequence_index,
+                                      work_tile.head / (params.heads / params.rab.heads),
+                                      work_tile.tile.index * kRows + sequence.offset,
+                                      first_key(sequence, first), smem.bias[bias_state.index()],
+                                      bias_full);
+        bias_state.advance();
       }
     });
   }
 
   static HSTU_DEVICE void copy_values(const ForwardParams& params, const ForwardMaps& maps,
-                                      SharedMemory& shared) {
+                                      SharedMemory& smem) {
     PageWindow window;
-    QuantisedPlace quantised_place;
-    for_each_key_tile(shared, [&](const Item& item, int first, int, KeyPlace place) {
-      shared.v_handover.wait_empty(place);
-      copy_tile<PagePart::kValues>(params, maps, maps.v, shared, window, quantised_place, item,
-                                   first, shared.v[place.stage()],
-                                   shared.v_handover.full[place.stage()]);
+    QuantizedState quantized_state;
+    for_each_key_tile(smem, [&](const WorkTile& work_tile, int first, int, KVState state) {
+      smem.pipeline_v.producer_acquire(state);
+      copy_tile<PagePart::kValues>(params, maps, maps.v, smem, window, quantized_state, work_tile,
+                                   first, smem.v[state.index()],
+                                   smem.pipeline_v.full[state.index()]);
     });
   }
 
   // The tile of K or V that begins with column `first`.
   template <PagePart kPart>
   static HSTU_DEVICE void copy_tile(const ForwardParams& params, const ForwardMaps& maps,
-                                    const CUtensorMap& packed, SharedMemory& shared,
-                                    PageWindow& window, QuantisedPlace& quantised_place,
-                                    const Item& item, int first, Element* to,
+                                    const CUtensorMap& packed, SharedMemory& smem,
+                                    PageWindow& window, QuantizedState& quantized_state,
+                                    const WorkTile& work_tile, int first, Element* to,
                                     cutlass::arch::ClusterTransactionBarrier& full) {
-    const Sequence& sequence = item.work.sequence;
+    const Sequence& sequence = work_tile.tile.sequence;
     if constexpr (!kIsPaged) {
-      copy_rows<kKeys, kHeadDim>(packed, {sequence.k_begin, sequence.k_len, item.head}, first, to,
-                                 full);
+      copy_rows<kKeys, kHeadDim>(packed, {sequence.k_begin, sequence.k_len, work_tile.head}, first,
+                                 to, full);
     } else {
-      const PagedColumns<kKeys> paged(sequence);
-      const bool is_target = paged.is_target(first);
-      if constexpr (kIsQuantised) {
+      const PaddedKeys<kKeys> padded(sequence);
+      const bool is_target = padded.is_target(first);
+      if constexpr (kIsQuantized) {
         if (!is_target) {
-          dequantise_tile<kKeys, kHeadDim>(shared.quantised[static_cast<int>(kPart)],
-                                           quantised_place, to);
-          quantised_place.advance();
+          dequantize_tile<kKeys, kHeadDim>(smem.quantized[static_cast<int>(kPart)], quantized_state,
+                                           to);
+          quantized_state.advance();
           if (is_leader()) full.arrive();
           return;
         }
       }
       if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim * sizeof(Element));
       if (!is_target) {
-        window.enter(item.pages);
+        window.enter(work_tile.pages);
         start_copy_pages<kPart, kKeys, kHeadDim>(params.paged, maps.pages, window, sequence,
-                                                 item.head, first, to, full);
+                                                 work_tile.head, first, to, full);
       } else if (is_leader()) {
-        start_copy_rows<kKeys, kHeadDim>(packed, target_rows(sequence, item.head),
-                                         first - paged.first_target(), to, full);
+        start_copy_rows<kKeys, kHeadDim>(packed, target_rows(sequence, work_tile.head),
+                                         first - padded.first_target(), to, full);
       }
     }
   }
 
   // The first key of the tile that begins with column `first`.
   static HSTU_DEVICE int first_key(const Sequence& sequence, int first) {
-    return kIsPaged ? PagedColumns<kKeys>(sequence).key(first) : first;
+    return kIsPaged ? PaddedKeys<kKeys>(sequence).key(first) : first;
   }
 
   // Calls visit(item, first, next, place) for each tile of keys, told by its first key.
   template <typename Visit>
-  static HSTU_DEVICE void for_each_key_tile(SharedMemory& shared, Visit visit) {
-    KeyPlace place;
-    for_each_item(shared.items, shared.item_handover, [&](const Item& item) {
-      for (int first = item.tile_from(0); first != kNoKey;) {
-        const int next = item.tile_from(first + kKeys);
-        visit(item, first, next, place);
-        place.advance();
+  static HSTU_DEVICE void for_each_key_tile(SharedMemory& smem, Visit visit) {
+    KVState state;
+    for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
+      for (int first = work_tile.tile_from(0); first != kNoKey;) {
+        const int next = work_tile.tile_from(first + kKeys);
+        visit(work_tile, first, next, state);
+        state.advance();
         first = next;
       }
     });

@@ -43,7 +43,7 @@ inline bool can_map(const PagedParams& paged, int heads) {
 }
 
 // What keeps the kernels from taking the call, which those of sm80 then take; null: nothing.
-inline const char* obstacle(const CudaDevice& device, const ForwardParams& params) {
+inline const char* unsupported_reason(const CudaDevice& device, const ForwardParams& params) {
   const BatchParams& batch = params.batch;
   const int64_t key_rows = params.paged.kv_cache ? batch.total_q : batch.total_k;
   if (device.shared_memory_bytes < kSharedMemory) return "less than 227 KB of shared memory";
@@ -66,11 +66,12 @@ inline const char* obstacle(const CudaDevice& device, const ForwardParams& param
 }
 
 // Likewise for the backward.
-inline const char* backward_obstacle(const CudaDevice& device, const BackwardParams& params) {
+inline const char* backward_unsupported_reason(const CudaDevice& device,
+                                               const BackwardParams& params) {
   if (!can_map(params.dout, params.batch.total_q, params.heads)) {
     return "strides of dout that no tensor map can have";
   }
-  return obstacle(device, params);
+  return unsupported_reason(device, params);
 }
 
 template <int kHeadDim, DType kDType>

@@ -1,4 +1,5 @@
-// Host side of the backward: workspace, prepare(), tensor maps, and what follows the kernel.
+// Host side of the backward: workspace, prepare_scheduler(), tensor maps, and what follows the
+// kernel.
 #pragma once
 
 #include "../common/attention_launch.h"
@@ -24,12 +25,12 @@ struct BackwardLauncher {
     prepared.list = plan.buffers.list;
     prepared.tile_rows = Form::kRows;
     prepared.tile_keys = Form::kKeys;
-    prepared.turns = plan.buffers.turns;
+    prepared.dq_writers = plan.buffers.dq_writers;
     if (!needs_own_kernel(params)) prepared.bias_gradient = params.drab;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
     set_backward_chunks(prepared, params, launch);
-    prepare(prepared, launch);
+    prepare_scheduler(prepared, launch);
 
     if (params.rab.data) {
       run_form<true>(params, launch, plan);
@@ -50,17 +51,17 @@ struct BackwardLauncher {
     Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
       buffers.list = workspace.take_list(batch.total_k, batch.batch, Form::kKeys);
-      buffers.list.parts = params.heads;
+      buffers.list.work_per_tile = params.heads;
       buffers.list.summaries =
           workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
       const int64_t row_tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
       dq_tiles = row_tiles * params.heads;
-      const bool takes_turns = launch.deterministic;
-      buffers.turns = takes_turns ? workspace.take<TileSpans>(row_tiles) : nullptr;
+      const bool is_ordered = launch.deterministic;
+      buffers.dq_writers = is_ordered ? workspace.take<TileSpans>(row_tiles) : nullptr;
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
-      buffers.turns_taken =
-          takes_turns ? workspace.take<int>(dq_tiles * Form::kClusterBlocks) : nullptr;
+      buffers.dq_semaphore =
+          is_ordered ? workspace.take<int>(dq_tiles * Form::kClusterSize) : nullptr;
       zeros_end = workspace.used();
     }
   };
@@ -91,7 +92,7 @@ struct BackwardLauncher {
                                  params, maps, plan.buffers.list);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
-    launch_kernel(finish_dq<Kernel<kHasBias, false>>, per_tile, launch, "dq of the backward", own,
+    launch_kernel(convert_dq<Kernel<kHasBias, false>>, per_tile, launch, "dq of the backward", own,
                   plan.buffers.dq);
   }
 
@@ -111,9 +112,10 @@ struct BackwardLauncher {
   template <typename Chosen>
   static void run_kernel(const BackwardParams& params, const CudaLaunch& launch,
                          const BackwardMaps& maps, const BackwardBuffers& buffers) {
-    const int64_t items = int64_t{buffers.list.capacity} * buffers.list.parts;
-    launch_attention<Chosen>(run_backward<Chosen>, launch, persistent_blocks<Chosen>(launch, items),
-                             "backward", params, maps, buffers);
+    const int64_t work_tiles = int64_t{buffers.list.capacity} * buffers.list.work_per_tile;
+    launch_attention<Chosen>(run_backward<Chosen>, launch,
+                             persistent_blocks<Chosen>(launch, work_tiles), "backward", params,
+                             maps, buffers);
   }
 };
 

@@ -1,4 +1,4 @@
-// Host side of the forward: workspace, prepare(), and tensor maps.
+// Host side of the forward: workspace, prepare_scheduler(), and tensor maps.
 #pragma once
 
 #include "../common/attention_launch.h"
@@ -34,26 +34,26 @@ struct ForwardLauncher {
     return params.rab.data ? choose_form<true, false>(params, launch, use)
                            : choose_form<false, false>(params, launch, use);
   }
-  template <bool kHasBias, bool kIsQuantised, typename Use>
+  template <bool kHasBias, bool kIsQuantized, typename Use>
   static auto choose_form(const ForwardParams& params, const CudaLaunch& launch, Use use) {
-    constexpr KeyForm kForm = {.source = kSource, .is_quantised = kIsQuantised};
+    constexpr KeyForm kForm = {.source = kSource, .is_quantized = kIsQuantized};
     if constexpr (kSource == KeySource::kPaged) {
-      const int splits = key_splits(params, launch);
-      if (splits == kManySplits) {
-        return use.template operator()<Kernel<kHasBias, with_splits(kForm, kManySplits)>>();
+      const int cluster_size = choose_cluster_size(params, launch);
+      if (cluster_size == kLargeCluster) {
+        return use.template operator()<Kernel<kHasBias, with_cluster(kForm, kLargeCluster)>>();
       }
-      if (splits == kFewSplits) {
-        return use.template operator()<Kernel<kHasBias, with_splits(kForm, kFewSplits)>>();
+      if (cluster_size == kSmallCluster) {
+        return use.template operator()<Kernel<kHasBias, with_cluster(kForm, kSmallCluster)>>();
       }
-      if (key_shares(params, launch).count > 1) {
-        return use.template operator()<Kernel<kHasBias, with_shares(kForm)>>();
+      if (plan_split_kv(params, launch).num_splits > 1) {
+        return use.template operator()<Kernel<kHasBias, with_split_kv(kForm)>>();
       }
     }
     return use.template operator()<Kernel<kHasBias, kForm>>();
   }
 
   // Tiles of rows and heads, if all sequences were as long as they may be.
-  static int64_t most_items(const ForwardParams& params) {
+  static int64_t max_work_tiles(const ForwardParams& params) {
     const BatchParams& batch = params.batch;
     return int64_t{batch.batch} * params.heads * divided(batch.max_seqlen_q, Kernel<false>::kRows);
   }
@@ -62,72 +62,73 @@ struct ForwardLauncher {
   // How many blocks share the keys of a tile of rows: more than one where all run at once. By the
   // shape of the call, which is that of every replay of a graph, and not by lengths: sums are made
   // in the same order.
-  static int key_splits(const ForwardParams& params, const CudaLaunch& launch) {
+  static int choose_cluster_size(const ForwardParams& params, const CudaLaunch& launch) {
     if (is_given_by_row(params.mask)) return 1;
-    const int64_t items = most_items(params);
+    const int64_t work_tiles = max_work_tiles(params);
     const int blocks = launch.device.multiprocessors - launch.sm_margin;
-    if (items * kManySplits <= blocks) return kManySplits;
-    return items * kFewSplits <= blocks ? kFewSplits : 1;
+    if (work_tiles * kLargeCluster <= blocks) return kLargeCluster;
+    return work_tiles * kSmallCluster <= blocks ? kSmallCluster : 1;
   }
 
   // Which items share the keys of a tile of rows: what should end soonest. By the shape of the
   // call, too.
-  static KeyShares key_shares(const ForwardParams& params, const CudaLaunch& launch) {
-    using Form = Kernel<false, with_shares({.source = kSource})>;
-    constexpr double kToLeave = 1.0 * keys_to_leave_sum(kHeadDim) / Form::kKeys;  // in tiles
-    constexpr double kToAdd = 1.0 * kKeysToAddSum / Form::kKeys;
-    const int64_t items = most_items(params);
+  static SplitKV plan_split_kv(const ForwardParams& params, const CudaLaunch& launch) {
+    using Form = Kernel<false, with_split_kv({.source = kSource})>;
+    constexpr double kToStore = 1.0 * keys_to_store_partial(kHeadDim) / Form::kKeys;  // in tiles
+    constexpr double kToAdd = 1.0 * kKeysToAddPartial / Form::kKeys;
+    const int64_t work_tiles = max_work_tiles(params);
     const int64_t tiles = divided(params.batch.max_seqlen_k, Form::kKeys);
     const int64_t blocks = resident_blocks<Form>(launch);
-    double least = 0.9 * divided(items, blocks) * tiles;  // a little faster is not worth it
-    KeyShares shares;
-    const auto try_shares = [&](int count, int64_t share, double time) {
+    double least = 0.9 * divided(work_tiles, blocks) * tiles;  // a little faster is not worth it
+    SplitKV split_kv;
+    const auto try_splits = [&](int count, int64_t split, double time) {
       if (time >= least) return;
       least = time;
-      shares.count = count;
-      shares.keys = static_cast<int>(share) * Form::kKeys;
+      split_kv.num_splits = count;
+      split_kv.keys_per_split = static_cast<int>(split) * Form::kKeys;
     };
-    for (int count = 2; count <= kMostShares; ++count) {
+    for (int count = 2; count <= kMaxSplits; ++count) {
       const int64_t equal = divided(tiles, count);
-      try_shares(count, equal, divided(items * count, blocks) * (equal + kToLeave + kToAdd));
+      try_splits(count, equal, divided(work_tiles * count, blocks) * (equal + kToStore + kToAdd));
       // A block for each of the others, which end when those left have taken `several` last shares.
       const int others = count - 1;
-      const int64_t left = blocks - items * others;
+      const int64_t left = blocks - work_tiles * others;
       if (left <= 0) continue;
-      const int64_t several = divided(items, left);
-      const auto share =
-          static_cast<int64_t>(several * (tiles + kToLeave) / (1 + several * others));
-      const int64_t last = tiles - others * share;
-      if (share == 0 || last <= 0) continue;
-      const double time = std::max<double>(share, several * (last + kToLeave));
-      try_shares(count, share, time + others * kToAdd);
+      const int64_t several = divided(work_tiles, left);
+      const auto split =
+          static_cast<int64_t>(several * (tiles + kToStore) / (1 + several * others));
+      const int64_t last = tiles - others * split;
+      if (split == 0 || last <= 0) continue;
+      const double time = std::max<double>(split, several * (last + kToStore));
+      try_splits(count, split, time + others * kToAdd);
     }
-    return shares;
+    return split_kv;
   }
 
   struct Taken {
     WorkList list;
-    KeyShares shares;
+    SplitKV split_kv;
     int64_t counter_bytes = 0;  // of shares
   };
 
   template <typename Form>
   static Taken take(Workspace& workspace, const ForwardParams& params, const CudaLaunch& launch) {
     Taken taken;
-    if constexpr (Form::kIsSplit) {  // a cluster for each tile of rows, and no list
+    if constexpr (Form::kIsClusterSplit) {  // a cluster for each tile of rows, and no list
       const BatchParams& batch = params.batch;
-      taken.list.parts = params.heads;
+      taken.list.work_per_tile = params.heads;
       taken.list.capacity = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
       return taken;
     }
-    KeyShares& shares = taken.shares;
-    if constexpr (Form::kIsShared) shares = key_shares(params, launch);
-    taken.list = take_forward_list<Form>(workspace, params, launch, shares.count);
-    if constexpr (Form::kIsShared) {
-      const int64_t places = int64_t{taken.list.capacity} * params.heads * Form::kConsumers;
-      shares.sums = workspace.take<float>(places * shares.count * kWarpgroupRows * kHeadDim);
-      shares.arrived = workspace.take<int>(places);
-      taken.counter_bytes = Workspace::bytes<int>(places);
+    SplitKV& split_kv = taken.split_kv;
+    if constexpr (Form::kIsSplitKV) split_kv = plan_split_kv(params, launch);
+    taken.list = take_forward_list<Form>(workspace, params, launch, split_kv.num_splits);
+    if constexpr (Form::kIsSplitKV) {
+      const int64_t slots = int64_t{taken.list.capacity} * params.heads * Form::kConsumers;
+      split_kv.partial_out =
+          workspace.take<float>(slots * split_kv.num_splits * kWarpgroupRows * kHeadDim);
+      split_kv.arrived = workspace.take<int>(slots);
+      taken.counter_bytes = Workspace::bytes<int>(slots);
     }
     return taken;
   }
@@ -136,14 +137,14 @@ struct ForwardLauncher {
   static void run_form(const ForwardParams& params, const CudaLaunch& launch) {
     Workspace workspace(launch.workspace);
     const Taken taken = take<Form>(workspace, params, launch);
-    const int64_t blocks = prepare_forward<Form>(taken.list, params, launch, taken.shares.arrived,
+    const int64_t blocks = prepare_forward<Form>(taken.list, params, launch, taken.split_kv.arrived,
                                                  taken.counter_bytes);
-    run_kernel<Form>(params, launch, taken.list, taken.shares, blocks * Form::kClusterBlocks);
+    run_kernel<Form>(params, launch, taken.list, taken.split_kv, blocks * Form::kClusterSize);
   }
 
   template <typename Form>
   static void run_kernel(const ForwardParams& params, const CudaLaunch& launch,
-                         const WorkList& list, const KeyShares& shares, int64_t blocks) {
+                         const WorkList& list, const SplitKV& split_kv, int64_t blocks) {
     const int heads = params.heads;
     ForwardMaps maps = {};
     maps.q = make_ragged_map<kHeadDim>(params.q, heads, kWarpgroupRows, kDType);
@@ -155,7 +156,7 @@ struct ForwardLauncher {
           make_page_map<kHeadDim>(params.paged, params.q.head_dim, heads, Form::kKeys, kDType);
     }
     launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, maps, list,
-                           shares);
+                           split_kv);
   }
 };
 

@@ -12,25 +12,25 @@
 namespace hstu::sm90 {
 
 template <int kKeys>
-struct PagedColumns {
+struct PaddedKeys {
   int history_end;
 
-  HSTU_DEVICE explicit PagedColumns(const Sequence& sequence) : history_end(sequence.history_end) {}
+  HSTU_DEVICE explicit PaddedKeys(const Sequence& sequence) : history_end(sequence.history_end) {}
 
   HSTU_DEVICE int first_target() const { return (history_end + kKeys - 1) / kKeys * kKeys; }
-  HSTU_DEVICE bool is_target(int column) const { return column >= first_target(); }
-  HSTU_DEVICE int key(int column) const {
-    return is_target(column) ? column - first_target() + history_end : column;
+  HSTU_DEVICE bool is_target(int padded_key) const { return padded_key >= first_target(); }
+  HSTU_DEVICE int key(int padded_key) const {
+    return is_target(padded_key) ? padded_key - first_target() + history_end : padded_key;
   }
   // Where keys that end with `key` end.
-  HSTU_DEVICE int end(int key) const {
+  HSTU_DEVICE int padded_end(int key) const {
     return key > history_end ? key - history_end + first_target() : key;
   }
   // NOTE: keys past those of the sequence are nobody's, and would be too many to count on.
-  HSTU_DEVICE Interval columns(Interval keys, int k_len) const {
+  HSTU_DEVICE Interval to_padded(Interval keys, int k_len) const {
     const int begin = min(keys.begin, k_len);
     return {begin < history_end ? begin : begin - history_end + first_target(),
-            end(min(keys.end, k_len))};
+            padded_end(min(keys.end, k_len))};
   }
   // Of what is seen of 64 keys from column `first` on, what the tile has.
   HSTU_DEVICE uint64_t without_gap(uint64_t visible, int first) const {
@@ -53,7 +53,7 @@ PageMap make_page_map(const PagedParams& paged, int head_dim, int heads, int key
                              paged.head_stride, head_dim};
   PageMap pages;
   const int box_rows = std::min(paged.page_size, keys);
-  pages.map = paged.scales ? make_quantised_map<kHeadDim>(rows, heads, box_rows)
+  pages.map = paged.scales ? make_quantized_map<kHeadDim>(rows, heads, box_rows)
                            : make_ragged_map<kHeadDim>(rows, heads, box_rows, dtype);
   pages.page_rows = static_cast<int>(paged.page_stride / paged.slot_stride);
   pages.value_rows = static_cast<int>(paged.kv_stride / paged.slot_stride);

@@ -1,27 +1,10 @@
 // Outputs from registers to device memory.
 #pragma once
 
+#include "../common/opaque.h"
 #include "tensors.h"
 
 namespace hstu::sm90 {
-
-// threadIdx.x
-// NOTE: read each time, else what few tiles need of it would stay in registers, and spill.
-HSTU_DEVICE int thread_anew() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-// gridDim.x, likewise
-HSTU_DEVICE int blocks_anew() {
-  int blocks;
-  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-  return blocks;
-}
-
-// What memory holds is read from it again, and not kept in registers.
-HSTU_DEVICE void forget_registers() { asm volatile("" ::: "memory"); }
 
 // Lane t of four gets from lane s word t of those that s has, as its word s.
 HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
@@ -47,7 +30,7 @@ HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head,
                            int count, int first_column) {
   const Tensor result = rounded<Element>(sum);
   const Tensor words = recast<const uint32_t>(result);
-  const int thread = thread_anew() % kWarpgroup;
+  const int thread = reload_thread_idx() % kWarpgroup;
   const int lane = thread % 32;
   const int column = first_column + lane % 4 * 8;
   static_assert(kColumns % 32 == 0);
@@ -75,7 +58,7 @@ HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head,
 template <typename Element>
 HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, int count, int head) {
   static_assert(sizeof(Element) == 2);
-  const int column = thread_anew() % 32 * 8;  // a row has 256 columns or fewer
+  const int column = reload_thread_idx() % 32 * 8;  // a row has 256 columns or fewer
   if (column >= tensor.head_dim) return;
   Element* to = static_cast<Element*>(tensor.data) + head * tensor.head_stride +
                 begin * tensor.row_stride + column;

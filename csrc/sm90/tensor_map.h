@@ -1,5 +1,5 @@
 // Tensor maps for rows of packed sequences ("ragged"): a copy reads zeros past a sequence's end,
-// and never a row of its neighbour.
+// and never a row of its neighbor.
 //
 // Of a tensor [rows, heads, head_dim] with a stride of s bytes between rows, the map has two more
 // dimensions, so that the bound of the second falls on the end of whatever sequence is named:
@@ -96,7 +96,7 @@ CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
 
 // Of bytes, one row of a panel behind the other.
 template <int kHeadDim>
-CUtensorMap make_quantised_map(const PackedTensor& tensor, int heads, int box_rows) {
+CUtensorMap make_quantized_map(const PackedTensor& tensor, int heads, int box_rows) {
   return make_ragged_map<kHeadDim>(tensor, heads, box_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
                                    CU_TENSOR_MAP_SWIZZLE_NONE);
 }

@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "../common/fragments.h"
+#include "../common/opaque.h"
 #include "tensor_map.h"
 #include "tile_config.h"
 
@@ -11,22 +12,12 @@ namespace hstu::sm90 {
 
 using namespace cute;
 
-// The same address, as if it were another one each time.
-// NOTE: else the compiler would keep the descriptors of every step of a product in registers for
-// the whole of the main loop, and spill.
-template <typename Element>
-HSTU_DEVICE Element* found_anew(Element* address) {
-  int zero;
-  asm volatile("mov.u32 %0, 0;" : "=r"(zero));
-  return address + zero;
-}
-
 // Rows of kHeadDim elements as copy_rows() leaves them: panels of up to 64 columns, swizzled.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto rows_tensor(Element* data) {
   using Atom = std::conditional_t <
                kHeadDim<64, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW128_Atom<Element>>;
-  return make_tensor(make_smem_ptr(found_anew(data)),
+  return make_tensor(make_smem_ptr(opaque_pointer(data)),
                      tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 }
 
@@ -36,14 +27,14 @@ HSTU_DEVICE auto transposed_tensor(Element* data) {
   using Atom =
       std::conditional_t <
       kHeadDim<64, GMMA::Layout_MN_SW64_Atom<Element>, GMMA::Layout_MN_SW128_Atom<Element>>;
-  return make_tensor(make_smem_ptr(found_anew(data)),
+  return make_tensor(make_smem_ptr(opaque_pointer(data)),
                      tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));
 }
 
 // Products of a warpgroup's 64 rows with fp32 sums: A and B in shared memory, both with the summed
 // direction along their rows; or A in registers, and B with the summed direction across its rows.
 template <typename Element, int kColumns, int kDepth>
-using SharedMma = decltype(make_tiled_mma(
+using SmemMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float,
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>>()));
 template <typename Element, int kColumns, int kDepth>
@@ -105,7 +96,7 @@ HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
 // Waits until at most kRunning groups of wgmma are running. `sum` is that of one that is not: it
 // may be read from here on.
 template <int kRunning, typename Sum>
-HSTU_DEVICE void wait_for_products(Sum& sum) {
+HSTU_DEVICE void wait_for_wgmma(Sum& sum) {
   warpgroup_wait<kRunning>();
   warpgroup_fence_operand(sum);
 }

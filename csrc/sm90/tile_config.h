@@ -26,9 +26,9 @@ struct Registers {
 // begins with, and no more adds up. Of what does, what spills in no role; producers that look for
 // pages need more.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged,
-                                      bool is_quantised) {
+                                      bool is_quantized) {
   if (is_paged && head_dim <= 64) return {88, 208};
-  if (is_quantised) return head_dim == 128 ? Registers{88, 208} : Registers{72, 216};
+  if (is_quantized) return head_dim == 128 ? Registers{88, 208} : Registers{72, 216};
   if (is_paged) return {56, 224};
   if (head_dim == 256) return {40, 232};
   if (consumers == 2) return {56, 224};
@@ -42,18 +42,18 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
 // Producers that look for pages need registers of those of a third consumer, too. Pages come late,
 // often from device memory, so more of them are on their way at once: at head dim 128 that is worth
 // more than a second stage of Q. A cache of e4m3 has no room for it beside its scales.
-template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantised>
+template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized>
 constexpr ForwardTiles forward_tiles() {
   static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
                 "forward_tiles has no entry for this head dim");
   if constexpr (kHeadDim <= 64) {
     if constexpr (kHasBias) return {2, 128, 2, 4};
-    if constexpr (kIsPaged) return {2, 128, 2, kIsQuantised ? 4 : 6};
+    if constexpr (kIsPaged) return {2, 128, 2, kIsQuantized ? 4 : 6};
     return {3, 128, 2, 4};
   }
   if constexpr (kHeadDim == 128) {
     if constexpr (kHasBias) return {2, 128, 1, 2};
-    if constexpr (kIsPaged && !kIsQuantised) return {2, 128, 1, 3};
+    if constexpr (kIsPaged && !kIsQuantized) return {2, 128, 1, 3};
     return {2, 128, 2, 2};
   }
   if constexpr (kHeadDim == 256) return {2, 64, 1, 2};
@@ -61,22 +61,22 @@ constexpr ForwardTiles forward_tiles() {
 
 // Of a cluster's blocks that share a tile of rows, with a paged cache. 8 is the most that every GPU
 // lets a cluster have.
-constexpr int kManySplits = 8;
-constexpr int kFewSplits = 4;
+constexpr int kLargeCluster = 8;
+constexpr int kSmallCluster = 4;
 
 // Of the items that share a tile of rows: what it takes to leave a sum, and to add one, in keys
 // that would be multiplied meanwhile (measured).
-constexpr int kMostShares = 8;
-constexpr int keys_to_leave_sum(int head_dim) { return head_dim == 256 ? 128 : 320; }
-constexpr int kKeysToAddSum = 128;
+constexpr int kMaxSplits = 8;
+constexpr int keys_to_store_partial(int head_dim) { return head_dim == 256 ? 128 : 320; }
+constexpr int kKeysToAddPartial = 128;
 
 // Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
 constexpr int kBackwardRows = 64;
 
 // As for the forward. A producer that looks at masks takes up to 88; where sums and scores take all
 // that a consumer can have, producers keep the least that they do with.
-constexpr Registers backward_registers(bool producers_look) {
-  if (producers_look) return {88, 208};
+constexpr Registers backward_registers(bool producer_finds_mask) {
+  if (producer_finds_mask) return {88, 208};
   return {24, 240};
 }
 

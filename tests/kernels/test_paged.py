@@ -246,7 +246,7 @@ def test_gradients_are_refused(device, fp8):
 
 # On Hopper, blocks share the keys of rows where a call's shape has few of them: as a cluster, or,
 # where they are too many for that, through device memory. Tiles of 128 rows in a call's shape:
-TILES = {"8 blocks": 10, "4 blocks": 30, "shares": 50, "two shares": 80, "1 block": 132}
+TILES = {"8 blocks": 10, "4 blocks": 30, "splits": 50, "two splits": 80, "1 block": 132}
 
 
 def with_tiles(batch: Batch, blocks: str) -> Batch:
@@ -297,9 +297,9 @@ def test_every_paged_kernel(dim, blocks, with_bias, dtype, fp8):
 def batch_for_kernel(
     dim: int, blocks: str, with_bias: bool, dtype: torch.dtype, fp8: bool
 ) -> Batch:
-    shared = "share" in blocks  # which needs keys enough
+    is_split = "split" in blocks  # which needs keys enough
     batch = make_paged_batch(
-        [2500 if shared else 300, 40],
+        [2500 if is_split else 300, 40],
         [37, 70],
         [0, 0] if with_bias else [80, 9],  # a bias beside targets runs sm80
         page_size=32,
@@ -332,7 +332,7 @@ def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
         torch.cuda.synchronize()
     [name] = {event.name for event in profile.events() if "run_forward" in event.name}
     splits = {"8 blocks": 8, "4 blocks": 4}.get(blocks, 1)
-    form = (fp8, splits, "share" in blocks)
+    form = (fp8, splits, "split" in blocks)
     assert re.search(r"KeyForm\{[^}]*1, (\w+), (\d+), (\w+)\}", name).groups() == tuple(
         str(value).lower() for value in form
     )
@@ -341,8 +341,8 @@ def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
 @with_and_without_fp8
 @pytest.mark.gpu
 def test_rows_that_no_sequence_has(fp8):
-    """A call in shares with a buffer that is far too large: it ends, and they are zero."""
-    batch = batch_for_kernel(64, "two shares", False, BF16, fp8)
+    """A call in splits with a buffer that is far too large: it ends, and they are zero."""
+    batch = batch_for_kernel(64, "two splits", False, BF16, fp8)
     expected = run(hstu_attention, batch)["out"]
     larger = 100_000
     q, k, v = (x.new_zeros(larger, *x.shape[1:]) for x in (batch.q, batch.k, batch.v))

@@ -13,8 +13,8 @@ namespace hstu::sm90 {
 // Stored bytes of a tile and the scales of its rows, on their way. They have a ring of their own,
 // since tiles of targets pass it by; the bytes lie in the second half of the tile's place.
 template <int kStages, int kKeys>
-struct QuantisedTiles {
-  using Place = RingPlace<kStages>;
+struct QuantizedTiles {
+  using State = PipelineState<kStages>;
 
   float scales[kStages][kKeys];
   cutlass::arch::ClusterTransactionBarrier full[kStages];
@@ -37,16 +37,16 @@ HSTU_DEVICE void start_copy_word(const float* from, float* to, bool exists) {
 }
 
 // Starts copying the stored bytes and scales of the tile of history from key `first` on. By a warp.
-template <PagePart kPart, int kKeys, int kHeadDim, typename Element, typename Quantised>
-HSTU_DEVICE void start_copy_quantised(const PagedParams& paged, const PageMap& pages,
+template <PagePart kPart, int kKeys, int kHeadDim, typename Element, typename Quantized>
+HSTU_DEVICE void start_copy_quantized(const PagedParams& paged, const PageMap& pages,
                                       PageWindow& window, const Sequence& sequence, int head,
-                                      int first, Element* tile, Quantised& quantised,
-                                      typename Quantised::Place place) {
+                                      int first, Element* tile, Quantized& quantized,
+                                      typename Quantized::State state) {
   static_assert(sizeof(Element) == 2);
   constexpr int kSize = kKeys * kHeadDim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  auto& full = quantised.full[place.stage()];
-  quantised.empty[place.stage()].wait(place.parity() ^ 1);
+  auto& full = quantized.full[state.index()];
+  quantized.empty[state.index()].wait(state.phase() ^ 1);
   if (lane == 0) full.arrive_and_expect_tx(kSize);
   start_copy_pages<kPart, kKeys, kHeadDim>(paged, pages, window, sequence, head, first,
                                            reinterpret_cast<uint8_t*>(tile) + kSize, full);
@@ -59,7 +59,7 @@ HSTU_DEVICE void start_copy_quantised(const PagedParams& paged, const PageMap& p
     const int64_t at = max(id, 0) * paged.scale_page_stride +
                        (kPart == PagePart::kValues ? paged.scale_kv_stride : 0) +
                        key % paged.page_size * paged.scale_slot_stride + head;
-    start_copy_word(paged.scales + (exists ? at : 0), quantised.scales[place.stage()] + row,
+    start_copy_word(paged.scales + (exists ? at : 0), quantized.scales[state.index()] + row,
                     exists);
   }
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
@@ -69,8 +69,8 @@ HSTU_DEVICE void start_copy_quantised(const PagedParams& paged, const PageMap& p
 
 // Turns the stored bytes of a tile, which have come, into the tile. By a warp.
 // NOTE: in place, in ascending order: what is written never reaches what has not been read.
-template <int kKeys, int kHeadDim, typename Element, typename Quantised>
-HSTU_DEVICE void dequantise_tile(const Quantised& quantised, typename Quantised::Place place,
+template <int kKeys, int kHeadDim, typename Element, typename Quantized>
+HSTU_DEVICE void dequantize_tile(const Quantized& quantized, typename Quantized::State state,
                                  Element* tile) {
   constexpr int kPieces = kKeys * kHeadDim / 16;  // of 16 values
   constexpr int kRowPieces = kPanel<kHeadDim> / 16;
@@ -78,10 +78,10 @@ HSTU_DEVICE void dequantise_tile(const Quantised& quantised, typename Quantised:
   static_assert(kPieces % (32 * kAtOnce) == 0);
   constexpr int kSwizzleBits = kHeadDim < 64 ? 0x30 : 0x70;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  quantised.full[place.stage()].wait(place.parity());
+  quantized.full[state.index()].wait(state.phase());
   char* const memory = reinterpret_cast<char*>(tile);
   const uint4* const bytes = reinterpret_cast<const uint4*>(memory + kKeys * kHeadDim);
-  const float* const scales = quantised.scales[place.stage()];
+  const float* const scales = quantized.scales[state.index()];
 #pragma unroll 1
   for (int first = lane; first < kPieces; first += 32 * kAtOnce) {
     uint4 pieces[kAtOnce];
@@ -92,7 +92,7 @@ HSTU_DEVICE void dequantise_tile(const Quantised& quantised, typename Quantised:
     for (int n = 0; n < kAtOnce; ++n) {
       const int piece = first + n * 32;
       const float scale = scales[piece / kRowPieces % kKeys];
-      const auto four = [&](uint32_t word) { return dequantised<Element>(word, scale); };
+      const auto four = [&](uint32_t word) { return dequantized<Element>(word, scale); };
       const uint2 parts[] = {four(pieces[n].x), four(pieces[n].y), four(pieces[n].z),
                              four(pieces[n].w)};
       const int offset = piece * 32;
@@ -105,7 +105,7 @@ HSTU_DEVICE void dequantise_tile(const Quantised& quantised, typename Quantised:
       }
     }
   }
-  quantised.empty[place.stage()].arrive();
+  quantized.empty[state.index()].arrive();
   cutlass::arch::fence_view_async_shared();  // before wgmma reads it
   __syncwarp();
 }
