@@ -268,8 +268,8 @@ def stack_case(request: Request) -> host_tier.Case:
 
 def stack_calls() -> dict[str, Callable[[], Any]]:
     """A scoring step of the stack: `cached`, `graph` and `recompute`."""
+    from hstu_attn.cached import StepTensors
     from hstu_attn.serving import CachedRows
-    from hstu_attn.serving.rows import StepTensors
 
     r = STACK
     stack = stack_case(r).make_stack("cuda")

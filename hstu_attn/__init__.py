@@ -24,9 +24,7 @@ from .mask import Mask
 from .paged import PagedKV, append_paged_kv
 
 if TYPE_CHECKING:
-    import hstu_attn.testing as testing
-
-    from . import compat, jagged, reference
+    from . import compat, jagged, reference, testing
     from .layer import HSTULayer, HSTULayerConfig, HSTUStack
 
 __all__ = [

@@ -21,23 +21,20 @@ Sequences are packed: ``x`` is ``(total, embedding_dim)``, and sequence ``b`` ow
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hstu_attn.bias import RelativeBias
-from hstu_attn.fused import operator as fused
-from hstu_attn.interface import bias_arguments, hstu_attention
-from hstu_attn.jagged import jagged_positions
-from hstu_attn.layer_config import HSTULayerConfig
-from hstu_attn.mask import Mask
-from hstu_attn.paged import append_paged_kv
-
-if TYPE_CHECKING:
-    from hstu_attn.distributed.context_parallel import ContextBatch
-    from hstu_attn.serving.rows import CachedRows
+from .bias import RelativeBias
+from .cached import CachedRows
+from .fused import operator as fused
+from .interface import bias_arguments, hstu_attention
+from .jagged import jagged_positions
+from .layer_config import HSTULayerConfig
+from .mask import Mask
+from .paged import append_paged_kv
 
 __all__ = [
     "HSTULayer",
@@ -45,6 +42,27 @@ __all__ = [
     "HSTUStack",
     "PositionalEmbedding",
 ]
+
+
+class ContextBatch(Protocol):
+    """What a layer asks of a batch whose rows lie on the ranks of a group:
+    `hstu_attn.distributed.ContextBatch`."""
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: object = None,
+        alpha: float = 1.0,
+        scaling_seqlen: int = -1,
+    ) -> Tensor:
+        """`hstu_attention` of the whole sequences, for this rank's rows."""
+
+    def constant(self, number: int) -> Tensor:
+        """int32 `(batch,)` of a number, one tensor for all layers."""
 
 
 class RMSNorm(nn.RMSNorm):

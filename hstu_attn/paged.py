@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hstu_attn import ops
-
+from . import ops
 from .fx import Proxy, record_call
 
 __all__ = ["PAGE_SIZES", "PagedKV", "append_paged_kv", "dequantise_rows", "quantise_rows"]

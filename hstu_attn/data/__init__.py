@@ -11,8 +11,8 @@ Beside MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
 It needs numpy and tqdm beside torch: `pip install hstu_attn[data]`.
 """
 
-from hstu_attn.data.balance import AttentionCost, BalancedBatchSampler, balance, imbalance
-from hstu_attn.data.batches import (
+from .balance import AttentionCost, BalancedBatchSampler, balance, imbalance
+from .batches import (
     BatchSampler,
     JaggedBatch,
     SamplerState,
@@ -20,10 +20,10 @@ from hstu_attn.data.batches import (
     consecutive_batches,
     jagged_batch,
 )
-from hstu_attn.data.detect import LAYOUT_NAMES, LayoutName
-from hstu_attn.data.events import EventLog, open_event_log
-from hstu_attn.data.kuairand import ACTIONS, unpack_actions
-from hstu_attn.data.split import HELD_OUT, Windows, held_out_windows, training_windows
+from .detect import LAYOUT_NAMES, LayoutName
+from .events import EventLog, open_event_log
+from .kuairand import ACTIONS, unpack_actions
+from .split import HELD_OUT, Windows, held_out_windows, training_windows
 
 __all__ = [
     "ACTIONS",

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hstu_attn.data.layout import Events, MalformedLines, Reject, only_source
-from hstu_attn.data.table import KeyIndex, read_table
+from .layout import Events, MalformedLines, Reject, only_source
+from .table import KeyIndex, read_table
 
 __all__ = ["AMAZON_2018", "AMAZON_2023", "ASIN_LENGTH", "FIRST_MILLISECOND", "AmazonLayout"]
 

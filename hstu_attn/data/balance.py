@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from hstu_attn.data.batches import SamplerState
-from hstu_attn.layer import HSTULayerConfig
+from ..layer_config import HSTULayerConfig
+from .batches import SamplerState
 
 __all__ = ["AttentionCost", "BalancedBatchSampler", "balance", "imbalance"]
 

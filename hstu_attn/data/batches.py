@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hstu_attn.data.events import EventLog
-from hstu_attn.data.kuairand import ACTIONS
-from hstu_attn.data.split import Windows
+from .events import EventLog
+from .kuairand import ACTIONS
+from .split import Windows
 
 __all__ = [
     "BatchSampler",

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from hstu_attn.data.amazon import AMAZON_2018, AMAZON_2023, ASIN_LENGTH
-from hstu_attn.data.kuairand import KUAIRAND, kuairand_logs
-from hstu_attn.data.layout import EventLayout, open_bytes, shown
-from hstu_attn.data.movielens import MOVIELENS_CSV, MOVIELENS_DAT
-from hstu_attn.data.table import BYTE_ORDER_MARK
+from .amazon import AMAZON_2018, AMAZON_2023, ASIN_LENGTH
+from .kuairand import KUAIRAND, kuairand_logs
+from .layout import EventLayout, open_bytes, shown
+from .movielens import MOVIELENS_CSV, MOVIELENS_DAT
+from .table import BYTE_ORDER_MARK
 
 __all__ = ["LAYOUT_NAMES", "LayoutName", "detect_layout", "source_files"]
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hstu_attn.data.detect import LayoutName, detect_layout, source_files
-from hstu_attn.data.kuairand import ACTIONS
-from hstu_attn.data.layout import EventLayout, Events, MalformedLines
+from .detect import LayoutName, detect_layout, source_files
+from .kuairand import ACTIONS
+from .layout import EventLayout, Events, MalformedLines
 
 __all__ = ["EventLog", "open_event_log"]
 

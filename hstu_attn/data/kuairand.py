@@ -28,9 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hstu_attn.data.amazon import FIRST_MILLISECOND
-from hstu_attn.data.layout import Events, MalformedLines, Reject
-from hstu_attn.data.table import read_table
+from .amazon import FIRST_MILLISECOND
+from .layout import Events, MalformedLines, Reject
+from .table import read_table
 
 __all__ = ["ACTIONS", "KUAIRAND", "KuaiRandLayout", "kuairand_logs", "unpack_actions"]
 

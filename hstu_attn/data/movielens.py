@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hstu_attn.data.layout import (
+from .layout import (
     Event,
     Events,
     MalformedLineError,

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hstu_attn.data.events import EventLog
+from .events import EventLog
 
 __all__ = ["HELD_OUT", "Windows", "held_out_windows", "training_windows"]
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Literal, TextIO
 
-from hstu_attn.data.synthetic import FIRST_TIMESTAMP, synthetic_events, write_whole
+from .synthetic import FIRST_TIMESTAMP, synthetic_events, write_whole
 
 __all__ = ["write_synthetic_amazon", "write_synthetic_kuairand"]
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from hstu_attn.data.layout import LONGEST_NATURAL_NUMBER, open_bytes, shown
+from .layout import LONGEST_NATURAL_NUMBER, open_bytes, shown
 
 __all__ = ["Block", "KeyIndex", "read_table"]
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.optim import Optimizer
 
-from hstu_attn.distributed.torchrec_tables import TorchrecTables
+from .torchrec_tables import TorchrecTables
 
 __all__ = ["Checkpoints"]
 

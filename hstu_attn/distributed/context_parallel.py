@@ -32,8 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hstu_attn import ops
-from hstu_attn.distributed.context_rows import (
+from .. import ops
+from ..interface import hstu_attention
+from ..mask import Mask, clip_to_keys, sees_anything, select_rows
+from .context_rows import (
     Shard,
     chunk_bounds,
     locate_rows,
@@ -41,8 +43,6 @@ from hstu_attn.distributed.context_rows import (
     shard_rows,
     to_offsets,
 )
-from hstu_attn.interface import hstu_attention
-from hstu_attn.mask import Mask, clip_to_keys, sees_anything, select_rows
 
 __all__ = [
     "ContextBatch",

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hstu_attn.distributed.embedding import device_of
+from .embedding import device_of
 
 __all__ = ["RunStopped", "World", "run", "stop_together"]
 

@@ -29,10 +29,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hstu_attn.distributed.embedding import ShardedEmbedding
-from hstu_attn.distributed.tensor_parallel import divided_over, mark_divided
-from hstu_attn.distributed.torchrec_tables import TorchrecTables
-from hstu_attn.layer import HSTULayer
+from ..layer import HSTULayer
+from .embedding import ShardedEmbedding
+from .tensor_parallel import divided_over, mark_divided
+from .torchrec_tables import TorchrecTables
 
 __all__ = ["clip_gradients", "global_mean", "parallelize", "parameter_groups"]
 

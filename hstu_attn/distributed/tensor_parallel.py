@@ -26,14 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hstu_attn.bias import RelativeBias
-from hstu_attn.interface import hstu_attention
-from hstu_attn.layer import HSTULayer, HSTULayerConfig, RMSNorm, normalize
+from ..bias import RelativeBias
+from ..interface import hstu_attention
+from ..layer import ContextBatch, HSTULayer, HSTULayerConfig, RMSNorm, normalize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from hstu_attn.distributed.context_parallel import ContextBatch
 
 __all__ = [
     "TensorParallelHSTULayer",

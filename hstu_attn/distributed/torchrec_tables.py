@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hstu_attn.distributed.embedding import check_range, device_of
+from .embedding import check_range, device_of
 
 __all__ = ["TorchrecTables", "torchrec_embedding_collection"]
 

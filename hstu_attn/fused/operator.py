@@ -41,10 +41,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from hstu_attn import ops
-from hstu_attn.interface import explain_types
-
-from .steps import HAS_TRITON, GateOptions, Steps, steps_for
+from .. import ops
+from ..interface import explain_types
+from .options import GateOptions
+from .steps import HAS_TRITON, Steps, steps_for
 
 __all__ = [
     "Call",

@@ -1,6 +1,6 @@
-"""What both implementations of a layer's steps share, and the choice between them.
+"""The steps of a layer between its matrix products, and which implementation serves a tensor.
 
-An implementation is a module with the functions of :class:`Steps`; torch_steps.py says what each
+An implementation is a module with the functions of `Steps`; torch_steps.py says what each
 computes. Rows are the packed rows of a batch. Matrices are `(total, columns)` with contiguous
 columns; where a function says so, they may be slices of columns of a wider matrix. Parameters are
 of any floating dtype and take part as they are: a master weight in fp32 is not rounded first. Means
@@ -10,48 +10,18 @@ and sums are in fp32 for 16-bit rows, else in the dtype of the rows.
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HAS_TRITON",
-    "MAX_WIDTH",
-    "PHILOX_ROUNDS",
-    "GateOptions",
-    "Steps",
-    "dropout_threshold",
-    "steps_for",
-]
+from . import torch_steps
+from .options import MAX_WIDTH, GateOptions
 
-# A program of the Triton kernels holds a whole row that is normalised in its registers.
-MAX_WIDTH = 8192
+__all__ = ["HAS_TRITON", "Steps", "steps_for"]
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Of dropout's random numbers: the fewest with which they pass BigCrush (Salmon et al. 2011,
-# "Parallel random numbers: as easy as 1, 2, 3"). With ten the gate would wait for their arithmetic.
-PHILOX_ROUNDS = 7
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class GateOptions(NamedTuple):
-    """How attention's output is gated.
-
-    Attributes:
-        groups: 1 normalises all columns of a row together; more normalises so many groups of
-            neighbouring columns each by itself, with one weight and one bias for a group.
-        eps: added to the variance.
-        parts: what the result holds side by side: "u"; "x", the attention output; "normed", the
-            same normalised; and last, always, "gated", the product of "normed" and "u".
-        dropout: of the elements of the result.
-        centered: False leaves the mean in, so that the norm is RMSNorm.
-    """
-
-    groups: int
-    eps: float
-    parts: tuple[str, ...]
-    dropout: float
-    centered: bool = True
 
 
 class Steps(Protocol):
@@ -109,21 +79,10 @@ class Steps(Protocol):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
 
 
-def dropout_threshold(ratio: float) -> int:
-    """An element is dropped where its 16 random bits are below this number.
-
-    The ratio in force is therefore a multiple of `2**-16`, at most `2**-17` away from the one that
-    was asked for; what is kept is scaled by what is in force.
-    """
-    return min(round(ratio * 2**16), 2**16 - 1)
-
-
 def steps_for(x: Tensor, *widths: int) -> Steps:
-    """The implementation for rows like those of `x`, of which so many columns are normalised."""
+    """The implementation for rows like those of `x`, of which so many columns are normalized."""
     if x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES and max(widths) <= MAX_WIDTH:
-        from . import triton_steps
+        from . import triton_steps  # imports Triton, which not every machine has
 
         return triton_steps
-    from . import torch_steps
-
     return torch_steps

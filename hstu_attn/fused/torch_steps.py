@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .steps import PHILOX_ROUNDS, GateOptions, dropout_threshold
+from .options import PHILOX_ROUNDS, GateOptions, dropout_threshold
 
 __all__ = [
     "activation_backward",

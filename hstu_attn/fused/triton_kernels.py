@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import PHILOX_ROUNDS
+from .options import PHILOX_ROUNDS
 
 __all__ = [
     "activation_backward",

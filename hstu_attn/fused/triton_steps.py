@@ -1,7 +1,7 @@
 """A layer's steps on GPUs: how the kernels of triton_kernels.py are launched.
 
 The functions are those of torch_steps.py, for bf16, fp16 and fp32 and rows of up to
-`steps.MAX_WIDTH` normalised columns. Sums and the gradients of parameters are in fp32.
+`options.MAX_WIDTH` normalised columns. Sums and the gradients of parameters are in fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from . import triton_kernels as kernels
-from .steps import MAX_WIDTH, GateOptions, dropout_threshold
+from .options import MAX_WIDTH, GateOptions, dropout_threshold
 
 __all__ = [
     "activation_backward",

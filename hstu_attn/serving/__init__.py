@@ -10,13 +10,13 @@ ScoringStep      a step over cached rows as a function of tensors, to be exporte
 check_cacheable  refuses layers whose keys and values cannot be cached
 """
 
+from ..cached import CachedRows, StepTensors, check_cacheable
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
 from .engine import Engine, EngineClosedError, NoHistoryError, OverloadedError, Recommendation
 from .events import Event, EventStore
 from .export import ScoringStep
 from .graphs import GraphBuckets
 from .model import CatalogueModel, Rows, ServedModel
-from .rows import CachedRows, StepTensors, check_cacheable
 from .stats import EngineStats, Histogram
 
 __all__ = [

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hstu_attn.paged import PAGE_SIZES, PagedKV, quantise_rows
-
+from ..paged import PAGE_SIZES, PagedKV, quantise_rows
 from .host_tier import HostTier, Returning
 
 try:
-    import hstu_attn._host as _host
+    from .. import _host
 except ImportError as error:
     raise ImportError(
         f"hstu_attn._host: expected it to be built, got {error} (make install)"

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cached import CachedRows
 from .batch import Batch, Plan, Request, pack
 from .cache import CacheStep, PagedKVCache
 from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
 from .graphs import GraphBuckets, StackGraphs, StepLimits
 from .model import CatalogueModel, ServedModel, check_model, row_dtype
-from .rows import CachedRows
 from .stats import Counters, EngineStats
 
 __all__ = [

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from ..cached import CachedRows, StepTensors
 from .model import Rows, ServedModel, check_model, row_dtype
-from .rows import CachedRows, StepTensors
 
 __all__ = ["ScoringStep"]
 

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hstu_attn.layer import HSTUStack
-
+from ..cached import CachedRows, StepTensors
+from ..layer import HSTUStack
 from .batch import Batch
 from .cache import CacheStep
-from .rows import CachedRows, StepTensors
 
 __all__ = ["GraphBuckets", "Shape", "StackGraphs", "StepLimits"]
 

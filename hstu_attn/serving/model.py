@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hstu_attn.layer import HSTUStack
-
-from .rows import check_cacheable
+from ..cached import check_cacheable
+from ..layer import HSTUStack
 
 __all__ = ["CatalogueModel", "Rows", "ServedModel", "check_model", "row_dtype"]
 

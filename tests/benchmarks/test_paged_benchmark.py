@@ -12,10 +12,10 @@ import torch
 from benchmarks import host_tier, paged, plots, readme
 from benchmarks.report import read_results, write_records
 from hstu_attn import Mask
+from hstu_attn.cached import StepTensors
 from hstu_attn.mask import dense_mask
 from hstu_attn.serving import CachedRows
 from hstu_attn.serving.host_tier import HostTier
-from hstu_attn.serving.rows import StepTensors
 from hstu_attn.testing import assert_matches, make_paged_batch
 
 

@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from hstu_attn.fused import operator, torch_steps
-from hstu_attn.fused.steps import dropout_threshold
+from hstu_attn.fused.options import dropout_threshold
 from hstu_attn.layer import HSTULayer, HSTULayerConfig, HSTUStack
 from hstu_attn.testing import assert_matches
 from tests.helpers.distributed_runs import run_ranks

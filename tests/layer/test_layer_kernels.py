@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hstu_attn.fused import torch_steps
-from hstu_attn.fused.steps import GateOptions, dropout_threshold, steps_for
+from hstu_attn.fused.options import GateOptions, dropout_threshold
+from hstu_attn.fused.steps import steps_for
 from tests.helpers.triton_interpreter import interpreter
 
 pytest.importorskip("triton", reason="needs triton")

@@ -1,19 +1,17 @@
-"""Where the rows of a cached forward lie: in the call, and in the pages of a cache."""
+"""What a cached forward of the layers is given: where its rows lie in the call and in a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from hstu_attn.layer import HSTULayerConfig
-from hstu_attn.paged import PagedKV
+from .layer_config import HSTULayerConfig
+from .paged import PagedKV
 
-from .cache import CacheStep
-
-__all__ = ["CachedRows", "StepTensors", "check_cacheable"]
+__all__ = ["CachedPages", "CachedRows", "StepTensors", "check_cacheable"]
 
 
 def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
@@ -63,9 +61,21 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
             )
 
 
+class CachedPages(Protocol):
+    """The cached tokens of a batch's users: an open step of a `hstu_attn.serving.PagedKVCache`, or
+    `StepTensors`."""
+
+    @property
+    def cached_lens(self) -> Tensor:
+        """int32 or int64 `(B,)` tokens of each user that stay as they are."""
+
+    def paged_kv(self, layer: int) -> PagedKV:
+        """The pages of a layer, which have places for what it writes."""
+
+
 class StepTensors(NamedTuple):
-    """What `CachedRows` reads of a `CacheStep`, as tensors alone: for `torch.export`, or a cache
-    that is kept elsewhere. All on one device.
+    """`CachedPages` as tensors alone: for `torch.export`, or a cache that is kept elsewhere. All
+    are on one device.
 
     Attributes:
         kv_caches: of each layer `(num_pages, 2, page_size, heads, head_dim)`, as in `PagedKV`; or
@@ -86,7 +96,7 @@ class StepTensors(NamedTuple):
     kv_scales: Sequence[Tensor] | Tensor | None = None
 
     def paged_kv(self, layer: int) -> PagedKV:
-        """A layer's pages, as `CacheStep.paged_kv`."""
+        """The pages of a layer, counted from 0."""
         scales = None if self.kv_scales is None else self.kv_scales[layer]
         return PagedKV(
             self.kv_caches[layer], self.page_offsets, self.page_ids, self.last_page_lens, scales
@@ -121,7 +131,7 @@ class CachedRows:
 
     def __init__(
         self,
-        step: CacheStep | StepTensors,
+        step: CachedPages,
         seq_offsets: Tensor,
         max_seq_len: int,
         max_key_len: int,

@@ -1,0 +1,55 @@
+"""The modules of the package import each other in one direction, and by relative imports."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+PACKAGE = ROOT / "hstu_attn"
+
+
+def module_name(path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def imported_by(name: str) -> set[str]:
+    """The modules of the package that a module names in its imports: at its top, in functions, and
+    for the type checker alone."""
+    path = SOURCES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            source = ".".join([*(base if node.level else []), *filter(None, [node.module])])
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                found.add(inner if inner in SOURCES else source)
+    return found & SOURCES.keys()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {name: imported_by(name) for name in SOURCES}
+    assert graph["hstu_attn.layer"] >= {"hstu_attn.cached", "hstu_attn.fused.operator"}
+    assert graph["hstu_attn.fused.steps"] >= {"hstu_attn.fused.triton_steps"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_modules_import_each_other_by_relative_imports(name):
+    for node in ast.walk(ast.parse(SOURCES[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            assert (node.module or "").split(".")[0] != "hstu_attn", f"line {node.lineno}"
