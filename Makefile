@@ -10,6 +10,7 @@
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
 #   make lint        what continuous integration checks;  make mypy  the types alone
 #   make format      mend what can be mended
+#   make docs        build the documentation site into build/site
 #   make headers     compile the C++ against the headers of the oldest and of the newest torch
 #   make cuda        compile the CUDA kernels, GPU or not, into build/cuda, and check the result
 #   make asan        run the tests on libraries built with AddressSanitizer
@@ -37,7 +38,7 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: help demo serve ranking test bench-cpu bench-gpu install cuda lint headers mypy format asan \
+.PHONY: help demo serve ranking test bench-cpu bench-gpu install cuda lint headers mypy format docs asan \
   sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
@@ -119,6 +120,14 @@ format: $(VENV)/.tools
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CXX_FORMATTED)
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) --quiet 'hstu_attn[docs]'
+	touch $@
+
+# A warning, such as a link that leads nowhere, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A tree of its own, so that tests find the instrumented libraries and nothing else. Left out are the
 # tests of what instrumenting changes (the library's symbols, the memory of the process), of texts, and

@@ -189,6 +189,74 @@ def gpu_tables(folder: Path = RESULTS) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
+# Other libraries
+# ---------------------------------------------------------------------------------------------
+
+PEERS = ("FBGEMM hstu", "Meta CUDA", "Meta Triton")
+SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")
+
+
+def _h200() -> tuple[list[Record], list[Record]]:
+    """The records of this library's table and those of the other libraries, of an H200."""
+    ours = read_results(RESULTS / "h200/attention.json")
+    return [r for r in ours if r["group"] == "table"], read_results(RESULTS / "h200/peers.json")
+
+
+def speed_lines() -> list[str]:
+    """What README.md says about speed: one shape, forward and backward, beside FlashAttention-2."""
+    found = {
+        (r["impl"], r["pass"]): r
+        for r in _h200()[0]
+        if (r["case"], r["head_dim"]) == ("8 x 4096", 128)
+    }
+    forward, backward = (found["hstu_attn", direction] for direction in DIRECTIONS)
+    faster = [f"{found['flash2', r['pass']]['ms'] / r['ms']:.1f}" for r in (forward, backward)]
+    return [
+        f"On an {forward['gpu'].removeprefix('NVIDIA ')}, 8 causal sequences of 4096 tokens at "
+        f"{forward['heads']} heads of 128 in bf16 take {_number(forward['ms'])} ms forward "
+        f"({forward['tflops']:.0f} TFLOP/s) and",
+        f"{_number(backward['ms'])} ms backward ({backward['tflops']:.0f} TFLOP/s), "
+        f"{faster[0]} and {faster[1]} times as fast as torch's FlashAttention-2 at the same shape; "
+        "a large",
+        f"matrix product of the same run reaches {_number(forward['matmul_tflops'])} TFLOP/s "
+        f"({forward['date']}, commit {forward['commit']}).",
+    ]
+
+
+def peer_tables(cases: Sequence[str] = ()) -> list[str]:
+    """This library beside others on causal batches; `cases` selects some, none means all."""
+    ours, theirs = _h200()
+    found = {(r["impl"], r["case"], r["head_dim"], r["pass"]): r for r in theirs + ours}
+    rows = []
+    for case, head_dim in dict.fromkeys((r["case"], r["head_dim"]) for r in theirs):
+        if cases and case not in cases:
+            continue
+        cells = []
+        for impl in ("hstu_attn", *PEERS):
+            times = []
+            for direction in DIRECTIONS:
+                tflops = found[impl, case, head_dim, direction]["tflops"]
+                ms = found["hstu_attn", case, head_dim, direction]["flops"] / tflops / 1e9
+                times.append(f"{_number(ms)} ({tflops:.0f})")
+            cells.append(" / ".join(times))
+        rows.append([case, str(head_dim), *cells])
+    own, other = ours[0], theirs[0]
+    return [
+        *_markdown_table(["sequences x length", "D", "hstu_attn", *PEERS], rows),
+        "",
+        f"hstu_attn: {own['gpu']}, torch {own['torch']}, {own['date']}, commit {own['commit']}, "
+        f"matrix product {_number(own['matmul_tflops'])} TFLOP/s. The others, in another "
+        f"run: {other['gpu']}, torch {other['torch']}, {other['date']}, matrix product "
+        f"{_number(other['matmul_tflops'])} TFLOP/s; {other['method']}.",
+    ]
+
+
+def peer_summary() -> list[str]:
+    """The rows of `peer_tables` that README.md shows."""
+    return peer_tables(SUMMARY)
+
+
+# ---------------------------------------------------------------------------------------------
 # A training step
 # ---------------------------------------------------------------------------------------------
 
@@ -480,14 +548,18 @@ def limits_tables(folder: Path = RESULTS / "cpu-limits") -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
-    ROOT / "README.md": {
+    ROOT / "README.md": {"speed": speed_lines, "peers": peer_summary},
+    ROOT / "docs/performance.md": {
         "cpu": cpu_tables,
         "gpu": gpu_tables,
+        "peers": peer_tables,
         "step": step_tables,
+    },
+    ROOT / "docs/quickstart/training.md": {
         "retrieval": retrieval_tables,
         "ranking": ranking_tables,
-        "serving": serving_tables,
     },
+    ROOT / "docs/quickstart/serving.md": {"serving": serving_tables},
     ROOT / "docs/distributed.md": {"train": train_tables, "context": context_tables},
     ROOT / "docs/kernels/cpu.md": {"limits": limits_tables},
     ROOT / "docs/kernels/layer.md": {"layer": layer_tables},

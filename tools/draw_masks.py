@@ -1,4 +1,4 @@
-"""Draws the masks of README.md into docs/img: `python -m tools.draw_masks [FOLDER]`.
+"""Draws the masks of docs/masks.md into docs/img: `python -m tools.draw_masks [FOLDER]`.
 
 Each picture is one sequence of 16 positions: a row of cells is a query, a column a key, and a
 filled cell is a key that the query sees, coloured by what the key is. What is visible comes from
@@ -66,7 +66,7 @@ def _func() -> Mask:
 
 
 def pictures() -> dict[str, Picture]:
-    """By file name, in the order of README.md."""
+    """By file name, in the order of docs/masks.md."""
     contexts, targets = torch.tensor([CONTEXTS]), torch.tensor([TARGETS])
     both: dict[str, Any] = {"num_contexts": contexts, "num_targets": targets}
     return {

@@ -1,15 +1,18 @@
-"""README.md: its code and its commands run as they are typed, its tables are those of the stored
-results, its links lead to files."""
+"""README.md, CONTRIBUTING.md and docs/: code and commands run as they are typed, tables are those
+of the stored results, and the names of files and of identifiers lead to something."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,28 +23,40 @@ from benchmarks import readme
 from tests.helpers.paths import ROOT
 from tools import draw_masks
 
-TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-SHELL_BLOCKS = re.findall(r"^```sh\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-COMMANDS = "".join(SHELL_BLOCKS).replace("\\\n", "").splitlines()
-# What the text itself shows, such as `python -m benchmarks.paged`.
-INLINE = re.findall(r"`((?:python|make) [^`]+)`", TEXT.replace("\n", " "))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+TEXTS = [*ROOT.glob("*.md"), ROOT / "third_party/README.md", *DOCS]
+# docs/distributed.md shows the outline of a program; all other code is complete.
+COMPLETE = [page for page in TEXTS if page.name != "distributed.md"]
 
-# Runs a block as a program of its own, and only then looks at what it has computed.
-RUN = """
-import runpy, sys
-names = runpy.run_path(sys.argv[1], run_name="__main__")
-import torch
-tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-assert tensors
-for name, value in tensors.items():
-    assert value.isfinite().all(), name
-    assert not value.is_leaf or not value.requires_grad or value.grad.any(), name
-"""
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def found_in(pages: list[Path], pattern: str) -> dict[str, tuple[Path, str]]:
+    """Each different match of a pattern, and the first page that it is in."""
+    found: dict[str, tuple[Path, str]] = {}
+    for page in pages:
+        for match in re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL):
+            found.setdefault(match, (page, match))
+    return found
+
+
+def commands_of(block: str) -> list[str]:
+    return block.replace("\\\n", "").splitlines()
+
+
+PYTHON = list(found_in(COMPLETE, r"^```python\n(.*?)^```$").values())
+SHELL = list(found_in(COMPLETE, r"^```sh\n(.*?)^```$").values())
+COMMANDS = [command for _, block in SHELL for command in commands_of(block)]
+# Commands within the text, such as `python -m benchmarks.paged`.
+INLINE = [
+    command.replace("\n", " ") for command in found_in(COMPLETE, r"`((?:python|make) [^`]+)`")
+]
 
 
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process where this tree's package is installed; its output."""
+    """Runs a command in a process that finds this tree's package."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     ended = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -63,7 +78,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def save_some_model(path: Path, items: list[int]) -> None:
-    """An untrained model of a catalogue, as train_retrieval.py saves its best."""
+    """Saves an untrained model of a catalog, as train_retrieval.py saves its best."""
     from recommender.model import RetrievalModel
     from recommender.saved import save_model
 
@@ -75,40 +90,80 @@ def save_some_model(path: Path, items: list[int]) -> None:
     save_model(path, model, items, [f"item {item}" for item in items])
 
 
+# --- code -----------------------------------------------------------------------------------------
+
+
 def test_there_are_blocks_that_print() -> None:
-    assert len(BLOCKS) >= 7
-    assert all("print(" in block for block in BLOCKS)
+    assert len(PYTHON) >= 10
+    assert all("print(" in block for _, block in PYTHON)
 
 
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(block, marks=[pytest.mark.slow] if "torch.compile" in block else [])
-        for block in BLOCKS
+        pytest.param(
+            block,
+            id=f"{name_of(page)}-{n}",
+            marks=[pytest.mark.slow] if "torch.compile" in block else [],
+        )
+        for n, (page, block) in enumerate(PYTHON)
     ],
-    ids=range(len(BLOCKS)),
 )
-def test_a_python_block_runs_by_itself(block: str, tmp_path: Path) -> None:
-    """It prints what the comments after its calls of print say."""
-    program = tmp_path / "block.py"
-    program.write_text(block)
-    ended = run(sys.executable, "-c", RUN, str(program), cwd=tmp_path)
-    assert ended.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+def test_a_python_block_runs_by_itself(
+    block: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It prints what the comments after its calls of print say, and its tensors are finite."""
+    if "hstu_attn.serving" in block:
+        pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    monkeypatch.chdir(tmp_path)
+    Path("block.py").write_text(block)
+    names = runpy.run_path("block.py", run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
+    assert tensors
+    for name, value in tensors.items():
+        assert value.isfinite().all(), name
+        assert not value.is_leaf or not value.requires_grad or value.grad.any(), name
+
+
+def test_the_first_example_is_right() -> None:
+    namespace: dict[str, Any] = {}
+    page, block = PYTHON[[name_of(page) for page, _ in PYTHON].index("README.md")]
+    exec(compile(block, str(page), "exec"), namespace)
+    exact = hstu_attn.reference.hstu_attention(
+        *(namespace[name].detach().double() for name in "qkv"),
+        cu_seqlens_q=namespace["offsets"],
+        max_seqlen_q=8,
+        mask=hstu_attn.Mask.causal(num_targets=torch.tensor([2, 1, 3], device=namespace["device"])),
+        alpha=64**-0.5,
+    )
+    tolerance = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2)}[namespace["dtype"]]
+    torch.testing.assert_close(
+        namespace["out"].double(), exact, rtol=tolerance[0], atol=tolerance[1]
+    )
+
+
+# --- commands -------------------------------------------------------------------------------------
 
 
 def test_every_command_is_one_that_is_tested() -> None:
-    """What commands there are, and that the environment is active where they need it."""
+    """Only these programs are called, and the environment is active where they need it."""
     assert COMMANDS
-    for block in SHELL_BLOCKS:
+    for _, block in SHELL:
         active = False
-        for line in block.replace("\\\n", "").splitlines():
-            first = line.split()[0]
-            if first in ("python", "tensorboard", "torchrun", "TORCH=$(python"):
+        for line in commands_of(block):
+            first = next(word for word in line.split() if not re.match(r"[A-Z_]+=", word))
+            if first in ("python", "tensorboard", "torchrun") or line.startswith("TORCH=$(python"):
                 assert active, line
             elif first == "pip" or line.startswith("python3 -m venv "):
                 active = True  # an environment of the reader's own
             else:
-                assert first in (".", "make", "curl", "g++", "./score"), line
+                known = (".", "make", "curl", "g++", "./score", "cuobjdump")
+                assert first in known or first.startswith(".venv/bin/"), line
                 active |= line == ". .venv/bin/activate"
 
 
@@ -124,23 +179,48 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("words", OPTIONS)
+@pytest.mark.parametrize("words", dict.fromkeys(w for w in OPTIONS if "FILE" not in w))
 def test_a_program_takes_these_options(words: str) -> None:
     """It has taken the values before it comes to --help."""
     run(sys.executable, *shlex.split(words, comments=True), "--help", cwd=ROOT)
 
 
-def test_no_command_is_refused_because_of_one_above_it() -> None:
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "-m pytest " in c])
+def test_a_pytest_command_finds_tests(command: str) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    ended = run(sys.executable, *words, "--collect-only", cwd=ROOT)
+    assert re.search(r"^[1-9]\d*(/\d+)? tests collected", ended.stdout, re.MULTILINE)
+
+
+def test_the_build_takes_the_values_of_its_variables() -> None:
+    import setup
+
+    known = {
+        "HSTU_ATTN_CUDA": ("0", "1"),
+        "HSTU_ATTN_ARCHS": setup.ARCHS,
+        "HSTU_ATTN_HEAD_DIMS": setup.HEAD_DIMS,
+        "HSTU_ATTN_DTYPES": setup.DTYPES,
+    }
+    given = found_in(COMPLETE, r"\b(HSTU_ATTN_[A-Z_]+=\w+)")
+    assert {name.partition("=")[0] for name in given} >= set(known)
+    for assignment in given:
+        name, _, value = assignment.partition("=")
+        assert name not in known or value in known[name], assignment
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in SHELL), ids=name_of)
+def test_no_command_is_refused_because_of_one_above_it(page: Path) -> None:
     outputs = set()
-    for words in OPTIONS:
-        if found := re.search(r"--out (\S+)", words):
-            assert ("--resume" in words) == (found[1] in outputs), words
-            outputs.add(found[1])
-    assert len(outputs) >= 4
+    for block in (block for where, block in SHELL if where == page):
+        for words in commands_of(block):
+            if found := re.search(r"--out (\S+)", words):
+                assert ("--resume" in words) == (found[1] in outputs), words
+                outputs.add(found[1])
 
 
+@pytest.mark.slow
 def test_the_request_is_answered(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the server as `make serve` starts it, with the data of `make demo`; more than once."""
+    """The server of `make serve` answers the curl command twice, with the data of `make demo`."""
     pytest.importorskip("hstu_attn._host", reason="_host has not been built")
     pytest.importorskip("fastapi")
     from recommender.serve_options import parse_arguments
@@ -167,8 +247,8 @@ def test_the_request_is_answered(checkout: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_the_commands_of_the_cpp_example_run(checkout: Path) -> None:
-    """As they are typed; the program prints the scores that Python has printed."""
-    [block] = [block for block in SHELL_BLOCKS if "g++ " in block]
+    """The program prints the scores that Python has printed."""
+    [block] = [block for _, block in SHELL if "g++ " in block]
     save_some_model(checkout / "runs/retrieval/best.pt", list(range(100)))
     lines = run("bash", "-euc", block, cwd=checkout).stdout.splitlines()
     scores = [
@@ -179,51 +259,117 @@ def test_the_commands_of_the_cpp_example_run(checkout: Path) -> None:
         torch.testing.assert_close(from_cpp, from_python, rtol=0, atol=2e-4)  # 4 places are shown
 
 
-def test_the_first_example_is_right():
-    namespace: dict[str, Any] = {}
-    exec(compile(BLOCKS[0], "README.md", "exec"), namespace)
-    exact = hstu_attn.reference.hstu_attention(
-        *(namespace[name].detach().double() for name in "qkv"),
-        cu_seqlens_q=namespace["offsets"],
-        max_seqlen_q=8,
-        mask=hstu_attn.Mask.causal(num_targets=torch.tensor([2, 1, 3])),
-        alpha=namespace["dim"] ** -0.5,
-    )
-    torch.testing.assert_close(namespace["out"].double(), exact, rtol=1e-5, atol=1e-6)
+# --- tables, pictures and links -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", readme.DOCUMENTS, ids=lambda path: path.name)
-def test_the_tables_are_those_of_the_results(path):
+@pytest.mark.parametrize("path", readme.DOCUMENTS, ids=name_of)
+def test_the_tables_are_those_of_the_results(path: Path) -> None:
     assert readme.render(path) == path.read_text(), "run `python -m benchmarks.readme`"
 
 
-def test_every_mask_has_its_picture():
-    shown = re.findall(r'<img src="docs/img/mask-([\w-]+)\.png"', TEXT)
+def test_every_mask_has_its_picture() -> None:
+    shown = re.findall(r'<img src="img/mask-([\w-]+)\.png"', (ROOT / "docs/masks.md").read_text())
     assert shown == list(draw_masks.pictures())
     there = {path.name for path in (ROOT / "docs/img").iterdir()}
     assert there == {f"mask-{name}.png" for name in shown}
 
 
-def test_a_picture_is_drawn(tmp_path):
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "mask.png"
     draw_masks.draw(draw_masks.pictures()["context-target"], path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_links_and_pictures_lead_to_files():
-    targets = [*re.findall(r"\]\(([^)#]+)\)", TEXT), *re.findall(r'src="([^"]+)"', TEXT)]
-    missing = [t for t in targets if not t.startswith("http") and not (ROOT / t).exists()]
-    assert targets
-    assert not missing
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_variables_of_the_build_are_all_listed():
+@pytest.mark.parametrize("page", TEXTS, ids=name_of)
+def test_links_and_pictures_lead_to_files(page: Path) -> None:
+    text = page.read_text()
+    targets = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'src="([^"]+)"', text)]
+    for target in targets:
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        leads_to = page.parent / path if path else page
+        assert leads_to.exists(), target
+        assert not anchor or anchor in anchors(leads_to), target
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if "log" not in page.parts], ids=name_of)
+def test_the_sources_that_are_named_exist(page: Path) -> None:
+    """Paths below the folders of the repository, and names of C++ files in backticks."""
+    text = re.sub(r"https?://\S+", "", page.read_text())
+    paths = re.findall(r"(?<![\w/.-])((?:csrc|hstu_attn|tests|tools|examples)/[\w/.-]*\w)", text)
+    built = ("hstu_attn/_C.abi3.so",)
+    assert not [path for path in paths if path not in built and not (ROOT / path).exists()]
+    sources = {
+        path.name for folder in ("csrc", "examples/cpp") for path in (ROOT / folder).rglob("*.*")
+    }
+    assert not set(re.findall(r"`(\w+\.(?:h|cu|cuh|cpp))`", text)) - sources
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name_of)
+def test_an_identifier_is_in_the_file_that_is_said_to_hold_it(page: Path) -> None:
+    """Wherever the text says "`name` in [file](path)"."""
+    said = re.findall(r"`([\w:]+)`\s+in\s+\[[^\]]+\]\(([^)#]+)\)", page.read_text())
+    for name, path in said:
+        text = (page.parent / path).read_text()
+        missing = [part for part in name.split("::") if not re.search(rf"\b{part}\b", text)]
+        assert not missing, f"{name} in {path}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_every_environment_variable_is_listed() -> None:
     build = re.findall(r"^    ([A-Z][A-Z_, ]+?)  ", (ROOT / "setup.py").read_text(), re.MULTILINE)
     names = {name for group in build for name in group.split(", ")}
     assert "HSTU_ATTN_CUDA" in names
-    assert not {name for name in names if f"`{name}`" not in TEXT}
+    sources = [
+        *(ROOT / "csrc").rglob("*.*"),
+        *(ROOT / "hstu_attn").rglob("*.py"),
+        ROOT / "setup.py",
+    ]
+    for path in sources:
+        names |= set(re.findall(r'"(HSTU_ATTN_[A-Z_]+)"', path.read_text()))
+    text = (ROOT / "docs/environment.md").read_text()
+    assert not {name for name in names if f"`{name}`" not in text}
 
 
-def test_public_names_are_all_listed():
-    public = set(hstu_attn.__all__) - {"__version__"}
-    assert not {name for name in public if not re.search(rf"`(\w+\.)*{name}(\.\w+)*`", TEXT)}
+API = "\n".join(page.read_text() for page in DOCS if page.parent.name == "api")
+SHOWN = re.findall(r"^::: (\S+)$", API, re.MULTILINE)
+
+
+def shown_object(path: str) -> Any:
+    """The module, or the member of a module, that an API page shows."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("package", ["", ".serving", ".data", ".distributed", ".compat"])
+def test_every_public_name_is_in_the_api_pages(package: str) -> None:
+    shown = [shown_object(path) for path in SHOWN]
+    modules = [x for x in shown if isinstance(x, ModuleType)]
+    in_modules = [value for module in modules for value in vars(module).values()]
+    public = importlib.import_module(f"hstu_attn{package}")
+    missing = []
+    for name in public.__all__:
+        value = getattr(public, name)
+        if isinstance(value, ModuleType):
+            there = any(path.startswith(value.__name__) for path in SHOWN)
+        else:
+            there = any(value is other for other in [*shown, *in_modules])
+        if not there and name != "__version__":
+            missing.append(name)
+    assert not missing
