@@ -246,9 +246,9 @@ def check(request: Request) -> None:
         device="cuda",
     )
     exact = run(reference_attention, inputs, dtype=torch.float64)["out"]
-    yardstick = run(reference_attention, inputs, compute_dtype=torch.bfloat16)["out"]
-    assert_matches("paged", paged(inputs), exact, yardstick)
-    assert_matches("gather", gather(inputs, small), exact, yardstick)
+    same_dtype_reference = run(reference_attention, inputs, compute_dtype=torch.bfloat16)["out"]
+    assert_matches("paged", paged(inputs), exact, same_dtype_reference)
+    assert_matches("gather", gather(inputs, small), exact, same_dtype_reference)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def hstu_attention(
 
     Args:
         compute_dtype: the dtype of every intermediate. None means fp64 for fp64 inputs and fp32 for
-            all others. The truth of a test is this function on inputs cast to fp64; the yardstick
-            of its tolerance is this function with `compute_dtype=q.dtype`.
+            all others. In tests the exact result is this function on inputs cast to fp64, and the
+            same-dtype reference is this function with `compute_dtype=q.dtype`.
 
     Returns:
         `(total_q, heads, Dv)` in q's dtype.

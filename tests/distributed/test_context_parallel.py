@@ -170,13 +170,15 @@ def _check_masks(
             )
             dout = torch.randn_like(batch.v)
             context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
-            yardstick = _whole(batch, dout)
+            same_dtype_reference = _whole(batch, dout)
             exact = _whole(_in_double(batch), dout.double().cpu())
             rows = context.rows.cpu()
             for key, found in _shared(batch, dout, context).items():
                 label = f"{name}, {dtype}, rank {context.rank}: {key}"
                 assert found.dtype == dtype, label
-                assert_matches(label, found.cpu(), exact[key][rows], yardstick[key].cpu()[rows])
+                assert_matches(
+                    label, found.cpu(), exact[key][rows], same_dtype_reference[key].cpu()[rows]
+                )
 
 
 def test_two_ranks_compute_what_one_does():

@@ -1,6 +1,6 @@
 """What the two public HSTU libraries mean by their masks, as plain loops over rows and columns.
 
-These are the yardstick for `hstu_attn.mask`: nothing here is shared with it.
+`hstu_attn.mask` is compared with these: the two share no code.
 """
 
 from __future__ import annotations

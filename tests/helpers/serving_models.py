@@ -238,8 +238,8 @@ def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) ->
                 strict=True,
             ):
                 scores.append(more)
-    scores, expected, yardstick = map(torch.cat, found)
-    assert_matches("scores", scores, expected, yardstick)
+    scores, expected, same_dtype_reference = map(torch.cat, found)
+    assert_matches("scores", scores, expected, same_dtype_reference)
 
 
 def some_events(rng: random.Random, start: int, count: int, actions: int = 1) -> list[Event]:

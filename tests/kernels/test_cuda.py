@@ -272,9 +272,9 @@ def check_small_batch(batch: Batch, **options: object) -> None:
         # of a bias on compute capability 9.0, and takes it for uninitialised when it is read.
         actual.pop("drab", None)
     exact = run(reference.hstu_attention, batch, dout, torch.float64)
-    yardstick = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
+    same_dtype_reference = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
     for name, tensor in actual.items():
-        assert_matches(name, tensor.cpu(), exact[name], yardstick[name])
+        assert_matches(name, tensor.cpu(), exact[name], same_dtype_reference[name])
 
 
 @pytest.mark.parametrize("bias", [None, "rab"])
@@ -319,9 +319,11 @@ def check_sequences(
     )
     slices = {"out": rows, "dq": rows, "dk": keys, "dv": keys, "drab": slice(first, last)}
     exact = run(reference.hstu_attention, part, dout[rows], torch.float64)
-    yardstick = run(reference.hstu_attention, part, dout[rows], compute_dtype=batch.q.dtype)
+    same_dtype_reference = run(
+        reference.hstu_attention, part, dout[rows], compute_dtype=batch.q.dtype
+    )
     for name, tensor in result.items():
-        assert_matches(name, tensor[slices[name]], exact[name], yardstick[name])
+        assert_matches(name, tensor[slices[name]], exact[name], same_dtype_reference[name])
 
 
 def test_thousands_of_tiny_sequences():
@@ -371,13 +373,15 @@ def test_one_very_long_sequence(dim, deterministic):
             cu_seqlens_k=offsets([end], "cuda"),
         )
         exact = run(reference.hstu_attention, part, dout[rows], torch.float64)
-        yardstick = run(reference.hstu_attention, part, dout[rows], compute_dtype=batch.q.dtype)
+        same_dtype_reference = run(
+            reference.hstu_attention, part, dout[rows], compute_dtype=batch.q.dtype
+        )
         for name in ("out", "dq"):
-            assert_matches(name, result[name][rows], exact[name], yardstick[name])
+            assert_matches(name, result[name][rows], exact[name], same_dtype_reference[name])
         exact = _silu_gradients_of_keys(batch, dout, rows, torch.float64)
-        yardstick = _silu_gradients_of_keys(batch, dout, rows, batch.q.dtype)
+        same_dtype_reference = _silu_gradients_of_keys(batch, dout, rows, batch.q.dtype)
         for name in ("dk", "dv"):
-            assert_matches(name, result[name][rows], exact[name], yardstick[name])
+            assert_matches(name, result[name][rows], exact[name], same_dtype_reference[name])
 
 
 def test_backward_of_more_than_two_to_the_31_elements():

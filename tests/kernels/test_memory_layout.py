@@ -108,6 +108,7 @@ def test_rows_of_spans_and_func_may_be_strided(device):
     assert torch.equal(run(hstu_attention, batch)["out"], expected)
 
 
+@pytest.mark.gpu_missing("relative bias")
 def test_tables_may_be_strided(device):
     batch = make_batch([41], heads=4, dtype=BF16, device=device, mask="causal")
     wide = torch.randn(4, 30, device=device)
@@ -202,6 +203,10 @@ def test_gradients_that_are_not_asked_for_are_empty(device):
         batch, random_dout(batch), has_drab=False, has_dtables=True
     )
     assert (drab.numel(), dpos.numel(), dts.numel()) == (0, 0, 0)
+
+
+@pytest.mark.gpu_missing("relative bias")
+def test_gradients_of_tables_that_there_are_not_are_empty(device):
     batch = make_batch([9], dtype=BF16, device=device, bias="position")
     *_, drab, dpos, dts = raw_ops.backward(
         batch, random_dout(batch), has_drab=False, has_dtables=True
@@ -255,14 +260,15 @@ def test_what_lies_past_seqused_never_matters(deterministic, device, name):
         assert not dirty["dv"][k_end - lengths_k[b] + used_k[b] : k_end].any()
 
 
-def test_seqused_against_the_reference(device):
+@pytest.mark.parametrize("bias", ["rab", "position-row-time"])
+def test_seqused_against_the_reference(device, bias):
     batch = make_batch(
         [66, 70, 30],
         [20, 70, 9],
         dtype=BF16,
         device=device,
         mask=make_mask("min-full-context-target", [60, 65, 9], device=device),
-        bias="position-row-time",
+        bias=bias,
         seqused_q=torch.tensor([13, 0, 9], device=device),
         seqused_k=torch.tensor([60, 65, 9], device=device),
     )

@@ -79,15 +79,16 @@ def test_length(device, length, dtype):
         check_against_reference(hstu_attention, batch)
 
 
+@pytest.mark.parametrize("bias", ["rab", "position-time"])
 @pytest.mark.parametrize("rows", [1, TILE - 1, TILE, TILE + 1])
-def test_delta_rows_of_a_longer_sequence(device, rows):
+def test_delta_rows_of_a_longer_sequence(device, rows, bias):
     batch = make_batch(
         [3 * TILE + 5, rows],
         [rows, rows],
         dtype=torch.bfloat16,
         device=device,
         mask="context-target",
-        bias="position-time",
+        bias=bias,
     )
     check_against_reference(hstu_attention, batch)
 
@@ -98,14 +99,15 @@ def test_many_tiny_sequences(device):
     check_against_reference(hstu_attention, batch)
 
 
-def test_one_long_sequence_among_short_ones(device):
+@pytest.mark.parametrize("bias", ["rab", "position-time"])
+def test_one_long_sequence_among_short_ones(device, bias):
     batch = make_batch(
         [3, 2500, 0, 40],
         heads=1,
         dtype=torch.bfloat16,
         device=device,
         mask="context-target",
-        bias="position-time",
+        bias=bias,
     )
     check_against_reference(hstu_attention, batch)
 
@@ -123,6 +125,11 @@ def test_several_heads_share_a_bias_head(device):
     batch = make_batch([70, 12], heads=6, dtype=torch.bfloat16, device=device, mask="causal")
     rab = torch.randn(2, 3, 70, 70, dtype=torch.bfloat16, device=device)
     check_against_reference(hstu_attention, batch.with_bias(DenseBias(rab)))
+
+
+@pytest.mark.gpu_missing("relative bias")
+def test_several_heads_share_a_table(device):
+    batch = make_batch([70, 12], heads=6, dtype=torch.bfloat16, device=device, mask="causal")
     times = torch.randint(0, 10**6, (82,), device=device)
     tables = RelativeBias(
         torch.randn(2, 31, device=device), torch.randn(3, 9, device=device), times
@@ -130,6 +137,7 @@ def test_several_heads_share_a_bias_head(device):
     check_against_reference(hstu_attention, batch.with_bias(tables))
 
 
+@pytest.mark.gpu_missing("relative bias")
 def test_own_thresholds(device):
     thresholds = torch.tensor([0, 5, 5, 100, 2**40], device=device)
     batch = make_batch([50], dtype=torch.bfloat16, device=device, mask="causal")

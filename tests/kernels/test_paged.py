@@ -93,14 +93,21 @@ def test_full_and_arbitrary_masks(device, fp8):
 
 
 @with_and_without_fp8
-def test_biases(device, fp8):
+def test_dense_bias(device, fp8):
     batch = make_paged_batch(
         [90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
     )
     size = batch.max_seqlen_k
-    batch.bias = None
     rab = torch.randn(2, 1, size, size, dtype=BF16, device=device)
     check_against_reference(hstu_attention, batch.with_bias(DenseBias(rab)), backward=False)
+
+
+@pytest.mark.gpu_missing("relative bias")
+@with_and_without_fp8
+def test_relative_bias(device, fp8):
+    batch = make_paged_batch(
+        [90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
+    )
     total_k = int(batch.cu_seqlens_k[-1])
     times = torch.randint(0, 10**6, (total_k,), device=device)
     relative = RelativeBias(

@@ -28,26 +28,26 @@ from hstu_attn.testing import (
 
 def test_the_allowed_error():
     exact = torch.tensor([1.0, -4.0], dtype=torch.float64)
-    yardstick = torch.tensor([1.25, -4.0])
+    same_dtype_reference = torch.tensor([1.25, -4.0])
     worse = torch.tensor([1.0, -3.5])
     two_roundings = 4 * torch.finfo(torch.bfloat16).eps
-    allowed = allowed_error(exact, [yardstick], torch.bfloat16)
+    allowed = allowed_error(exact, [same_dtype_reference], torch.bfloat16)
     assert allowed == pytest.approx(2 * 0.25 + two_roundings)
-    allowed = allowed_error(exact, [yardstick, worse], torch.bfloat16)
+    allowed = allowed_error(exact, [same_dtype_reference, worse], torch.bfloat16)
     assert allowed == pytest.approx(2 * 0.5 + two_roundings)
-    assert allowed_error(exact[:0], [yardstick[:0]], torch.float32) == 0
+    assert allowed_error(exact[:0], [same_dtype_reference[:0]], torch.float32) == 0
 
 
 def test_a_result_within_the_rule_passes_and_one_beyond_fails():
     exact = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
-    yardstick = exact.float() + 0.125
-    assert_matches("x", exact.float() + 0.24, exact, yardstick)
+    same_dtype_reference = exact.float() + 0.125
+    assert_matches("x", exact.float() + 0.24, exact, same_dtype_reference)
     with pytest.raises(AssertionError, match=r"x: error 2\.6.* at \[0, 0\].* 2 of 2 elements"):
-        assert_matches("x", exact.float() + 0.26, exact, yardstick)
+        assert_matches("x", exact.float() + 0.26, exact, same_dtype_reference)
     with pytest.raises(AssertionError, match="NaN or Inf"):
-        assert_matches("x", torch.tensor([[1.0, float("nan")]]), exact, yardstick)
+        assert_matches("x", torch.tensor([[1.0, float("nan")]]), exact, same_dtype_reference)
     with pytest.raises(AssertionError, match=r"\(2,\) != \(1, 2\)"):
-        assert_matches("x", torch.ones(2), exact, yardstick)
+        assert_matches("x", torch.ones(2), exact, same_dtype_reference)
 
 
 @pytest.mark.parametrize(

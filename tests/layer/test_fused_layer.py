@@ -632,11 +632,11 @@ def test_on_a_gpu(name, dtype, recompute):
         assert layer._is_fused(inputs["x"])
         cotangent = torch.randn_like(inputs["x"])
         actual = run(with_config(layer, **recompute), inputs, cotangent)
-        yardstick = run(with_config(layer, fused=False), inputs, cotangent)
+        same_dtype_reference = run(with_config(layer, fused=False), inputs, cotangent)
         on_cpu = {n: t.cpu() if torch.is_tensor(t) else t for n, t in inputs.items()}
         exact = run(double, {**on_cpu, "x": on_cpu["x"].double()}, cotangent.cpu().double())
         for tensor_name, tensor in actual.items():
-            wanted = yardstick[tensor_name]
+            wanted = same_dtype_reference[tensor_name]
             assert tensor.dtype == wanted.dtype
             triple = (tensor.cpu(), exact[tensor_name], wanted.cpu())
             found.setdefault(tensor_name, []).append(triple)

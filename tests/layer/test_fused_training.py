@@ -182,7 +182,7 @@ def test_losses_are_those_of_composed_layers(case: Case, data: RankingData) -> N
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_a_step(case: Case, data: RankingData) -> None:
     """Of each parameter, by the rule of :mod:`hstu_attn.testing`: the exact ones are those of the
-    composed layers in fp32, and yardsticks those of the composed layers in bf16 on the batch in
+    composed layers in fp32, and references those of the composed layers in bf16 on the batch in
     several orders. In fp32 the two differ by the rounding of sums."""
     start = make_model(data, case)
     with torch.no_grad():
@@ -214,5 +214,5 @@ def test_gradients_of_a_step(case: Case, data: RankingData) -> None:
                 gradient, exact[name], rtol=1e-4, atol=1e-5 * scale, msg=name
             )
             continue
-        yardsticks = [of_order[name].to(case.dtype) for of_order in composed]
-        assert_matches(name, gradient.to(case.dtype), exact[name].double(), *yardsticks)
+        references = [of_order[name].to(case.dtype) for of_order in composed]
+        assert_matches(name, gradient.to(case.dtype), exact[name].double(), *references)

@@ -263,8 +263,8 @@ def test_layer_follows_the_dtype_of_its_input(config: HSTULayerConfig, dtype: to
     output = layer(**inputs)
     assert output.dtype == dtype
     exact = plain_layer(deepcopy(layer).double(), **{**inputs, "x": inputs["x"].double()})
-    yardstick = plain_layer(deepcopy(layer).to(dtype), **inputs)
-    assert_matches("output", output, exact, yardstick)
+    same_dtype_reference = plain_layer(deepcopy(layer).to(dtype), **inputs)
+    assert_matches("output", output, exact, same_dtype_reference)
     output.float().sum().backward()
     gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
     assert all(gradient.dtype == torch.float32 for gradient in gradients)

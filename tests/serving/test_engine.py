@@ -159,7 +159,15 @@ def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
     assert max(lengths) > LONGEST - 8
 
 
-@pytest.mark.parametrize("name", ["retrieval", "ranking", "ranking, times"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("retrieval", marks=pytest.mark.gpu_missing("relative bias")),
+        "retrieval, no bias",
+        "ranking",
+        pytest.param("ranking, times", marks=pytest.mark.gpu_missing("relative bias")),
+    ],
+)
 def test_bf16(name: str, device: str) -> None:
     check_answers(name, torch.bfloat16, device)
 

@@ -90,9 +90,11 @@ class Comparison:
         return answers
 
     def check(self) -> None:
-        *found, yardstick = (torch.cat(scores) for scores in zip(*self.found, strict=True))
+        *found, same_dtype_reference = (
+            torch.cat(scores) for scores in zip(*self.found, strict=True)
+        )
         for scores in found:
-            assert_matches("scores", scores, torch.cat(self.exact), yardstick)
+            assert_matches("scores", scores, torch.cat(self.exact), same_dtype_reference)
 
 
 def traffic(turns: int, actions: int, seed: int = 0) -> Iterator[Batch]:

@@ -366,8 +366,10 @@ def test_growing_histories_against_dense_attention(device, page_size, num_pages,
                 out = hstu_attention(q, k, v, **common, paged_kv=step.paged_kv(layer))
                 k, v = dense[layer]
                 exact = reference.hstu_attention(q.double(), k.double(), v.double(), **common)
-                yardstick = reference.hstu_attention(q, k, v, **common, compute_dtype=dtype)
-                assert_matches("out", out, exact, yardstick)
+                same_dtype_reference = reference.hstu_attention(
+                    q, k, v, **common, compute_dtype=dtype
+                )
+                assert_matches("out", out, exact, same_dtype_reference)
     stats = cache.stats()
     assert min(stats.hits, stats.evictions) > 0
     assert (stats.host_hits > 0) == bool(host_pages)
