@@ -406,6 +406,22 @@ class NinjaBuild(build_ext):
             self.copy_file(str(folder / target.name), str(target))
 
 
+def package_readme() -> str:
+    """README.md without its repository, for a package index.
+
+    No public address of the repository is known, so that a relative link would lead nowhere: it
+    becomes its text and the path, which the source distribution has. Relative pictures are left
+    out.
+    """
+    text = re.sub(r'<img src="(?!https?:)[^>]*>\n*', "", (ROOT / "README.md").read_text())
+
+    def name_path(link: re.Match[str]) -> str:
+        words, path = link[1], link[2].partition("#")[0]
+        return f"`{path}`" if words == path else f"{words} (`{path}`)"
+
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)", name_path, text)
+
+
 # The tools import this file for its flags; a build runs it.
 if __name__ == "__main__":
     # NOTE: a build frontend asks for requirements by this command. In any other, setuptools would
@@ -418,5 +434,7 @@ if __name__ == "__main__":
             Extension("hstu_attn._host", sources=[]),
         ],
         cmdclass={"build_ext": NinjaBuild},
+        long_description=package_readme(),
+        long_description_content_type="text/markdown",
         setup_requires=missing_requirements() if asks_requirements else [],
     )

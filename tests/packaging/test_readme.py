@@ -326,6 +326,19 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
 
 
+def test_the_description_on_a_package_index_has_no_relative_links(tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path), cwd=ROOT)
+    metadata, _, text = (tmp_path / "hstu_attn.egg-info/PKG-INFO").read_text().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert text.startswith("# hstu_attn\n")
+    targets = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'src="([^"]+)"', text)]
+    assert targets
+    assert not [target for target in targets if not target.startswith("https:")]
+    paths = re.findall(r"\(`([\w/.]+)`\)", text)
+    assert "docs/quickstart/cpu.md" in paths
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
