@@ -172,6 +172,22 @@ def test_a_target_exists(command: str) -> None:
     run("make", "--dry-run", *shlex.split(command, comments=True)[1:], cwd=ROOT)
 
 
+def test_workflows_call_make_targets_and_nothing_else() -> None:
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r"\brun: (.*)", text) == ["make ${{ matrix.target }}"]
+    targets = re.findall(r"target: \[(.*)\]", text)[0].split(", ")
+    targets += re.findall(r"target: (\w+),", text)
+    rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(targets) <= set(rules)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = re.escape(hstu_attn.__version__)
+    assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(version, released[0])
+
+
 OPTIONS = [
     found[1]
     for command in [*COMMANDS, *INLINE]
