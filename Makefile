@@ -95,7 +95,7 @@ $(VENV)/.cuda: $(VENV)/.installed third_party/cuda-build.txt
 	$(PIP) --quiet --no-deps -r third_party/cuda-build.txt
 	touch $@
 
-# The build's folder holds what ptxas said of each kernel: a spill in a tuned head dim is an error.
+# The build's folder holds what ptxas said of each kernel: a spill in an attention kernel is an error.
 cuda: $(VENV)/.cuda
 	HSTU_ATTN_CUDA=1 $(BIN)/python setup.py --quiet build --build-lib build/cuda
 	$(BIN)/python tools/kernel_table.py --check build/ninja-$$($(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')-cuda
@@ -135,7 +135,7 @@ docs: $(VENV)/.docs
 ASAN := build/asan
 asan: $(VENV)/.installed
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
-	cp -r $(wildcard tests tools examples benchmarks) pyproject.toml $(ASAN)
+	cp -r $(wildcard tests tools examples benchmarks) setup.py pyproject.toml $(ASAN)
 	HSTU_ATTN_SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN)
 	cd $(ASAN) && PYTHONPATH=$(CURDIR)/$(ASAN) tools/asan.sh reports \
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \

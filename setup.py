@@ -18,6 +18,7 @@ Environment variables, all optional:
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -56,10 +57,28 @@ X86_FLAGS = {
     "amx": "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
 }
 
+# What the CUDA kernels are built for. A head dim also needs its tiles, in csrc/sm80/tile_config.h
+# and csrc/sm90/tile_config.h.
 ARCHS = ("80", "90")
-DTYPES = ("bf16", "fp16")
+DTYPES = {"bf16": "kBFloat16", "fp16": "kFloat16"}  # names of the enum DType in csrc/params.h
 HEAD_DIMS = ("32", "64", "128", "256")
 NVCC_GIB = 5  # memory that one nvcc may take on a CuTe kernel
+
+
+# The function templates that the build instantiates for each head dim and dtype, and that source.
+KERNELS = {
+    "forward": ("ForwardKernel forward", "ForwardKernel paged_forward"),
+    "backward": ("BackwardKernel backward",),
+}
+INSTANTIATION = """\
+// Written by setup.py.
+#include "{arch}/launch_{direction}.h"
+
+namespace hstu::{arch} {{
+
+{kernels}
+}}  // namespace hstu::{arch}
+"""
 
 
 class CudaTarget(NamedTuple):
@@ -233,39 +252,54 @@ def dtype_groups(target: CudaTarget) -> list[list[str]]:
 class CudaSource(NamedTuple):
     """A CUDA source and how it is compiled."""
 
-    path: Path
-    target: CudaTarget
-    dtypes: list[str]
+    name: str  # its path in csrc, or in the build folder if the build writes it
+    gencode: str
+    seconds: float  # that one core needs, roughly
+    text: str = ""  # what the build writes
 
     @property
-    def seconds(self) -> float:
-        """How long one core compiles it, roughly."""
-        return self.target.seconds * len(self.dtypes) / len(DTYPES)
+    def path(self) -> str | Path:
+        return self.name if self.text else CSRC / self.name
+
+
+def instantiation(arch: str, direction: str, head_dim: str, group: list[str]) -> str:
+    """The source with the kernels of one architecture, direction and head dim."""
+    kernels = "".join(
+        f"template {kernel}<{head_dim}, DType::{DTYPES[dtype]}>();\n"
+        for dtype in group
+        for kernel in KERNELS[direction]
+    )
+    return INSTANTIATION.format(arch=arch, direction=direction, kernels=kernels)
 
 
 def cuda_sources() -> list[CudaSource]:
     """The CUDA sources of _C, the slowest first.
 
-    Those in sm<arch>/instantiations/ hold the kernels of one head dim; those in other folders are
-    small and serve every architecture.
+    The build writes one for each architecture, direction and head dim, such as
+    sm90/forward_d64.bf16.cu. Those in csrc are small and serve every architecture.
     """
     archs = env_choice("HSTU_ATTN_ARCHS", ARCHS)
     sources = []
     for kind, target in CUDA_TARGETS.items():
         arch, _, direction = kind.partition("/")
         if arch.removeprefix("sm") in archs:
-            for head_dim in reversed(head_dims()):
-                path = CSRC / arch / f"instantiations/{direction}_d{head_dim}.cu"
-                sources += [CudaSource(path, target, group) for group in dtype_groups(target)]
-    small = [CudaSource(path, CUDA_TARGETS["common"], dtypes()) for path in CSRC.glob("*/*.cu")]
-    return sorted(sources + small, key=lambda source: -source.seconds)
+            for head_dim, group in itertools.product(reversed(head_dims()), dtype_groups(target)):
+                name = f"{kind}_d{head_dim}.{'-'.join(group)}.cu"
+                text = instantiation(arch, direction, head_dim, group)
+                seconds = target.seconds * len(group) / len(DTYPES)
+                sources.append(CudaSource(name, target.gencode, seconds, text))
+    for path in CSRC.glob("*/*.cu"):
+        name = path.relative_to(CSRC).as_posix()
+        sources.append(CudaSource(name, *CUDA_TARGETS["common"]))
+    return sorted(sources, key=lambda source: -source.seconds)
 
 
-def cuda_defines(chosen_dtypes: list[str]) -> str:
-    """What csrc/dispatch.cpp may dispatch to, and what an instantiation holds."""
+def cuda_defines() -> str:
+    """What csrc/dispatch.cpp may dispatch to."""
     names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", ARCHS)]
-    names += [f"DTYPE_{dtype.upper()}" for dtype in chosen_dtypes]
-    return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}=1" for name in names)])
+    names += [f"DTYPE_{dtype.upper()}" for dtype in dtypes()]
+    names.append(f"HEAD_DIMS={','.join(head_dims())}")
+    return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}" for name in names)])
 
 
 def announcement() -> str:
@@ -295,6 +329,7 @@ class NinjaFile:
         cxx = os.environ.get("CXX", "g++")
         cxxflags, ldflags = os.environ.get("CXXFLAGS", ""), os.environ.get("LDFLAGS", "")
         common = f"-I'{CSRC}' $flags -MF $out.d -c $in -o $out"
+        self.sources: dict[str, str] = {}  # to write into the build folder, by path
         self.text = f"""\
 pool nvcc
   depth = {nvcc_jobs()}
@@ -324,7 +359,7 @@ rule link
     def library(self, output: str, torch: Path | None) -> None:
         """_C: ops and kernels, with the headers and libraries in the folder `torch`."""
         cuda = cuda_wanted()
-        defines = cuda_defines(dtypes()) if cuda else ""
+        defines = cuda_defines() if cuda else ""
         includes = f"-isystem '{torch}/include'"
         # NOTE: libtorch.so holds no symbol itself but leads to the libraries that do, so without
         # --no-as-needed, a linker whose default is --as-needed (Ubuntu's) would drop it. libstdc++
@@ -334,15 +369,14 @@ rule link
             includes += f" -isystem {cuda_home()}/include"
             libraries += f" -L{cuda_home()}/lib64 -L{cuda_home()}/lib -lcudart_static -lrt -ldl"
             libraries += " -lpthread -Wl,--exclude-libs,ALL"
-            # NOTE: for C++ alone; nvcc takes a comma in a definition for the end of it.
-            includes += f" -DHSTU_ATTN_HEAD_DIMS={','.join(head_dims())}"
         cpp_flags = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {defines} {includes}"
         objects = [self.compile("cxx", path, f"{cpp_flags} {isa}") for path, isa in cpp_sources()]
         if cuda:
-            for path, target, group in cuda_sources():
-                flags = f"{cuda_defines(group)} -isystem '{cutlass_include()}' {target.gencode}"
-                name = path.relative_to(CSRC).with_suffix("." + "-".join(group) + ".cu.o")
-                objects.append(self.build("nvcc", name.as_posix(), [path], flags))
+            for source in cuda_sources():
+                flags = f"-isystem '{cutlass_include()}' {source.gencode}"
+                objects.append(self.build("nvcc", f"{source.name}.o", [source.path], flags))
+                if source.text:
+                    self.sources[source.name] = source.text
         self.build("link", output, objects, libraries)
 
     def host_module(self, output: str, python_include: Path = PYTHON_INCLUDE) -> None:
@@ -350,6 +384,17 @@ rule link
         flags = f"-isystem '{pybind11.get_include()}' -isystem '{python_include}'"
         sources = [*sorted(CSRC.glob("host/*.cpp")), *sorted(CSRC.glob("serving/*.cpp"))]
         self.build("link", output, [self.compile("cxx", path, flags) for path in sources])
+
+    def write(self, folder: Path) -> None:
+        """Writes build.ninja and the generated sources into the build folder.
+
+        A file that would not change keeps its time, so that ninja does not compile it again.
+        """
+        for name, text in {"build.ninja": self.text, **self.sources}.items():
+            path = folder / name
+            if not (path.exists() and path.read_text() == text):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
 
 
 def run_ninja(folder: Path, options: list[str]) -> None:
@@ -392,8 +437,7 @@ class NinjaBuild(build_ext):
         cuda = ["cuda"] if cuda_wanted() else []
         config = [sys.implementation.cache_tag, *cuda, *env_list("HSTU_ATTN_SANITIZE")]
         folder = ROOT / "build" / "-".join(["ninja", *config])
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "build.ninja").write_text(ninja.text)
+        ninja.write(folder)
         print(announcement(), file=sys.stderr, flush=True)
         run_ninja(folder, ["-v"] * (self.verbose > 1))
         if cuda:

@@ -11,7 +11,7 @@
 
 #include "common/cuda_check.h"
 #include "sm80/kernels.h"
-#if HSTU_ATTN_SM90
+#if defined(HSTU_ATTN_SM90)
 #include "sm90/kernels.h"
 #endif
 
@@ -29,9 +29,9 @@ std::string names(std::integer_sequence<int, kHeadDims...>) {
 }
 
 const char* built_dtypes() {
-#if HSTU_ATTN_DTYPE_BF16 && HSTU_ATTN_DTYPE_FP16
+#if defined(HSTU_ATTN_DTYPE_BF16) && defined(HSTU_ATTN_DTYPE_FP16)
   return "bfloat16 and float16";
-#elif HSTU_ATTN_DTYPE_BF16
+#elif defined(HSTU_ATTN_DTYPE_BF16)
   return "bfloat16";
 #else
   return "float16";
@@ -45,12 +45,12 @@ auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParam
   std::optional<decltype(make.template operator()<32, DType::kBFloat16>())> kernel;
   const auto offer = [&]<int kHeadDim>() {
     if (kernel || params.q.head_dim > kHeadDim || params.v.head_dim > kHeadDim) return;
-#if HSTU_ATTN_DTYPE_BF16
+#if defined(HSTU_ATTN_DTYPE_BF16)
     if (params.dtype == DType::kBFloat16) {
       kernel = make.template operator()<kHeadDim, DType::kBFloat16>();
     }
 #endif
-#if HSTU_ATTN_DTYPE_FP16
+#if defined(HSTU_ATTN_DTYPE_FP16)
     if (params.dtype == DType::kFloat16) {
       kernel = make.template operator()<kHeadDim, DType::kFloat16>();
     }
@@ -79,10 +79,10 @@ std::string describe_build() {
   int driver = 0;
   check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   std::string archs;
-#if HSTU_ATTN_SM80
+#if defined(HSTU_ATTN_SM80)
   archs += " sm80";
 #endif
-#if HSTU_ATTN_SM90
+#if defined(HSTU_ATTN_SM90)
   archs += " sm90";
 #endif
   return "archs" + archs + "\ndtypes " + built_dtypes() + "\nhead_dims " + names(HeadDims{}) +
@@ -92,7 +92,7 @@ std::string describe_build() {
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
   const char* pass = params.paged.kv_cache ? "paged forward" : "forward";
   const char* unsupported_reason = nullptr;
-#if HSTU_ATTN_SM90
+#if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     unsupported_reason = sm90::unsupported_reason(device, params);
     if (!unsupported_reason) {
@@ -108,7 +108,7 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
   }
 #endif
   print_choice(pass, "sm80", unsupported_reason);
-#if HSTU_ATTN_SM80
+#if defined(HSTU_ATTN_SM80)
   if (params.paged.kv_cache) {
     return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
       return sm80::paged_forward<kHeadDim, kDType>();
@@ -117,14 +117,15 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::forward<kHeadDim, kDType>(); });
 #else
-  throw NotImplemented(std::string("sm90: no kernel for ") + unsupported_reason +
+  throw NotImplemented(std::string("sm90: no kernel for ") +
+                       (unsupported_reason ? unsupported_reason : "this GPU") +
                        ", and sm80 is not built");
 #endif
 }
 
 BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params) {
   const char* unsupported_reason = nullptr;
-#if HSTU_ATTN_SM90
+#if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     unsupported_reason = sm90::backward_unsupported_reason(device, params);
     if (!unsupported_reason) {
@@ -135,7 +136,7 @@ BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& p
   }
 #endif
   print_choice("backward", "sm80", unsupported_reason);
-#if HSTU_ATTN_SM80
+#if defined(HSTU_ATTN_SM80)
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::backward<kHeadDim, kDType>(); });
 #else

@@ -111,8 +111,7 @@ def host_module(python: Interpreter) -> Path:
     ninja = setup.NinjaFile()
     ninja.host_module(f"_host{python.suffix}", python.include)
     folder = setup.ROOT / f"build/ninja-{python.abi}-host"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(ninja.text)
+    ninja.write(folder)
     setup.run_ninja(folder, ["--quiet"])
     library = folder / f"_host{python.suffix}"
     run(python.command, "-c", LOAD_HOST, library)

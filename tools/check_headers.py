@@ -78,7 +78,7 @@ def compiles(torch: Path) -> bool:
     ninja.library("_C.so", torch)
     ninja.host_module("_host.so")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "build.ninja").write_text(ninja.text)
+        ninja.write(Path(folder))
         try:
             setup.run_ninja(Path(folder), ["--quiet"])
         except CompileError as error:

@@ -1,4 +1,5 @@
-// Every tile number of the sm80 kernels, each with its reason. A new head dim is added here.
+// Every tile number of the sm80 kernels, each with its reason. A new head dim gets its numbers here
+// and in ../sm90/tile_config.h, and is listed in HEAD_DIMS of setup.py.
 #pragma once
 
 namespace hstu::sm80 {
@@ -27,16 +28,20 @@ struct ForwardTiles {
 
 template <int kHeadDim, Memory kMemory, bool kHasBias>
 constexpr ForwardTiles forward_tiles() {
-  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
-                "forward_tiles has no entry for this head dim");
-  if constexpr (kHeadDim == 32) return {128, 64, 4, 2, {4, false}};
-  if constexpr (kHeadDim == 64) return {128, 64, 4, 2, {2, false}};
-  if constexpr (kHeadDim == 128) {
+  if constexpr (kHeadDim == 32) {
+    return {128, 64, 4, 2, {4, false}};
+  } else if constexpr (kHeadDim == 64) {
+    return {128, 64, 4, 2, {2, false}};
+  } else if constexpr (kHeadDim == 128) {
     if constexpr (kHasBias) return {128, 64, 4, 2, {1, true}};
     return {128, 64, 4, 2, {2, true}};
+  } else if constexpr (kHeadDim == 256) {
+    // Two blocks of 64 rows are faster than one of 128, whose warps wait for the same barriers.
+    return {64, 32, 4, 2, {2, true}, true};
+  } else {
+    static_assert(kHeadDim == 0,
+                  "sm80/tile_config.h: forward_tiles has no entry for this head dim");
   }
-  // Two blocks of 64 rows are faster than one of 128, whose warps wait for the same barriers.
-  if constexpr (kHeadDim == 256) return {64, 32, 4, 2, {2, true}, true};
 }
 
 struct BackwardTiles {
@@ -53,23 +58,23 @@ struct BackwardTiles {
 
 template <int kHeadDim, Memory kMemory, bool kIsDeterministic>
 constexpr BackwardTiles backward_tiles() {
-  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
-                "backward_tiles has no entry for this head dim");
   constexpr bool kLarge = kMemory == Memory::kLarge;
-  if constexpr (kHeadDim == 32) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
-  if constexpr (kHeadDim == 64) {
+  if constexpr (kHeadDim == 32) {
+    return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
+  } else if constexpr (kHeadDim == 64) {
     // A key tile twice as large halves the sums of dQ that wait for their turn.
     if constexpr (kLarge && kIsDeterministic) return {128, 128, 8, 1, 2, 4, 4, 4, {2, true}};
     if constexpr (kLarge) return {128, 64, 4, 2, 2, 4, 2, 4, {2, true}};
     return {64, 128, 8, 1, 2, 2, 4, 4, {2, true}};
-  }
-  if constexpr (kHeadDim == 128) {
+  } else if constexpr (kHeadDim == 128) {
     if constexpr (kLarge) return {64, 128, 8, 1, 2, 2, 4, 2, {2, true}};
     return {64, 64, 8, 1, 1, 4, 4, 4, {2, true}};
-  }
-  if constexpr (kHeadDim == 256) {
+  } else if constexpr (kHeadDim == 256) {
     if constexpr (kLarge) return {64, 64, 8, 1, 1, 4, 2, 2, {2, true}};
     return {32, 32, 4, 1, 1, 2, 2, 2, {2, true}};
+  } else {
+    static_assert(kHeadDim == 0,
+                  "sm80/tile_config.h: backward_tiles has no entry for this head dim");
   }
 }
 

@@ -1,5 +1,5 @@
-// The kernels of this folder, two forwards and a backward for each head dim and dtype; those that
-// are built are instantiated in instantiations/.
+// The kernels of this folder, two forwards and a backward for each head dim and dtype. setup.py
+// writes a source for each that instantiates them.
 #pragma once
 
 #include <climits>

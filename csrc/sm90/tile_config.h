@@ -1,4 +1,5 @@
-// Every tile number of the sm90 kernels, each with its reason. A new head dim is added here.
+// Every tile number of the sm90 kernels, each with its reason. A new head dim gets its numbers here
+// and in ../sm80/tile_config.h, and is listed in HEAD_DIMS of setup.py.
 #pragma once
 
 namespace hstu::sm90 {
@@ -44,19 +45,20 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
 // more than a second stage of Q. A cache of e4m3 has no room for it beside its scales.
 template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized>
 constexpr ForwardTiles forward_tiles() {
-  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
-                "forward_tiles has no entry for this head dim");
-  if constexpr (kHeadDim <= 64) {
+  if constexpr (kHeadDim == 32 || kHeadDim == 64) {
     if constexpr (kHasBias) return {2, 128, 2, 4};
     if constexpr (kIsPaged) return {2, 128, 2, kIsQuantized ? 4 : 6};
     return {3, 128, 2, 4};
-  }
-  if constexpr (kHeadDim == 128) {
+  } else if constexpr (kHeadDim == 128) {
     if constexpr (kHasBias) return {2, 128, 1, 2};
     if constexpr (kIsPaged && !kIsQuantized) return {2, 128, 1, 3};
     return {2, 128, 2, 2};
+  } else if constexpr (kHeadDim == 256) {
+    return {2, 64, 1, 2};
+  } else {
+    static_assert(kHeadDim == 0,
+                  "sm90/tile_config.h: forward_tiles has no entry for this head dim");
   }
-  if constexpr (kHeadDim == 256) return {2, 64, 1, 2};
 }
 
 // Of a cluster's blocks that share a tile of rows, with a paged cache. 8 is the most that every GPU

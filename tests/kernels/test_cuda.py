@@ -26,11 +26,11 @@ from hstu_attn.testing import (
     run,
 )
 from tests.helpers import raw_ops
+from tests.helpers.head_dims import HEAD_DIMS
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
-TUNED = (32, 64, 128, 256)
 DENSE_BIASES = (None, "rab", "rab-1-head", "rab-fp32", "rab-strided")
 SMALL_MEMORY = "101376"  # bytes a block may use on GPUs of compute capability 8.6, 8.9 and 12.0
 ALL_BUT_ONE = 2**31 - 1  # an sm_margin that leaves one multiprocessor
@@ -66,7 +66,7 @@ def check(batch: Batch, **extra: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_a_scale_for_each_row(dim, dtype):
     """As small as the inverse of a long length, which fp16 has few bits for."""
     lengths = [300, 0, 70, 129]
@@ -104,7 +104,7 @@ def test_every_head_dim(dim):
 
 
 @both_dtypes
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_lengths_around_tiles(dim, dtype):
     lengths = [0, 1, 2, *(size + step for size in (32, 64, 128, 256) for step in (-1, 0, 1))]
     for mask in ("full", "causal"):
@@ -125,7 +125,7 @@ def _masks_and_biases() -> list[object]:
     for m, mask in enumerate(MASK_NAMES):
         for n in range(2):
             bias = DENSE_BIASES[(m + 2 * n + m // 5) % len(DENSE_BIASES)]
-            dim, dtype = TUNED[(m + n) % 4], DTYPES[(m // 4 + n) % 2]
+            dim, dtype = HEAD_DIMS[(m + n) % len(HEAD_DIMS)], DTYPES[(m // 4 + n) % 2]
             delta = (m + n) % 2 == 1
             name = f"{mask}-{bias or 'no-bias'}-{dim}-{str(dtype)[6:]}"
             cases.append(
@@ -150,7 +150,7 @@ def test_windows_wider_than_tiles(window):
     check(batch)
 
 
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("window", [-1, 150], ids=["causal", "window"])
 def test_candidates_over_several_tiles(window, dim):
     """Whole tiles of targets, which see the history and their group but not each other."""
@@ -186,7 +186,7 @@ def test_aligned_bias(n):
         lengths_k,
         lengths_q,
         heads=4,
-        dim=TUNED[n % 4],
+        dim=HEAD_DIMS[n % len(HEAD_DIMS)],
         dtype=dtype,
         device="cuda",
         mask=MASK_NAMES[n],
@@ -217,7 +217,7 @@ def test_rab_is_larger_than_the_sequences():
 
 @both_dtypes
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_small_shared_memory(monkeypatch, dim, bias, dtype):
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", SMALL_MEMORY)
     for mask in ("context-target", "local"):
@@ -236,7 +236,7 @@ def test_small_shared_memory(monkeypatch, dim, bias, dtype):
 @pytest.mark.parametrize("memory", ["", SMALL_MEMORY], ids=["all-memory", "small-memory"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @both_dtypes
 def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", memory)
@@ -481,7 +481,7 @@ def test_out_ops_write_their_part_of_a_buffer(monkeypatch, bias, aligned):
         assert buffer.isnan().sum() == buffer.numel() - expected[name].numel(), name
 
 
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_no_query_rows_give_zero_gradients(dim):
     batch = make_batch([150, 3], [0, 0], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
     batch.max_seqlen_q = 0

@@ -14,12 +14,12 @@ import torch
 from hstu_attn import Mask, RelativeBias, hstu_attention
 from hstu_attn.testing import Batch, make_batch, offsets, poisoned_memory, run
 from tests.helpers import raw_ops
+from tests.helpers.head_dims import HEAD_DIMS
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-TUNED = (32, 64, 128, 256)
 
 
 def random_dout(batch: Batch) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_memory_of_a_call_is_not_handed_to_another_stream():
 
 
 @pytest.mark.parametrize("bias", [None, "rab"])
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_a_graph_serves_other_lengths(dim, bias):
     """Captured once, replayed with other offsets, targets and contents in the same buffers."""
     total, longest = 1200, 600
@@ -126,7 +126,7 @@ def test_a_graph_serves_other_lengths(dim, bias):
 
 
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_beside_other_work(dim, bias):
     lengths = [1500, 3, 0, 700, 64, 999]
     batch = make_batch(
@@ -145,7 +145,7 @@ def test_deterministic_beside_other_work(dim, bias):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_sm_margin_changes_no_result(dim):
     batch = make_batch([700, 300], dim=dim, device="cuda", dtype=BF16, mask="causal", bias="rab")
     dout = random_dout(batch)
@@ -211,7 +211,7 @@ def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
-@pytest.mark.parametrize("dim", TUNED)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("lie", LIES)
 def test_lying_offsets_touch_nothing_else(lie, dim, bias):
     lying_call(lie, dim, bias, deterministic=False)

@@ -20,6 +20,7 @@ from hstu_attn import (
 )
 from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.testing import Batch, check_against_reference, make_paged_batch, run
+from tests.helpers.head_dims import HEAD_DIMS
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -272,7 +273,7 @@ def with_tiles(batch: Batch, blocks: str) -> Batch:
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_many_tiles(dim, page_size, blocks, fp8):
     """Histories that end in the middle of tiles and pages, and at their ends."""
     batch = make_paged_batch(
@@ -295,7 +296,7 @@ def test_many_tiles(dim, page_size, blocks, fp8):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "rab"])
 @pytest.mark.parametrize("blocks", TILES)
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_every_paged_kernel(dim, blocks, with_bias, dtype, fp8):
     batch = batch_for_kernel(dim, blocks, with_bias, dtype, fp8)
     check_against_reference(hstu_attention, batch, backward=False)
@@ -326,7 +327,7 @@ def batch_for_kernel(
 @with_and_without_fp8
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", TILES)
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
     """Else the tests of a form of kernel would not be tests of it."""
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":

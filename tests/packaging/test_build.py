@@ -55,19 +55,20 @@ ptxas info    : Used 255 registers, used 1 barriers
 """
 
 
-@pytest.mark.parametrize(("head_dim", "fails"), [(64, True), (72, False)])
+@pytest.mark.parametrize(
+    ("source", "fails"), [("sm80/forward_d64.bf16.cu", True), ("paged/append.cu", False)]
+)
 def test_kernel_table(
-    head_dim: int,
+    source: str,
     fails: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source = f"sm80/instantiations/forward_d{head_dim}.cu"
     log = tmp_path / f"{source}.o.log"
     log.parent.mkdir(parents=True)
     log.write_text(PTXAS_LOG)
-    (tmp_path / "build.ninja").write_text(f"build {source}.o: nvcc /csrc/{source}\n")
+    (tmp_path / "build.ninja").write_text(f"build {source}.o: nvcc {source}\n")
     assert kernel_table.read_logs(tmp_path) == [
         (source, "_ZN4hstu5firstEv", "sm_80", 168, 1024, 0, 0),
         (source, "_ZN4hstu6secondEv", "sm_90", 255, 0, 16, 32),
@@ -140,6 +141,61 @@ def test_the_build_says_that_it_has_no_cuda_kernels(build_machine: pytest.Monkey
     assert "HSTU_ATTN_CUDA=1 builds them" in text
 
 
+def test_the_build_writes_its_kernels_from_the_lists(
+    build_machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build_machine.setenv("HSTU_ATTN_CUDA", "1")
+    build_machine.setenv("MAX_JOBS", "1")
+    build_machine.setattr(setup, "HEAD_DIMS", (*setup.HEAD_DIMS, "96"))
+    build_machine.setenv("HSTU_ATTN_HEAD_DIMS", "96")
+    ninja = setup.NinjaFile()
+    ninja.library("_C.so", Path("torch"))
+    ninja.write(tmp_path)
+    wanted = {
+        f"{arch}/{direction}_d96.bf16-fp16.cu"
+        for arch in ("sm80", "sm90")
+        for direction in ("forward", "backward")
+    }
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.cu")} == wanted
+    source = tmp_path / "sm90/forward_d96.bf16-fp16.cu"
+    assert source.read_text() == (
+        "// Written by setup.py.\n"
+        '#include "sm90/launch_forward.h"\n\n'
+        "namespace hstu::sm90 {\n\n"
+        "template ForwardKernel forward<96, DType::kBFloat16>();\n"
+        "template ForwardKernel paged_forward<96, DType::kBFloat16>();\n"
+        "template ForwardKernel forward<96, DType::kFloat16>();\n"
+        "template ForwardKernel paged_forward<96, DType::kFloat16>();\n\n"
+        "}  // namespace hstu::sm90\n"
+    )
+    # What has not changed keeps its time, so that ninja does not compile it again.
+    os.utime(source, (1, 1))
+    ninja.write(tmp_path)
+    assert source.stat().st_mtime == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "function", "arguments"),
+    [
+        ("sm80", "forward_tiles", "Memory::kLarge, false"),
+        ("sm80", "backward_tiles", "Memory::kLarge, false"),
+        ("sm90", "forward_tiles", "false, false, false"),
+    ],
+)
+def test_the_compiler_names_the_file_that_lacks_a_head_dim(
+    arch: str, function: str, arguments: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "tiles.cpp"
+    source.write_text(
+        f'#include "{arch}/tile_config.h"\n'
+        f"using namespace hstu::{arch};\n"
+        f"auto tiles = {function}<96, {arguments}>();\n"
+    )
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-I", str(setup.CSRC), str(source)]
+    errors = subprocess.run(command, capture_output=True, text=True).stderr
+    assert f"{arch}/tile_config.h: {function} has no entry for this head dim" in errors
+
+
 @pytest.mark.parametrize(("compilers", "objects"), [(2, 16), (16, 24)])
 def test_the_build_says_what_it_compiles(
     build_machine: pytest.MonkeyPatch, compilers: int, objects: int
@@ -148,9 +204,9 @@ def test_the_build_says_what_it_compiles(
     build_machine.setenv("MAX_JOBS", str(compilers))
     sources = setup.cuda_sources()
     everything = set(setup.CSRC.rglob("*.cu"))
-    assert {source.path for source in sources} == everything
-    kernels = [source for source in sources if source.path.parent.name == "instantiations"]
-    assert len(kernels) == objects  # the slow half has an object for each dtype on many cores
+    assert {source.path for source in sources if not source.text} == everything
+    written = [source.name for source in sources if source.text]
+    assert len(set(written)) == objects  # the slow half has an object for each dtype on many cores
     assert [s.seconds for s in sources] == sorted((s.seconds for s in sources), reverse=True)
     minutes = max(sum(s.seconds for s in sources) / compilers, sources[0].seconds) / 60
     assert setup.announcement() == (
