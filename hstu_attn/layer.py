@@ -33,6 +33,7 @@ from .fused import operator as fused
 from .interface import bias_arguments, hstu_attention
 from .jagged import jagged_positions
 from .layer_config import HSTULayerConfig
+from .layer_math import ComposedSteps, Weights, hstu_unit
 from .mask import Mask
 from .paged import append_paged_kv
 
@@ -221,30 +222,26 @@ class HSTULayer(nn.Module):
                 ),
                 self._settings(max_seq_len, mask),
             )
-        u, v, q, k = self._project(x)
-        if context is not None:
-            attention = context.attention(
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            alpha, scaling_seqlen = self.config.alpha, self.config.scaling_seqlen
+            if context is not None:
+                return context.attention(
+                    q, k, v, mask=mask, bias=bias, alpha=alpha, scaling_seqlen=scaling_seqlen
+                )
+            return hstu_attention(
                 q,
                 k,
                 v,
+                cu_seqlens_q=seq_offsets,
+                max_seqlen_q=max_seq_len,
                 mask=mask,
                 bias=bias,
-                alpha=self.config.alpha,
-                scaling_seqlen=self.config.scaling_seqlen,
+                alpha=alpha,
+                scaling_seqlen=scaling_seqlen,
             )
-            return self._output(x, attention, u)
-        attention = hstu_attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=seq_offsets,
-            max_seqlen_q=max_seq_len,
-            mask=mask,
-            bias=bias,
-            alpha=self.config.alpha,
-            scaling_seqlen=self.config.scaling_seqlen,
-        )
-        return self._output(x, attention, u)
+
+        return hstu_unit(x, self.config, self._steps(), attend)
 
     @torch.no_grad()
     def forward_cached(
@@ -281,39 +278,38 @@ class HSTULayer(nn.Module):
         rows.check(self.config)
         self._check(x)
         mask = self._mask(rows.seq_offsets, rows.num_targets, None)
+        bias = self._bias(timestamps, row_timestamps)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pages = rows.step.paged_kv(layer)
+            append_paged_kv(
+                k,
+                v,
+                pages,
+                cu_seqlens_q=rows.seq_offsets,
+                cu_seqlens_k=rows.key_offsets,
+                num_targets=rows.num_targets,
+            )
+            return hstu_attention(
+                q,
+                k,
+                v,
+                cu_seqlens_q=rows.seq_offsets,
+                max_seqlen_q=rows.max_seq_len,
+                cu_seqlens_k=rows.key_offsets,
+                max_seqlen_k=rows.max_key_len,
+                mask=mask,
+                bias=bias,
+                alpha=self.config.alpha,
+                scaling_seqlen=self.config.scaling_seqlen,
+                paged_kv=pages,
+            )
+
         # The compiler fuses torch's functions by itself, and sees no steps of an operator here.
-        is_fused = self._is_fused(x) and not fused.is_traced(x)
-        if is_fused:
-            weights, settings = self._weights(), self._settings(rows.max_seq_len, mask)
-            u, v, q, k = fused.project(x, weights, settings)
-        else:
-            u, v, q, k = self._project(x)
-        pages = rows.step.paged_kv(layer)
-        append_paged_kv(
-            k,
-            v,
-            pages,
-            cu_seqlens_q=rows.seq_offsets,
-            cu_seqlens_k=rows.key_offsets,
-            num_targets=rows.num_targets,
-        )
-        attention = hstu_attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=rows.seq_offsets,
-            max_seqlen_q=rows.max_seq_len,
-            cu_seqlens_k=rows.key_offsets,
-            max_seqlen_k=rows.max_key_len,
-            mask=mask,
-            bias=self._bias(timestamps, row_timestamps),
-            alpha=self.config.alpha,
-            scaling_seqlen=self.config.scaling_seqlen,
-            paged_kv=pages,
-        )
-        if is_fused:
-            return fused.gate_output(x, attention, u, weights, self._seed(x), settings)
-        return self._output(x, attention, u)
+        if self._is_fused(x) and not fused.is_traced(x):
+            settings = self._settings(rows.max_seq_len, mask)
+            return fused.infer(x, self._weights(), self._seed(x), settings, attend)
+        return hstu_unit(x, self.config, self._steps(), attend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, alpha={self.config.alpha:.4g}"
@@ -329,8 +325,8 @@ class HSTULayer(nn.Module):
 
     def _weights(
         self, pos_weight: Tensor | None = None, ts_weight: Tensor | None = None
-    ) -> fused.Weights:
-        return fused.Weights(
+    ) -> Weights:
+        return Weights(
             self.input_norm.weight,
             self.input_norm.bias,
             self.uvqk.weight,
@@ -351,7 +347,6 @@ class HSTULayer(nn.Module):
 
     def _settings(self, max_seq_len: int, mask: Mask) -> fused.Settings:
         config = self.config
-        activated = {"silu": sum(config.split_sizes), "silu_u": config.split_sizes[0], "none": 0}
         return fused.Settings(
             num_heads=config.num_heads,
             hidden_dim=config.hidden_dim,
@@ -359,9 +354,9 @@ class HSTULayer(nn.Module):
             norm_eps=config.norm_eps,
             input_centered=config.input_norm == "layer_norm",
             output_centered=config.output_norm == "layer_norm",
-            activated=activated[config.linear_activation],
+            linear_activation=config.linear_activation,
             groups=config.num_heads if config.use_group_norm else 1,
-            parts=",".join(config.output_parts),
+            parts=config.output_parts,
             dropout=config.output_dropout_ratio,
             max_seq_len=max_seq_len,
             window_left=mask.window_size[0],
@@ -377,40 +372,8 @@ class HSTULayer(nn.Module):
             recompute_gate=config.recompute_gate,
         )
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """u ``(total, heads * hidden)``, and v, q, k ``(total, heads, width)`` as strided views of
-        one buffer."""
-        config = self.config
-        normed = normalize(x, self.input_norm)
-        uvqk = F.linear(normed, _cast(self.uvqk.weight, x), _cast_optional(self.uvqk.bias, x))
-        if config.linear_activation == "silu":
-            uvqk = F.silu(uvqk)
-        u, v, q, k = uvqk.split(config.split_sizes, dim=1)
-        if config.linear_activation == "silu_u":
-            u = F.silu(u)
-        v, q, k = (part.unflatten(1, (config.num_heads, -1)) for part in (v, q, k))
-        return u, v, q, k
-
-    def _gate(self, attention: Tensor, u: Tensor) -> Tensor:
-        """What the output linear reads: ``norm(attention) * u`` and what is concatenated to it.
-        ``attention`` is ``(total, heads, hidden)``."""
-        config, norm = self.config, self.output_norm
-        flat = attention.flatten(1)
-        if isinstance(norm, nn.GroupNorm):
-            weight, bias = _cast_optional(norm.weight, u), _cast_optional(norm.bias, u)
-            normed = F.group_norm(attention, norm.num_groups, weight, bias, norm.eps).flatten(1)
-        else:
-            normed = normalize(flat, norm)
-        gated = normed * u
-        if config.concat_ua:
-            return torch.cat([u, normed, gated], dim=1)
-        parts = [u] * config.concat_u + [flat] * config.concat_x + [gated]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else gated
-
-    def _output(self, x: Tensor, attention: Tensor, u: Tensor) -> Tensor:
-        """What follows attention ``(total, heads, hidden)``, added to ``x``."""
-        y = F.dropout(self._gate(attention, u), self.config.output_dropout_ratio, self.training)
-        return x + F.linear(y, _cast(self.output.weight, x), _cast_optional(self.output.bias, x))
+    def _steps(self) -> ComposedSteps:
+        return ComposedSteps(self.config, self._weights(), self.training)
 
     def _mask(
         self,
@@ -548,19 +511,3 @@ class PositionalEmbedding(nn.Module):
         """The same for rows at the given positions, ``(total,)`` int64."""
         added = self.embedding(positions).to(x.dtype)
         return F.dropout(x * math.sqrt(x.shape[1]) + added, self.dropout_ratio, self.training)
-
-
-def normalize(x: Tensor, norm: nn.LayerNorm | RMSNorm) -> Tensor:
-    """The rows of ``x`` through a norm, whose parameters are cast to the dtype of ``x``."""
-    weight, bias = _cast_optional(norm.weight, x), _cast_optional(norm.bias, x)
-    if isinstance(norm, RMSNorm):
-        return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
-    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
-
-
-def _cast(parameter: Tensor, like: Tensor) -> Tensor:
-    return parameter.to(like.dtype)
-
-
-def _cast_optional(parameter: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if parameter is None else parameter.to(like.dtype)

@@ -9,6 +9,7 @@ from typing import Literal
 __all__ = ["HSTULayerConfig"]
 
 Norm = Literal["layer_norm", "rms_norm"]
+LinearActivation = Literal["silu", "silu_u", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class HSTULayerConfig:
     hidden_dim: int
     attention_dim: int
     linear_bias: bool = True
-    linear_activation: Literal["silu", "silu_u", "none"] = "silu"
+    linear_activation: LinearActivation = "silu"
     attn_alpha: float | None = None
     scaling_seqlen: int = -1
     causal: bool = True

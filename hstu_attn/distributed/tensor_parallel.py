@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..bias import RelativeBias
-from ..interface import hstu_attention
-from ..layer import ContextBatch, HSTULayer, HSTULayerConfig, RMSNorm, normalize
+from ..layer import HSTULayer
+from ..layer_config import HSTULayerConfig
+from ..layer_math import ComposedSteps, Weights, cast_like, linear
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,51 +122,6 @@ class TensorParallelHSTULayer(HSTULayer):
                 mark_divided(made, group)
         self.train(layer.training)
 
-    def forward(
-        self,
-        x: Tensor,
-        seq_offsets: Tensor,
-        max_seq_len: int,
-        num_targets: Tensor | None = None,
-        num_contexts: Tensor | None = None,
-        timestamps: Tensor | None = None,
-        row_timestamps: Tensor | None = None,
-        context: ContextBatch | None = None,
-    ) -> Tensor:
-        """Arguments, result and errors are those of :meth:`HSTULayer.forward`; on all ranks the
-        same rows, and the same result."""
-        config = self.config
-        if x.dim() != 2 or x.shape[1] != config.embedding_dim:
-            raise ValueError(
-                f"x must have shape (total, {config.embedding_dim}), got {tuple(x.shape)}"
-            )
-        normed = _same_on_all(normalize(x, self.input_norm), self.group)
-        uvqk = F.linear(normed, self.uvqk.weight.to(x.dtype), _like(self.uvqk.bias, x))
-        if config.linear_activation == "silu":
-            uvqk = F.silu(uvqk)
-        u, *vqk = uvqk.split(config.split_sizes, dim=1)
-        if config.linear_activation == "silu_u":
-            u = F.silu(u)
-        v, q, k = (part.unflatten(1, (config.num_heads, -1)) for part in vqk)
-        mask = self._mask(seq_offsets, num_targets, num_contexts, context)
-        bias = self._local_bias(self._bias(timestamps, row_timestamps))
-        options: dict[str, Any] = {
-            "mask": mask,
-            "bias": bias,
-            "alpha": config.alpha,
-            "scaling_seqlen": config.scaling_seqlen,
-        }
-        if context is None:
-            options |= {"cu_seqlens_q": seq_offsets, "max_seqlen_q": max_seq_len}
-            attention = hstu_attention(q, k, v, **options)
-        else:
-            attention = context.attention(q, k, v, **options)
-        y = self._local_gate(attention, u)
-        y = self._dropout(y)
-        y = _sum_of_all(F.linear(y, self.output.weight.to(x.dtype)), self.group)
-        bias_of_output = _like(self.output.bias, x)
-        return x + (y if bias_of_output is None else y + bias_of_output)
-
     def forward_cached(self, *arguments: Any, **options: Any) -> NoReturn:
         """Not built: a cache holds all heads.
 
@@ -175,17 +130,16 @@ class TensorParallelHSTULayer(HSTULayer):
         """
         raise NotImplementedError("forward_cached: expected a layer with all heads")
 
-    def _dropout(self, y: Tensor) -> Tensor:
-        ratio = self.config.output_dropout_ratio
-        if not self.training or ratio == 0:
-            return y
-        # On the CPU, so that the host does not wait for a GPU.
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        generator = torch.Generator(y.device).manual_seed(seed + dist.get_rank(self.group))
-        kept = torch.empty_like(y).bernoulli_(1 - ratio, generator=generator)
-        return y * (kept / (1 - ratio))
+    def _steps(self) -> ShardedSteps:
+        return ShardedSteps(self.config, self._weights(), self.training, self.group)
 
-    def _local_bias(self, bias: RelativeBias | None) -> RelativeBias | None:
+    def _is_fused(self, x: Tensor) -> bool:
+        return False
+
+    def _bias(
+        self, timestamps: Tensor | None, row_timestamps: Tensor | None
+    ) -> RelativeBias | None:
+        bias = super()._bias(timestamps, row_timestamps)
         if bias is None:
             return None
         return replace(
@@ -205,25 +159,56 @@ class TensorParallelHSTULayer(HSTULayer):
         head = self.first_head + torch.arange(self.config.num_heads, device=table.device)
         return table.index_select(0, head // heads_per_row)
 
-    def _local_gate(self, attention: Tensor, u: Tensor) -> Tensor:
-        """What the columns of the output linear that this rank holds read."""
-        config, norm = self.config, self.output_norm
-        weight, bias = _like(norm.weight, u), _like(norm.bias, u)
-        flat = attention.flatten(1)
-        if isinstance(norm, nn.GroupNorm):
-            normed = F.group_norm(attention, norm.num_groups, weight, bias, norm.eps).flatten(1)
-        else:
-            centered = not isinstance(norm, RMSNorm)
-            normed = cast(Tensor, _Normalise.apply(flat, norm.eps, self.group, centered))
-            if weight is not None:
-                normed = normed * weight
-            if bias is not None:
-                normed = normed + bias
-            normed = normed.to(u.dtype)
-        gated = normed * u
-        if config.concat_ua:
-            return torch.cat([u, normed, gated], dim=1)
-        return torch.cat([u] * config.concat_u + [flat] * config.concat_x + [gated], dim=1)
+
+class ShardedSteps(ComposedSteps):
+    """The steps of the heads that one rank holds.
+
+    Args:
+        config, weights, training: as for `ComposedSteps`, those of the rank.
+        group: the ranks that share the heads.
+    """
+
+    def __init__(
+        self,
+        config: HSTULayerConfig,
+        weights: Weights,
+        training: bool,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(config, weights, training)
+        self.group = group
+
+    def normalize_input(self, x: Tensor) -> Tensor:
+        return _same_on_all(super().normalize_input(x), self.group)
+
+    def normalize_attention(self, attention: Tensor) -> Tensor:
+        config = self.config
+        if config.use_group_norm:
+            return super().normalize_attention(attention)
+        weight = cast_like(self.weights.gate_weight, attention)
+        bias = cast_like(self.weights.gate_bias, attention)
+        centered = config.output_norm == "layer_norm"
+        normed = _Normalise.apply(attention, config.norm_eps, self.group, centered)
+        if weight is not None:
+            normed = normed * weight
+        if bias is not None:
+            normed = normed + bias
+        return cast(Tensor, normed).to(attention.dtype)
+
+    def dropout(self, y: Tensor) -> Tensor:
+        ratio = self.config.output_dropout_ratio
+        if not self.training or ratio == 0:
+            return y
+        # On the CPU, so that the host does not wait for a GPU.
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        generator = torch.Generator(y.device).manual_seed(seed + dist.get_rank(self.group))
+        kept = torch.empty_like(y).bernoulli_(1 - ratio, generator=generator)
+        return y * (kept / (1 - ratio))
+
+    def add_output(self, x: Tensor, y: Tensor) -> Tensor:
+        local = linear(y, self.weights.output_weight, None)
+        total, bias = _sum_of_all(local, self.group), cast_like(self.weights.output_bias, x)
+        return x + (total if bias is None else total + bias)
 
 
 def mark_divided(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
@@ -234,10 +219,6 @@ def mark_divided(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
 def divided_over(parameter: nn.Parameter) -> dist.ProcessGroup | None:
     """The group over which a parameter is divided where its tensor does not say so."""
     return vars(parameter).get("_divided_over")
-
-
-def _like(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if parameter is None else parameter.to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A whole HSTU layer as one operator and one autograd function.
 
-The forward is a norm, a matrix product, SiLU, attention, the gate and a matrix product:
+The forward is `hstu_unit` of layer_math.py:
 
     normed = norm(x)                                  (total, embedding_dim)
     z = normed @ uvqk_weight.T + uvqk_bias            (total, columns of u, v, q and k)
@@ -43,44 +43,19 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..interface import explain_types
+from ..layer_config import LinearActivation
+from ..layer_math import Attend, Weights, activate, hstu_unit, linear, split_uvqk
 from .options import GateOptions
 from .steps import HAS_TRITON, Steps, steps_for
 
 __all__ = [
     "Call",
     "Settings",
-    "Weights",
-    "gate_output",
     "hstu_layer",
+    "infer",
     "is_traced",
-    "project",
     "suits",
 ]
-
-
-class Weights(NamedTuple):
-    """What gets gradients beside `x`, in the order of the operator's arguments.
-
-    Attributes:
-        input_norm_weight, input_norm_bias: `(embedding_dim,)`.
-        uvqk_weight, uvqk_bias: `(columns of u, v, q and k, embedding_dim)` and `(columns,)`.
-        gate_weight, gate_bias: of the norm of attention's output: `(heads * hidden_dim,)`, or
-            `(heads,)` where heads are normalised by themselves.
-        output_weight, output_bias: `(embedding_dim, parts * heads * hidden_dim)` and
-            `(embedding_dim,)`.
-        pos_weight, ts_weight: the tables of a `hstu_attn.RelativeBias`.
-    """
-
-    input_norm_weight: Tensor | None
-    input_norm_bias: Tensor | None
-    uvqk_weight: Tensor
-    uvqk_bias: Tensor | None
-    gate_weight: Tensor | None
-    gate_bias: Tensor | None
-    output_weight: Tensor
-    output_bias: Tensor | None
-    pos_weight: Tensor | None
-    ts_weight: Tensor | None
 
 
 class Call(NamedTuple):
@@ -100,11 +75,10 @@ class Settings(NamedTuple):
     """The numbers of one call.
 
     Attributes:
-        num_heads, hidden_dim, attention_dim, norm_eps: as in `HSTULayerConfig`.
+        num_heads, hidden_dim, attention_dim, linear_activation, norm_eps: as in `HSTULayerConfig`.
         input_centered, output_centered: whether a norm is a layer norm; else it is RMSNorm.
-        activated: so many of the first columns of z go through SiLU: all, those of u, or none.
-        groups: in which attention's output is normalised: 1 or `num_heads`.
-        parts: of y, separated by commas: see `GateOptions`.
+        groups: in which attention's output is normalized: 1 or `num_heads`.
+        parts: of y: see `GateOptions`.
         dropout: of y.
         max_seq_len, window_left, window_right, target_group_size, min_full_attn_seq_len,
         scaling_seqlen, alpha, deterministic: as the attention operator has them.
@@ -115,12 +89,12 @@ class Settings(NamedTuple):
     num_heads: int
     hidden_dim: int
     attention_dim: int
+    linear_activation: LinearActivation
     norm_eps: float
     input_centered: bool
     output_centered: bool
-    activated: int
     groups: int
-    parts: str
+    parts: Sequence[str]
     dropout: float
     max_seq_len: int
     window_left: int
@@ -139,7 +113,7 @@ class Settings(NamedTuple):
     @property
     def gate(self) -> GateOptions:
         """The options of the gate."""
-        parts = tuple(self.parts.split(","))
+        parts = tuple(self.parts)
         return GateOptions(self.groups, self.norm_eps, parts, self.dropout, self.output_centered)
 
     @property
@@ -148,16 +122,34 @@ class Settings(NamedTuple):
         hidden, attention = self.num_heads * self.hidden_dim, self.num_heads * self.attention_dim
         return hidden, hidden, attention, attention
 
+    @property
+    def activated(self) -> int:
+        """How many of the first columns of z go through SiLU: all, those of u, or none."""
+        sizes = self.split_sizes
+        return {"silu": sum(sizes), "silu_u": sizes[0], "none": 0}[self.linear_activation]
+
+    @property
+    def kept(self) -> list[str]:
+        """The fields of `Kept` that the forward leaves to the backward, in order."""
+        is_kept = {
+            "attention": True,
+            "z": not self.recompute_linear,
+            "normed": not self.recompute_norm,
+            "activated": self.activated and not self.recompute_silu,
+            "y": not self.recompute_gate,
+        }
+        return [name for name, kept in is_kept.items() if kept and self.has_backward]
+
 
 class Kept(NamedTuple):
     """What the forward leaves to the backward, contiguous: see above. `activated` is `silu(z)` of
     the columns that go through it."""
 
     attention: Tensor
-    z: Tensor | None
-    normed: Tensor | None
-    activated: Tensor | None
-    y: Tensor | None
+    z: Tensor | None = None
+    normed: Tensor | None = None
+    activated: Tensor | None = None
+    y: Tensor | None = None
 
 
 def suits(x: Tensor) -> bool:
@@ -206,36 +198,71 @@ def _without_autocast(
     return wrapped
 
 
-def _steps(x: Tensor, settings: Settings) -> Steps:
+def _functions(x: Tensor, settings: Settings) -> Steps:
     return steps_for(x, x.shape[1], settings.num_heads * settings.hidden_dim // settings.groups)
 
 
-def _cast(parameter: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if parameter is None else parameter.to(like.dtype)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weight.to(x.dtype), _cast(bias, x))
-
-
-def _normalise(x: Tensor, weights: Weights, settings: Settings, steps: Steps) -> Tensor:
+def _normalize(x: Tensor, weights: Weights, settings: Settings, functions: Steps) -> Tensor:
     weight, bias = weights.input_norm_weight, weights.input_norm_bias
-    return steps.layer_norm(x, weight, bias, settings.norm_eps, settings.input_centered)
+    return functions.layer_norm(x, weight, bias, settings.norm_eps, settings.input_centered)
 
 
-def _activate(z: Tensor, activated: int, steps: Steps) -> Tensor | None:
-    return steps.silu(z[:, :activated], False) if activated else None
+class FusedSteps:
+    """The steps of one forward by the functions of `Steps`.
 
+    Args:
+        x: the rows, of which the device, dtype and width choose the implementation.
+        weights: of the layer.
+        seed: of dropout, int64 `(1,)`; None is no dropout.
+        settings: of the call.
 
-def _uvqk(z: Tensor, activated: Tensor | None, settings: Settings) -> list[Tensor]:
-    """u `(total, heads * hidden)`, and v, q, k `(total, heads, width)` as views of one buffer: of
-    `activated`, which may be u alone, and z."""
-    if activated is None or activated.shape[1] < z.shape[1]:
-        u, v, q, k = z.split(settings.split_sizes, dim=1)
-        u = u if activated is None else activated
-    else:
-        u, v, q, k = activated.split(settings.split_sizes, dim=1)
-    return [u, *(part.unflatten(1, (settings.num_heads, -1)) for part in (v, q, k))]
+    Attributes:
+        kept: what the backward reads, by the names in `settings.kept`.
+    """
+
+    def __init__(
+        self, x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings
+    ) -> None:
+        self.weights = weights
+        self.seed = seed
+        self.settings = settings
+        self.functions = _functions(x, settings)
+        self.kept: dict[str, Tensor] = {}
+        self._names = settings.kept
+
+    def project(self, x: Tensor) -> Tensor:
+        normed = _normalize(x, self.weights, self.settings, self.functions)
+        self._keep(normed=normed)
+        z = linear(normed, self.weights.uvqk_weight, self.weights.uvqk_bias)
+        self._keep(z=z)
+        return z
+
+    def silu(self, z: Tensor) -> Tensor:
+        activated = self.functions.silu(z, in_place=not self.settings.has_backward)
+        self._keep(activated=activated)
+        return activated
+
+    def gate(self, attention: Tensor, u: Tensor) -> Tensor:
+        attention = attention.flatten(1)
+        weight, bias = self.weights.gate_weight, self.weights.gate_bias
+        y = self.functions.gate(attention, u, weight, bias, self.seed, self.settings.gate)
+        self._keep(attention=attention, y=y)
+        return y
+
+    def add_output(self, x: Tensor, y: Tensor) -> Tensor:
+        """One addition is in the product's epilogue.
+
+        Without a bias that is the addition of `x`. With one, cuBLASLt adds it at no cost and `x` is
+        added in place afterwards: the same traffic as that of `addmm`, which copies its matrix
+        first.
+        """
+        weight, bias = self.weights.output_weight.to(x.dtype).t(), self.weights.output_bias
+        if bias is None:
+            return torch.addmm(x, y, weight)
+        return torch.addmm(bias.to(x.dtype), y, weight).add_(x)
+
+    def _keep(self, **tensors: Tensor) -> None:
+        self.kept |= {name: tensor for name, tensor in tensors.items() if name in self._names}
 
 
 def _attention_arguments(
@@ -266,73 +293,38 @@ def _attention_arguments(
     return geometry, biases, times, (-1, None, None, None, settings.deterministic, 0, True)
 
 
-def _add_output(x: Tensor, y: Tensor, weights: Weights) -> Tensor:
-    """`x + linear(y)`, with one addition in the product's epilogue.
-
-    Without a bias that is the addition of `x`. With one, cuBLASLt adds it at no cost and `x` is
-    added in place afterwards: the same traffic as that of `addmm`, which copies its matrix first.
-    """
-    weight = weights.output_weight.to(x.dtype).t()
-    if weights.output_bias is None:
-        return torch.addmm(x, y, weight)
-    return torch.addmm(weights.output_bias.to(x.dtype), y, weight).add_(x)
-
-
-@torch.no_grad()
-@_without_autocast
-def project(x: Tensor, weights: Weights, settings: Settings) -> list[Tensor]:
-    """For inference: u `(total, heads * hidden)`, and v, q, k `(total, heads, width)` as views of
-    one buffer."""
-    steps = _steps(x, settings)
-    normed = _normalise(x, weights, settings, steps)
-    z = _linear(normed, weights.uvqk_weight, weights.uvqk_bias)
-    if settings.activated:
-        steps.silu(z[:, : settings.activated], True)
-    return _uvqk(z, None, settings)
-
-
-@torch.no_grad()
-@_without_autocast
-def gate_output(
-    x: Tensor,
-    attention: Tensor,
-    u: Tensor,
-    weights: Weights,
-    seed: Tensor | None,
-    settings: Settings,
-) -> Tensor:
-    """For inference: what follows attention `(total, heads, hidden)`, added to `x`."""
-    y = _steps(x, settings).gate(
-        attention.flatten(1), u, weights.gate_weight, weights.gate_bias, seed, settings.gate
-    )
-    return _add_output(x, y, weights)
-
-
 @_without_autocast
 def _forward(
-    x: Tensor, weights: Weights, call: Call, settings: Settings
-) -> tuple[Tensor, Kept | None]:
-    """The result, and what the backward needs beside the arguments."""
+    x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings, attend: Attend
+) -> tuple[Tensor, list[Tensor]]:
+    """The result, and of `settings.kept` what the backward needs beside the arguments."""
+    steps = FusedSteps(x, weights, seed, settings)
+    out = hstu_unit(x, settings, steps, attend)
+    return out, [steps.kept[name] for name in settings.kept]
+
+
+def _attend(weights: Weights, call: Call, settings: Settings) -> Attend:
     geometry, biases, times, options = _attention_arguments(weights, call, settings)
-    if not settings.has_backward:
-        u, v, q, k = project(x, weights, settings)
-        attention = ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options)
-        return gate_output(x, attention, u, weights, call.seed, settings), None
-    steps = _steps(x, settings)
-    normed = _normalise(x, weights, settings, steps)
-    z = _linear(normed, weights.uvqk_weight, weights.uvqk_bias)
-    activated = _activate(z, settings.activated, steps)
-    u, v, q, k = _uvqk(z, activated, settings)
-    attention = ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options).flatten(1)
-    y = steps.gate(attention, u, weights.gate_weight, weights.gate_bias, call.seed, settings.gate)
-    kept = Kept(
-        attention,
-        None if settings.recompute_linear else z,
-        None if settings.recompute_norm else normed,
-        None if settings.recompute_silu else activated,
-        None if settings.recompute_gate else y,
-    )
-    return _add_output(x, y, weights), kept
+    return lambda q, k, v: ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options)
+
+
+@torch.no_grad()
+def infer(
+    x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings, attend: Attend
+) -> Tensor:
+    """The layer without gradients, and with another attention than that of packed sequences.
+
+    Args:
+        x: `(total, embedding_dim)`, of one of the dtypes of attention.
+        weights, settings: see there. The settings of attention are not read, and `has_backward`
+            is False.
+        seed: of dropout, as in `Call`.
+        attend: attention.
+
+    Returns:
+        `(total, embedding_dim)` in the dtype of `x`.
+    """
+    return _forward(x, weights, seed, settings, attend)[0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -345,6 +337,13 @@ def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype == torch.float32 and doutput.dtype != torch.float32 and doutput.is_cuda:
         return torch.mm(doutput.t(), read, out_dtype=torch.float32)
     return torch.mm(doutput.t(), read).to(weight.dtype)
+
+
+def _silu_of_forward(functions: Steps, activated: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """SiLU in the backward: what the forward kept of it, or computed again."""
+    if activated is None:
+        return lambda z: functions.silu(z, in_place=False)
+    return lambda z: activated
 
 
 @_without_autocast
@@ -361,22 +360,20 @@ def _backward(
 
     What a frozen weight saves is the product for its gradient.
     """
-    steps = _steps(x, settings)
+    functions = _functions(x, settings)
     wants = dict(zip(Weights._fields, wanted, strict=True))
     attention, z, normed, activated, y = kept
     if z is None:
-        again = _normalise(x, weights, settings, steps) if normed is None else normed
-        z = _linear(again, weights.uvqk_weight, weights.uvqk_bias)
+        again = _normalize(x, weights, settings, functions) if normed is None else normed
+        z = linear(again, weights.uvqk_weight, weights.uvqk_bias)
         del again
-    if activated is None:
-        activated = _activate(z, settings.activated, steps)
-    u, v, q, k = _uvqk(z, activated, settings)
+    u, v, q, k = activate(z, settings, _silu_of_forward(functions, activated))
     dout = dout.contiguous()
     duvqk = torch.empty_like(z)
-    du, dv, dq, dk = _uvqk(duvqk, None, settings)
+    du, dv, dq, dk = split_uvqk(duvqk, settings)
 
     dy = dout @ weights.output_weight.to(x.dtype)
-    dattention, y_again, dgate_weight, dgate_bias = steps.gate_backward(
+    dattention, y_again, dgate_weight, dgate_bias = functions.gate_backward(
         dy,
         attention,
         u,
@@ -406,12 +403,12 @@ def _backward(
         (False, True, True),
     )
     del dattention, activated, u, v, q, k
-    duvqk_bias = steps.activation_backward(
+    duvqk_bias = functions.activation_backward(
         duvqk, z, settings.activated, weights.uvqk_bias is not None
     )
 
     dnormed = duvqk @ weights.uvqk_weight.to(x.dtype)
-    dx, normed_again, dnorm_weight, dnorm_bias, doutput_bias = steps.layer_norm_backward(
+    dx, normed_again, dnorm_weight, dnorm_bias, doutput_bias = functions.layer_norm_backward(
         dnormed,
         x,
         dout,
@@ -459,7 +456,8 @@ _TYPES = {
     "int": "SymInt",
     "float": "float",
     "bool": "bool",
-    "str": "str",
+    "LinearActivation": "str",
+    "Sequence[str]": "str[]",
 }
 
 
@@ -488,19 +486,8 @@ def _unpack(arguments: Sequence[Any]) -> tuple[Tensor, Weights, Call, Settings]:
     )
 
 
-def _list_kept(kept: Kept | None) -> list[Tensor]:
-    return [] if kept is None else [tensor for tensor in kept if tensor is not None]
-
-
 def _kept_from(tensors: Sequence[Tensor], settings: Settings) -> Kept:
-    """The inverse of `_list_kept`."""
-    attention, *rest = tensors
-    left = iter(rest)
-    z = None if settings.recompute_linear else next(left)
-    normed = None if settings.recompute_norm else next(left)
-    has_activated = settings.activated and not settings.recompute_silu
-    activated = next(left) if has_activated else None
-    return Kept(attention, z, normed, activated, None if settings.recompute_gate else next(left))
+    return Kept(**dict(zip(settings.kept, tensors, strict=True)))
 
 
 @torch.library.custom_op(
@@ -508,9 +495,10 @@ def _kept_from(tensors: Sequence[Tensor], settings: Settings) -> Kept:
 )
 def _forward_operator(*arguments: Any) -> list[Tensor]:
     """The result, and what the backward needs."""
+    x, weights, call, settings = _unpack(arguments)
     with torch.no_grad():
-        out, kept = _forward(*_unpack(arguments))
-    return [out, *_list_kept(kept)]
+        out, kept = _forward(x, weights, call.seed, settings, _attend(weights, call, settings))
+    return [out, *kept]
 
 
 @torch.library.custom_op(
@@ -531,19 +519,15 @@ def _backward_operator(
 @_forward_operator.register_fake
 def _forward_fake(*arguments: Any) -> list[Tensor]:
     x, weights, _, settings = _unpack(arguments)
-    total, hidden = x.shape[0], settings.num_heads * settings.hidden_dim
-    result = [x.new_empty(x.shape)]
-    if settings.has_backward:
-        result.append(x.new_empty((total, hidden)))
-        if not settings.recompute_linear:
-            result.append(x.new_empty((total, weights.uvqk_weight.shape[0])))
-        if not settings.recompute_norm:
-            result.append(x.new_empty(x.shape))
-        if settings.activated and not settings.recompute_silu:
-            result.append(x.new_empty((total, settings.activated)))
-        if not settings.recompute_gate:
-            result.append(x.new_empty((total, weights.output_weight.shape[1])))
-    return result
+    columns = {
+        "attention": settings.num_heads * settings.hidden_dim,
+        "z": weights.uvqk_weight.shape[0],
+        "normed": x.shape[1],
+        "activated": settings.activated,
+        "y": weights.output_weight.shape[1],
+    }
+    kept = [x.new_empty((x.shape[0], columns[name])) for name in settings.kept]
+    return [x.new_empty(x.shape), *kept]
 
 
 @_backward_operator.register_fake
@@ -600,9 +584,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Settings, x: Tensor, *tensors: Tensor | None) -> Tensor:
         _, weights, call, _ = _unpack((x, *tensors, *settings))
-        out, kept = _forward(x, weights, call, settings)
+        out, kept = _forward(x, weights, call.seed, settings, _attend(weights, call, settings))
         ctx.settings = settings
-        ctx.save_for_backward(x, *tensors, *_list_kept(kept))
+        ctx.save_for_backward(x, *tensors, *kept)
         return out
 
     @staticmethod
@@ -631,14 +615,14 @@ def hstu_layer(x: Tensor, weights: Weights, call: Call, settings: Settings) -> T
     records = torch.is_grad_enabled() and (
         x.requires_grad or any(w is not None and w.requires_grad for w in weights)
     )
-    settings = Settings(*settings[:-1], has_backward=records)
+    settings = settings._replace(has_backward=records)
     try:
         if is_traced(x):
             results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, *settings)
             return cast(Tensor, results[0])
         if records:
             return cast(Tensor, _Layer.apply(settings, x, *weights, *call))
-        return _forward(x, weights, call, settings)[0]
+        return infer(x, weights, call.seed, settings, _attend(weights, call, settings))
     except (AttributeError, RuntimeError, TypeError):
         geometry, biases, *_ = _attention_arguments(weights, call, settings)
         explain_types({"x": x}, geometry, biases)

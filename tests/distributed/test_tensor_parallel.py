@@ -130,7 +130,7 @@ def _check_large_mean() -> None:
     attention = 1000 + torch.randn(5, BASE.num_heads, BASE.hidden_dim, dtype=torch.float64)
     exact = nn.functional.layer_norm(attention.flatten(1), (BASE.num_heads * BASE.hidden_dim,))
     mine = attention.float()[:, made.first_head :][:, : made.config.num_heads]
-    gate = made._local_gate(mine, torch.ones(5, mine[0].numel()))
+    gate = made._steps().gate(mine, torch.ones(5, mine[0].numel()))
     wanted = exact.unflatten(1, (BASE.num_heads, -1))[:, made.first_head :]
     torch.testing.assert_close(
         gate.double(), wanted[:, : made.config.num_heads].flatten(1), rtol=1e-3, atol=1e-3
@@ -219,7 +219,9 @@ def _dropped() -> tuple[Tensor, Tensor, Tensor]:
     config = replace(BASE, output_dropout_ratio=0.25, norm_affine=False)
     layer = shard_heads(HSTULayer(config), dist.group.WORLD)
     entered: list[Tensor] = []
-    layer._local_gate = lambda attention, u: torch.ones(500, u.shape[1])
+    steps = layer._steps()
+    steps.concat_parts = lambda attention, u: torch.ones(500, u.shape[1])
+    layer._steps = lambda: steps
     linear = nn.functional.linear
 
     def spy(x: Tensor, *rest: Any) -> Tensor:

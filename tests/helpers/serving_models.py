@@ -135,14 +135,14 @@ class Ranking(RankingModel):
 
 
 def fail_if_poisoned(layer: torch.nn.Module) -> None:
-    project = layer._project
+    steps = layer._steps
 
-    def poisoned_project(x: Tensor) -> Any:
+    def poisoned_steps() -> Any:
         if getattr(COMPUTED, "poison", False):
             raise Boom("poisoned")
-        return project(x)
+        return steps()
 
-    layer._project = poisoned_project
+    layer._steps = poisoned_steps
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
