@@ -18,7 +18,7 @@
 namespace hstu {
 namespace {
 
-// What the build was asked for, in ascending order.
+// The head dims that are built, in ascending order.
 using HeadDims = std::integer_sequence<int, HSTU_ATTN_HEAD_DIMS>;
 
 template <int... kHeadDims>
@@ -38,7 +38,8 @@ const char* built_dtypes() {
 #endif
 }
 
-// make<head dim, dtype>() of the smallest built head dim that holds those of the call.
+// Returns make<head dim, dtype>() for the smallest built head dim that is large enough for the
+// call.
 template <typename Make, int... kHeadDims>
 auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParams& params,
           Make make) {
@@ -64,7 +65,8 @@ auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParam
                        std::to_string(params.v.head_dim) + " in a dtype or size beyond them");
 }
 
-// A debugging aid: HSTU_ATTN_DEBUG=1 prints which kernels a call gets, and why not newer ones.
+// Debugging aid: if HSTU_ATTN_DEBUG=1, prints which kernels a call gets and, if they are not the
+// newest, why.
 void print_choice(const char* pass, const char* kernels, const char* unsupported_reason) {
   const char* asked = std::getenv("HSTU_ATTN_DEBUG");
   if (!asked || std::string_view(asked) != "1") return;

@@ -1,4 +1,4 @@
-// The one switch from run-time values to compiled CUDA kernels. No torch here.
+// The one switch from run-time values to compiled CUDA kernels. This file does not use torch.
 //
 // A call asks for its kernel, allocates the workspace that the kernel wants, and runs it:
 //
@@ -17,20 +17,22 @@
 
 namespace hstu {
 
-// A GPU as kernels see it; the environment variables are read at every call, for tests.
+// A GPU as kernels see it. The environment variables are read by every call, because tests change
+// them.
 struct CudaDevice {
-  int arch = 0;        // kernels to use: 80 or 90. HSTU_ATTN_FORCE_ARCH overrides it.
+  int arch = 0;        // kernels to use: 80 or 90; HSTU_ATTN_FORCE_ARCH overrides it
   int capability = 0;  // 10 * major + minor
   int multiprocessors = 0;
   int l2_bytes = 0;
-  int shared_memory_bytes = 0;  // most that a block may ask for. HSTU_ATTN_SHARED_MEMORY lowers it.
+  int shared_memory_bytes = 0;  // most that a block may ask for; HSTU_ATTN_SHARED_MEMORY lowers it
 };
 
 // The device with CUDA's ordinal `index`.
 CudaDevice cuda_device(int index);
 
-// What this build holds, the version of its CUDA runtime and the newest one that the driver serves
-// (0 without a driver), both as CUDA encodes them (1000 * major + 10 * minor): "name value" lines.
+// Describes the build in lines "name value": archs, dtypes, head dims, the version of its CUDA
+// runtime and the newest version that the driver supports (0 without a driver). Versions are
+// encoded as CUDA does: 1000 * major + 10 * minor.
 std::string describe_build();
 
 // How a call is to run.
@@ -42,7 +44,8 @@ struct CudaLaunch {
   void* workspace = nullptr;   // device memory, aligned to 256 bytes, uninitialized
 };
 
-// NOTE: torch's stable ABI turns this into RuntimeError; hstu_attn/ops.py makes it what it says.
+// NOTE: torch's stable ABI turns this into a RuntimeError; hstu_attn/ops.py turns that into
+// NotImplementedError by its text.
 struct NotImplemented : std::runtime_error {
   explicit NotImplemented(const std::string& text)
       : std::runtime_error("NotImplementedError: " + text) {}
@@ -50,21 +53,21 @@ struct NotImplemented : std::runtime_error {
 
 struct ForwardKernel {
   int64_t (*workspace_bytes)(const ForwardParams& params, const CudaLaunch& launch);
-  // Writes params.out whole: rows that belong to no sequence become zeros.
+  // Writes every row of params.out: rows that belong to no sequence become zeros.
   void (*run)(const ForwardParams& params, const CudaLaunch& launch);
 };
 
 struct BackwardKernel {
   int64_t (*workspace_bytes)(const BackwardParams& params, const CudaLaunch& launch);
-  // Writes dq, dk and dv whole.
+  // Writes every row of dq, dk and dv.
   void (*run)(const BackwardParams& params, const CudaLaunch& launch);
-  bool writes_drab_whole;  // else what is visible of it alone
+  bool writes_drab_whole;  // false: writes only the visible elements of drab
 };
 
-// Throws NotImplemented, naming what is built, where there is no kernel for the arguments.
-// Expected of the tensors: pointers aligned to 16 bytes, row and head strides multiples of 8
-// elements, those of an e4m3 cache multiples of 16, or of 8 for a head dim that is none of 16; rab
-// and drab alone may have any strides.
+// Throws NotImplemented, and names what is built, where there is no kernel for the arguments.
+// Pointers must be aligned to 16 bytes, and row and head strides must be multiples of 8 elements.
+// Strides of an e4m3 cache must be multiples of 16, or of 8 if the head dim is no multiple of 16.
+// rab and drab may have any strides.
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params);
 BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params);
 

@@ -1,4 +1,5 @@
-// The plain structs that kernels receive. No torch, no CUTLASS: any backend can include this file.
+// The plain structs that kernels receive. Any backend can include this file: it needs neither torch
+// nor CUTLASS.
 //
 // Every pointer says its [shape] and whether it may be null. Strides count elements, not bytes.
 // Names used throughout: B batch, H heads, D head dim of q and k, Dv head dim of v.
@@ -36,10 +37,10 @@ struct PackedTensor {
 struct BatchParams {
   int batch = 0;
   int64_t total_q = 0;
-  int64_t total_k = 0;      // with pages, what they and the targets have room for
-  int max_seqlen_q = 0;     // as the caller says; lengths may lie
-  int max_seqlen_k = 0;     // likewise, cached keys and targets included
-  bool paged = false;       // keys before the targets lie in pages; targets are rows of q
+  int64_t total_k = 0;      // of a paged call: the keys that its pages and targets have room for
+  int max_seqlen_q = 0;     // as the caller states it; not checked against cu_seqlens_q
+  int max_seqlen_k = 0;     // the same of keys, including cached keys and targets
+  bool paged = false;       // keys before the targets are in pages; targets are rows of q
   IndexArray cu_seqlens_q;  // [B + 1]
   IndexArray cu_seqlens_k;  // [B + 1]
   IndexArray seqused_q;     // [B] or null: the whole sequence
@@ -48,7 +49,7 @@ struct BatchParams {
   IndexArray num_targets;   // [B] or null: 0
 };
 
-// Which mask; common/mask.h gives it its meaning.
+// The parameters of the mask; common/mask.h defines what they mean.
 struct MaskParams {
   int window_left = -1;   // -1: unlimited
   int window_right = -1;  // -1: unlimited
@@ -66,7 +67,7 @@ struct MaskParams {
   bool func_causal = false;  // intersect with causal
 };
 
-// Whether the spans stand in a tensor, and have no closed form.
+// True if the mask is stored as tensors of spans per row and has no closed form.
 HSTU_HOST_DEVICE bool is_given_by_row(const MaskParams& mask) {
   return mask.row_spans || mask.func;
 }
@@ -106,22 +107,22 @@ struct RelativeBias {
   }
 };
 
-// Keys and values [0, Lk - T) of each sequence in pages [num_pages, 2, page_size, H, D]: of q's
-// dtype, or e4m3 values each of which counts times the scale of its row and head.
+// Pages [num_pages, 2, page_size, H, D] with keys and values [0, Lk - T) of each sequence. Their
+// dtype is q's, or e4m3; an e4m3 value is multiplied by the scale of its row and head.
 struct PagedParams {
-  const void* kv_cache = nullptr;  // may be null: k and v hold every key
+  const void* kv_cache = nullptr;  // null: k and v hold every key
   int64_t num_pages = 0;
   int page_size = 0;
   int64_t page_stride = 0;
   int64_t kv_stride = 0;  // from K to V within a page
   int64_t slot_stride = 0;
   int64_t head_stride = 0;
-  IndexArray page_offsets;  // [B + 1], and what a buffer of a larger batch has beyond
-  IndexArray page_ids;      // [num_page_ids], of which page_offsets[B] are used
+  IndexArray page_offsets;  // [B + 1]; the buffer may be longer
+  IndexArray page_ids;      // [num_page_ids]; the first page_offsets[B] are used
   int64_t num_page_ids = 0;
-  IndexArray last_page_lens;  // [B], likewise
+  IndexArray last_page_lens;  // [B]; the buffer may be longer
 
-  // [num_pages, 2, page_size, H] of an e4m3 cache, or null: the cache is of q's dtype
+  // [num_pages, 2, page_size, H] for an e4m3 cache; null: the cache has q's dtype.
   const float* scales = nullptr;
   int64_t scale_page_stride = 0;
   int64_t scale_kv_stride = 0;
@@ -143,7 +144,7 @@ struct ForwardParams {
   PagedParams paged;
 
   double alpha = 1.0;
-  double scale = 1.0;                 // 1 / scaling_seqlen, of rows without an attn_scale
+  double scale = 1.0;                 // 1 / scaling_seqlen; used where attn_scale is null
   const float* attn_scale = nullptr;  // [1] or [total_q], or null
   bool attn_scale_per_row = false;
 };
@@ -154,7 +155,8 @@ struct BackwardParams : ForwardParams {
   PackedTensor dk;    // [total_k, H, D]
   PackedTensor dv;    // [total_k, H, Dv]
 
-  DenseBias drab;                // shape of rab, or null; zeroed, but see BackwardKernel
+  // shape of rab, or null; zeroed by the caller unless BackwardKernel::writes_drab_whole
+  DenseBias drab;
   float* dpos_weight = nullptr;  // [position.heads, position.size], zeroed by the caller, or null
   float* dts_weight = nullptr;   // [time.heads, time.size], zeroed by the caller, or null
 };

@@ -1,5 +1,5 @@
-// silu and its derivative, from x and s = sigmoid(x). Works on scalars and on vectors alike; how
-// the sigmoid is found is each backend's own choice.
+// silu and its derivative, from x and s = sigmoid(x), for scalars and vectors. Each backend has its
+// own way to compute the sigmoid.
 #pragma once
 
 #include "macros.h"

@@ -1,4 +1,4 @@
-// What launching the attention kernels of every architecture has in common.
+// Host code that launches the attention kernels of every architecture.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -17,14 +17,14 @@ template <DType kDType>
 using ElementOf =
     std::conditional_t<kDType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
 
-// Those that work on an item together.
+// Number of blocks that work on a work tile together.
 template <typename Kernel>
 constexpr int cluster_size() {
   if constexpr (requires { Kernel::kClusterSize; }) return Kernel::kClusterSize;
   return 1;
 }
 
-// Blocks of Kernel that run at the same time.
+// Number of blocks of Kernel that run at the same time.
 template <typename Kernel>
 int64_t resident_blocks(const CudaLaunch& launch) {
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
@@ -34,8 +34,8 @@ int64_t resident_blocks(const CudaLaunch& launch) {
   return multiprocessors * std::clamp(by_memory, 1, Kernel::kBlocksPerSm);
 }
 
-// A grid that takes `items` from a list. Larger or smaller than what is resident, it would only be
-// slower.
+// Number of blocks of a persistent grid for `work_tiles` work tiles: as many as are resident. A
+// larger or a smaller grid would only be slower.
 template <typename Kernel>
 int64_t persistent_blocks(const CudaLaunch& launch, int64_t work_tiles) {
   constexpr int kBlocks = cluster_size<Kernel>();
@@ -46,7 +46,7 @@ template <typename Kernel, typename... Arguments>
 void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, int64_t blocks,
                       const char* name, const Arguments&... arguments) {
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
-  // NOTE: once for each kernel and device; bit n stands for device n.
+  // NOTE: this runs once for each kernel and device; bit n of `prepared` is for device n.
   static std::atomic<uint64_t> prepared{0};
   int device = 0;
   check_cuda(cudaGetDevice(&device), name);
@@ -61,8 +61,9 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, in
   launch_kernel(kernel, config, launch, name, arguments...);
 }
 
-// The list of a forward by Form, where `shares` items share the keys of a tile and head. A batch
-// whose items all find room on the GPU at once needs none, and nothing prepared, unless they share.
+// Takes the work list of a forward by Form, with `num_splits` work tiles for each tile of rows and
+// head. There is no list if all work tiles of the batch are resident at once, unless there are
+// splits or the mask needs summaries.
 template <typename Form>
 WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
                            const CudaLaunch& launch, int num_splits = 1) {
@@ -84,7 +85,8 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
   return list;
 }
 
-// Prepares the list, if there is one, and zeroes `zero_bytes` of workspace. The blocks to launch.
+// Prepares the list, if there is one, and zeroes `zero_bytes` of workspace. Returns the number of
+// blocks to launch.
 template <typename Form>
 int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
                         void* zeros = nullptr, int64_t zero_bytes = 0) {
@@ -100,17 +102,18 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const
   prepared.row_output = params.out;
   prepared.zeros = zeros;
   prepared.zero_bytes = zero_bytes;
-  // A third of the cache for K and V of a chunk; the rest is passed through.
+  // K and V of a chunk take a third of the L2 cache; the rest is for data that is used once.
   const int64_t row_bytes = int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * 2;
   prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
-  // Where a block has few items, an even end is worth more than what chunks save.
+  // If each block has few work tiles, finishing at the same time is worth more than the reuse
+  // within chunks.
   const int64_t blocks = persistent_blocks<Form>(launch, work_tiles);
   if (Form::kWaitsForMemory && work_tiles >= 6 * blocks) prepared.tail_divisor = 3;
   prepare_scheduler(prepared, launch);
   return blocks;
 }
 
-// What the lists of all backward kernels have in common.
+// Parameters that all backward kernels set in the same way.
 inline PrepareParams prepare_params(const BackwardParams& params) {
   PrepareParams prepared;
   prepared.batch = params.batch;
@@ -123,8 +126,8 @@ inline PrepareParams prepare_params(const BackwardParams& params) {
   return prepared;
 }
 
-// Chunks whose Q, K, V, dO and fp32 sums of dQ take a third of the cache. Not where blocks wait for
-// turns: they wait less the more sequences they are spread over.
+// Sets chunks whose Q, K, V, dO and fp32 dQ take a third of the L2 cache. A deterministic backward
+// has no chunks: blocks wait less for dq_semaphore if they are spread over more sequences.
 inline void set_backward_chunks(PrepareParams& prepared, const BackwardParams& params,
                                 const CudaLaunch& launch) {
   if (launch.deterministic) return;

@@ -1,4 +1,4 @@
-// Turns a failed CUDA call into an exception. For host code; no torch here.
+// Turns a failed CUDA call into an exception. Host code that does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,14 +8,14 @@
 
 namespace hstu {
 
-// `what` says what was tried, such as "forward kernel launch".
+// `what` is what was tried, such as "forward kernel launch".
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + " (" +
                            cudaGetErrorName(error) + ")");
 }
 
-// To be called after each <<<...>>>, which reports errors by cudaGetLastError alone.
+// Call it after each <<<...>>>, which reports errors only by cudaGetLastError.
 inline void check_launch(const char* what) { check_cuda(cudaGetLastError(), what); }
 
 }  // namespace hstu

@@ -11,7 +11,7 @@
 
 namespace hstu {
 
-// Two sums, rounded to nearest even, in the low and the high half of a word.
+// Rounds two sums to nearest even and packs them into the low and the high half of a word.
 template <typename Element>
 HSTU_DEVICE uint32_t rounded_pair(float low, float high) {
   uint32_t word;
@@ -23,7 +23,7 @@ HSTU_DEVICE uint32_t rounded_pair(float low, float high) {
   return word;
 }
 
-// The two numbers of 16 bits in a word.
+// Unpacks the 16-bit numbers in the low and the high half of a word.
 template <typename Element>
 HSTU_DEVICE float low_half(uint32_t word) {
   return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word)));

@@ -1,4 +1,4 @@
-// What an e4m3 cache holds, as 16-bit values.
+// Conversion of e4m3 values to 16-bit elements.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -8,7 +8,8 @@
 
 namespace hstu {
 
-// Four values, from the lowest byte on, times the scale of their row and head, rounded.
+// Converts four values, the lowest byte first, times the scale of their row and head, and rounds
+// them.
 template <typename Element>
 HSTU_DEVICE uint2 dequantized(uint32_t four, float scale) {
   const auto pair = [scale](uint32_t bits) {

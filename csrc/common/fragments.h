@@ -1,4 +1,4 @@
-// Parts of tiles that products leave in a thread's registers.
+// Views and conversions of accumulator fragments.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -10,14 +10,14 @@
 
 namespace hstu {
 
-// A thread's part of a product as a matrix: ((2, 2, ...), m, n) -> ((2, m), (2, ..., n)), rows by
-// columns.
+// A thread's accumulator fragment as a matrix of rows by columns:
+// ((2, 2, ...), m, n) -> ((2, m), (2, ..., n)).
 template <typename Fragment>
 HSTU_DEVICE auto as_matrix(Fragment&& fragment) {
   using namespace cute;
   const auto layout = fragment.layout();
   const auto rows = make_layout(get<0, 1>(layout), get<1>(layout));
-  if constexpr (decltype(rank(get<0>(layout)))::value == 3) {  // wgmma: all columns in one
+  if constexpr (decltype(rank(get<0>(layout)))::value == 3) {  // wgmma: one atom has all columns
     const auto columns = make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout));
     return make_tensor(fragment.data(), make_layout(rows, columns));
   } else {
@@ -27,8 +27,8 @@ HSTU_DEVICE auto as_matrix(Fragment&& fragment) {
 }
 
 // result = sum, rounded.
-// NOTE: as a whole. Element by element, the compiler takes pairs apart and puts them together
-// again.
+// NOTE: the whole fragment is converted at once. Element by element, the compiler unpacks pairs and
+// packs them again.
 template <typename Sum, typename Result>
 HSTU_DEVICE void round_to(const Sum& sum, Result& result) {
   using Element = typename Result::value_type;

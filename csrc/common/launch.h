@@ -1,4 +1,5 @@
-// Launching kernels one after another, each set up while the one before still runs.
+// Kernel launches with programmatic dependent launch: a kernel's blocks start while the kernel
+// before still runs.
 #pragma once
 
 #include <type_traits>
@@ -8,15 +9,16 @@
 
 namespace hstu {
 
-constexpr int kReservedMemory = 1024;  // of shared memory, that the system keeps for each block
+// bytes of shared memory that the system keeps for each block
+constexpr int kReservedMemory = 1024;
 
 struct LaunchConfig {
   int64_t blocks = 0;
   int threads = 0;
-  int smem_bytes = 0;  // dynamic
-  // The kernel calls wait_for_previous_kernel() before it touches what the kernel in front of it
-  // writes: its blocks may start before that one has ended (programmatic dependent launch). What
-  // came before that one has ended when it starts, unless it starts early itself.
+  int smem_bytes = 0;  // dynamic shared memory
+  // The kernel's blocks may start before the previous kernel has ended (programmatic dependent
+  // launch), so the kernel must call wait_for_previous_kernel() before it touches what that one
+  // writes. Earlier kernels have ended by then, unless the previous kernel itself started early.
   bool starts_early = false;
   int cluster_size = 1;
 };
@@ -28,7 +30,7 @@ void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
   if (config.blocks == 0) return;
   cudaLaunchAttribute attributes[2] = {};
   int count = 0;
-  // NOTE: the instructions for it are in the code for 9.0, not in that which later GPUs compile.
+  // NOTE: only the code for 9.0 has the griddepcontrol instructions, not the PTX for later GPUs.
   if (config.starts_early && launch.device.capability == 90) {
     cudaLaunchAttribute& early = attributes[count++];
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -57,7 +59,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Blocks of the next kernel may start once all of this one's have called this.
+// Blocks of the next kernel may start once all blocks of this one have called this.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

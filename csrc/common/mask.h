@@ -1,4 +1,5 @@
-// What each query row may see: the only place in C++ that compares a row with a column.
+// The mask: which keys each query row sees. This is the only place in C++ that compares a row with
+// a column.
 //
 // Every mask is, for each row, the union of at most two half-open key intervals (a RowSpan). Only a
 // `func` mask of more than two intervals needs more; its RowSpan is the hull and row_bits() is
@@ -42,7 +43,9 @@ struct IntervalList {
   Interval interval[kCapacity];
 
   // Appends `next`, which must not begin before the last one does; merges the two where they meet.
-  // NOTE: without an index that only run time knows, GPUs keep the list in registers.
+  // Appends `next`, which must not begin before the last interval does, and merges the two if they
+  // meet.
+  // NOTE: no index depends on run-time values, so that GPUs keep the list in registers.
   HSTU_HOST_DEVICE void append(Interval next) {
     if (next.empty()) return;
     bool merged = false;
@@ -74,12 +77,12 @@ HSTU_HOST_DEVICE IntervalList<kCapacity> tiles(const IntervalList<kCapacity>& li
 
 enum class TileKind : int { kEmpty, kPartial, kFull };
 
-// What some rows see, of a mask that is given row by row: found once for a tile of rows, it tells
-// of any keys without another look at the rows.
+// Union (`hull`) and intersection (`fully_visible`) of the keys visible to a tile of rows. It is
+// computed once, and then classifies any tile of keys as empty, partial or full.
 struct SpanSummary {
-  // Keys outside both are seen by no row.
+  // No row sees a key outside both intervals.
   Interval hull[2] = {{INT_MAX, 0}, {INT_MAX, 0}};
-  // Keys inside one are seen by every row.
+  // Every row sees all keys inside either interval.
   Interval fully_visible[2] = {{0, INT_MAX}, {0, INT_MAX}};
 
   HSTU_HOST_DEVICE void set_hull(const KeyIntervals& keys) {
@@ -88,7 +91,7 @@ struct SpanSummary {
     }
   }
 
-  // Takes the rows of `other` in.
+  // Adds the rows that `other` summarizes.
   HSTU_HOST_DEVICE void add(const SpanSummary& other) {
     for (int n = 0; n < 2; ++n) {
       if (other.hull[n].begin < hull[n].begin) hull[n].begin = other.hull[n].begin;
@@ -102,8 +105,8 @@ struct SpanSummary {
     }
   }
 
-  // Never wrong; partial where the two intervals of a row meet inside the tile, or where the hull
-  // holds keys that no row sees.
+  // May return kPartial for an empty or full tile: where the two intervals of a row meet inside the
+  // tile, or where the hull holds keys that no row sees. kEmpty and kFull are always correct.
   HSTU_HOST_DEVICE TileKind classify(int k0, int k1) const {
     bool touched = false, full = false;
     for (int n = 0; n < 2; ++n) {
@@ -122,7 +125,7 @@ class Mask {
     if (params.func) func_ = params.func + head * params.func_head_stride;
   }
 
-  // True where the spans are given row by row and have no closed form.
+  // True if the spans are given row by row and have no closed form.
   HSTU_HOST_DEVICE bool arbitrary() const { return row_spans_ || func_; }
 
   HSTU_HOST_DEVICE RowSpan row(int r) const {
@@ -138,7 +141,7 @@ class Mask {
     return {low, h, group_begin(i), i + 1};
   }
 
-  // Bit n tells whether row r sees key k0 + n, n < 64.
+  // Bit n is set if row r sees key k0 + n, n < 64.
   HSTU_HOST_DEVICE uint64_t row_bits(int r, int k0) const {
     if (!spans_are_exact()) return func_bits(r, k0);
     const RowSpan span = row(r);
@@ -162,7 +165,7 @@ class Mask {
       return result;
     }
     const Positions p = positions(r0, r1);
-    Interval history, group;  // up to the history's end; of the target groups
+    Interval history, group;  // visible keys before and after history_end
     if (!p.context.empty()) widen(history, {0, sequence_.history_end});
     if (!p.history.empty()) widen(history, {lowest(p.history), window_end(p.history.end - 1)});
     if (!p.target.empty()) {
@@ -174,7 +177,7 @@ class Mask {
     return result;
   }
 
-  // About the keys that rows [r0, r1) see, in few instructions: for estimates.
+  // An estimate of the keys that rows [r0, r1) see, in few instructions.
   HSTU_HOST_DEVICE Interval estimate(int r0, int r1) const {
     if (arbitrary()) return {0, sequence_.k_len};
     const int first = r0 + sequence_.offset;
@@ -187,8 +190,8 @@ class Mask {
   }
 
   // Rows outside the result see no key of [k0, k1). For masks in closed form every row inside sees
-  // one of them; for arbitrary masks every row is inside, and classify() tells which tiles are
-  // empty.
+  // at least one of these keys; for arbitrary masks the result is all rows, and classify() finds
+  // the empty tiles.
   HSTU_HOST_DEVICE RowIntervals q_intervals(int k0, int k1) const {
     RowIntervals result;
     if (k1 > sequence_.k_len) k1 = sequence_.k_len;
@@ -223,7 +226,7 @@ class Mask {
     return result;
   }
 
-  // Keys that all rows of [r0, r1) see, for masks in closed form; at most in two intervals.
+  // Keys that all rows of [r0, r1) see, in at most two intervals; only for masks in closed form.
   HSTU_HOST_DEVICE void fully_visible(int r0, int r1, Interval (&result)[2]) const {
     const int h = sequence_.history_end;
     const Positions p = positions(r0, r1);
@@ -255,13 +258,13 @@ class Mask {
     return summary;
   }
 
-  // Exact for every mask, but that a wide `func` tile may be called partial where it is full or
-  // empty.
+  // Exact for every mask, except that a tile of a `func` mask with more than two intervals may be
+  // called partial although it is full or empty.
   HSTU_HOST_DEVICE TileKind classify(int r0, int r1, int k0, int k1) const {
     if (arbitrary()) return classify_by_row(r0, r1, k0, k1);
     const KeyIntervals visible = kv_intervals(r0, r1);
     bool touched = false;
-    for (int n = 0; n < 2; ++n) {  // unused ones are empty
+    for (int n = 0; n < 2; ++n) {  // unused intervals are empty
       touched |= visible.interval[n].begin < k1 && k0 < visible.interval[n].end;
     }
     if (!touched) return TileKind::kEmpty;
@@ -270,7 +273,7 @@ class Mask {
   }
 
  private:
-  // The absolute positions of a range of rows, by kind of token.
+  // The absolute positions of a range of rows by kind of token.
   struct Positions {
     Interval context, history, target;
   };
@@ -278,14 +281,14 @@ class Mask {
   static HSTU_HOST_DEVICE int smaller(int x, int y) { return x < y ? x : y; }
   static HSTU_HOST_DEVICE int larger(int x, int y) { return x > y ? x : y; }
 
-  // Else the second interval of a row() is a hull.
+  // False if the second interval of a row() is only a hull.
   HSTU_HOST_DEVICE bool spans_are_exact() const { return !func_ || params_.func_length <= 3; }
 
   static HSTU_HOST_DEVICE Interval intersect(Interval x, Interval y) {
     return {larger(x.begin, y.begin), smaller(x.end, y.end)};
   }
 
-  // Grows `hull` to take in `other`.
+  // Grows `hull` to include `other`.
   static HSTU_HOST_DEVICE void widen(Interval& hull, Interval other) {
     if (other.empty()) return;
     if (hull.empty()) {
@@ -319,14 +322,14 @@ class Mask {
             intersect(all, {sequence_.history_end, sequence_.k_len})};
   }
 
-  // First position whose row ignores the window; h where no history row does.
+  // First position whose row ignores the window; history_end if no history row does.
   HSTU_HOST_DEVICE int full_begin() const {
     const int h = sequence_.history_end;
     if (params_.min_full_attn_seq_len <= 0) return h;
     return larger(h - params_.min_full_attn_seq_len, 0);
   }
 
-  // First key of the window of position i; a target stands where the first target does.
+  // First key of the window of position i. A target has the window of the first target.
   HSTU_HOST_DEVICE int window_begin(int i) const {
     const int h = sequence_.history_end;
     const bool full = params_.min_full_attn_seq_len > 0 && i >= full_begin();
@@ -348,7 +351,8 @@ class Mask {
     return h + (i - h) / params_.target_group_size * params_.target_group_size;
   }
 
-  // The window's begin grows with the position until the rows that ignore the window.
+  // The lowest window_begin() of a range of history rows: it grows with the position up to the rows
+  // that ignore the window.
   HSTU_HOST_DEVICE int lowest(Interval history) const {
     return smaller(window_begin(history.begin), window_begin(history.end - 1));
   }
@@ -362,7 +366,7 @@ class Mask {
       if (last_windowed >= p.history.begin && k0 < window_begin(last_windowed)) return false;
     }
     if (!p.target.empty()) {
-      // The last row's group begins latest, the first row ends earliest.
+      // The group of the last row begins last, and the keys of the first row end first.
       const int low = window_begin(h);
       const int own_begin = group_begin(p.target.end - 1);
       const int first_key = k0 < h ? low : own_begin;

@@ -1,26 +1,28 @@
-// Values that the compiler cannot see through, so that it recomputes what depends on them where it
-// is used and does not keep it in registers for the whole of a main loop, where it would spill.
+// Values that the compiler cannot reason about, so that it recomputes what depends on them where it
+// is needed. Otherwise it would keep addresses and descriptors, the same in every iteration, in
+// registers for the whole main loop, and spill.
 #pragma once
 
 #include "macros.h"
 
 namespace hstu {
 
-// threadIdx.x, read again by each call.
+// Reads threadIdx.x again in each call.
 HSTU_DEVICE int reload_thread_idx() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// gridDim.x, read again by each call.
+// Reads gridDim.x again in each call.
 HSTU_DEVICE int reload_grid_dim() {
   int blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
   return blocks;
 }
 
-// threadIdx.x, which the compiler knows nothing about where kHidden: each call gives a new value.
+// Returns threadIdx.x; if kHidden, as a new value in each call that the compiler knows nothing
+// about.
 template <bool kHidden = true>
 HSTU_DEVICE int opaque_thread_idx() {
   int index = threadIdx.x;
@@ -28,8 +30,8 @@ HSTU_DEVICE int opaque_thread_idx() {
   return index;
 }
 
-// The same, and the compiler knows that it is not negative, so that a division by a power of two is
-// a shift.
+// The same, but the compiler knows that the index is not negative, so that it divides by a power of
+// two with a shift.
 template <bool kHidden = true>
 HSTU_DEVICE int bounded_thread_idx() {
   const int index = opaque_thread_idx<kHidden>();
@@ -37,7 +39,7 @@ HSTU_DEVICE int bounded_thread_idx() {
   return index;
 }
 
-// `address`, from which the compiler can derive nothing: each call gives a new value.
+// Returns `address` as a new value in each call.
 template <typename Element>
 HSTU_DEVICE Element* opaque_pointer(Element* address) {
   int zero;
@@ -45,7 +47,8 @@ HSTU_DEVICE Element* opaque_pointer(Element* address) {
   return address + zero;
 }
 
-// Values loaded before it are loaded again after it, and not kept in registers.
+// Values that were loaded before the call are loaded again after it, instead of being kept in
+// registers.
 HSTU_DEVICE void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 }  // namespace hstu

@@ -1,29 +1,29 @@
-// Keys and values in pages: where a sequence's lie.
+// Where the keys and values of a sequence are in a paged cache.
 #pragma once
 
 #include "sequence.h"
 
 namespace hstu {
 
-// Where a kernel finds keys and values: in packed rows alone, or history in pages and targets in
-// the last packed rows of the sequence's queries.
+// Where a kernel finds keys and values: kPacked: in packed rows; kPaged: the history in pages, and
+// targets in the last packed rows of the sequence's queries.
 enum class KeySource { kPacked, kPaged };
 
 enum class PagePart { kKeys, kValues };
 
-// A sequence's entries of the page ids.
+// The entries of page_ids that belong to a sequence.
 struct PageList {
   int64_t first = 0;
   int count = 0;
 
   PageList() = default;
-  // NOTE: offsets that lie must not lead out of the tensor.
+  // NOTE: inconsistent offsets are clamped, so that no access leaves the tensor.
   HSTU_HOST_DEVICE PageList(const PagedParams& paged, int b) {
     first = clamp(paged.page_offsets[b], 0, paged.num_page_ids);
     const int64_t end = clamp(paged.page_offsets[b + 1], first, paged.num_page_ids);
     count = static_cast<int>(clamp(end - first, 0, 1 << 30));
   }
-  // Page n of the sequence, n < count. Nor may ids lead out of the cache.
+  // The id of page n of the sequence, n < count, clamped to the pages of the cache.
   HSTU_HOST_DEVICE int64_t page(const PagedParams& paged, int n) const {
     return clamp(paged.page_ids[first + n], 0, paged.num_pages - 1);
   }

@@ -1,4 +1,4 @@
-// One sequence of a packed batch: where its rows lie and what they are.
+// One sequence of a packed batch: where its rows are and what they are.
 #pragma once
 
 #include "../params.h"
@@ -10,7 +10,7 @@ struct Sequence {
   int64_t k_begin = 0;  // first key row
   int q_len = 0;        // Lq, at most Lk
   int k_len = 0;        // Lk
-  int offset = 0;       // off: query row r stands at absolute position r + offset
+  int offset = 0;       // query row r has absolute position r + offset
   int contexts = 0;     // c: positions [0, c) are contextual
   int history_end = 0;  // h: positions [c, h) are history, [h, Lk) are targets
 };
@@ -19,9 +19,9 @@ HSTU_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : (x > high ? high : x);
 }
 
-// Reads sequence `b`. Offsets and lengths that lie about the tensors are clamped to their bounds,
-// so that no later access leaves them, and counts to what the sequence can have. Query rows in
-// front of the first key see nothing: they are left out here, like rows that belong to no sequence.
+// Reads sequence `b`. Offsets and lengths that exceed the tensors are clamped to their bounds, so
+// that no later access leaves them, and counts are clamped to the sequence's length. Query rows
+// before the first key see nothing: they are left out here, like rows that belong to no sequence.
 HSTU_HOST_DEVICE Sequence load_sequence(const BatchParams& batch, int b) {
   Sequence s;
   s.q_begin = clamp(batch.cu_seqlens_q[b], 0, batch.total_q);

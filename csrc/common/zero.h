@@ -1,4 +1,4 @@
-// Zeros in 16-bit outputs: rows that belong to no sequence, or lie past its used length.
+// Zeroes the rows of 16-bit outputs that belong to no sequence or are behind its used length.
 #pragma once
 
 #include "sequence.h"
@@ -7,10 +7,10 @@ namespace hstu {
 
 enum class RowsOf { kQueries, kKeys };
 
-// Zeroes rows [begin, end) of a tensor [rows, heads, head_dim], by one warp.
+// Zeroes rows [begin, end) of a tensor [rows, heads, head_dim]. Called by one warp.
 __device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin,
                                           int64_t end) {
-  const int pieces = tensor.head_dim / 8;  // of 16 bytes
+  const int pieces = tensor.head_dim / 8;  // pieces of 16 bytes
   const int64_t count = (end - begin) * heads * pieces;
   for (int64_t n = threadIdx.x % 32; n < count; n += 32) {
     const int64_t row = begin + n / pieces / heads;
@@ -21,8 +21,8 @@ __device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads,
   }
 }
 
-// Zeroes all rows between sequences, by `warps` warps of which this is number `warp`. Gap b lies
-// before sequence b; the last one reaches to the end.
+// Zeroes all rows between sequences. Called by `warps` warps, of which this is number `warp`. Gap b
+// is before sequence b, and the last gap reaches to the end.
 template <RowsOf kRows>
 __device__ void zero_unowned_rows(const BatchParams& params, const PackedTensor& tensor, int heads,
                                   int warp, int warps) {

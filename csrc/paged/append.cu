@@ -1,7 +1,7 @@
 // Scatters new keys and values into the pages of a cache.
 //
-// A warp takes a few rows of all heads: a lane each finds where a row goes, since that takes many
-// loads one after another, and then all lanes copy.
+// A warp takes a few rows of all heads. First each lane finds the slot of one row, because that
+// takes many dependent loads; then all lanes copy.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -15,9 +15,9 @@ namespace hstu {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 4;  // of 64 registers a thread
-constexpr int kMostRows = 8;     // of a warp
-constexpr int kRowsAtOnce = 4;   // asked for before the first one is written
+constexpr int kBlocksPerSm = 4;  // with 64 registers per thread
+constexpr int kMostRows = 8;     // rows of a warp
+constexpr int kRowsAtOnce = 4;   // rows loaded before the first one is stored
 
 template <typename Piece>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -65,12 +65,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 // ------------------------------------------------------------------------------- an e4m3 cache
 
-constexpr int kPiece = 8;  // elements of a lane: 16 bytes of a row, 8 of the cache
+constexpr int kPiece = 8;  // elements of a lane: 16 bytes of a row, 8 bytes of the cache
 
 HSTU_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 HSTU_DEVICE float to_float(__half x) { return __half2float(x); }
 
-// A lane's part of a row of a head, of which `count` elements exist.
+// A lane's piece of a row of a head; the first `count` of its elements exist.
 template <typename Element>
 struct Piece {
   alignas(16) Element elements[kPiece];
@@ -119,9 +119,9 @@ struct Piece {
   }
 };
 
-// The same with a row of a head in `kPiece` elements each of neighboring lanes, 2^n of them, which
-// find its largest magnitude together. 80 registers a thread are enough where pieces are loaded
-// whole.
+// The same for an e4m3 cache. A row of a head is divided among 2^n neighboring lanes, kPiece
+// elements each, which compute its largest magnitude together. If kAligned, 80 registers per thread
+// are enough.
 template <typename Element, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kAligned ? 3 : 2)
     append_quantized_kernel(const __grid_constant__ AppendParams params, int rows, int head_lanes) {
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(kThreads, kAligned ? 3 : 2)
 
 // ------------------------------------------------------------------------------------- launches
 
-// Whether every row of every head begins at a multiple of 16 bytes, and in an e4m3 cache at one of
-// 8.
+// True if every row of every head begins at a multiple of 16 bytes, in an e4m3 cache at a multiple
+// of 8 bytes.
 bool is_aligned(const AppendParams& params) {
   const PagedParams& paged = params.paged;
   const int cache_unit = paged.scales ? kPiece : 16 / params.element_bytes;
@@ -198,7 +198,7 @@ bool is_aligned(const AppendParams& params) {
 }  // namespace
 
 void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream) {
-  // As many rows to a warp as leave no warp without one.
+  // A warp gets several rows only if there are enough for all warps.
   const int64_t most_blocks = int64_t{multiprocessors} * kBlocksPerSm;
   const int64_t total = params.batch.total_q;
   const int rows =

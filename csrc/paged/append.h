@@ -1,4 +1,4 @@
-// New keys and values into the pages of a cache.
+// Appends new keys and values to the pages of a cache.
 #pragma once
 
 #include "../common/pages.h"
@@ -11,25 +11,25 @@ struct AppendParams {
   BatchParams batch;
   PagedParams paged;  // written
   int heads = 0;
-  DType dtype = DType::kFloat32;  // of k and v
-  int element_bytes = 0;          // likewise
+  DType dtype = DType::kFloat32;  // the dtype of k and v
+  int element_bytes = 0;          // bytes of an element of k and v
 };
 
-// Where a row of the packed tensors goes: K to this element of the cache and its scale to that of
-// the scales, V by kv_stride and scale_kv_stride further. -1: nowhere, since it is a target or,
-// where offsets or ids lie, none of a page of the sequence.
+// The slot of a row of the packed tensors: the offset of its K in the cache and of its scale in the
+// scales, in elements. V is kv_stride and scale_kv_stride further. -1: the row has no slot, because
+// it is a target, or because inconsistent offsets or ids give it no page of the sequence.
 struct Slot {
   int64_t element = -1;
   int64_t scale = -1;
 };
 
-// What an e4m3 cache holds of a row of a head: x / scale, rounded to the nearest, ties to even.
-// The scale maps the largest finite magnitude to that of e4m3. NaN and infinity are stored as NaN.
+// An e4m3 cache holds x / scale for each row of a head, rounded to nearest, ties to even. The scale
+// maps the largest finite magnitude of the row to that of e4m3. NaN and infinity are stored as NaN.
 constexpr float kLargestE4m3 = 448.0f;
 
 HSTU_HOST_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
 
-// NOTE: of the smallest magnitudes the scale would be zero.
+// NOTE: the quotient underflows to zero for the smallest magnitudes.
 HSTU_HOST_DEVICE float e4m3_scale(float largest) {
   const float scale = largest / kLargestE4m3;
   return scale > 0.0f ? scale : 1.0f;
@@ -37,7 +37,7 @@ HSTU_HOST_DEVICE float e4m3_scale(float largest) {
 
 HSTU_HOST_DEVICE Slot find_slot(const AppendParams& params, int64_t row) {
   const BatchParams& batch = params.batch;
-  int low = 0, high = batch.batch - 1;  // the last sequence that does not begin behind the row
+  int low = 0, high = batch.batch - 1;  // finds the last sequence that does not begin after the row
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (batch.cu_seqlens_q[middle] <= row) {
@@ -63,7 +63,7 @@ HSTU_HOST_DEVICE Slot find_slot(const AppendParams& params, int64_t row) {
 
 void append_on_cpu(const AppendParams& params);
 
-// The kernel, on the stream of the call; see append.cu. Only 2-byte dtypes for an e4m3 cache.
+// Launches the kernel on `stream`. An e4m3 cache supports only 2-byte dtypes of k and v.
 void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream);
 
 }  // namespace hstu

@@ -6,15 +6,16 @@ namespace hstu {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBinsPerThread = 8;  // of a thread
+constexpr int kBinsPerThread = 8;
 constexpr int kBins = kBinsPerThread * kThreads;
 constexpr int kPaddedBins = kBins + kThreads;
 
-// A place for each bin in which neighboring threads' bins do not meet in a bank.
+// The address of a bin in shared memory, padded so that the bins of neighboring threads are in
+// different banks.
 __device__ int padded_bin(int bin) { return bin + bin / kBinsPerThread; }
 
-// Bins: one part of the batch after another, and in each in falling order of cost, with 2^fine_bits
-// bins for each power of two.
+// The bin of a tile: bins are ordered by chunk, and within a chunk by falling cost, with
+// 2^mantissa_bits bins for each power of two.
 __device__ int bin_index(const PrepareParams& params, int chunk, int cost) {
   const int mantissa_bits = params.mantissa_bits;
   int rank = cost;
@@ -26,8 +27,8 @@ __device__ int bin_index(const PrepareParams& params, int chunk, int cost) {
   return chunk * bins + bins - 1 - min(rank, bins - 1);
 }
 
-// Tiles go by chunks of the batch, so that what they read is still in the L2 cache; but see
-// PrepareParams::tail_divisor.
+// The chunk of a tile. Tiles are processed chunk after chunk, so that the K and V they read are
+// still in the L2 cache, except for those in the tail: see PrepareParams::tail_divisor.
 template <bool kByKeys>
 __device__ int chunk_index(const PrepareParams& params, const Sequence& sequence, int tile,
                            int count, int cost) {
@@ -35,7 +36,8 @@ __device__ int chunk_index(const PrepareParams& params, const Sequence& sequence
   const int64_t total = params.batch.total_k;
   const bool is_in_tail = sequence.k_begin + sequence.k_len > total - total / params.tail_divisor;
   const int reach = (cost - 1) * 2 * (kByKeys ? params.tile_rows : params.tile_keys);
-  // NOTE: of keys by the cost alone: an earlier tile must never stand behind a later one.
+  // NOTE: for tiles of keys, only the cost decides: an earlier tile of a sequence must never come
+  // after a later one.
   const bool is_short =
       kByKeys ? reach <= sequence.q_len : tile < count / 2 && reach <= sequence.k_len;
   if (is_in_tail && is_short) return last;
@@ -49,9 +51,10 @@ __device__ int length(const IntervalList<kCapacity>& list) {
   return sum;
 }
 
-// About how many visible tiles the item goes through; all of them where spans are given row by row,
-// since nothing short tells which are visible.
-// NOTE: of rows a guess, since a kernel that runs once waits for its instructions above all.
+// The estimated number of visible tiles that a work tile processes. If spans are given row by row,
+// it is the number of all tiles, because finding the visible ones would take too long here.
+// NOTE: for tiles of rows this is a coarse estimate: the time of a kernel that runs once is mostly
+// instruction fetches, so it must have few instructions.
 template <bool kByKeys>
 __device__ int tile_cost(const PrepareParams& params, const Sequence& sequence, const Mask& mask,
                          int tile) {
@@ -65,10 +68,10 @@ __device__ int tile_cost(const PrepareParams& params, const Sequence& sequence, 
   }
 }
 
-// Calls visit(sequence, its number, tile, bin, active) for every tile of the batch, by whole warps.
-// A group of lanes takes a sequence and goes through its tiles from the last to the first. Of keys,
-// the rank is the largest cost from the tile onwards: an earlier key tile then never stands behind
-// a later one.
+// Calls visit(sequence, sequence_index, tile, bin, active) for every tile of the batch, by whole
+// warps. A group of lanes takes a sequence and visits its tiles from the last to the first. Key
+// tiles are ranked by the suffix maximum of cost, so that the tiles of a sequence keep their
+// ascending order: the deterministic order of dQ additions needs this.
 template <bool kByKeys, typename Visit>
 __device__ void for_each_tile(const PrepareParams& params, int group, Visit visit) {
   const int lane = threadIdx.x % 32 % group;
@@ -102,7 +105,7 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
   }
 }
 
-// The sum of the values of this lane and those before it.
+// Inclusive prefix sum over the lanes of a warp.
 __device__ int sum_up_to_lane(int value) {
   for (int step = 1; step < 32; step *= 2) {
     const int before = __shfl_up_sync(0xffffffff, value, step);
@@ -111,7 +114,8 @@ __device__ int sum_up_to_lane(int value) {
   return value;
 }
 
-// Turns the bins' sizes into their ends, and says how long the list is.
+// Replaces the size of each bin by its end (an inclusive prefix sum) and stores the length of the
+// list.
 __device__ void sum_bins(int* bins, const WorkList& list) {
   __shared__ int warp_ends[32];
   const int lane = threadIdx.x % 32;
@@ -140,14 +144,14 @@ __device__ void make_list(const PrepareParams& params) {
   __shared__ int bins[kPaddedBins];
   const int lane = threadIdx.x % 32;
 
-  // As many lanes to a sequence as it has tiles on average.
+  // A sequence gets as many lanes as sequences have tiles on average.
   int group = 1;
   while (group < 32 && group * params.batch.batch < params.list.capacity) group *= 2;
 
   for (int n = threadIdx.x; n < kPaddedBins; n += kThreads) bins[n] = 0;
   __syncthreads();
-  // First the tiles of each bin are counted, then each tile gets its place.
-  // NOTE: one loop and not two: a kernel that runs once waits for its instructions above all.
+  // The first pass counts the tiles of each bin, the second one places each tile (a counting sort).
+  // NOTE: this is one loop with two passes and not two loops, to have fewer instructions to fetch.
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     for_each_tile<kByKeys>(
@@ -156,8 +160,8 @@ __device__ void make_list(const PrepareParams& params) {
             if (active) atomicAdd(&bins[bin], 1);
             return;
           }
-          // Bins fill from their ends, as sequences are gone through from theirs: so
-          // within a bin the tiles of one sequence stand in ascending order.
+          // Bins are filled from their ends, because sequences are visited from theirs: so the
+          // tiles of one sequence are in ascending order within a bin.
           const unsigned peers =
               __match_any_sync(0xffffffff, active ? lane / group * kPaddedBins + bin : -1);
           const int leader = 31 - __clz(peers);
@@ -174,8 +178,8 @@ __device__ void make_list(const PrepareParams& params) {
   }
 }
 
-// The turns of each sequence's row tiles. Where spans are given row by row, and past the end of a
-// TileMap, every key tile takes one.
+// Writes which key tiles add to the dQ of each tile of rows. If spans are given row by row, and for
+// row tiles that a TileMap has no bits for, these are all key tiles.
 __device__ void write_dq_writers(const PrepareParams& params, int first, int step) {
   for (int b = first; b < params.batch.batch; b += step) {
     const Sequence sequence = load_sequence(params.batch, b);
@@ -199,7 +203,7 @@ __device__ void write_dq_writers(const PrepareParams& params, int first, int ste
   }
 }
 
-// A warp takes a tile of rows.
+// Writes the mask summaries. Each warp takes a tile of rows.
 __device__ void write_summaries(const PrepareParams& params, int first, int step) {
   constexpr unsigned kWarp = 0xffffffff;
   const SpanSummaries& summaries = params.list.summaries;
@@ -223,11 +227,11 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
   }
 }
 
-// Rows of the bias that are no query's, and what lies behind the last tile of keys. A warp takes 32
-// rows.
+// Zeroes the rows of the bias gradient that belong to no query, and what is behind the last tile of
+// keys. Each warp takes 32 rows.
 __device__ void zero_bias_gradient(const PrepareParams& params, int first, int step) {
   const DenseBias& bias = params.bias_gradient;
-  const int chunks = (bias.length + 31) / 32;  // of a matrix
+  const int chunks = (bias.length + 31) / 32;  // chunks of 32 rows of a matrix
   const int lane = threadIdx.x % 32;
   for (int64_t n = first; n < int64_t{params.batch.batch} * bias.heads * chunks; n += step) {
     const int b = static_cast<int>(n / chunks / bias.heads);

@@ -1,4 +1,5 @@
-// The kernel that runs before every attention kernel: it makes the work list and writes the zeros.
+// The kernel that runs before an attention kernel that needs it: it makes the work list, the mask
+// summaries and the order of dQ additions, and zeroes workspace and the outputs' unowned rows.
 #pragma once
 
 #include "../dispatch.h"
@@ -9,34 +10,37 @@ namespace hstu {
 struct PrepareParams {
   BatchParams batch;
   MaskParams mask;
-  WorkList list;         // and the summaries that go with it
-  bool by_keys = false;  // items are tiles of keys, else of rows
+  WorkList list;         // written, with list.summaries
+  bool by_keys = false;  // the list holds tiles of keys (backward), not of rows
   int tile_rows = 0;
   int tile_keys = 0;
 
-  // The order of tiles: see set_chunks().
+  // These four decide the order of the list: within a chunk, the tile with the longest processing
+  // time comes first. See set_chunks().
   static constexpr int kMaxChunks = 128;
-  int num_chunks = 1;  // a power of two: the chunks, and what comes after them
+  int num_chunks = 1;  // a power of two; the last one is the tail, not a chunk
   int chunk_shift = 62;
-  int mantissa_bits = 5;  // of the costs that decide the order: fewer where there are many parts
-  // The shorter tiles of the batch's last 1 / late come last of all, to fill the end evenly.
+  int mantissa_bits = 5;  // bits of a cost that decide the order; fewer with many chunks
+  // The cheaper tiles of the last 1 / tail_divisor of the batch come last of all (the tail), so
+  // that blocks finish at about the same time.
   int tail_divisor = 1;
 
-  // Outputs that get zeros where no sequence has rows.
+  // Outputs whose rows that belong to no sequence become zeros.
   int heads = 0;
   PackedTensor row_output;      // [total_q, H, head_dim]
-  PackedTensor key_outputs[2];  // [total_k, H, head_dim]; null data: none
+  PackedTensor key_outputs[2];  // [total_k, H, head_dim]; null data: no such output
 
-  // Of 16 bits; zeroed where no tile of rows meets a tile of keys; null data: not wanted.
+  // A 16-bit bias gradient, zeroed where no tile of rows and keys writes it; null data: not wanted.
   DenseBias bias_gradient;
 
-  // For each tile of rows, the key tiles that take turns to add to its dQ; null: not wanted.
+  // For each tile of rows, the key tiles that add to its dQ, in ascending order; null: not wanted.
   TileSpans* dq_writers = nullptr;  // [row tiles], see first_tile()
 
-  void* zeros = nullptr;  // workspace to be zeroed, aligned to 16 bytes
+  void* zeros = nullptr;  // workspace to zero, aligned to 16 bytes
   int64_t zero_bytes = 0;
 
-  // Chunks of `rows` of `total` key rows or less; of more where kMaxChunks would not do.
+  // Divides `total` key rows into chunks of at most `rows` rows (more if there would be more than
+  // kMaxChunks), so that the K and V of a chunk stay in the L2 cache.
   void set_chunks(int64_t total, int64_t rows) {
     if (total <= rows) return;
     for (chunk_shift = 0; int64_t{2} << chunk_shift <= rows;) ++chunk_shift;

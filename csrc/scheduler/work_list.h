@@ -1,6 +1,10 @@
-// The work items of one call on a GPU: tiles of rows (forward) or of keys (backward), longest
-// first over the whole batch. prepare_scheduler() makes the list on the device; blocks take items
-// from it one by one, so that no length ever has to reach the host.
+// The work of one call on a GPU: tiles of rows (forward) or of keys (backward), those with the
+// longest processing time first. prepare_scheduler() makes the list on the device, and blocks take
+// work from it by an atomic counter, so that no length ever has to reach the host.
+//
+// A work tile is one listed tile for one head (or group of heads, or split): each listed tile
+// stands for WorkList::work_per_tile of them, and work_index counts work tiles in the order of the
+// list.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,16 +19,16 @@ struct alignas(16) SequenceTile {
   int index = 0;
 };
 
-// Where the tiles of sequence b are counted from, when each sequence begins with a tile of its own:
-// no two sequences share a number, and max_tiles() is never exceeded.
+// The number of the first tile of sequence b, if each sequence begins with a tile of its own. No
+// two sequences share a tile number, and all numbers are below max_tiles().
 HSTU_HOST_DEVICE int64_t first_tile(int64_t row_begin, int b, int size) {
   return row_begin / size + b;
 }
 
-// The summaries of all tiles of rows: always of a mask that is given row by row.
+// The summaries of all tiles of rows. They exist for every mask that is given row by row.
 struct SpanSummaries {
   SpanSummary* data = nullptr;  // [heads, tiles], or null
-  int heads = 0;                // 1 where all share a mask
+  int heads = 0;                // 1: all heads have the same mask
   int tiles = 0;                // see first_tile()
 
   HSTU_HOST_DEVICE const SpanSummary& at(int64_t tile, int head) const {
@@ -33,15 +37,15 @@ struct SpanSummaries {
 };
 
 struct WorkList {
-  int* next = nullptr;            // [1]: the item to hand out next
-  int* count = nullptr;           // [1]: tiles in the list
-  SequenceTile* tiles = nullptr;  // [capacity]; null: there is no list, each block has one item
+  int* next = nullptr;   // [1]: how many work tiles were handed out beyond the first of each block
+  int* count = nullptr;  // [1]: number of tiles in the list
+  SequenceTile* tiles = nullptr;  // [capacity]; null: no list, each block has one work tile
   int capacity = 0;
-  int work_per_tile = 1;  // items of each tile
-  int unlisted = 0;  // the batch's first tiles, which are not in the list: blocks begin with them
+  int work_per_tile = 1;  // work tiles of each listed tile
+  int unlisted = 0;  // how many first tiles of the batch are not listed: blocks begin with these
   SpanSummaries summaries;
 
-  // What tile n of keys is to tile m of rows.
+  // Classifies tile n of keys for tile m of rows.
   template <int kRows, int kKeys>
   HSTU_HOST_DEVICE TileKind classify(const MaskParams& mask, const SequenceTile& work, int head,
                                      int m, int n) const {
@@ -57,14 +61,13 @@ struct WorkList {
     return Mask(mask, sequence, head).classify(r0, r1, k0, k1);
   }
 
-  // Tiles of `size` rows that B sequences of `total` rows can have.
+  // The largest number of tiles of `size` rows that `batch` sequences with `total` rows can have.
   static int max_tiles(int64_t total, int batch, int size) {
     return static_cast<int>(total / size) + batch;
   }
 };
 
-// The tile with number `number`: of the last sequence whose first tile is not behind it. False
-// where it has no rows.
+// Finds the tile with number `tile_index`, see first_tile(). Returns false if it has no rows.
 HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t tile_index, int size,
                                     SequenceTile& found) {
   int low = 0, high = batch.batch - 1;
@@ -84,10 +87,10 @@ HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t tile_index
   return tile >= 0 && tile * size < found.sequence.q_len;
 }
 
-// The key tiles that some row of a tile of rows sees: [begin, end) twice. In a deterministic
-// backward they take turns, in ascending order, to add to its dQ.
-// NOTE: whether a tile takes a turn is told by this alone, and not by the mask: where offsets lie,
-// sequences share tiles of rows, and blocks could wait for turns that nobody takes.
+// The key tiles [begin, end), twice, that some row of a tile of rows sees. In a deterministic
+// backward they add to its dQ in ascending order.
+// NOTE: only this, and not the mask, decides whether a key tile takes part. With inconsistent
+// offsets sequences share tiles of rows, and blocks could wait for a key tile that never adds.
 struct alignas(16) TileSpans {
   int begin[2];
   int end[2];
@@ -107,13 +110,14 @@ struct alignas(16) TileSpans {
 
 #if defined(__CUDACC__)
 
-// How a block gets its items. While it works on one, it learns which is next, and while it stores
-// results, it copies that one's tile.
+// The tile scheduler of a block: hands it one work tile after another. While the block works on
+// one, request_next() learns which is next; while the block stores its results, fetch_next() copies
+// the description of the next tile.
 class WorkQueue {
  public:
   struct Entry {
     SequenceTile tile;
-    int index_in_tile;  // of the tile; -1: there is no item
+    int index_in_tile;  // below work_per_tile; -1: there is no more work
   };
   struct SharedMemory {
     Entry entry;
@@ -126,7 +130,7 @@ class WorkQueue {
     advance();
   }
 
-  // The same for tiles of rows, of which there need be no list: then a block has one item.
+  // The same for tiles of rows. If there is no list, each block has one work tile.
   __device__ WorkQueue(const WorkList& list, SharedMemory& smem, const BatchParams& batch,
                        int tile_rows)
       : list_(list), smem_(smem) {
@@ -144,13 +148,13 @@ class WorkQueue {
     advance();
   }
 
-  // Whether there is an item: part() of tile().
+  // True if there is a work tile: number index_in_tile() of tile().
   __device__ bool has_work() const { return index_in_tile() >= 0; }
   __device__ const SequenceTile& tile() const { return smem_.entry.tile; }
   __device__ int index_in_tile() const { return smem_.entry.index_in_tile; }
 
-  // The three steps to the next item, by all threads. The first waits for device memory, and is
-  // best taken where other copies are waited for.
+  // The three steps to the next work tile, called by all threads. request_next() waits for device
+  // memory: call it where other copies are waited for.
   __device__ void request_next() {
     if (threadIdx.x != 0) return;
     if (list_.tiles) {
@@ -170,7 +174,7 @@ class WorkQueue {
     }
   }
   __device__ void advance() {
-    __syncthreads();  // the last item is done with
+    __syncthreads();  // all threads are done with the last work tile
     if (threadIdx.x == 0) {
       asm volatile("cp.async.wait_all;" ::: "memory");
       smem_.entry = smem_.next;
@@ -179,7 +183,7 @@ class WorkQueue {
   }
 
  private:
-  // Its number in the list stands in for the tile until that is fetched.
+  // Until fetch_next(), tile.index holds the tile's place in the list.
   __device__ void set_next(int work_index) {
     const int tile_index = work_index / list_.work_per_tile;
     smem_.next.tile.index = tile_index;
@@ -190,18 +194,19 @@ class WorkQueue {
   SharedMemory& smem_;
 };
 
-// Which of the tiles that an item meets are visible, and which of those are partial: one bit each.
-// Found before the sums take the registers; it lies in shared memory.
+// One bit for each tile that a work tile could meet: whether it is visible, and whether it is
+// partial. The map is filled before the main loop, whose accumulators take the registers, and is
+// kept in shared memory.
 struct TileMap {
-  // NOTE: later tiles count as partial, which is right for every tile, and slower.
+  // NOTE: tiles from kTiles on count as partial, which is correct for every tile, but slower.
   static constexpr int kTiles = 2048;
 
   int count;
   unsigned visible[kTiles / 32];
   unsigned partial[kTiles / 32];
 
-  // For `tiles` tiles, by this thread of `threads`, whole warps; classify(n) is the TileKind of
-  // tile n.
+  // Fills the map for `tiles` tiles. Called by thread `thread` of `threads`, which are whole warps;
+  // classify(n) returns the TileKind of tile n.
   template <typename Classify>
   __device__ void fill(int tiles, int thread, int threads, Classify classify) {
     if (thread == 0) count = tiles;
@@ -219,7 +224,7 @@ struct TileMap {
   __device__ int first() const { return after(-1); }
   __device__ int last() const { return before(count); }
 
-  // The last visible tile before tile n; -1 where there is none.
+  // The last visible tile before tile n; -1: there is none.
   __device__ int before(int n) const {
     unsigned allowed = (1u << n % 32) - 1;
     for (int word = n / 32; word >= 0; --word) {
@@ -230,7 +235,7 @@ struct TileMap {
     return -1;
   }
 
-  // The first visible tile after tile n; -1 where there is none.
+  // The first visible tile after tile n; -1: there is none.
   __device__ int after(int n) const {
     unsigned allowed = 0xffffffff << (n + 1) % 32;
     for (int word = (n + 1) / 32; word * 32 < count; ++word) {

@@ -1,4 +1,4 @@
-// Hands out aligned pieces of a call's workspace; without memory it only counts them.
+// Hands out aligned pieces of a call's workspace. Without memory it only counts their bytes.
 #pragma once
 
 #include "work_list.h"
@@ -16,7 +16,7 @@ class Workspace {
     return piece;
   }
 
-  // What take() takes.
+  // The bytes that take() uses.
   template <typename T>
   static int64_t bytes(int64_t count) {
     return (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
@@ -31,7 +31,7 @@ class Workspace {
     return list;
   }
 
-  // For tiles of `tile_size` rows of `batch`.
+  // Summaries for tiles of `tile_size` rows of `batch`.
   SpanSummaries take_summaries(const MaskParams& mask, const BatchParams& batch, int heads,
                                int tile_size) {
     SpanSummaries summaries;

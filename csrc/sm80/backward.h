@@ -1,9 +1,9 @@
 // The fused backward: scores recomputed, dQ, dK, dV and the bias gradient in one pass.
 //
-// A work item is a tile of keys of one head (where a bias has a gradient: of all heads that share a
-// bias head, one after another, so that one thread sums each element of the gradient). dK and dV
-// stay in registers; each tile of rows adds its part of dQ to an fp32 sum in device memory, which
-// a second kernel scales and rounds.
+// A work tile is a tile of keys of one head. Where a bias has a gradient, it is a tile of keys of
+// all heads that share a bias head: they are processed one after another, so that one thread sums
+// each element of the gradient. dK and dV stay in registers. Each tile of rows adds its part of dQ
+// to an fp32 accumulator in device memory, which convert_dq scales and rounds.
 #pragma once
 
 #include "../common/activation.h"
@@ -17,10 +17,10 @@ namespace hstu::sm80 {
 struct BackwardBuffers {
   WorkList list;
   int heads_per_work_tile;
-  float* dq;              // [row tiles, H, rows x head dim], in the order of DeviceSum; zeroed
-  TileSpans* dq_writers;  // [row tiles]: the key tiles that take turns to add; null: in any order
-  int* dq_semaphore;      // [row tiles, H]: how many have added; zeroed; null: in any order
-  DenseBias drab;         // where dS is summed over heads, or where it belongs if that is fp32
+  float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed
+  TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
+  int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
+  DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
 };
 
 HSTU_DEVICE int load_relaxed(const int* address) {
@@ -35,12 +35,12 @@ HSTU_DEVICE int load_acquire(const int* address) {
   return value;
 }
 
-// The fp32 sum of a product of tiles in device memory: each thread's elements lie so that a warp
-// adds whole cache lines.
+// An fp32 accumulator of a product of tiles in device memory. Elements are ordered so that a warp
+// adds to whole cache lines.
 template <int kThreads>
 struct DeviceSum {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr int kVector = 4;  // red.v4 exists since compute capability 9.0
+  static constexpr int kVector = 4;  // red.v4 needs compute capability 9.0
 #else
   static constexpr int kVector = 1;
 #endif
@@ -98,8 +98,8 @@ struct Backward {
   using RowSum = typename RowMma::template Sum<kRows, kHeadDim>;
 
   struct SharedMemory {
-    alignas(128) Element k[kKeys * kHeadDim];  // dK in the end
-    alignas(128) Element v[kKeys * kHeadDim];  // dV in the end
+    alignas(128) Element k[kKeys * kHeadDim];  // staging of dK after the main loop
+    alignas(128) Element v[kKeys * kHeadDim];  // staging of dV after the main loop
     alignas(128) Element q[kStages][kRows * kHeadDim];
     alignas(128) Element dout[kStages][kRows * kHeadDim];
     alignas(128) Element p[kRows * kKeys];
@@ -110,8 +110,9 @@ struct Backward {
     BiasMatrix drab;
     TileMap map;
     int64_t first_row_tile;
-    TileSpans dq_writers[kStages];  // of the rows' tiles
-    int64_t last_dq;  // to which this block added last, and whose turn is to be passed on; or -1
+    TileSpans dq_writers[kStages];  // of the row tile in each stage
+    // The dQ that this block added to last, whose dq_semaphore it has yet to release; -1: none.
+    int64_t last_dq;
     WorkQueue::SharedMemory queue;
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
@@ -124,7 +125,7 @@ struct Backward {
       for (int head = queue.index_in_tile() * buffers.heads_per_work_tile;; ++head) {
         key_tile(params, buffers, queue, head, smem);
         if (is_last_head(buffers, queue, head)) break;
-        __syncthreads();  // dK and dV have left shared memory
+        __syncthreads();  // dK and dV have been copied from shared memory
       }
       queue.advance();
     }
@@ -138,7 +139,7 @@ struct Backward {
 
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
                                    WorkQueue& queue, int head, SharedMemory& smem) {
-    // NOTE: in shared memory, to leave the registers to the sums.
+    // NOTE: `work` refers to shared memory, to leave the registers to the accumulators.
     const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
     const int k0 = work.index * kKeys;
@@ -197,7 +198,7 @@ struct Backward {
     const int next_stage = kStages - 1;
     for (int stage = 0; row_tile >= 0; stage ^= next_stage) {
       const int r0 = row_tile * kRows;
-      int semaphore = 0;  // asked for here, where there is time to wait for the answer
+      int semaphore = 0;  // loaded early: its latency is hidden by the products for S and dP
       if (kIsDeterministic && threadIdx.x == 0) {
         semaphore = load_relaxed(buffers.dq_semaphore + dq_index(row_tile));
       }
@@ -211,7 +212,7 @@ struct Backward {
       if constexpr (kHasBias) bias.fetch(r0, k0);
       const int next = smem.map.before(row_tile);
       wait_for_copies();
-      __syncthreads();  // the rows are there; the other stage, P and dS have been read
+      __syncthreads();  // this stage has been filled; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
       if constexpr (kHasBias) {
         bias.copy_to(scores);
@@ -234,8 +235,8 @@ struct Backward {
       to_smem<ScoreMma, kRows, kKeys>(scores, smem.p);
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
       if constexpr (kHasBias) {
-        // dRab += alpha * scale * dX. Heads that share a bias head come one after another, and an
-        // element is always the same thread's.
+        // dRab += alpha * scale * dX. The heads that share a bias head are processed one after
+        // another, and the same thread always adds to an element.
         if (smem.drab.data) {
           const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
           const bool is_only_part = params.rab.heads == params.heads;
@@ -247,7 +248,7 @@ struct Backward {
         wait_for_dq_semaphore(smem.dq_writers[stage], work.index, semaphore,
                               buffers.dq_semaphore + dq_index(row_tile));
       }
-      __syncthreads();  // P and dS are there, and it is this block's turn to add to dQ
+      __syncthreads();  // P and dS are written, and thread 0 has waited for dq_semaphore
 
       // dV += P^T dO
       gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dv, smem_p,
@@ -255,7 +256,7 @@ struct Backward {
       // dK += dX^T Q
       gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dk, smem_ds, smem_q);
       if constexpr (kStages == 1) {
-        __syncthreads();  // the rows have been read
+        __syncthreads();  // Q and dO have been read
         if (next >= 0) copy_rows(next, 0);
       }
       // dQ += dX K
@@ -276,7 +277,7 @@ struct Backward {
   }
 
  public:
-  // The factor that all rows share; 1 where each row has its own.
+  // The scale of all rows; 1 if each row has its own.
   static HSTU_DEVICE float uniform_scale(const BackwardParams& params) {
     if (params.attn_scale_per_row) return 1.0f;
     return params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
@@ -316,11 +317,12 @@ struct Backward {
     }
   }
 
-  // Deterministic: key tiles add to a dQ in ascending order, each in its turn. It is passed on in
-  // the next step, when the sums have had time to arrive.
+  // A deterministic backward adds the key tiles to a dQ in ascending order: dq_semaphore counts
+  // those that have added. A block releases it in the step after its addition, when the sums have
+  // had time to arrive.
 
-  // NOTE: the fence orders what all threads added before the last barrier, and also what this one
-  // has read of the next turn before what follows.
+  // NOTE: the fence orders what all threads added before the last barrier, and what this thread has
+  // read of the next dq_semaphore, before what follows.
   static HSTU_DEVICE void release_dq_semaphore(const BackwardBuffers& buffers, SharedMemory& smem,
                                                int64_t next_dq) {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -328,11 +330,11 @@ struct Backward {
     smem.last_dq = next_dq;
   }
 
-  // `seen` is what `turn` was earlier.
+  // `seen` is an earlier value of `*semaphore`.
   static HSTU_DEVICE void wait_for_dq_semaphore(const TileSpans& spans, int key_tile, int seen,
                                                 const int* semaphore) {
     const int before = spans.count_before(key_tile);
-    // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
+    // NOTE: `<` and not `!=`, because sequences with overlapping offsets share a tile.
     while (seen < before) seen = load_acquire(semaphore);
   }
 

@@ -6,8 +6,8 @@
 
 namespace hstu::sm80 {
 
-// Reads kCount words, 4 or 2 at a time, where `condition` holds; no branch parts one such read from
-// the next.
+// Reads kCount words, 4 or 2 at a time, if `condition` is true. The loads are predicated, so that
+// several of them are in flight: there is no branch between them.
 template <int kCount>
 HSTU_DEVICE void load_if(bool condition, const void* from, uint32_t* words) {
   static_assert(kCount == 2 || kCount % 4 == 0, "words are read by 8 or 16 bytes");
@@ -29,7 +29,7 @@ HSTU_DEVICE void load_if(bool condition, const void* from, uint32_t* words) {
   }
 }
 
-// Writes kBytes bytes, 16 or fewer at a time.
+// Writes kBytes bytes, 8 or 16 at a time.
 template <int kBytes>
 HSTU_DEVICE void store_pieces(const void* from, void* to) {
   using Piece = std::conditional_t<kBytes == 8, uint2, uint4>;
@@ -40,13 +40,13 @@ HSTU_DEVICE void store_pieces(const void* from, void* to) {
 }
 
 // The bias, or its gradient, of one sequence and head.
-// NOTE: kernels keep it in shared memory, to leave the registers to the sums.
+// NOTE: kernels keep it in shared memory, to leave the registers to the accumulators.
 struct BiasMatrix {
   char* data;  // null: there is none
   int64_t row_stride;
   int length;
-  bool is_fp32;     // else it has the dtype of q
-  bool is_aligned;  // rows can be read and written by 16 bytes
+  bool is_fp32;     // false: the dtype of q
+  bool is_aligned;  // rows can be read and written 16 bytes at a time
 
   HSTU_DEVICE BiasMatrix(const DenseBias& bias, int b, int head, int heads)
       : data(nullptr),
@@ -67,19 +67,20 @@ struct BiasMatrix {
   }
 };
 
-// A thread's part of a tile of the bias, on its way into the scores.
+// A thread's fragment of a tile of the bias, prefetched to initialize the scores.
 template <typename Element, typename Tile>
 class BiasTile {
  public:
   HSTU_DEVICE BiasTile(const BiasMatrix& bias, const Sequence& sequence)
       : bias_(bias), sequence_(sequence) {}
 
-  // Brings the tile that begins with row r0 and key k0 into L2, by all threads of the block.
+  // Prefetches the tile that begins with row r0 and key k0 into the L2 cache. Called by all threads
+  // of the block.
   HSTU_DEVICE void prefetch(int r0, int k0) const {
     bias_.is_fp32 ? prefetch_as<float>(r0, k0) : prefetch_as<Element>(r0, k0);
   }
 
-  // Starts to read it; zeros where the bias ends.
+  // Starts to read the tile into registers, with zeros past the end of the bias.
   HSTU_DEVICE void fetch(int r0, int k0) {
     bias_.is_fp32 ? fetch_as<float>(r0, k0) : fetch_as<Element>(r0, k0);
   }
@@ -96,7 +97,7 @@ class BiasTile {
   template <typename T>
   HSTU_DEVICE void prefetch_as(int r0, int k0) const {
     constexpr int kLine = 128 / sizeof(T);
-    constexpr int kLines = (Tile::kTileKeys + kLine - 1) / kLine;  // of a row
+    constexpr int kLines = (Tile::kTileKeys + kLine - 1) / kLine;  // cache lines of a row
     const int thread = bounded_thread_idx();
     const int rows = min(r0 + Tile::kTileRows, sequence_.q_len);
     const int keys = min(sequence_.k_len, bias_.length);
@@ -111,10 +112,10 @@ class BiasTile {
     }
   }
 
-  // First what can be read by 16 bytes, then the rest.
+  // Reads what can be read 16 bytes at a time first, then the rest.
   template <typename T>
   HSTU_DEVICE void fetch_as(int r0, int k0) {
-    constexpr int kWords = kRun * sizeof(T) / 4;  // of a run
+    constexpr int kWords = kRun * sizeof(T) / 4;  // words of a run
     const Tile tile;
 #pragma unroll
     for (int m = 0; m < Tile::kThreadRows; ++m) {
@@ -156,7 +157,7 @@ class BiasTile {
     }
   }
 
-  // Of what was 0.
+  // Sets an element that was 0.
   HSTU_DEVICE void set(int m, int n, float value) { words_[m][n] = __float_as_uint(value); }
   HSTU_DEVICE void set(int m, int n, Element value) {
     words_[m][n / 2] |= static_cast<uint32_t>(value.raw()) << n % 2 * 16;
@@ -164,11 +165,12 @@ class BiasTile {
 
   const BiasMatrix& bias_;
   const Sequence& sequence_;
-  // The values of row m from words_[m] on: one fp32 or two of 16 bits a word.
+  // words_[m] holds the values of row m, one fp32 value or two 16-bit values in a word.
   uint32_t words_[Tile::kThreadRows][Tile::kThreadColumns];
 };
 
-// Writes factor * part into a tile of the gradient, as T; adds it to what is there unless `first`.
+// Stores factor * part in a tile of the gradient of dtype T, or, unless `first`, adds it to the
+// tile.
 template <typename T, typename Tile, typename Sum>
 HSTU_DEVICE void add_to_bias_as(const BiasMatrix& bias, const Tile& tile, const Sequence& sequence,
                                 int r0, int k0, const Sum& part, float factor, bool first) {

@@ -1,7 +1,7 @@
 // The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
-// A work item is a tile of rows of one head. Its Q stays in shared memory; K and V tiles come
-// through a ring of two stages, so that one barrier a tile is enough. Scores and P never leave the
+// A work tile is a tile of rows of one head. Its Q stays in shared memory. Tiles of K and V are
+// double-buffered, so that one __syncthreads() per tile is enough. Scores and P never leave the
 // registers.
 #pragma once
 
@@ -33,7 +33,7 @@ struct Forward {
   using KeyRows = std::conditional_t<kIsPaged, PagedRows<Element>, HeadRows<Element>>;
 
   struct SharedMemory {
-    // O in the end: each warp's own rows take their place.
+    // Q during the main loop, then O: each warp overwrites only its own rows.
     alignas(128) Element q[kRows * kHeadDim];
     alignas(128) Element k[kStages][kKeys * kHeadDim];
     alignas(128) Element v[kStages][kKeys * kHeadDim];
@@ -53,7 +53,7 @@ struct Forward {
       row_tile(params, list, queue, smem);
       queue.advance();
     }
-    if (!list.tiles) {  // nothing else ran before
+    if (!list.tiles) {  // no prepare_scheduler() zeroed them
       constexpr int kWarps = kThreads / 32;
       const int warp = blockIdx.x * kWarps + static_cast<int>(threadIdx.x) / 32;
       zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
@@ -64,7 +64,7 @@ struct Forward {
  private:
   static HSTU_DEVICE void row_tile(const ForwardParams& params, const WorkList& list,
                                    WorkQueue& queue, SharedMemory& smem) {
-    // NOTE: in shared memory, to leave the registers to the sums.
+    // NOTE: `work` refers to shared memory, to leave the registers to the accumulators.
     const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
     const int head = queue.index_in_tile();
@@ -124,7 +124,7 @@ struct Forward {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
       wait_for_copies();
-      __syncthreads();  // the tile is there, and the other stage has been read
+      __syncthreads();  // this stage has been filled, and the other one has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
       if constexpr (kHasBias) bias.copy_to(scores);
       const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k[stage]);
@@ -157,7 +157,7 @@ struct Forward {
   // O = scale * O, rounded once
   static HSTU_DEVICE void store_out(const ForwardParams& params, const Sequence& sequence, int r0,
                                     int head, Out& out, SharedMemory& smem) {
-    const Tile tile;  // O has the rows of the scores
+    const Tile tile;  // a thread has the same rows of O and of the scores
     float scale = static_cast<float>(params.scale);
     if (params.attn_scale) scale = params.attn_scale[0];
 #pragma unroll
@@ -169,7 +169,7 @@ struct Forward {
 #pragma unroll
       for (int n = 0; n < Out::kColumns; ++n) out.at(m, n) *= scale;
     }
-    __syncwarp();  // all lanes have read their warp's rows of Q
+    __syncwarp();  // all lanes have read the warp's rows of Q
     to_smem<RowMma, kRows, kHeadDim>(out, smem.q);
     __syncthreads();
     store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(smem.q, params.out, sequence.q_begin + r0,

@@ -1,4 +1,4 @@
-// The kernels of this folder, two forwards and a backward for each head dim and dtype. setup.py
+// The kernels of this folder: two forwards and a backward for each head dim and dtype. setup.py
 // writes a source for each that instantiates them.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace hstu::sm80 {
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
 
-// With a paged KV cache.
+// The forward with a paged KV cache.
 template <int kHeadDim, DType kDType>
 ForwardKernel paged_forward();
 

@@ -1,5 +1,5 @@
-// Host side of the backward: workspace, prepare_scheduler(), the choice of the kernel's form, and
-// what follows it.
+// Host side of the backward: chooses the kernel's form, lays out the workspace and launches
+// prepare_scheduler(), the kernel and what follows it.
 #pragma once
 
 #include "../common/attention_launch.h"
@@ -45,22 +45,22 @@ struct BackwardLauncher {
     return visit.template operator()<Memory::kLarge, kIsDeterministic>();
   }
 
-  // Sums over the heads of a bias head need fp32.
+  // True if drab is summed over heads in an fp32 workspace first.
   static bool sums_drab(const BackwardParams& params) {
     return params.drab.data && params.drab.heads != params.heads &&
            params.drab.dtype != DType::kFloat32;
   }
 
-  // What lies where in the workspace.
+  // The layout of the workspace.
   template <Memory kMemory, bool kIsDeterministic>
   struct Plan {
     static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
 
     Workspace workspace;
     BackwardBuffers buffers;
-    int64_t dq_tiles;     // times heads
-    int64_t drab_rows;    // of the sum
-    int64_t zeros_begin;  // what must be zero lies together
+    int64_t dq_tiles;     // row tiles * heads
+    int64_t drab_rows;    // rows of the fp32 drab
+    int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed
     int64_t zeros_end;
 
     Plan(const BackwardParams& params, void* memory) : workspace(memory) {
@@ -105,7 +105,8 @@ struct BackwardLauncher {
     prepared.dq_writers = plan.buffers.dq_writers;
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
-    // NOTE: blocks take items early, and end less evenly with chunks: only where they save much.
+    // NOTE: with chunks, blocks finish less evenly, because they take work early. So there are
+    // chunks only if they save much traffic.
     if (prepared.zero_bytes > 2 * launch.device.l2_bytes) {
       set_backward_chunks(prepared, params, launch);
     }

@@ -1,4 +1,5 @@
-// Host side of the forward: workspace, prepare_scheduler(), and the choice of the kernel's form.
+// Host side of the forward: chooses the kernel's form, lays out the workspace and launches the
+// kernels.
 #pragma once
 
 #include "../common/attention_launch.h"

@@ -1,6 +1,6 @@
-// Products of tiles: CuTe's mma.sync and ldmatrix operations, with operands in shared memory.
-// Addresses and fragments are plain integer arithmetic: with TiledMMA and TiledCopy, the layout
-// algebra took most of the compile time.
+// Products of tiles by CuTe's mma.sync and ldmatrix operations, with operands in shared memory.
+// Addresses and fragments are plain integer arithmetic, because the layout algebra of TiledMMA and
+// TiledCopy took most of the compile time.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -11,13 +11,13 @@
 
 namespace hstu::sm80 {
 
-// A thread's part of a product of tiles, in fp32: of each block of 16 x 8, columns 2t and 2t + 1 of
-// rows g and g + 8, where lane 4g + t has them.
+// A thread's fp32 accumulator fragment of a product of tiles. Lane 4g + t has, of each block of 16
+// x 8, columns 2t and 2t + 1 of rows g and g + 8.
 template <int kRowBlocks_, int kColumnBlocks_>
 struct Sum {
   static constexpr int kRowBlocks = kRowBlocks_;
   static constexpr int kColumnBlocks = kColumnBlocks_;
-  static constexpr int kRows = 2 * kRowBlocks;  // of this part
+  static constexpr int kRows = 2 * kRowBlocks;  // of the fragment
   static constexpr int kColumns = 2 * kColumnBlocks;
   static constexpr int kCount = kRows * kColumns;
 
@@ -27,13 +27,13 @@ struct Sum {
   HSTU_DEVICE const float* block(int row, int column) const {
     return values + 4 * (row + kRowBlocks * column);
   }
-  // Row m and column n of this part.
+  // Row m and column n of the fragment.
   HSTU_DEVICE float& at(int m, int n) { return block(m / 2, n / 2)[m % 2 * 2 + n % 2]; }
   HSTU_DEVICE float at(int m, int n) const { return block(m / 2, n / 2)[m % 2 * 2 + n % 2]; }
 };
 
-// mma.sync m16n8k16 with fp32 sums: kRowWarps warps along the rows and kColumnWarps along the
-// columns, each of which takes 16 neighboring rows and kGroup neighboring columns at a time.
+// mma.sync m16n8k16 with fp32 accumulators by kRowWarps x kColumnWarps warps. Each warp takes 16
+// neighboring rows and kGroup neighboring columns at a time.
 template <typename Element_, int kRowWarps, int kColumnWarps, int kGroup_ = 16>
 struct Mma {
   using Element = Element_;
@@ -43,7 +43,8 @@ struct Mma {
   template <int kRows, int kColumns>
   using Sum = sm80::Sum<kRows / (16 * kRowWarps), kColumns / (8 * kColumnWarps)>;
 
-  // Where the warp's blocks begin, and how far from there block n of 16 rows or of 8 columns is.
+  // The first row and column of the warp, and the offset from there of its block n of 16 rows or of
+  // 8 columns.
   static HSTU_DEVICE int first_row(int thread) { return thread / 32 % kRowWarps * 16; }
   static HSTU_DEVICE int first_column(int thread) {
     return kColumnWarps == 1 ? 0 : thread / 32 / kRowWarps * kGroup;
@@ -53,7 +54,7 @@ struct Mma {
     return n / (kGroup / 8) * (kGroup * kColumnWarps) + n % (kGroup / 8) * 8;
   }
 
-  // sum += a b, of one block: a has 16 rows and b has 8 columns.
+  // sum += a b for one block: a has 16 rows and b has 8 columns.
   static HSTU_DEVICE void multiply(float* sum, const uint32_t* a, const uint32_t* b) {
     using Operation = std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
                                          cute::SM80_16x8x16_F32F16F16F32_TN,
@@ -63,21 +64,22 @@ struct Mma {
   }
 };
 
-// How an operand lies in shared memory: the summed direction along its rows, or across them.
+// The layout of an operand in shared memory: whether the contracted dimension k runs along its rows
+// or across them.
 enum class Operand { kRows, kTransposed };
 
 enum class Side { kLeft, kRight };
 
-// Reads blocks of 16 x 16 of an operand, which begin where the warp's part of it does, by
-// ldmatrix. Of a left operand, the four 8 x 8 matrices are (rows 0-7, k 0-7), (rows 8-15, k 0-7),
-// (rows 0-7, k 8-15) and (rows 8-15, k 8-15), the registers of an mma; of a right operand they are
-// (columns 0-7, k 0-7), (columns 0-7, k 8-15) and the same for columns 8-15: the registers of two.
+// Reads 16 x 16 blocks of the warp's part of an operand by ldmatrix. The four 8 x 8 matrices of a
+// left operand are (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15) and (rows 8-15, k
+// 8-15): the A registers of one mma. Those of a right operand are (columns 0-7, k 0-7), (columns
+// 0-7, k 8-15), (columns 8-15, k 0-7) and (columns 8-15, k 8-15): the B registers of two.
 template <Side kSide, Operand kOperand, typename Tile>
 class OperandReader {
  public:
   // `first` is the warp's first row of a left operand, or first column of a right one.
   HSTU_DEVICE OperandReader(const Tile& tile, int first, int lane) : data_(tile.data) {
-    // Lane n brings the address of row n % 8 of matrix n / 8.
+    // Lane n passes the address of row n % 8 of matrix n / 8 to ldmatrix.
     constexpr bool kDownFirst = (kSide == Side::kLeft) == (kOperand == Operand::kRows);
     const int row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
     const int column = kDownFirst ? lane / 16 * 8 : lane / 8 % 2 * 8;
@@ -85,7 +87,7 @@ class OperandReader {
                                          : Tile::offset(row, first + column);
   }
 
-  // Reads the block `along` rows (or columns) after the first, at k.
+  // Reads the block that is `along` rows (or columns) after the first one, at k.
   HSTU_DEVICE void read(int along, int k, uint32_t* words) const {
     constexpr bool kIsRows = kOperand == Operand::kRows;
     using Operation = std::conditional_t<kIsRows, cute::SM75_U32x4_LDSM_N, cute::SM75_U16x8_LDSM_T>;
@@ -99,7 +101,7 @@ class OperandReader {
   int offset_;
 };
 
-// A thread's part of a left operand: four words of each block of 16 x 16.
+// A thread's fragment of a left operand: four words of each 16 x 16 block.
 template <int kRowBlocks_, int kSteps_>
 struct LeftOperand {
   static constexpr int kRowBlocks = kRowBlocks_;
@@ -107,15 +109,15 @@ struct LeftOperand {
   uint32_t words[kSteps][kRowBlocks][4];
 };
 
-// sum += A B^T, A (rows, k) in registers and B (columns, k) in shared memory. load_a(step) brings A
-// for one step of 16 of k. Of B, what one copy takes is read kReading.ahead products before it is
-// used: more hides more of the wait for shared memory and takes more registers.
+// sum += A B^T with A (rows, k) in registers and B (columns, k) in shared memory. load_a(step)
+// loads A for step `step` of 16 of k. A copy of B is read kReading.ahead copies before it is used:
+// a larger number hides more of the latency of shared memory and takes more registers.
 template <typename Mma, Operand kB, Reading kReading, typename Sum, typename A, typename B,
           typename LoadA>
 HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b, LoadA load_a) {
   constexpr int kSteps = A::kSteps;
   constexpr int kBlocksPerCopy = Mma::kGroup / 8;
-  constexpr int kCopies = Sum::kColumnBlocks / kBlocksPerCopy;  // a step
+  constexpr int kCopies = Sum::kColumnBlocks / kBlocksPerCopy;  // copies of B per step
   const int thread = bounded_thread_idx<kReading.hides_thread>();
   const OperandReader<Side::kRight, kB, B> reader(b, Mma::first_column(thread), thread % 32);
   uint32_t words_b[kSteps * kCopies][2 * kBlocksPerCopy];
@@ -146,7 +148,7 @@ HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b, LoadA load_a) {
   }
 }
 
-// Reads step by step of a left operand from shared memory.
+// Returns a function that reads one step of a left operand from shared memory.
 template <typename Mma, Operand kA, bool kHidesThread, typename Tile, typename A>
 HSTU_DEVICE auto left_operand_loader(const Tile& tile, A& a) {
   const int thread = bounded_thread_idx<kHidesThread>();
@@ -159,7 +161,7 @@ HSTU_DEVICE auto left_operand_loader(const Tile& tile, A& a) {
   };
 }
 
-// The same with A in shared memory, too.
+// The same with A also in shared memory.
 template <typename Mma, Operand kA, Operand kB, Reading kReading, typename Sum, typename A,
           typename B>
 HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b) {
@@ -169,7 +171,7 @@ HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b) {
                           left_operand_loader<Mma, kA, kReading.hides_thread>(a, words));
 }
 
-// All of a left operand at once, for gemm_registers().
+// Reads all of a left operand at once, for gemm_registers().
 template <typename Mma, Operand kA, typename Tile, typename A>
 HSTU_DEVICE void load_left_operand(const Tile& tile, A& a) {
   const auto load = left_operand_loader<Mma, kA, true>(tile, a);
@@ -177,13 +179,13 @@ HSTU_DEVICE void load_left_operand(const Tile& tile, A& a) {
   for (int step = 0; step < A::kSteps; ++step) load(step);
 }
 
-// The same product with A in registers, as load_left_operand() or another product left it.
+// The same product with all of A in registers, from load_left_operand() or as_left_operand().
 template <typename Mma, Operand kB, Reading kReading, typename Sum, typename A, typename B>
 HSTU_DEVICE void gemm_registers(Sum& sum, const A& a, const B& b) {
   gemm<Mma, kB, kReading>(sum, a, b, [](int) {});
 }
 
-// Sums, rounded, as a left operand: two neighboring 16 x 8 blocks are one 16 x 16 block.
+// Rounds an accumulator to a left operand: two neighboring 16 x 8 blocks are one 16 x 16 block.
 template <typename Element, int kRowBlocks, int kColumnBlocks>
 HSTU_DEVICE auto as_left_operand(const Sum<kRowBlocks, kColumnBlocks>& sum) {
   LeftOperand<kRowBlocks, kColumnBlocks / 2> result;
@@ -200,7 +202,7 @@ HSTU_DEVICE auto as_left_operand(const Sum<kRowBlocks, kColumnBlocks>& sum) {
   return result;
 }
 
-// Writes sums, rounded, to shared memory rows.
+// Rounds an accumulator and writes it to rows in shared memory.
 template <typename Mma, int kRows, int kColumns, typename Sum, typename Element>
 HSTU_DEVICE void to_smem(const Sum& sum, Element* data) {
   using Tile = RowsTile<kRows, kColumns, Element>;

@@ -1,4 +1,5 @@
-// A tile of scores in registers: which element is whose; bias, activation and mask.
+// A tile of scores in registers: the row and key of each element, and loops over the elements that
+// the mask hides or that a bias has.
 #pragma once
 
 #include "../scheduler/work_list.h"
@@ -6,10 +7,10 @@
 
 namespace hstu::sm80 {
 
-// Where the elements of a thread's part of a tile of scores stand, whose keys are in Order. Row m
-// of the part is first_row + row_offset(m) of the tile, column n key first_key + key_offset(n); in
-// unrolled loops the offsets are constants. Neighboring columns, Order::kRun of them, are
-// neighboring keys.
+// The rows and keys of a thread's fragment of a tile of scores, whose keys are in Order. Row m of
+// the fragment is row first_row + row_offset(m) of the tile, and column n is key first_key +
+// key_offset(n). In unrolled loops the offsets are constants. Each Order::kRun neighboring columns
+// are neighboring keys.
 template <int kRows, int kKeys, typename Mma, typename Order>
 struct ScoreTile {
   using Sum = typename Mma::template Sum<kRows, kKeys>;
@@ -33,16 +34,17 @@ struct ScoreTile {
   static HSTU_DEVICE int row_offset(int m) { return Mma::row_offset(m / 2) + m % 2 * 8; }
   static HSTU_DEVICE int key_offset(int n) { return Order::key(Mma::column_offset(n / 2) + n % 2); }
 
-  // Calls hide(m, n) for the elements that the mask hides, of a tile that begins with row r0 and
-  // key k0. A lane finds the bits of one of its warp's rows, for the four lanes that share the row.
+  // Calls hide(m, n) for the elements that the mask hides in the tile that begins with row r0 and
+  // key k0. Each lane computes the bits of one of its warp's rows, and the four lanes that have a
+  // row get them by a shuffle.
   template <typename Hide>
   HSTU_DEVICE void for_each_hidden(const Mask& mask, int q_len, int r0, int k0, Hide hide) const {
     static_assert(kThreadRows == 2 || kThreadRows == 4, "a warp has 16 or 32 rows");
-    // NOTE: with a bounded index, the backward at head dim 128 would spill.
+    // NOTE: with bounded_thread_idx(), the backward for head dim 128 would spill.
     const int lane = opaque_thread_idx() % 32;
     const int second_half = kThreadRows > 2 && lane >= 16 ? row_offset(2) : 0;
     const int row = r0 + first_row - lane / 4 + lane % 16 + second_half;
-    const int quad_key = lane % 4 * kRun;  // after the warp's first key
+    const int quad_key = lane % 4 * kRun;  // relative to the warp's first key
 #pragma unroll
     for (int word = 0; word <= key_offset(kThreadColumns - 1) / 64; ++word) {
       const int first = k0 + first_key - quad_key + 64 * word;
@@ -61,8 +63,9 @@ struct ScoreTile {
   }
 
   // Calls visit(m, n, i, j, count) for each run of a thread's elements in a bias matrix of `length`
-  // rows and columns: from (m, n) on, at position i, keys j .. j + count - 1. count is the whole
-  // run, Order::kRun, but at the end of the sequence or the matrix, and 0 or less outside.
+  // rows and columns: the run begins with element (m, n) and has position i and keys [j, j +
+  // count). `count` is Order::kRun inside, fewer at the end of the sequence or the matrix, and 0 or
+  // less outside.
   template <typename Visit>
   HSTU_DEVICE void for_each_run(const Sequence& sequence, int length, int r0, int k0,
                                 Visit visit) const {

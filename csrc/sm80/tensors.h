@@ -1,4 +1,4 @@
-// Shared-memory layouts and copies of rows, for the forward and the backward.
+// Shared-memory layouts and copies of rows for the forward and the backward.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@ namespace hstu::sm80 {
 
 // ------------------------------------------------------------------------- shared-memory layouts
 
-// A tile of kRows rows of kColumns elements in shared memory: pieces of 64 columns (32 where there
-// are no more) lie one after another. The 16-byte chunks of a piece's row are swizzled, so that
-// neither copies nor ldmatrix of 8 rows meet a bank twice.
+// A tile of kRows rows of kColumns elements in shared memory. It consists of panels of 64 columns
+// (of 32 if kColumns is no multiple of 64), one after another. The 16-byte chunks of a panel's row
+// are swizzled, so that neither copies nor ldmatrix of 8 rows have bank conflicts.
 template <int kRows_, int kColumns_, typename Element_>
 struct RowsTile {
   using Element = Element_;
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
-  static constexpr int kPitch = kColumns % 64 == 0 ? 64 : 32;  // elements from row to row
+  static constexpr int kPitch = kColumns % 64 == 0 ? 64 : 32;  // elements between rows
 
   Element* data;
 
@@ -30,8 +30,8 @@ struct RowsTile {
     return column / kPitch * (kRows * kPitch) + row * kPitch + (column % kPitch ^ swizzle * 8);
   }
 
-  // The offset of (row + rows, column + columns), from that of (row, column). `rows` and `columns`
-  // are multiples of 8, and `columns` has no bit in common with `column`.
+  // The offset of (row + rows, column + columns), given the offset of (row, column). `rows` and
+  // `columns` are multiples of 8, and `columns` and `column` have no bit in common.
   static HSTU_DEVICE int advance(int offset, int rows, int columns) {
     return (offset ^ columns % kPitch) + rows * kPitch + columns / kPitch * (kRows * kPitch);
   }
@@ -48,16 +48,17 @@ HSTU_DEVICE uint32_t smem_address(const void* data) {
 
 // ------------------------------------------------------------------------------- order of keys
 
-// Keys lie in shared memory in an order in which a thread's columns of a product are neighbors: in
+// The order of keys in shared memory. It makes a thread's columns of a product neighboring keys: in
 // an mma fragment, thread t of a group of four has columns 8n + 2t and 8n + 2t + 1 of each block n
-// of 8 columns. So slot 8n + 2t + i of kGroup slots holds key (kGroup / 4) t + 2n + i, and a thread
-// reads its part of a bias row, and writes that of its gradient, by 16 bytes.
+// of 8 columns, so slot 8n + 2t + i of kGroup slots holds key (kGroup / 4) t + 2n + i. Then a
+// thread reads its part of a bias row, and writes its part of a gradient row, 16 bytes at a time.
 template <int kGroup>
 struct KeyOrder {
   static_assert(kGroup == 16 || kGroup == 32, "groups are made of 2 or 4 blocks of 8 columns");
   static constexpr int kRun = kGroup / 4;  // neighboring keys of a thread
 
-  // NOTE: this only moves bits, so that key(x + y) = key(x) + key(y) where x and y share no bit.
+  // NOTE: this only permutes bits, so that key(x + y) = key(x) + key(y) if x and y have no bit in
+  // common.
   static HSTU_DEVICE int key(int slot) {
     return slot / kGroup * kGroup + slot % 8 / 2 * kRun + slot % kGroup / 8 * 2 + slot % 2;
   }
@@ -69,17 +70,17 @@ struct NaturalOrder {
 
 // ------------------------------------------------------------------------------- copies of rows
 
-// How the threads of a block go over kRows slots of kColumns elements, 16 bytes each at a time. In
-// each pass, a thread's slot moves by a constant, and so does its row in any Order.
+// The order in which the threads of a block copy kRows slots of kColumns elements, 16 bytes each at
+// a time. In each pass, a thread's slot advances by a constant, and so does its row in any Order.
 template <int kRows, int kColumns, int kThreads, bool kHidesThread>
 struct RowPasses {
   static constexpr int kChunks = kColumns / 8;
-  static constexpr int kStep = kThreads / kChunks;  // slots a pass
+  static constexpr int kStep = kThreads / kChunks;  // slots per pass
   static constexpr int kPasses = kRows / kStep;
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
                 "a tile's rows are copied in whole passes of the block");
 
-  int slot;  // of the first pass
+  int slot;  // in the first pass
   int column;
 
   HSTU_DEVICE RowPasses() {
@@ -101,7 +102,7 @@ struct RowPasses {
 };
 
 // The rows of one sequence and head in a packed tensor.
-// NOTE: kernels keep it in shared memory, to leave the registers to the sums.
+// NOTE: kernels keep it in shared memory, to leave the registers to the accumulators.
 template <typename Element>
 struct HeadRows {
   const Element* first;
@@ -117,8 +118,8 @@ struct HeadRows {
         head_dim(tensor.head_dim) {}
 };
 
-// Starts copying kRows rows from row `begin` on to shared memory; those past the end become zeros,
-// and so do columns.
+// Starts copying kRows rows from row `begin` on to shared memory. Rows and columns past the end
+// become zeros.
 template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
           typename Element>
 HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to) {
@@ -137,16 +138,16 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
   }
 }
 
-// Starts copying 16 bytes, aligned to as many.
+// Starts copying 16 bytes; both addresses are aligned to 16 bytes.
 HSTU_DEVICE void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from));
 }
 
-// The keys, or the values, of one sequence and head: history in pages, targets in packed rows.
+// The keys or the values of one sequence and head: the history in pages, targets in packed rows.
 template <typename Element>
 struct PagedRows {
   const Element* pages;  // of the head
-  const float* scales;   // of the head, or null; with them, pages hold e4m3
+  const float* scales;   // of the head, if pages hold e4m3; else null
   const PagedParams* paged;
   PageList list;
   int history_end;
@@ -170,14 +171,14 @@ struct PagedRows {
     }
   }
 
-  // Row `key` of the history on is a target's. Null where there is no such row.
+  // The row of key `key` >= history_end, which is a target; null if there is no such row.
   HSTU_DEVICE const Element* target_row(int key) const {
     const int target = key - history_end;
     if (target >= targets.count) return nullptr;
     return targets.first + static_cast<int64_t>(target) * targets.row_stride;
   }
 
-  // Null where there is no such row. Not for e4m3.
+  // The row of key `key` in a cache that is not e4m3; null if there is no such row.
   HSTU_DEVICE const Element* row(int key) const {
     if (key >= history_end) return target_row(key);
     const int page = key / paged->page_size;
@@ -188,7 +189,7 @@ struct PagedRows {
 
   // A row of e4m3 and its scale.
   struct Quantized {
-    const uint8_t* elements = nullptr;  // null where the history has no such row
+    const uint8_t* elements = nullptr;  // null: the history has no such row
     const float* scale = nullptr;
   };
   HSTU_DEVICE Quantized quantized_row(int key) const {
@@ -203,13 +204,13 @@ struct PagedRows {
   }
 };
 
-// Copies rows of an e4m3 cache, but not asynchronously: they are in shared memory when this
-// returns, and visible to others after the barrier that follows wait_for_copies().
+// Copies rows of an e4m3 cache synchronously: they are in shared memory when this returns, and
+// visible to other threads after the barrier that follows wait_for_copies().
 template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
           typename Element>
 HSTU_DEVICE void copy_quantized_rows(const PagedRows<Element>& rows, int begin, Element* to) {
   using Passes = RowPasses<kRows, kColumns, kThreads, kHidesThread>;
-  // Loads under way: more would take registers that the sums need.
+  // Loads in flight per thread: more would take registers that the accumulators need.
   constexpr int kAtOnce = Passes::kPasses < 4 ? Passes::kPasses : 4;
   static_assert(Passes::kPasses % kAtOnce == 0, "passes are made of whole groups of loads");
   const Passes passes;
@@ -235,7 +236,7 @@ HSTU_DEVICE void copy_quantized_rows(const PagedRows<Element>& rows, int begin, 
       *reinterpret_cast<uint4*>(passes.chunk(to, group + n)) = {low.x, low.y, high.x, high.y};
     }
   }
-  // Targets, over the zeros of their rows.
+  // Copies targets over the zeros of their rows.
   if (begin + kRows <= rows.history_end || !has_column) return;
 #pragma unroll 1
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
@@ -261,7 +262,7 @@ HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Elem
 #pragma unroll
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
     const Element* row = has_column ? rows.row(first + Order::key(pass * Passes::kStep)) : nullptr;
-    // NOTE: an address that exists, of which no byte is read.
+    // NOTE: without a row, the address is any valid one: cp.async then reads no byte of it.
     const Element* from = row ? row + passes.column : rows.pages;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
                      smem_address(passes.chunk(to, pass))),

@@ -1,9 +1,9 @@
-// The fused backward: scores recomputed, dQ, dK and dV in one pass.
+// The fused backward: it recomputes the scores and computes dQ, dK and dV in one pass.
 //
-// A work item is a tile of keys of one head, whose dK and dV stay in registers. S and dP are found
-// transposed, keys by rows, so that P^T and dS^T are where the products for dV and dK need them; dS
-// goes through shared memory for dQ = dS K, whose fp32 sums a TMA reduction adds up in device
-// memory. A second kernel scales and rounds them.
+// A work tile is a tile of keys of one head, whose dK and dV stay in registers. S and dP are
+// computed transposed, keys by rows, so that P^T and dS^T are in the registers that the products
+// for dV and dK read as A operands. dS goes through shared memory for dQ = dS K; TMA reductions add
+// each tile of dQ to an fp32 accumulator in device memory, which convert_dq scales and rounds.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -36,7 +36,7 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministi
     sync_blocks();
     wait_for_previous_kernel();
 
-    // NOTE: by a shuffle, so that the compiler knows it to be the same in all lanes.
+    // NOTE: the shuffle tells the compiler that the value is the same in all lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
@@ -45,12 +45,12 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministi
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       Consumers::run(params, smem, warpgroup - 1);
     }
-    // NOTE: a block's shared memory stays until the other one has no more to write there.
+    // NOTE: a block must not exit while the other one still writes to its shared memory.
     if constexpr (Traits::kIsCluster) sync_blocks();
   }
 
  private:
-  // All threads of the block, or of the cluster.
+  // Called by all threads of the block, or of the cluster.
   static HSTU_DEVICE void sync_blocks() {
     if constexpr (Traits::kIsCluster) {
       cute::cluster_sync();
@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, maps, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
-// dQ = alpha * scale * sum, rounded once. A block takes one tile of rows of one head.
+// Converts dQ from fp32: dQ = alpha * scale * sum, rounded once. A block takes one tile of rows of
+// one head.
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
     convert_dq(const __grid_constant__ BackwardParams params, const float* sums) {

@@ -1,10 +1,16 @@
-// The consumers of the backward in a cluster of two blocks.
+// The consumers of the backward for head dims above 128, in a cluster of two blocks.
 //
-// A block finds P and dS of 64 of the item's 128 keys, and half of the columns of all results. In a
-// step, one warpgroup finds S, the other dP: products of 64 by 64, which read less of shared memory
-// than two of half of the rows would. They give each other half of the rows. P and dS of its half a
-// warpgroup leaves to both blocks; then it has dK and dV of 64 keys, the first warpgroup of its
-// block's, the second of the other block's, and half of the block's columns of dQ.
+// In a step, the cluster processes 64 rows and the work tile's 128 keys. Block r has keys r (64 of
+// them, from 64 r on) and columns r (half of the head dim) of dK, dV and dQ:
+//
+//                       warpgroup 0 of block r          warpgroup 1 of block r
+//   one wgmma product   S:  keys r x 64 rows            dP: keys r x 64 rows
+//   exchange_halves()   S and dP: keys r x rows 0-31    S and dP: keys r x rows 32-63
+//   store_p_and_ds()    P and dS of these, to the shared memory of both blocks
+//   dK, dV              keys r x columns r              keys 1 - r x columns r
+//   dQ                  64 rows x 1st half of columns r 64 rows x 2nd half of columns r
+//
+// One product of 64 x 64 per warpgroup reads less shared memory than two of 64 x 32 would.
 #pragma once
 
 #include "backward_consumers.h"
@@ -38,7 +44,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   using Traits::kRows;
   using Traits::kScoreRows;
 
-  using KeyMma = ColumnsByColumnsMma<Element, kColumns, kRows>;  // keys by columns
+  using KeyMma = ColumnsByColumnsMma<Element, kColumns, kRows>;  // 64 keys by kColumns
 
   static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
     if (warpgroup == 0) {
@@ -51,7 +57,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
  private:
   using KeySum =
       decltype(partition_fragment_C(KeyMma{}, Shape<Int<kWarpgroupRows>, Int<kColumns>>{}));
-  static constexpr int kTileSize = kRows * kBlockKeys;  // of a block's P and dS
+  static constexpr int kTileSize = kRows * kBlockKeys;  // elements of a block's P and dS
 
   template <int kOwn>
   static HSTU_DEVICE void consume(const BackwardParams& params, SharedMemory& smem) {
@@ -92,7 +98,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         }
         wait_for_wgmma<0>(product);
         const DsState ds_state{q_state.count};
-        // NOTE: with one buffer, that which the tile before was in.
+        // NOTE: there is one buffer for both stages of pipeline_ds, so this waits until the
+        // previous tile has been consumed.
         smem.pipeline_ds.producer_acquire(DsState{ds_state.count + 1});
         Scores scores, gradients;
         if constexpr (kFindsScores) {
@@ -109,13 +116,14 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
           apply_mask<kScoreRows>(visible, weights);
           apply_mask<kScoreRows>(visible, dscores);
         }
-        sync_block_consumers(smem, barrier_state);  // what they exchanged has been read
+        sync_block_consumers(smem, barrier_state);  // both have read what the other wrote
         store_p_and_ds(weights, dscores, kOwn, ds_state, smem);
         const bool is_last = tile.is_last();
         if (!is_last) Base::load_bias(kOwn, QState{q_state.count + 1}, smem, bias);
         q_state.advance();
 
-        // dV += P^T dO, dK += dS^T Q and dQ = dS K, first with what the block has itself
+        // dV += P^T dO, dK += dS^T Q and dQ = dS K: each begins with the P and dS of its own block,
+        // and continues with those of the other block when they have arrived.
         Element* const ds = smem.ds[0];
         DqPart dq;
         const auto start_keys = [&] {
@@ -149,13 +157,13 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         warpgroup_fence_operand(dq);
         warpgroup_fence_operand(dk);
         consumer_release_in_cluster(smem.pipeline_ds, ds_state);
-        sync_block_consumers(smem, barrier_state);  // Q has been read, whose place dQ takes
+        sync_block_consumers(smem, barrier_state);  // all have read Q, which dQ overwrites
         Base::store_dq(dq, kOwn, dq_state, smem);
         dq_state.advance();
         if (is_last) break;
       }
 
-      wait_for_wgmma<0>(product);  // of none, as the compiler does not see
+      wait_for_wgmma<0>(product);  // no wgmma is in flight: this only tells the compiler so
       smem.pipeline_kv.consumer_release_by_warp(kv_state);
       Base::store_keys(params.dk, work_tile, key_group, dk, Base::factor_of_ds(params));
       Base::store_keys(params.dv, work_tile, key_group, dv, Base::uniform_scale(params));
@@ -163,12 +171,12 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     }
   }
 
-  // S^T without the bias, started
+  // Starts S^T = K Q^T, without the bias.
   static HSTU_DEVICE void start_scores(SharedMemory& smem, QState state, Product& product) {
     Base::start_product(smem.k, smem.q[state.index()], 0, product, GMMA::ScaleOut::Zero);
   }
 
-  // sum = scale * sum + weights^T rows, of 64 keys and the block's columns, started
+  // Starts sum = scale * sum + weights^T rows, for 64 keys and the block's columns.
   static HSTU_DEVICE void start_key_product(Element* weights, Element* rows, int rank, KeySum& sum,
                                             GMMA::ScaleOut scale) {
     const auto columns = local_tile(transposed_tensor<kRows, kHeadDim>(rows),
@@ -176,7 +184,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     start_gemm(KeyMma{}, transposed_tensor<kRows, kBlockKeys>(weights), columns, sum, scale);
   }
 
-  // dQ += dS K of the other block's keys, started
+  // Starts dQ += dS K for the other block's keys.
   static HSTU_DEVICE void start_dq_of_other_keys(Element* ds, Element* other_k, int part,
                                                  DqPart& dq) {
     const auto columns =
@@ -185,8 +193,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     start_gemm(DqMma{}, rows_tensor<kRows, kBlockKeys>(ds), columns, dq, GMMA::ScaleOut::One);
   }
 
-  // Of a product that a warpgroup has and one that the other has, each keeps its half of the rows,
-  // half kOwn, and gets the same half of the other's: where the block's P and dS will be.
+  // One warpgroup has S, the other dP, both of all rows of the step. Each keeps half kOwn of its
+  // rows and gets the same half of the other's product. The halves go through the memory where the
+  // block's P and dS will be.
   template <int kOwn>
   static HSTU_DEVICE void exchange_halves(const Product& product, SharedMemory& smem,
                                           ConsumerBarrierState& barrier_state, Scores& kept,
@@ -219,16 +228,17 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     for (int n = 0; n < kCount; ++n) kept(n) = product(kOwn * kCount + n);
   }
 
-  // All consumers of the block.
-  // NOTE: no named barrier, at which all would have to wait by the same instruction. Each thread
-  // arrives, since racecheck does not see what a warp's other threads wrote before one arrived.
+  // A barrier of all consumers of the block.
+  // NOTE: it is an mbarrier and not a named barrier, at which all threads would have to wait by the
+  // same instruction. Each thread arrives, because racecheck does not see what a warp's other
+  // threads wrote before one lane arrived.
   static HSTU_DEVICE void sync_block_consumers(SharedMemory& smem, ConsumerBarrierState& state) {
     smem.consumer_barrier.full[state.index()].arrive();
     smem.consumer_barrier.consumer_wait(state);
     state.advance();
   }
 
-  // Leaves P and dS of a warpgroup's rows to all that multiply by them, in both blocks.
+  // Stores P and dS of a warpgroup's rows in the shared memory of both blocks.
   static HSTU_DEVICE void store_p_and_ds(const Weights& weights, const Weights& dscores,
                                          int warpgroup, DsState state, SharedMemory& smem) {
     constexpr int kSize = kScoreRows * kWarpgroupRows;
@@ -243,11 +253,11 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
       auto& full = smem.pipeline_other_ds.full[state.index()];
       copy_to_other_block<kBytes>(smem.p + own, full);
       copy_to_other_block<kBytes>(smem.ds[0] + own, full);
-      full.arrive_and_expect_tx(2 * kBytes);  // as many come from there
+      full.arrive_and_expect_tx(2 * kBytes);  // the other block sends as many bytes
     }
   }
 
-  // To the same place in its shared memory; its barrier is told.
+  // Copies kBytes bytes to the same address in the other block and signals the barrier there.
   template <int kBytes>
   static HSTU_DEVICE void copy_to_other_block(const Element* from,
                                               cutlass::arch::ClusterTransactionBarrier& barrier) {
@@ -261,7 +271,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         : "memory");
   }
 
-  // Tells both blocks that a warp has read what they left.
+  // Tells the producers in both blocks that a warp has read P and dS.
   static HSTU_DEVICE void consumer_release_in_cluster(const Pipeline<DsState::kStages>& pipeline,
                                                       DsState state) {
     __syncwarp();

@@ -1,5 +1,5 @@
-// The consumers of the backward: warpgroups that multiply. Those of a cluster do it in an order of
-// their own, see backward_cluster.h.
+// The consumers of the backward: warpgroups that issue the products. Those of a cluster run in
+// another order, see backward_cluster.h.
 #pragma once
 
 #include "backward_scores.h"
@@ -34,15 +34,16 @@ struct BackwardConsumers : Traits {
   using Traits::kRows;
   using Traits::kScoreRows;
 
-  using ScoreMma = SmemMma<Element, kRows, kHeadDim>;                 // keys by rows
-  using KeyMma = RegisterMma<Element, kColumns, kRows>;               // keys by columns
-  using DqMma = RowsByColumnsMma<Element, Dq::kColumns, kBlockKeys>;  // rows by columns
+  using ScoreMma = SmemMma<Element, kRows, kHeadDim>;    // S^T and dP^T: 64 keys by rows
+  using KeyMma = RegisterMma<Element, kColumns, kRows>;  // dK and dV: 64 keys by columns
+  using DqMma = RowsByColumnsMma<Element, Dq::kColumns, kBlockKeys>;  // dQ: rows by columns
 
-  // Beside the products of the tile before, which at head dim 64 are too short for it.
+  // Loads the bias of a tile while the products of the previous tile run; up to head dim 64 these
+  // are too short to hide it.
   static constexpr bool kLoadsBiasEarly = kHeadDim > 64;
 
-  // S of the next tile of rows is started before dQ of this one, which waits for both warpgroups'
-  // dS: so they need not go in step.
+  // S of the next tile of rows is issued before dQ of this one, because dQ waits for dS of both
+  // warpgroups: so these need not run in lockstep.
   static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
     const float ds_factor = Traits::stores_ds(params) ? full_factor(params) : 1.0f;
     QState q_state;
@@ -76,7 +77,7 @@ struct BackwardConsumers : Traits {
           sync_consumers();
         }
         start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
-        // P = M * silu(alpha * S); what is left in S is its derivative
+        // P = M * silu(alpha * S), and S becomes silu'(alpha * S)
         Weights weights;
         silu_and_derivative(static_cast<float>(params.alpha), scores, weights);
         if (tile.is_partial()) apply_mask<kRows>(visible, weights);
@@ -143,7 +144,7 @@ struct BackwardConsumers : Traits {
     }
   }
 
-  // What the products of dS have yet to be multiplied by.
+  // The factor by which products of dS must still be multiplied.
   static HSTU_DEVICE float factor_of_ds(const BackwardParams& params) {
     return Traits::stores_ds(params) ? 1.0f : full_factor(params);
   }
@@ -159,7 +160,8 @@ struct BackwardConsumers : Traits {
       decltype(partition_fragment_C(DqMma{}, Shape<Int<kWarpgroupRows>, Int<Dq::kColumns>>{}));
   using Weights = decltype(make_tensor_like<Element>(Scores{}));
 
-  // The factor that all rows share; for what each row has of its own, see scale_rows().
+  // The scale of all rows. If each row has its own, scale_rows() applies them relative to
+  // params.scale.
   static HSTU_DEVICE float uniform_scale(const BackwardParams& params) {
     const bool is_uniform = params.attn_scale && !params.attn_scale_per_row;
     return is_uniform ? params.attn_scale[0] : static_cast<float>(params.scale);
@@ -168,7 +170,7 @@ struct BackwardConsumers : Traits {
     return static_cast<float>(params.alpha) * uniform_scale(params);
   }
 
-  // S^T = K Q^T + bias^T, started
+  // Starts S^T = K Q^T + bias^T.
   static HSTU_DEVICE void start_scores(const Weights& bias, SharedMemory& smem, QState state,
                                        int warpgroup, Product& scores) {
     if constexpr (kHasBias) widen(bias, scores);
@@ -176,7 +178,7 @@ struct BackwardConsumers : Traits {
                   kHasBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero);
   }
 
-  // product = scale * product + keys rows^T, of 64 keys, started
+  // Starts product = scale * product + keys rows^T, for 64 keys.
   static HSTU_DEVICE void start_product(Element* keys, Element* rows, int key_group,
                                         Product& product, GMMA::ScaleOut scale) {
     const auto own_keys =
@@ -185,7 +187,7 @@ struct BackwardConsumers : Traits {
     start_gemm(ScoreMma{}, own_keys, rows_tensor<kRows, kHeadDim>(rows), product, scale);
   }
 
-  // A part of dS K, of the block's keys, started
+  // Starts part `part` of dQ = dS K, for the block's keys.
   static HSTU_DEVICE void start_dq(Element* ds, Element* k, int part, DqPart& dq) {
     const auto columns =
         local_tile(transposed_tensor<kBlockKeys, kHeadDim>(k),
@@ -193,7 +195,7 @@ struct BackwardConsumers : Traits {
     start_gemm(DqMma{}, rows_tensor<kRows, kBlockKeys>(ds), columns, dq, GMMA::ScaleOut::Zero);
   }
 
-  // The bias of the tile of rows at `place`, once it is there.
+  // Waits for the tile of rows at `state` and loads its bias.
   static HSTU_DEVICE void load_bias(int warpgroup, QState state, SharedMemory& smem,
                                     Weights& bias) {
     if constexpr (kHasBias) {
@@ -205,9 +207,10 @@ struct BackwardConsumers : Traits {
     }
   }
 
-  // Leaves a part of dQ to the thread that adds it.
+  // Stores a part of dQ in shared memory for the thread that adds it to the accumulator.
   static HSTU_DEVICE void store_dq(const DqPart& dq, int part, DqState state, SharedMemory& smem) {
-    // NOTE: with one buffer, that which the tile before was in.
+    // NOTE: with one buffer for both stages, this waits until the previous tile of dQ has been
+    // added.
     if constexpr (Traits::kDqBuffers == 1) {
       smem.pipeline_dq.producer_acquire(DqState{state.count + 1});
     }
@@ -222,7 +225,7 @@ struct BackwardConsumers : Traits {
     smem.pipeline_dq.full[state.index()].arrive();
   }
 
-  // Waits for the tile of rows at `place`.
+  // Waits for the tile of rows at `state`.
   static HSTU_DEVICE RowTile wait_for_rows(const BackwardParams& params, const WorkTile& work_tile,
                                            int warpgroup, QState state, SharedMemory& smem) {
     smem.pipeline_q.consumer_wait(state);
@@ -238,7 +241,7 @@ struct BackwardConsumers : Traits {
     return tile;
   }
 
-  // The warpgroup's share of a tile of scores.
+  // The warpgroup's part of a tile of scores.
   static HSTU_DEVICE int first_row(int warpgroup) {
     return kIsCluster ? warpgroup * kScoreRows : 0;
   }
@@ -256,9 +259,10 @@ struct BackwardConsumers : Traits {
                  : "memory");
   }
 
-  // Scales rows of dO in shared memory by what each has of its own, and so all that comes of them.
-  // NOTE: relative to params.scale, by which results are multiplied in the end: the products of
-  // both might be too small for fp16.
+  // Multiplies each row of dO in shared memory by its own scale, and so dV, dP and what follows
+  // from them.
+  // NOTE: the factor is relative to params.scale, by which results are multiplied after the main
+  // loop: scaled by both, dO might underflow in fp16.
   static HSTU_DEVICE void scale_rows(const BackwardParams& params, const WorkTile& work_tile,
                                      RowTile tile, Element* dout) {
     constexpr int kThreadsOfRow = kConsumers * kWarpgroup / kRows;
@@ -278,7 +282,7 @@ struct BackwardConsumers : Traits {
     cutlass::arch::fence_view_async_shared();
   }
 
-  // dK or dV of 64 keys, by their number in the item, and the block's columns.
+  // Stores dK or dV: the block's columns of the 64 keys of group `key_group` of the work tile.
   static HSTU_DEVICE void store_keys(const PackedTensor& tensor, const WorkTile& work_tile,
                                      int key_group, KeySum& sum, float factor) {
 #pragma unroll

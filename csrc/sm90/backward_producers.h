@@ -1,4 +1,5 @@
-// The producers of the backward: four warps that find items, copy tiles, and add dQ.
+// The producers of the backward. Warp 0 gets work tiles and copies K and V; warp 1 copies Q, dO and
+// the bias; one thread of each of warps 2 and 3 adds dQ to its accumulator.
 #pragma once
 
 #include "backward_traits.h"
@@ -41,12 +42,13 @@ struct BackwardProducers : Traits {
     } else if (threadIdx.x % 32 == 0) {
       add_dq(params, maps, buffers, smem, warp - 2);
     }
-    __syncwarp();  // NOTE: a cluster's blocks wait for each other by whole warps.
+    __syncwarp();  // NOTE: cluster_sync() after this needs converged warps.
   }
 
  private:
-  // By one warp, which copies K and V of each item; but zeroes dK and dV of those that no row sees,
-  // which consumers do not get.
+  // Called by one warp. It gets work tiles, passes them to the other warps and copies their K and
+  // V. If no row sees a key of a work tile, it zeroes dK and dV of these keys, and consumers do not
+  // get the work tile.
   static HSTU_DEVICE void find_work_tiles(const BackwardParams& params, const BackwardMaps& maps,
                                           const BackwardBuffers& buffers, SharedMemory& smem) {
     const WorkList& list = buffers.list;
@@ -100,7 +102,8 @@ struct BackwardProducers : Traits {
         if (work_tile.head < 0) break;
         if (lane == 0) copy_keys(maps, work_tile, KVState{state.count}, smem);
         if (lane == 0 && Traits::stores_ds(params)) start_zeroing_unseen(maps, work_tile, smem);
-        // NOTE: an item taken earlier than needed is one that no idle block can have.
+        // NOTE: the next work tile is not taken before it is needed, because an idle block could
+        // have it.
         smem.next_work_wanted.wait(state.count % 2);
         __syncwarp();
         state.advance();
@@ -130,7 +133,8 @@ struct BackwardProducers : Traits {
     }
   }
 
-  // Blocks of a cluster work on the same items: the first one sends the number to the other.
+  // The blocks of a cluster have the same work tiles: the first block sends work_index to the
+  // other.
   static HSTU_DEVICE void broadcast_work_index(PipelineState<1> state, SharedMemory& smem) {
     auto& pipeline = smem.pipeline_work_index;
     if (Traits::rank() == 0) {
@@ -144,7 +148,7 @@ struct BackwardProducers : Traits {
     }
   }
 
-  // What the item's keys are to tile m of rows.
+  // Classifies the keys of the work tile for tile m of rows.
   static HSTU_DEVICE TileKind classify(const BackwardBuffers& buffers, const WorkTile& work_tile,
                                        int m) {
     const int tile = work_tile.tile.index;
@@ -157,12 +161,13 @@ struct BackwardProducers : Traits {
     const Sequence& sequence = work_tile.tile.sequence;
     const TileKind kind = summary.classify(k0, min(k0 + kKeys, sequence.k_len));
     if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
-    // NOTE: past the end there is a bias all the same.
+    // NOTE: the bias is not zero past the ends of a sequence, so the mask must hide those elements.
     const bool is_cut = (m + 1) * kRows > sequence.q_len || k0 + kKeys > sequence.k_len;
     return kHasBias && is_cut && kind == TileKind::kFull ? TileKind::kPartial : kind;
   }
 
-  // By one warp; see also kProducerFindsMask.
+  // Called by one warp: copies Q, dO and the bias of each tile of rows, and, if kProducerFindsMask,
+  // computes the bits of partial tiles.
   static HSTU_DEVICE void copy_row_tiles(const BackwardParams& params, const BackwardMaps& maps,
                                          SharedMemory& smem) {
     constexpr int kTilesAhead = 3;
@@ -198,7 +203,8 @@ struct BackwardProducers : Traits {
               smem.bias[bias_state.index()], q_full);
         }
         if constexpr (!kIsCluster) copy_dout();
-        // NOTE: to find the next item and copy its first tiles takes as long as a few steps.
+        // NOTE: getting the next work tile and copying its first tiles takes as long as a few
+        // steps.
         const bool is_near = abs(work_tile.last_row_tile - m) <= kTilesAhead;
         if (is_near && !has_told) smem.next_work_wanted.arrive();
         has_told = is_near && next >= 0;
@@ -215,7 +221,7 @@ struct BackwardProducers : Traits {
         }
       }
       q_full.arrive();
-      // NOTE: a cluster's consumers need the next Q before they hand back dO.
+      // NOTE: the consumers of a cluster need the next Q before they release dO.
       if (kIsCluster && copies) copy_dout();
       state.advance();
     });
@@ -226,7 +232,8 @@ struct BackwardProducers : Traits {
     return {sequence.q_begin, sequence.q_len, work_tile.head};
   }
 
-  // Adds those tiles of dQ to their sums that come in a stage. By a thread for each stage.
+  // TMA-reduces the dQ tiles of one stage of pipeline_dq into the fp32 accumulators. Called by one
+  // thread per stage.
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardMaps& maps,
                                  const BackwardBuffers& buffers, SharedMemory& smem, int stage) {
     DqState state;
@@ -240,7 +247,7 @@ struct BackwardProducers : Traits {
       const int dq_index = row_tile * params.heads + work_tile.head;
       if constexpr (kIsDeterministic) {
         const int before = buffers.dq_writers[row_tile].count_before(work_tile.tile.index);
-        // NOTE: less, not unequal: offsets that overlap let sequences share a tile.
+        // NOTE: `<` and not `!=`, because sequences with overlapping offsets share a tile.
         while (load_semaphore(buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank()) <
                before) {
         }
@@ -251,7 +258,7 @@ struct BackwardProducers : Traits {
                    Traits::dq_tile(smem, state));
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      if constexpr (kIsCluster) {  // it lay in place of Q
+      if constexpr (kIsCluster) {  // dQ was in the memory of Q
         smem.pipeline_q.consumer_release(QState{state.count});
       } else {
         smem.pipeline_dq.consumer_release(state);
@@ -278,7 +285,8 @@ struct BackwardProducers : Traits {
     smem.pipeline_ds.consumer_release(state);
   }
 
-  // Starts zeroing the bias gradient where no row sees a key of the item. By one thread.
+  // Starts zeroing the tiles of the bias gradient where no row sees a key of the work tile. Called
+  // by one thread.
   static HSTU_DEVICE void start_zeroing_unseen(const BackwardMaps& maps, const WorkTile& work_tile,
                                                const SharedMemory& smem) {
     for (int m = 0; m * kRows < work_tile.tile.sequence.q_len; ++m) {
@@ -288,7 +296,8 @@ struct BackwardProducers : Traits {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 
-  // Starts storing a tile of the bias gradient, whose panels of 64 keys are kPanelSize apart.
+  // Starts storing a tile of the bias gradient, whose panels of 64 keys are kPanelSize elements
+  // apart.
   template <int kPanelSize>
   static HSTU_DEVICE void start_storing_bias_gradient(const BackwardMaps& maps,
                                                       const WorkTile& work_tile, int m,
@@ -302,7 +311,7 @@ struct BackwardProducers : Traits {
     }
   }
 
-  // Starts adding the block's parts of a dQ to sums.
+  // Starts adding the block's parts of a dQ tile to `sums` by one bulk reduction.
   static HSTU_DEVICE void start_adding(float* sums, const float* parts) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  :
@@ -311,16 +320,18 @@ struct BackwardProducers : Traits {
                  : "memory");
   }
 
-  // Deterministic: key tiles add to a dQ in ascending order, each in its turn.
+  // A deterministic backward adds the key tiles to a dQ in ascending order: dq_semaphore counts
+  // those that have added.
   static HSTU_DEVICE int load_semaphore(const int* semaphore) {
     int seen;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
     return seen;
   }
 
-  // Calls visit(item, tile, next tile) for each tile of rows: upwards, so that blocks with other
-  // keys of a causal sequence are at other rows; deterministic: downwards, so that a block waits
-  // for each block before it for the time of a tile alone.
+  // Calls visit(work_tile, m, next) for each visible tile m of rows of each work tile. The order is
+  // ascending, so that blocks with other keys of a causal sequence are at other rows. In a
+  // deterministic backward it is descending, so that each block waits only for one tile of the
+  // block before it.
   template <typename Visit>
   static HSTU_DEVICE void for_each_row_tile(SharedMemory& smem, Visit visit) {
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {

@@ -1,4 +1,5 @@
-// What the backward does with S and dP of a warpgroup, transposed: 64 keys by some rows.
+// Elementwise operations of the backward on the transposed S and dP of a warpgroup, which has 64
+// keys by some rows.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -42,13 +43,14 @@ HSTU_DEVICE void multiply(const Scores& x, const Scores& y, float factor, Weight
   }
 }
 
-// Zeroes what the mask hides: bit n of a row tells whether it sees key n.
+// Zeroes the elements that the mask hides: bit n of visible[row] is set if the row sees key n.
 template <int kRows, typename Weights>
 HSTU_DEVICE void apply_mask(const uint64_t* visible, Weights& weights) {
   const int thread = reload_thread_idx() % kWarpgroup;
   const int lane = thread % 32;
   const int key = thread / 32 * 16 + lane / 4;
-  Tensor words = recast<uint32_t>(weights);  // for each 8 rows one of keys m = 0, one of m = 1
+  // for each 8 rows one word of key m = 0 and one of key m = 1
+  Tensor words = recast<uint32_t>(weights);
 #pragma unroll
   for (int row = 0; row < kRows; row += 8) {
     const auto bits = *reinterpret_cast<const ulonglong2*>(visible + row + lane % 4 * 2);
@@ -61,18 +63,18 @@ HSTU_DEVICE void apply_mask(const uint64_t* visible, Weights& weights) {
   }
 }
 
-// Where the warpgroup's threads have 16 rows by 64 keys of a matrix whose transpose is in their
-// registers, for stmatrix and ldmatrix; in the order of rows_tensor().
+// The address that a thread passes to stmatrix and ldmatrix, for 16 rows by 64 keys of a matrix
+// whose transpose is in the warpgroup's registers. The layout is that of rows_tensor().
 template <typename Element>
 HSTU_DEVICE Element* transposed_rows(Element* tile) {
   const int thread = reload_thread_idx() % kWarpgroup;
   const int lane = thread % 32;
   const int row = lane / 16 * 8 + lane % 8;
-  const int chunk = thread / 32 * 2 + lane / 8 % 2;  // of 16 bytes, swizzled
+  const int chunk = thread / 32 * 2 + lane / 8 % 2;  // a swizzled chunk of 16 bytes
   return tile + row * kWarpgroupRows + (chunk ^ row % 8) * 8;
 }
 
-// To shared memory as kRows rows by 64 keys.
+// Stores the transpose in shared memory as kRows rows by 64 keys.
 template <int kRows, typename Weights, typename Element>
 HSTU_DEVICE void store_transposed(const Weights& weights, Element* to) {
   Element* const first = transposed_rows(to);
@@ -85,7 +87,7 @@ HSTU_DEVICE void store_transposed(const Weights& weights, Element* to) {
   }
 }
 
-// The way back.
+// Loads what store_transposed() stored.
 template <int kRows, typename Element, typename Weights>
 HSTU_DEVICE void load_transposed(Element* from, Weights& weights) {
   const Element* const first = transposed_rows(from);

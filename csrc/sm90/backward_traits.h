@@ -1,4 +1,4 @@
-// What a block of the backward works on and keeps in shared memory.
+// The tile sizes of the backward, its work tiles and its shared memory.
 #pragma once
 
 #include "../scheduler/work_list.h"
@@ -16,22 +16,25 @@ struct BackwardMaps {
   CUtensorMap bias_gradient;
 };
 
-// What a backward call keeps in its workspace.
+// The workspace of a backward call.
 struct BackwardBuffers {
   WorkList list;
-  float* dq;              // [row tiles, H, rows x head dim], in the order of DqTile; zeroed
-  TileSpans* dq_writers;  // [row tiles]: the key tiles that take turns to add; null: in any order
-  int* dq_semaphore;      // [row tiles, H]: how many have added; zeroed; null: in any order
+  float* dq;              // [row tiles, H, rows * head dim] in the order of DqTile; zeroed
+  TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
+  // [row tiles, H, cluster size]: how many key tiles have added; zeroed; null: any order
+  int* dq_semaphore;
 };
 
-// How the two consumer warpgroups of a block share an item.
+// How the consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64 keys, except
+// in a cluster.
 enum class DqPartition {
-  // Each has 64 keys; one finds dQ of a step, the other of the next.
+  // One warpgroup computes dQ of a step, the other dQ of the next step.
   kAlternateSteps,
-  // Each has 64 keys, and half of the columns of dQ, which would take too many registers.
+  // Each warpgroup computes half of the columns of dQ, because all of dQ would take too many
+  // registers.
   kColumnHalves,
-  // Two blocks of a cluster share it, since dK and dV of 64 keys would take all registers of a
-  // warpgroup: see backward_cluster.h.
+  // The two blocks of a cluster divide it, because dK and dV of 64 keys would take all registers of
+  // a warpgroup: see backward_cluster.h.
   kCluster,
 };
 
@@ -40,15 +43,15 @@ constexpr DqPartition dq_partition_of(int head_dim) {
   return head_dim <= 128 ? DqPartition::kColumnHalves : DqPartition::kCluster;
 }
 
-// A tile of dQ in fp32, in parts that are columns of it. A warpgroup has one of them, and leaves it
-// in the order of its registers: four values of each thread, then the next four.
+// A tile of dQ in fp32, which consists of kParts groups of columns. A warpgroup stores one part in
+// the order of its registers: four values of each thread, then the next four.
 template <int kRows, int kHeadDim>
 struct DqTile {
   static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim);
-  static constexpr int kWarpgroups =
-      kDqPartition == DqPartition::kAlternateSteps ? 1 : 2;  // of a block
+  // Warpgroups of a block that compute the dQ of one step.
+  static constexpr int kWarpgroups = kDqPartition == DqPartition::kAlternateSteps ? 1 : 2;
   static constexpr int kParts = kWarpgroups * (kDqPartition == DqPartition::kCluster ? 2 : 1);
-  static constexpr int kColumns = kHeadDim / kParts;  // of a part
+  static constexpr int kColumns = kHeadDim / kParts;  // columns of a part
   static constexpr int kPartSize = kRows * kColumns;
   static constexpr int kBlockSize = kPartSize * kWarpgroups;
   static constexpr int kSize = kPartSize * kParts;
@@ -68,16 +71,17 @@ struct BackwardTraits {
   static constexpr int kRows = kBackwardRows;
   static constexpr int kKeys = kConsumers * kWarpgroupRows;
   static constexpr int kClusterSize = kIsCluster ? 2 : 1;
-  // Of a block and its scores; where it is half a cluster, that of its rank.
+  // Keys and rows of one block. In a cluster, a block has the keys of its rank.
   static constexpr int kBlockKeys = kKeys / kClusterSize;
   static constexpr int kKeyGroups = kBlockKeys / kWarpgroupRows;
-  static constexpr int kScoreRows = kRows / kClusterSize;   // of a warpgroup's 64 keys
-  static constexpr int kColumns = kHeadDim / kClusterSize;  // of a block's results
+  static constexpr int kScoreRows = kRows / kClusterSize;   // rows of S and dP per warpgroup
+  static constexpr int kColumns = kHeadDim / kClusterSize;  // columns of dK and dV per block
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
-  // Whether the warp that copies rows also finds which keys they see, and not each consumer, which
-  // only has the registers for it while no product runs. It needs some that others cannot spare.
+  // If true, the warp that copies rows also computes which keys they see. Otherwise each consumer
+  // does, and only has the registers for it while no product runs. The producer needs more
+  // registers for it than other head dims can spare.
   static constexpr bool kProducerFindsMask = kDqPartition == DqPartition::kAlternateSteps;
   static constexpr Registers kRegisters = backward_registers(kProducerFindsMask);
 
@@ -85,13 +89,14 @@ struct BackwardTraits {
 
   struct WorkTile {
     SequenceTile tile;
-    int first_row_tile;  // of the sequence
-    int head;            // -1: there are no more
+    int first_row_tile;  // the number of the sequence's first tile of rows
+    int head;            // -1: there is no more work
     int bias_head;
-    TileMap map;        // of tiles of rows
-    int last_row_tile;  // that it meets; -1: it meets none
+    TileMap map;        // which tiles of rows are visible
+    int last_row_tile;  // in the order of the main loop; -1: none is visible
   };
-  // A tile of rows of an item; in one register.
+  // A tile of rows of a work tile, packed into one register: its first row, a multiple of kRows,
+  // and flags.
   struct RowTile {
     static constexpr int kPartial = 1;
     static constexpr int kLast = 2;
@@ -106,20 +111,20 @@ struct BackwardTraits {
   using WorkState = PipelineState<2>;
   using KVState = PipelineState<1>;
   using QState = PipelineState<2>;
-  using MaskState = PipelineState<2>;  // of partial tiles, where producers look
+  using MaskState = PipelineState<2>;  // of partial tiles, if kProducerFindsMask
   using DoutState = PipelineState<kIsCluster ? 1 : 2>;
   using BiasState = PipelineState<kHeadDim <= 64 ? 2 : 1>;
   using DsState = PipelineState<2>;
-  using DqState = PipelineState<2>;  // a thread for each stage adds what comes in it
+  using DqState = PipelineState<2>;  // one thread per stage adds its dQ
   using ConsumerBarrierState = PipelineState<1>;
   static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
-  // One does, but where blocks wait for turns, if there is room; none where dQ takes the place of
-  // Q.
+  // One buffer of dQ is enough, except where blocks wait for dq_semaphore and there is room for
+  // two. In a cluster, dQ overwrites Q.
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
   struct SharedMemory {
     alignas(1024) Element k[kBlockKeys * kHeadDim];
-    // Of a cluster's other block, the columns of this one.
+    // In a cluster: this block's columns of the other block's keys.
     alignas(1024) Element other_k[kIsCluster ? kBlockKeys * kColumns : 0];
     alignas(1024) Element v[kBlockKeys * kHeadDim];
     alignas(1024) Element q[QState::kStages][kRows * kHeadDim];
@@ -127,50 +132,54 @@ struct BackwardTraits {
     alignas(1024) Element p[kIsCluster ? kRows * kKeys : 0];
     alignas(1024) Element ds[kDsBuffers][kRows * kKeys];
     alignas(1024) Element bias[kHasBias ? BiasState::kStages : 0][kRows * kBlockKeys];
-    alignas(1024) Element zeros[kHasBias ? kRows * 64 : 0];  // for its gradient
+    alignas(1024) Element zeros[kHasBias ? kRows * 64 : 0];  // source of stores that zero drab
     alignas(1024) float dq[kDqBuffers * Dq::kSize];
-    alignas(16) uint64_t visible[QState::kStages][kKeyGroups][kRows];  // a bit for each key
+    alignas(16) uint64_t visible[QState::kStages][kKeyGroups][kRows];  // one bit per key
     WorkTile work_tiles[WorkState::kStages];
     RowTile row_tiles[QState::kStages];
-    int work_index;                   // of the item to be found
-    Pipeline<1> pipeline_work_index;  // from a cluster's first block to the other
+    int work_index;                   // of the next work tile
+    Pipeline<1> pipeline_work_index;  // from the first block of a cluster to the other
     Pipeline<WorkState::kStages> pipeline_work;
-    Pipeline<KVState::kStages> pipeline_kv;  // of K and V
+    Pipeline<KVState::kStages> pipeline_kv;  // K and V
     Pipeline<QState::kStages> pipeline_q;
     Pipeline<DoutState::kStages> pipeline_dout;
-    Pipeline<MaskState::kStages> pipeline_mask;    // of `visible`, which is full when Q is
-    Pipeline<BiasState::kStages> pipeline_bias;    // of the bias, which is full when Q is
-    Pipeline<DsState::kStages> pipeline_ds;        // from consumers to consumers
-    Pipeline<DsState::kStages> pipeline_other_ds;  // from those of a cluster's other block
-    // At which the consumers of a block wait for each other, in a cluster.
+    Pipeline<MaskState::kStages> pipeline_mask;    // `visible`; pipeline_q says when it is full
+    Pipeline<BiasState::kStages> pipeline_bias;    // the bias; pipeline_q says when it is full
+    Pipeline<DsState::kStages> pipeline_ds;        // dS, from consumers to consumers
+    Pipeline<DsState::kStages> pipeline_other_ds;  // P and dS from the other block of a cluster
+    // In a cluster: a barrier of the consumers of a block.
     Pipeline<ConsumerBarrierState::kStages> consumer_barrier;
-    Pipeline<DqState::kStages> pipeline_dq;  // from the consumers
-    // Nearly all rows of an item are copied: it is time to look for the next one.
+    Pipeline<DqState::kStages> pipeline_dq;  // dQ, from the consumers to the producer that adds it
+    // Signals that nearly all rows of a work tile have been copied, and that the next one is
+    // wanted.
     cutlass::arch::ClusterBarrier next_work_wanted;
   };
 
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
   static HSTU_DEVICE void init(const BackwardParams& params, SharedMemory& smem) {
-    // Consumers, the warp that copies rows, and those that add dQ.
-    smem.pipeline_work.init(kConsumers * kWarpgroup + 32 + DqState::kStages);
-    smem.pipeline_kv.init(kConsumerWarps);
-    // Where dQ takes the place of Q, the thread that adds it is the last to read that.
-    smem.pipeline_q.init(kIsCluster ? 1 : kConsumerWarps, 32);
-    smem.pipeline_dout.init(kConsumerWarps);
-    smem.pipeline_mask.init(kConsumers * kWarpgroup);
-    smem.pipeline_bias.init(kConsumerWarps);
-    // Those that find dQ of it, and the thread that stores it as a gradient of the bias.
-    smem.pipeline_ds.init(Dq::kParts * 4 + (stores_ds(params) ? 1 : 0), kConsumerWarps);
-    smem.pipeline_work_index.init(1);
-    smem.pipeline_other_ds.init(1, kConsumers);
-    smem.consumer_barrier.init(1, kConsumers * kWarpgroup);
-    smem.pipeline_dq.init(1, Dq::kWarpgroups * kWarpgroup);
+    // Readers: all consumer threads, the warp that copies rows, and the threads that add dQ.
+    smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + 32 + DqState::kStages);
+    smem.pipeline_kv.init(/*consumers=*/kConsumerWarps);
+    // Where dQ overwrites Q, the thread that adds dQ is the last to read this memory.
+    smem.pipeline_q.init(/*consumers=*/kIsCluster ? 1 : kConsumerWarps, /*producers=*/32);
+    smem.pipeline_dout.init(/*consumers=*/kConsumerWarps);
+    smem.pipeline_mask.init(/*consumers=*/kConsumers * kWarpgroup);
+    smem.pipeline_bias.init(/*consumers=*/kConsumerWarps);
+    // Readers of dS: the 4 warps of each warpgroup that computes a part of dQ, and the thread that
+    // TMA-stores dS as drab.
+    smem.pipeline_ds.init(/*consumers=*/Dq::kParts * 4 + (stores_ds(params) ? 1 : 0),
+                          /*producers=*/kConsumerWarps);
+    smem.pipeline_work_index.init(/*consumers=*/1);
+    smem.pipeline_other_ds.init(/*consumers=*/1, /*producers=*/kConsumers);
+    smem.consumer_barrier.init(/*consumers=*/1, /*producers=*/kConsumers * kWarpgroup);
+    smem.pipeline_dq.init(/*consumers=*/1, /*producers=*/Dq::kWarpgroups * kWarpgroup);
     smem.next_work_wanted.init(1);
     cutlass::arch::fence_barrier_init();
   }
 
-  // Which keys of a group each of kCount rows from row `first` on sees. By kThreads threads.
+  // Computes for kCount rows from row `first` on which of the 64 keys of `group` each row sees.
+  // Called by kThreads threads.
   template <int kCount, int kThreads>
   static HSTU_DEVICE void find_row_bits(const BackwardParams& params, const WorkTile& work_tile,
                                         int first, int group, uint64_t* visible) {
@@ -186,7 +195,7 @@ struct BackwardTraits {
     }
   }
 
-  // Whether dS, in full scale, is the gradient of the bias.
+  // True if dS, scaled by alpha * scale, is stored as the gradient of the bias.
   static HSTU_DEVICE bool stores_ds(const BackwardParams& params) {
     return kHasBias && params.drab.data;
   }
@@ -195,17 +204,17 @@ struct BackwardTraits {
     return smem.ds[kDsBuffers == 1 ? 0 : state.index()];
   }
 
-  // Of the blocks of a cluster.
+  // The block's rank in its cluster.
   static HSTU_DEVICE int rank() {
     return kIsCluster ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
   }
 
-  // The first of the block's keys.
+  // The first key of the block.
   static HSTU_DEVICE int first_key(const WorkTile& work_tile) {
     return work_tile.tile.index * kKeys + rank() * kBlockKeys;
   }
 
-  // Where the block's parts of dQ lie.
+  // The block's parts of dQ.
   static HSTU_DEVICE float* dq_tile(SharedMemory& smem, DqState state) {
     if constexpr (kIsCluster) {
       return reinterpret_cast<float*>(smem.q[state.index()]);

@@ -1,19 +1,19 @@
-// Tiles of the dense bias in shared memory.
+// Loads tiles of the dense bias from shared memory.
 #pragma once
 
 #include "tensors.h"
 
 namespace hstu::sm90 {
 
-// scores = bias, of which a warpgroup's 64 rows lie in panels of 64 keys, as start_copy_bias()
-// leaves them.
+// scores = bias. `from` points to a warpgroup's 64 rows in panels of 64 keys, as start_copy_bias()
+// writes them.
 template <int kKeys, typename Element, typename Scores>
 HSTU_DEVICE void load_bias(const Element* from, Scores& scores) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
 #pragma unroll
   for (int column = 0; column < kKeys; column += 16) {
-    const int chunk = column % 64 / 8 + lane / 16;  // of 16 bytes, swizzled
+    const int chunk = column % 64 / 8 + lane / 16;  // a swizzled chunk of 16 bytes
     const Element* block = from + (column / 64 * kWarpgroupRows + row) * 64 + (chunk ^ row % 8) * 8;
     uint32_t words[4];
     SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(block), words[0], words[1],

@@ -1,4 +1,4 @@
-// The kernels of this folder, two forwards and a backward for each head dim and dtype. setup.py
+// The kernels of this folder: two forwards and a backward for each head dim and dtype. setup.py
 // writes a source for each that instantiates them.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace hstu::sm90 {
 
-// Whether a tensor map can describe rows of the tensor; see tensor_map.h.
+// True if a tensor map can describe the rows of the tensor; see tensor_map.h.
 inline bool can_map(const PackedTensor& tensor, int64_t rows, int heads) {
   constexpr int64_t kLargestStride = int64_t{1} << 32;
   const bool steps = tensor.row_stride > 0 && (heads == 1 || tensor.head_stride > 0);
@@ -17,7 +17,7 @@ inline bool can_map(const PackedTensor& tensor, int64_t rows, int heads) {
          rows < INT_MAX - kRaggedRows;
 }
 
-// Whether one can describe the bias.
+// True if a tensor map can describe the bias.
 inline bool can_map(const DenseBias& bias, int batch, DType dtype) {
   const auto is_step = [](int64_t stride, int64_t count) {
     return count == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
@@ -27,14 +27,14 @@ inline bool can_map(const DenseBias& bias, int batch, DType dtype) {
          is_step(bias.batch_stride, batch);
 }
 
-// Whether one can describe the pages as rows.
+// True if a tensor map can describe the pages as rows.
 inline bool can_map(const PagedParams& paged, int heads) {
   const PackedTensor rows = {const_cast<void*>(paged.kv_cache), paged.slot_stride,
                              paged.head_stride, 0};
   const bool steps = paged.slot_stride > 0 && paged.page_stride % paged.slot_stride == 0 &&
                      paged.kv_stride % paged.slot_stride == 0 && paged.page_stride > 0 &&
                      paged.kv_stride > 0;
-  // NOTE: bytes of e4m3; rows of 16 bits are aligned by the caller.
+  // NOTE: this checks the rows of e4m3 bytes; the caller aligns 16-bit rows.
   const bool aligned =
       !paged.scales || (paged.page_stride % 16 == 0 && paged.kv_stride % 16 == 0 &&
                         paged.slot_stride % 16 == 0 && paged.head_stride % 16 == 0);
@@ -42,7 +42,8 @@ inline bool can_map(const PagedParams& paged, int heads) {
          can_map(rows, paged.num_pages * (paged.page_stride / paged.slot_stride), heads);
 }
 
-// What keeps the kernels from taking the call, which those of sm80 then take; null: nothing.
+// The reason why these kernels do not support the call, which then runs the sm80 kernels; null if
+// they support it.
 inline const char* unsupported_reason(const CudaDevice& device, const ForwardParams& params) {
   const BatchParams& batch = params.batch;
   const int64_t key_rows = params.paged.kv_cache ? batch.total_q : batch.total_k;
@@ -58,14 +59,15 @@ inline const char* unsupported_reason(const CudaDevice& device, const ForwardPar
     return "strides of kv_cache that no tensor map can have";
   }
   if (params.paged.scales && params.rab.data) return "a rab and a cache of e4m3";
-  // NOTE: targets begin a tile, and TMA takes no box of the bias that begins between 16 bytes.
+  // NOTE: the first target begins a tile, and TMA requires that a box of the bias begins at a
+  // multiple of 16 bytes.
   if (params.paged.kv_cache && params.rab.data && batch.num_targets) {
     return "a rab beside targets and a paged cache";
   }
   return nullptr;
 }
 
-// Likewise for the backward.
+// The same for the backward.
 inline const char* backward_unsupported_reason(const CudaDevice& device,
                                                const BackwardParams& params) {
   if (!can_map(params.dout, params.batch.total_q, params.heads)) {
@@ -77,7 +79,7 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
 
-// With a paged KV cache.
+// The forward with a paged KV cache.
 template <int kHeadDim, DType kDType>
 ForwardKernel paged_forward();
 

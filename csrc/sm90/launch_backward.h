@@ -1,5 +1,5 @@
-// Host side of the backward: workspace, prepare_scheduler(), tensor maps, and what follows the
-// kernel.
+// Host side of the backward: lays out the workspace, makes the tensor maps and launches
+// prepare_scheduler(), the kernel and what follows it.
 #pragma once
 
 #include "../common/attention_launch.h"
@@ -13,7 +13,7 @@ template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
   template <bool kHasBias, bool kIsDeterministic>
   using Kernel = Backward<kHeadDim, ElementOf<kDType>, kHasBias, kIsDeterministic>;
-  using Form = Kernel<false, false>;  // all have the same tiles
+  using Form = Kernel<false, false>;  // all forms have the same tile sizes
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
     return Plan(params, launch, nullptr).workspace.used();
@@ -40,12 +40,12 @@ struct BackwardLauncher {
   }
 
  private:
-  // What lies where in the workspace.
+  // The layout of the workspace.
   struct Plan {
     Workspace workspace;
     BackwardBuffers buffers;
-    int64_t dq_tiles;     // times heads
-    int64_t zeros_begin;  // what must be zero lies together
+    int64_t dq_tiles;     // row tiles * heads
+    int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed
     int64_t zeros_end;
 
     Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
@@ -66,7 +66,7 @@ struct BackwardLauncher {
     }
   };
 
-  // Whether the backward's own dS is not the gradient of the bias; see bias_gradient.h.
+  // True if the backward cannot store its dS as the gradient of the bias; see bias_gradient.h.
   static bool needs_own_kernel(const BackwardParams& params) {
     const DenseBias& drab = params.drab;
     if (!drab.data) return false;
@@ -76,7 +76,7 @@ struct BackwardLauncher {
 
   template <bool kHasBias>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch, const Plan& plan) {
-    BackwardParams own = params;  // what is left to the backward and the kernel after it
+    BackwardParams own = params;  // without a drab that BiasGradient computes
     if (needs_own_kernel(params)) own.drab = {};
     const BackwardMaps maps = make_maps(own);
     if (launch.deterministic) {

@@ -1,4 +1,5 @@
-// How the producer and the consumers of a block hand over shared memory.
+// Synchronization of the producers and consumers of a block: pipelines of stages in shared memory,
+// and named barriers.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -7,8 +8,9 @@
 
 namespace hstu::sm90 {
 
-// A place in a ring of stages: how many places came before it.
-// NOTE: one register for stage and parity.
+// A position in a ring of kStages stages, as in CUTLASS: index() is the stage and phase() the
+// parity that its barriers have.
+// NOTE: both are derived from one counter, which takes one register.
 template <int kStages_>
 struct PipelineState {
   static constexpr int kStages = kStages_;
@@ -21,12 +23,13 @@ struct PipelineState {
   HSTU_DEVICE PipelineState prev() const { return {count - 1}; }
 };
 
-// Tells consumers that a stage is full, and its producers that it is empty again.
+// The barriers of a ring of stages: `full` tells consumers that a stage has been written, `empty`
+// tells producers that it has been read.
 template <int kStages>
 struct Pipeline {
-  // Every producer arrives, and the bytes that it has announced.
+  // Completes when every producer has arrived and all bytes that they expect have been written.
   cutlass::arch::ClusterTransactionBarrier full[kStages];
-  cutlass::arch::ClusterBarrier empty[kStages];  // every consumer arrives, see consumer_release()
+  cutlass::arch::ClusterBarrier empty[kStages];  // completes when every consumer has arrived
 
   HSTU_DEVICE void init(int consumers, int producers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -37,27 +40,27 @@ struct Pipeline {
   HSTU_DEVICE void consumer_wait(const PipelineState<kStages>& state) const {
     full[state.index()].wait(state.phase());
   }
-  // NOTE: the parity of the round before; nothing has to arrive for the first one.
+  // NOTE: this waits for the previous phase, so that the first round does not wait.
   HSTU_DEVICE void producer_acquire(const PipelineState<kStages>& state) const {
     empty[state.index()].wait(state.phase() ^ 1);
   }
-  // The producer is a warp, by all of whose threads this is called.
+  // For a producer that is a warp. Called by all of its threads.
   HSTU_DEVICE void producer_commit_by_warp(const PipelineState<kStages>& state) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) full[state.index()].arrive();
   }
-  // The consumer is a thread.
+  // For a consumer that is one thread.
   HSTU_DEVICE void consumer_release(const PipelineState<kStages>& state) const {
     empty[state.index()].arrive();
   }
-  // The consumer is a warp, by all of whose threads this is called.
+  // For a consumer that is a warp. Called by all of its threads.
   HSTU_DEVICE void consumer_release_by_warp(const PipelineState<kStages>& state) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) empty[state.index()].arrive();
   }
 };
 
-// Waits for a stage of each.
+// Waits for a stage of each of two pipelines.
 template <int kStages>
 HSTU_DEVICE void consumer_wait(const Pipeline<kStages>& a, PipelineState<kStages> a_state,
                                const Pipeline<kStages>& b, PipelineState<kStages> b_state) {
@@ -67,7 +70,8 @@ HSTU_DEVICE void consumer_wait(const Pipeline<kStages>& a, PipelineState<kStages
   if (!b_full) b.consumer_wait(b_state);
 }
 
-// Calls visit(item) for each item of a ring until one has no head. By one thread.
+// Calls visit(work_tile) for each work tile of a ring, until one has head < 0: the end. Called by
+// each consumer thread of the ring.
 template <int kStages, typename WorkTile, typename Visit>
 HSTU_DEVICE void for_each_work_tile(const WorkTile (&work_tiles)[kStages],
                                     const Pipeline<kStages>& pipeline, Visit visit) {
@@ -80,25 +84,26 @@ HSTU_DEVICE void for_each_work_tile(const WorkTile (&work_tiles)[kStages],
   }
 }
 
-// What a tile in shared memory says, in one register.
-// NOTE: by the lane that tells for its warp that the stage is empty.
+// Reads a KeyTile or RowTile from shared memory.
+// NOTE: lane 0 reads it, because that lane releases the stage for its warp.
 template <typename Tile>
 HSTU_DEVICE Tile read_by_warp(const Tile& tile) {
   const int bits = threadIdx.x % 32 == 0 ? tile.bits : 0;
   return {__shfl_sync(0xffffffff, bits, 0)};
 }
 
-// Named barriers. Barrier 0 is __syncthreads(). Of those that begin with kFirst, each consumer
-// warpgroup has one.
+// Ids of named barriers. Id 0 is __syncthreads(). kWarpSchedulerWG0 and kWarpgroup0 are the first
+// of one id for each consumer warpgroup.
 enum class NamedBarrier : int { kWarpSchedulerWG0 = 1, kConsumers = 4, kWarpgroup0 = 5 };
 
-// Consumer warpgroups issue their products in turn, so that one's products run beside another's
-// activation.
+// Orders the products of the consumer warpgroups as in FlashAttention-3: each warpgroup waits in
+// sync() until the one before it has issued its products and called arrive(), so that the products
+// of one run while another applies its activation.
 template <int kConsumers>
 struct WarpSchedulerBarrier {
   int warpgroup;
 
-  // The first warpgroup's first turn, given by the last one.
+  // The last warpgroup arrives first, so that warpgroup 0 can begin.
   HSTU_DEVICE void init() const {
     if (warpgroup == kConsumers - 1) arrive();
   }

@@ -1,4 +1,4 @@
-// Outputs from registers to device memory.
+// Stores outputs from registers to device memory.
 #pragma once
 
 #include "../common/opaque.h"
@@ -6,7 +6,7 @@
 
 namespace hstu::sm90 {
 
-// Lane t of four gets from lane s word t of those that s has, as its word s.
+// Transposes a 4 x 4 matrix of words among four lanes: lane t gets word t of lane s as its word s.
 HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
   const int lane = static_cast<int>(threadIdx.x);
 #pragma unroll
@@ -22,9 +22,9 @@ HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
   }
 }
 
-// A warpgroup's 64 rows of `kColumns` columns, rounded, to rows `begin` and on of a head, of which
-// `count` exist, and columns `first_column` and on. Four lanes share a row, and exchange what they
-// have so that each stores 16 bytes.
+// Rounds and stores a warpgroup's accumulator of 64 rows and kColumns columns: to rows `begin` and
+// on of a head, of which `count` exist, and to columns `first_column` and on. The four lanes that
+// have a row exchange words, so that each stores 16 bytes.
 template <typename Element, int kColumns, typename Sum>
 HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head, int64_t begin,
                            int count, int first_column) {
@@ -41,7 +41,7 @@ HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head,
                   head * tensor.head_stride + column;
     const int columns = row < count ? tensor.head_dim - column : 0;
 #pragma unroll
-    for (int n = 0; n < kColumns / 32; ++n) {  // 32 columns, of which each of 4 lanes stores 8
+    for (int n = 0; n < kColumns / 32; ++n) {  // each of 4 lanes stores 8 of 32 columns
       uint32_t piece[4];
 #pragma unroll
       for (int block = 0; block < 4; ++block) piece[block] = words((n * 4 + block) * 2 + m);
@@ -53,12 +53,12 @@ HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head,
   }
 }
 
-// Zeroes `count` rows of a head from row `begin` on, by one warp.
+// Zeroes `count` rows of a head from row `begin` on. Called by one warp.
 // NOTE: zero_rows() takes more registers than a producer has.
 template <typename Element>
 HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, int count, int head) {
   static_assert(sizeof(Element) == 2);
-  const int column = reload_thread_idx() % 32 * 8;  // a row has 256 columns or fewer
+  const int column = reload_thread_idx() % 32 * 8;  // a row has at most 256 columns
   if (column >= tensor.head_dim) return;
   Element* to = static_cast<Element*>(tensor.data) + head * tensor.head_stride +
                 begin * tensor.row_stride + column;

@@ -1,8 +1,9 @@
-// Tensor maps for rows of packed sequences ("ragged"): a copy reads zeros past a sequence's end,
-// and never a row of its neighbor.
+// Tensor maps for rows of packed sequences ("ragged"): a copy reads zeros past the end of a
+// sequence, and never a row of its neighbor.
 //
-// Of a tensor [rows, heads, head_dim] with a stride of s bytes between rows, the map has two more
-// dimensions, so that the bound of the second falls on the end of whatever sequence is named:
+// For a tensor [rows, heads, head_dim] with a stride of s bytes between rows, the map has two more
+// dimensions, so that the bound of its row dimension is the end of whatever sequence the
+// coordinates name:
 //
 //   dimension     size                  stride      coordinate of row r of [begin, begin + len)
 //   column        head_dim                          column
@@ -29,11 +30,11 @@
 
 namespace hstu::sm90 {
 
-// Columns that one copy takes: what the widest swizzle spans.
+// Columns of one copy: those that the widest swizzle spans.
 template <int kHeadDim>
 constexpr int kPanel = kHeadDim < 64 ? kHeadDim : 64;
 
-// NOTE: by the runtime's own search, so that nothing links against libcuda.
+// NOTE: the CUDA runtime looks the function up, so that nothing links against libcuda.
 inline auto tensor_map_encoder() {
   static const auto encoder = [] {
     void* found = nullptr;
@@ -71,7 +72,7 @@ inline CUtensorMapDataType map_type(DType dtype) {
                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// For copies of `box_rows` rows and kPanel columns.
+// Makes a map for copies of `box_rows` rows and kPanel columns.
 template <int kHeadDim>
 CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
                             CUtensorMapDataType type, int element_bytes,
@@ -86,7 +87,7 @@ CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
   return encode_map<5>(tensor.data, type, sizes, strides, box, swizzle);
 }
 
-// Of a 16-bit tensor.
+// Makes a map of a 16-bit tensor.
 template <int kHeadDim>
 CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows, DType dtype) {
   return make_ragged_map<kHeadDim>(
@@ -94,14 +95,14 @@ CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
       kHeadDim < 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// Of bytes, one row of a panel behind the other.
+// Makes a map of bytes; the rows of a panel are not swizzled.
 template <int kHeadDim>
 CUtensorMap make_quantized_map(const PackedTensor& tensor, int heads, int box_rows) {
   return make_ragged_map<kHeadDim>(tensor, heads, box_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
                                    CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-// For copies of 64 rows and 64 columns of a 16-bit bias.
+// Makes a map for copies of 64 rows and 64 columns of a 16-bit bias.
 inline CUtensorMap make_bias_map(const DenseBias& bias, int batch) {
   const auto length = static_cast<cuuint64_t>(bias.length);
   const cuuint64_t sizes[] = {length, length, static_cast<cuuint64_t>(bias.heads),
@@ -126,9 +127,9 @@ struct RaggedRows {
   int head;
 };
 
-// Calls visit(offset, column, row, head, end, far) for each box of kRows rows from row `first` on,
-// and kHeadDim columns from `first_column` on:
-// where it begins in shared memory, kBoxRows rows at a time and of these panel after panel, and its
+// Calls visit(offset, column, row, head, end, far) for each box of kRows rows from row `first` on
+// and kHeadDim columns from `first_column` on. `offset` is where the box begins in shared memory:
+// there are kBoxRows rows at a time, and these panel after panel. The other arguments are its
 // coordinates.
 template <int kRows, int kHeadDim, int kBoxRows, typename Visit>
 __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, int first_column,
@@ -146,8 +147,8 @@ __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, 
   }
 }
 
-// Starts copying kRows rows from row `first` on to shared memory. By one thread, which has told
-// `barrier` how many bytes will come.
+// Starts copying kRows rows from row `first` on to shared memory. Called by one thread, after
+// arrive_and_expect_tx() on `barrier`.
 template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
 __device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const RaggedRows& rows,
                                                 int first, Element* to,
@@ -161,7 +162,7 @@ __device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const Ra
       });
 }
 
-// The same, and tells `barrier`.
+// The same, with arrive_and_expect_tx() on `barrier`.
 template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
 __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
                                           Element* to,
@@ -170,9 +171,9 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRo
   start_copy_rows<kRows, kHeadDim, kBoxRows>(map, rows, first, to, barrier);
 }
 
-// Starts copying kRows rows and kKeys columns of a bias: 64 rows at a time, and of these panels of
-// 64 columns. What lies outside the bias becomes zeros. By one thread, which has told `barrier` how
-// many bytes will come.
+// Starts copying kRows rows and kKeys columns of a bias, 64 rows at a time, and these in panels of
+// 64 columns. Elements outside the bias become zeros. Called by one thread, after
+// arrive_and_expect_tx() on `barrier`.
 template <int kRows, int kKeys, typename Element>
 __device__ __forceinline__ void start_copy_bias(const CUtensorMap& map, int b, int head, int row,
                                                 int column, Element* to,

@@ -1,4 +1,4 @@
-// Tiles in shared memory and their products by wgmma.
+// Tensors of tiles in shared memory, and their products by wgmma.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,7 +12,8 @@ namespace hstu::sm90 {
 
 using namespace cute;
 
-// Rows of kHeadDim elements as copy_rows() leaves them: panels of up to 64 columns, swizzled.
+// A tile of kRows rows of kHeadDim elements as copy_rows() writes it: swizzled panels of up to 64
+// columns.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto rows_tensor(Element* data) {
   using Atom = std::conditional_t <
@@ -21,7 +22,7 @@ HSTU_DEVICE auto rows_tensor(Element* data) {
                      tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 }
 
-// The same memory, columns by rows.
+// The same memory as a matrix of columns by rows.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto transposed_tensor(Element* data) {
   using Atom =
@@ -31,8 +32,8 @@ HSTU_DEVICE auto transposed_tensor(Element* data) {
                      tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));
 }
 
-// Products of a warpgroup's 64 rows with fp32 sums: A and B in shared memory, both with the summed
-// direction along their rows; or A in registers, and B with the summed direction across its rows.
+// Products of a warpgroup's 64 rows with fp32 accumulators. SmemMma: A and B in shared memory, both
+// K-major. RegisterMma: A in registers, B in shared memory, MN-major.
 template <typename Element, int kColumns, int kDepth>
 using SmemMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float,
@@ -43,14 +44,14 @@ using RegisterMma = decltype(make_tiled_mma(
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
-// Both in shared memory, A with the summed direction along its rows, B across them.
+// A and B in shared memory, A K-major, B MN-major.
 template <typename Element, int kColumns, int kDepth>
 using RowsByColumnsMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float,
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
-// Both in shared memory, both with the summed direction across their rows.
+// A and B in shared memory, both MN-major.
 template <typename Element, int kColumns, int kDepth>
 using ColumnsByColumnsMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float,
@@ -72,7 +73,7 @@ HSTU_DEVICE void start_gemm_of_fragments(TiledMma mma, const FragmentA& a, const
   warpgroup_fence_operand(sum);
 }
 
-// Starts sum = scale * sum + A B^T from shared memory, as one group of wgmma.
+// Starts sum = scale * sum + A B^T from shared memory, as one wgmma group.
 template <typename TiledMma, typename A, typename B, typename Sum>
 HSTU_DEVICE void start_gemm(TiledMma mma, const A& a, const B& b, Sum& sum, GMMA::ScaleOut scale) {
   const auto thread = mma.get_slice(0);
@@ -80,7 +81,7 @@ HSTU_DEVICE void start_gemm(TiledMma mma, const A& a, const B& b, Sum& sum, GMMA
                           scale);
 }
 
-// The same with A in registers, where another product left it.
+// The same with A in registers: the rounded accumulator of another product.
 template <typename TiledMma, typename A, typename B, typename Sum>
 HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
                                       GMMA::ScaleOut scale) {
@@ -93,8 +94,8 @@ HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
   start_gemm_of_fragments(mma, left, thread.partition_fragment_B(b), sum, scale);
 }
 
-// Waits until at most kRunning groups of wgmma are running. `sum` is that of one that is not: it
-// may be read from here on.
+// Waits until at most kRunning wgmma groups are in flight. `sum` is the accumulator of one that has
+// ended, and may be read after this.
 template <int kRunning, typename Sum>
 HSTU_DEVICE void wait_for_wgmma(Sum& sum) {
   warpgroup_wait<kRunning>();

@@ -1,85 +1,99 @@
-// Every tile number of the sm90 kernels, each with its reason. A new head dim gets its numbers here
-// and in ../sm80/tile_config.h, and is listed in HEAD_DIMS of setup.py.
+// The tile sizes of the sm90 kernels, with their reasons. A new head dim gets its entries here and
+// in ../sm80/tile_config.h, and is listed in HEAD_DIMS of setup.py.
 #pragma once
 
 namespace hstu::sm90 {
 
-constexpr int kSharedMemory = 227 * 1024;  // bytes that a block has
+constexpr int kSharedMemory = 227 * 1024;  // bytes of shared memory that a block can have
 constexpr int kRaggedRows = 1 << 30;       // see tensor_map.h
 
 constexpr int kWarpgroup = 128;     // threads
-constexpr int kWarpgroupRows = 64;  // of scores that a consumer warpgroup holds: a wgmma's
+constexpr int kWarpgroupRows = 64;  // rows of a wgmma
 
 struct ForwardTiles {
-  int consumers;     // warpgroups, each with rows of its own
+  int consumers;     // warpgroups, with 64 rows each
   int keys;          // of a tile of scores
-  int query_stages;  // of Q: 2 where there is room, so that the next item's waits already
+  int query_stages;  // of Q; with 2, Q of the next work tile is copied early
   int key_stages;    // of K and V
 };
 
-// Registers of a thread: setmaxnreg moves them from the producer to the consumers.
+// Registers per thread, which setmaxnreg moves from the producer to the consumers.
 struct Registers {
   int producer;
   int consumer;
 };
 
-// The 64 K registers of a multiprocessor over all threads, in steps of 8: a block gets what it
-// begins with, and no more adds up. Of what does, what spills in no role; producers that look for
-// pages need more.
+// Splits the registers that a block begins with (65536 / threads, rounded down to a multiple of 8,
+// for each thread) so that no role spills. Producers that look up pages need more of them.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged,
                                       bool is_quantized) {
-  if (is_paged && head_dim <= 64) return {88, 208};
-  if (is_quantized) return head_dim == 128 ? Registers{88, 208} : Registers{72, 216};
-  if (is_paged) return {56, 224};
-  if (head_dim == 256) return {40, 232};
-  if (consumers == 2) return {56, 224};
-  if (head_dim == 32) return {56, 152};
-  return {32, 160};
+  if (is_paged && head_dim <= 64) return {.producer = 88, .consumer = 208};
+  if (is_quantized && head_dim == 128) return {.producer = 88, .consumer = 208};
+  if (is_quantized) return {.producer = 72, .consumer = 216};
+  if (is_paged) return {.producer = 56, .consumer = 224};
+  if (head_dim == 256) return {.producer = 40, .consumer = 232};
+  if (consumers == 2) return {.producer = 56, .consumer = 224};
+  if (head_dim == 32) return {.producer = 56, .consumer = 152};
+  return {.producer = 32, .consumer = 160};
 }
 
-// Three consumers where scores, P and O of 64 rows fit into 160 registers, two elsewhere. 128 keys,
-// but at head dim 256, whose O takes 128 registers and whose stages of K and V take 32 KB each for
-// 64 keys. As many stages as find room: a dense bias takes two of 16 KB for each consumer.
-// Producers that look for pages need registers of those of a third consumer, too. Pages come late,
-// often from device memory, so more of them are on their way at once: at head dim 128 that is worth
-// more than a second stage of Q. A cache of e4m3 has no room for it beside its scales.
+// There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages
+// as fit into shared memory.
 template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized>
 constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32 || kHeadDim == 64) {
-    if constexpr (kHasBias) return {2, 128, 2, 4};
-    if constexpr (kIsPaged) return {2, 128, 2, kIsQuantized ? 4 : 6};
-    return {3, 128, 2, 4};
+    // Two stages of a bias tile take 32 KB for each consumer.
+    if constexpr (kHasBias) {
+      return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
+    }
+    // Six stages do not fit beside the scales of e4m3 pages.
+    if constexpr (kIsQuantized) {
+      return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
+    }
+    // Producers that look up pages take the registers of a third consumer. Pages arrive late, often
+    // from device memory, so more stages are in flight.
+    if constexpr (kIsPaged) {
+      return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 6};
+    }
+    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 4};
   } else if constexpr (kHeadDim == 128) {
-    if constexpr (kHasBias) return {2, 128, 1, 2};
-    if constexpr (kIsPaged && !kIsQuantized) return {2, 128, 1, 3};
-    return {2, 128, 2, 2};
+    if constexpr (kHasBias) {
+      return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 2};
+    }
+    // For 16-bit pages, a third stage of K and V is worth more than a second stage of Q. It does
+    // not fit beside the scales of e4m3 pages.
+    if constexpr (kIsPaged && !kIsQuantized) {
+      return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 3};
+    }
+    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
   } else if constexpr (kHeadDim == 256) {
-    return {2, 64, 1, 2};
+    // O takes 128 registers, and a stage of K or V takes 32 KB for 64 keys.
+    return {.consumers = 2, .keys = 64, .query_stages = 1, .key_stages = 2};
   } else {
     static_assert(kHeadDim == 0,
                   "sm90/tile_config.h: forward_tiles has no entry for this head dim");
   }
 }
 
-// Of a cluster's blocks that share a tile of rows, with a paged cache. 8 is the most that every GPU
-// lets a cluster have.
+// Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is
+// the largest size that every GPU supports.
 constexpr int kLargeCluster = 8;
 constexpr int kSmallCluster = 4;
 
-// Of the items that share a tile of rows: what it takes to leave a sum, and to add one, in keys
-// that would be multiplied meanwhile (measured).
+// Split-KV through device memory: the measured time to store and to add a partial O, as the number
+// of keys that would be processed in that time.
 constexpr int kMaxSplits = 8;
 constexpr int keys_to_store_partial(int head_dim) { return head_dim == 256 ? 128 : 320; }
 constexpr int kKeysToAddPartial = 128;
 
-// Of a step: with dK and dV of 64 keys, S and dP of more rows find no room in a warpgroup.
+// Rows of a step: beside dK and dV of 64 keys, a warpgroup has no registers for S and dP of more.
 constexpr int kBackwardRows = 64;
 
-// As for the forward. A producer that looks at masks takes up to 88; where sums and scores take all
-// that a consumer can have, producers keep the least that they do with.
+// The same for the backward. A producer that computes masks needs up to 88 registers. Where the
+// accumulators and scores take all that a consumer can have, producers get the least they need.
 constexpr Registers backward_registers(bool producer_finds_mask) {
-  if (producer_finds_mask) return {88, 208};
-  return {24, 240};
+  if (producer_finds_mask) return {.producer = 88, .consumer = 208};
+  return {.producer = 24, .consumer = 240};
 }
 
 }  // namespace hstu::sm90
