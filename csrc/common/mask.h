@@ -42,7 +42,6 @@ struct IntervalList {
   int count = 0;
   Interval interval[kCapacity];
 
-  // Appends `next`, which must not begin before the last one does; merges the two where they meet.
   // Appends `next`, which must not begin before the last interval does, and merges the two if they
   // meet.
   // NOTE: no index depends on run-time values, so that GPUs keep the list in registers.

@@ -71,10 +71,10 @@ struct BiasGradient {
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardMaps& maps,
                               const WorkList& list, SharedMemory& smem) {
     if (threadIdx.x == 0) {
-      smem.pipeline_work.init(kConsumers * kWarpgroup);
-      smem.pipeline_qk.init(kConsumers * 4);
-      smem.pipeline_dout_v.init(kConsumers * 4);
-      smem.pipeline_bias.init(kConsumers * 4);
+      smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup);
+      smem.pipeline_qk.init(/*consumers=*/kConsumers * 4);
+      smem.pipeline_dout_v.init(/*consumers=*/kConsumers * 4);
+      smem.pipeline_bias.init(/*consumers=*/kConsumers * 4);
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
