@@ -3,6 +3,7 @@ of the stored results, and the names of files and of identifiers lead to somethi
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
 import os
@@ -208,20 +209,21 @@ def test_a_pytest_command_finds_tests(command: str) -> None:
     assert re.search(r"^[1-9]\d*(/\d+)? tests collected", ended.stdout, re.MULTILINE)
 
 
-def test_the_build_takes_the_values_of_its_variables() -> None:
+def test_the_build_of_one_head_dim_compiles_that_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import setup
 
-    known = {
-        "HSTU_ATTN_CUDA": ("0", "1"),
-        "HSTU_ATTN_ARCHS": setup.ARCHS,
-        "HSTU_ATTN_HEAD_DIMS": setup.HEAD_DIMS,
-        "HSTU_ATTN_DTYPES": setup.DTYPES,
-    }
-    given = found_in(COMPLETE, r"\b(HSTU_ATTN_[A-Z_]+=\w+)")
-    assert {name.partition("=")[0] for name in given} >= set(known)
-    for assignment in given:
-        name, _, value = assignment.partition("=")
-        assert name not in known or value in known[name], assignment
+    [command] = [c for c in COMMANDS if "HSTU_ATTN_HEAD_DIMS=" in c]
+    assignments = dict(word.split("=") for word in command.split() if "=" in word)
+    for name, value in assignments.items():
+        monkeypatch.setenv(name, value)
+    names = [source.name for source in setup.cuda_sources() if source.name.startswith("sm")]
+    [arch] = setup.env_list("HSTU_ATTN_ARCHS")
+    [head_dim], [dtype] = setup.head_dims(), setup.dtypes()
+    kinds = ("forward", "backward")
+    assert sorted(names) == sorted(f"sm{arch}/{kind}_d{head_dim}.{dtype}.cu" for kind in kinds)
+    [disassembly] = [c for c in COMMANDS if c.startswith("cuobjdump ")]
+    compiled = f"build/ninja-some-cuda/sm{arch}/forward_d{head_dim}.{dtype}.cu.o"
+    assert fnmatch.fnmatch(compiled, disassembly.split()[-1])
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in SHELL), ids=name_of)
