@@ -128,7 +128,7 @@ def test_cost_of_a_layer() -> None:
 
 
 def test_gain_over_dealing_in_turn() -> None:
-    """The numbers in the text of hstu_attn.data.balance and in the README."""
+    """The numbers in the text of hstu_attn.data.balance and in docs/quickstart/training.md."""
     generator = np.random.default_rng(0)
     cost = AttentionCost.of_layer(CONFIG)
     ratios = []

@@ -202,6 +202,7 @@ def test_a_program_takes_these_options(words: str) -> None:
     run(sys.executable, *shlex.split(words, comments=True), "--help", cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "-m pytest " in c])
 def test_a_pytest_command_finds_tests(command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
