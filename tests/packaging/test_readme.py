@@ -286,6 +286,62 @@ def test_the_tables_are_those_of_the_results(path: Path) -> None:
     assert readme.render(path) == path.read_text(), "run `python -m benchmarks.readme`"
 
 
+def record(file: str, **wanted: object) -> dict[str, Any]:
+    """The first stored record with these values."""
+    records = json.loads((ROOT / f"benchmarks/results/h200/{file}.json").read_text())
+    return next(r for r in records if all(r.get(name) == x for name, x in wanted.items()))
+
+
+def layer_ms(impl: str) -> float:
+    return record("layer", impl=impl, **{"pass": "forward and backward"})["ms"]
+
+
+def layer_gib(impl: str) -> float:
+    both = record("layer-8", impl=impl, **{"pass": "forward and backward"})
+    return both["peak_memory_bytes"] / 2**30
+
+
+def engine_ms(concurrency: int, graphs: bool) -> float:
+    return record("engine", concurrency=concurrency, graphs=graphs)["p50_ms"]
+
+
+def stack_ms(impl: str) -> float:
+    return record("paged-stack", impl=impl, batch=8)["us"] / 1e3
+
+
+FUSED = record("layer", impl="fused", **{"pass": "forward and backward"})
+FIGURES = {
+    "docs/layers.md": [
+        f"{FUSED['ms']:.1f} ms fused ({FUSED['tflops']:.0f} TFLOP/s, "
+        f"{FUSED['share_of_matmul']:.2f} of",
+        f"{layer_ms('compiled'):.1f} ms composed under `torch.compile`",
+        f"{layer_ms('composed'):.1f} ms composed.",
+        f"{layer_gib('fused'):.1f} GiB fused, {layer_gib('fused_recompute'):.1f} with the first "
+        f"three flags, {layer_gib('fused_recompute_all'):.1f} with all four, and "
+        f"{layer_gib('composed'):.1f} composed",
+    ],
+    "docs/performance.md": [
+        f"{stack_ms('graph'):.2f} ms as a replayed graph",
+        f"{stack_ms('recompute'):.1f} ms without a cache",
+    ],
+    "docs/quickstart/serving.md": [
+        f"takes {engine_ms(1, True):.1f} ms instead of {engine_ms(1, False):.1f}, and one of 8",
+        f"{engine_ms(8, True):.1f} ms instead of {engine_ms(8, False):.1f}",
+    ],
+    "docs/quickstart/training.md": [
+        f"{record('train', case='equal', gpus=1)['tflops_per_gpu']:.0f} TFLOP/s on sequences",
+        f"{record('train', case='equal', gpus=4)['scaling']:.2f} of that each",
+        f"1 / {record('context-4', gpus=4, **{'pass': 'both'})['speedup']:.2f} of the time",
+    ],
+}
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_figures_in_the_text_are_those_of_the_results(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split()).replace(" .", " 0.")
+    assert not [figure for figure in FIGURES[page] if figure not in text]
+
+
 def test_every_mask_has_its_picture() -> None:
     shown = re.findall(r'<img src="img/mask-([\w-]+)\.png"', (ROOT / "docs/masks.md").read_text())
     assert shown == list(draw_masks.pictures())
