@@ -212,14 +212,12 @@ def speed_lines() -> list[str]:
     forward, backward = (found["hstu_attn", direction] for direction in DIRECTIONS)
     faster = [f"{found['flash2', r['pass']]['ms'] / r['ms']:.1f}" for r in (forward, backward)]
     return [
-        f"On an {forward['gpu'].removeprefix('NVIDIA ')}, 8 causal sequences of 4096 tokens at "
-        f"{forward['heads']} heads of 128 in bf16 take {_number(forward['ms'])} ms forward "
+        f"On an {forward['gpu'].removeprefix('NVIDIA ')}, 8 causal sequences of 4096 tokens "
+        f"({forward['heads']} heads of 128, bf16) take {_number(forward['ms'])} ms forward "
         f"({forward['tflops']:.0f} TFLOP/s) and",
-        f"{_number(backward['ms'])} ms backward ({backward['tflops']:.0f} TFLOP/s), "
-        f"{faster[0]} and {faster[1]} times as fast as torch's FlashAttention-2 at the same shape; "
-        "a large",
-        f"matrix product of the same run reaches {_number(forward['matmul_tflops'])} TFLOP/s "
-        f"({forward['date']}, commit {forward['commit']}).",
+        f"{_number(backward['ms'])} ms backward ({backward['tflops']:.0f}), {faster[0]} and "
+        f"{faster[1]} times as fast as torch's FlashAttention-2 at the same shape "
+        f"({forward['date']}, commit {forward['commit'][:7]}).",
     ]
 
 
