@@ -397,6 +397,15 @@ def test_an_identifier_is_in_the_file_that_is_said_to_hold_it(page: Path) -> Non
         assert not missing, f"{name} in {path}"
 
 
+def test_the_files_of_an_operator_argument_have_the_one_that_is_followed() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.partition("## Add an operator argument")[2].partition("\n## ")[0]
+    [name] = re.findall(r"Follow an existing one, `(\w+)`", section)
+    files = re.findall(r"^\d+\. \[.*?\]\((.*?)\)", section, re.MULTILINE)
+    assert len(files) == 8
+    assert not [path for path in files if name not in (ROOT / path).read_text()]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
 
