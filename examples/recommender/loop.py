@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from tqdm import tqdm
 from hstu_attn.data import SamplerState
 from hstu_attn.distributed import Checkpoints, parameter_groups
 from hstu_attn.distributed.torchrec_tables import TorchrecTables
+from hstu_attn.upload import Batch as Prefetched
+from hstu_attn.upload import Prefetcher
 from recommender.checkpoint import write_state
 from recommender.directory import BASELINES, RUN, BaselineMetrics, difference, read_json
 from recommender.files import naming, write_json
@@ -51,17 +53,12 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says why and what to look at."""
 
 
-class Batch(Protocol):
+class Batch(Prefetched, Protocol):
     """A dataclass of tensors."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def total(self) -> int:
         """Rows of the batch."""
-
-    def to(self: AnyBatch, device: torch.device) -> AnyBatch:
-        """The batch on another device."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -69,9 +66,6 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 class Batches(Protocol):
     """Draws batches of indices without end, in an order that can be continued."""
-
-    epoch: int
-    batch: int
 
     @property
     def batches_per_epoch(self) -> int: ...
@@ -81,6 +75,36 @@ class Batches(Protocol):
     def state_dict(self) -> SamplerState: ...
 
     def load_state_dict(self, state: SamplerState) -> None: ...
+
+
+class Position:
+    """Where a run stands in its data, for checkpoints and messages: after the batch of the step
+    under way, while the next one may have been drawn already."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+        self.update()
+
+    def update(self) -> None:
+        """Takes the position of the batches as they are."""
+        self._state = self.batches.state_dict()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch."""
+        return self._state["epoch"]
+
+    @property
+    def batch(self) -> int:
+        """The number of the batch in its epoch, from 1."""
+        return self._state["batch"]
+
+    def state_dict(self) -> SamplerState:
+        return self._state
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        self.batches.load_state_dict(state)
+        self.update()
 
 
 def seed_everything(seed: int) -> None:
@@ -148,9 +172,11 @@ class Trainer(ABC, Generic[AnyBatch]):
     ) -> None:
         self.options = options
         self.batches = batches
+        self.position = Position(batches)
         self.identity = {**options.identity(), **identity}
         self.processes = processes or Processes()
         self.device = next(model.parameters()).device
+        self.prefetcher = Prefetcher(self.draw, self.device)
         tables = [module for module in model.modules() if isinstance(module, TorchrecTables)]
         self.trained = self.processes.prepare(model, options.compute_dtype(self.device), tables)
         self.optimizer = torch.optim.AdamW(
@@ -174,7 +200,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def draw(self) -> AnyBatch:
-        """The next batch of this process, on the CPU.
+        """The next batch of this process, on the CPU. Called one batch ahead of the steps.
 
         Raises:
             ValueError: it is malformed.
@@ -281,7 +307,7 @@ class Trainer(ABC, Generic[AnyBatch]):
                 self._train_step()
                 last = self.step == self.steps
                 bar.update()
-                bar.set_postfix(epoch=self.batches.epoch, loss=self._recent_loss(), refresh=False)
+                bar.set_postfix(epoch=self.position.epoch, loss=self._recent_loss(), refresh=False)
                 if last or self.step % options.eval_every == 0:
                     self._validate(bar)
                 if last or self.step % options.checkpoint_every == 0:
@@ -297,11 +323,13 @@ class Trainer(ABC, Generic[AnyBatch]):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.zero_grad()
-        batch = self._draw()
-        local = self.loss(batch.to(self.device))
+        batch, on_device = self._take()
+        local = self.loss(on_device)
         loss = self.processes.mean(local, self.count(batch))
         loss.backward()
         norm = self.processes.clip_gradients(self.trained, self.options.clip_norm)
+        if self.step + 1 < self.steps:
+            self.prefetcher.start()  # while the device computes what has been queued
         numbers = {"loss": loss.item(), "gradient_norm": norm.item()}
         if not all(map(math.isfinite, numbers.values())):  # which is so on all processes or on none
             # A loss that is not finite comes from some of them; a gradient's norm may be anyone's.
@@ -314,9 +342,12 @@ class Trainer(ABC, Generic[AnyBatch]):
         numbers["tokens_per_second"] = batch.total / (time.perf_counter() - started)
         self.scalars.write("train", numbers, self.step)
 
-    def _draw(self) -> AnyBatch:
+    def _take(self) -> tuple[AnyBatch, AnyBatch]:
+        """The next batch, on the CPU and on the device."""
+        self.prefetcher.start()
+        self.position.update()
         try:
-            return self.draw()
+            return self.prefetcher.take()
         except ValueError as error:
             raise TrainingError(f"malformed batch {self._where()}: {error}") from error
 
@@ -346,7 +377,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _where(self) -> str:
         return (
-            f"at step {self.step + 1} (epoch {self.batches.epoch}, batch {self.batches.batch}, "
+            f"at step {self.step + 1} (epoch {self.position.epoch}, batch {self.position.batch}, "
             f"seed {self.options.seed})"
         )
 
@@ -412,7 +443,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         for step in reversed(steps):
             try:
                 self.checkpoints.load(
-                    self.trained, self.optimizer, step=step, run=self, sampler=self.batches
+                    self.trained, self.optimizer, step=step, run=self, sampler=self.position
                 )
             except TrainingError:
                 raise
@@ -439,7 +470,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         self.scalars.flush()
         with naming(self.checkpoints.directory):
             self.checkpoints.save(
-                self.step, self.trained, self.optimizer, run=self, sampler=self.batches
+                self.step, self.trained, self.optimizer, run=self, sampler=self.position
             )
         if self.processes.is_first:
             history = {"losses": self.losses, "validation": self.validation}

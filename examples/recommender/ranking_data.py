@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hstu_attn.data import ACTIONS, BalancedBatchSampler, EventLog, SamplerState
 from hstu_attn.data.batches import require_each
+from hstu_attn.upload import upload
 
 __all__ = [
     "CONTEXTS",
@@ -110,8 +111,8 @@ class RankingBatch:
         return self.contexts.numel() + 2 * len(self.history_items) + len(self.target_items)
 
     def to(self, device: torch.device) -> RankingBatch:
-        """The batch on another device."""
-        return RankingBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        """The batch on another device, by one copy that the host does not wait for."""
+        return RankingBatch(*upload([getattr(self, field.name) for field in fields(self)], device))
 
 
 class RankingData:
@@ -306,7 +307,17 @@ class EndlessBatches(Iterator[NDArray[np.int64]]):
 
     def __init__(self, sampler: BalancedBatchSampler) -> None:
         self.sampler = sampler
-        self.load_state_dict({"epoch": 0, "batch": 0})
+        self._epoch = iter(sampler)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch that was drawn, from 0."""
+        return self.sampler.epoch
+
+    @property
+    def batch(self) -> int:
+        """How many batches of the epoch have been drawn."""
+        return self.sampler.batch
 
     @property
     def batches_per_epoch(self) -> int:
@@ -316,16 +327,17 @@ class EndlessBatches(Iterator[NDArray[np.int64]]):
     def __next__(self) -> NDArray[np.int64]:
         if self.batch == self.batches_per_epoch:
             self.load_state_dict({"epoch": self.epoch + 1, "batch": 0})
-        self.batch += 1
-        return np.array(next(self._epoch), np.int64)
+        indices = np.array(next(self._epoch), np.int64)
+        self.sampler.batch += 1
+        return indices
 
     def state_dict(self) -> SamplerState:
         """The position: the epoch, and how many of its batches have been drawn."""
-        return {"epoch": self.epoch, "batch": self.batch}
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: SamplerState) -> None:
         """Continues from a position of a sampler with the same arguments."""
-        self.epoch, self.batch = state["epoch"], state["batch"]
-        if self.batch < self.batches_per_epoch:  # else the next batch is of the next epoch
-            self.sampler.load_state_dict(state)
-            self._epoch = iter(self.sampler)
+        if state["batch"] == self.batches_per_epoch:  # the next batch is of the next epoch
+            state = {"epoch": state["epoch"] + 1, "batch": 0}
+        self.sampler.load_state_dict(state)
+        self._epoch = iter(self.sampler)

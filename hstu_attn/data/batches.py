@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..upload import upload
 from .events import EventLog
 from .kuairand import ACTIONS
 from .split import Windows
@@ -61,12 +62,10 @@ class JaggedBatch:
         return len(self.items)
 
     def to(self, device: torch.device) -> JaggedBatch:
-        """The batch on another device."""
+        """The batch on another device, by one copy that the host does not wait for."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self,
-            **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None},
-        )
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, **dict(zip(given, upload([*given.values()], device), strict=True)))
 
 
 def jagged_batch(log: EventLog, windows: Windows) -> JaggedBatch:
