@@ -1,10 +1,10 @@
 // The one switch from run-time values to compiled CUDA kernels. This file does not use torch.
 //
-// A call asks for its kernel, allocates the workspace that the kernel wants, and runs it:
+// A call asks for its kernel, plans how it runs, allocates the workspace of the plan, and runs it:
 //
-//   const ForwardKernel kernel = forward_kernel(launch.device, params);
-//   launch.workspace = <device memory of kernel.workspace_bytes(params, launch)>
-//   kernel.run(params, launch);
+//   const ForwardPlan plan = forward_kernel(launch.device, params).plan(params, launch);
+//   launch.workspace = <device memory of plan.workspace_bytes>
+//   plan.run(plan, params, launch);
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,6 +14,7 @@
 #include <string>
 
 #include "params.h"
+#include "scheduler/split_kv.h"
 
 namespace hstu {
 
@@ -51,10 +52,18 @@ struct NotImplemented : std::runtime_error {
       : std::runtime_error("NotImplementedError: " + text) {}
 };
 
+// How a call of the forward runs: decided once, and handed on.
+struct ForwardPlan {
+  int64_t workspace_bytes = 0;
+  SplitKVPlan split_kv;
+  // Launches the form of the kernel that was chosen. It writes every row of params.out: rows that
+  // belong to no sequence become zeros.
+  void (*run)(const ForwardPlan& plan, const ForwardParams& params, const CudaLaunch& launch);
+};
+
 struct ForwardKernel {
-  int64_t (*workspace_bytes)(const ForwardParams& params, const CudaLaunch& launch);
-  // Writes every row of params.out: rows that belong to no sequence become zeros.
-  void (*run)(const ForwardParams& params, const CudaLaunch& launch);
+  // Does not depend on launch.workspace.
+  ForwardPlan (*plan)(const ForwardParams& params, const CudaLaunch& launch) = nullptr;
 };
 
 struct BackwardKernel {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../cpu/schedule.h"
+#include "../sm90/split_heuristic.h"
 
 namespace py = pybind11;
 
@@ -144,6 +145,18 @@ std::vector<WorkItem> schedule(bool backward, const std::vector<int64_t>& cu_seq
   return backward ? backward_schedule(batch, mask, config) : forward_schedule(batch, mask, config);
 }
 
+// (reduction, num_splits, keys_per_split); see csrc/sm90/split_heuristic.h.
+std::tuple<std::string, int, int> plan_split_kv(int64_t row_tiles, int64_t key_tiles, int tile_keys,
+                                                int head_dim, int64_t blocks, bool allows_cluster) {
+  if (blocks < 1) {
+    throw std::invalid_argument("blocks: expected at least 1, got " + std::to_string(blocks));
+  }
+  const SplitKVPlan plan =
+      sm90::plan_split_kv({row_tiles, key_tiles, tile_keys, head_dim, blocks, allows_cluster});
+  const char* const names[] = {"none", "cluster", "global memory"};
+  return {names[static_cast<int>(plan.reduction)], plan.num_splits, plan.keys_per_split};
+}
+
 }  // namespace
 
 void bind_page_table(py::module_& m);  // csrc/serving/page_table.cpp
@@ -191,4 +204,9 @@ PYBIND11_MODULE(_host, m) {
         py::arg("cu_seqlens_k"), py::arg("window_size") = std::pair(-1, -1), py::arg("heads") = 1,
         py::arg("heads_per_item") = 1, py::arg("tile_rows") = 64, py::arg("tile_keys") = 64,
         py::arg("chunk") = 512, "The work items of a call on the CPU, in the order of work.");
+
+  m.def("plan_split_kv", &plan_split_kv, py::kw_only(), py::arg("row_tiles"), py::arg("key_tiles"),
+        py::arg("tile_keys") = 128, py::arg("head_dim") = 128, py::arg("blocks") = 132,
+        py::arg("allows_cluster") = true,
+        "(reduction, num_splits, keys_per_split) of a paged forward on sm90.");
 }

@@ -16,21 +16,11 @@ struct ForwardLauncher {
 
   static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge>::SharedMemory);
 
-  static int64_t workspace_bytes(const ForwardParams& params, const CudaLaunch& launch) {
-    Workspace workspace(nullptr);
-    if (is_small(launch)) {
-      take_forward_list<Kernel<Memory::kSmall>>(workspace, params, launch);
-    } else {
-      take_forward_list<Kernel<Memory::kLarge>>(workspace, params, launch);
-    }
-    return workspace.used();
-  }
-
-  static void run(const ForwardParams& params, const CudaLaunch& launch) {
+  static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     if constexpr (kLargeBytes > kSmallMemory) {
-      if (is_small(launch)) return run_form<Memory::kSmall>(params, launch);
+      if (is_small(launch)) return plan_form<Memory::kSmall>(params, launch);
     }
-    run_form<Memory::kLarge>(params, launch);
+    return plan_form<Memory::kLarge>(params, launch);
   }
 
  private:
@@ -39,20 +29,22 @@ struct ForwardLauncher {
   }
 
   template <Memory kMemory>
-  static void run_form(const ForwardParams& params, const CudaLaunch& launch) {
-    if (params.rab.data) {
-      run_kernel<kMemory, true>(params, launch);
-    } else {
-      run_kernel<kMemory, false>(params, launch);
-    }
+  static ForwardPlan plan_form(const ForwardParams& params, const CudaLaunch& launch) {
+    return params.rab.data ? plan_kernel<Kernel<kMemory, true>>(params, launch)
+                           : plan_kernel<Kernel<kMemory, false>>(params, launch);
   }
 
-  template <Memory kMemory, bool kHasBias>
-  static void run_kernel(const ForwardParams& params, const CudaLaunch& launch) {
-    using Form = Kernel<kMemory, kHasBias>;
-    static_assert(Form::kRows == Kernel<kMemory>::kRows, "the workspace does not ask for rab");
+  template <typename Form>
+  static ForwardPlan plan_kernel(const ForwardParams& params, const CudaLaunch& launch) {
+    Workspace workspace(nullptr);
+    take_forward_list<Form>(workspace, params, launch);
+    return {.workspace_bytes = workspace.used(), .split_kv = {}, .run = run<Form>};
+  }
+
+  template <typename Form>
+  static void run(const ForwardPlan&, const ForwardParams& params, const CudaLaunch& launch) {
     Workspace workspace(launch.workspace);
-    const WorkList list = take_forward_list<Kernel<kMemory>>(workspace, params, launch);
+    const WorkList list = take_forward_list<Form>(workspace, params, launch);
     const int64_t blocks = prepare_forward<Form>(list, params, launch);
     launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, list);
   }
@@ -60,14 +52,16 @@ struct ForwardLauncher {
 
 template <int kHeadDim, DType kDType>
 ForwardKernel forward() {
-  using Launcher = ForwardLauncher<kHeadDim, kDType, KeySource::kPacked>;
-  return {Launcher::workspace_bytes, Launcher::run};
+  ForwardKernel kernel;
+  kernel.plan = ForwardLauncher<kHeadDim, kDType, KeySource::kPacked>::plan;
+  return kernel;
 }
 
 template <int kHeadDim, DType kDType>
 ForwardKernel paged_forward() {
-  using Launcher = ForwardLauncher<kHeadDim, kDType, KeySource::kPaged>;
-  return {Launcher::workspace_bytes, Launcher::run};
+  ForwardKernel kernel;
+  kernel.plan = ForwardLauncher<kHeadDim, kDType, KeySource::kPaged>::plan;
+  return kernel;
 }
 
 }  // namespace hstu::sm80

@@ -1,9 +1,18 @@
 // The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
-// A work item is a tile of rows of one head, 64 rows for each of two or three consumer warpgroups.
-// In the producer warpgroup, one warp finds the items and which tiles of keys they see, and a
-// thread of each other warp copies Q, K or V by TMA. Consumers multiply by wgmma; scores and P
-// never leave the registers.
+// A work tile is a tile of rows of one head, 64 rows for each of two or three consumer warpgroups.
+// The producer warpgroup schedules work tiles and copies Q, K and V by TMA; consumers multiply by
+// wgmma. To read:
+//
+//   tensor_map.h, pipeline.h      copies and barriers
+//   forward_traits.h              tiles, shared memory, and five invariants
+//   forward_consumers.h           S, activation, mask, O: the main loop
+//   forward_producers.h           copies of Q, K and V
+//   tile_scheduler.h              which work tiles a block gets
+//   epilogue.h                    how O is stored, and how split-KV adds up
+//   key_source.h, score_bias.h    policies: packed or paged keys, a bias or none
+//   split_heuristic.h             how many splits there are
+//   launch_forward.h              the host side
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -15,42 +24,39 @@
 
 namespace hstu::sm90 {
 
-template <int kHeadDim, typename Element, bool kHasBias_, KeyForm kForm = KeyForm{}>
-struct Forward : ForwardTraits<kHeadDim, Element, kHasBias_, kForm> {
-  using Traits = ForwardTraits<kHeadDim, Element, kHasBias_, kForm>;
-  using Traits::kConsumers;
-  using Traits::kHasBias;
-  using Traits::kIsPaged;
-  using Traits::kRegisters;
-  using typename Traits::SharedMemory;
+template <int kHeadDim, typename Element, typename Source, typename Bias,
+          SplitKVReduction kReduction = SplitKVReduction::kNone, int kClusterSize = 1>
+struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize> {
+  using Traits = ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize>;
+  using SharedMemory = typename Traits::SharedMemory;
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
-                              const WorkList& list, const SplitKV& split_kv, SharedMemory& smem) {
-    constexpr int kConsumerWarps = kConsumers * 4;
+                              const SchedulerMetadata& metadata, SharedMemory& smem) {
+    const bool has_list = metadata.list.tiles != nullptr;
     if (threadIdx.x == 0) {
       Traits::init(smem);
       prefetch_map(maps.q);
       prefetch_map(maps.k);
       prefetch_map(maps.v);
-      if constexpr (kHasBias) prefetch_map(maps.bias);
-      if constexpr (kIsPaged) prefetch_map(maps.pages.map);
+      Bias::prefetch(maps);
+      if constexpr (Source::kIsPaged) prefetch_map(maps.pages.map);
     }
     __syncthreads();
-    if (!list.tiles) wait_for_previous_kernel();  // else before the list is read
+    if (!has_list) wait_for_previous_kernel();  // else the scheduler waits before it reads the list
 
-    // NOTE: by a shuffle, so that the compiler knows it to be the same in all lanes.
+    // NOTE: after a shuffle, the compiler knows that all lanes have the same value.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
-      cutlass::arch::warpgroup_reg_dealloc<kRegisters.producer>();
-      ForwardProducers<Traits>::run(params, maps, list, split_kv, smem);
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
+      ForwardProducer<Traits>::run(params, maps, metadata, smem);
     } else {
-      cutlass::arch::warpgroup_reg_alloc<kRegisters.consumer>();
-      ForwardConsumers<Traits>::run(params, split_kv, smem, warpgroup - 1);
-      if (!list.tiles) {  // nothing else ran before
-        const int warp =
-            static_cast<int>(blockIdx.x) * kConsumerWarps + static_cast<int>(threadIdx.x) / 32 - 4;
+      cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
+      ForwardConsumer<Traits>(params, metadata, smem, warpgroup - 1).run();
+      if (!has_list) {  // then prepare_scheduler() has not zeroed them
+        const int warp = static_cast<int>(blockIdx.x) * Traits::kConsumerWarps +
+                         static_cast<int>(threadIdx.x) / 32 - 4;
         zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
-                                            static_cast<int>(gridDim.x) * kConsumerWarps);
+                                            static_cast<int>(gridDim.x) * Traits::kConsumerWarps);
       }
     }
   }
@@ -59,11 +65,10 @@ struct Forward : ForwardTraits<kHeadDim, Element, kHasBias_, kForm> {
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     run_forward(const __grid_constant__ ForwardParams params,
-                const __grid_constant__ ForwardMaps maps, const WorkList list,
-                const __grid_constant__ SplitKV split_kv) {
+                const __grid_constant__ ForwardMaps maps,
+                const __grid_constant__ SchedulerMetadata metadata) {
   extern __shared__ __align__(1024) char smem[];
-  Kernel::run(params, maps, list, split_kv,
-              *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
+  Kernel::run(params, maps, metadata, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
 }  // namespace hstu::sm90

@@ -1,10 +1,11 @@
-// What a block of the forward works on and keeps in shared memory.
+// The forward's tile sizes, work tiles, shared memory and kernel parameters.
 #pragma once
 
-#include "paged_keys.h"
+#include "../scheduler/split_kv.h"
+#include "../scheduler/work_list.h"
+#include "key_source.h"
 #include "pipeline.h"
-#include "quantized_keys.h"
-#include "split.h"
+#include "score_bias.h"
 #include "tensors.h"
 
 namespace hstu::sm90 {
@@ -17,74 +18,86 @@ struct ForwardMaps {
   PageMap pages;
 };
 
-// Where keys come from, and who shares an item's.
-struct KeyForm {
-  KeySource source = KeySource::kPacked;
-  bool is_quantized = false;  // pages are of e4m3, and become tiles of 16 bits
-  // Blocks of a cluster that take a part each, and add up their sums in the end.
-  int cluster_size = 1;
-  bool is_split_kv = false;  // by items of the list: see SplitKV
+// What the tile scheduler and the epilogue read: which work there is, and how keys are split.
+struct SchedulerMetadata {
+  WorkList list;
+  SplitKVPlan split_kv;
+  // The workspace of SplitKVReduction::kGlobalMemory. Row tiles are counted as by first_tile().
+  float* partial_out = nullptr;  // [row tiles, H, warpgroups, num_splits, 64 * head dim]
+  int* arrived = nullptr;        // [row tiles, H, warpgroups]: how many splits have stored; zeroed
 };
 
-constexpr KeyForm with_cluster(KeyForm form, int cluster_size) {
-  form.cluster_size = cluster_size;
-  return form;
-}
-constexpr KeyForm with_split_kv(KeyForm form) {
-  form.is_split_kv = true;
-  return form;
-}
-
-template <int kHeadDim_, typename Element_, bool kHasBias_, KeyForm kForm>
+// Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h; Bias is NoScoreBias or
+// DenseScoreBias of score_bias.h. The blocks of a cluster are the splits of
+// SplitKVReduction::kCluster.
+template <int kHeadDim_, typename Element_, typename Source_, typename Bias_,
+          SplitKVReduction kReduction_, int kClusterSize_>
 struct ForwardTraits {
   using Element = Element_;
+  using Source = Source_;
+  using Bias = Bias_;
+  using Maps = ForwardMaps;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kHasBias = kHasBias_;
-  static constexpr bool kIsPaged = kForm.source == KeySource::kPaged;
-  static constexpr bool kIsQuantized = kForm.is_quantized;
+  static constexpr SplitKVReduction kReduction = kReduction_;
+  static constexpr bool kIsSplitByList = kReduction == SplitKVReduction::kGlobalMemory;
+  static constexpr bool kIsSplitByCluster = kReduction == SplitKVReduction::kCluster;
+  static constexpr int kClusterSize = kClusterSize_;
+  static_assert(kIsSplitByCluster == (kClusterSize > 1), "a cluster is for split-KV");
+
   static constexpr ForwardTiles kTiles =
-      forward_tiles<kHeadDim, kHasBias, kIsPaged, kIsQuantized>();
+      forward_tiles<kHeadDim, Bias::kHasTiles, Source::kIsPaged, Source::kIsQuantized>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
+  static constexpr Registers kRegisters =
+      forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+  static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
-  static constexpr bool kBeginsUnlisted = true;
-  static constexpr bool kWaitsForMemory = true;  // where sequences are short
-  static constexpr int kNoWork = INT_MAX;
-  static constexpr int kNoKey = INT_MAX;
-  static constexpr int kFinderLanes = kConsumers + 1;  // lanes: see find_work_tile()
-  static constexpr Registers kRegisters =
-      forward_registers(kHeadDim, kConsumers, kIsPaged, kIsQuantized);
-  static constexpr int kClusterSize = kForm.cluster_size;
-  static constexpr bool kIsSplitKV = kForm.is_split_kv;
-  static constexpr bool kIsClusterSplit = kClusterSize > 1;
-  static_assert(!kIsSplitKV || (kIsPaged && !kIsClusterSplit), "what split-KV is made for");
-  static_assert(!kIsQuantized || (kIsPaged && !kHasBias), "a bias leaves no room for scales");
+  static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
+  static_assert(!Source::kIsQuantized || !Bias::kHasTiles, "a bias leaves no room for scales");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
-  static constexpr int kKVCopyLanes = kIsPaged ? 32 : 1;     // lanes that copy K, and V
-  static constexpr int kQCopyLanes = kIsQuantized ? 32 : 1;  // Q, and what is stored
+
+  // Read by attention_launch.h: blocks begin with tiles that are not in the list, and wait for
+  // device memory if sequences are short.
+  static constexpr bool kBeginsUnlisted = true;
+  static constexpr bool kWaitsForMemory = true;
 
   using ScoreMma = SmemMma<Element, kKeys, kHeadDim>;
   using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
 
+  static constexpr int kNoKey = INT_MAX;        // tile_from(): no key tile is visible
+  static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile
+  static constexpr int kNoWorkIndex = INT_MAX;  // SharedMemory::work_index after the last work tile
+
+  // A tile of rows of one head, and the key tiles of its split that some row sees. Keys are counted
+  // in padded keys if they are paged, see paged_keys.h.
   struct WorkTile {
     SequenceTile tile;
-    SpanSummary summary;   // of what its rows see
-    int head;              // -1: there are no more
-    int keys[kConsumers];  // end of those that some row of a warpgroup sees
+    SpanSummary summary;   // of the keys that all of its rows see
+    int head;              // or kEndOfWork
+    int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
     PageList pages;
-    Interval split;    // of the keys, where they are shared: see SplitKV
-    int other_splits;  // in which its rows see keys
+    Interval split;    // the keys of this split, if kIsSplitByList
+    int other_splits;  // how many other splits have visible keys
 
-    // The first visible tile of keys from key `first` on, by its first key; kNoKey: there is none.
+    // The first of the 16 rows of the thread's warp.
+    HSTU_DEVICE int first_row_of_warp(int warpgroup) const {
+      const int warp = reload_thread_idx() / 32 % 4;
+      return tile.index * kRows + warpgroup * kWarpgroupRows + warp * 16;
+    }
+
+    HSTU_DEVICE bool is_end() const { return head < 0; }
+    HSTU_DEVICE bool is_empty() const { return tile_from(0) == kNoKey; }
+
+    // The first key of the first visible key tile that ends behind key `first`, or kNoKey.
     HSTU_DEVICE int tile_from(int first) const {
-      if constexpr (!kIsSplitKV) return tile_of(first, INT_MAX);
+      if constexpr (!kIsSplitByList) return tile_of(first, INT_MAX);
       return tile_of(max(first, split.begin), split.end);
     }
-    // The first visible tile of keys from key `first` on that begins before key `last`.
+    // The same for all splits, and for tiles that begin before key `last`.
     HSTU_DEVICE int tile_of(int first, int last) const {
       int found = kNoKey;
       for (const Interval& keys : summary.hull) {
@@ -96,16 +109,19 @@ struct ForwardTraits {
     HSTU_DEVICE bool sees(Interval keys) const { return tile_of(keys.begin, keys.end) != kNoKey; }
     HSTU_DEVICE int end() const {
       const int last = max(summary.hull[0].end, summary.hull[1].end);
-      return kIsSplitKV ? min(last, split.end) : last;
+      return kIsSplitByList ? min(last, split.end) : last;
     }
   };
-  // A tile of keys of an item; in one register.
+
+  // A key tile of a work tile, packed into one register: its first key, a multiple of kKeys, and
+  // flags.
   struct KeyTile {
-    static constexpr int kPartial = 1;
-    static constexpr int kLast = 2;         // of the item
-    static constexpr int kLastOfFirst = 4;  // that warpgroup 0 sees; then a bit for each other one
+    static constexpr int kPartial = 1;      // the mask hides some of its keys from some row
+    static constexpr int kLast = 2;         // it is the last one of the work tile
+    static constexpr int kLastOfFirst = 4;  // it is the last one that warpgroup 0 sees; the next
+                                            // bits are for the other warpgroups
     static constexpr int kFlags = (kLastOfFirst << kConsumers) - 1;
-    static_assert(kKeys > kFlags, "a tile's first key leaves bits free");
+    static_assert(kKeys > kFlags, "the first key leaves the low bits free");
 
     int bits;
 
@@ -114,25 +130,46 @@ struct ForwardTraits {
     HSTU_DEVICE bool is_last() const { return bits & kLast; }
     HSTU_DEVICE bool is_last_of(int warpgroup) const { return bits & kLastOfFirst << warpgroup; }
   };
-  // The next item is looked for when a few tiles of the last one are left to be copied: earlier, it
-  // would be kept from other blocks, which are idle in the end. Shares may be short, and what comes
-  // after the last tile of one takes longer: more are left.
-  static constexpr int kTilesLeft = kIsSplitKV ? 4 : 2;
+
+  // The scheduler looks for the next work tile when this many key tiles of the current one are left
+  // to be copied. If it looked earlier, it would keep work from blocks that become idle. Splits may
+  // be short, and their epilogue takes longer: they leave more time.
+  static constexpr int kTilesLeft = kIsSplitByList ? 4 : 2;
+  // Lanes of the scheduler's warp that write to a work tile: one for the rows of each warpgroup,
+  // and one for all rows.
+  static constexpr int kSchedulerLanes = kConsumers + 1;
+
   using WorkState = PipelineState<4>;
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
   using BiasState = PipelineState<2>;
   using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
 
+  // Five invariants hold between the producer's warps and the consumer warpgroups:
+  //
+  // 1. Release. Every consumer warp waits for and releases every stage of K and V, and every
+  //    consumer thread every work tile, because the `empty` barriers count all of them. If the 64
+  //    rows of a warpgroup do not see the last key tiles, it does so in drain_tiles().
+  // 2. Depth of the rings. Consumers release a work tile after they have waited for the next one,
+  //    which the scheduler finds when kTilesLeft key tiles are left to be copied. So pipeline_work
+  //    needs 2 stages, and has 4 for short work tiles. pipeline_k and pipeline_v would work with
+  //    one stage, because K is released before V of the same key tile is waited for.
+  // 3. Zeros. silu(0) = 0 and 0 * 0 = 0: rows past the end of a sequence and columns past the end
+  //    of the head dim, which TMA fills with zeros, add nothing to O. So they need no mask, and V
+  //    is never NaN where P is masked.
+  // 4. Order of the products. Warpgroups issue them in turn: each calls sync() and then arrive() of
+  //    the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
+  // 5. Bias. The tile of the bias of a key tile is copied after its K, and is consumed with it:
+  //    pipeline_bias advances with pipeline_k, also in drain_tiles().
   struct SharedMemory {
     alignas(1024) Element q[QState::kStages][kConsumers][kWarpgroupRows * kHeadDim];
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
-    alignas(1024) Element bias[kHasBias ? BiasState::kStages : 0][kRows * kKeys];
+    alignas(1024) Element bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kKeys];
     WorkTile work_tiles[WorkState::kStages];
-    Quantized quantized[kIsQuantized ? 2 : 0];  // keys, values
+    Quantized quantized[Source::kIsQuantized ? 2 : 0];  // of K, of V
     KeyTile key_tiles[KVState::kStages];
-    int work_index;  // of the item to be found
+    int work_index;  // of the work tile that the scheduler looks for, or kNoWorkIndex
     cutlass::arch::ClusterBarrier next_work_wanted;
     Pipeline<WorkState::kStages> pipeline_work;
     Pipeline<QState::kStages> pipeline_q;
@@ -142,19 +179,19 @@ struct ForwardTraits {
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
-  // By one thread.
+  // Called by one thread.
   static HSTU_DEVICE void init(SharedMemory& smem) {
-    // From the lanes that find an item; to the consumers and the threads that copy.
-    smem.pipeline_work.init(kConsumers * kWarpgroup + kQCopyLanes + 2 * kKVCopyLanes, kFinderLanes);
-    if constexpr (kIsQuantized) {
+    constexpr int kCopyThreads = Source::kQueryCopyLanes + 2 * Source::kCopyLanes;
+    smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + kCopyThreads,
+                            /*producers=*/kSchedulerLanes);
+    if constexpr (Source::kIsQuantized) {
       for (Quantized& quantized : smem.quantized) quantized.init();
     }
-    constexpr int kConsumerWarps = kConsumers * 4;
     smem.pipeline_q.init(kConsumerWarps);
     smem.pipeline_k.init(kConsumerWarps);
     smem.pipeline_v.init(kConsumerWarps);
     smem.pipeline_bias.init(kConsumerWarps);
-    smem.next_work_wanted.init(1);
+    smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }
 };

@@ -1,5 +1,5 @@
-// Keys and values stored as e4m3: copied to where their tiles of 16 bits are to be, and converted
-// there.
+// Pages of e4m3: the stored bytes of a tile are copied to the stage of its 16-bit tile, and
+// converted in place.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -7,36 +7,40 @@
 #include "../common/e4m3.h"
 #include "paged_keys.h"
 #include "pipeline.h"
+#include "tensors.h"
 
 namespace hstu::sm90 {
 
-// Stored bytes of a tile and the scales of its rows, on their way. They have a ring of their own,
-// since tiles of targets pass it by; the bytes lie in the second half of the tile's place.
+// The scales of the rows of stored tiles, and the barriers of the copies of bytes and scales. It is
+// a ring of its own, because tiles of targets are not stored so. The bytes are copied to the second
+// half of a stage of K or V.
 template <int kStages, int kKeys>
 struct QuantizedTiles {
   using State = PipelineState<kStages>;
 
   float scales[kStages][kKeys];
   cutlass::arch::ClusterTransactionBarrier full[kStages];
-  // The scales have been read. NOTE: their tile's place becomes empty later still, but is said to
-  // be by other threads, which racecheck does not follow.
+  // The scales have been read.
+  // NOTE: the stage of K or V becomes empty even later, but racecheck does not see that this orders
+  // the scales, too, because other threads wait for it.
   cutlass::arch::ClusterBarrier empty[kStages];
 
-  // One arrival tells how many bytes will come, and one of each lane that its scales are there.
+  // `full` counts the arrival that expects the bytes, and one of each lane for its scales.
   HSTU_DEVICE void init() {
     for (auto& barrier : full) barrier.init(1 + 32);
     for (auto& barrier : empty) barrier.init(32);
   }
 };
 
-// Copies four bytes, or writes zeros.
+// Starts copying four bytes to shared memory, or zeros if they do not exist.
 HSTU_DEVICE void start_copy_word(const float* from, float* to, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(cast_smem_ptr_to_uint(to)),
                "l"(from), "r"(exists ? 4 : 0)
                : "memory");
 }
 
-// Starts copying the stored bytes and scales of the tile of history from key `first` on. By a warp.
+// Starts copying the bytes and scales of the tile of history that begins with key `first`. Called
+// by a warp.
 template <PagePart kPart, int kKeys, int kHeadDim, typename Element, typename Quantized>
 HSTU_DEVICE void start_copy_quantized(const PagedParams& paged, const PageMap& pages,
                                       PageWindow& window, const Sequence& sequence, int head,
@@ -54,7 +58,7 @@ HSTU_DEVICE void start_copy_quantized(const PagedParams& paged, const PageMap& p
   for (int row = lane; row < kKeys; row += 32) {
     const int key = first + row;
     const int id = window.page(key / paged.page_size);
-    // NOTE: what a page holds behind the end of the history may be anything.
+    // NOTE: scales past the end of the history may be NaN.
     const bool exists = id >= 0 && key < sequence.history_end;
     const int64_t at = max(id, 0) * paged.scale_page_stride +
                        (kPart == PagePart::kValues ? paged.scale_kv_stride : 0) +
@@ -67,8 +71,9 @@ HSTU_DEVICE void start_copy_quantized(const PagedParams& paged, const PageMap& p
                : "memory");
 }
 
-// Turns the stored bytes of a tile, which have come, into the tile. By a warp.
-// NOTE: in place, in ascending order: what is written never reaches what has not been read.
+// Waits for the bytes and scales of a tile, and converts them to 16 bits. Called by a warp.
+// NOTE: this works in place because it goes in ascending order: values of 16 bits are never written
+// over bytes that have not been read.
 template <int kKeys, int kHeadDim, typename Element, typename Quantized>
 HSTU_DEVICE void dequantize_tile(const Quantized& quantized, typename Quantized::State state,
                                  Element* tile) {

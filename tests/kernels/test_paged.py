@@ -339,10 +339,16 @@ def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
         run(hstu_attention, batch)
         torch.cuda.synchronize()
     [name] = {event.name for event in profile.events() if "run_forward" in event.name}
-    splits = {"8 blocks": 8, "4 blocks": 4}.get(blocks, 1)
-    form = (fp8, splits, "split" in blocks)
-    assert re.search(r"KeyForm\{[^}]*1, (\w+), (\d+), (\w+)\}", name).groups() == tuple(
-        str(value).lower() for value in form
+    # Forward<head dim, element, key source, bias, (SplitKVReduction)n, cluster size>
+    found = re.search(r"::(\w+), \S*::NoScoreBias, \(\S+\)(\d), \D*(\d+)>", name)
+    assert found, name
+    reduction, cluster_size = {"8 blocks": ("1", "8"), "4 blocks": ("1", "4")}.get(
+        blocks, ("2" if "split" in blocks else "0", "1")
+    )
+    assert found.groups() == (
+        "QuantizedPagedKeys" if fp8 else "PagedKeys",
+        reduction,
+        cluster_size,
     )
 
 

@@ -166,17 +166,25 @@ class Call {
 
   const CudaDevice& device() const { return launch_.device; }
 
-  template <typename Kernel, typename Params>
-  void run(const Kernel& kernel, const Params& params) {
-    std::optional<Tensor> workspace;  // may go when the kernels are launched, as AlignedCopies
-    if (const int64_t bytes = kernel.workspace_bytes(params, launch_); bytes > 0) {
-      workspace = allocate(q_, {bytes}, ScalarType::Byte);
-      launch_.workspace = workspace->mutable_data_ptr();
-    }
+  void run(const ForwardKernel& kernel, const ForwardParams& params) {
+    const ForwardPlan plan = kernel.plan(params, launch_);
+    const std::optional<Tensor> workspace = take_workspace(plan.workspace_bytes);
+    plan.run(plan, params, launch_);
+  }
+  void run(const BackwardKernel& kernel, const BackwardParams& params) {
+    const std::optional<Tensor> workspace = take_workspace(kernel.workspace_bytes(params, launch_));
     kernel.run(params, launch_);
   }
 
  private:
+  // May go when the kernels are launched, as AlignedCopies.
+  std::optional<Tensor> take_workspace(int64_t bytes) {
+    if (bytes == 0) return std::nullopt;
+    Tensor workspace = allocate(q_, {bytes}, ScalarType::Byte);
+    launch_.workspace = workspace.mutable_data_ptr();
+    return workspace;
+  }
+
   const TensorView& q_;
   DeviceGuard guard_;
   CudaLaunch launch_;

@@ -1,0 +1,193 @@
+// The tile scheduler of the forward: hands a block one work tile after another.
+//
+// Where work tiles come from:
+//   no list      each block (or cluster) has one, which is numbered by blockIdx
+//   list         a block begins with the one of its number, and takes the next by an atomic
+//   counter.
+//                The first row tiles of the batch are not listed, so that blocks begin before
+//                prepare_scheduler() has written the list
+//   split-KV     the list once for each split: first the first splits of all row tiles and heads
+//   cluster      no list, and each block of a cluster has one split of its work tile
+#pragma once
+
+#include "../common/launch.h"
+#include "forward_traits.h"
+#include "stores.h"
+
+namespace hstu::sm90 {
+
+// Clips what the rows of a work tile see to the key tiles of this block of the cluster.
+template <int kKeys, int kClusterSize>
+HSTU_DEVICE void clip_to_cluster_rank(Interval (&hull)[2]) {
+  Interval tiles[2];
+  for (int n = 0; n < 2; ++n) {
+    tiles[n] = {hull[n].begin / kKeys, (hull[n].end + kKeys - 1) / kKeys};
+    if (hull[n].empty()) tiles[n] = {};
+  }
+  tiles[1].begin = max(tiles[1].begin, tiles[0].end);
+  const int first = max(tiles[0].end - tiles[0].begin, 0);
+  const int count = first + max(tiles[1].end - tiles[1].begin, 0);
+  const int rank = static_cast<int>(block_rank_in_cluster());
+  const int begin = count * rank / kClusterSize;
+  const int end = count * (rank + 1) / kClusterSize;
+  for (int n = 0; n < 2; ++n) {
+    const int origin = tiles[n].begin - n * first;
+    hull[n] = {max(hull[n].begin, (origin + begin) * kKeys),
+               min(hull[n].end, (origin + end) * kKeys)};
+  }
+}
+
+// All functions are called by all lanes of the first warp of the producer.
+template <typename Traits>
+class TileScheduler {
+  using SharedMemory = typename Traits::SharedMemory;
+  using Source = typename Traits::Source;
+  using WorkTile = typename Traits::WorkTile;
+  static constexpr int kConsumers = Traits::kConsumers;
+  static constexpr int kKeys = Traits::kKeys;
+  static constexpr int kRows = Traits::kRows;
+
+ public:
+  // Fills the ring of work tiles until there is no more work. Consumers do not get work tiles whose
+  // rows see no key, but the blocks of a cluster do, because they add up together.
+  static HSTU_DEVICE void run(const ForwardParams& params, const SchedulerMetadata& metadata,
+                              SharedMemory& smem) {
+    const int lane = static_cast<int>(threadIdx.x);
+    typename Traits::WorkState state;
+    if (lane == 0) smem.work_index = static_cast<int>(blockIdx.x) / Traits::kClusterSize;
+    __syncwarp();
+    for (;;) {
+      // NOTE: it is in shared memory, because the producer has few registers.
+      WorkTile& work_tile = smem.work_tiles[state.index()];
+      smem.pipeline_work.producer_acquire(state);
+      get_next_work(params, metadata, smem.work_index, work_tile);
+      __syncwarp();
+      if (!Traits::kIsSplitByCluster && !work_tile.is_end() && work_tile.is_empty()) {
+        zero_output(params, work_tile);
+        __syncwarp();
+      } else {
+        if (lane < Traits::kSchedulerLanes) smem.pipeline_work.full[state.index()].arrive();
+        if (work_tile.is_end()) return;
+        if (!Traits::kIsSplitByCluster) smem.next_work_wanted.wait(state.count % 2);
+        state.advance();
+      }
+      if (lane == 0) smem.work_index = next_work_index(metadata.list);
+      __syncwarp();
+    }
+  }
+
+ private:
+  static HSTU_DEVICE int next_work_index(const WorkList& list) {
+    if (!list.tiles) return Traits::kNoWorkIndex;
+    wait_for_previous_kernel();
+    return reload_grid_dim() + atomicAdd(list.next, 1);
+  }
+
+  // Describes work tile `work_index`: its rows and keys. It is empty if there are other work tiles
+  // behind it although it has no rows or sees no key, and the end if there are none.
+  static HSTU_DEVICE void get_next_work(const ForwardParams& params,
+                                        const SchedulerMetadata& metadata, int work_index,
+                                        WorkTile& work_tile) {
+    find_rows(params, metadata, work_index, work_tile);
+    __syncwarp();
+    const int lane = static_cast<int>(threadIdx.x);
+    if (work_tile.is_end() || lane >= Traits::kSchedulerLanes) return;
+    compiler_barrier();
+    find_keys(params, metadata, work_tile);
+  }
+
+  // Writes the row tile, head and split of a work tile.
+  static HSTU_DEVICE void find_rows(const ForwardParams& params, const SchedulerMetadata& metadata,
+                                    int work_index, WorkTile& work_tile) {
+    const WorkList& list = metadata.list;
+    const SplitKVPlan& split_kv = metadata.split_kv;
+    const int work_tiles = list.capacity * params.heads;  // of each split
+    const int split = Traits::kIsSplitByList ? work_index / work_tiles : 0;
+    const int index = Traits::kIsSplitByList ? work_index - split * work_tiles : work_index;
+    const int tile = index / params.heads;
+    const bool is_listed = list.tiles && tile >= list.unlisted;
+    bool exists =
+        Traits::kIsSplitByList ? split < split_kv.num_splits : work_index != Traits::kNoWorkIndex;
+    if (exists && !is_listed) {
+      const bool has_rows = Source::template find_row_tile<kRows>(params, tile, work_tile);
+      exists = has_rows || list.tiles != nullptr;
+    }
+    if (threadIdx.x != 0) return;
+    if (exists && is_listed) {
+      wait_for_previous_kernel();
+      const bool has_rows = tile - list.unlisted < *list.count;
+      work_tile.tile = has_rows ? list.tiles[tile - list.unlisted] : SequenceTile{};
+      exists = has_rows || (Traits::kIsSplitByList && split + 1 < split_kv.num_splits);
+      // The rest of this split has no rows either: go on with the next split.
+      if (!has_rows && exists) atomicMax(list.next, (split + 1) * work_tiles - reload_grid_dim());
+      if (has_rows) Source::find_pages(params, work_tile);
+    }
+    work_tile.head = exists ? index - tile * params.heads : Traits::kEndOfWork;
+    if constexpr (Traits::kIsSplitByList) work_tile.split = split_kv.keys_of(split);
+  }
+
+  // Writes which keys the rows of a work tile see: a lane for each warpgroup writes the end of the
+  // keys that its rows see, and the next lane the summary of all rows.
+  static HSTU_DEVICE void find_keys(const ForwardParams& params, const SchedulerMetadata& metadata,
+                                    WorkTile& work_tile) {
+    const WorkList& list = metadata.list;
+    const int lane = static_cast<int>(threadIdx.x);
+    const Sequence& sequence = work_tile.tile.sequence;
+    const int first = work_tile.tile.index * kRows;
+    const int r0 = first + lane % kConsumers * kWarpgroupRows;
+    const int r1 = min(lane < kConsumers ? r0 + kWarpgroupRows : first + kRows, sequence.q_len);
+    if (list.summaries.data) {
+      if (lane < kConsumers) {
+        work_tile.keys[lane] = r0 < r1 ? INT_MAX : 0;
+      } else {
+        const int64_t before = first_tile(sequence.q_begin, work_tile.tile.sequence_index, kRows);
+        work_tile.summary = list.summaries.at(before + work_tile.tile.index, work_tile.head);
+        // NOTE: inconsistent offsets may leave a summary unwritten.
+        for (Interval& keys : work_tile.summary.hull) keys.end = min(keys.end, sequence.k_len);
+        Source::template pad_keys<kKeys>(work_tile);
+        if constexpr (Traits::kIsSplitByList) count_other_splits(metadata.split_kv, work_tile);
+      }
+      return;
+    }
+    MaskParams closed_form = params.mask;
+    closed_form.row_spans = nullptr;
+    closed_form.func = nullptr;
+    const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
+    if (lane < kConsumers) {
+      const int end = max(keys.interval[0].end, keys.interval[1].end);
+      work_tile.keys[lane] = Source::template padded_end<kKeys>(sequence, end);
+    } else {
+      work_tile.summary = {};
+      work_tile.summary.set_hull(keys);
+      compiler_barrier();
+      Mask(closed_form, sequence, 0).fully_visible(r0, r1, work_tile.summary.fully_visible);
+      Source::template pad_keys<kKeys>(work_tile);
+      if constexpr (Traits::kIsSplitByList) count_other_splits(metadata.split_kv, work_tile);
+      if constexpr (Traits::kIsSplitByCluster) {
+        clip_to_cluster_rank<kKeys, Traits::kClusterSize>(work_tile.summary.hull);
+      }
+    }
+  }
+
+  static HSTU_DEVICE void count_other_splits(const SplitKVPlan& split_kv, WorkTile& work_tile) {
+    int others = -1;
+#pragma unroll 1
+    for (int n = 0; n < split_kv.num_splits; ++n) others += work_tile.sees(split_kv.keys_of(n));
+    work_tile.other_splits = others;
+  }
+
+  // Zeroes the output of rows that see no key. If the keys are split, the first split does, and
+  // only if the other splits have no visible keys.
+  static HSTU_DEVICE void zero_output(const ForwardParams& params, const WorkTile& work_tile) {
+    if (Traits::kIsSplitByList &&
+        (work_tile.split.begin != 0 || work_tile.tile_of(0, INT_MAX) != Traits::kNoKey)) {
+      return;
+    }
+    const Sequence& sequence = work_tile.tile.sequence;
+    const int first = work_tile.tile.index * kRows;
+    zero_rows_of_head<typename Traits::Element>(params.out, sequence.q_begin + first,
+                                                min(kRows, sequence.q_len - first), work_tile.head);
+  }
+};
+
+}  // namespace hstu::sm90
