@@ -6,6 +6,7 @@
 
 #include "../dispatch.h"
 #include "cuda_check.h"
+#include "ptx.h"
 
 namespace hstu {
 
@@ -51,21 +52,9 @@ void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
   check_cuda(cudaLaunchKernelEx(&to, kernel, arguments...), name);
 }
 
-#if defined(__CUDACC__)
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+HSTU_DEVICE void wait_for_previous_kernel() { ptx::griddepcontrol_wait(); }
 
 // Blocks of the next kernel may start once all blocks of this one have called this.
-__device__ __forceinline__ void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-#endif
+HSTU_DEVICE void let_next_kernel_start() { ptx::griddepcontrol_launch_dependents(); }
 
 }  // namespace hstu

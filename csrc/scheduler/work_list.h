@@ -10,6 +10,9 @@
 #include <cuda_runtime.h>
 
 #include "../common/mask.h"
+#if defined(__CUDACC__)
+#include "../common/ptx.h"
+#endif
 
 namespace hstu {
 
@@ -167,16 +170,16 @@ class WorkQueue {
     Entry& next = smem_.next;
     if (threadIdx.x != 0 || next.index_in_tile < 0) return;
     const char* from = reinterpret_cast<const char*>(list_.tiles + next.tile.index);
-    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(&next.tile));
+    char* to = reinterpret_cast<char*>(&next.tile);
 #pragma unroll
     for (int n = 0; n < static_cast<int>(sizeof(SequenceTile)); n += 16) {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to + n), "l"(from + n));
+      ptx::cp_async_cached_16(from + n, to + n);
     }
   }
   __device__ void advance() {
     __syncthreads();  // all threads are done with the last work tile
     if (threadIdx.x == 0) {
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      ptx::cp_async_wait_all();
       smem_.entry = smem_.next;
     }
     __syncthreads();

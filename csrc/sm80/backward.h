@@ -23,18 +23,6 @@ struct BackwardBuffers {
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
 };
 
-HSTU_DEVICE int load_relaxed(const int* address) {
-  int value;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
-  return value;
-}
-
-HSTU_DEVICE int load_acquire(const int* address) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 // An fp32 accumulator of a product of tiles in device memory. Elements are ordered so that a warp
 // adds to whole cache lines.
 template <int kThreads>
@@ -54,10 +42,8 @@ struct DeviceSum {
 #pragma unroll
     for (int n = 0; n < Sum::kCount; n += kVector) {
       if constexpr (kVector == 4) {
-        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum + index(n)),
-                     "f"(part.values[n]), "f"(part.values[n + 1]), "f"(part.values[n + 2]),
-                     "f"(part.values[n + 3])
-                     : "memory");
+        ptx::red_add_v4(sum + index(n), part.values[n], part.values[n + 1], part.values[n + 2],
+                        part.values[n + 3]);
       } else {
         atomicAdd(sum + index(n), part.values[n]);
       }
@@ -170,9 +156,10 @@ struct Backward {
       copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
           smem.dout_rows, r0, smem.dout[stage]);
       if (kIsDeterministic && threadIdx.x == 0) {
-        copy_async(&smem.dq_writers[stage], buffers.dq_writers + smem.first_row_tile + row_tile);
+        ptx::cp_async_16(buffers.dq_writers + smem.first_row_tile + row_tile,
+                         &smem.dq_writers[stage]);
       }
-      commit_copies();
+      ptx::cp_async_commit();
     };
     int row_tile = smem.map.last();
     if (row_tile >= 0) {
@@ -200,7 +187,7 @@ struct Backward {
       const int r0 = row_tile * kRows;
       int semaphore = 0;  // loaded early: its latency is hidden by the products for S and dP
       if (kIsDeterministic && threadIdx.x == 0) {
-        semaphore = load_relaxed(buffers.dq_semaphore + dq_index(row_tile));
+        semaphore = ptx::ld_relaxed(buffers.dq_semaphore + dq_index(row_tile));
       }
 
       const auto smem_q = rows_tile<kRows, kHeadDim>(smem.q[stage]);
@@ -211,7 +198,7 @@ struct Backward {
       BiasTile<Element, Tile> bias(smem.bias, sequence);
       if constexpr (kHasBias) bias.fetch(r0, k0);
       const int next = smem.map.before(row_tile);
-      wait_for_copies();
+      ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
       if constexpr (kHasBias) {
@@ -325,7 +312,7 @@ struct Backward {
   // read of the next dq_semaphore, before what follows.
   static HSTU_DEVICE void release_dq_semaphore(const BackwardBuffers& buffers, SharedMemory& smem,
                                                int64_t next_dq) {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    ptx::fence_acq_rel_gpu();
     if (smem.last_dq >= 0) atomicAdd(buffers.dq_semaphore + smem.last_dq, 1);
     smem.last_dq = next_dq;
   }
@@ -335,7 +322,7 @@ struct Backward {
                                                 const int* semaphore) {
     const int before = spans.count_before(key_tile);
     // NOTE: `<` and not `!=`, because sequences with overlapping offsets share a tile.
-    while (seen < before) seen = load_acquire(semaphore);
+    while (seen < before) seen = ptx::ld_acquire(semaphore);
   }
 
   static HSTU_DEVICE void store_keys(KeySum& sum, float factor, Element* through,

@@ -12,20 +12,10 @@ template <int kCount>
 HSTU_DEVICE void load_if(bool condition, const void* from, uint32_t* words) {
   static_assert(kCount == 2 || kCount % 4 == 0, "words are read by 8 or 16 bytes");
   const auto* source = static_cast<const uint32_t*>(from);
-  if constexpr (kCount == 2) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"
-        "@p ld.global.v2.b32 {%0, %1}, [%3];}"
-        : "+r"(words[0]), "+r"(words[1])
-        : "r"(int{condition}), "l"(source));
-  }
+  if constexpr (kCount == 2) ptx::ld_if(condition, source, words[0], words[1]);
 #pragma unroll
   for (int n = 0; n + 4 <= kCount; n += 4) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %4, 0;\n"
-        "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%5];}"
-        : "+r"(words[n]), "+r"(words[n + 1]), "+r"(words[n + 2]), "+r"(words[n + 3])
-        : "r"(int{condition}), "l"(source + n));
+    ptx::ld_if(condition, source + n, words[n], words[n + 1], words[n + 2], words[n + 3]);
   }
 }
 
@@ -107,7 +97,7 @@ class BiasTile {
       const int row = r0 + (n + thread) / kLines;
       const int i = row + sequence_.offset;
       if (row < rows && i >= 0 && i < bias_.length && j < keys) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(bias_.at<T>(i, j)));
+        ptx::prefetch_l2(bias_.at<T>(i, j));
       }
     }
   }

@@ -87,7 +87,7 @@ struct Forward {
           smem.k_rows, k0, smem.k[stage]);
       copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
           smem.v_rows, k0, smem.v[stage]);
-      commit_copies();
+      ptx::cp_async_commit();
     };
     const int key_tiles = (sequence.k_len + kKeys - 1) / kKeys;
     smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
@@ -106,7 +106,7 @@ struct Forward {
     const auto smem_q = rows_tile<kRows, kHeadDim>(smem.q);
     LeftOperand<Out::kRowBlocks, kHeadDim / 16> registers_q;
     if constexpr (kTiles.keeps_q) {
-      wait_for_copies();
+      ptx::cp_async_wait_all();
       __syncthreads();
       load_left_operand<RowMma, Operand::kRows>(smem_q, registers_q);
     }
@@ -123,7 +123,7 @@ struct Forward {
       if constexpr (kHasBias) {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
-      wait_for_copies();
+      ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
       if constexpr (kHasBias) bias.copy_to(scores);

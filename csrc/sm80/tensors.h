@@ -7,6 +7,7 @@
 #include "../common/e4m3.h"
 #include "../common/opaque.h"
 #include "../common/pages.h"
+#include "../common/ptx.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
@@ -40,10 +41,6 @@ struct RowsTile {
 template <int kRows, int kColumns, typename Element>
 HSTU_DEVICE RowsTile<kRows, kColumns, Element> rows_tile(Element* data) {
   return {data};
-}
-
-HSTU_DEVICE uint32_t smem_address(const void* data) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(data));
 }
 
 // ------------------------------------------------------------------------------- order of keys
@@ -131,16 +128,9 @@ HSTU_DEVICE void copy_rows_async(HeadRows<Element> rows, int begin, Element* to)
 #pragma unroll
   for (int pass = 0; pass < Passes::kPasses; ++pass) {
     const int row = Order::key(pass * Passes::kStep);
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     smem_address(passes.chunk(to, pass))),
-                 "l"(from + static_cast<int64_t>(row) * rows.row_stride),
-                 "r"(row < count ? 16 : 0));
+    ptx::cp_async_16_or_zeros(from + static_cast<int64_t>(row) * rows.row_stride,
+                              passes.chunk(to, pass), row < count);
   }
-}
-
-// Starts copying 16 bytes; both addresses are aligned to 16 bytes.
-HSTU_DEVICE void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from));
 }
 
 // The keys or the values of one sequence and head: the history in pages, targets in packed rows.
@@ -205,7 +195,7 @@ struct PagedRows {
 };
 
 // Copies rows of an e4m3 cache synchronously: they are in shared memory when this returns, and
-// visible to other threads after the barrier that follows wait_for_copies().
+// visible to other threads after the barrier that follows ptx::cp_async_wait_all().
 template <int kRows, int kColumns, int kThreads, typename Order, bool kHidesThread,
           typename Element>
 HSTU_DEVICE void copy_quantized_rows(const PagedRows<Element>& rows, int begin, Element* to) {
@@ -264,14 +254,9 @@ HSTU_DEVICE void copy_rows_async(const PagedRows<Element>& rows, int begin, Elem
     const Element* row = has_column ? rows.row(first + Order::key(pass * Passes::kStep)) : nullptr;
     // NOTE: without a row, the address is any valid one: cp.async then reads no byte of it.
     const Element* from = row ? row + passes.column : rows.pages;
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                     smem_address(passes.chunk(to, pass))),
-                 "l"(from), "r"(row ? 16 : 0));
+    ptx::cp_async_16_or_zeros(from, passes.chunk(to, pass), row);
   }
 }
-
-HSTU_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
-HSTU_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Copies a tile from shared memory to `count` rows of a packed tensor.
 template <int kRows, int kColumns, int kThreads, typename Order, typename Element>

@@ -27,11 +27,11 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministi
                               const BackwardBuffers& buffers, SharedMemory& smem) {
     if (threadIdx.x == 0) {
       Traits::init(params, smem);
-      prefetch_map(maps.q);
-      prefetch_map(maps.k);
-      prefetch_map(maps.v);
-      prefetch_map(maps.dout);
-      if constexpr (Traits::kHasBias) prefetch_map(maps.bias);
+      cute::prefetch_tma_descriptor(&maps.q);
+      cute::prefetch_tma_descriptor(&maps.k);
+      cute::prefetch_tma_descriptor(&maps.v);
+      cute::prefetch_tma_descriptor(&maps.dout);
+      if constexpr (Traits::kHasBias) cute::prefetch_tma_descriptor(&maps.bias);
     }
     sync_blocks();
     wait_for_previous_kernel();

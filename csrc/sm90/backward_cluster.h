@@ -13,6 +13,7 @@
 // One product of 64 x 64 per warpgroup reads less shared memory than two of 64 x 32 would.
 #pragma once
 
+#include "../common/ptx.h"
 #include "backward_consumers.h"
 
 namespace hstu::sm90 {
@@ -247,7 +248,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     store_transposed<kScoreRows>(dscores, smem.ds[0] + own);
     cutlass::arch::fence_view_async_shared();
     smem.pipeline_ds.producer_commit_by_warp(state);
-    Base::sync_warpgroup(warpgroup);
+    sync_warpgroup(warpgroup);
     if (reload_thread_idx() % kWarpgroup == 0) {
       constexpr int kBytes = kSize * sizeof(Element);
       auto& full = smem.pipeline_other_ds.full[state.index()];
@@ -264,11 +265,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     const uint32_t other = Traits::rank() ^ 1;
     const uint32_t source = cast_smem_ptr_to_uint(from);
     const uint32_t told = cast_smem_ptr_to_uint(&barrier);
-    asm volatile(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-        "[%3];" ::"r"(set_block_rank(source, other)),
-        "r"(source), "n"(kBytes), "r"(set_block_rank(told, other))
-        : "memory");
+    ptx::bulk_copy_to_cluster<kBytes>(source, set_block_rank(source, other),
+                                      set_block_rank(told, other));
   }
 
   // Tells the producers in both blocks that a warp has read P and dS.

@@ -74,7 +74,7 @@ struct BackwardConsumers : Traits {
         smem.pipeline_dout.consumer_wait(q_state);
         if (params.attn_scale_per_row) {
           scale_rows(params, work_tile, tile, dout);
-          sync_consumers();
+          sync_consumers<kConsumers>();
         }
         start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
         // P = M * silu(alpha * S), and S becomes silu'(alpha * S)
@@ -246,18 +246,6 @@ struct BackwardConsumers : Traits {
     return kIsCluster ? warpgroup * kScoreRows : 0;
   }
   static HSTU_DEVICE int key_group(int warpgroup) { return kIsCluster ? 0 : warpgroup; }
-
-  static HSTU_DEVICE void sync_warpgroup(int warpgroup) {
-    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kWarpgroup0) + warpgroup),
-                 "n"(kWarpgroup)
-                 : "memory");
-  }
-
-  static HSTU_DEVICE void sync_consumers() {
-    asm volatile("bar.sync %0, %1;" ::"n"(static_cast<int>(NamedBarrier::kConsumers)),
-                 "n"(kConsumers * kWarpgroup)
-                 : "memory");
-  }
 
   // Multiplies each row of dO in shared memory by its own scale, and so dV, dP and what follows
   // from them.

@@ -2,6 +2,7 @@
 // the bias; one thread of each of warps 2 and 3 adds dQ to its accumulator.
 #pragma once
 
+#include "../common/ptx.h"
 #include "backward_traits.h"
 
 namespace hstu::sm90 {
@@ -112,7 +113,7 @@ struct BackwardProducers : Traits {
         smem.work_index = reload_grid_dim() / kClusterSize + atomicAdd(list.next, 1);
       }
     }
-    if (Traits::stores_ds(params)) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    if (Traits::stores_ds(params)) cute::tma_store_wait<0>();
   }
 
   static HSTU_DEVICE void copy_keys(const BackwardMaps& maps, const WorkTile& work_tile,
@@ -245,34 +246,33 @@ struct BackwardProducers : Traits {
       if (Traits::stores_ds(params)) store_ds(maps, work_tile, m, DsState{state.count}, smem);
       const int row_tile = work_tile.first_row_tile + m;
       const int dq_index = row_tile * params.heads + work_tile.head;
-      if constexpr (kIsDeterministic) {
+      if constexpr (kIsDeterministic) {  // key tiles add to a dQ in ascending order
         const int before = buffers.dq_writers[row_tile].count_before(work_tile.tile.index);
         // NOTE: `<` and not `!=`, because sequences with overlapping offsets share a tile.
-        while (load_semaphore(buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank()) <
+        while (ptx::ld_acquire(buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank()) <
                before) {
         }
-        asm volatile("fence.proxy.async.global;" ::: "memory");
+        ptx::fence_proxy_async_global();
       }
       smem.pipeline_dq.consumer_wait(state);
-      start_adding(buffers.dq + int64_t{dq_index} * Dq::kSize + Traits::rank() * Dq::kBlockSize,
-                   Traits::dq_tile(smem, state));
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(
+          Traits::dq_tile(smem, state),
+          buffers.dq + int64_t{dq_index} * Dq::kSize + Traits::rank() * Dq::kBlockSize);
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();
       if constexpr (kIsCluster) {  // dQ was in the memory of Q
         smem.pipeline_q.consumer_release(QState{state.count});
       } else {
         smem.pipeline_dq.consumer_release(state);
       }
       if constexpr (kIsDeterministic) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(
-                         buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank())
-                     : "memory");
+        ptx::bulk_wait_complete();
+        ptx::fence_proxy_async_global();
+        ptx::red_add_release(buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank(), 1);
       }
       state.advance();
     });
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    ptx::bulk_wait_complete();
   }
 
   static HSTU_DEVICE void store_ds(const BackwardMaps& maps, const WorkTile& work_tile, int m,
@@ -280,8 +280,8 @@ struct BackwardProducers : Traits {
     smem.pipeline_ds.consumer_wait(state);
     const Element* const own = Traits::ds_tile(smem, state) + Traits::rank() * (kRows * kBlockKeys);
     start_storing_bias_gradient<kRows * 64>(maps, work_tile, m, own);
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();
     smem.pipeline_ds.consumer_release(state);
   }
 
@@ -293,7 +293,7 @@ struct BackwardProducers : Traits {
       if (!work_tile.map.contains(m))
         start_storing_bias_gradient<0>(maps, work_tile, m, smem.zeros);
     }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    cute::tma_store_arrive();
   }
 
   // Starts storing a tile of the bias gradient, whose panels of 64 keys are kPanelSize elements
@@ -309,23 +309,6 @@ struct BackwardProducers : Traits {
           &maps.bias_gradient, tile + panel * kPanelSize, Traits::first_key(work_tile) + panel * 64,
           m * kRows + work.sequence.offset, work_tile.head, work.sequence_index);
     }
-  }
-
-  // Starts adding the block's parts of a dQ tile to `sums` by one bulk reduction.
-  static HSTU_DEVICE void start_adding(float* sums, const float* parts) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 :
-                 : "l"(sums), "r"(cute::cast_smem_ptr_to_uint(parts)),
-                   "n"(static_cast<int>(Dq::kBlockSize * sizeof(float)))
-                 : "memory");
-  }
-
-  // A deterministic backward adds the key tiles to a dQ in ascending order: dq_semaphore counts
-  // those that have added.
-  static HSTU_DEVICE int load_semaphore(const int* semaphore) {
-    int seen;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
-    return seen;
   }
 
   // Calls visit(work_tile, m, next) for each visible tile m of rows of each work tile. The order is

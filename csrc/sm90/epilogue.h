@@ -33,9 +33,7 @@ class Epilogue {
                                               int warpgroup, const Out& out) {
     static_assert(Traits::kRows * kHeadDim * sizeof(float) <= sizeof(smem.k) + sizeof(smem.v),
                   "the partial O replace K and V");
-    asm volatile("bar.sync %0, %1;" ::"n"(static_cast<int>(NamedBarrier::kConsumers)),
-                 "n"(Traits::kConsumers * kWarpgroup)
-                 : "memory");  // K and V have been read
+    sync_consumers<Traits::kConsumers>();  // K and V have been read
     float* const sums = reinterpret_cast<float*>(smem.k[0]) + warpgroup * kWarpgroupRows * kHeadDim;
     const WorkTile& work_tile = smem.work_tiles[0];
     const Sequence& sequence = work_tile.tile.sequence;

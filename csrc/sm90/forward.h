@@ -35,11 +35,11 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
     const bool has_list = metadata.list.tiles != nullptr;
     if (threadIdx.x == 0) {
       Traits::init(smem);
-      prefetch_map(maps.q);
-      prefetch_map(maps.k);
-      prefetch_map(maps.v);
+      cute::prefetch_tma_descriptor(&maps.q);
+      cute::prefetch_tma_descriptor(&maps.k);
+      cute::prefetch_tma_descriptor(&maps.v);
       Bias::prefetch(maps);
-      if constexpr (Source::kIsPaged) prefetch_map(maps.pages.map);
+      if constexpr (Source::kIsPaged) cute::prefetch_tma_descriptor(&maps.pages.map);
     }
     __syncthreads();
     if (!has_list) wait_for_previous_kernel();  // else the scheduler waits before it reads the list

@@ -92,9 +92,25 @@ HSTU_DEVICE Tile read_by_warp(const Tile& tile) {
   return {__shfl_sync(0xffffffff, bits, 0)};
 }
 
-// Ids of named barriers. Id 0 is __syncthreads(). kWarpSchedulerWG0 and kWarpgroup0 are the first
+// Ids of named barriers. Id 0 is __syncthreads(). kWarpSchedulerWG0 and kWarpgroupWG0 are the first
 // of one id for each consumer warpgroup.
-enum class NamedBarrier : int { kWarpSchedulerWG0 = 1, kConsumers = 4, kWarpgroup0 = 5 };
+// NOTE: CUTLASS reserves ids from 1 on for its collectives, none of which is used here. With
+// kWarpSchedulerWG0 = 1, the id of a consumer is the warpgroup's index in the block, which is in a
+// register anyway.
+enum class NamedBarriers : int { kWarpSchedulerWG0 = 1, kConsumers = 4, kWarpgroupWG0 = 5 };
+
+HSTU_DEVICE auto barrier_id(NamedBarriers first, int warpgroup = 0) {
+  return static_cast<cutlass::arch::ReservedNamedBarriers>(static_cast<int>(first) + warpgroup);
+}
+
+template <int kConsumers>
+HSTU_DEVICE void sync_consumers() {
+  cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, barrier_id(NamedBarriers::kConsumers));
+}
+HSTU_DEVICE void sync_warpgroup(int warpgroup) {
+  cutlass::arch::NamedBarrier::sync(kWarpgroup,
+                                    barrier_id(NamedBarriers::kWarpgroupWG0, warpgroup));
+}
 
 // Orders the products of the consumer warpgroups as in FlashAttention-3: each warpgroup waits in
 // sync() until the one before it has issued its products and called arrive(), so that the products
@@ -108,17 +124,13 @@ struct WarpSchedulerBarrier {
     if (warpgroup == kConsumers - 1) arrive();
   }
   HSTU_DEVICE void sync() const {
-    asm volatile(
-        "bar.sync %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kWarpSchedulerWG0) + warpgroup),
-        "n"(2 * kWarpgroup)
-        : "memory");
+    cutlass::arch::NamedBarrier::sync(2 * kWarpgroup,
+                                      barrier_id(NamedBarriers::kWarpSchedulerWG0, warpgroup));
   }
   HSTU_DEVICE void arrive() const {
     const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
-    asm volatile(
-        "bar.arrive %0, %1;" ::"r"(static_cast<int>(NamedBarrier::kWarpSchedulerWG0) + next),
-        "n"(2 * kWarpgroup)
-        : "memory");
+    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup,
+                                        barrier_id(NamedBarriers::kWarpSchedulerWG0, next));
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "../common/e4m3.h"
+#include "../common/ptx.h"
 #include "paged_keys.h"
 #include "pipeline.h"
 #include "tensors.h"
@@ -32,13 +33,6 @@ struct QuantizedTiles {
   }
 };
 
-// Starts copying four bytes to shared memory, or zeros if they do not exist.
-HSTU_DEVICE void start_copy_word(const float* from, float* to, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(cast_smem_ptr_to_uint(to)),
-               "l"(from), "r"(exists ? 4 : 0)
-               : "memory");
-}
-
 // Starts copying the bytes and scales of the tile of history that begins with key `first`. Called
 // by a warp.
 template <PagePart kPart, int kKeys, int kHeadDim, typename Element, typename Quantized>
@@ -63,12 +57,10 @@ HSTU_DEVICE void start_copy_quantized(const PagedParams& paged, const PageMap& p
     const int64_t at = max(id, 0) * paged.scale_page_stride +
                        (kPart == PagePart::kValues ? paged.scale_kv_stride : 0) +
                        key % paged.page_size * paged.scale_slot_stride + head;
-    start_copy_word(paged.scales + (exists ? at : 0), quantized.scales[state.index()] + row,
-                    exists);
+    ptx::cp_async_4_or_zeros(paged.scales + (exists ? at : 0),
+                             quantized.scales[state.index()] + row, exists);
   }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                   cast_smem_ptr_to_uint(reinterpret_cast<uint64_t*>(&full)))
-               : "memory");
+  cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
 }
 
 // Waits for the bytes and scales of a tile, and converts them to 16 bits. Called by a warp.

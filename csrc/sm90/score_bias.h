@@ -43,7 +43,7 @@ struct DenseScoreBias {
 
   template <typename Maps>
   static HSTU_DEVICE void prefetch(const Maps& maps) {
-    prefetch_map(maps.bias);
+    cute::prefetch_tma_descriptor(&maps.bias);
   }
 
   template <typename Traits>

@@ -3,6 +3,7 @@
 // thread of a warpgroup, which are 8 columns of all rows, then the next four.
 #pragma once
 
+#include "../common/ptx.h"
 #include "pipeline.h"
 #include "stores.h"
 
@@ -81,42 +82,21 @@ HSTU_DEVICE void sum_partials(const float* from, uint32_t filled, int count, int
 
 // Returns in all threads of a warpgroup the value of its first thread, and synchronizes them.
 HSTU_DEVICE bool broadcast_from_first_thread(bool value, int warpgroup) {
-  int result = value && reload_thread_idx() % kWarpgroup == 0;
-  asm volatile(
-      "{\n"
-      ".reg .pred p, q;\n"
-      "setp.ne.s32 p, %0, 0;\n"
-      "barrier.cta.red.or.pred q, %1, %2, p;\n"
-      "selp.s32 %0, 1, 0, q;\n"
-      "}\n"
-      : "+r"(result)
-      : "r"(static_cast<int>(NamedBarrier::kWarpgroup0) + warpgroup), "n"(kWarpgroup)
-      : "memory");
-  return result != 0;
+  const int barrier = static_cast<int>(barrier_id(NamedBarriers::kWarpgroupWG0, warpgroup));
+  return ptx::barrier_red_or<kWarpgroup>(barrier, value && reload_thread_idx() % kWarpgroup == 0);
 }
 
 // True if `others` splits have arrived, whose partial O may then be read. Called by a warpgroup.
 HSTU_DEVICE bool have_arrived(const int* arrived, int others, int warpgroup) {
-  int count = 0;
-  if (reload_thread_idx() % kWarpgroup == 0) {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
-  }
+  const int count = reload_thread_idx() % kWarpgroup == 0 ? ptx::ld_acquire(arrived) : 0;
   return broadcast_from_first_thread(count == others, warpgroup);
 }
 
 // Arrives, after which others may read the partial O that this warpgroup has stored. True if
 // `others` splits had arrived before, whose partial O may then be read. Called by a warpgroup.
 HSTU_DEVICE bool is_last_arrival(int* arrived, int others, int warpgroup) {
-  const int barrier = static_cast<int>(NamedBarrier::kWarpgroup0) + warpgroup;
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroup)
-               : "memory");  // all threads have stored
-  int before = 0;
-  if (reload_thread_idx() % kWarpgroup == 0) {
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(arrived)
-                 : "memory");
-  }
+  sync_warpgroup(warpgroup);  // all threads have stored
+  const int before = reload_thread_idx() % kWarpgroup == 0 ? ptx::atom_add_acq_rel(arrived, 1) : 0;
   return broadcast_from_first_thread(before == others, warpgroup);
 }
 
@@ -149,10 +129,7 @@ HSTU_DEVICE void reduce_sums_over_cluster(const Sum& sum, float* sums, Store sto
 #pragma unroll
     for (int block = 0; block < kClusterSize; ++block) {
       const uint32_t from = set_block_rank(own + piece * kPieceSize * sizeof(float), block);
-      float4& part = parts[n][block];
-      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(part.x), "=f"(part.y), "=f"(part.z), "=f"(part.w)
-                   : "r"(from));
+      parts[n][block] = ptx::ld_shared_cluster_v4(from);
     }
   }
 #pragma unroll

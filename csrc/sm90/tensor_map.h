@@ -116,10 +116,6 @@ inline CUtensorMap make_bias_map(const DenseBias& bias, int batch) {
                        CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // The rows of one sequence and head that copies read.
 struct RaggedRows {
   int64_t begin;

@@ -16,8 +16,8 @@ using namespace cute;
 // columns.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto rows_tensor(Element* data) {
-  using Atom = std::conditional_t <
-               kHeadDim<64, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW128_Atom<Element>>;
+  using Atom = std::conditional_t<(kHeadDim < 64), GMMA::Layout_K_SW64_Atom<Element>,
+                                  GMMA::Layout_K_SW128_Atom<Element>>;
   return make_tensor(make_smem_ptr(opaque_pointer(data)),
                      tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 }
@@ -25,9 +25,8 @@ HSTU_DEVICE auto rows_tensor(Element* data) {
 // The same memory as a matrix of columns by rows.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto transposed_tensor(Element* data) {
-  using Atom =
-      std::conditional_t <
-      kHeadDim<64, GMMA::Layout_MN_SW64_Atom<Element>, GMMA::Layout_MN_SW128_Atom<Element>>;
+  using Atom = std::conditional_t<(kHeadDim < 64), GMMA::Layout_MN_SW64_Atom<Element>,
+                                  GMMA::Layout_MN_SW128_Atom<Element>>;
   return make_tensor(make_smem_ptr(opaque_pointer(data)),
                      tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));
 }

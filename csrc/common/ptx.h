@@ -1,0 +1,181 @@
+// PTX instructions for which CUDA C++ and CUTLASS have no function that fits. Values that the
+// compiler shall not see through are in opaque.h.
+#pragma once
+
+#include <cstdint>
+
+#include "macros.h"
+
+namespace hstu::ptx {
+
+HSTU_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// --- device memory that blocks hand over to each other
+// --------------------------------------------
+
+HSTU_DEVICE int ld_relaxed(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+}
+
+HSTU_DEVICE int ld_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+HSTU_DEVICE void red_add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Returns what was there before.
+HSTU_DEVICE int atom_add_acq_rel(int* address, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+HSTU_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Orders accesses to device memory by this thread with those by TMA.
+HSTU_DEVICE void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Adds four values at an address aligned to 16 bytes. From compute capability 9.0 on.
+HSTU_DEVICE void red_add_v4(float* address, float x, float y, float z, float w) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y),
+               "f"(z), "f"(w)
+               : "memory");
+}
+
+HSTU_DEVICE void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// --- asynchronous copies from device to shared memory
+// ---------------------------------------------
+
+// Copies 16 bytes past the L1 cache.
+HSTU_DEVICE void cp_async_16(const void* from, void* to) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+
+// Copies 16 bytes, or writes zeros, and reads the 128 bytes around them into the L2 cache.
+HSTU_DEVICE void cp_async_16_or_zeros(const void* from, void* to, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(exists ? 16 : 0));
+}
+
+// Copies 16 bytes through the L1 cache.
+HSTU_DEVICE void cp_async_cached_16(const void* from, void* to) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+
+// Copies 4 bytes, or writes zeros.
+HSTU_DEVICE void cp_async_4_or_zeros(const void* from, void* to, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(exists ? 4 : 0)
+               : "memory");
+}
+
+HSTU_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
+
+HSTU_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// --- bulk copies, from compute capability 9.0 on
+// --------------------------------------------------
+
+// Starts adding kBytes of fp32 in shared memory to device memory, as part of the bulk group.
+template <int kBytes>
+HSTU_DEVICE void bulk_reduce_add(const float* from, float* to) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(shared_address(from)), "n"(kBytes)
+      : "memory");
+}
+
+// Waits until the bulk groups of this thread are complete, where cute::tma_store_wait<0>() only
+// waits until their shared memory has been read.
+HSTU_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Starts copying kBytes to the shared memory of another block of the cluster, and tells its
+// barrier. Addresses of shared memory; `to` and `barrier` are mapped to the other block.
+template <int kBytes>
+HSTU_DEVICE void bulk_copy_to_cluster(uint32_t from, uint32_t to, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "r"(from), "n"(kBytes), "r"(barrier)
+      : "memory");
+}
+
+// Reads the shared memory of a block of the cluster, at an address that is mapped to it.
+HSTU_DEVICE float4 ld_shared_cluster_v4(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
+  return value;
+}
+
+// --- barriers and the order of kernels
+// ------------------------------------------------------------
+
+// Whether `value` holds in any thread of those that meet at a barrier of the block.
+template <int kThreads>
+HSTU_DEVICE bool barrier_red_or(int barrier, bool value) {
+  int result = value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.s32 p, %0, 0;\n"
+      "barrier.cta.red.or.pred q, %1, %2, p;\n"
+      "selp.s32 %0, 1, 0, q;\n"
+      "}\n"
+      : "+r"(result)
+      : "r"(barrier), "n"(kThreads)
+      : "memory");
+  return result != 0;
+}
+
+HSTU_DEVICE void griddepcontrol_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+HSTU_DEVICE void griddepcontrol_launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// --- loads under a condition
+// ----------------------------------------------------------------------
+
+// Where the condition holds, loads consecutive words; else leaves them as they are. No branch parts
+// one such load from the next.
+HSTU_DEVICE void ld_if(bool condition, const uint32_t* address, uint32_t& a, uint32_t& b) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"
+      "@p ld.global.v2.b32 {%0, %1}, [%3];}"
+      : "+r"(a), "+r"(b)
+      : "r"(int{condition}), "l"(address));
+}
+HSTU_DEVICE void ld_if(bool condition, const uint32_t* address, uint32_t& a, uint32_t& b,
+                       uint32_t& c, uint32_t& d) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %4, 0;\n"
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%5];}"
+      : "+r"(a), "+r"(b), "+r"(c), "+r"(d)
+      : "r"(int{condition}), "l"(address));
+}
+
+}  // namespace hstu::ptx
