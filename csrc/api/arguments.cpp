@@ -5,6 +5,8 @@
 #include <limits>
 #include <vector>
 
+#include "../common/math.h"
+
 namespace hstu {
 namespace {
 
@@ -431,7 +433,7 @@ void check_pages(const ForwardParams& params, int b, int64_t cached) {
   const auto at = [b] { return join(" in sequence ", b); };
   const int64_t first = paged.page_offsets[b];
   const int64_t count = paged.page_offsets[b + 1] - first;
-  const int64_t expected = (cached + paged.page_size - 1) / paged.page_size;
+  const int64_t expected = ceil_div(cached, paged.page_size);
   if (count != expected) {
     fail("page_offsets", join(expected, " pages for ", cached, " cached keys", at()),
          std::to_string(count));

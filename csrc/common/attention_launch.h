@@ -10,6 +10,7 @@
 #include "../scheduler/prepare.h"
 #include "../scheduler/workspace.h"
 #include "launch.h"
+#include "static_switch.h"
 
 namespace hstu {
 

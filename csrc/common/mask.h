@@ -20,6 +20,7 @@
 
 #include <climits>
 
+#include "math.h"
 #include "sequence.h"
 
 namespace hstu {
@@ -69,7 +70,7 @@ HSTU_HOST_DEVICE IntervalList<kCapacity> tiles(const IntervalList<kCapacity>& li
   IntervalList<kCapacity> result;
   for (int n = 0; n < kCapacity; ++n) {
     if (n >= list.count) break;
-    result.append({list.interval[n].begin / size, (list.interval[n].end + size - 1) / size});
+    result.append({list.interval[n].begin / size, ceil_div(list.interval[n].end, size)});
   }
   return result;
 }
@@ -276,9 +277,6 @@ class Mask {
   struct Positions {
     Interval context, history, target;
   };
-
-  static HSTU_HOST_DEVICE int smaller(int x, int y) { return x < y ? x : y; }
-  static HSTU_HOST_DEVICE int larger(int x, int y) { return x > y ? x : y; }
 
   // False if the second interval of a row() is only a hull.
   HSTU_HOST_DEVICE bool spans_are_exact() const { return !func_ || params_.func_length <= 3; }

@@ -19,6 +19,7 @@
 // columns hold no meaning.
 #pragma once
 
+#include "../common/math.h"
 #include "element.h"
 
 #if defined(__AMX_TILE__) || defined(__AVX512BF16__)
@@ -44,8 +45,6 @@ struct Matrix {
 // What head dims are padded to, and the keys and rows that tiles of pairs sum over.
 constexpr int kPadding = 32;
 
-constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
-
 // The product by multiply-add of vectors, for any type whose Traits have multiply_add(). No more
 // than Traits::kLongestSum elements are added one to another: longer sums are made of such partial
 // sums.
@@ -66,7 +65,7 @@ struct VectorArithmetic {
   static void gemm(int m, int n, int k, Matrix<Unit> a, Matrix<Unit> b, Accum* c, int64_t ldc,
                    bool accumulate) {
     constexpr int kMostSteps = Traits::kLongestSum / kPair;
-    const int steps = (k + kPair - 1) / kPair;
+    const int steps = ceil_div(k, kPair);
     for (int step = 0; step < steps; step += kMostSteps) {
       const int left = steps - step;
       panels<kGemmVectors>(round_up(m, kRows), n, left < kMostSteps ? left : kMostSteps,
@@ -101,8 +100,8 @@ struct VectorArithmetic {
                                 int64_t ldc, bool accumulate) {
     constexpr int kMost = kMostRows<kVectors>;
     for (int row = 0; row < m;) {
-      const int blocks_left = (m - row + kMost - 1) / kMost;
-      const int rows = (m - row + blocks_left - 1) / blocks_left;
+      const int blocks_left = ceil_div(m - row, kMost);
+      const int rows = ceil_div(m - row, blocks_left);
       block<kVectors, kMost>(rows, steps, a.from(row, 0), b, c + row * ldc, ldc, accumulate);
       row += rows;
     }

@@ -269,7 +269,7 @@ class Backward {
                      depth_, true);
     // dQ += dS K
     const Matrix<Unit> transposed =
-        Pack::transposed({scratch_.paired, kTileRows}, (key_count + kPair - 1) / kPair, padded_rows,
+        Pack::transposed({scratch_.paired, kTileRows}, ceil_div(key_count, kPair), padded_rows,
                          scratch_.transposed, kTileKeys / kPair);
     Arithmetic::gemm(row_count, round_up(d, Arithmetic::kColumns), key_count, transposed,
                      head.k_pairs.from(first_key / kPair, 0),

@@ -1,29 +1,13 @@
 // Copies tiles of a tensor into the forms that arithmetic.h multiplies, padded with zeros.
 #pragma once
 
+#include "../common/arena.h"
 #include "../params.h"
 #include "arithmetic.h"
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-// Hands out aligned pieces of a scratch buffer; with a null buffer it only counts them.
-class Arena {
- public:
-  explicit Arena(char* base) : base_(base) {}
-
-  template <typename T>
-  T* take(int64_t count) {
-    T* piece = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return piece;
-  }
-
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
+using Arena = hstu::Arena<64>;
 
 constexpr int kMaxHeadDim = 256;
 

@@ -26,7 +26,7 @@ using Memory = std::unique_ptr<T[], FreeMemory>;
 // Uninitialised, aligned to cache lines.
 template <typename T>
 Memory<T> allocate(int64_t count) {
-  const int64_t bytes = (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+  const int64_t bytes = round_up(count * static_cast<int64_t>(sizeof(T)), 64);
   void* p = std::aligned_alloc(64, bytes > 0 ? bytes : 64);
   if (!p) throw std::bad_alloc();
   return Memory<T>(static_cast<T*>(p));
@@ -96,7 +96,7 @@ void expect_writes(const PackedTensor& tensor, const ForwardParams& params, int6
   constexpr uintptr_t kHugePage = 2 << 20;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.data);
   const uintptr_t end = begin + rows * tensor.row_stride * element_size(params.dtype);
-  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t first = round_up(begin, kHugePage);
   const uintptr_t last = end / kHugePage * kHugePage;
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
@@ -135,7 +135,7 @@ class DqSums {
       const Sequence sequence = load_sequence(params.batch, b);
       const bool several_chunks = sequence.k_len > kernel.backward_chunk;
       first_row_tile_.push_back(several_chunks ? row_tiles : -1);
-      if (several_chunks) row_tiles += (sequence.q_len + kTileRows - 1) / kTileRows;
+      if (several_chunks) row_tiles += ceil_div(sequence.q_len, kTileRows);
     }
     turn_.resize(row_tiles * params.heads);
     dq_sum_ = allocate<char>(row_tiles * params.heads * kernel.dq_tile_bytes(params));

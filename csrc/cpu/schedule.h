@@ -35,7 +35,7 @@ inline int64_t count_tiles(const Mask& mask, const ScheduleConfig& config, Inter
     for (int n = 0; n < visible.count; ++n) {
       const int begin = std::max(visible.interval[n].begin, keys.begin);
       const int end = std::min(visible.interval[n].end, keys.end);
-      if (begin < end) count += (end - begin + config.tile_keys - 1) / config.tile_keys;
+      if (begin < end) count += ceil_div(end - begin, config.tile_keys);
     }
   }
   return count;

@@ -9,9 +9,6 @@
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-constexpr int smaller(int x, int y) { return x < y ? x : y; }
-constexpr int larger(int x, int y) { return x > y ? x : y; }
-
 // Calls `function(rows, keys)` for the blocks of a partial tile that hold everything visible in it:
 // `size` rows each, and the keys that those rows see, from a multiple of `size` on.
 template <typename Function>

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "../common/cuda_check.h"
+#include "../common/math.h"
 #include "append.h"
 
 namespace hstu {
@@ -204,8 +205,7 @@ void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream
   const int rows =
       static_cast<int>(std::clamp<int64_t>(total / (most_blocks * kThreads / 32), 1, kMostRows));
   const int64_t block_rows = kThreads / 32 * rows;
-  const auto grid =
-      static_cast<unsigned>(std::min((total + block_rows - 1) / block_rows, most_blocks));
+  const auto grid = static_cast<unsigned>(std::min(ceil_div(total, block_rows), most_blocks));
   if (grid == 0) return;
   if (params.paged.scales) {
     int head_lanes = 1;

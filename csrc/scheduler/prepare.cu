@@ -64,7 +64,7 @@ __device__ int tile_cost(const PrepareParams& params, const Sequence& sequence, 
   } else {
     const int r0 = tile * params.tile_rows;
     const Interval keys = mask.estimate(r0, min(r0 + params.tile_rows, sequence.q_len));
-    return (keys.end - keys.begin + params.tile_keys - 1) / params.tile_keys;
+    return ceil_div(keys.end - keys.begin, params.tile_keys);
   }
 }
 
@@ -82,10 +82,10 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
     const Sequence sequence = real ? load_sequence(params.batch, b) : Sequence{};
     const Mask mask(params.mask, sequence, 0);
     const int size = kByKeys ? params.tile_keys : params.tile_rows;
-    const int count = ((kByKeys ? sequence.k_len : sequence.q_len) + size - 1) / size;
+    const int count = ceil_div(kByKeys ? sequence.k_len : sequence.q_len, size);
     const int64_t begin = kByKeys ? sequence.k_begin : sequence.q_begin;
     const int64_t listed = params.list.unlisted - first_tile(begin, b, size);
-    const int rounds = __reduce_max_sync(0xffffffff, (count + group - 1) / group);
+    const int rounds = __reduce_max_sync(0xffffffff, ceil_div(count, group));
     int largest = 0;
     for (int round = rounds - 1; round >= 0; --round) {
       const int tile = round * group + lane;
@@ -185,7 +185,7 @@ __device__ void write_dq_writers(const PrepareParams& params, int first, int ste
     const Sequence sequence = load_sequence(params.batch, b);
     const Mask mask(params.mask, sequence, 0);
     TileSpans* dq_writers = params.dq_writers + first_tile(sequence.q_begin, b, params.tile_rows);
-    const int count = (sequence.q_len + params.tile_rows - 1) / params.tile_rows;
+    const int count = ceil_div(sequence.q_len, params.tile_rows);
     for (int m = threadIdx.x % 32; m < count; m += 32) {
       KeyIntervals seen;
       if (mask.arbitrary() || m >= TileMap::kTiles) {
@@ -231,13 +231,12 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
 // keys. Each warp takes 32 rows.
 __device__ void zero_bias_gradient(const PrepareParams& params, int first, int step) {
   const DenseBias& bias = params.bias_gradient;
-  const int chunks = (bias.length + 31) / 32;  // chunks of 32 rows of a matrix
+  const int chunks = ceil_div(bias.length, 32);  // chunks of 32 rows of a matrix
   const int lane = threadIdx.x % 32;
   for (int64_t n = first; n < int64_t{params.batch.batch} * bias.heads * chunks; n += step) {
     const int b = static_cast<int>(n / chunks / bias.heads);
     const Sequence sequence = load_sequence(params.batch, b);
-    const int tiles_end =
-        (sequence.k_len + params.tile_keys - 1) / params.tile_keys * params.tile_keys;
+    const int tiles_end = round_up(sequence.k_len, params.tile_keys);
     uint16_t* const matrix = static_cast<uint16_t*>(bias.data) + b * bias.batch_stride +
                              n / chunks % bias.heads * bias.head_stride;
     const int r0 = static_cast<int>(n % chunks) * 32;
@@ -286,8 +285,7 @@ void prepare_scheduler(const PrepareParams& params, const CudaLaunch& launch) {
   const SpanSummaries& summaries = params.list.summaries;
   const int64_t warps = params.batch.batch + 1 + int64_t{summaries.heads} * summaries.tiles;
   const int64_t work = params.zero_bytes / 16 + 32 * warps;
-  const int64_t blocks =
-      clamp((work + kThreads - 1) / kThreads, 1, 2 * launch.device.multiprocessors);
+  const int64_t blocks = clamp(ceil_div(work, kThreads), 1, 2 * launch.device.multiprocessors);
   launch_kernel(params.by_keys ? prepare_scheduler_kernel<true> : prepare_scheduler_kernel<false>,
                 {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare", params);
 }

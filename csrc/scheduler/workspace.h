@@ -1,26 +1,14 @@
-// Hands out aligned pieces of a call's workspace. Without memory it only counts their bytes.
+// The workspace of a call in device memory.
 #pragma once
 
+#include "../common/arena.h"
 #include "work_list.h"
 
 namespace hstu {
 
-class Workspace {
+class Workspace : public Arena<256> {
  public:
-  explicit Workspace(void* memory) : memory_(static_cast<char*>(memory)) {}
-
-  template <typename T>
-  T* take(int64_t count) {
-    T* piece = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
-    used_ += bytes<T>(count);
-    return piece;
-  }
-
-  // The bytes that take() uses.
-  template <typename T>
-  static int64_t bytes(int64_t count) {
-    return (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
-  }
+  using Arena::Arena;
 
   WorkList take_list(int64_t total, int batch, int tile_size) {
     WorkList list;
@@ -41,14 +29,6 @@ class Workspace {
     summaries.data = take<SpanSummary>(int64_t{summaries.heads} * summaries.tiles);
     return summaries;
   }
-
-  int64_t used() const { return used_; }
-
- private:
-  static constexpr int64_t kAlignment = 256;
-
-  char* memory_;
-  int64_t used_ = 0;
 };
 
 }  // namespace hstu

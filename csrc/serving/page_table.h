@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "../common/math.h"
+
 namespace hstu {
 
 // A batch needs more pages than are free or can be had by eviction.
@@ -370,9 +372,7 @@ class PageTable {
     return config;
   }
 
-  int64_t pages_of(int64_t tokens) const {
-    return (tokens + config_.page_size - 1) / config_.page_size;
-  }
+  int64_t pages_of(int64_t tokens) const { return ceil_div(tokens, config_.page_size); }
 
   Tier& tier_of(const User& user) { return user.on_host() ? host_ : device_; }
 

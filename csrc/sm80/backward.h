@@ -137,7 +137,7 @@ struct Backward {
       smem.bias = {params.rab, work.sequence_index, head, params.heads};
       smem.drab = {buffers.drab, work.sequence_index, head, params.heads};
     }
-    const int row_tiles = (sequence.q_len + kRows - 1) / kRows;
+    const int row_tiles = ceil_div(sequence.q_len, kRows);
     smem.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
       if constexpr (kIsDeterministic) {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);

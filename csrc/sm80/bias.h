@@ -87,7 +87,7 @@ class BiasTile {
   template <typename T>
   HSTU_DEVICE void prefetch_as(int r0, int k0) const {
     constexpr int kLine = 128 / sizeof(T);
-    constexpr int kLines = (Tile::kTileKeys + kLine - 1) / kLine;  // cache lines of a row
+    constexpr int kLines = ceil_div(Tile::kTileKeys, kLine);  // cache lines of a row
     const int thread = bounded_thread_idx();
     const int rows = min(r0 + Tile::kTileRows, sequence_.q_len);
     const int keys = min(sequence_.k_len, bias_.length);

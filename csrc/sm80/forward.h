@@ -89,7 +89,7 @@ struct Forward {
           smem.v_rows, k0, smem.v[stage]);
       ptx::cp_async_commit();
     };
-    const int key_tiles = (sequence.k_len + kKeys - 1) / kKeys;
+    const int key_tiles = ceil_div(sequence.k_len, kKeys);
     smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
       return list.classify<kRows, kKeys>(params.mask, work, head, work.index, n);
     });

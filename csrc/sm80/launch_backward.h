@@ -5,6 +5,7 @@
 #include "../common/attention_launch.h"
 #include "backward.h"
 #include "kernels.h"
+#include "memory_switch.h"
 
 namespace hstu::sm80 {
 
@@ -15,34 +16,24 @@ struct BackwardLauncher {
   using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias, kIsDeterministic>;
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
-    return with_form(launch, [&]<Memory kMemory, bool kIsDeterministic>() {
-      return Plan<kMemory, kIsDeterministic>(params, nullptr).workspace.used();
+    return with_form(launch, [&](auto memory, auto is_deterministic) {
+      return Plan<memory, is_deterministic>(params, nullptr).workspace.used();
     });
   }
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
-    with_form(launch, [&]<Memory kMemory, bool kIsDeterministic>() {
-      run_form<kMemory, kIsDeterministic>(params, launch);
+    with_form(launch, [&](auto memory, auto is_deterministic) {
+      run_form<memory, is_deterministic>(params, launch);
     });
   }
 
  private:
-  template <typename Visit>
-  static auto with_form(const CudaLaunch& launch, Visit visit) {
-    return launch.deterministic ? with_memory<true>(launch, visit)
-                                : with_memory<false>(launch, visit);
-  }
-
-  template <bool kIsDeterministic, typename Visit>
-  static auto with_memory(const CudaLaunch& launch, Visit visit) {
-    using Large = Kernel<Memory::kLarge, false, kIsDeterministic>;
-    constexpr int kLargeBytes = sizeof(typename Large::SharedMemory);
-    if constexpr (kLargeBytes > kSmallMemory) {
-      if (launch.device.shared_memory_bytes < kLargeBytes) {
-        return visit.template operator()<Memory::kSmall, kIsDeterministic>();
-      }
-    }
-    return visit.template operator()<Memory::kLarge, kIsDeterministic>();
+  template <typename Use>
+  static auto with_form(const CudaLaunch& launch, Use use) {
+    return bool_switch(launch.deterministic, [&](auto is_deterministic) {
+      return memory_switch<Kernel<Memory::kLarge, false, is_deterministic>>(
+          launch, [&](auto memory) { return use(memory, is_deterministic); });
+    });
   }
 
   // True if drab is summed over heads in an fp32 workspace first.
@@ -96,7 +87,6 @@ struct BackwardLauncher {
   template <Memory kMemory, bool kIsDeterministic>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch) {
     using Plain = Kernel<kMemory, false, kIsDeterministic>;
-    using WithBias = Kernel<kMemory, true, kIsDeterministic>;
     const Plan<kMemory, kIsDeterministic> plan(params, launch.workspace);
     PrepareParams prepared = prepare_params(params);
     prepared.list = plan.buffers.list;
@@ -112,11 +102,9 @@ struct BackwardLauncher {
     }
     prepare_scheduler(prepared, launch);
 
-    if (params.rab.data) {
-      run_kernel<WithBias>(params, launch, plan.buffers);
-    } else {
-      run_kernel<Plain>(params, launch, plan.buffers);
-    }
+    bool_switch(params.rab.data, [&](auto has_bias) {
+      run_kernel<Kernel<kMemory, has_bias, kIsDeterministic>>(params, launch, plan.buffers);
+    });
     const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
     launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
                   plan.buffers.dq);

@@ -5,6 +5,7 @@
 #include "../common/attention_launch.h"
 #include "forward.h"
 #include "kernels.h"
+#include "memory_switch.h"
 
 namespace hstu::sm80 {
 
@@ -14,26 +15,15 @@ struct ForwardLauncher {
   template <Memory kMemory, bool kHasBias = false>
   using Kernel = Forward<kHeadDim, Element, kMemory, kHasBias, kSource>;
 
-  static constexpr int kLargeBytes = sizeof(typename Kernel<Memory::kLarge>::SharedMemory);
-
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
-    if constexpr (kLargeBytes > kSmallMemory) {
-      if (is_small(launch)) return plan_form<Memory::kSmall>(params, launch);
-    }
-    return plan_form<Memory::kLarge>(params, launch);
+    return memory_switch<Kernel<Memory::kLarge>>(launch, [&](auto memory) {
+      return bool_switch(params.rab.data, [&](auto has_bias) {
+        return plan_kernel<Kernel<memory, has_bias>>(params, launch);
+      });
+    });
   }
 
  private:
-  static bool is_small(const CudaLaunch& launch) {
-    return launch.device.shared_memory_bytes < kLargeBytes;
-  }
-
-  template <Memory kMemory>
-  static ForwardPlan plan_form(const ForwardParams& params, const CudaLaunch& launch) {
-    return params.rab.data ? plan_kernel<Kernel<kMemory, true>>(params, launch)
-                           : plan_kernel<Kernel<kMemory, false>>(params, launch);
-  }
-
   template <typename Form>
   static ForwardPlan plan_kernel(const ForwardParams& params, const CudaLaunch& launch) {
     Workspace workspace(nullptr);

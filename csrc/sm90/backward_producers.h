@@ -82,7 +82,7 @@ struct BackwardProducers : Traits {
       }
       __syncwarp();
       if (work_tile.head >= 0) {
-        const int tiles = (work_tile.tile.sequence.q_len + kRows - 1) / kRows;
+        const int tiles = ceil_div(work_tile.tile.sequence.q_len, kRows);
         work_tile.map.fill(tiles, lane, 32, [&](int m) { return classify(buffers, work_tile, m); });
         __syncwarp();
         if (lane == 0) {

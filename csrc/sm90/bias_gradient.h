@@ -62,7 +62,7 @@ struct BiasGradient {
   // Tiles of all matrices of the bias. Query row 0 begins a tile of rows.
   static HSTU_HOST_DEVICE int row_tiles(const DenseBias& bias) { return bias.length / kRows + 2; }
   static HSTU_HOST_DEVICE int key_tiles(const DenseBias& bias) {
-    return (bias.length + kKeys - 1) / kKeys;
+    return ceil_div(bias.length, kKeys);
   }
   static HSTU_HOST_DEVICE int64_t tiles(const DenseBias& bias, int batch) {
     return int64_t{batch} * bias.heads * row_tiles(bias) * key_tiles(bias);
@@ -106,7 +106,7 @@ struct BiasGradient {
     work_tile.tile.sequence = load_sequence(params.batch, work_tile.tile.sequence_index);
     compiler_barrier();
     const Sequence& sequence = work_tile.tile.sequence;
-    const int tiles_before = (max(sequence.offset, 0) + kRows - 1) / kRows;
+    const int tiles_before = ceil_div(max(sequence.offset, 0), kRows);
     work_tile.first_row = (row_tile - tiles_before) * kRows;
     work_tile.first_key = key_tile * kKeys;
     work_tile.is_visible = false;

@@ -32,11 +32,7 @@ struct BackwardLauncher {
     set_backward_chunks(prepared, params, launch);
     prepare_scheduler(prepared, launch);
 
-    if (params.rab.data) {
-      run_form<true>(params, launch, plan);
-    } else {
-      run_form<false>(params, launch, plan);
-    }
+    bool_switch(params.rab.data, [&](auto has_bias) { run_form<has_bias>(params, launch, plan); });
   }
 
  private:
@@ -79,11 +75,9 @@ struct BackwardLauncher {
     BackwardParams own = params;  // without a drab that BiasGradient computes
     if (needs_own_kernel(params)) own.drab = {};
     const BackwardMaps maps = make_maps(own);
-    if (launch.deterministic) {
-      run_kernel<Kernel<kHasBias, true>>(own, launch, maps, plan.buffers);
-    } else {
-      run_kernel<Kernel<kHasBias, false>>(own, launch, maps, plan.buffers);
-    }
+    bool_switch(launch.deterministic, [&](auto is_deterministic) {
+      run_kernel<Kernel<kHasBias, is_deterministic>>(own, launch, maps, plan.buffers);
+    });
     if (kHasBias && needs_own_kernel(params)) {
       using Gradient = BiasGradient<kHeadDim, ElementOf<kDType>>;
       const int64_t tiles = Gradient::tiles(params.drab, params.batch.batch);

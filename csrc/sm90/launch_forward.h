@@ -12,20 +12,24 @@ template <int kHeadDim, DType kDType>
 class ForwardLauncher {
  public:
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
-    if (params.rab.data) return plan_form<Kernel<PackedKeys, DenseScoreBias>>(params, launch, {});
-    return plan_form<Kernel<PackedKeys, NoScoreBias>>(params, launch, {});
+    return bool_switch(params.rab.data, [&](auto has_bias) {
+      return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
+    });
   }
 
   static ForwardPlan plan_paged(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.paged.scales) {
       return plan_splits<QuantizedPagedKeys, NoScoreBias>(params, launch);
     }
-    if (params.rab.data) return plan_splits<PagedKeys, DenseScoreBias>(params, launch);
-    return plan_splits<PagedKeys, NoScoreBias>(params, launch);
+    return bool_switch(params.rab.data, [&](auto has_bias) {
+      return plan_splits<PagedKeys, ScoreBias<has_bias>>(params, launch);
+    });
   }
 
  private:
   using Reduction = SplitKVReduction;
+  template <bool kHasBias>
+  using ScoreBias = std::conditional_t<kHasBias, DenseScoreBias, NoScoreBias>;
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,
             int kClusterSize = 1>
   using Kernel = Forward<kHeadDim, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
@@ -35,9 +39,9 @@ class ForwardLauncher {
     using Form = Kernel<Source, Bias>;
     const BatchParams& batch = params.batch;
     const SplitKVPlan split_kv = plan_split_kv({
-        .row_tiles =
-            int64_t{batch.batch} * params.heads * ceil_div(batch.max_seqlen_q, Form::kRows),
-        .key_tiles = ceil_div(batch.max_seqlen_k, Form::kKeys),
+        .row_tiles = int64_t{batch.batch} * params.heads *
+                     ceil_div(int64_t{batch.max_seqlen_q}, Form::kRows),
+        .key_tiles = ceil_div(int64_t{batch.max_seqlen_k}, Form::kKeys),
         .tile_keys = Form::kKeys,
         .head_dim = kHeadDim,
         .blocks = resident_blocks<Form>(launch),

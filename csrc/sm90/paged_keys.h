@@ -20,7 +20,7 @@ struct PaddedKeys {
 
   HSTU_DEVICE explicit PaddedKeys(const Sequence& sequence) : history_end(sequence.history_end) {}
 
-  HSTU_DEVICE int first_target() const { return (history_end + kKeys - 1) / kKeys * kKeys; }
+  HSTU_DEVICE int first_target() const { return round_up(history_end, kKeys); }
   HSTU_DEVICE bool is_target(int padded_key) const { return padded_key >= first_target(); }
   HSTU_DEVICE int key(int padded_key) const {
     return is_target(padded_key) ? padded_key - first_target() + history_end : padded_key;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../common/math.h"
 #include "../scheduler/split_kv.h"
 #include "tile_config.h"
 
@@ -20,8 +21,6 @@ struct SplitKVShape {
   // False if the mask is given row by row: a cluster has no work list, and so no summaries.
   bool allows_cluster = true;
 };
-
-constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Splits over a cluster if all its blocks are resident at once, else plans the splits through
 // global memory that have the shortest estimated time, if that is less than 90 % of the time

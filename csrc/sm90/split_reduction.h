@@ -121,7 +121,7 @@ HSTU_DEVICE void reduce_sums_over_cluster(const Sum& sum, float* sums, Store sto
   const uint32_t own = cast_smem_ptr_to_uint(sums);
   const int rank = static_cast<int>(block_rank_in_cluster());
   // NOTE: all loads are in flight at once, because one takes about 1 us.
-  constexpr int kOwnPieces = (kPieces + kClusterSize - 1) / kClusterSize;
+  constexpr int kOwnPieces = ceil_div(kPieces, kClusterSize);
   float4 parts[kOwnPieces][kClusterSize];
 #pragma unroll
   for (int n = 0; n < kOwnPieces; ++n) {

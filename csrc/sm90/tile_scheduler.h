@@ -21,7 +21,7 @@ template <int kKeys, int kClusterSize>
 HSTU_DEVICE void clip_to_cluster_rank(Interval (&hull)[2]) {
   Interval tiles[2];
   for (int n = 0; n < 2; ++n) {
-    tiles[n] = {hull[n].begin / kKeys, (hull[n].end + kKeys - 1) / kKeys};
+    tiles[n] = {hull[n].begin / kKeys, ceil_div(hull[n].end, kKeys)};
     if (hull[n].empty()) tiles[n] = {};
   }
   tiles[1].begin = max(tiles[1].begin, tiles[0].end);

@@ -1,0 +1,22 @@
+// The form of a kernel for the shared memory of a GPU.
+#pragma once
+
+#include "../dispatch.h"
+#include "tile_config.h"
+
+namespace hstu::sm80 {
+
+// Returns use(std::integral_constant<Memory, ...>()): kSmall on a GPU without the shared memory of
+// the kernel LargeKernel. A kernel that needs no more than kSmallMemory has no such form.
+template <typename LargeKernel, typename Use>
+auto memory_switch(const CudaLaunch& launch, Use use) {
+  constexpr int kLargeBytes = sizeof(typename LargeKernel::SharedMemory);
+  if constexpr (kLargeBytes > kSmallMemory) {
+    if (launch.device.shared_memory_bytes < kLargeBytes) {
+      return use(std::integral_constant<Memory, Memory::kSmall>());
+    }
+  }
+  return use(std::integral_constant<Memory, Memory::kLarge>());
+}
+
+}  // namespace hstu::sm80
