@@ -1,19 +1,40 @@
-"""The batches that benchmarks measure: jagged sequences with random lengths."""
+"""The batches that benchmarks measure, and the cases of benchmarks.attention in groups.
+
+- table: causal batches, and jagged ones with contextual tokens and targets
+- rab: a dense bias, with and without its gradient
+- deterministic: the backward that gives the same bits on every run
+- masks: others beside plain causal, by the tiles that a kernel has to work on
+- latency: one short sequence
+- host: the time that a call takes of the host, on a sequence too short to keep a GPU busy
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["Case", "Inputs"]
+from hstu_attn import DenseBias, Mask
+from hstu_attn.mask import TileKind, batch_row_spans, dense_mask, tile_kinds
+from hstu_attn.testing import Batch, make_batch
+
+__all__ = ["GROUPS", "HEAD_DIMS", "QUICK", "Case", "Inputs", "attention_cases"]
+
+HEADS, BIAS_HEADS = 4, 4
+HEAD_DIMS = (64, 128, 256)
+TABLE_LENGTHS = ((32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16384))
+MASKS = ("causal", "context", "targets", "local", "row spans", "func")
+LATENCY_LENGTHS = (64, 128, 256, 512)
+CONTEXTS, TARGETS = 8, 64
+WINDOW, PREFIX = 1 / 4, 1 / 16  # of the longest sequence; the prefix is of the given masks
+SMALL = (1, 67, 300)  # lengths of the batch that is checked
 
 
 @dataclass(frozen=True)
 class Case:
-    """A jagged causal batch.
+    """A jagged batch, its mask, its bias, and the passes of it that are measured.
 
     Attributes:
         batch: number of sequences.
@@ -22,6 +43,12 @@ class Case:
         heads: attention heads.
         head_dim: width of a head of q, k and v.
         dtype: of q, k, v, the output and the gradients.
+        group: one of `GROUPS`, or the name of the benchmark.
+        mask_name: one of `MASKS`, or "context + targets".
+        bias_heads: heads of a dense bias; 0 for none.
+        bias_gradient: whether the bias gets a gradient.
+        deterministic: whether the backward has to repeat its bits.
+        passes: of "forward", "backward", "host" and "host with autograd".
     """
 
     batch: int
@@ -30,11 +57,26 @@ class Case:
     heads: int
     head_dim: int
     dtype: torch.dtype
+    group: str = "table"
+    mask_name: str = "causal"
+    bias_heads: int = 0
+    bias_gradient: bool = False
+    deterministic: bool = False
+    passes: tuple[str, ...] = ("forward", "backward")
 
     @property
     def name(self) -> str:
-        """The lengths in words, such as "16 x 32..512"."""
-        return f"{self.batch} x {self.shortest}..{self.longest}"
+        """Such as "4 x 8192", "16 x 2048, rab" or "32 x 1024..4096, context + targets"."""
+        equal = self.shortest == self.longest
+        lengths = f"{self.longest}" if equal else f"{self.shortest}..{self.longest}"
+        words = [f"{self.batch} x {lengths}"]
+        if self.mask_name != "causal":
+            words.append(self.mask_name)
+        if self.bias_heads:
+            words.append("rab with dRab" if self.bias_gradient else "rab")
+        if self.deterministic:
+            words.append("deterministic")
+        return ", ".join(words)
 
     @property
     def dtype_name(self) -> str:
@@ -53,18 +95,109 @@ class Case:
         lengths = torch.randint(self.shortest, self.longest + 1, (self.batch,), generator=generator)
         return [int(length) for length in lengths]
 
-    def flops(self, backward: bool) -> float:
-        """Floating-point operations of the visible half of the score matrices.
+    @property
+    def is_dense_causal(self) -> bool:
+        """Whether softmax attention on a dense batch has the same shape."""
+        plain = self.mask_name == "causal" and not self.bias_heads and not self.deterministic
+        return plain and self.shortest == self.longest
 
-        The forward multiplies twice, the backward five times.
-        """
-        forward = 4 * sum(length**2 for length in self.lengths) * self.heads * self.head_dim / 2
+    def mask(self, lengths: list[int], device: str = "cpu") -> Mask:
+        """The mask for a batch with these lengths."""
+        generator = torch.Generator().manual_seed(1)
+        most = torch.tensor([min(TARGETS, length // 2) for length in lengths])
+        random = (torch.rand(len(lengths), generator=generator) * (most + 1)).long()
+        contexts = torch.tensor([min(CONTEXTS, length // 2) for length in lengths])
+        if self.mask_name in ("row spans", "func"):
+            return self._given_mask(lengths, device)
+        made = {
+            "causal": lambda: Mask.causal(),
+            "context": lambda: Mask.causal(num_contexts=contexts.to(device)),
+            "targets": lambda: Mask.causal(num_targets=most.to(device)),
+            "local": lambda: Mask.local(int(WINDOW * max(lengths))),
+            "context + targets": lambda: Mask.causal(
+                num_contexts=contexts.to(device), num_targets=random.to(device)
+            ),
+        }
+        return made[self.mask_name]()
+
+    def _given_mask(self, lengths: list[int], device: str) -> Mask:
+        """Every row sees the first tokens and a window, in either form of an arbitrary mask."""
+        row = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
+        prefix = (row + 1).clamp(max=int(PREFIX * max(lengths)))
+        window = int(WINDOW * max(lengths))
+        spans = [0 * row, prefix, (row - window).maximum(prefix), row + 1]
+        if self.mask_name == "row spans":
+            return Mask.from_row_spans(torch.stack(spans, 1).to(device))
+        return Mask.from_func(torch.stack(spans[1:])[None].to(device))
+
+    def make(self, seed: int, device: str, lengths: list[int] | None = None) -> Batch:
+        """The batch with random contents; with other lengths, one of the same kind."""
+        lengths = self.lengths if lengths is None else lengths
+        torch.manual_seed(seed)
+        bias = None
+        if self.bias_heads:
+            shape = (len(lengths), self.bias_heads, max(lengths), max(lengths))
+            bias = DenseBias(torch.empty(shape, dtype=self.dtype, device=device).uniform_(-1, 1))
+        return make_batch(
+            lengths,
+            heads=self.heads,
+            dim=self.head_dim,
+            dtype=self.dtype,
+            device=device,
+            mask=self.mask(lengths, device),
+            bias=bias,
+        )
+
+    def make_small(self, device: str) -> Batch:
+        """A batch of the same kind that the reference can be asked about."""
+        return self.make(0, device, list(SMALL))
+
+    def visible_pairs(self) -> float:
+        """Pairs of a row and a key that it sees, of one head; half of all for plain causal."""
+        if self.mask_name == "causal":
+            return sum(length**2 for length in self.lengths) / 2
+        offsets = torch.tensor([0, *self.lengths]).cumsum(0)
+        spans = batch_row_spans(self.mask(self.lengths), offsets, offsets).long()
+        return float((spans[:, 1::2] - spans[:, ::2]).sum())
+
+    def flops(self, backward: bool) -> float:
+        """Floating-point operations: two products forward, five backward, of visible pairs."""
+        forward = 4 * self.visible_pairs() * self.heads * self.head_dim
         return 2.5 * forward if backward else forward
+
+    def least_bytes(self, backward: bool) -> int:
+        """What has to be moved if every tensor is read or written once."""
+        rows = (7 if backward else 4) * sum(self.lengths) * self.heads * self.head_dim
+        biases = 2 if backward and self.bias_gradient else 1
+        bias = biases * self.batch * self.bias_heads * max(self.lengths) ** 2
+        return (rows + bias) * self.dtype.itemsize
+
+    def executed_tiles(self, tile_q: int, tile_k: int) -> int:
+        """Tiles that someone sees, over all sequences and heads: what a kernel works on."""
+        mask = self.mask(self.lengths)
+        first_row, count = 0, 0
+        counted: dict[tuple[int, ...], int] = {}
+        for n, length in enumerate(self.lengths):
+            contexts, targets = (
+                0 if counts is None else int(counts[n])
+                for counts in (mask.num_contexts, mask.num_targets)
+            )
+            key = (length, contexts, targets)  # the given masks are those of equal sequences
+            if key not in counted:
+                visible = dense_mask(
+                    mask, length, length,
+                    num_contexts=contexts, num_targets=targets, first_row=first_row,
+                )  # fmt: skip
+                kinds = tile_kinds(visible, tile_q, tile_k)
+                counted[key] = int((kinds != TileKind.EMPTY).sum())
+            count += counted[key]
+            first_row += length
+        return count * self.heads
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one call gets: packed q, k, v and the gradient of the output, each `(total, H, D)`."""
+    """Packed q, k, v and the gradient of the output, each `(total, H, D)`, on a CPU."""
 
     q: Tensor
     k: Tensor
@@ -83,3 +216,59 @@ class Inputs:
         """q, k and v as fresh tensors that require a gradient and share the memory."""
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
         return q, k, v
+
+
+# ---------------------------------------------------------------------------------------------
+# The cases of benchmarks.attention
+# ---------------------------------------------------------------------------------------------
+
+
+def _equal(batch: int, length: int, head_dim: int, group: str) -> Case:
+    return Case(batch, length, length, HEADS, head_dim, torch.bfloat16, group)
+
+
+def _table(head_dim: int) -> list[Case]:
+    equal = [_equal(batch, length, head_dim, "table") for batch, length in TABLE_LENGTHS]
+    jagged = Case(32, 1024, 4096, HEADS, head_dim, torch.bfloat16, mask_name="context + targets")
+    return [*equal, jagged]
+
+
+def _rab(head_dim: int) -> list[Case]:
+    if head_dim > 128:
+        return []
+    plain = replace(_equal(16, 2048, head_dim, "rab"), bias_heads=BIAS_HEADS)
+    return [plain, replace(plain, bias_gradient=True, passes=("backward",))]
+
+
+def _deterministic(head_dim: int) -> list[Case]:
+    plain = replace(_equal(4, 8192, head_dim, "deterministic"), passes=("backward",))
+    return [plain, replace(plain, deterministic=True)]
+
+
+def _masks(head_dim: int) -> list[Case]:
+    return [replace(_equal(8, 4096, head_dim, "masks"), mask_name=name) for name in MASKS]
+
+
+def _latency(head_dim: int) -> list[Case]:
+    return [_equal(1, length, head_dim, "latency") for length in LATENCY_LENGTHS]
+
+
+def _host(head_dim: int) -> list[Case]:
+    return [replace(_equal(1, 64, head_dim, "host"), passes=("host", "host with autograd"))]
+
+
+_MAKERS = {
+    "table": _table,
+    "rab": _rab,
+    "deterministic": _deterministic,
+    "masks": _masks,
+    "latency": _latency,
+    "host": _host,
+}
+GROUPS = tuple(_MAKERS)
+QUICK = ("16 x 2048", "32 x 1024..4096, context + targets")
+
+
+def attention_cases(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Case]:
+    """The cases of benchmarks.attention, group by group."""
+    return [w for make in _MAKERS.values() for head_dim in head_dims for w in make(head_dim)]

@@ -2,7 +2,8 @@
 
     python -m benchmarks.cpu --quick
     python -m benchmarks.cpu --json cpu.json --threads 8
-    python -m benchmarks.cpu --only "D64 bfloat16"
+    python -m benchmarks.cpu --cases "D64 bfloat16"
+    python -m benchmarks.cpu --against ../old --cases "64 x 32..512"
 
 For jagged causal batches it times the forward (without gradients) and the backward alone, of
 
@@ -22,84 +23,75 @@ what that has saved.
 from __future__ import annotations
 
 import argparse
-import re
+import functools
+import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from . import cli
 
-class Options(argparse.Namespace):
-    """The command line."""
-
-    json: Path | None
-    quick: bool = False
-    threads: int | None
-    rounds: int = 5
-    seconds: float = 3
-    patience: float = 10
-    only: str = ""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--quick", action="store_true", help="two tiny cases, to see that it runs")
-    parser.add_argument("--threads", type=int, help="of the kernels (default: torch's)")
-    parser.add_argument("--rounds", type=int, default=5, help="at least so many (default 5)")
-    parser.add_argument(
-        "--seconds", type=float, default=3, help="more rounds of a case until then (default 3)"
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=10,
-        help="seconds for which rounds beside other work are repeated, per case (default 10)",
-    )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help='cases whose "16 x 32..512 D64 float32" has TEXT'
-    )
-    return parser
-
+PARSER = cli.parser(
+    "cpu", __doc__, rounds=5, cases='cases whose "16 x 32..512 D64 float32" has TEXT', against=True
+)
+_add = PARSER.add_argument
+_add("--quick", action="store_true", help="two tiny cases, to see that it runs")
+_add("--threads", type=int, help="of the kernels (default: torch's)")
+_add("--seconds", type=float, default=3, help="more rounds of a case until then (default: 3)")
+_add("--patience", type=float, default=10, metavar="SECONDS",
+     help="for which rounds beside other work are repeated, per case (default: 10)")  # fmt: skip
 
 if __name__ == "__main__":
-    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
+    PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import torch
 from torch import Tensor
 
 from hstu_attn import Mask, reference
 
+from . import cases as batches
 from .baselines import plain_torch
-from .cases import Case, Inputs
+from .cases import Inputs
 from .load import CpuUse, keep_freed_memory
-from .memory import MemoryProbe
-from .report import Result, environment, print_environment, text_table, write_results
+from .memory import peak_mib
+from .record import Record, rounded
+from .runner import Benchmark, Call, Run, Variant
 
-__all__ = ["main"]
+__all__ = ["BENCHMARK", "DIRECTIONS", "Case", "figures", "main", "run_once"]
 
 DIRECTIONS = ("forward", "backward")
-OURS, PER_SEQUENCE = "hstu_attn", "per sequence"
 PADDED = ("padded", "compiled")
-
 LENGTHS = ((16, 32, 512), (64, 32, 512), (256, 32, 128), (16, 32, 2048), (64, 32, 2048))
-CASES = tuple(
-    Case(*lengths, heads=4, head_dim=head_dim, dtype=dtype)
-    for dtype in (torch.float32, torch.bfloat16)
-    for head_dim in (64, 128)
-    for lengths in LENGTHS
-)
-QUICK_CASES = (
-    Case(3, 8, 48, heads=2, head_dim=16, dtype=torch.float32),
-    Case(3, 8, 48, heads=2, head_dim=16, dtype=torch.bfloat16),
-)
-
 INPUT_SETS = 3
 MOST_ROUNDS = 21
 OTHERS_ALLOWED = 0.1  # processors that other work may keep busy in a round that counts
 PADDED_LIMIT = 6e9  # bytes of score matrices
 # Largest error, relative to the exact result, both in the Frobenius norm.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+
+@dataclass(frozen=True)
+class Case(batches.Case):
+    """A jagged causal batch, whose name says its head dim and dtype."""
+
+    @property
+    def name(self) -> str:
+        """Such as "16 x 32..512 D64 float32"."""
+        return f"{super().name} D{self.head_dim} {self.dtype_name}"
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """All of them, or two tiny ones."""
+    dtypes = (torch.float32, torch.bfloat16)
+    if options.quick:
+        options.seconds = options.patience = 0
+        return [Case(3, 8, 48, heads=2, head_dim=16, dtype=dtype) for dtype in dtypes]
+    return [
+        Case(*lengths, heads=4, head_dim=head_dim, dtype=dtype)
+        for dtype in dtypes
+        for head_dim in (64, 128)
+        for lengths in LENGTHS
+    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -162,7 +154,7 @@ def run_once(
 
 
 def time_case(
-    case: Case, names: Sequence[str], options: Options
+    case: Case, names: Sequence[str], options: argparse.Namespace
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every round that counts, by implementation and direction."""
     input_sets = [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
@@ -205,129 +197,81 @@ def time_case(
     }
 
 
-def measure(case: Case, probe: MemoryProbe, options: Options) -> list[Result]:
-    """All results of a case."""
+def figures(case: batches.Case, direction: str, ms: Sequence[float], skipped: str = "") -> Record:
+    """What the records of a CPU's kernels say of the rounds of a pass."""
+    ordered = sorted(ms)
+    median = ordered[len(ordered) // 2] if ordered else None
+    return {
+        "batch": case.batch,
+        "shortest": case.shortest,
+        "longest": case.longest,
+        "heads": case.heads,
+        "head_dim": case.head_dim,
+        "dtype": case.dtype_name,
+        "pass": direction,
+        "ms": rounded(median),
+        "fastest_ms": rounded(ordered[0] if ordered else None),
+        "rounds": len(ordered),
+        "gflops": rounded(median and case.flops(direction == "backward") / median / 1e6),
+        "skipped": skipped,
+    }
+
+
+def measure(run: Run, case: Case) -> Iterator[Record]:
+    """Both passes of each implementation."""
+    torch.set_num_threads(run.options.threads or torch.get_num_threads())
     names = list(plain_torch.NAMES)
-    results = []
     needed = plain_torch.padded_bytes(case)
+    skipped = {}
     if needed > PADDED_LIMIT:
+        skipped = dict.fromkeys(PADDED, f"its score matrices take {needed / 1e9:.0f} GB")
         names = [name for name in names if name not in PADDED]
-        reason = f"its score matrices take {needed / 1e9:.0f} GB"
-        for direction in DIRECTIONS:
-            results += [Result.of(case, direction, name, skipped=reason) for name in PADDED]
-    times = time_case(case, names, options)
-    memory = probe.peak_mib(case, names)
-    for name in names:
-        for direction in DIRECTIONS:
-            peak = memory[name][direction] if memory else None
-            ms = times[name][direction]
-            results.append(Result.of(case, direction, name, ms=ms, peak_mib=peak))
-    return results
+    times = time_case(case, names, run.options)
+    memory = peak_mib(case, names)
+    for direction in DIRECTIONS:
+        for name in plain_torch.NAMES:
+            ms = times[name][direction] if name in times else []
+            peak = memory[name][direction] if memory and name in times else None
+            found = figures(case, direction, ms, skipped.get(name, ""))
+            lengths = super(Case, case).name
+            yield {"case": lengths, "impl": name, **found, "peak_mib": rounded(peak)}
 
 
-# ---------------------------------------------------------------------------------------------
-# The table
-# ---------------------------------------------------------------------------------------------
+def variants(run: Run, case: Case) -> list[Variant]:
+    """This library's forward and backward, for `--against`."""
+    torch.set_num_threads(run.options.threads or torch.get_num_threads())
 
+    @functools.cache
+    def prepared() -> tuple[plain_torch.Attention, list[Inputs]]:
+        inputs = [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
+        attention = plain_torch.make("hstu_attn", case)
+        check(case, "hstu_attn", run_once(attention, inputs[0])[1], exact_results(case, inputs[0]))
+        return attention, inputs
 
-_COLUMNS = (
-    *("sequences", "D", "dtype", "pass"),
-    *plain_torch.NAMES,
-    *(PER_SEQUENCE, "best other"),
-    *plain_torch.NAMES,
-)
-_GROUPS = {4: "milliseconds", 8: "speedup over", 10: "peak extra MiB"}  # by first column
-_WIDEST = ("256 x 32..2048", "128", "bfloat16", "backward", *["12345.6"] * 10)
+    def make(direction: str) -> list[Call]:
+        attention, inputs = prepared()
+        if direction == "forward":
+            return [torch.no_grad()(functools.partial(attention, x.q, x.k, x.v)) for x in inputs]
+        leaves = [x.leaves() for x in inputs]
+        return [
+            functools.partial(torch.autograd.grad, attention(*x), x, each.dout, retain_graph=True)
+            for x, each in zip(leaves, inputs, strict=True)
+        ]
 
+    def milliseconds(call: Call) -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
 
-def table_row(results: Sequence[Result]) -> list[str]:
-    """The cells of one case and direction."""
-    by_name = {result.impl: result for result in results}
-    first = results[0]
-    ms = {name: by_name[name].ms for name in plain_torch.NAMES}
-    ours = ms[OURS] or float("nan")
-    others = [x for name, x in ms.items() if name != OURS and x]
     return [
-        first.case,
-        str(first.head_dim),
-        first.dtype,
-        first.direction,
-        *(_cell(ms[name], 2 if ours < 1 else 1) for name in plain_torch.NAMES),
-        _cell((ms[PER_SEQUENCE] or float("nan")) / ours, 2),
-        _cell(min(others, default=float("nan")) / ours, 2),
-        *(_cell(by_name[name].peak_mib, 1) for name in plain_torch.NAMES),
+        Variant("hstu_attn", direction, functools.partial(make, direction), milliseconds)
+        for direction in DIRECTIONS
     ]
 
 
-def _cell(x: float | None, digits: int) -> str:
-    return "-" if x is None else f"{x:.{digits}f}"
-
-
-def print_case(results: Sequence[Result], header: bool) -> None:
-    """The two rows of a case, under the names of the columns if asked for."""
-    rows = [[r for r in results if r.direction == direction] for direction in DIRECTIONS]
-    _, columns, *lines = text_table([_WIDEST, _COLUMNS, *map(table_row, rows)])
-    if header:
-        groups = ""
-        ends = [match.end() for match in re.finditer(r"\S+( \S+)*", columns)]
-        for first, title in _GROUPS.items():
-            groups = groups.ljust(ends[first - 1] + 2) + f"| {title} "
-        lines = [groups, columns, *lines]
-    print("\n".join(lines), flush=True)
-
-
-def print_summary(results: Sequence[Result]) -> None:
-    """The range of the speedups, and what was left out."""
-    rows: dict[tuple[object, ...], dict[str, float]] = {}
-    for result in results:
-        if result.ms is not None:
-            key = (result.case, result.head_dim, result.dtype, result.direction)
-            rows.setdefault(key, {})[result.impl] = result.ms
-    per_sequence = [ms[PER_SEQUENCE] / ms[OURS] for ms in rows.values()]
-    best = [min(x for name, x in ms.items() if name != OURS) / ms[OURS] for ms in rows.values()]
-    print(
-        f"\nSpeedup over the per-sequence form: {min(per_sequence):.2f} to {max(per_sequence):.2f};"
-        f" over the best other column: {min(best):.2f} to {max(best):.2f}."
-    )
-    for skipped in sorted({f"{r.case}, {r.dtype}: {r.skipped}" for r in results if r.skipped}):
-        print(f"Padded forms skipped for {skipped} (limit {PADDED_LIMIT / 1e9:.0f} GB).")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what was asked for."""
-    parser = _parser()
-    options = parser.parse_args(arguments, Options())
-    options.threads = options.threads or torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    if options.quick:
-        options.seconds = options.patience = 0
-    cases = [
-        case
-        for case in (QUICK_CASES if options.quick else CASES)
-        if options.only in f"{case.name} D{case.head_dim} {case.dtype_name}"
-    ]
-    if not cases:
-        parser.error(f"--only: expected a part of a case's name, got {options.only!r}")
-
-    described = environment("python -m benchmarks.cpu")
-    print_environment(described)
-    print(
-        f"jagged causal, {cases[0].heads} heads, lengths uniform, "
-        f"medians of at least {options.rounds} rounds\n",
-        flush=True,
-    )
-    results: list[Result] = []
-    with MemoryProbe() as probe:
-        for case in cases:
-            found = measure(case, probe, options)
-            print_case(found, header=not results)
-            results += found
-    print_summary(results)
-    if options.json:
-        write_results(options.json, described, results)
-        print(f"written to {options.json}")
-
+BENCHMARK = Benchmark("cpu", PARSER, measure, cases, variants, needs_gpu=False)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     keep_freed_memory()
-    main()
+    sys.exit(main())

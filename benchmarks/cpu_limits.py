@@ -11,39 +11,34 @@ multiplying is asked for.
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
+from . import cli
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_limits", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--rounds", type=int, default=7, help="of each case (default 7)")
-    return parser
-
+PARSER = cli.parser("cpu_limits", __doc__, rounds=7, cases="float32 or bfloat16")
 
 if __name__ == "__main__":
-    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
+    PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import torch
 
 from .baselines import plain_torch
 from .cases import Case, Inputs
-from .cpu import DIRECTIONS, run_once
-from .report import Result, environment, print_environment, text_table, write_results
+from .cpu import DIRECTIONS, figures, run_once
+from .record import Record
+from .report import MATMUL
+from .runner import Benchmark, Run
 
-__all__ = ["main"]
+__all__ = ["BENCHMARK", "main"]
 
 VARIABLE = "HSTU_ATTN_CPU_ISA"
 LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")  # ascending, as csrc/cpu/select.cpp
 BF16_LEVELS = ("avx512bf16", "amx")  # without them, these levels are the one before
 HEAD_DIMS = (32, 64, 128, 256)
-DTYPES = (torch.float32, torch.bfloat16)
-MATMUL, MATMUL_SIZE = "torch.matmul", 2048
+MATMUL_SIZE = 2048
 
 
 def available_levels(dtype: torch.dtype) -> list[str]:
@@ -90,52 +85,33 @@ def _time_kernel(case: Case, level: str) -> Callable[[], dict[str, float]]:
     return run
 
 
-def measure(dtype: torch.dtype, rounds: int) -> list[Result]:
-    """All results of a dtype, from interleaved rounds."""
+def measure(run: Run, dtype_name: str) -> Iterator[Record]:
+    """All records of a dtype, from interleaved rounds."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
     levels = available_levels(dtype)
-    cases = {head_dim: Case(8, 1024, 1024, 4, head_dim, dtype) for head_dim in HEAD_DIMS}
-    runs = {(MATMUL, 0): _time_matmul(dtype)}
-    for head_dim, case in cases.items():
+    by_dim = {head_dim: Case(8, 1024, 1024, 4, head_dim, dtype) for head_dim in HEAD_DIMS}
+    runs = {(MATMUL, MATMUL_SIZE): _time_matmul(dtype)}
+    for head_dim, case in by_dim.items():
         for level in levels if head_dim in (64, 128) else levels[-1:]:
             runs[level, head_dim] = _time_kernel(case, level)
+    by_dim[MATMUL_SIZE] = Case(1, MATMUL_SIZE, MATMUL_SIZE, 1, MATMUL_SIZE, dtype)  # as many FLOPs
     times: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in runs}
-    for round_ in range(rounds + 1):
-        for key, run in runs.items():
-            elapsed = run()
+    for round_ in range(run.options.rounds + 1):
+        for key, call in runs.items():
+            elapsed = call()
             if round_ > 0:  # the first one warms up
                 times[key].append(elapsed)
-
-    results = []
-    for (name, head_dim), elapsed_ in times.items():
-        if name == MATMUL:
-            case = Case(1, MATMUL_SIZE, MATMUL_SIZE, 1, MATMUL_SIZE, dtype)  # the same FLOPs
-            ms = [t["forward"] for t in elapsed_]
-            results.append(Result.of(case, "forward", name, ms=ms))
-            continue
-        for direction in DIRECTIONS:
-            ms = [t[direction] for t in elapsed_]
-            results.append(Result.of(cases[head_dim], direction, name, ms=ms))
-    return results
+    for (name, head_dim), rounds in times.items():
+        case = by_dim[head_dim]
+        for direction in DIRECTIONS if name != MATMUL else ("forward",):
+            found = figures(case, direction, [ms[direction] for ms in rounds])
+            yield {"case": case.name, "impl": name, **found}
 
 
-def _print(results: Sequence[Result]) -> None:
-    rows = [["", "D", "dtype", "pass", "ms", "GFLOP/s"]]
-    for r in results:
-        numbers = [f"{r.ms:.1f}", f"{r.gflops:.0f}"]
-        rows.append([r.impl, str(r.head_dim), r.dtype, r.direction, *numbers])
-    print("\n".join(text_table(rows)))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes what was asked for."""
-    options = _parser().parse_args(arguments)
-    described = environment("python -m benchmarks.cpu_limits")
-    print_environment(described)
-    results = [result for dtype in DTYPES for result in measure(dtype, options.rounds)]
-    _print(results)
-    if options.json:
-        write_results(options.json, described, results)
-
+BENCHMARK = Benchmark(
+    "cpu_limits", PARSER, measure, lambda options: ("float32", "bfloat16"), needs_gpu=False
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,37 +14,29 @@ from __future__ import annotations
 
 import argparse
 import random
-import threading
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 
+from . import cli
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    sizes = {"layers": 8, "width": 512, "heads": 4, "head_dim": 128, "history": 2048}
-    sizes |= {"candidates": 128, "users": 256, "max_batch_size": 32}
-    for name, default in sizes.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=default, help=f"(default {default})")
-    parser.add_argument("--device", help="(default: cuda where there is a GPU, otherwise cpu)")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="of each concurrency (default 10)"
-    )
-    parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], metavar="REQUESTS",
-        help="under way at a time (default 1 8 32 64)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="(default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    return parser
-
+PARSER = cli.parser("engine", __doc__)
+SIZES = {"layers": 8, "width": 512, "heads": 4, "head_dim": 128, "history": 2048}
+SIZES |= {"candidates": 128, "users": 256, "max_batch_size": 32}
+_add = PARSER.add_argument
+for _name, _default in SIZES.items():
+    _option = f"--{_name.replace('_', '-')}"
+    _add(_option, type=int, default=_default, help=f"(default: {_default})")
+_add("--device", help="(default: cuda where there is a GPU, otherwise cpu)")
+_add("--seconds", type=float, default=10.0, help="of each concurrency (default: 10)")
+_add("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], metavar="REQUESTS",
+     help="under way at a time (default: 1 8 32 64)")  # fmt: skip
+_add("--seed", type=int, default=0, help="(default: 0)")
 
 if __name__ == "__main__":
-    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
+    PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import numpy as np
 import torch
@@ -53,52 +45,28 @@ from torch import Tensor, nn
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.serving import Engine, EngineStats, EventStore, GraphBuckets, PagedKVCache, Rows
 
-from .report import environment, print_environment, rounded, text_table, write_records
+from .load import Load, keep_under_way
+from .record import Record, rounded
+from .runner import Benchmark, Run
 
-__all__ = ["Load", "Ranking", "drive", "main", "make_engine"]
+__all__ = ["BENCHMARK", "Ranking", "main", "make_engine"]
 
 ITEMS = 10_000
 PAGE_SIZE = 64
 SHORTEST = 0.5  # of the histories, of the longest one
 WARM_UP_SECONDS = 1.0
 FILL_BATCH = 16
+KINDS = ("hit_tokens", "new_tokens", "recomputed_tokens")  # of the tokens of events
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model, its users and their requests."""
-
-    layers: int
-    width: int
-    heads: int
-    head_dim: int
-    history: int
-    candidates: int
-    users: int
-    max_batch_size: int
-    device: str
-
-    @property
-    def max_history(self) -> int:
-        """Histories grow, and none is to be cut while it is measured."""
-        return 2 * self.history
+def describe(run: Run) -> Record:
+    """The sizes, and the device."""
+    return {**{name: getattr(run.options, name) for name in SIZES}, "device": run.device}
 
 
-@dataclass(frozen=True)
-class Load:
-    """What one concurrency came to; times in milliseconds, as the threads saw them."""
-
-    graphs: bool
-    concurrency: int
-    seconds: float
-    answered: int
-    qps: float
-    p50_ms: float
-    p95_ms: float
-    p99_ms: float
-    mean_batch: float  # requests that the engine computed together
-    graph_share: float  # of the batches, those that a graph computed
-    hit_share: float  # of the rows of events, those that the cache had
+def longest(options: argparse.Namespace) -> int:
+    """The length to which a history may grow: none is to be cut while it is measured."""
+    return int(2 * options.history)
 
 
 class Ranking(nn.Module):
@@ -107,19 +75,19 @@ class Ranking(nn.Module):
     num_items, num_actions = ITEMS, 1
     reads_times, candidates_are_rows = False, True
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         config = HSTULayerConfig.stu(
-            embedding_dim=workload.width,
-            num_heads=workload.heads,
-            hidden_dim=workload.head_dim,
-            attention_dim=workload.head_dim,
+            embedding_dim=options.width,
+            num_heads=options.heads,
+            hidden_dim=options.head_dim,
+            attention_dim=options.head_dim,
         )
-        self.max_history = workload.max_history
-        self.item = nn.Embedding(ITEMS, workload.width)
-        self.position = nn.Embedding(self.max_history + 1, workload.width)
-        self.stack = HSTUStack(replace(config, scaling_seqlen=self.max_history), workload.layers)
-        self.head = nn.Linear(workload.width, 1)
+        self.max_history = longest(options)
+        self.item = nn.Embedding(ITEMS, options.width)
+        self.position = nn.Embedding(self.max_history + 1, options.width)
+        self.stack = HSTUStack(replace(config, scaling_seqlen=self.max_history), options.layers)
+        self.head = nn.Linear(options.width, 1)
 
     def embed(self, rows: Rows) -> Tensor:
         """`(total, width)`."""
@@ -132,143 +100,114 @@ class Ranking(nn.Module):
         return scores.float()
 
 
-def make_engine(model: Ranking, workload: Workload, graphs: bool, seed: int) -> Engine:
+def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
     """An engine with all users' histories in its cache."""
-    rng = np.random.default_rng(seed)
-    store = EventStore(workload.users, workload.max_history)
-    shortest = max(1, int(SHORTEST * workload.history))
-    for user, length in enumerate(rng.integers(shortest, workload.history + 1, workload.users)):
+    options = run.options
+    rng = np.random.default_rng(options.seed)
+    store = EventStore(options.users, longest(options))
+    shortest = max(1, int(SHORTEST * options.history))
+    for user, length in enumerate(rng.integers(shortest, options.history + 1, options.users)):
         items = rng.integers(ITEMS, size=length)
         store.add(user, np.stack([items, np.arange(length), np.zeros_like(items)], axis=1))
-    pages_each = -(-workload.max_history // PAGE_SIZE)
+    pages_each = -(-longest(options) // PAGE_SIZE)
     cache = PagedKVCache(
-        workload.layers,
-        workload.users * pages_each,
+        options.layers,
+        options.users * pages_each,
         PAGE_SIZE,
-        workload.heads,
-        workload.head_dim,
+        options.heads,
+        options.head_dim,
         torch.bfloat16,
-        workload.device,
+        run.device,
     )
     engine = Engine(
         model,
         cache,
         store=store,
-        max_batch_size=workload.max_batch_size,
+        max_batch_size=options.max_batch_size,
         max_wait=0.0,
         max_queue=10**6,
-        max_candidates=workload.candidates,
+        max_candidates=options.candidates,
         graphs=GraphBuckets(ahead=True) if graphs else False,
     )
-    for first in range(0, workload.users, FILL_BATCH):
-        users = range(first, min(first + FILL_BATCH, workload.users))
+    for first in range(0, options.users, FILL_BATCH):
+        users = range(first, min(first + FILL_BATCH, options.users))
         for future in [engine.submit_score(user, [], []) for user in users]:
             future.result()
     return engine
 
 
-def drive(
-    engine: Engine, workload: Workload, graphs: bool, concurrency: int, seconds: float, seed: int
-) -> Load:
-    """Keeps that many requests under way for that long, after a warm-up."""
-    start = time.perf_counter() + min(WARM_UP_SECONDS, seconds)
-    end = start + seconds
-    latencies: list[list[float]] = [[] for _ in range(concurrency)]
+def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load[EngineStats]:
+    """Keeps that many requests under way."""
 
-    def send(thread: int) -> None:
-        rng = random.Random(f"{seed} {concurrency} {thread}")
-        some = np.random.default_rng([seed, concurrency, thread])
-        while (sent := time.perf_counter()) < end:
+    def connect(thread: int) -> Callable[[], bool]:
+        rng = random.Random(f"{options.seed} {concurrency} {thread}")
+        some = np.random.default_rng([options.seed, concurrency, thread])
+
+        def send() -> bool:
             event = (rng.randrange(ITEMS), 10**6)
-            candidates = some.integers(ITEMS, size=workload.candidates)
-            engine.score(rng.randrange(workload.users), [event], candidates)
-            now = time.perf_counter()
-            if start <= sent and now <= end:
-                latencies[thread].append(now - sent)
+            candidates = some.integers(ITEMS, size=options.candidates)
+            engine.score(rng.randrange(options.users), [event], candidates)
+            return True
 
-    threads = [threading.Thread(target=send, args=(n,)) for n in range(concurrency)]
-    for thread in threads:
-        thread.start()
-    time.sleep(max(0.0, start - time.perf_counter()))
-    before = engine.stats()
-    for thread in threads:
-        thread.join()
-    after = engine.stats()
-    together = np.concatenate([np.array(times) for times in latencies])
-    if not len(together):
-        raise RuntimeError(f"no request was answered in {seconds} s")
-    p50, p95, p99 = 1e3 * np.percentile(together, [50, 95, 99])
-    batches = after.batches - before.batches
-    return Load(
-        graphs=graphs,
+        return send
+
+    return keep_under_way(
+        connect,
+        engine.stats,
         concurrency=concurrency,
-        seconds=seconds,
-        answered=len(together),
-        qps=_rounded(len(together) / seconds),
-        p50_ms=_rounded(p50),
-        p95_ms=_rounded(p95),
-        p99_ms=_rounded(p99),
-        mean_batch=_rounded((after.completed - before.completed) / batches),
-        graph_share=_rounded((after.graph_batches - before.graph_batches) / batches),
-        hit_share=_rounded((after.hit_tokens - before.hit_tokens) / _rows(before, after)),
+        seconds=options.seconds,
+        warm_up=WARM_UP_SECONDS,
     )
 
 
-def _rows(before: EngineStats, after: EngineStats) -> int:
-    """Of events, cached and computed."""
-    kinds = ("hit_tokens", "new_tokens", "recomputed_tokens")
-    return sum(getattr(after, kind) - getattr(before, kind) for kind in kinds)
-
-
-def _rounded(value: float) -> float:
-    return rounded(float(value)) or 0.0
-
-
-def check(engines: Sequence[Engine], workload: Workload) -> None:
+def check(engines: Sequence[Engine], candidates: int) -> None:
     """All answer alike, up to rounding."""
-    candidates = list(range(workload.candidates))
     for user in (0, 1):
-        plain, captured = (engine.score(user, [], candidates) for engine in engines)
+        plain, captured = (engine.score(user, [], range(candidates)) for engine in engines)
         torch.testing.assert_close(captured, plain, rtol=0.05, atol=0.05)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table, and writes it."""
-    parser = _parser()
-    options = vars(parser.parse_args(arguments))
-    options["device"] = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    path, seconds, seed = (options.pop(name) for name in ("json", "seconds", "seed"))
-    concurrencies = options.pop("concurrency")
-    workload = Workload(**options)
-    counts = [value for value in options.values() if isinstance(value, int)]
-    if seconds <= 0 or min(*counts, *concurrencies) < 1:
-        parser.error("--seconds and all counts must be positive")
-    described: dict[str, Any] = environment("python -m benchmarks.engine")
-    if workload.device == "cuda":
-        described["gpu"] = torch.cuda.get_device_name()
-    print_environment(described)
-    torch.manual_seed(seed)
-    model = Ranking(workload).to(workload.device, torch.bfloat16).eval()
-    engines = []
-    for graphs in (False, True):
-        start = time.perf_counter()
-        engines.append(make_engine(model, workload, graphs, seed))
-        took = time.perf_counter() - start
-        print(f"{'with' if graphs else 'without'} graphs: ready after {took:.1f} s", flush=True)
-    check(engines, workload)
-    loads = [
-        drive(engine, workload, graphs, concurrency, seconds, seed)
-        for concurrency in concurrencies
-        for graphs, engine in zip((False, True), engines, strict=True)
-    ]
-    for engine in engines:
-        engine.close()
-    records = [asdict(load) for load in loads]
-    table = [[*records[0]], *([str(value) for value in record.values()] for record in records)]
-    print("\n".join(text_table(table)))
-    if path:
-        write_records(path, [{**described, **asdict(workload), **record} for record in records])
+def measure(run: Run, case: str) -> Iterator[Record]:
+    """A record of each concurrency, with graphs and without."""
+    options = run.options
+    counts = [getattr(options, name) for name in SIZES]
+    if options.seconds <= 0 or min(*counts, *options.concurrency) < 1:
+        PARSER.error("--seconds and all counts must be positive")
+    torch.manual_seed(options.seed)
+    model = Ranking(options).to(run.device, torch.bfloat16).eval()
+    with ExitStack() as stack:
+        engines = []
+        for graphs in (False, True):
+            start = time.perf_counter()
+            engines.append(stack.enter_context(closing(make_engine(model, run, graphs))))
+            took = time.perf_counter() - start
+            print(f"{'with' if graphs else 'without'} graphs: ready after {took:.1f} s", flush=True)
+        check(engines, options.candidates)
+        for concurrency in options.concurrency:
+            for graphs, engine in zip((False, True), engines, strict=True):
+                load = drive(engine, options, concurrency)
+                changes = {
+                    name: getattr(load.after, name) - getattr(load.before, name)
+                    for name in ("batches", "completed", "graph_batches", *KINDS)
+                }
+                batches = changes["batches"]
+                yield {
+                    "graphs": graphs,
+                    "concurrency": concurrency,
+                    **load.figures(),
+                    # Requests that the engine computed together.
+                    "mean_batch": rounded(changes["completed"] / batches),
+                    # Of the batches, those that a graph computed.
+                    "graph_share": rounded(changes["graph_batches"] / batches),
+                    # Of the tokens of events, those that the cache had.
+                    "hit_share": rounded(
+                        changes["hit_tokens"] / sum(changes[kind] for kind in KINDS)
+                    ),
+                }
 
+
+BENCHMARK = Benchmark("engine", PARSER, measure, describe=describe, needs_gpu=False)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

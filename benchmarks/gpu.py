@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["MATMUL_FLOPS", "Gpu"]
+__all__ = ["MATMUL_FLOPS", "PEAK_TFLOPS", "Gpu"]
 
 SPIN_CYCLES = 500_000  # a quarter of a millisecond
 MATMUL_SIZE = 8192
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 COPY_BYTES = 2**30
+# Dense bf16, by the data sheets; an "NVIDIA H200 NVL" is another.
+PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
 HOST_CALLS = 20  # far fewer than what a stream queues before it makes the host wait
 
 
@@ -26,22 +28,37 @@ class Gpu:
     def __init__(self) -> None:
         self.name = torch.cuda.get_device_name()
 
-    def milliseconds(self, call: Callable[[], Any]) -> float:
+    def milliseconds(self, call: Callable[[], Any], *, spin: bool = True) -> float:
         """One call, by events.
 
-        The GPU spins beforehand, so that all of the call's kernels are queued when the first of
-        them starts: the host's time is measured by itself.
+        Args:
+            call: what is timed.
+            spin: whether the GPU spins beforehand, so that all of the call's kernels are queued
+                when the first of them starts; the host's time is then left out. Otherwise the GPU
+                is idle beforehand, and the time includes the launches that it waits for.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SPIN_CYCLES)
+        if spin:
+            torch.cuda._sleep(SPIN_CYCLES)
+        else:
+            torch.cuda.synchronize()
         start.record()
         call()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end))
 
+    def captured(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """A CUDA graph of the call, to be replayed."""
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
     def host_microseconds(self, call: Callable[[], Any]) -> float:
-        """What a call takes of the host, while the GPU works at its own pace."""
+        """The time of a call on the host, in microseconds, while the GPU works at its own pace."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(HOST_CALLS):
@@ -51,7 +68,7 @@ class Gpu:
         return 1e6 * elapsed / HOST_CALLS
 
     def peak_bytes(self, call: Callable[[], Any]) -> int:
-        """Memory that a call holds at its highest point, its result included."""
+        """Bytes that a call holds at its highest point, its result included."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -60,7 +77,7 @@ class Gpu:
         return int(torch.cuda.max_memory_allocated() - before)
 
     def held_bytes(self, call: Callable[[], Any]) -> int:
-        """Memory that a call's result holds, with what is reached from it alone."""
+        """Bytes that a call's result holds, with what only it refers to."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         result = call()
@@ -70,7 +87,7 @@ class Gpu:
         return int(held)
 
     def release(self) -> None:
-        """Give freed memory back, before other shapes need it."""
+        """Gives freed memory back, before other shapes need it."""
         torch.cuda.empty_cache()
 
     def matmul(self) -> Callable[[], Any]:

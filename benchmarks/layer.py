@@ -17,10 +17,10 @@ Each is first held to the composed layer on a small batch. Then rounds are inter
 is the median by events. FLOPs are those of the matrix products, 2 for each product of two numbers,
 and of attention, 4 * L^2 / 2 for each head and column; the backward counts twice the forward of the
 products and 2.5 times that of attention, and nothing that is recomputed. "share" is that of a
-product of two 8192 x 8192 matrices in bf16, which takes part in every round: work as long as this
-lowers the GPU's clocks, for all of it alike. "MFU" is the share of what the data sheet says of
-bf16. "kept" is the memory that the forward leaves allocated, its result
-included, and "peak" the highest point of forward and backward.
+product of two 8192 x 8192 matrices in bf16, which takes part in every round, because work as long
+as this lowers the GPU's clocks. "MFU" is the share of what the data sheet says of bf16. "kept" is
+the memory that the forward leaves allocated, its result included, and "peak" the highest point of
+forward and backward.
 
 The times of kernels are from a profile of a few more rounds of forward and backward. For the
 kernels of the fused layer's steps the bytes of rows that they must move are known, and so is the
@@ -30,16 +30,18 @@ share of the speed of a device copy in the same run.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import re
 import statistics
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from . import cli
 
 RECOMPUTE = {"recompute_norm": True, "recompute_silu": True, "recompute_gate": True}
 RECOMPUTE_ALL = {**RECOMPUTE, "recompute_linear": True}
@@ -51,49 +53,23 @@ IMPLS: dict[str, dict[str, Any]] = {
     "compiled": {"fused": False},
 }
 
-
-class Options(argparse.Namespace):
-    """The command line."""
-
-    json: Path | None
-    trace: Path | None
-    impls: list[str]
-    rounds: int
-    commit: str | None
-    batch: int
-    length: int
-    dim: int
-    heads: int
-    head_dim: int
-    dropout: float
-    layers: int
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.layer", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
-        "beside FILE, with its name before the suffix")  # fmt: skip
-    add("--impls", nargs="+", default=list(IMPLS), choices=IMPLS, metavar="NAME",
-        help=f"of {', '.join(IMPLS)} (default: all)")  # fmt: skip
-    add("--rounds", type=int, default=21, help="times of each pass (default 21)")
-    add("--commit", help="what to record as the commit, where there is no repository")
-    add("--batch", type=int, default=32, help="sequences (default 32)")
-    add("--length", type=int, default=4096, help="rows of each (default 4096)")
-    add("--dim", type=int, default=1024, help="width of the rows (default 1024)")
-    add("--heads", type=int, default=4, help="(default 4)")
-    add("--head-dim", type=int, default=256, help="of u, v, q and k (default 256)")
-    add("--layers", type=int, default=1, help="one after another (default 1)")
-    add("--dropout", type=float, default=0.0, help="before the output linear (default 0); with it "
-        "the results of implementations are not compared")  # fmt: skip
-    return parser.parse_args(arguments, namespace=Options())
-
+PARSER = cli.parser("layer", __doc__, rounds=21)
+_add = PARSER.add_argument
+_add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
+     "beside FILE, with its name before the suffix")  # fmt: skip
+_add("--impls", nargs="+", default=list(IMPLS), choices=IMPLS, metavar="NAME",
+     help=f"of {', '.join(IMPLS)} (default: all)")  # fmt: skip
+_add("--batch", type=int, default=32, help="sequences (default: 32)")
+_add("--length", type=int, default=4096, help="tokens of each (default: 4096)")
+_add("--dim", type=int, default=1024, help="width of the layers (default: 1024)")
+_add("--heads", type=int, default=4, help="(default: 4)")
+_add("--head-dim", type=int, default=256, help="of u, v, q and k (default: 256)")
+_add("--layers", type=int, default=1, help="one after another (default: 1)")
+_add("--dropout", type=float, default=0.0, help="before the output linear (default: 0); with it "
+     "the results of implementations are not compared")  # fmt: skip
 
 if __name__ == "__main__":
-    parse()  # --help or a wrong option ends here, before torch is imported
+    PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
 import torch
 from torch import Tensor
@@ -101,24 +77,21 @@ from torch import Tensor
 from hstu_attn import HSTULayerConfig
 from hstu_attn.layer import HSTUStack
 
-from .attention import explain
-from .gpu import MATMUL_FLOPS, Gpu
-from .report import gpu_software, rounded, text_table, write_records
-from .training_step import ON_GPU, SPIN, Event, Record, read_events
+from .gpu import MATMUL_FLOPS, PEAK_TFLOPS, Gpu
+from .profile import Event, on_gpu, profile, short_name
+from .record import Record, rounded
+from .runner import Benchmark, Call, Run, Variant, take_turns
 
-__all__ = ["IMPLS", "Options", "group_of", "layer_flops", "main", "step_bytes"]
+__all__ = ["BENCHMARK", "IMPLS", "group_of", "layer_flops", "main", "step_bytes"]
 
 FORWARD, BOTH = "forward", "forward and backward"
 SMALL_BATCH, SMALL_LENGTH = 2, 160
 TOLERANCE = 0.1  # of the norm of the composed layer's result, on the small batch
-WARM_UP = 3
 PROFILED_ROUNDS = 3
-# Dense bf16, by the data sheets; an "NVIDIA H200 NVL" is another.
-PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
 DTYPE = torch.bfloat16
 
 
-def make_config(options: Options) -> HSTULayerConfig:
+def make_config(options: argparse.Namespace) -> HSTULayerConfig:
     """The layer that is measured."""
     return HSTULayerConfig(
         embedding_dim=options.dim,
@@ -129,8 +102,16 @@ def make_config(options: Options) -> HSTULayerConfig:
     )
 
 
+def describe(run: Run) -> Record:
+    """The sizes of the layers."""
+    options, gpu = run.options, run.the_gpu()
+    peak = {"peak_tflops": PEAK_TFLOPS[gpu.name]} if gpu.name in PEAK_TFLOPS else {}
+    names = ("layers", "dim", "heads", "head_dim", "dropout")
+    return {**peak, **{x: getattr(options, x) for x in names}, "dtype": "bfloat16"}
+
+
 # ---------------------------------------------------------------------------------------------
-# What there is to do
+# FLOPs, bytes and kinds of kernels
 # ---------------------------------------------------------------------------------------------
 
 
@@ -194,268 +175,154 @@ class Batch:
 
 
 @dataclass
-class Entrant:
-    """One implementation: its layers, its times, and why it is out of the race."""
+class Layers:
+    """One implementation of the layers.
+
+    Attributes:
+        impl: its name.
+        config: of each layer.
+        stack: the layers.
+        call: the layers, compiled where the implementation is.
+    """
 
     impl: str
     config: HSTULayerConfig
-    layers: int
-    stack: HSTUStack | None = None
-    call: Callable[..., Tensor] | None = None
-    times: dict[str, list[float]] = field(default_factory=lambda: {FORWARD: [], BOTH: []})
-    kept: int | None = None
-    peak: int | None = None
-    kernels: list[Event] = field(default_factory=list)
-    error: str = ""
+    stack: HSTUStack
+    call: Any = None
 
-    def attempt(self, action: Callable[..., Any], *arguments: Any) -> None:
-        """Do it, unless something failed before; a failure leaves the others."""
-        if self.error:
-            return
-        try:
-            action(*arguments)
-        except Exception as failure:
-            self.error = explain(failure)
-            traceback.print_exc()
-
-    def begin(self, weights: dict[str, Tensor], device: str) -> None:
-        """Make the layers, of given weights."""
-        self.stack = HSTUStack(self.config, self.layers, device=device)
-        self.stack.load_state_dict(weights)
+    def __post_init__(self) -> None:
         self.call = torch.compile(self.stack) if self.impl == "compiled" else self.stack
 
     def forward(self, batch: Batch) -> Tensor:
         """The result, which holds what the backward needs."""
-        assert self.call is not None
-        return self.call(batch.x, batch.seq_offsets, batch.max_seq_len)
+        result: Tensor = self.call(batch.x, batch.seq_offsets, batch.max_seq_len)
+        return result
 
     def both(self, batch: Batch) -> tuple[Tensor, ...]:
         """The result and the gradients of the rows and of every weight."""
-        assert self.stack is not None
         output = self.forward(batch)
         leaves = [batch.x, *self.stack.parameters()]
         return (output, *torch.autograd.grad(output, leaves, batch.cotangent))
 
     def check(self, batch: Batch, expected: Sequence[Tensor]) -> None:
         """Raises AssertionError where a result is not that of the composed layer."""
-        assert self.stack is not None
         names = ("output", "dx", *(f"d {n}" for n, _ in self.stack.named_parameters()))
         for name, actual, wanted in zip(names, self.both(batch), expected, strict=True):
             error = (actual.float() - wanted.float()).norm() / wanted.float().norm()
             assert error <= TOLERANCE, f"{name}: relative error {error:.3g}"
 
-    def warm_up(self, batch: Batch) -> None:
-        """Also tunes and compiles."""
-        for _ in range(WARM_UP):
-            self.both(batch)
 
-    def time(self, batch: Batch, gpu: Gpu) -> None:
-        """One more round."""
-        self.times[FORWARD].append(gpu.milliseconds(lambda: self.forward(batch)))
-        self.times[BOTH].append(gpu.milliseconds(lambda: self.both(batch)))
-
-    def measure_memory(self, batch: Batch, gpu: Gpu) -> None:
-        """What the forward keeps, and the highest point of both."""
-        self.kept = gpu.held_bytes(lambda: self.forward(batch))
-        self.peak = gpu.peak_bytes(lambda: self.both(batch))
-
-    def profile(self, batch: Batch, gpu: Gpu, path: Path) -> None:
-        """Find the kernels of some more rounds; the Chrome trace goes to `path`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with torch.profiler.profile() as profiler:
-            for _ in range(PROFILED_ROUNDS):
-                gpu.milliseconds(lambda: self.both(batch))
-        profiler.export_chrome_trace(str(path))
-        self.kernels = [
-            event
-            for event in read_events(path)
-            if event.get("cat") in ON_GPU and SPIN not in event["name"]
-        ]
-
-    def records(self, options: Options, limits: dict[str, float]) -> list[Record]:
-        """A record for each pass, and one of the kernels of both."""
-        if self.error:
-            return [{"impl": self.impl, "pass": BOTH, "ms": None, "error": self.error}]
-        flops = layer_flops(self.config, options.batch, options.length)
-        peak = limits.get("peak_tflops")
-        found: list[Record] = []
-        for name, times in self.times.items():
-            ms = statistics.median(times)
-            tflops = self.layers * flops[name] / ms / 1e9
-            found.append(
-                {
-                    "impl": self.impl,
-                    "pass": name,
-                    "ms": rounded(ms),
-                    "fastest_ms": rounded(min(times)),
-                    "rounds": len(times),
-                    "flops": self.layers * flops[name],
-                    "tflops": rounded(tflops),
-                    "share_of_matmul": rounded(tflops / limits["matmul_tflops"]),
-                    "mfu": rounded(tflops / peak) if peak else None,
-                    "kept_memory_bytes": self.kept,
-                    "peak_memory_bytes": self.peak,
-                    "error": "",
-                }
-            )
-        return [*found, self.kernel_record(options, limits["copy_tbps"])]
-
-    def kernel_record(self, options: Options, copy_tbps: float) -> Record:
-        """Milliseconds of one forward and backward by groups and kernels, the longest first."""
-        bytes_of = step_bytes(self.config, options.batch * options.length)
-        by_name: dict[str, list[float]] = {}
-        for event in self.kernels:
-            by_name.setdefault(short_name(event["name"]), []).append(event["dur"] / 1e3)
-        groups = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
-        kernels: dict[str, Record] = {}
-        for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
-            ms, launches = sum(times) / PROFILED_ROUNDS, len(times) / PROFILED_ROUNDS
-            groups[group_of(name)] += ms
-            kernels[name] = {"group": group_of(name), "ms": rounded(ms), "launches": launches}
-            if name in bytes_of:
-                moved = launches * bytes_of[name]
-                share = moved / ms / 1e9 / copy_tbps
-                kernels[name] |= {"bytes": int(moved), "share_of_copy": rounded(share)}
-        return {
-            "impl": self.impl,
-            "pass": "kernels",
-            "ms": rounded(sum(groups.values())),
-            "rounds": PROFILED_ROUNDS,
-            **{f"{group}_ms": rounded(ms) for group, ms in groups.items()},
-            "kernels": kernels,
-            "error": "",
-        }
+def kernel_record(layers: Layers, rows: int, copy_tbps: float, events: Sequence[Event]) -> Record:
+    """Milliseconds of one forward and backward by groups and kernels, the longest first."""
+    bytes_of = step_bytes(layers.config, rows)
+    by_name: dict[str, list[float]] = {}
+    for event in events:
+        by_name.setdefault(short_name(event["name"]), []).append(event["dur"] / 1e3)
+    groups = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
+    kernels: dict[str, Record] = {}
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        ms, launches = sum(times) / PROFILED_ROUNDS, len(times) / PROFILED_ROUNDS
+        groups[group_of(name)] += ms
+        kernels[name] = {"group": group_of(name), "ms": rounded(ms), "launches": launches}
+        if name in bytes_of:
+            moved = launches * bytes_of[name]
+            share = moved / ms / 1e9 / copy_tbps
+            kernels[name] |= {"bytes": int(moved), "share_of_copy": rounded(share)}
+    return {
+        "pass": "kernels",
+        "ms": rounded(sum(groups.values())),
+        "rounds": PROFILED_ROUNDS,
+        **{f"{group}_ms": rounded(ms) for group, ms in groups.items()},
+        "kernels": kernels,
+        "error": "",
+    }
 
 
-def short_name(kernel: str) -> str:
-    """Without arguments, return type and anonymous namespaces."""
-    name = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
-    return re.split("[<(]", name)[0].strip()
-
-
-def measure(gpu: Gpu, options: Options, folder: Path) -> tuple[list[Entrant], float]:
-    """Checks, times and profiles every implementation; traces go to the folder. Also returns the
-    TFLOP/s of the product."""
+def measure(run: Run, name: str) -> Iterator[Record]:
+    """The passes of each implementation, which are checked first, and its kernels."""
+    options, gpu = run.options, run.the_gpu()
+    case = f"{options.batch} x {options.length}"
     config = make_config(options)
     torch.manual_seed(0)
     weights = HSTUStack(config, options.layers, device=gpu.device).state_dict()
-    composed = Entrant("composed", replace(config, fused=False), options.layers)
-    composed.begin(weights, gpu.device)
-    entrants = [
-        Entrant(name, replace(config, **IMPLS[name]), options.layers) for name in options.impls
-    ]
-    for entrant in entrants:
-        entrant.attempt(entrant.begin, weights, gpu.device)
-    if not options.dropout:
-        small = Batch.random(config, SMALL_BATCH, SMALL_LENGTH, gpu.device)
-        expected = composed.both(small)
-        for entrant in entrants:
-            entrant.attempt(entrant.check, small, expected)
+
+    def make_layers(impl: str) -> Layers:
+        chosen = replace(config, **IMPLS[impl])
+        stack = HSTUStack(chosen, options.layers, device=gpu.device)
+        stack.load_state_dict(weights)
+        return Layers(impl, chosen, stack)
+
+    small = Batch.random(config, SMALL_BATCH, SMALL_LENGTH, gpu.device)
     batch = Batch.random(config, options.batch, options.length, gpu.device)
-    for entrant in entrants:
-        entrant.attempt(entrant.warm_up, batch)
+    expected = [] if options.dropout else make_layers("composed").both(small)
+
+    @functools.cache
+    def checked(impl: str) -> Layers:
+        layers = make_layers(impl)
+        if expected:
+            layers.check(small, expected)
+        return layers
+
+    def make(impl: str, direction: str) -> list[Call]:
+        layers = checked(impl)
+        return [functools.partial(layers.both if direction == BOTH else layers.forward, batch)]
+
+    every = [
+        Variant(impl, name, functools.partial(make, impl, name), gpu.milliseconds)
+        for impl in options.impls
+        for name in (FORWARD, BOTH)
+    ]
+    for variant in every:
+        variant.attempt(variant.prepare)
     matmul, products = gpu.matmul(), []
-    for round_ in range(options.rounds):
-        products.append(gpu.milliseconds(matmul))
-        first = round_ % len(entrants)
-        for entrant in (*entrants[first:], *entrants[:first]):
-            entrant.attempt(entrant.time, batch, gpu)
-    for entrant in entrants:
+    take_turns(every, options.rounds, lambda: products.append(gpu.milliseconds(matmul)))
+    matmul_tflops = MATMUL_FLOPS / statistics.median(products) / 1e9
+    flops = layer_flops(config, options.batch, options.length)
+    for forward, both in zip(every[::2], every[1::2], strict=True):
         gc.collect()
         gpu.release()
-        entrant.attempt(entrant.measure_memory, batch, gpu)
-        path = options.trace or folder / "trace.json"
-        path = path.with_stem(f"{path.stem}-{entrant.impl}")
-        entrant.attempt(entrant.profile, batch, gpu, path)
-    return entrants, MATMUL_FLOPS / statistics.median(products) / 1e9
+        memory = {
+            "kept_memory_bytes": forward.attempt(lambda v=forward: gpu.held_bytes(v.calls[0])),
+            "peak_memory_bytes": both.attempt(lambda v=both: gpu.peak_bytes(v.calls[0])),
+        }
+        for variant in (forward, both):
+            record: Record = {"case": case, "impl": variant.impl, "pass": variant.direction}
+            record |= {"matmul_tflops": rounded(matmul_tflops), **variant.figures()}
+            if not variant.error:
+                work = options.layers * flops[variant.direction]
+                tflops = work / variant.median / 1e9
+                peak = PEAK_TFLOPS.get(gpu.name)
+                record |= {
+                    "flops": work,
+                    "tflops": rounded(tflops),
+                    "share_of_matmul": rounded(tflops / matmul_tflops),
+                    "mfu": rounded(tflops / peak) if peak else None,
+                    **memory,
+                }
+            yield record
+        events = both.attempt(profiled, both, gpu, options.trace)
+        if events is not None:
+            rows = options.batch * options.length
+            found = kernel_record(checked(both.impl), rows, run.limits["copy_tbps"], events)
+            yield {
+                "case": case,
+                "impl": both.impl,
+                "matmul_tflops": rounded(matmul_tflops),
+                **found,
+            }
 
 
-# ---------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------
-
-
-def _cell(x: float | None, digits: int) -> str:
-    return "-" if x is None else f"{x:.{digits}f}"
-
-
-def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """A header, and a row for each implementation and pass."""
-    rows = [["pass", "impl", "ms", "TFLOP/s", "share", "MFU", "kept MiB", "peak MiB"]]
-    for r in records:
-        if r["error"] or r["pass"] == "kernels":
-            continue
-        cells = [_cell(r["ms"], 3), _cell(r["tflops"], 1), _cell(r["share_of_matmul"], 3)]
-        memory = (r["kept_memory_bytes"], r["peak_memory_bytes"])
-        sizes = [_cell(None if size is None else size / 2**20, 0) for size in memory]
-        rows.append([r["pass"], r["impl"], *cells, _cell(r["mfu"], 3), *sizes])
-    return rows
-
-
-def kernel_rows(records: Sequence[Record]) -> list[list[str]]:
-    """A header, and for each implementation a row for each group and each kernel."""
-    rows = [["kernel", "impl", "ms", "launches", "MiB", "of copy"]]
-    for r in records:
-        if r["pass"] != "kernels":
-            continue
-        rows += [
-            [f"= {group}", r["impl"], _cell(r[f"{group}_ms"], 3), "", "", ""]
-            for group in ("gemm", "attention", "elementwise")
-        ]
-        for name, kernel in r["kernels"].items():
-            moved = kernel.get("bytes")
-            cells = [_cell(kernel["ms"], 3), f"{kernel['launches']:g}"]
-            size = _cell(None if moved is None else moved / 2**20, 0)
-            rows.append(
-                [name[-60:], r["impl"], *cells, size, _cell(kernel.get("share_of_copy"), 2)]
-            )
-    return rows
-
-
-def main(arguments: Sequence[str] | None = None, gpu: Gpu | None = None) -> int:
-    """Measures, prints and writes what was asked for."""
-    options = parse(arguments)
-    if gpu is None:
-        if not torch.cuda.is_available():
-            sys.exit("benchmarks.layer: expected an NVIDIA GPU and a CUDA build of torch")
-        gpu = Gpu()
+def profiled(variant: Variant, gpu: Gpu, wanted: Path | None) -> list[Event]:
+    """The kernels of some more rounds; the Chrome trace goes beside the file that was asked for."""
     with tempfile.TemporaryDirectory() as folder:
-        entrants, matmul_tflops = measure(gpu, options, Path(folder))
-    limits = {**gpu.limits(options.rounds), "matmul_tflops": matmul_tflops}
-    if gpu.name in PEAK_TFLOPS:
-        limits["peak_tflops"] = PEAK_TFLOPS[gpu.name]
-    command = " ".join(["python -m benchmarks.layer", *(arguments or sys.argv[1:])])
-    described = {
-        **gpu_software(gpu.name, command, options.commit),
-        **{name: rounded(x) for name, x in limits.items()},
-        "case": f"{options.batch} x {options.length}",
-        "group": "layer",
-        "layers": options.layers,
-        "dim": options.dim,
-        "heads": options.heads,
-        "head_dim": options.head_dim,
-        "dropout": options.dropout,
-        "dtype": str(DTYPE).removeprefix("torch."),
-    }
-    print(
-        f"{gpu.name}, hstu_attn {described['hstu_attn']} ({described['commit']}), torch "
-        f"{described['torch']}, CUDA {described['cuda']}, Triton {described['triton']}\n"
-        f"8192^3 bf16 product {described['matmul_tflops']} TFLOP/s, copy "
-        f"{described['copy_tbps']} TB/s\n"
-        f"{described['case']}, width {options.dim}, {options.heads} heads of {options.head_dim}, "
-        f"layers: {options.layers}; medians of {options.rounds} rounds\n",
-        flush=True,
-    )
-    records = [{**described, **r} for e in entrants for r in e.records(options, limits)]
-    print("\n".join(text_table(table_rows(records))))
-    print("\n" + "\n".join(text_table(kernel_rows(records))))
-    if options.json:
-        write_records(options.json, records)
-    for entrant in entrants:
-        if entrant.error:
-            print(f"  FAILED  {entrant.impl}: {entrant.error}")
-    return int(any(entrant.error for entrant in entrants))
+        path = wanted or Path(folder, "trace.json")
+        path = path.with_stem(f"{path.stem}-{variant.impl}")
+        call = functools.partial(gpu.milliseconds, variant.calls[0])
+        return on_gpu(profile(path, PROFILED_ROUNDS, call))
 
+
+BENCHMARK = Benchmark("layer", PARSER, measure, describe=describe)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,14 +1,23 @@
-"""What the machine is doing beside what is timed: other work, and clearing memory."""
+"""Load: requests that threads keep under way, and what else the machine is doing meanwhile."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-__all__ = ["CpuUse", "keep_freed_memory"]
+import numpy as np
+
+from .record import Record, rounded
+
+__all__ = ["CpuUse", "Load", "keep_freed_memory", "keep_under_way"]
+
+T = TypeVar("T")
 
 _STAT = Path("/proc/stat")
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -58,3 +67,84 @@ class CpuUse:
         now = CpuUse.now()
         others = (now.machine - self.machine) - (now.own - self.own) - 2 * _TICK
         return max(0.0, others) / max(now.wall - self.wall, _TICK)
+
+
+@dataclass(frozen=True)
+class Load(Generic[T]):
+    """What a number of requests under way came to.
+
+    Attributes:
+        seconds: of the measurement, without the warm-up.
+        latencies: seconds of each request that was sent and answered within it.
+        failed: requests that were answered otherwise.
+        before: the snapshot at its start.
+        after: that at its end.
+    """
+
+    seconds: float
+    latencies: list[float]
+    failed: int
+    before: T
+    after: T
+
+    def figures(self) -> Record:
+        """Requests/s and percentiles of the latency in milliseconds, as the threads saw them."""
+        p50, p95, p99 = 1e3 * np.percentile(self.latencies, [50, 95, 99])
+        return {
+            "seconds": self.seconds,
+            "answered": len(self.latencies),
+            "qps": rounded(len(self.latencies) / self.seconds),
+            "p50_ms": rounded(float(p50)),
+            "p95_ms": rounded(float(p95)),
+            "p99_ms": rounded(float(p99)),
+        }
+
+
+def keep_under_way(
+    connect: Callable[[int], Callable[[], bool]],
+    snapshot: Callable[[], T],
+    *,
+    concurrency: int,
+    seconds: float,
+    warm_up: float,
+) -> Load[T]:
+    """Keeps requests under way for that long, after a warm-up.
+
+    Args:
+        connect: makes, in the thread of the number it gets, a function that sends a request, waits
+            for its answer and says whether this is the one that was asked for.
+        snapshot: what is read at the start and at the end of the measurement.
+        concurrency: requests under way, each by a thread.
+        seconds: of the measurement.
+        warm_up: seconds before it, at most `seconds`.
+
+    Raises:
+        RuntimeError: if no request was answered.
+    """
+    start = time.perf_counter() + min(warm_up, seconds)
+    end = start + seconds
+    latencies: list[list[float]] = [[] for _ in range(concurrency)]
+    failed = [0] * concurrency
+
+    def work(thread: int) -> None:
+        send = connect(thread)
+        while (sent := time.perf_counter()) < end:
+            answered = send()
+            now = time.perf_counter()
+            if start <= sent and now <= end:
+                if answered:
+                    latencies[thread].append(now - sent)
+                else:
+                    failed[thread] += 1
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    time.sleep(max(0.0, start - time.perf_counter()))
+    before = snapshot()
+    for thread in threads:
+        thread.join()
+    together = [x for found in latencies for x in found]
+    if not together:
+        raise RuntimeError(f"no request was answered in {seconds} s ({sum(failed)} failed)")
+    return Load(seconds, together, sum(failed), before, snapshot())

@@ -1,13 +1,12 @@
 """Plots of stored results.
 
     python -m benchmarks.plots attention.json plots
-    python -m benchmarks.plots benchmarks/results/layer.json plots
+    python -m benchmarks.plots benchmarks/results/h200/paged.json plots
 
 Of benchmarks.attention, `roofline.png` sets TFLOP/s against FLOPs per byte that has to be moved,
 below what the same run's matrix product and copy allow, and `forward-backward-dD.png`, one for each
-head dim D, has a bar for each implementation of the cases of the table. Of benchmarks.layer, a plot
-named as the file shows of what the time of each implementation consists; of benchmarks.train,
-`train-STRATEGY.png` the rows a second of a GPU by the number of GPUs; and of benchmarks.paged,
+head dim D, has a bar for each implementation of the cases of the table. Of benchmarks.train,
+`train-STRATEGY.png` shows the tokens/s per GPU by the number of GPUs, and of benchmarks.paged,
 `paged.png` each form beside what a request needs.
 """
 
@@ -18,26 +17,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, metavar="FILE", help="what a benchmark's --json wrote")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the plots go")
-    return parser
-
+PARSER = argparse.ArgumentParser(
+    prog="python -m benchmarks.plots",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+)
+PARSER.add_argument("file", type=Path, metavar="FILE", help="what a benchmark's --json wrote")
+PARSER.add_argument("folder", type=Path, metavar="DIR", help="where the plots go")
 
 if __name__ == "__main__":
-    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
+    PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
-from .report import read_results
+from .record import Record, read_records
 
-__all__ = ["bars", "draw", "layers", "paged", "roofline", "training"]
+__all__ = ["bars", "draw", "main", "paged", "roofline", "training"]
 
-Record = dict[str, Any]
 DIRECTIONS = ("forward", "backward")
 MARKERS = {"forward": "o", "backward": "s"}
-COLOURS = {
+COLORS = {
     "hstu_attn": "#3d6ea5",
     "triton": "#c97b2a",
     "flash2": "#8b8b86",
@@ -58,7 +55,7 @@ def _pyplot() -> Any:
 
 def _measured(records: Sequence[Record]) -> list[Record]:
     """What the table group holds and did not fail."""
-    return [r for r in records if r.get("group") == "table" and r["tflops"]]
+    return [r for r in records if r.get("group") == "table" and r.get("tflops")]
 
 
 def _implementations(records: Sequence[Record]) -> list[str]:
@@ -87,7 +84,7 @@ def roofline(records: Sequence[Record], path: Path) -> None:
                 [r["tflops"] for r in chosen],
                 s=28,
                 marker=MARKERS[direction],
-                color=COLOURS.get(impl, OTHER),
+                color=COLORS.get(impl, OTHER),
                 alpha=0.85,
                 label=f"{impl}, {direction}",
             )
@@ -126,8 +123,8 @@ def bars(records: Sequence[Record], head_dim: int, path: Path) -> None:
             ]
             places = [x + (n - (len(impls) - 1) / 2) * width for x, _ in found]
             heights = [height for _, height in found]
-            colour = COLOURS.get(impl, OTHER)
-            drawn = axes.bar(places, heights, width, color=colour, label=impl)
+            color = COLORS.get(impl, OTHER)
+            drawn = axes.bar(places, heights, width, color=color, label=impl)
             axes.bar_label(drawn, fmt="%.2f", fontsize=7)
         axes.set(ylabel=f"{direction}, share of matmul", ylim=(0, 1))
     panels[0].set_title(f"head dim {head_dim}; {_title(measured[0])}")
@@ -170,24 +167,8 @@ def paged(records: Sequence[Record], path: Path) -> None:
     _save(figure, path)
 
 
-def layers(records: Sequence[Record], path: Path) -> None:
-    """Of benchmarks.layer: milliseconds of forward and backward by groups of kernels."""
-    found = [r for r in records if r["pass"] == "kernels" and not r["error"]]
-    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
-    left = [0.0] * len(found)
-    for group in ("gemm", "attention", "elementwise"):
-        widths = [r[f"{group}_ms"] for r in found]
-        drawn = axes.barh([r["impl"] for r in found], widths, left=left, label=group)
-        axes.bar_label(drawn, fmt="%.1f", label_type="center", fontsize=8)
-        left = [x + width for x, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    axes.set(xlabel="milliseconds of kernels, forward and backward", title=_title(found[0]))
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3)
-    _save(figure, path)
-
-
 def training(records: Sequence[Record], path: Path) -> None:
-    """Of benchmarks.train: rows a second of a GPU by the number of GPUs."""
+    """Of benchmarks.train: tokens/s per GPU by the number of GPUs."""
     figure, axes = _pyplot().subplots(figsize=(7, 4.5))
     kinds = dict.fromkeys((r["case"], r["division"]) for r in records)
     for case, division in kinds:
@@ -198,11 +179,11 @@ def training(records: Sequence[Record], path: Path) -> None:
         points = [*(alone if line[0]["gpus"] > 1 else []), *line]
         axes.plot(
             [r["gpus"] for r in points],
-            [r["rows_per_second_per_gpu"] / 1e3 for r in points],
+            [r["tokens_per_second_per_gpu"] / 1e3 for r in points],
             marker="o",
             label=f"{case}, {division}",
         )
-    axes.set(xlabel="GPUs", ylabel="thousand rows a second of a GPU", title=_title(records[0]))
+    axes.set(xlabel="GPUs", ylabel="thousand tokens/s per GPU", title=_title(records[0]))
     axes.set_xticks(sorted({r["gpus"] for r in records}))
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
@@ -210,23 +191,21 @@ def training(records: Sequence[Record], path: Path) -> None:
 
 
 def draw(file: Path, folder: Path) -> list[Path]:
-    """All plots of a file of results; none if there is nothing that is drawn."""
-    records = read_results(file)
-    groups = {r.get("group") for r in records}
-    folder.mkdir(parents=True, exist_ok=True)
+    """All plots of a file of records; none where there is nothing that is drawn."""
+    records = read_records(file)
     drawn: list[Path] = []
 
     def add(name: str, make: Callable[..., None], *arguments: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         drawn.append(folder / name)
         make(*arguments, drawn[-1])
 
-    if "layer" in groups:
-        add(f"{file.stem}.png", layers, records)
-    elif "train" in groups:
+    benchmark = records[0]["benchmark"]
+    if benchmark == "train":
         add(f"train-{records[0]['strategy']}.png", training, records)
-    elif any("needs_us" in r for r in records):
+    elif benchmark == "paged":
         add("paged.png", paged, records)
-    elif measured := _measured(records):
+    elif benchmark == "attention" and (measured := _measured(records)):
         add("roofline.png", roofline, records)
         for head_dim in sorted({r["head_dim"] for r in measured}):
             add(f"forward-backward-d{head_dim}.png", bars, records, head_dim)
@@ -235,7 +214,7 @@ def draw(file: Path, folder: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draws what a file holds."""
-    options = _parser().parse_args(arguments)
+    options = PARSER.parse_args(arguments)
     for path in draw(options.file, options.folder):
         print(path)
 

@@ -12,69 +12,48 @@ faster. `others` are the processors that other work kept busy in the second befo
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from . import cli
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    model, data = "runs/retrieval/best.pt", "runs/synthetic-movielens/ratings.dat"
-    parser.add_argument("--model", type=Path, default=Path(model), help=f"(default {model})")
-    parser.add_argument("--data", type=Path, default=Path(data), help=f"(default {data})")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="of each concurrency (default 10)"
-    )
-    parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="REQUESTS",
-        help="under way at a time (default 1 8 32)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="(default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    return parser
-
+PARSER = cli.parser("serving", __doc__)
+MODEL, DATA = "runs/retrieval/best.pt", "runs/synthetic-movielens/ratings.dat"
+_add = PARSER.add_argument
+_add("--model", type=Path, default=Path(MODEL), help=f"(default: {MODEL})")
+_add("--data", type=Path, default=Path(DATA), help=f"(default: {DATA})")
+_add("--seconds", type=float, default=10.0, help="of each concurrency (default: 10)")
+_add("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="REQUESTS",
+     help="under way at a time (default: 1 8 32)")  # fmt: skip
+_add("--seed", type=int, default=0, help="(default: 0)")
 
 if __name__ == "__main__":
-    _parser().parse_args()  # --help or a wrong option ends here, before torch is imported
-
-import numpy as np
+    PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
 from hstu_attn.data import EventLog, open_event_log
 
-from .load import CpuUse
-from .report import ROOT, environment, print_environment, rounded, text_table, write_records
+from .load import CpuUse, Load, keep_under_way
+from .record import ROOT, Record, rounded
+from .runner import Benchmark, Run
 
-__all__ = ["Load", "drive", "main", "running_server"]
+__all__ = ["BENCHMARK", "drive", "main", "running_server"]
 
 SERVER = ROOT / "examples/serve.py"
 WARM_UP_SECONDS = 2.0
+TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
 
 
-@dataclass(frozen=True)
-class Load:
-    """What one concurrency came to; times in milliseconds, as the threads saw them."""
-
-    concurrency: int
-    seconds: float
-    answered: int
-    failed: int  # other answers than 200
-    qps: float
-    p50_ms: float
-    p95_ms: float
-    p99_ms: float
-    mean_batch: float  # requests that the engine computed together
-    hit_share: float  # of the rows of events, those that the cache had
+def describe(run: Run) -> Record:
+    """The processors that other work keeps busy."""
+    return {"others": rounded(other_work())}
 
 
 @contextmanager
@@ -108,63 +87,34 @@ def counts(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", text, re.MULTILINE)}
 
 
-def drive(port: int, log: EventLog, concurrency: int, seconds: float, seed: int) -> Load:
-    """Keeps that many requests under way for that long, after a warm-up."""
-    start = time.perf_counter() + min(WARM_UP_SECONDS, seconds)
-    end = start + seconds
+def drive(
+    port: int, log: EventLog, concurrency: int, seconds: float, seed: int
+) -> Load[dict[str, float]]:
+    """Keeps that many requests under way."""
     users, items = log.source_user_ids, log.source_item_ids
-    latencies: list[list[float]] = [[] for _ in range(concurrency)]
-    failed = [0] * concurrency
 
-    def send(thread: int) -> None:
+    def connect(thread: int) -> Callable[[], bool]:
         rng = random.Random(f"{seed} {concurrency} {thread}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        while (sent := time.perf_counter()) < end:
+
+        def send() -> bool:
             event = {"item": rng.choice(items), "time": int(time.time())}
             body = {"user": rng.choice(users), "events": [event], "k": 10}
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/recommend", json.dumps(body), headers)
             response = connection.getresponse()
             response.read()
-            now = time.perf_counter()
-            if start <= sent and now <= end:
-                if response.status == 200:
-                    latencies[thread].append(now - sent)
-                else:
-                    failed[thread] += 1
-        connection.close()
+            return response.status == 200
 
-    threads = [threading.Thread(target=send, args=(n,)) for n in range(concurrency)]
-    for thread in threads:
-        thread.start()
-    time.sleep(max(0.0, start - time.perf_counter()))
-    before = counts(port)
-    for thread in threads:
-        thread.join()
-    after = counts(port)
-    change = {name: after[name] - before[name] for name in before}
-    rows = [change[f"hstu_engine_{kind}_tokens_total"] for kind in ("hit", "new", "recomputed")]
-    together = np.concatenate([np.array(times) for times in latencies])
-    if not len(together):
-        raise RuntimeError(f"no request was answered in {seconds} s ({sum(failed)} failed)")
-    p50, p95, p99 = 1e3 * np.percentile(together, [50, 95, 99])
-    batches = change["hstu_engine_batch_size_count"]
-    return Load(
+        return send
+
+    return keep_under_way(
+        connect,
+        lambda: counts(port),
         concurrency=concurrency,
         seconds=seconds,
-        answered=len(together),
-        failed=sum(failed),
-        qps=_rounded(len(together) / seconds),
-        p50_ms=_rounded(p50),
-        p95_ms=_rounded(p95),
-        p99_ms=_rounded(p99),
-        mean_batch=_rounded(change["hstu_engine_batch_size_sum"] / batches),
-        hit_share=_rounded(rows[0] / sum(rows)),
+        warm_up=WARM_UP_SECONDS,
     )
-
-
-def _rounded(value: float) -> float:
-    return rounded(float(value)) or 0.0
 
 
 def other_work() -> float:
@@ -174,28 +124,31 @@ def other_work() -> float:
     return before.others_since()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table, and writes it."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+def measure(run: Run, case: str) -> Iterator[Record]:
+    """A record of each concurrency."""
+    options = run.options
     if options.seconds <= 0 or min(options.concurrency) < 1:
-        parser.error("--seconds and --concurrency must be positive")
-
+        PARSER.error("--seconds and --concurrency must be positive")
     log = open_event_log(options.data)
-    described = environment("python -m benchmarks.serving")
-    described["others"] = rounded(other_work())
-    print_environment(described)
     with running_server(options.model.resolve(), options.data.resolve()) as port:
-        loads = [
-            drive(port, log, concurrency, options.seconds, options.seed)
-            for concurrency in options.concurrency
-        ]
-    records = [asdict(load) for load in loads]
-    table = [[*records[0]], *([str(value) for value in record.values()] for record in records)]
-    print("\n".join(text_table(table)))
-    if options.json:
-        write_records(options.json, [{**described, **record} for record in records])
+        for concurrency in options.concurrency:
+            load = drive(port, log, concurrency, options.seconds, options.seed)
+            change = {name: load.after[name] - load.before[name] for name in load.before}
+            batches = change["hstu_engine_batch_size_count"]
+            hits, *others = (change[name] for name in TOKENS)
+            yield {
+                "concurrency": concurrency,
+                **load.figures(),
+                "failed": load.failed,  # answers other than 200
+                # Requests that the engine computed together.
+                "mean_batch": rounded(change["hstu_engine_batch_size_sum"] / batches),
+                # Of the tokens of events, those that the cache had.
+                "hit_share": rounded(hits / (hits + sum(others))),
+            }
 
+
+BENCHMARK = Benchmark("serving", PARSER, measure, describe=describe, needs_gpu=False)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

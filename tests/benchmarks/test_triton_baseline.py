@@ -12,12 +12,14 @@ from hstu_attn.testing import check_against_reference, make_batch
 from tests.helpers.triton_interpreter import interpreter
 
 pytest.importorskip("triton", reason="needs triton")
-from benchmarks import columns
+from benchmarks import implementations
 from benchmarks.baselines import triton_hstu
 
 gpu = pytest.mark.gpu(kernels=False)
 
-attention = columns.make("triton").function  # with the arguments of hstu_attn.hstu_attention
+attention = implementations.make(
+    "triton"
+).function  # with the arguments of hstu_attn.hstu_attention
 
 MASKS = {
     "causal": (None, None),

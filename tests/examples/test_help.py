@@ -79,7 +79,7 @@ def test_a_wrong_option_is_said_at_once(program: str) -> None:
 
 
 def test_help_has_the_groups_of_the_benchmark_of_attention() -> None:
-    from benchmarks.workloads import GROUPS
+    from benchmarks.cases import GROUPS
 
     text = " ".join(run("-m benchmarks.attention", "--help").stdout.split())
     assert f"groups ({', '.join(GROUPS)})" in text

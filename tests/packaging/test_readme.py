@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import hstu_attn
-from benchmarks import readme
+from benchmarks import report
 from tests.helpers.paths import ROOT
 from tools import draw_masks
 
@@ -281,9 +281,9 @@ def test_the_commands_of_the_cpp_example_run(checkout: Path) -> None:
 # --- tables, pictures and links -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", readme.DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("path", report.DOCUMENTS, ids=name_of)
 def test_the_tables_are_those_of_the_results(path: Path) -> None:
-    assert readme.render(path) == path.read_text(), "run `python -m benchmarks.readme`"
+    assert report.render(path) == path.read_text(), "run `python -m benchmarks.report`"
 
 
 def record(file: str, **wanted: object) -> dict[str, Any]:

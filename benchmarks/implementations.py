@@ -1,4 +1,4 @@
-"""What benchmarks.attention compares: HSTU attention of this library and in Triton, and softmax.
+"""The implementations that benchmarks.attention compares.
 
 - hstu_attn: this library, with the kernels that it chooses for the GPU
 - hstu_attn_sm80 and the like: with those of the architecture named (HSTU_ATTN_FORCE_ARCH)
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -24,16 +25,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hstu_attn
 from hstu_attn.testing import Batch, check_against_reference
 
-from .workloads import Workload
+from .cases import Case
 
-__all__ = ["Call", "Column", "is_ours", "make"]
+__all__ = ["Implementation", "Prepared", "is_installed", "make"]
 
 ARCH_VARIABLE = "HSTU_ATTN_FORCE_ARCH"
 
 
 @dataclass(frozen=True)
-class Call:
-    """A function, the tensors that it is called with and differentiated by, and dO."""
+class Prepared:
+    """A call on a batch: a function, the tensors that it takes and is differentiated by, and dO."""
 
     function: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
@@ -44,8 +45,8 @@ class Call:
         with torch.no_grad():
             return self.function(*self.leaves)
 
-    def record(self) -> Tensor:
-        """With what the backward needs."""
+    def with_autograd(self) -> Tensor:
+        """The output, which holds what the backward needs."""
         return self.function(*self.leaves)
 
     def backward_of(self, out: Tensor) -> tuple[Tensor, ...]:
@@ -54,7 +55,7 @@ class Call:
         return torch.autograd.grad(out, wanted, self.dout, retain_graph=True)
 
 
-class Column:
+class Implementation:
     """An implementation of HSTU attention, called like `hstu_attn.hstu_attention`."""
 
     def __init__(self, name: str, function: Callable[..., Tensor], arch: str | None = None):
@@ -62,7 +63,7 @@ class Column:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """In which its calls and their backward have to run."""
+        """The context in which its calls and their backward run."""
         if self.arch is None:
             yield
             return
@@ -75,39 +76,39 @@ class Column:
             if before is not None:
                 os.environ[ARCH_VARIABLE] = before
 
-    def takes(self, workload: Workload) -> bool:
-        """Whether it has what the workload asks for."""
+    def takes(self, case: Case) -> bool:
+        """Whether it has what the case asks for."""
         return True
 
-    def check(self, workload: Workload, device: str) -> None:
-        """Hold it to the tolerance of the tests on a small batch of the same kind."""
-        batch = workload.make_small(device)
+    def check(self, case: Case, device: str) -> None:
+        """Holds it to the tolerance of the tests on a small batch of the same kind."""
+        batch = case.make_small(device)
         with self.active():
-            check_against_reference(self.function, batch, **self._options(workload))
+            check_against_reference(self.function, batch, **self._options(case))
 
-    def prepare(self, workload: Workload, batch: Batch) -> Call:
+    def prepare(self, case: Case, batch: Batch) -> Prepared:
         """The call on a batch."""
         tensors = batch.differentiable()
         for name, tensor in tensors.items():
-            wanted = name != "rab" or workload.bias_gradient
+            wanted = name != "rab" or case.bias_gradient
             tensors[name] = tensor.detach().requires_grad_(wanted)
-        options = self._options(workload)
+        options = self._options(case)
         leaves, dout = tuple(tensors.values()), torch.randn_like(batch.v)
         if batch.bias is None:  # as directly as a user calls it, for the sake of the host's time
             call = functools.partial(self.function, **batch.options(), **options)
-            return Call(call, leaves, dout)
+            return Prepared(call, leaves, dout)
 
         def with_bias(*leaves: Tensor) -> Tensor:
             used = batch.with_tensors(dict(zip(tensors, leaves, strict=True)))
             return self.function(used.q, used.k, used.v, **used.options(), **options)
 
-        return Call(with_bias, leaves, dout)
+        return Prepared(with_bias, leaves, dout)
 
-    def _options(self, workload: Workload) -> dict[str, Any]:
-        return {"deterministic": True} if workload.deterministic else {}
+    def _options(self, case: Case) -> dict[str, Any]:
+        return {"deterministic": True} if case.deterministic else {}
 
 
-class Triton(Column):
+class Triton(Implementation):
     """The baseline."""
 
     def __init__(self) -> None:
@@ -123,13 +124,13 @@ class Triton(Column):
 
         super().__init__("triton", function)
 
-    def takes(self, workload: Workload) -> bool:
+    def takes(self, case: Case) -> bool:
         masks = ("causal", "context", "targets", "context + targets")
-        plain = not workload.bias_heads and not workload.deterministic
-        return plain and workload.mask_name in masks
+        plain = not case.bias_heads and not case.deterministic
+        return plain and case.mask_name in masks
 
 
-class Softmax(Column):
+class Softmax(Implementation):
     """One of torch's backends, on the same packed tensors seen as a dense batch."""
 
     def __init__(self, name: str, backend: SDPBackend):
@@ -139,37 +140,37 @@ class Softmax(Column):
 
         super().__init__(name, function)
 
-    def takes(self, workload: Workload) -> bool:
-        return workload.is_dense_causal
+    def takes(self, case: Case) -> bool:
+        return case.is_dense_causal
 
-    def check(self, workload: Workload, device: str) -> None:
+    def check(self, case: Case, device: str) -> None:
         """Not HSTU attention: nothing to compare with."""
 
-    def prepare(self, workload: Workload, batch: Batch) -> Call:
+    def prepare(self, case: Case, batch: Batch) -> Prepared:
         def dense(x: Tensor) -> Tensor:
-            shape = (workload.batch, workload.longest, workload.heads, workload.head_dim)
+            shape = (case.batch, case.longest, case.heads, case.head_dim)
             return x.detach().view(shape).transpose(1, 2)
 
         leaves = tuple(dense(x).requires_grad_() for x in (batch.q, batch.k, batch.v))
 
         call = functools.partial(self.function, scale=batch.alpha)
-        return Call(call, leaves, dense(torch.randn_like(batch.q)))
+        return Prepared(call, leaves, dense(torch.randn_like(batch.q)))
 
 
-def is_ours(name: str) -> bool:
-    """Whether a column is this library."""
-    return name.startswith("hstu_attn")
+def is_installed(name: str) -> bool:
+    """Whether the packages are here that an implementation needs."""
+    return name != "triton" or importlib.util.find_spec("triton") is not None
 
 
-def make(name: str) -> Column:
-    """A column by its name.
+def make(name: str) -> Implementation:
+    """An implementation by its name.
 
     Raises:
-        ValueError: for a name that there is none of.
-        ImportError: for what is not installed.
+        ValueError: the name of no implementation.
+        ImportError: if what it needs is not installed.
     """
     if match := re.fullmatch(r"hstu_attn(?:_sm(\d+))?", name):
-        return Column(name, hstu_attn.hstu_attention, match[1])
+        return Implementation(name, hstu_attn.hstu_attention, match[1])
     if name == "triton":
         return Triton()
     backends = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -1,11 +1,18 @@
-"""Users who come back from host memory: a part of `python -m benchmarks.paged --stack`.
+"""A stack of layers over a paged KV cache: `python -m benchmarks.paged --stack`.
 
-A `PagedKVCache` has room for two batches of users on the GPU, and there are three. So a step of a
-batch that is away brings its users back from pinned host memory, layer by layer while the layers
-compute, and those who were used least recently go there. A step writes the new events again, on
-users who have them already: every step does the same, of as many pages. Times are those of the
-host's clock, from before the cache's step is opened until the GPU has done what is waited for;
-medians of interleaved rounds:
+8 layers of 4 heads of 256, of width 1024, in bf16. First a scoring step of 8 users, with the time
+that the host takes to launch it:
+
+    cached          the step on a cache, launched from Python
+    graph           the same, captured in a CUDA graph and replayed
+    recompute       the stack on all rows of the history and the candidates, with no cache
+
+Then users who come back from host memory. A `PagedKVCache` has room for two batches of users on the
+GPU, and there are three. So a step of a batch that is away brings its users back from pinned host
+memory, layer by layer while the layers compute, and those who were used least recently go there. A
+step writes the new events again, on users who have them already: every step does the same, of as
+many pages. Times are those of the host's clock, from before the cache's step is opened until the
+GPU has done what is waited for; medians of interleaved rounds:
 
     resident        a step of all layers whose users are on the GPU
     returning       the same where every user comes back, until the output is there
@@ -25,57 +32,60 @@ away, bit for bit; and steps are checked to have found their users where they sh
 
 from __future__ import annotations
 
-import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hstu_attn import HSTULayerConfig, HSTUStack
+from hstu_attn.cached import StepTensors
 from hstu_attn.serving import CachedRows, CacheStats, PagedKVCache
 
-from .report import rounded, text_table
+from .gpu import Gpu
+from .paged_cases import Request, make_inputs
+from .record import Record, rounded
+from .runner import WARM_UP, Call, Run, Variant, take_turns
 
-__all__ = ["GROUP", "Case", "Users", "hidden_text", "measure", "table"]
+__all__ = ["CASES", "HOST_TIER", "Stack", "Users", "measure", "measure_returning"]
 
-GROUP = "host tier"  # of the records
+HOST_TIER = "host tier"  # the group of users who return from host memory
 GROUPS = 3  # of users, each a batch; one is away, and the host has room for it and for another
-WARM_UP = 2
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Case:
-    """A stack of layers, and a batch of equal requests."""
+class Stack(Request):
+    """A batch of equal requests to a stack of layers.
 
-    layers: int
-    width: int
-    heads: int
-    head_dim: int
-    history: int  # cached and new events
-    new: int
-    candidates: int
-    batch: int
-    page_size: int
+    Attributes:
+        layers: of the stack.
+        width: of the layers.
+        group: "stack", or `HOST_TIER`.
+    """
+
+    layers: int = 8
+    width: int = 1024
+    group: str = "stack"
 
     @property
     def pages(self) -> int:
-        """Of a batch."""
+        """Pages of the batch."""
         return self.batch * -(-self.history // self.page_size)
 
     @property
-    def bytes(self) -> int:
-        """Of a batch's pages, in all layers."""
+    def page_bytes(self) -> int:
+        """Bytes of the batch's pages, in all layers."""
         row = self.heads * self.head_dim * DTYPE.itemsize
         return self.pages * self.layers * 2 * self.page_size * row
 
     def make_stack(self, device: str) -> HSTUStack:
-        """With random weights."""
+        """The layers, with random weights."""
         config = HSTULayerConfig.stu(
             embedding_dim=self.width,
             num_heads=self.heads,
@@ -84,6 +94,77 @@ class Case:
         )
         config = replace(config, scaling_seqlen=self.history)
         return HSTUStack(config, self.layers, device=device, dtype=DTYPE).eval()
+
+
+SCORING = Stack(256, history=4096, new=128, candidates=256, batch=8)
+# The same bytes, and ever more to recompute.
+CASES = (
+    SCORING,
+    *(replace(SCORING, history=4096 * n, batch=8 // n, group=HOST_TIER) for n in (1, 4, 8)),
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# A scoring step
+# ---------------------------------------------------------------------------------------------
+
+
+def scoring_calls(case: Stack, gpu: Gpu) -> dict[str, Call]:
+    """A scoring step of the stack: `cached`, `graph` and `recompute`."""
+    device = gpu.device
+    stack = case.make_stack(device)
+    inputs = make_inputs(case, device)
+    assert inputs.paged_kv is not None
+    pages = inputs.paged_kv
+    tables = (pages.page_offsets, pages.page_ids, pages.last_page_lens)
+    caches = pages.kv_cache.new_empty((case.layers, *pages.kv_cache.shape)).uniform_(-1, 1)
+    cached_lens = torch.full((case.batch,), case.cached, dtype=torch.int32, device=device)
+    targets = inputs.mask.num_targets
+    total = case.batch * (case.history + case.candidates)
+    x, whole = (
+        torch.randn(rows, case.width, dtype=DTYPE, device=device) for rows in (case.rows, total)
+    )
+
+    def cached() -> Tensor:
+        step = StepTensors(caches, *tables, cached_lens)
+        lengths = (inputs.max_seqlen_q, inputs.max_seqlen_k)
+        rows = CachedRows(step, inputs.cu_seqlens_q, *lengths, targets)
+        return stack.forward_cached(x, rows)
+
+    @torch.no_grad()
+    def recompute() -> Tensor:
+        offsets, longest = inputs.cu_seqlens_k, inputs.max_seqlen_k
+        result: Tensor = stack(whole, offsets, longest, num_targets=targets)
+        return result
+
+    return {"cached": cached, "graph": gpu.captured(cached), "recompute": recompute}
+
+
+def measure(run: Run, case: Stack) -> Iterator[Record]:
+    """A record of each form of a scoring step, or of users who return."""
+    if case.group == HOST_TIER:
+        yield {"benchmark": "stack", **measure_returning(case, run.device, run.options.rounds)}
+        return
+    gpu = run.the_gpu()
+
+    def microseconds(call: Call) -> float:
+        return 1e3 * gpu.milliseconds(call, spin=False)
+
+    every = [
+        Variant(name, "step", partial(list, [call]), microseconds)
+        for name, call in scoring_calls(case, gpu).items()
+    ]
+    for variant in every:
+        variant.attempt(variant.prepare)
+    take_turns(every, run.options.rounds)
+    for variant in every:
+        sizes = {"case": case.name, **asdict(case)}
+        yield {"benchmark": "stack", **sizes, "impl": variant.impl, **variant.figures("us")}
+
+
+# ---------------------------------------------------------------------------------------------
+# Users who return
+# ---------------------------------------------------------------------------------------------
 
 
 class Users:
@@ -97,7 +178,7 @@ class Users:
         cache: whose pages they share.
     """
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Stack, device: str) -> None:
         self.case = case
         self.cache = PagedKVCache(
             case.layers,
@@ -183,15 +264,15 @@ def _offsets(counts: Tensor) -> Tensor:
 
 
 def _check_moves(
-    before: CacheStats, after: CacheStats, case: Case, *, steps: int, returning: int
+    before: CacheStats, after: CacheStats, case: Stack, *, steps: int, returning: int
 ) -> None:
     """Whether so many steps found their users, so many of these on the host, and moved them."""
     changes = {
         "hits": steps * case.batch,
         "host_hits": returning * case.batch,
         "losses": 0,
-        "bytes_from_host": returning * case.bytes,
-        "bytes_to_host": returning * case.bytes,
+        "bytes_from_host": returning * case.page_bytes,
+        "bytes_to_host": returning * case.page_bytes,
     }
     for name, expected in changes.items():
         got = getattr(after, name) - getattr(before, name)
@@ -214,7 +295,7 @@ def _microseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
     return 1e6 * (answered - start), 1e6 * (time.perf_counter() - start)
 
 
-def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
+def measure_returning(case: Stack, device: str, rounds: int) -> Record:
     """A record of the case: its fields, times in microseconds, bytes of a step, rates in GB/s.
 
     Args:
@@ -232,10 +313,10 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     before = users.cache.stats()
     for n in range(WARM_UP + rounds):
         found: dict[str, float] = {}
-        step = functools.partial(users.score, users.who_are_away())
+        step = partial(users.score, users.who_are_away())
         found["returning"], found["with_evictions"] = _microseconds(step, device)
         found["resident"], _ = _microseconds(step, device)
-        step_alone = functools.partial(users.bring_back, users.who_are_away())
+        step_alone = partial(users.bring_back, users.who_are_away())
         found["copies"], both = _microseconds(step_alone, device)
         found["to_host"] = both - found["copies"]
         found["recompute"], _ = _microseconds(users.recompute, device)
@@ -250,7 +331,7 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in times.items()}
     apart = medians["resident"] + medians["copies"]
     return {
-        "group": GROUP,
+        "case": case.name,
         **asdict(case),
         **{f"{name}_us": rounded(us) for name, us in medians.items()},
         "fastest_returning_us": rounded(min(times["returning"])),
@@ -267,28 +348,3 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
 def _rate(moved: int, us: float, device: str) -> float | None:
     """None on a CPU, where the copies of both directions are one call's."""
     return rounded(moved / us / 1e3) if device == "cuda" else None
-
-
-def hidden_text(record: dict[str, Any]) -> str:
-    """The share that is hidden, and what it could be at most."""
-    return f"{record['hidden']:.2f} of {record['hidden_at_most']:.2f}"
-
-
-def table(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines with the columns that the head of this file explains."""
-    header = ["history", "batch", "resident ms", "returning ms", "with evictions ms", "copies ms"]
-    header += ["from host GB/s", "to host GB/s", "hidden", "recompute ms"]
-    rows = []
-    for r in records:
-        names = ("resident", "returning", "with_evictions", "copies")
-        to_host = "-" if r["to_host_gbps"] is None else f"{r['to_host_gbps']:.1f}"
-        rows.append(
-            [
-                *(str(r["history"]), str(r["batch"])),
-                *(f"{r[name + '_us'] / 1e3:.2f}" for name in names),
-                *(f"{r['from_host_gbps']:.1f}", to_host),
-                hidden_text(r),
-                f"{r['recompute_us'] / 1e3:.2f}",
-            ]
-        )
-    return text_table([header, *rows])

@@ -1,0 +1,48 @@
+"""The command line that all benchmarks share.
+
+It imports neither torch nor anything that does: a program makes its parser, and where it is run it
+parses the command line, before it imports more. So `--help` and a wrong option end it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["parser"]
+
+
+def parser(
+    name: str,
+    description: str,
+    *,
+    rounds: int | None = None,
+    cases: str | None = None,
+    against: bool = False,
+) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.<name>`, to which the benchmark adds what it alone has.
+
+    Args:
+        name: of the module.
+        description: its docstring, which `--help` prints as it is.
+        rounds: default of `--rounds`; None for a benchmark without rounds.
+        cases: help of `--cases`; None for a benchmark of one case.
+        against: whether it compares two builds of the library (`against.py`).
+    """
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the records to FILE, after every case")
+    add("--commit", help="what to record as the commit, where there is no repository")
+    made.set_defaults(cases=[], rounds=rounds, against=None)
+    if cases is not None:
+        add("--cases", nargs="+", default=[], metavar="TEXT", help=f"{cases} (default: all)")
+    if rounds is not None:
+        add("--rounds", type=int, default=rounds, help=f"timed rounds (default {rounds})")
+    if against:
+        text = "time this library and that of the built checkout DIR by turns; print the ratios"
+        add("--against", type=Path, metavar="DIR", help=text)
+    return made

@@ -1,0 +1,70 @@
+"""What benchmarks of several GPUs share: waiting for all ranks, sums over them, and time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hstu_attn.distributed import run
+
+from .runner import Benchmark
+
+__all__ = ["Clock", "over_all", "start", "wait_for_all"]
+
+
+def start(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
+    """Runs a benchmark as the rank that torchrun's environment tells; returns the exit status."""
+    if not torch.cuda.is_available():
+        sys.exit(f"benchmarks.{benchmark.name}: expected NVIDIA GPUs and a CUDA build of torch")
+    return run(lambda world: benchmark.main(arguments, world=world))
+
+
+def wait_for_all(mesh: DeviceMesh | None, device: torch.device) -> None:
+    """Waits until every rank of the mesh is here and its GPU is idle."""
+    over_all([0.0], dist.ReduceOp.SUM, mesh, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def over_all(
+    values: Sequence[float], operation: Any, mesh: DeviceMesh | None, device: torch.device
+) -> list[float]:
+    """Each value's largest, or sum, over the ranks of a mesh; None is this rank alone."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    if mesh is not None:
+        dist.all_reduce(tensor, operation, group=mesh.get_group())
+    return [float(x) for x in tensor]
+
+
+class Clock:
+    """Moments in the work of a device: by events on a GPU's stream, or by the time of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> Any:
+        """The moment when all that has been asked of the device is done."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two moments, the later of which may be to come."""
+        if self.device.type != "cuda":
+            return 1e3 * float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Milliseconds of a call on an idle device."""
+        start = self.now()
+        call()
+        return self.ms(start, self.now())

@@ -1,0 +1,122 @@
+"""Records: what was measured, on what, when and by which command.
+
+A record is a flat dict. It says which `benchmark` made it, its origin (`origin`), its case and its
+implementation (`case`, `impl`, `pass` and the sizes), and the figures. `error` is the reason where
+something failed. A file is a JSON list with one record in each line.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hstu_attn
+
+__all__ = [
+    "BASELINES",
+    "RESULTS",
+    "ROOT",
+    "Record",
+    "commit_of",
+    "origin",
+    "read_records",
+    "rounded",
+    "write_records",
+]
+
+Record = dict[str, Any]
+BASELINES = ("triton", "flash2", "cudnn")  # implementations that are not this library
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results"
+
+# Instruction sets that make a difference to the kernels, by their names in /proc/cpuinfo.
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+_SOURCES = ("csrc", "hstu_attn", "benchmarks/*.py", "setup.py")
+
+
+def rounded(x: float | None) -> float | None:
+    """With four significant digits."""
+    return None if x is None else float(f"{x:.4g}")
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    found = re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _triton_version() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit_of(root: Path = ROOT) -> str:
+    """The commit of a checkout, with "+" where its sources differ from it, or "unknown".
+
+    `HSTU_ATTN_COMMIT` says what the commit of this tree is where it has no repository.
+    """
+    if root == ROOT and (told := os.environ.get("HSTU_ATTN_COMMIT")):
+        return told
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--", *_SOURCES) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def origin(command: str, commit: str | None = None, gpu: str | None = None) -> Record:
+    """What every record says about the machine, the software and the run.
+
+    Args:
+        command: the command line.
+        commit: of this tree; None asks the repository.
+        gpu: the GPU's name; None for a benchmark of CPUs.
+    """
+    flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
+    return {
+        "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "features": [feature for feature in _FEATURES if feature in flags],
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "cuda": torch.version.cuda,
+        "triton": _triton_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit or commit_of(),
+        "hstu_attn": hstu_attn.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": command,
+    }
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    """A JSON list with one record in each line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+
+
+def read_records(path: Path) -> list[Record]:
+    """What `write_records` wrote."""
+    records: list[Record] = json.loads(path.read_text())
+    return records

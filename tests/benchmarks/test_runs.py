@@ -1,0 +1,294 @@
+"""A small run of each benchmark from its command line to its records, tables and plots.
+
+A `FakeGpu` stands in for the GPU. What the figures are made of is tested in test_counts.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import (
+    attention,
+    cache,
+    cpu,
+    cpu_limits,
+    engine,
+    implementations,
+    layer,
+    paged,
+    plots,
+    report,
+    stack,
+    training_step,
+)
+from benchmarks.cases import Case
+from benchmarks.record import read_records, write_records
+from hstu_attn import hstu_attention
+from tests.helpers.fake_gpu import FakeGpu
+
+ORIGIN = {"benchmark", "cpu", "date", "commit", "hstu_attn", "torch", "python", "command"}
+SMALL = Case(2, 5, 40, 2, 16, torch.float32, mask_name="context + targets")
+STEP = "--batch 2 --length 24 --heads 2 --head-dim 8 --rounds 3 --commit abc"
+
+
+def run(main, tmp_path, arguments, status=0, failing=()):
+    """The records of a run, which is in a file and becomes tables."""
+    path = tmp_path / "records.json"
+    gpu = [] if main in (cpu.main, cpu_limits.main, cache.main, engine.main) else [FakeGpu()]
+    assert main([*arguments.split(), "--json", str(path)], *gpu) == status
+    records = read_records(path)
+    assert all(record.keys() >= ORIGIN for record in records)
+    assert {record["impl"] for record in records if record.get("error")} == set(failing)
+    assert len(report.text(records).splitlines()) > 2
+    return records
+
+
+@pytest.fixture
+def small_cases(monkeypatch):
+    """Tiny cases of every kind in the place of the real ones."""
+    cases = [
+        replace(SMALL, mask_name="causal", shortest=40),
+        SMALL,
+        replace(SMALL, mask_name="causal", shortest=40, group="rab", bias_heads=2),
+        *(replace(SMALL, group="masks", mask_name=name) for name in ("causal", "local", "func")),
+        replace(SMALL, group="host", passes=("host", "host with autograd")),
+    ]
+    monkeypatch.setattr(attention, "attention_cases", lambda head_dims: cases)
+
+
+def kernel(us, operator, name):
+    """A kernel as in a Chrome trace."""
+    arguments = {"External id": operator, "correlation": 1}
+    return {"cat": "kernel", "name": name, "ts": 0, "dur": us, "args": arguments}
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def test_attention(small_cases, tmp_path):
+    records = run(attention.main, tmp_path, "--rounds 2 --impls hstu_attn flash2 --commit abc")
+    assert {r["group"] for r in records} == {"table", "rab", "masks", "host"}
+    assert {r["commit"] for r in records} == {"abc"}
+    for r in records:
+        assert r["rounds"] == 2
+        assert (r["executed_tiles"] is not None) == (r["group"] == "masks")
+        if r["group"] == "host":
+            assert r["host_us"] > 0
+            continue
+        assert r["tflops"] == pytest.approx(r["flops"] / r["ms"] / 1e9, 1e-3)
+        assert r["share_of_matmul"] == pytest.approx(r["tflops"] / 0.5, 1e-3)
+        assert r["peak_memory_bytes"] == 2**20
+    assert {r["case"] for r in records if r["impl"] == "flash2"} == {"2 x 40"}
+    drawn = {path.name for path in plots.draw(tmp_path / "records.json", tmp_path / "plots")}
+    assert drawn == {"roofline.png", "forward-backward-d16.png"}
+
+
+@pytest.mark.parametrize(("broken", "status"), [("triton", 0), ("hstu_attn_sm99", 1)])
+def test_a_failure_leaves_the_others(small_cases, monkeypatch, tmp_path, broken, status):
+    """A wrong result is not timed; only a failure of this library is one of the run."""
+    make = implementations.make
+
+    def wrong(q, k, v, **options):
+        return hstu_attention(q, k, v, **options) * 1.01
+
+    def make_or_break(name):
+        return implementations.Implementation(name, wrong) if name == broken else make(name)
+
+    monkeypatch.setattr(implementations, "make", make_or_break)
+    monkeypatch.setattr(implementations, "is_installed", lambda name: True)
+    attention.make_implementations.cache_clear()
+    command = f"--rounds 2 --cases table --impls hstu_attn {broken}"
+    records = run(attention.main, tmp_path, command, status, [broken])
+    attention.make_implementations.cache_clear()
+    assert all("AssertionError: out: error" in r["error"] for r in records if r["error"])
+    assert all(r["ms"] > 0 for r in records if r["impl"] == "hstu_attn")
+
+
+def test_paged(monkeypatch, tmp_path):
+    monkeypatch.setattr(paged, "APPEND", replace(paged.APPEND, batch=2, history=64, new=64))
+    requests = [paged.Request(32, 50, new, 9, 3, page_size=16) for new in (7, 0)]
+    monkeypatch.setattr(paged, "requests", lambda head_dims: requests)
+    records = run(paged.main, tmp_path, "--rounds 3")
+    forms = ["paged", "graph", "append", "gather", "recompute"]
+    assert [r["impl"] for r in records] == [*forms, *(f for f in forms if f != "append")]
+    assert all(r["us"] >= r["fastest_us"] > 0 and r["append_tbps"] > 0 for r in records)
+    row = report.text(records).splitlines()[-1].split()
+    assert row[:6] == ["32", "50", "0", "9", "3", "16"]
+
+
+def test_stack(monkeypatch, tmp_path):
+    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    sizes = {"layers": 2, "width": 64, "heads": 2, "page_size": 16}
+    scoring = stack.Stack(64, history=40, new=5, candidates=7, batch=3, **sizes)
+    monkeypatch.setattr(stack, "CASES", [scoring, replace(scoring, group=stack.HOST_TIER)])
+    *scored, back = run(paged.main, tmp_path, "--stack --rounds 3")
+    assert [r["impl"] for r in scored] == ["cached", "graph", "recompute"]
+    assert {r["benchmark"] for r in (*scored, back)} == {"stack"}
+    pages = 3 * 3 * 16 * (2 * 2) * (2 * 64) * 2  # three a user; layers, keys and values; bf16
+    assert back["bytes_from_host"] == back["bytes_to_host"] == pages == scoring.page_bytes
+    assert back["returning_us"] <= back["with_evictions_us"]
+    assert back["from_host_gbps"] == pytest.approx(pages / back["copies_us"] / 1e3, 1e-2)
+
+
+def test_rows_that_do_not_come_back_are_caught(monkeypatch):
+    host_tier = pytest.importorskip("hstu_attn.serving.host_tier")
+    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    monkeypatch.setattr(host_tier.HostTier, "_bring_back", lambda self, host_ids, device_ids: [])
+    case = stack.Stack(64, 40, 5, 7, batch=3, page_size=16, heads=2, layers=2, width=64)
+    with pytest.raises(AssertionError, match=r"other outputs of range\(.*\) than before"):
+        stack.measure_returning(case, "cpu", rounds=1)
+
+
+@pytest.mark.slow
+def test_cpu(tmp_path):
+    records = run(cpu.main, tmp_path, "--quick --cases float32 --rounds 1")
+    assert len(records) == 8
+    assert {r["case"] for r in records} == {"3 x 8..48"}
+    assert all(r["ms"] > 0 and r["peak_mib"] >= 0 for r in records)
+    torch._dynamo.reset()
+
+
+def test_cpu_limits(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_limits, "HEAD_DIMS", (8,))
+    monkeypatch.setattr(cpu_limits, "Case", lambda *sizes, **named: SMALL)
+    records = run(cpu_limits.main, tmp_path, "--rounds 1 --cases float32")
+    assert records[0]["impl"] == report.MATMUL
+    assert {r["dtype"] for r in records} == {"float32"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Layers and engines
+# ---------------------------------------------------------------------------------------------
+
+
+def test_layer(monkeypatch, tmp_path):
+    names = {
+        "void hstu::(anonymous namespace)::forward<true>(hstu::Params)": 400,
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_bias_TNN": 300,
+        "gate_backward": 20,
+    }
+    events = layer.PROFILED_ROUNDS * [kernel(us, 1, name) for name, us in names.items()]
+    monkeypatch.setattr(layer, "profile", lambda path, rounds, call: events)
+    records = run(layer.main, tmp_path, f"{STEP} --dim 16 --impls fused fused_recompute composed")
+    assert [r["pass"] for r in records] == 3 * [layer.FORWARD, layer.BOTH, "kernels"]
+    for r in records:
+        if r["pass"] != "kernels":
+            assert r["tflops"] == pytest.approx(r["flops"] / r["ms"] / 1e9, 1e-3)
+            assert (r["kept_memory_bytes"], r["peak_memory_bytes"]) == (2**19, 2**20)
+            continue
+        assert (r["attention_ms"], r["gemm_ms"], r["elementwise_ms"]) == (0.4, 0.3, 0.02)
+        gate = r["kernels"]["gate_backward"]
+        assert gate["bytes"] == 2 * 48 * 16 * (5 + (r["impl"] == "fused_recompute"))
+        assert gate["share_of_copy"] == pytest.approx(gate["bytes"] / 0.02 / 1e9 / 0.01, 1e-3)
+
+
+def test_training_step(monkeypatch, tmp_path):
+    """Each operator of a profile of the CPU gets a kernel that a GPU might have run."""
+    made = {"hstu_attn::hstu_varlen_fwd": 300, "hstu_attn::hstu_varlen_bwd": 700, "aten::mm": 50}
+    profile = training_step.profile
+
+    def with_kernels(path, rounds, call):
+        events = profile(path, rounds, call)
+        kernels = [
+            {**kernel(made[e["name"]], e["args"]["External id"], e["name"]), "ts": 1000 * n}
+            for n, e in enumerate(events)
+            if e["name"] in made
+        ]
+        return [*events, *kernels]
+
+    monkeypatch.setattr(training_step, "profile", with_kernels)
+    sizes = "--items 50 --layers 2 --negatives 8 --impls hstu_attn"
+    found = {r["pass"]: r for r in run(training_step.main, tmp_path, f"{STEP} {sizes}")}
+    assert found["attention forward"]["ms"] == pytest.approx(2 * 0.3)
+    assert found["attention backward"]["ms"] == pytest.approx(2 * 0.7)
+    assert found["attention forward"]["kernels"] == {"hstu_attn::hstu_varlen_fwd": 0.6}
+    products = found["step"]["busy_ms"] - 2.0
+    assert products == pytest.approx(0.05 * round(products / 0.05), abs=1e-3)
+    assert products >= 3 * 4 * 0.05 - 1e-3  # of the layers' linears, at least
+
+
+def test_the_training_step_is_that_of_the_example():
+    import train_retrieval
+
+    ours, theirs = training_step.PARSER.parse_args([]), train_retrieval.parse_arguments([])
+    for name in ("heads", "layers", "dropout", "negatives", "temperature", "clip_norm"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert training_step.width(ours) == theirs.dim
+    first = theirs.learning_rate / theirs.warmup_steps
+    assert first == pytest.approx(training_step.LEARNING_RATE)
+
+
+def test_cache(monkeypatch, tmp_path):
+    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    monkeypatch.setattr(cache, "HISTORIES", ((40, 16),))
+    records = run(cache.main, tmp_path, "--device cpu --batch 3 64 --new 2 --rounds 5")
+    assert [r["batch"] for r in records] == [3, 64]
+    for r in records:
+        assert 0 < r["step_us"] <= r["step_p95_us"]
+        assert 0 < r["engine_us"] <= r["engine_p95_us"]
+
+
+def test_engine(tmp_path):
+    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    sizes = "--layers 2 --width 32 --heads 2 --head-dim 16 --history 40 --candidates 5 --users 6"
+    load = "--max-batch-size 4 --concurrency 1 6 --seconds 0.5 --device cpu"
+    records = run(engine.main, tmp_path, f"{sizes} {load}")
+    forms = [(r["concurrency"], r["graphs"]) for r in records]
+    assert forms == [(1, False), (1, True), (6, False), (6, True)]
+    for r in records:
+        assert 0 < r["p50_ms"] <= r["p95_ms"] <= r["p99_ms"]
+        assert r["graph_share"] == float(r["graphs"])
+        assert 1 <= r["mean_batch"] <= 4
+        assert r["hit_share"] > 0.5
+
+
+# ---------------------------------------------------------------------------------------------
+# Command lines and documents
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [attention, layer, paged, training_step])
+def test_without_a_gpu_it_says_so(module, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="expected an NVIDIA GPU and a CUDA build of torch"):
+        module.main([])
+
+
+def test_an_unknown_case_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cpu.main(["--cases", "nothing"])
+    assert "--cases: expected groups or parts of these: 16 x 32..512 D64" in capsys.readouterr().err
+
+
+def test_a_stored_file_becomes_a_table_of_a_document(tmp_path, monkeypatch):
+    """With what failed in it, and with nothing where nothing is stored."""
+    folder, document = tmp_path / "results/h200", tmp_path / "some.md"
+    folder.mkdir(parents=True)
+    made = {x: partial(report.tables, x, folder=folder.parent) for x in ("attention", "cpu")}
+    monkeypatch.setitem(report.DOCUMENTS, document, made)
+    document.write_text("\n".join(f"<!-- {x}:begin -->\n<!-- {x}:end -->" for x in made))
+    names = ("gpu", "torch", "cuda", "triton", "date", "commit", "command")
+    made_on = {name: name for name in names} | {"benchmark": "attention", "matmul_tflops": 782.0}
+    case = {"group": "table", "case": "4 x 8192", "head_dim": 64, "error": ""}
+    records = [
+        {**made_on, **case, "impl": impl, "pass": direction, "ms": ms, "share_of_matmul": 1.28 / ms}
+        for impl, direction, ms in (
+            *(("hstu_attn", "forward", 2.0), ("triton", "forward", 4.0)),
+            *(("flash2", "forward", 3.0), ("hstu_attn", "backward", 5.0)),
+        )
+    ]
+    failed = {"impl": "triton", "pass": "backward", "ms": None, "error": "RuntimeError: no"}
+    write_records(folder / "some.json", [*records, {**made_on, **case, **failed}])
+    lines = report.render(document).splitlines()
+    assert (
+        "| 4 x 8192 | 64 | 0.64 / 0.26 | 0.32 / failed | 0.43 / - | 2.00 / - | 1.50 / - |" in lines
+    )
+    assert lines.count(report.NOTHING) == 1
+    assert re.match(r"gpu, torch torch, CUDA cuda.*runs at 782 TFLOP/s:", lines[2])

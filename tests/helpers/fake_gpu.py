@@ -1,0 +1,46 @@
+"""The CPU in the place of a GPU, for benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu import Gpu
+
+
+class FakeGpu(Gpu):
+    """Runs what it is given on the CPU and makes up what only a GPU could tell."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.name = "fake"
+
+    def milliseconds(self, call: Callable[[], Any], *, spin: bool = True) -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def host_microseconds(self, call: Callable[[], Any]) -> float:
+        return 1e3 * self.milliseconds(call)
+
+    def captured(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        return call
+
+    def peak_bytes(self, call: Callable[[], Any]) -> int:
+        call()
+        return 2**20
+
+    def held_bytes(self, call: Callable[[], Any]) -> int:
+        call()
+        return 2**19
+
+    def release(self) -> None:
+        pass
+
+    def matmul(self) -> Callable[[], Any]:
+        return lambda: time.sleep(1e-4)
+
+    def limits(self, rounds: int) -> dict[str, float]:
+        return {"matmul_tflops": 0.5, "copy_tbps": 0.01}
