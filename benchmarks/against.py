@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -111,11 +112,12 @@ class Worker:
         # The folder has the package and nothing else, so that benchmarks are those of this tree.
         self._folder = tempfile.TemporaryDirectory(prefix="against-")
         Path(self._folder.name, "hstu_attn").symlink_to(package)
+        paths = [self._folder.name, str(ROOT), os.environ.get("PYTHONPATH")]
         program = "from benchmarks.against import work; work()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program, name, *arguments],
             cwd=self._folder.name,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([self._folder.name, str(ROOT)])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -151,7 +153,8 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # the process may have ended
+            self._process.stdin.close()
         self._process.wait()
         self._folder.cleanup()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import statistics
 import sys
 import traceback
@@ -23,6 +22,7 @@ import torch
 
 from .gpu import Gpu
 from .record import BASELINES, Record, origin, rounded, write_records
+from .report import text
 
 __all__ = ["Benchmark", "Call", "Run", "Variant", "explain", "name_of", "take_turns"]
 
@@ -236,9 +236,7 @@ class Benchmark:
             if run.gpu:
                 run.gpu.release()
         if run.is_first:
-            # The tables are those of the documents, whose module imports this package's others.
-            report = importlib.import_module("benchmarks.report")
-            print("\n" + report.text(records))
+            print("\n" + text(records))
         return int(any(r.get("error") and r.get("impl") not in BASELINES for r in records))
 
     def selected(self, options: argparse.Namespace) -> list[Any]:
