@@ -5,7 +5,8 @@
 #   make serve       serve what it trained, over HTTP                          (SERVE_ARGS="...")
 #   make ranking     train the example that ranks                              (RANKING_ARGS="...")
 #   make install     build the library, and nothing more
-#   make test        run the tests                                             (PYTEST_ARGS="...")
+#   make test        run the tests, in WORKERS=2 processes                     (PYTEST_ARGS="...")
+#   make test-quick  the tests that are not marked slow: under a minute on two cores
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
 #   make lint        what continuous integration checks;  make mypy  the types alone
@@ -31,6 +32,7 @@ DEMO_ARGS ?=
 SERVE_ARGS ?= --data runs/synthetic-movielens/ratings.dat
 RANKING_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 
@@ -38,8 +40,8 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: help demo serve ranking test bench-cpu bench-gpu install cuda lint headers mypy format docs asan \
-  sanitize-cuda wheel wheel-cuda sdist clean
+.PHONY: help demo serve ranking test test-quick bench-cpu bench-gpu install cuda lint headers mypy \
+  format docs asan sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
 help: # the first target, so that it is what `make` alone does
@@ -54,8 +56,14 @@ serve: $(VENV)/.built
 ranking: $(VENV)/.built
 	$(BIN)/python examples/train_ranking.py --resume $(RANKING_ARGS)
 
+# The tests of a module run in one process, so that its fixtures are made once. WORKERS=0 starts none.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
 test: $(VENV)/.built $(VENV)/.torchrec
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-quick: $(VENV)/.built
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 bench-cpu: $(VENV)/.built
 	$(BIN)/python -m benchmarks.cpu

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 _SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
-_skipped_for_gpu = 0
 
 hypothesis.settings.register_profile(
     "suite",
@@ -25,7 +24,8 @@ hypothesis.settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get(_SEED_VARIABLE, "random") in ("", "random"):
         os.environ[_SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
-    torch.set_num_threads(min(torch.get_num_threads(), 4))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, min(torch.get_num_threads() // workers, 4)))
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # counts when triton is first imported
 
@@ -46,10 +46,8 @@ def _why_no_gpu(kernels: bool = True) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global _skipped_for_gpu
     marker = item.get_closest_marker("gpu")
     if marker and (reason := _why_no_gpu(**marker.kwargs)):
-        _skipped_for_gpu += 1
         pytest.skip(reason)
 
 
@@ -90,8 +88,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _skipped_for_gpu:
-        terminalreporter.write_line(f"{_skipped_for_gpu} tests skipped: {_why_no_gpu()}")
+    reason = _why_no_gpu()
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum(reason is not None and reason in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.write_line(f"{count} tests skipped: {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -83,6 +83,7 @@ def test_properties(costs: list[int], num_ranks: int, equal_counts: bool, seed: 
     assert [part.tolist() for part in again] == [part.tolist() for part in parts]
 
 
+@pytest.mark.slow
 def test_ties_depend_on_the_seed_alone() -> None:
     costs = np.full(40, 7)
     divisions = {tuple(map(tuple, balance(costs, 4, seed=seed))) for seed in (0, 0, 1, 2)}

@@ -442,6 +442,7 @@ def test_repeated_items_are_told(tmp_path: Path) -> None:
     assert train_retrieval.share_of_repeats(open_event_log(write_amazon(tmp_path, 2023))) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["amazon", "kuairand"])
 def test_trains_on_them(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [

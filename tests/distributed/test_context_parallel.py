@@ -186,6 +186,7 @@ def test_two_ranks_compute_what_one_does():
     run_ranks(2, _check_masks, list(MASK_NAMES), LENGTHS, dtypes)
 
 
+@pytest.mark.slow
 def test_four_ranks_compute_what_one_does():
     names = ["causal", "full", "local-left", "context-target", "spans-by-head", "func-5-causal"]
     run_ranks(4, _check_masks, names, [0, 131, 1, 3, 7, 6, 64], [torch.float64])

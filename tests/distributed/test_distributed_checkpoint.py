@@ -35,6 +35,7 @@ def part_of_run(run: Run, directory: str, number: int) -> tuple[Any, dict[str, T
     return results, training.parameters(), training.sampler.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "parts",
@@ -73,6 +74,7 @@ def without_a_break(run: Run) -> tuple[Any, dict[str, Tensor]]:
     return [first, training.steps(3)], training.parameters()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
 def test_a_break_changes_nothing(num_ranks: int, strategy: Any, tmp_path: Path) -> None:
     """Bit for bit, on the same ranks."""
@@ -119,6 +121,7 @@ def newest(directory: Path) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_killed_writers(tmp_path: Path) -> None:
     """At each moment of the writing, and while a checkpoint takes the place of one of its step."""
     moments = [  # the moment, in which call, the steps, and the step that is then the newest
@@ -207,6 +210,7 @@ def save_until_a_rank_dies(directory: str) -> None:
         checkpoints.save(step, model_of(step))
 
 
+@pytest.mark.slow
 def test_one_of_two_writers_is_killed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"a rank ended|Connection closed|onnection reset"):
         run_ranks(2, save_until_a_rank_dies, str(tmp_path))
@@ -248,6 +252,7 @@ def break_after(directory: str, first: list[int]) -> list[list[Tensor]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [[], [0], [0, 1]])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_parameters_without_a_step_have_no_state(

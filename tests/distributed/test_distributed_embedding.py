@@ -171,6 +171,7 @@ def test_refuses() -> None:
     assert "mesh must have one dimension, got 2" in run_ranks(2, refuse_mesh)[0]
 
 
+@pytest.mark.slow
 def test_the_library_does_not_import_it() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import hstu_attn, hstu_attn.distributed; "

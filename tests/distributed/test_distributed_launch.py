@@ -15,6 +15,8 @@ from hstu_attn.distributed import RunStopped, World, run, stop_together
 from tests.helpers.distributed_runs import free_port
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def torchrun(how: str, directory: Path, device: str) -> tuple[int, str, float]:
     """The exit code, what was printed, and the seconds from a rank's failure to the end."""

@@ -38,6 +38,7 @@ def close(actual: Any, expected: Any, run: Run, factor: float = 1) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(
     ("number", "dtype"), [(2, torch.float32), (2, torch.float64), (4, torch.float64)]
@@ -56,6 +57,7 @@ def test_training_is_that_of_one_rank(strategy: Any, number: int, dtype: torch.d
         close(rank["parameters"], one["parameters"], run, factor=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

@@ -268,6 +268,7 @@ def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, P
         yield client, out / "best.pt", open_event_log(ratings)
 
 
+@pytest.mark.slow
 def test_ids_of_the_data_that_are_text(amazon: tuple[Client, Path, EventLog]) -> None:
     client, path, log = amazon
     saved = load_model(path, CPU)
@@ -540,6 +541,7 @@ def test_after_closing_it_is_unavailable(checkpoint: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigterm_answers_what_has_arrived(checkpoint: Path) -> None:
     """Requests wait for a batch that never fills; they are answered before the server ends."""
     arguments = ("--max-wait-ms", "1500", "--max-batch-size", "64")
@@ -675,6 +677,7 @@ def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) 
     assert events[:, 1].tolist() == times[known].tolist()
 
 
+@pytest.mark.slow
 def test_the_load_test(
     checkpoint: Path, ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_run_from_end_to_end(
     assert "was made with targets = 6, this run has 5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
     """What users do depends on a mood that changes now and then: only what they did last tells it,
     while rates of items tell nothing and those of users little."""
@@ -174,6 +175,7 @@ def test_trains_on_ratings(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "HSTU " in printed
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_exactly(logs: list[str], tmp_path: Path) -> None:
     def command(out: Path, *more: str) -> list[str]:
         script = str(EXAMPLES / "train_ranking.py")
@@ -223,6 +225,7 @@ def test_steps_written_again_are_shown_once(tmp_path: Path) -> None:
     assert curves(directory) == {}
 
 
+@pytest.mark.slow
 def test_a_nan_loss_stops_and_spoils_nothing(
     logs: list[str],
     tmp_path: Path,

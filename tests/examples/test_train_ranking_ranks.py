@@ -25,6 +25,8 @@ from tests.helpers.distributed_runs import BACKENDS, device_type, free_port, run
 from tests.helpers.paths import EXAMPLES
 from tests.helpers.ranking_ranks import Result, evaluate, history, initial_state, train
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 STEPS = 32
 SMALL = [

@@ -253,6 +253,7 @@ def test_other_files_are_not_taken_for_a_model(tmp_path: Path) -> None:
         load_model(path, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_exactly(ratings: Path, tmp_path: Path) -> None:
     def command(out: Path, *more: str) -> list[str]:
         script = str(EXAMPLES / "train_retrieval.py")
@@ -340,6 +341,7 @@ def test_refuses_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints(
     ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

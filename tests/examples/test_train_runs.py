@@ -105,6 +105,7 @@ def fail(*_: Any, **__: Any) -> Any:
 # --- nothing is replaced --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [None, "checkpoints", "best.pt", "history.json", "metrics.json"])
 def test_a_directory_with_a_run_is_refused(
     left: str | None,
@@ -159,6 +160,7 @@ def test_an_interrupt_leaves_a_run_as_it_was(
     assert files(finished) == after
 
 
+@pytest.mark.slow
 def test_a_start_that_made_nothing_is_no_run(
     example: ModuleType, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_start_that_made_nothing_is_no_run(
     assert json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 0
 
 
+@pytest.mark.slow
 def test_best_changes_only_for_a_better_one(
     ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +226,7 @@ def test_best_changes_only_for_a_better_one(
 # --- a full disk ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoilt", "named"),
     [
@@ -260,6 +264,7 @@ def test_a_full_disk_is_said_with_the_path(
     assert len(json.loads((out / "history.json").read_text())["losses"]) == STEPS
 
 
+@pytest.mark.slow
 def test_a_full_disk_for_preprocessed_data(
     example: ModuleType, ratings: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +311,7 @@ def test_a_full_disk_keeps_the_former_best(
     assert (finished / "best.pt").read_bytes() == worse
 
 
+@pytest.mark.slow
 def test_the_curves_of_tensorboard_say_where_the_disk_is_full(tmp_path: Path) -> None:
     """Their writer is a thread, which has nothing to add."""
     program = (
@@ -475,6 +481,7 @@ def test_choices_are_those_of_the_library() -> None:
 # --- a finished run -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_trained_on(
     example: ModuleType,
     finished: Path,
@@ -546,6 +553,7 @@ def test_epochs_are_raised(ratings: Path, tmp_path: Path) -> None:
 # --- baselines ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_baselines_show_a_total_and_can_be_left_out(
     example: ModuleType, ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -205,6 +205,7 @@ def assert_same(compiled: Callable[..., Tensor], function: Any, arguments: Argum
         assert gradient.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compile_with_dynamic_sizes(name):
     """One graph, no break, and no second compilation for other sizes."""
@@ -255,6 +256,7 @@ def block_arguments(lengths: list[int]) -> Arguments:
     return torch.randn(sum(lengths), 32), offsets(lengths), targets, max(lengths)
 
 
+@pytest.mark.slow
 def test_compile_with_inductor():
     """Generated code around the operator, for three batches of other sizes."""
     block = Block()
@@ -346,6 +348,7 @@ def test_export_survives_saving(tmp_path):
         assert torch.equal(loaded.module()(*arguments), model(*arguments))
 
 
+@pytest.mark.slow
 def test_ahead_of_time_package(tmp_path):
     model, program = exported()
     path = torch._inductor.aoti_compile_and_package(

@@ -536,6 +536,7 @@ assert out.shape == q.shape and rab is None
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("fbgemm_gpu") is None, reason="needs fbgemm_gpu")
 @pytest.mark.parametrize(
     "imports",
@@ -548,6 +549,7 @@ def test_beside_fbgemm_gpu(imports):
     run(f"{imports}\n{USE}")
 
 
+@pytest.mark.slow
 def test_nothing_is_registered_without_the_import():
     run(
         "import hstu_attn, torch\n"
@@ -556,6 +558,7 @@ def test_nothing_is_registered_without_the_import():
     )
 
 
+@pytest.mark.slow
 def test_operators_of_fbgemm_stay():
     """Where one of the four is there already, it is left alone and the others are added."""
     run(
@@ -570,6 +573,7 @@ def test_operators_of_fbgemm_stay():
     )
 
 
+@pytest.mark.slow
 def test_in_place_of_the_package_hstu():
     """The imports of TorchEasyRec and recsys-examples, unchanged."""
     run(
@@ -584,6 +588,7 @@ def test_in_place_of_the_package_hstu():
     )
 
 
+@pytest.mark.slow
 def test_another_package_hstu_is_not_replaced(tmp_path):
     (tmp_path / "hstu").mkdir()
     (tmp_path / "hstu" / "__init__.py").write_text("")

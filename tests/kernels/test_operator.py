@@ -99,6 +99,7 @@ def test_many_tiny_sequences(device):
     check_against_reference(hstu_attention, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["rab", "position-time"])
 def test_one_long_sequence_among_short_ones(device, bias):
     batch = make_batch(
@@ -426,6 +427,7 @@ print("all as in the reference")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
 def test_instruction_set(isa):
     """The variable caps the instruction set; what the machine lacks falls back to what it has."""

@@ -109,6 +109,7 @@ def test_gradients_by_differences(changes):
     assert torch.autograd.gradcheck(call, (x, *parameters.values()), fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("frozen", [["uvqk"], ["output"], ["input_norm", "uvqk", "output"]])
@@ -444,6 +445,7 @@ def operator_arguments(config: HSTULayerConfig, names: set[str]) -> tuple[Any, .
     return seen[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "names"),
     [

@@ -125,6 +125,7 @@ def differentiable(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [output for output in outputs if output.is_floating_point()]
 
 
+@pytest.mark.slow
 @every_function
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_with_dynamic_sizes(function, arguments):
@@ -146,6 +147,7 @@ def test_compile_with_dynamic_sizes(function, arguments):
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_with_inductor():
     """Generated code for the whole way from parts to rows for a layer, forward and backward."""

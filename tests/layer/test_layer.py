@@ -361,6 +361,7 @@ def test_empty_batches() -> None:
             output.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, RMS_NORMS], ids=["layer norms", "rms norms"])
 def test_compiled_stack_is_the_same(changes: dict[str, Any]) -> None:
     stack = HSTUStack(replace(RESEARCH, output_dropout_ratio=0.0, **changes), 2)

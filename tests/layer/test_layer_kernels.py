@@ -157,6 +157,7 @@ def plain_gate(
     return y if kept is None else y * kept.flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", CONCATENATIONS, ids="-".join)
 @pytest.mark.parametrize(
     ("groups", "centered"), [(1, True), (3, True), (1, False)], ids=["layer", "group", "rms"]

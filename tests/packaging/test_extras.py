@@ -95,6 +95,7 @@ for name in names:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", WHAT_IT_IS_FOR)
 def test_an_extra_suffices_for_what_it_is_named_after(extra: str) -> None:
     names = WHAT_IT_IS_FOR[extra]
@@ -103,6 +104,7 @@ def test_an_extra_suffices_for_what_it_is_named_after(extra: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_what_an_extra_does_not_bring_is_absent() -> None:
     ended = import_with("serving", ["hstu_attn.data"])
     assert "No module named 'tqdm'" in ended.stderr

@@ -128,6 +128,7 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
     assert report["FAILED"].startswith("cpu: the forward fails: out: error ")
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module_with_torch_alone():
     script = """
 import runpy, sys
@@ -148,6 +149,7 @@ runpy.run_module("hstu_attn.info", run_name="__main__")
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkout", [True, False], ids=["in a checkout", "installed"])
 def test_a_missing_library(tmp_path, checkout):
     """As from a checkout's folder after `pip install .`, where Python imports the sources."""

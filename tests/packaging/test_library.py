@@ -282,6 +282,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_import_needs_torch_alone():
     """With everything but torch and its own needs hidden, the operator runs."""
     import subprocess

@@ -83,6 +83,7 @@ def installed(address: str, target: Path, *options: str, **environment: str) -> 
     return info.name.removeprefix("torch-").removesuffix(".dist-info")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_pip_takes_the_cpu_build(
     indexes: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +96,7 @@ def test_without_a_gpu_pip_takes_the_cpu_build(
     assert installed(address, tmp_path / "with", *options) == f"{PINNED}+cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("path", ["", "/absent"], ids=["no answer", "no such page"])
 def test_the_size_is_said_where_the_cpu_build_cannot_be_reached(

@@ -99,6 +99,7 @@ def test_there_are_blocks_that_print() -> None:
     assert all("print(" in block for _, block in PYTHON)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     [

@@ -78,6 +78,7 @@ class Sent:
     future: Future[Tensor]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "graphs"),
     [

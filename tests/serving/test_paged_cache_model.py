@@ -286,12 +286,14 @@ class CacheMachine(RuleBasedStateMachine):
             check_rows(host_cache(self.cache), table.host_pages(user), tokens)
 
 
+@pytest.mark.slow
 def test_random_operations_against_a_model():
     run_state_machine_as_test(
         CacheMachine, settings=settings(max_examples=100, stateful_step_count=200)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_pages", "host_pages"), [(7, None), (7, 0), (7, 6), (12, 30)])
 def test_many_operations_against_a_model(num_pages, host_pages):
     """The same for longer, and with more steps that find users."""

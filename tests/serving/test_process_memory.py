@@ -63,6 +63,7 @@ def growth_in_mib(call: str, calls: int, bias: str = "") -> float:
     return float(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "bias"),
     [("forward", ""), ("backward", ""), ("backward", "rab"), ("train", "position-time")],
@@ -91,6 +92,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_no_matrix_of_n_by_n():
     """At length 20000 one fp32 matrix of scores would take 1526 MiB, the results take 10."""
     result = subprocess.run(
@@ -115,6 +117,7 @@ for length in (16, 48, 112):  # whole vectors, half a tile of AMX
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scratch_may_hold_anything(dtype):
     """glibc fills new memory with bytes of 0x7f: huge numbers, which make NaN if they are read."""
