@@ -10,9 +10,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 
+#include "common/not_implemented.h"
 #include "params.h"
 #include "scheduler/split_kv.h"
 
@@ -43,13 +43,6 @@ struct CudaLaunch {
   int sm_margin = 0;           // multiprocessors to leave free
   bool deterministic = false;  // backward: bitwise repeatable
   void* workspace = nullptr;   // device memory, aligned to 256 bytes, uninitialized
-};
-
-// NOTE: torch's stable ABI turns this into a RuntimeError; hstu_attn/ops.py turns that into
-// NotImplementedError by its text.
-struct NotImplemented : std::runtime_error {
-  explicit NotImplemented(const std::string& text)
-      : std::runtime_error("NotImplementedError: " + text) {}
 };
 
 // How a call of the forward runs: decided once, and handed on.

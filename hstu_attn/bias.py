@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from .fx import Proxy
 
 __all__ = [
     "Bias",
@@ -34,20 +32,16 @@ class DenseBias:
             `i` and the key at position `j`. The number of heads must be a multiple of the number of
             bias heads; head `x` uses bias head `x // (heads / bias heads)`. If it requires a
             gradient it gets one, of the same shape, 0 outside the mask.
+
+    Raises:
+        ValueError: if there is no tensor. Shape and dtype are checked by the call.
     """
 
     rab: Tensor
 
     def __post_init__(self) -> None:
-        if isinstance(self.rab, Proxy):
-            return  # checked when the traced graph runs
-        if not isinstance(self.rab, Tensor):
-            raise ValueError(f"rab: expected a tensor, got {type(self.rab).__name__}")
-        if self.rab.dim() != 4:
-            raise ValueError(
-                "rab: expected shape (batch, bias heads, max_seqlen_k, max_seqlen_k), got "
-                f"{tuple(self.rab.shape)}"
-            )
+        if self.rab is None:
+            raise ValueError("rab: expected a tensor, got None")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,31 +64,19 @@ class RelativeBias:
             clamped to the last bucket. Left out, it is `floor(ln(max(d, 1)) / 0.301)`, exactly.
 
     Raises:
-        ValueError: if no table is given, or one without what it needs.
+        ValueError: if no table is given, or times without their table. Shapes, dtypes and whether
+            a table has its times are checked by the call.
     """
 
     pos_weight: Tensor | None = None
     ts_weight: Tensor | None = None
     timestamps: Tensor | None = None
     row_timestamps: Tensor | None = None
-    thresholds: Tensor | None = field(default=None)
+    thresholds: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.pos_weight is None and self.ts_weight is None:
             raise ValueError("pos_weight: expected pos_weight or ts_weight or both, got neither")
-        if isinstance(self.pos_weight, Proxy) or isinstance(self.ts_weight, Proxy):
-            return  # checked when the traced graph runs
-        for name, table in (("pos_weight", self.pos_weight), ("ts_weight", self.ts_weight)):
-            if table is not None and table.dim() != 2:
-                raise ValueError(
-                    f"{name}: expected shape (1 or a divisor of heads, entries), got "
-                    f"{tuple(table.shape)}"
-                )
-        if self.pos_weight is not None and self.pos_weight.shape[1] % 2 == 0:
-            raise ValueError(
-                "pos_weight: expected an odd number of entries 2R - 1, got "
-                f"{self.pos_weight.shape[1]}"
-            )
         if self.ts_weight is None:
             for name, value in (
                 ("timestamps", self.timestamps),
@@ -103,12 +85,6 @@ class RelativeBias:
             ):
                 if value is not None:
                     raise ValueError(f"{name}: expected None without ts_weight, got a tensor")
-            return
-        if self.timestamps is None:
-            raise ValueError("timestamps: expected an int64 tensor with ts_weight, got None")
-        if self.thresholds is None:
-            thresholds = default_thresholds_tensor(self.ts_weight.device)
-            object.__setattr__(self, "thresholds", thresholds)
 
 
 Bias = DenseBias | RelativeBias

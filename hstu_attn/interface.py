@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import ops
-from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor
+from .bias import Bias
+from .call import bias_tensors, make_call
 from .fx import Proxy, record_call
 from .mask import Mask
 from .paged import PagedKV
 
 __all__ = [
     "clamped_attention",
+    "fbgemm_bias",
+    "fbgemm_mask",
     "hstu_attention",
     "hstu_attn_qkvpacked_func",
     "hstu_attn_varlen_func",
+    "with_contiguous_rows",
 ]
-
-_FULL = Mask.full()
-_QUANT_MODES = {
-    0: "plain cast",
-    1: "per row",
-    2: "per block",
-    3: "per sequence and head",
-    4: "per sequence",
-    5: "per tensor",
-}
 
 
 def hstu_attention(
@@ -109,10 +102,7 @@ def hstu_attention(
     """
     if isinstance(q, Proxy):
         return record_call(hstu_attention, (q,), **locals())
-    return _attention(
-        q,
-        k,
-        v,
+    call = make_call(
         cu_seqlens_q,
         max_seqlen_q,
         cu_seqlens_k,
@@ -124,14 +114,23 @@ def hstu_attention(
         alpha,
         scaling_seqlen,
         attn_scale,
-        paged_kv,
         quant_mode,
         deterministic,
         sm_margin,
     )
+    pages = ops.NO_PAGES if paged_kv is None else paged_kv.arguments
+    return ops.attention(q, k, v, call, bias_tensors(bias), pages)
 
 
-def clamped_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+def clamped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Bias | Tensor | None = None,
+    paged_kv: PagedKV | None = None,
+    **arguments: Any,
+) -> Tensor:
     """`hstu_attention` for the functions that users of other libraries know.
 
     It accepts on every device what those libraries' GPU kernels accept, and differs from
@@ -151,10 +150,12 @@ def clamped_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tens
 
     Args:
         q, k, v: as for `hstu_attention`, in any strides.
-        arguments: the keyword arguments of `hstu_attention`.
+        bias, paged_kv, arguments: the keyword arguments of `hstu_attention`.
     """
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
-    return _attention(q, k, v, **arguments, strict=False)
+    call = make_call(bias=bias, **arguments, strict=False)
+    pages = ops.NO_PAGES if paged_kv is None else paged_kv.arguments
+    return ops.attention(q, k, v, call, bias_tensors(bias), pages)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
@@ -162,65 +163,6 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.dim() == 0 or x.stride(-1) == 1:
         return x
     return x.contiguous()
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    mask: Mask | None = None,
-    bias: Bias | Tensor | None = None,
-    alpha: float = 1.0,
-    scaling_seqlen: int = -1,
-    attn_scale: Tensor | None = None,
-    paged_kv: PagedKV | None = None,
-    quant_mode: int = -1,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    strict: bool = True,
-) -> Tensor:
-    """`hstu_attention`, or with `strict=False` what `clamped_attention` says."""
-    if mask is None:
-        mask = _FULL
-    elif not isinstance(mask, Mask):
-        raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
-    biases, times = bias_arguments(bias)
-    _check_call(q, attn_scale, quant_mode)
-    geometry = _geometry(
-        cu_seqlens_q,
-        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        max_seqlen_q,
-        max_seqlen_q if max_seqlen_k is None else max_seqlen_k,
-        scaling_seqlen,
-        attn_scale,
-        alpha,
-        mask,
-    )
-    if paged_kv is None:
-        pages: tuple[Any, ...] = ops.NO_PAGES
-    else:
-        pages = (
-            paged_kv.kv_cache,
-            paged_kv.page_offsets,
-            paged_kv.page_ids,
-            paged_kv.last_page_lens,
-            paged_kv.kv_scales,
-        )
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = (quant_mode, None, None, None, deterministic, sm_margin, strict)
-    try:
-        return ops.attention(q, k, v, geometry, biases, times, pages, options)
-    except (AttributeError, RuntimeError, TypeError):
-        explain_types({"q": q, "k": k, "v": v}, geometry, biases)
-        raise
 
 
 def hstu_attn_varlen_func(
@@ -314,8 +256,8 @@ def hstu_attn_varlen_func(
         max_seqlen_k=max_seqlen_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
-        mask=_fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func),
-        bias=_fbgemm_bias(rab, has_drab),
+        mask=fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func),
+        bias=fbgemm_bias(rab, has_drab),
         alpha=alpha,
         scaling_seqlen=scaling_seqlen,
         paged_kv=paged_kv,
@@ -353,93 +295,28 @@ def hstu_attn_qkvpacked_func(
         return record_call(hstu_attn_qkvpacked_func, (qkv,), **locals())
     _check_qkv(qkv)
     qkv = with_contiguous_rows(qkv)
-    mask = _fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func)
-    biases, times = bias_arguments(_fbgemm_bias(rab, bool(has_drab)))
-    _check_call(qkv, None, -1)
-    geometry = _geometry(
+    bias = fbgemm_bias(rab, bool(has_drab))
+    call = make_call(
         cu_seqlens_q,
+        max_seqlen_q,
         cu_seqlens_k,
+        max_seqlen_k,
         seqused_q,
         seqused_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scaling_seqlen,
-        None,
-        alpha,
-        mask,
+        fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func),
+        alpha=alpha,
+        scaling_seqlen=scaling_seqlen,
+        strict=False,
     )
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (-1, None, None, None, deterministic, 0, False)
-    try:
-        return ops.attention_packed(qkv, geometry, biases, times, options)
-    except (AttributeError, RuntimeError, TypeError):
-        explain_types({"qkv": qkv}, geometry, biases)
-        raise
+    return ops.attention_packed(qkv, call, bias_tensors(bias))
 
 
 # ---------------------------------------------------------------------------------------------
-# From the public arguments to the operator's
+# From FBGEMM's arguments to this library's
 # ---------------------------------------------------------------------------------------------
 
 
-def _geometry(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scaling_seqlen: int,
-    attn_scale: Tensor | None,
-    alpha: float,
-    mask: Mask,
-) -> ops.Geometry:
-    left, right = mask.window_size
-    if mask.func_causal:
-        right = 0
-    return (
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scaling_seqlen,
-        attn_scale,
-        alpha,
-        mask.num_contexts,
-        mask.num_targets,
-        mask.target_group_size,
-        left,
-        right,
-        mask.min_full_attn_seq_len,
-        mask.row_spans,
-        mask.func,
-    )
-
-
-def bias_arguments(
-    bias: Bias | Tensor | None,
-) -> tuple[ops.Biases, tuple[Tensor | None, ...]]:
-    """`((rab, pos_weight, ts_weight), (timestamps, row_timestamps, thresholds))`."""
-    if bias is None:
-        return ops.NO_BIASES, ops.NO_TIMES
-    if isinstance(bias, RelativeBias):
-        thresholds = bias.thresholds
-        if thresholds is None and bias.ts_weight is not None:
-            thresholds = default_thresholds_tensor(bias.ts_weight.device)
-        tables = (None, bias.pos_weight, bias.ts_weight)
-        return tables, (bias.timestamps, bias.row_timestamps, thresholds)
-    if isinstance(bias, DenseBias):
-        return (bias.rab, None, None), ops.NO_TIMES
-    if isinstance(bias, Tensor):
-        return (bias, None, None), ops.NO_TIMES
-    raise ValueError(
-        f"bias: expected a DenseBias, a RelativeBias, a tensor or None, got {type(bias).__name__}"
-    )
-
-
-def _fbgemm_mask(
+def fbgemm_mask(
     num_contexts: Tensor | None,
     num_targets: Tensor | None,
     target_group_size: int | None,
@@ -455,7 +332,7 @@ def _fbgemm_mask(
     return Mask(func=func, func_causal=window == (-1, 0))
 
 
-def _fbgemm_bias(rab: Tensor | None, has_drab: bool) -> Tensor | None:
+def fbgemm_bias(rab: Tensor | None, has_drab: bool) -> Tensor | None:
     if rab is None:
         if has_drab:
             raise ValueError("rab: expected a tensor with has_drab=True, got None")
@@ -463,80 +340,8 @@ def _fbgemm_bias(rab: Tensor | None, has_drab: bool) -> Tensor | None:
     return rab if has_drab else rab.detach()
 
 
-# ---------------------------------------------------------------------------------------------
-# Checks that the operator cannot make
-# ---------------------------------------------------------------------------------------------
-
-
-def _check_call(q: Tensor, attn_scale: Tensor | None, quant_mode: int) -> None:
-    if quant_mode != -1:
-        _refuse_quant_mode(quant_mode)
-    if attn_scale is not None:
-        _check_attn_scale(attn_scale)
-    if not ops.has_cuda_kernels() and isinstance(q, Tensor) and q.is_cuda:
-        raise NotImplementedError(
-            f"q: this build of hstu_attn has no CUDA kernels, got a tensor on {q.device}; build it "
-            "with HSTU_ATTN_CUDA=1 and a CUDA toolkit"
-        )
-
-
-def _check_attn_scale(attn_scale: Tensor) -> None:
-    if not isinstance(attn_scale, Tensor):
-        raise ValueError(f"attn_scale: expected a tensor, got {type(attn_scale).__name__}")
-    if attn_scale.requires_grad:
-        raise ValueError(
-            "attn_scale: expected a tensor that does not require a gradient (it gets none), got "
-            "requires_grad=True"
-        )
-
-
-def _refuse_quant_mode(quant_mode: int) -> None:
-    if quant_mode not in _QUANT_MODES:
-        raise ValueError(
-            f"quant_mode: expected -1 or one of {sorted(_QUANT_MODES)}, got {quant_mode}"
-        )
-    raise NotImplementedError(
-        f"quant_mode: {quant_mode} ({_QUANT_MODES[quant_mode]}) needs FP8 kernels, which are not "
-        "built; only -1 (no quantisation) is"
-    )
-
-
 def _check_qkv(qkv: Tensor) -> None:
     if not isinstance(qkv, Tensor):
         raise ValueError(f"qkv: expected a tensor, got {type(qkv).__name__}")
     if qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv: expected shape (total, 3, heads, D), got {tuple(qkv.shape)}")
-
-
-_INT_FIELDS = {
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "scaling_seqlen",
-    "target_group_size",
-    "window_left",
-    "window_right",
-    "min_full_attn_seq_len",
-}
-_REQUIRED_TENSORS = {"cu_seqlens_q", "cu_seqlens_k"}
-
-
-def explain_types(tensors: dict[str, Any], geometry: ops.Geometry, biases: tuple[Any, ...]) -> None:
-    """After a failed call: a ValueError if an argument is of a type that the operator cannot take.
-
-    Here rather than before the call, which is the hot path.
-    """
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
-    for name, value in zip(("rab", "pos_weight", "ts_weight"), biases, strict=True):
-        if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"{name}: expected a tensor or None, got {type(value).__name__}")
-    for name, value in zip(ops.GEOMETRY, geometry, strict=True):
-        if name == "alpha":
-            if not isinstance(value, (int, float)):
-                raise ValueError(f"alpha: expected a float, got {type(value).__name__}")
-        elif name in _INT_FIELDS:
-            if not isinstance(value, (int, torch.SymInt)):
-                raise ValueError(f"{name}: expected an int, got {type(value).__name__}")
-        elif not isinstance(value, Tensor) and (value is not None or name in _REQUIRED_TENSORS):
-            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from .bias import RelativeBias
 from .cached import CachedRows
+from .call import bias_tensors, bias_times
 from .fused import operator as fused
-from .interface import bias_arguments, hstu_attention
+from .interface import hstu_attention
 from .jagged import jagged_positions
 from .layer_config import HSTULayerConfig
 from .layer_math import ComposedSteps, Weights, hstu_unit
@@ -207,7 +208,8 @@ class HSTULayer(nn.Module):
         mask = self._mask(seq_offsets, num_targets, num_contexts, context)
         bias = self._bias(timestamps, row_timestamps)
         if context is None and self._is_fused(x):
-            (_, pos_weight, ts_weight), (times, row_times, thresholds) = bias_arguments(bias)
+            _, pos_weight, ts_weight = bias_tensors(bias)
+            times, row_times, thresholds = bias_times(bias)
             return fused.hstu_layer(
                 x,
                 self._weights(pos_weight, ts_weight),

@@ -15,21 +15,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .call import NO_BIAS, AttentionCall, BiasTensors
+
 __all__ = [
-    "GEOMETRY",
     "LIBRARY_PATH",
-    "Biases",
-    "Geometry",
     "append_paged_kv",
     "attention",
     "attention_backward",
     "attention_gradients",
     "attention_packed",
+    "check_build",
+    "explain_types",
     "has_cuda_kernels",
 ]
 
@@ -42,42 +43,13 @@ SINGLE_BACKWARD = (
     "(create_graph=True is not supported)"
 )
 
+# The arguments of the forward operator are those that get gradients, the fields of AttentionCall,
+# and the pages; the backward operator has no pages.
+_GRADIENTS = slice(0, 6)  # q, k, v, rab, pos_weight, ts_weight
+_RAB, _TABLES = 3, slice(4, 6)
+_KV_CACHE = _GRADIENTS.stop + len(AttentionCall._fields)
 
-# The arguments of the forward operator between `v` and `rab`, in the schema's order. Their values
-# travel as a plain tuple, which takes a fifth of the time of a named one to make.
-GEOMETRY = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "scaling_seqlen",
-    "attn_scale",
-    "alpha",
-    "num_contexts",
-    "num_targets",
-    "target_group_size",
-    "window_left",
-    "window_right",
-    "min_full_attn_seq_len",
-    "row_spans",
-    "func",
-)
-Geometry: TypeAlias = tuple[Any, ...]
-Biases: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-# Positions in the forward schema: q, k, v, the geometry, then the three biases.
-_Q, _K, _V = 0, 1, 2
-_RAB = 3 + len(GEOMETRY)
-_POS, _TS = _RAB + 1, _RAB + 2
-_TIMES = slice(_TS + 1, _TS + 4)  # timestamps, row_timestamps, ts_thresholds
-_PAGED = slice(_TS + 4, _TS + 9)  # kv_cache, page_offsets, page_ids, last_page_lens, kv_scales
-_OPTIONS = slice(_TS + 9, _TS + 16)  # quant_mode, 3 descales, deterministic, sm_margin, strict
-_NUM_ARGS = _TS + 16
-
-NO_BIASES: Biases = (None, None, None)
-NO_TIMES: tuple[None, ...] = (None,) * 3
+# kv_cache, page_offsets, page_ids, last_page_lens, kv_scales
 NO_PAGES: tuple[None, ...] = (None,) * 5
 
 
@@ -168,21 +140,18 @@ def _check_devices(schema: torch.FunctionSchema, args: tuple[Any, ...], like: st
 
 def _fwd_fake(*args: Any) -> Tensor:
     _check_devices(torch.ops.hstu_attn.hstu_varlen_fwd.default._schema, args)
-    q: Tensor = args[_Q]
-    v: Tensor = args[_V]
-    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    q, _, v, *_ = args
+    out: Tensor = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    return out
 
 
 def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
     _check_devices(torch.ops.hstu_attn.hstu_varlen_bwd.default._schema, args)
-    q: Tensor = args[1 + _Q]
-    k, v = args[1 + _K], args[1 + _V]
-    rab, pos_weight, ts_weight = args[1 + _RAB], args[1 + _POS], args[1 + _TS]
-    has_drab, has_dtables = args[-2:]
+    _, q, k, v, rab, pos_weight, ts_weight, *_, has_drab, has_dtables = args
 
     def table_gradient(table: Tensor | None) -> Tensor:
         if not has_dtables or table is None:
-            return q.new_empty((0,))
+            return q.new_empty((0,))  # type: ignore[no-any-return]
         return table.new_empty(table.shape, dtype=torch.float)
 
     return (
@@ -223,22 +192,17 @@ def _fwd_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     args = list(ctx.inputs)
     for slot, tensor in zip(ctx.tensor_slots, ctx.saved_tensors, strict=True):
         args[slot] = tensor
-    if args[_PAGED][0] is not None:
+    if args[_KV_CACHE] is not None:
         raise NotImplementedError(_NO_PAGED_GRADIENTS)
     needs = ctx.needs_input_grad
-    has_dtables = needs[_POS] or needs[_TS]
     gradients = torch.ops.hstu_attn.hstu_varlen_bwd(
-        dout.contiguous(),
-        *args[: _PAGED.start],
-        *args[_OPTIONS],
-        needs[_RAB],
-        has_dtables,
+        dout.contiguous(), *args[:_KV_CACHE], needs[_RAB], any(needs[_TABLES])
     )
-    result: list[Tensor | None] = [None] * _NUM_ARGS
-    for slot, gradient in zip((_Q, _K, _V, _RAB, _POS, _TS), gradients, strict=True):
-        if needs[slot]:
-            result[slot] = gradient.to(args[slot].dtype)
-    return tuple(result)
+    wanted = zip(needs[_GRADIENTS], gradients, args[_GRADIENTS], strict=True)
+    return (
+        *(gradient.to(value.dtype) if needed else None for needed, gradient, value in wanted),
+        *(None for _ in args[_GRADIENTS.stop :]),
+    )
 
 
 def _no_second_gradients(ctx: Any, *_: Tensor) -> None:
@@ -318,33 +282,20 @@ class _Attention(torch.autograd.Function):
         rab: Tensor | None,
         pos_weight: Tensor | None,
         ts_weight: Tensor | None,
-        rest: tuple[Geometry, Sequence[Any], Sequence[Any]],
+        call: AttentionCall,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
-        ctx.rest = geometry, times, options = rest
-        biases = rab, pos_weight, ts_weight
-        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
+        ctx.call = call
+        return _call(_fwd, q, k, v, rab, pos_weight, ts_weight, *call, *NO_PAGES)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         # NOTE: each access unpacks all of them, which activation checkpointing allows once.
-        q, k, v, rab, pos_weight, ts_weight = saved = ctx.saved_tensors
-        geometry, times, options = ctx.rest
-        _, _, _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
+        *_, pos_weight, ts_weight = saved = ctx.saved_tensors
+        _, _, _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
+        dout_rows = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dk, dv, drab, dpos, dts = _call(
-            _bwd,
-            dout if dout.stride(-1) == 1 else dout.contiguous(),
-            q,
-            k,
-            v,
-            *geometry,
-            rab,
-            pos_weight,
-            ts_weight,
-            *times,
-            *options,
-            has_drab,
-            has_dpos or has_dts,
+            _bwd, dout_rows, *saved, *ctx.call, has_drab, has_dpos or has_dts
         )
         gradients: Sequence[Tensor | None] = (
             dq,
@@ -369,28 +320,23 @@ class _AttentionPacked(torch.autograd.Function):
         rab: Tensor | None,
         pos_weight: Tensor | None,
         ts_weight: Tensor | None,
-        rest: tuple[Geometry, Sequence[Any], Sequence[Any]],
+        call: AttentionCall,
     ) -> Tensor:
         ctx.save_for_backward(qkv, rab, pos_weight, ts_weight)
-        ctx.rest = geometry, times, options = rest
-        q, k, v = qkv.unbind(1)
-        biases = rab, pos_weight, ts_weight
-        return _call(_fwd, q, k, v, *geometry, *biases, *times, *NO_PAGES, *options)
+        ctx.call = call
+        return _call(_fwd, *qkv.unbind(1), rab, pos_weight, ts_weight, *call, *NO_PAGES)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         # NOTE: as above, one access.
         qkv, rab, pos_weight, ts_weight = saved = ctx.saved_tensors
-        geometry, times, options = ctx.rest
-        _, has_drab, has_dpos, has_dts, *_ = ctx.needs_input_grad
+        _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         drab, dpos, dts = attention_backward(
             dout if dout.stride(-1) == 1 else dout.contiguous(),
             qkv.unbind(1),
-            geometry,
+            ctx.call,
             (rab, pos_weight, ts_weight),
-            times,
-            options,
             dqkv.unbind(1),
             (has_drab, has_dpos, has_dts),
         )
@@ -405,118 +351,165 @@ class _AttentionPacked(torch.autograd.Function):
         return (*gradients, None)
 
 
+# ---------------------------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------------------------
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    geometry: Geometry,
-    biases: Biases,
-    times: Sequence[Any],
-    pages: Sequence[Any],
-    options: Sequence[Any],
+    call: AttentionCall,
+    bias: BiasTensors = NO_BIAS,
+    pages: Sequence[Tensor | None] = NO_PAGES,
 ) -> Tensor:
     """One call of the operator, with gradients where an input requires one.
 
     Args:
         q, k, v: `(total, heads, head dim)`.
-        geometry: lengths, scale and mask.
-        biases: `(rab, pos_weight, ts_weight)`.
-        times: `(timestamps, row_timestamps, ts_thresholds)`.
-        pages: `(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales)`.
-        options: `(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin, strict)`.
-            Where values are checked (a CPU, or `HSTU_ATTN_CHECK=1`), `strict` makes an error of the
-            counts and lengths that the kernels clamp: see `interface.clamped_attention`.
+        call: what the layers of a batch share.
+        bias: `(rab, pos_weight, ts_weight)`.
+        pages: `PagedKV.arguments`.
+
+    Returns:
+        `(total_q, heads, Dv)`, contiguous, of q's dtype.
+
+    Raises:
+        ValueError, NotImplementedError: as `hstu_attention`.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.hstu_attn.hstu_varlen_fwd(  # type: ignore[no-any-return]
-            q, k, v, *geometry, *biases, *times, *pages, *options
-        )
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or _any_requires_grad(biases)
-    ):
-        if pages[0] is not None:
-            raise NotImplementedError(_NO_PAGED_GRADIENTS)
-        return _Attention.apply(  # type: ignore[no-any-return]
-            q, k, v, *biases, (geometry, times, options)
-        )
-    return _call(_fwd, q, k, v, *geometry, *biases, *times, *pages, *options)
+    try:
+        check_build(q)
+        if torch.compiler.is_compiling():
+            return torch.ops.hstu_attn.hstu_varlen_fwd(  # type: ignore[no-any-return]
+                q, k, v, *bias, *call, *pages
+            )
+        if torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or _any_requires_grad(bias)
+        ):
+            if pages[0] is not None:
+                raise NotImplementedError(_NO_PAGED_GRADIENTS)
+            return _Attention.apply(q, k, v, *bias, call)  # type: ignore[no-any-return]
+        return _call(_fwd, q, k, v, *bias, *call, *pages)
+    except (AttributeError, RuntimeError, TypeError):
+        op = torch.ops.hstu_attn.hstu_varlen_fwd.default
+        explain_types(op, q, k, v, *bias, *call, *pages)
+        raise
+
+
+def attention_packed(qkv: Tensor, call: AttentionCall, bias: BiasTensors = NO_BIAS) -> Tensor:
+    """`attention` of `qkv.unbind(1)`; the gradient is written packed, without a copy."""
+    records = torch.is_grad_enabled() and (qkv.requires_grad or _any_requires_grad(bias))
+    if not records or torch.compiler.is_compiling():
+        q, k, v = qkv.unbind(1)
+        return attention(q, k, v, call, bias)
+    try:
+        check_build(qkv)
+        return _AttentionPacked.apply(qkv, *bias, call)  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError, TypeError):
+        op = torch.ops.hstu_attn.hstu_varlen_fwd.default
+        explain_types(op, *qkv.unbind(1), *bias, *call, *NO_PAGES)
+        raise
 
 
 def attention_gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    geometry: Geometry,
-    options: Sequence[Any],
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of a call of `attention` without a bias, for those who keep the
-    books of autograd themselves; arguments as there, `dout` is `(total_q, heads, Dv)`."""
-    dq, dk, dv, *_ = _call(
-        _bwd, dout, q, k, v, *geometry, *NO_BIASES, *NO_TIMES, *options, False, False
-    )
+    """The gradients of q, k and v of a call of `attention` without a bias, for an autograd function
+    of the caller; arguments as there, `dout` is `(total_q, heads, Dv)`."""
+    dq, dk, dv, *_ = _call(_bwd, dout, q, k, v, *NO_BIAS, *call, False, False)
     return dq, dk, dv
-
-
-def attention_packed(
-    qkv: Tensor,
-    geometry: Geometry,
-    biases: Biases,
-    times: Sequence[Any],
-    options: Sequence[Any],
-) -> Tensor:
-    """`attention` of `qkv.unbind(1)`; the gradient is written packed, without a copy."""
-    records = torch.is_grad_enabled() and (qkv.requires_grad or _any_requires_grad(biases))
-    if records and not torch.compiler.is_compiling():
-        return _AttentionPacked.apply(  # type: ignore[no-any-return]
-            qkv, *biases, (geometry, times, options)
-        )
-    q, k, v = qkv.unbind(1)
-    return attention(q, k, v, geometry, biases, times, NO_PAGES, options)
 
 
 def attention_backward(
     dout: Tensor,
     qkv: Sequence[Tensor],
-    geometry: Geometry,
-    biases: Biases,
-    times: Sequence[Any],
-    options: Sequence[Any],
+    call: AttentionCall,
+    bias: BiasTensors,
     gradients: Sequence[Tensor],
-    has_dbiases: Sequence[bool],
-) -> Biases:
-    """The backward of `attention`, below autograd. Writes the gradients of q, k and v where they
-    belong, and returns those of the biases that are wanted.
+    has_dbias: Sequence[bool],
+) -> BiasTensors:
+    """The backward of `attention`, below autograd, into tensors that are given.
 
     Args:
         dout: gradient of the result; its last dimension is contiguous.
         qkv: q, k and v.
+        call, bias: as in `attention`.
         gradients: dq, dk and dv, which may be strided.
-        has_dbiases: which of the biases get a gradient; those of tables come in fp32.
+        has_dbias: which of rab, pos_weight and ts_weight get a gradient.
+
+    Returns:
+        The gradients of rab, pos_weight and ts_weight, None where not wanted; those of the tables
+        in fp32.
     """
-    rab, pos_weight, ts_weight = biases
-    has_drab, has_dpos, has_dts = has_dbiases
+    rab, pos_weight, ts_weight = bias
+    has_drab, has_dpos, has_dts = has_dbias
     drab = rab.new_empty(rab.shape) if has_drab and rab is not None else None
     dpos, dts = (
         table.new_empty(table.shape, dtype=torch.float) if wanted and table is not None else None
         for table, wanted in ((pos_weight, has_dpos), (ts_weight, has_dts))
     )
-    _call(_bwd_out, dout, *qkv, *geometry, *biases, *times, *options, *gradients, drab, dpos, dts)
+    _call(_bwd_out, dout, *qkv, *bias, *call, *gradients, drab, dpos, dts)
     return drab, dpos, dts
 
 
-def _any_requires_grad(biases: Biases) -> bool:
-    if biases is NO_BIASES:
+def check_build(q: Tensor) -> None:
+    """Raise NotImplementedError if this build has no kernels for the device of `q`."""
+    if not _has_cuda_kernels and q.is_cuda:
+        raise NotImplementedError(
+            f"q: this build of hstu_attn has no CUDA kernels, got a tensor on {q.device}; build it "
+            "with HSTU_ATTN_CUDA=1 and a CUDA toolkit"
+        )
+
+
+def _any_requires_grad(bias: BiasTensors) -> bool:
+    if bias is NO_BIAS:
         return False
-    return any(tensor is not None and tensor.requires_grad for tensor in biases)
+    return any(tensor is not None and tensor.requires_grad for tensor in bias)
 
 
 def append_paged_kv(*args: Tensor | None) -> None:
     """The operator of that name: see `hstu_attn.append_paged_kv`."""
-    if torch.compiler.is_compiling():
-        torch.ops.hstu_attn.append_paged_kv(*args)
-    else:
-        _call(torch.ops.hstu_attn.append_paged_kv.default, *args)
+    op = torch.ops.hstu_attn.append_paged_kv.default
+    try:
+        if torch.compiler.is_compiling():
+            op(*args)
+        else:
+            _call(op, *args)
+    except (RuntimeError, TypeError):
+        explain_types(op, *args)
+        raise
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors that the operators cannot raise
+# ---------------------------------------------------------------------------------------------
+
+# The types that an argument may have, by its type in a schema, and how an error calls them.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "Tensor": ((Tensor,), "a tensor"),
+    "Optional[Tensor]": ((Tensor, type(None)), "a tensor or None"),
+    "int": ((int, torch.SymInt), "an int"),
+    "float": ((int, float, torch.SymFloat), "a float"),
+}
+
+
+def explain_types(op: torch._ops.OpOverload[..., Any], *args: Any) -> None:
+    """Say which argument of a failed call has a type that the operator cannot take.
+
+    It is called after the failure and not before the call, which is the hot path.
+
+    Args:
+        op: the operator.
+        args: all of its arguments, by position.
+
+    Raises:
+        ValueError: naming the first such argument, if there is one.
+    """
+    for argument, value in zip(op._schema.arguments, args, strict=True):
+        types, expected = _TYPES.get(str(argument.type), ((object,), ""))
+        if not isinstance(value, types):
+            raise ValueError(f"{argument.name}: expected {expected}, got {type(value).__name__}")
 
 
 load()

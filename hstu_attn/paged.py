@@ -34,7 +34,8 @@ class PagedKV:
             head of a float8_e4m3fn cache are multiplied by; None for other caches.
 
     Raises:
-        ValueError: if an argument is missing, given by both its names, or of a wrong shape.
+        ValueError: if an argument is missing or given by both its names. Shapes and dtypes are
+            checked by the call.
     """
 
     __slots__ = ("kv_cache", "kv_scales", "last_page_lens", "page_ids", "page_offsets")
@@ -57,15 +58,23 @@ class PagedKV:
         kv_indices: Tensor | None = None,
         kv_last_page_len: Tensor | None = None,
     ) -> None:
-        if not isinstance(kv_cache, Proxy):  # else checked when the traced graph runs
-            _check_cache(kv_cache)
-            _check_scales(kv_cache, kv_scales)
         self.kv_cache = kv_cache
         self.kv_scales = kv_scales
         self.page_offsets = _one_of("page_offsets", page_offsets, "kv_indptr", kv_indptr)
         self.page_ids = _one_of("page_ids", page_ids, "kv_indices", kv_indices)
         self.last_page_lens = _one_of(
             "last_page_lens", last_page_lens, "kv_last_page_len", kv_last_page_len
+        )
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """The fields in the order of the operator's arguments."""
+        return (
+            self.kv_cache,
+            self.page_offsets,
+            self.page_ids,
+            self.last_page_lens,
+            self.kv_scales,
         )
 
     def __fx_create_arg__(self, tracer: torch.fx.Tracer) -> torch.fx.Node:
@@ -145,50 +154,10 @@ def dequantise_rows(elements: Tensor, scales: Tensor) -> Tensor:
     return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
 
 
-def _check_cache(kv_cache: Tensor) -> None:
-    if not isinstance(kv_cache, Tensor):
-        raise ValueError(f"kv_cache: expected a tensor, got {type(kv_cache).__name__}")
-    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
-        raise ValueError(
-            "kv_cache: expected shape (num_pages, 2, page_size, heads, head dim), got "
-            f"{tuple(kv_cache.shape)}"
-        )
-    if kv_cache.shape[2] not in PAGE_SIZES:
-        raise ValueError(f"kv_cache: expected a page size in {PAGE_SIZES}, got {kv_cache.shape[2]}")
-
-
-def _check_scales(kv_cache: Tensor, kv_scales: Tensor | None) -> None:
-    if kv_cache.dtype != torch.float8_e4m3fn:
-        if kv_scales is not None:
-            raise ValueError(
-                f"kv_scales: expected None beside a kv_cache of {kv_cache.dtype}, got a "
-                f"{type(kv_scales).__name__}"
-            )
-        return
-    if not isinstance(kv_scales, Tensor):
-        raise ValueError(
-            "kv_scales: expected a tensor beside a kv_cache of torch.float8_e4m3fn, got "
-            f"{type(kv_scales).__name__}"
-        )
-    if kv_scales.shape != kv_cache.shape[:4]:
-        raise ValueError(
-            f"kv_scales: expected shape {tuple(kv_cache.shape[:4])}, that of kv_cache without the "
-            f"head dim, got {tuple(kv_scales.shape)}"
-        )
-    if kv_scales.dtype != torch.float32:
-        raise ValueError(f"kv_scales: expected torch.float32, got {kv_scales.dtype}")
-
-
 def _one_of(name: str, value: Tensor | None, alias: str, alias_value: Tensor | None) -> Tensor:
     if value is not None and alias_value is not None:
         raise ValueError(f"{name}: expected only one of {name} and {alias}, got both")
     chosen = alias_value if value is None else value
-    if chosen is not None and isinstance(chosen, Proxy):
-        return chosen  # checked when the traced graph runs
-    if not isinstance(chosen, Tensor):
-        raise ValueError(
-            f"{name}: expected a tensor (also accepted as {alias}), got {type(chosen).__name__}"
-        )
-    if chosen.dim() != 1:
-        raise ValueError(f"{name}: expected a 1-D tensor, got shape {tuple(chosen.shape)}")
+    if chosen is None:
+        raise ValueError(f"{name}: expected a tensor (also accepted as {alias}), got None")
     return chosen

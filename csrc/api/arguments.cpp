@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <climits>
-#include <limits>
 #include <vector>
 
 #include "../common/math.h"
+#include "../common/not_implemented.h"
 
 namespace hstu {
 namespace {
@@ -38,7 +38,7 @@ void check_tensors(const Arguments& args, ForwardParams& params) {
   params.k = to_packed("k", args.k, q, rows_k, heads, head_dim, meaning_k);
   params.v = to_packed("v", args.v, q, rows_k, heads, -1, meaning_k);
   params.batch.total_q = total_q;
-  params.batch.total_k = rows_k;  // with pages, see check_paged()
+  params.batch.total_k = rows_k;  // check_pages() sets it for pages
 }
 
 void check_batch(const Arguments& args, BatchParams& batch) {
@@ -86,78 +86,54 @@ void check_scale(const Arguments& args, ForwardParams& params) {
   params.attn_scale_per_row = per_row;
 }
 
-std::string describe_window(const Arguments& args) {
-  return join("(", args.window_left, ", ", args.window_right, ")");
-}
-
-void check_arbitrary_mask(const Arguments& args, MaskParams& mask) {
+void check_row_spans(const TensorView& spans, const Arguments& args, MaskParams& mask) {
   const int64_t total_q = args.q.size(0), heads = args.q.size(1);
-  if (args.row_spans && args.func) fail("func", "None beside row_spans", "a tensor");
-  const char* name = args.row_spans ? "row_spans" : "func";
-  const bool causal = args.window_left == -1 && args.window_right == 0;
-  const bool full = args.window_left == -1 && args.window_right == -1;
-  if (!full && !(args.func && causal)) {
-    fail("window_size", join("(-1, -1) beside ", name, args.func ? ", or (-1, 0)" : ""),
-         describe_window(args));
+  check_device("row_spans", spans, args.q);
+  check_dtype("row_spans", spans, ScalarType::Int, "int32");
+  const bool per_head = spans.dim() == 3;
+  if (per_head) {
+    check_shape("row_spans", spans, {heads, total_q, 4}, "(heads, total_q, 4)");
+  } else {
+    check_shape("row_spans", spans, {total_q, 4}, "(total_q, 4) or (heads, total_q, 4)");
   }
-  for (const auto& [other, given] :
-       {std::pair("num_contexts", args.num_contexts.has_value()),
-        std::pair("num_targets", args.num_targets.has_value()),
-        std::pair("min_full_attn_seq_len", args.min_full_attn_seq_len != 0)}) {
-    if (given) fail(other, join("nothing beside ", name), "a value");
-  }
-  const TensorView& tensor = args.row_spans ? *args.row_spans : *args.func;
-  check_device(name, tensor, args.q);
-  check_dtype(name, tensor, ScalarType::Int, "int32");
-  if (args.row_spans) {
-    const bool per_head = tensor.dim() == 3;
-    if (per_head) {
-      check_shape(name, tensor, {heads, total_q, 4}, "(heads, total_q, 4)");
-    } else {
-      check_shape(name, tensor, {total_q, 4}, "(total_q, 4) or (heads, total_q, 4)");
-    }
-    check_last_stride(name, tensor);
-    mask.row_spans = static_cast<const int32_t*>(tensor.data);
-    mask.row_spans_head_stride = per_head ? tensor.stride(0) : 0;
-    mask.row_spans_row_stride = tensor.stride(per_head ? 1 : 0);
-    return;
-  }
-  const bool good = tensor.dim() == 3 && (tensor.size(0) == 1 || tensor.size(0) == heads) &&
-                    tensor.size(1) % 2 == 1 && tensor.size(2) >= total_q;
-  if (!good) {
-    fail(name, join("shape (1 or heads = ", heads, ", an odd n, at least total_q = ", total_q, ")"),
-         describe_shape(tensor));
-  }
-  check_range(name, tensor.size(1), 1, kMaxLength, "an odd n below 2^30");
-  check_last_stride(name, tensor);
-  mask.func = static_cast<const int32_t*>(tensor.data);
-  mask.func_length = static_cast<int>(tensor.size(1));
-  mask.func_head_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
-  mask.func_entry_stride = tensor.stride(1);
-  mask.func_causal = causal;
+  check_last_stride("row_spans", spans);
+  mask.row_spans = static_cast<const int32_t*>(spans.data);
+  mask.row_spans_head_stride = per_head ? spans.stride(0) : 0;
+  mask.row_spans_row_stride = spans.stride(per_head ? 1 : 0);
 }
 
+void check_func(const TensorView& func, const Arguments& args, MaskParams& mask) {
+  const int64_t total_q = args.q.size(0), heads = args.q.size(1);
+  check_device("func", func, args.q);
+  check_dtype("func", func, ScalarType::Int, "int32");
+  const bool good = func.dim() == 3 && (func.size(0) == 1 || func.size(0) == heads) &&
+                    func.size(1) % 2 == 1 && func.size(2) >= total_q;
+  if (!good) {
+    fail("func",
+         join("shape (1 or heads = ", heads, ", an odd n, at least total_q = ", total_q, ")"),
+         describe_shape(func));
+  }
+  check_range("func", func.size(1), 1, kMaxLength, "an odd n below 2^30");
+  check_last_stride("func", func);
+  mask.func = static_cast<const int32_t*>(func.data);
+  mask.func_length = static_cast<int>(func.size(1));
+  mask.func_head_stride = func.size(0) == 1 ? 0 : func.stride(0);
+  mask.func_entry_stride = func.stride(1);
+  mask.func_causal = args.window_right == 0;
+}
+
+// Which masks have a meaning is checked by hstu_attn.Mask. Numbers are clamped here, so that the
+// arithmetic of common/mask.h cannot overflow or divide by 0 for a caller who passed it by.
 void check_mask(const Arguments& args, MaskParams& mask) {
-  const char* window = "window_size";
-  if (args.window_left < -1 || args.window_right < -1) {
-    fail(window, "entries of at least -1", describe_window(args));
-  }
-  check_range("target_group_size", args.target_group_size, 1, INT64_MAX, "at least 1");
-  check_range("min_full_attn_seq_len", args.min_full_attn_seq_len, 0, INT64_MAX, "at least 0");
-  if (args.row_spans || args.func) return check_arbitrary_mask(args, mask);
-  if (args.num_contexts && args.window_right != 0) {
-    fail(window, "(-1, 0) or (left, 0) beside num_contexts", describe_window(args));
-  }
-  if (args.num_targets && args.window_right != 0) {
-    fail(window, "(-1, 0) or (left, 0) beside num_targets", describe_window(args));
-  }
-  if (args.min_full_attn_seq_len > 0 && (args.window_left < 0 || args.window_right != 0)) {
-    fail(window, "(left, 0) beside min_full_attn_seq_len", describe_window(args));
-  }
-  mask.window_left = static_cast<int>(std::min(args.window_left, kMaxLength));
-  mask.window_right = static_cast<int>(std::min(args.window_right, kMaxLength));
-  mask.target_group_size = static_cast<int>(std::min(args.target_group_size, kMaxLength));
-  mask.min_full_attn_seq_len = static_cast<int>(std::min(args.min_full_attn_seq_len, kMaxLength));
+  if (args.row_spans) return check_row_spans(*args.row_spans, args, mask);
+  if (args.func) return check_func(*args.func, args, mask);
+  const auto clamped = [](int64_t value, int64_t low) {
+    return static_cast<int>(std::clamp(value, low, kMaxLength));
+  };
+  mask.window_left = clamped(args.window_left, -1);
+  mask.window_right = clamped(args.window_right, -1);
+  mask.target_group_size = clamped(args.target_group_size, 1);
+  mask.min_full_attn_seq_len = clamped(args.min_full_attn_seq_len, 0);
 }
 
 BiasTable to_table(const char* name, const TensorView& weight, const Arguments& args) {
@@ -207,11 +183,7 @@ void check_bias(const Arguments& args, ForwardParams& params) {
       fail("pos_weight", "an odd last size, 2 * R - 1", describe_shape(*args.pos_weight));
     }
   }
-  if (!args.ts_weight) {
-    if (args.timestamps) fail("timestamps", "None without ts_weight", "a tensor");
-    if (args.row_timestamps) fail("row_timestamps", "None without ts_weight", "a tensor");
-    return;
-  }
+  if (!args.ts_weight) return;
   bias.time = to_table("ts_weight", *args.ts_weight, args);
   if (!args.timestamps) fail("timestamps", "a tensor beside ts_weight", "None");
   if (!args.ts_thresholds) fail("ts_thresholds", "a tensor beside ts_weight", "None");
@@ -225,7 +197,7 @@ void check_bias(const Arguments& args, ForwardParams& params) {
   }
 }
 
-// Of q's dtype without scales, or e4m3 with them.
+// The dtype of q without scales, or e4m3 with them.
 void check_cache_dtype(const TensorView& cache, const OptionalView& scales, const TensorView& q,
                        const char* whose, PagedParams& paged) {
   if (cache.dtype != ScalarType::Float8_e4m3fn) {
@@ -248,38 +220,21 @@ void check_cache_dtype(const TensorView& cache, const OptionalView& scales, cons
   paged.scale_slot_stride = scales->stride(2);
 }
 
-void check_paged(const Arguments& args, ForwardParams& params) {
-  if (!args.kv_cache) {
-    for (const auto& [name, given] : {std::pair("page_offsets", args.page_offsets.has_value()),
-                                      std::pair("page_ids", args.page_ids.has_value()),
-                                      std::pair("last_page_lens", args.last_page_lens.has_value()),
-                                      std::pair("kv_scales", args.kv_scales.has_value())}) {
-      if (given) fail(name, "None without kv_cache", "a tensor");
-    }
-    return;
-  }
-  const TensorView& cache = *args.kv_cache;
-  check_device("kv_cache", cache, args.q);
-  check_shape("kv_cache", cache, {-1, 2, -1, args.q.size(1), args.q.size(2)},
+// The cache and the pages of each sequence, for both the attention and append_paged_kv. `q` is the
+// tensor, called `whose`, that they have to match.
+void check_pages(const TensorView& cache, const OptionalView& scales, const TensorView& offsets,
+                 const TensorView& ids, const TensorView& q, const char* whose, BatchParams& batch,
+                 PagedParams& paged) {
+  check_device("kv_cache", cache, q, whose);
+  check_shape("kv_cache", cache, {-1, 2, -1, q.size(1), q.size(2)},
               "(num_pages, 2, page_size, heads, head_dim)");
   check_last_stride("kv_cache", cache);
   if (cache.size(0) < 1) fail("kv_cache", "at least one page", describe_shape(cache));
-  if (args.v.size(2) != args.q.size(2)) {
-    fail("v", join("the head_dim of q beside kv_cache (", args.q.size(2), ")"),
-         describe_shape(args.v));
-  }
   const int64_t size = cache.size(2);
   if (size != 16 && size != 32 && size != 64 && size != 128 && size != 256) {
     fail("kv_cache", "a page size of 16, 32, 64, 128 or 256", std::to_string(size));
   }
-  for (const auto& [name, given] : {std::pair("page_offsets", args.page_offsets.has_value()),
-                                    std::pair("page_ids", args.page_ids.has_value()),
-                                    std::pair("last_page_lens", args.last_page_lens.has_value())}) {
-    if (!given) fail(name, "a tensor beside kv_cache", "None");
-  }
-  const int64_t b = params.batch.batch;
-  PagedParams& paged = params.paged;
-  check_cache_dtype(cache, args.kv_scales, args.q, "q", paged);
+  check_cache_dtype(cache, scales, q, whose, paged);
   paged.kv_cache = cache.data;
   paged.num_pages = cache.size(0);
   paged.page_size = static_cast<int>(size);
@@ -288,13 +243,47 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   paged.slot_stride = cache.stride(2);
   paged.head_stride = cache.stride(3);
   paged.page_offsets =
-      to_index_prefix("page_offsets", *args.page_offsets, args.q, b + 1, "(batch + 1)");
-  paged.page_ids = to_index_array("page_ids", *args.page_ids, args.q, -1, "(pages of the batch)");
-  paged.num_page_ids = args.page_ids->size(0);
-  params.batch.total_k = most_keys(paged, params.batch.total_q);
-  paged.last_page_lens =
-      to_index_prefix("last_page_lens", *args.last_page_lens, args.q, b, "(batch)");
-  params.batch.paged = true;
+      to_index_prefix("page_offsets", offsets, q, batch.batch + 1, "(batch + 1)", whose);
+  paged.page_ids = to_index_array("page_ids", ids, q, -1, "(pages of the batch)", whose);
+  paged.num_page_ids = ids.size(0);
+  batch.total_k = most_keys(paged, batch.total_q);
+  batch.paged = true;
+}
+
+void check_paged(const Arguments& args, ForwardParams& params) {
+  for (const auto& [name, given] : {std::pair("page_offsets", args.page_offsets.has_value()),
+                                    std::pair("page_ids", args.page_ids.has_value()),
+                                    std::pair("last_page_lens", args.last_page_lens.has_value())}) {
+    if (args.kv_cache && !given) fail(name, "a tensor beside kv_cache", "None");
+    if (!args.kv_cache && given) fail(name, "None without kv_cache", "a tensor");
+  }
+  if (!args.kv_cache) {
+    if (args.kv_scales) fail("kv_scales", "None without kv_cache", "a tensor");
+    return;
+  }
+  check_pages(*args.kv_cache, args.kv_scales, *args.page_offsets, *args.page_ids, args.q, "q",
+              params.batch, params.paged);
+  params.paged.last_page_lens = to_index_prefix("last_page_lens", *args.last_page_lens, args.q,
+                                                params.batch.batch, "(batch)");
+  if (args.v.size(2) != args.q.size(2)) {
+    fail("v", join("the head_dim of q beside kv_cache (", args.q.size(2), ")"),
+         describe_shape(args.v));
+  }
+}
+
+// The modes are those of FBGEMM's hstu package: FP8 with scales of several shapes.
+void check_quantization(const Arguments& args) {
+  const int64_t mode = args.quant_mode;
+  check_range("quant_mode", mode, -1, 5, "-1, or an FP8 mode from 0 to 5");
+  if (mode != -1) {
+    throw NotImplemented(
+        join("quant_mode: ", mode, " needs FP8 kernels, which are not built; only -1 is"));
+  }
+  for (const auto& [name, given] : {std::pair("q_descale", args.q_descale.has_value()),
+                                    std::pair("k_descale", args.k_descale.has_value()),
+                                    std::pair("v_descale", args.v_descale.has_value())}) {
+    if (given) fail(name, "None with quant_mode -1", "a tensor");
+  }
 }
 
 }  // namespace
@@ -306,10 +295,7 @@ void to_params(const Arguments& args, ForwardParams& params) {
   check_mask(args, params.mask);
   check_bias(args, params);
   check_paged(args, params);
-  const bool descaled = args.q_descale || args.k_descale || args.v_descale;
-  if (args.quant_mode != -1 || descaled) {
-    fail("quant_mode", "-1 without descales: FP8 is not built", std::to_string(args.quant_mode));
-  }
+  check_quantization(args);
   check_range("sm_margin", args.sm_margin, 0, INT_MAX, "at least 0");
 }
 
@@ -343,29 +329,11 @@ void to_params(const AppendArguments& args, AppendParams& params) {
       to_index_array("cu_seqlens_k", args.cu_seqlens_k, k, b + 1, "(batch + 1)", "k");
   batch.num_targets = to_index_array("num_targets", args.num_targets, k, b, "(batch)", "k");
 
-  const TensorView& cache = args.kv_cache;
-  check_device("kv_cache", cache, k, "k");
-  check_shape("kv_cache", cache, {-1, 2, -1, heads, head_dim},
-              "(num_pages, 2, page_size, heads, head_dim)");
-  check_last_stride("kv_cache", cache);
-  check_range("kv_cache", cache.size(2), 1, INT_MAX, "a page size of at least 1");
-  PagedParams& paged = params.paged;
-  check_cache_dtype(cache, args.kv_scales, k, "k", paged);
-  if (paged.scales)
+  check_pages(args.kv_cache, args.kv_scales, args.page_offsets, args.page_ids, k, "k", batch,
+              params.paged);
+  if (params.paged.scales) {
     check_range("k", head_dim, 1, 256, "a head_dim of at most 256 beside kv_scales");
-  paged.kv_cache = cache.data;
-  paged.num_pages = cache.size(0);
-  paged.page_size = static_cast<int>(cache.size(2));
-  paged.page_stride = cache.stride(0);
-  paged.kv_stride = cache.stride(1);
-  paged.slot_stride = cache.stride(2);
-  paged.head_stride = cache.stride(3);
-  paged.page_offsets =
-      to_index_prefix("page_offsets", args.page_offsets, k, b + 1, "(batch + 1)", "k");
-  paged.page_ids = to_index_array("page_ids", args.page_ids, k, -1, "(pages of the batch)", "k");
-  paged.num_page_ids = args.page_ids.size(0);
-  batch.total_k = most_keys(paged, total_q);
-  batch.paged = true;
+  }
 }
 
 // ------------------------------------------------------------------------------------------ values
@@ -428,7 +396,7 @@ void check_lengths(const BatchParams& batch, const Arguments& args, int b) {
   }
 }
 
-void check_pages(const ForwardParams& params, int b, int64_t cached) {
+void check_page_values(const ForwardParams& params, int b, int64_t cached) {
   const PagedParams& paged = params.paged;
   const auto at = [b] { return join(" in sequence ", b); };
   const int64_t first = paged.page_offsets[b];
@@ -472,7 +440,7 @@ void check_values(const ForwardParams& params, const Arguments& args) {
     const Sequence sequence = load_sequence(batch, b);
     // A sequence without queries or without cached keys reads no page.
     const bool reads_pages = sequence.q_len > 0 && sequence.history_end > 0;
-    if (args.strict || reads_pages) check_pages(params, b, sequence.history_end);
+    if (args.strict || reads_pages) check_page_values(params, b, sequence.history_end);
   }
   const RelativeBias& bias = params.relative_bias;
   for (int n = 0; n < bias.num_thresholds; ++n) {

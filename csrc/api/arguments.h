@@ -16,54 +16,56 @@
 
 namespace hstu {
 
-// The part of the schemas that all ops share, in the order in which Arguments reads it.
-#define HSTU_SHARED_SCHEMA                                                                      \
-  "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, " \
-  "Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt scaling_seqlen, "        \
-  "Tensor? attn_scale, float alpha, Tensor? num_contexts, Tensor? num_targets, "                \
-  "SymInt target_group_size, SymInt window_left, SymInt window_right, "                         \
-  "SymInt min_full_attn_seq_len, Tensor? row_spans, Tensor? func, Tensor? rab, "                \
-  "Tensor? pos_weight, Tensor? ts_weight, Tensor? timestamps, Tensor? row_timestamps, "         \
-  "Tensor? ts_thresholds, "
-#define HSTU_PAGED_SCHEMA                                                              \
-  "Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
-  "Tensor? kv_scales, "
-#define HSTU_OPTIONS_SCHEMA                                                   \
-  "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, " \
-  "bool deterministic, int sm_margin, bool strict"
+// The arguments that the forward and the backward share, in the order in which Arguments reads
+// them: what gets gradients, then the fields of AttentionCall (hstu_attn/call.py).
+#define HSTU_CALL_SCHEMA                                                                          \
+  "Tensor q, Tensor k, Tensor v, Tensor? rab, Tensor? pos_weight, Tensor? ts_weight, "            \
+  "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "          \
+  "Tensor? seqused_q, Tensor? seqused_k, SymInt scaling_seqlen, Tensor? attn_scale, "             \
+  "float alpha, Tensor? num_contexts, Tensor? num_targets, SymInt target_group_size, "            \
+  "SymInt window_left, SymInt window_right, SymInt min_full_attn_seq_len, Tensor? row_spans, "    \
+  "Tensor? func, Tensor? timestamps, Tensor? row_timestamps, Tensor? ts_thresholds, "             \
+  "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, bool deterministic, " \
+  "int sm_margin, bool strict"
+// The arguments that the forward has after these.
+#define HSTU_PAGED_SCHEMA                                                                \
+  ", Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
+  "Tensor? kv_scales"
 
-// Views: whoever reads the arguments keeps the tensors.
+// The views own nothing: whoever reads the arguments keeps the tensors.
 struct Arguments {
-  TensorView q, k, v, cu_seqlens_q, cu_seqlens_k;
+  TensorView q, k, v;
+  OptionalView rab, pos_weight, ts_weight;
+  TensorView cu_seqlens_q, cu_seqlens_k;
+  int64_t max_seqlen_q, max_seqlen_k;
   OptionalView seqused_q, seqused_k;
-  int64_t max_seqlen_q, max_seqlen_k, scaling_seqlen;
+  int64_t scaling_seqlen;
   OptionalView attn_scale;
   double alpha;
   OptionalView num_contexts, num_targets;
   int64_t target_group_size, window_left, window_right, min_full_attn_seq_len;
-  OptionalView row_spans, func, rab;
-  OptionalView pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds;
-  OptionalView kv_cache, page_offsets, page_ids, last_page_lens, kv_scales;
+  OptionalView row_spans, func, timestamps, row_timestamps, ts_thresholds;
   int64_t quant_mode;
   OptionalView q_descale, k_descale, v_descale;
   bool deterministic;
   int64_t sm_margin;
-  // Counts and lengths beyond what is possible are errors where values are checked. Without it, the
-  // kernels' clamps give them a meaning (load_sequence in common/sequence.h).
+  // Whether counts and lengths beyond what is possible are errors where values are checked. If not,
+  // the kernels' clamps give them a meaning (load_sequence in common/sequence.h).
   bool strict;
+  OptionalView kv_cache, page_offsets, page_ids, last_page_lens, kv_scales;
 
-  // A Reader has read(T&), which gives one argument of the schema after another. The forward ops
-  // have the paged arguments, the backward ops have not.
+  // `in.read(x)` gives one argument of the schema after another.
   template <typename Reader>
   Arguments(Reader& in, bool has_paged) {
     const auto read = [&in](auto&... values) { (in.read(values), ...); };
-    read(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
-    read(max_seqlen_q, max_seqlen_k, scaling_seqlen, attn_scale, alpha);
+    read(q, k, v, rab, pos_weight, ts_weight);
+    read(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k);
+    read(scaling_seqlen, attn_scale, alpha);
     read(num_contexts, num_targets, target_group_size, window_left, window_right);
     read(min_full_attn_seq_len, row_spans, func);
-    read(rab, pos_weight, ts_weight, timestamps, row_timestamps, ts_thresholds);
-    if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales);
+    read(timestamps, row_timestamps, ts_thresholds);
     read(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin, strict);
+    if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales);
   }
 };
 

@@ -190,13 +190,12 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace hstu
 
 STABLE_TORCH_LIBRARY(hstu_attn, m) {
-  m.def("hstu_varlen_fwd(" HSTU_SHARED_SCHEMA HSTU_PAGED_SCHEMA HSTU_OPTIONS_SCHEMA ") -> Tensor");
-  m.def("hstu_varlen_fwd_out(" HSTU_SHARED_SCHEMA HSTU_PAGED_SCHEMA HSTU_OPTIONS_SCHEMA
-        ", Tensor(a!) out) -> ()");
-  m.def("hstu_varlen_bwd(Tensor dout, " HSTU_SHARED_SCHEMA HSTU_OPTIONS_SCHEMA
+  m.def("hstu_varlen_fwd(" HSTU_CALL_SCHEMA HSTU_PAGED_SCHEMA ") -> Tensor");
+  m.def("hstu_varlen_fwd_out(" HSTU_CALL_SCHEMA HSTU_PAGED_SCHEMA ", Tensor(a!) out) -> ()");
+  m.def("hstu_varlen_bwd(Tensor dout, " HSTU_CALL_SCHEMA
         ", bool has_drab, bool has_dtables) -> (Tensor dq, Tensor dk, Tensor dv, Tensor drab, "
         "Tensor dpos_weight, Tensor dts_weight)");
-  m.def("hstu_varlen_bwd_out(Tensor dout, " HSTU_SHARED_SCHEMA HSTU_OPTIONS_SCHEMA
+  m.def("hstu_varlen_bwd_out(Tensor dout, " HSTU_CALL_SCHEMA
         ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
   m.def(

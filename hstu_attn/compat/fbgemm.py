@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import interface, ops
+from ..call import bias_tensors, make_call
 from ..interface import hstu_attn_qkvpacked_func, hstu_attn_varlen_func
 
 __all__ = ["hstu_attn_qkvpacked_func", "hstu_attn_varlen_func", "install_as_hstu"]
@@ -163,37 +164,30 @@ def _backward(
 ) -> _Outputs:
     if rab is not None and rab.shape[-1] == max_seqlen_k + -max_seqlen_k % _RAB_ALIGNMENT:
         rab = rab[..., :max_seqlen_k]
-    interface._check_call(q, None, quant_mode)
+    ops.check_build(q)
     dout, q, k, v = (interface.with_contiguous_rows(x) for x in (dout, q, k, v))
     window_size = (window_size_left, window_size_right)
-    mask = interface._fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func)
-    geometry = interface._geometry(
+    bias = interface.fbgemm_bias(rab, has_drab)
+    call = make_call(
         cu_seqlens_q,
+        max_seqlen_q,
         cu_seqlens_k,
+        max_seqlen_k,
         seqused_q,
         seqused_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scaling_seqlen,
-        None,
-        alpha,
-        mask,
+        interface.fbgemm_mask(num_contexts, num_targets, target_group_size, window_size, func),
+        alpha=alpha,
+        scaling_seqlen=scaling_seqlen,
+        quant_mode=quant_mode,
+        deterministic=deterministic,
+        strict=False,
     )
-    biases, times = interface.bias_arguments(interface._fbgemm_bias(rab, has_drab))
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     gradients = tuple(
         torch.empty_like(x) if given is None else given
         for x, given in zip((q, k, v), (dq, dk, dv), strict=True)
     )
     drab, _, _ = ops.attention_backward(
-        dout,
-        (q, k, v),
-        geometry,
-        biases,
-        times,
-        (-1, None, None, None, deterministic, 0, False),
-        gradients,
-        (has_drab, False, False),
+        dout, (q, k, v), call, bias_tensors(bias), gradients, (has_drab, False, False)
     )
     return (*gradients, drab)
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import ops
+from ..call import AttentionCall, make_call
 from ..interface import hstu_attention
 from ..mask import Mask, clip_to_keys, sees_anything, select_rows
 from .context_rows import (
@@ -224,7 +225,8 @@ class ContextBatch:
                 sm_margin=self.sm_margin,
             )
         plan = self.calls.of_mask(mask)
-        return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, (alpha, length or 1)))
+        factors = (alpha, length or 1, self.sm_margin)
+        return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, factors))
 
     def shift(self, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
         """Starts to send a tensor to the next rank of the ring and to receive the last one's, which
@@ -351,11 +353,18 @@ class _Call:
     mask: Mask
     rows: Tensor | None = None  # the local rows that take part; None for all
 
-    def geometry(self, alpha: float, scaling_seqlen: int) -> ops.Geometry:
-        mask = self.mask
-        lengths = (self.offsets_q, self.offsets_k, None, None, self.max_q, self.max_k)
-        composed = (None, None, 1, *mask.window_size, 0)
-        return (*lengths, scaling_seqlen, None, alpha, *composed, mask.row_spans, mask.func)
+    def arguments(self, alpha: float, scaling_seqlen: int, sm_margin: int) -> AttentionCall:
+        """What the operator is called with."""
+        return make_call(
+            self.offsets_q,
+            self.max_q,
+            self.offsets_k,
+            self.max_k,
+            mask=self.mask,
+            alpha=alpha,
+            scaling_seqlen=scaling_seqlen,
+            sm_margin=sm_margin,
+        )
 
 
 class _Calls:
@@ -494,7 +503,7 @@ class _ContextAttention(torch.autograd.Function):
         v: Tensor,
         batch: ContextBatch,
         plan: list[list[_Call]],
-        factors: tuple[float, int],
+        factors: tuple[float, int, int],
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.rest = batch, plan, factors
@@ -502,16 +511,7 @@ class _ContextAttention(torch.autograd.Function):
         for source, shard in _ring(batch, _pack(batch, k, v)):
             for call in plan[source]:
                 keys = _keys_of(batch, call, k, v, shard)
-                geometry, options = call.geometry(*factors), _options(batch)
-                part = ops.attention(
-                    _rows_of(call, q),
-                    *keys,
-                    geometry,
-                    ops.NO_BIASES,
-                    ops.NO_TIMES,
-                    ops.NO_PAGES,
-                    options,
-                )
+                part = ops.attention(_rows_of(call, q), *keys, call.arguments(*factors))
                 _add_rows(out, call.rows, part)
         return out.to(q.dtype)
 
@@ -533,8 +533,7 @@ class _ContextAttention(torch.autograd.Function):
                     _rows_of(call, dout),
                     _rows_of(call, q),
                     *_keys_of(batch, call, k, v, shard),
-                    call.geometry(*factors),
-                    _options(batch),
+                    call.arguments(*factors),
                 )
                 _add_rows(dq, call.rows, part)
                 parts.append((call, torch.cat(of_keys, -1)))
@@ -551,11 +550,6 @@ class _ContextAttention(torch.autograd.Function):
 
 def _sum_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
-
-
-def _options(batch: ContextBatch) -> tuple[Any, ...]:
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return -1, None, None, None, deterministic, batch.sm_margin, True
 
 
 def _pack(batch: ContextBatch, k: Tensor, v: Tensor) -> Tensor:

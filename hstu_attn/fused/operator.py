@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..interface import explain_types
+from ..call import AttentionCall, BiasTensors
 from ..layer_config import LinearActivation
 from ..layer_math import Attend, Weights, activate, hstu_unit, linear, split_uvqk
 from .options import GateOptions
@@ -265,32 +265,29 @@ class FusedSteps:
         self.kept |= {name: tensor for name, tensor in tensors.items() if name in self._names}
 
 
-def _attention_arguments(
-    weights: Weights, call: Call, settings: Settings
-) -> tuple[ops.Geometry, ops.Biases, tuple[Any, ...], tuple[Any, ...]]:
-    """The geometry, biases, times and options of the attention operator."""
-    geometry = (
-        call.seq_offsets,
-        call.seq_offsets,
-        None,
-        None,
-        settings.max_seq_len,
-        settings.max_seq_len,
-        settings.scaling_seqlen,
-        None,
-        settings.alpha,
-        call.num_contexts,
-        call.num_targets,
-        settings.target_group_size,
-        settings.window_left,
-        settings.window_right,
-        settings.min_full_attn_seq_len,
-        None,
-        None,
+def _attention_call(call: Call, settings: Settings) -> AttentionCall:
+    return AttentionCall(
+        cu_seqlens_q=call.seq_offsets,
+        cu_seqlens_k=call.seq_offsets,
+        max_seqlen_q=settings.max_seq_len,
+        max_seqlen_k=settings.max_seq_len,
+        scaling_seqlen=settings.scaling_seqlen,
+        alpha=settings.alpha,
+        num_contexts=call.num_contexts,
+        num_targets=call.num_targets,
+        target_group_size=settings.target_group_size,
+        window_left=settings.window_left,
+        window_right=settings.window_right,
+        min_full_attn_seq_len=settings.min_full_attn_seq_len,
+        timestamps=call.timestamps,
+        row_timestamps=call.row_timestamps,
+        ts_thresholds=call.thresholds,
+        deterministic=settings.deterministic,
     )
-    biases = (None, weights.pos_weight, weights.ts_weight)
-    times = (call.timestamps, call.row_timestamps, call.thresholds)
-    return geometry, biases, times, (-1, None, None, None, settings.deterministic, 0, True)
+
+
+def _bias_tensors(weights: Weights) -> BiasTensors:
+    return None, weights.pos_weight, weights.ts_weight
 
 
 @_without_autocast
@@ -304,8 +301,8 @@ def _forward(
 
 
 def _attend(weights: Weights, call: Call, settings: Settings) -> Attend:
-    geometry, biases, times, options = _attention_arguments(weights, call, settings)
-    return lambda q, k, v: ops.attention(q, k, v, geometry, biases, times, ops.NO_PAGES, options)
+    attention_call, bias = _attention_call(call, settings), _bias_tensors(weights)
+    return lambda q, k, v: ops.attention(q, k, v, attention_call, bias)
 
 
 @torch.no_grad()
@@ -391,14 +388,11 @@ def _backward(
         doutput_weight = _weight_gradient(dout, y, weights.output_weight)
     del y, y_again
 
-    geometry, biases, times, options = _attention_arguments(weights, call, settings)
     _, dpos_weight, dts_weight = ops.attention_backward(
         dattention.unflatten(1, (settings.num_heads, settings.hidden_dim)),
         (q, k, v),
-        geometry,
-        biases,
-        times,
-        options,
+        _attention_call(call, settings),
+        _bias_tensors(weights),
         (dq, dk, dv),
         (False, True, True),
     )
@@ -624,6 +618,6 @@ def hstu_layer(x: Tensor, weights: Weights, call: Call, settings: Settings) -> T
             return cast(Tensor, _Layer.apply(settings, x, *weights, *call))
         return infer(x, weights, call.seed, settings, _attend(weights, call, settings))
     except (AttributeError, RuntimeError, TypeError):
-        geometry, biases, *_ = _attention_arguments(weights, call, settings)
-        explain_types({"x": x}, geometry, biases)
+        op = torch.ops.hstu_attn.hstu_layer_forward.default
+        ops.explain_types(op, x, *weights, *call, *settings)
         raise

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from hstu_attn import DenseBias
+from hstu_attn.call import bias_tensors, make_call
+from hstu_attn.ops import NO_PAGES
 from hstu_attn.testing import Batch
 
 ops = torch.ops.hstu_attn
@@ -20,49 +21,19 @@ _PAGED = ("kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales")
 
 def arguments(batch: Batch, *, paged: bool) -> dict[str, Any]:
     """Everything that the forward is called with; `paged` for the ops that have those arguments."""
-    mask, bias = batch.mask, batch.bias
-    is_dense = isinstance(bias, DenseBias)
-    relative = None if is_dense else bias
+    options = batch.options()
+    bias, pages = options.pop("bias"), options.pop("paged_kv")
     result = {
         "q": batch.q,
         "k": batch.k,
         "v": batch.v,
-        "cu_seqlens_q": batch.cu_seqlens_q,
-        "cu_seqlens_k": batch.cu_seqlens_k,
-        "seqused_q": batch.seqused_q,
-        "seqused_k": batch.seqused_k,
-        "max_seqlen_q": batch.max_seqlen_q,
-        "max_seqlen_k": batch.max_seqlen_k,
-        "scaling_seqlen": batch.scaling_seqlen,
-        "attn_scale": batch.attn_scale,
-        "alpha": batch.alpha,
-        "num_contexts": mask.num_contexts,
-        "num_targets": mask.num_targets,
-        "target_group_size": mask.target_group_size,
-        "window_left": mask.window_size[0],
-        "window_right": 0 if mask.func_causal else mask.window_size[1],
-        "min_full_attn_seq_len": mask.min_full_attn_seq_len,
-        "row_spans": mask.row_spans,
-        "func": mask.func,
-        "rab": bias.rab if is_dense else None,
-        "pos_weight": getattr(relative, "pos_weight", None),
-        "ts_weight": getattr(relative, "ts_weight", None),
-        "timestamps": getattr(relative, "timestamps", None),
-        "row_timestamps": getattr(relative, "row_timestamps", None),
-        "ts_thresholds": getattr(relative, "thresholds", None),
+        **dict(zip(("rab", "pos_weight", "ts_weight"), bias_tensors(bias), strict=True)),
+        **make_call(**options, bias=bias)._asdict(),
     }
     if paged:
-        result |= {name: getattr(batch.paged_kv, name, None) for name in _PAGED}
-    descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return {
-        **result,
-        "quant_mode": -1,
-        **descales,
-        "deterministic": deterministic,
-        "sm_margin": 0,
-        "strict": True,
-    }
+        values = NO_PAGES if pages is None else pages.arguments
+        result |= dict(zip(_PAGED, values, strict=True))
+    return result
 
 
 def forward(batch: Batch, **changes: Any) -> torch.Tensor:

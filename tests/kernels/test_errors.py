@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hstu_attn
-from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention, interface, ops
+from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention, ops
 from hstu_attn.testing import make_batch
 from tests.helpers import raw_ops
 
@@ -138,14 +138,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "targets-too-many": ("num_targets", {"mask": Mask.causal(num_targets=ints(1, 0, 8))}),
     "spans-rows": ("row_spans", {"mask": Mask.from_row_spans(SPANS[:-1])}),
     "spans-heads": ("row_spans", {"mask": Mask.from_row_spans(SPANS.expand(2, TOTAL, 4))}),
+    "contexts-list": ("num_contexts", {"mask": Mask.causal(num_contexts=[1, 2, 0])}),
+    "contexts-float": ("num_contexts", {"mask": Mask.causal(num_contexts=torch.ones(3))}),
+    "contexts-2d": ("num_contexts", {"mask": Mask.causal(num_contexts=ints(1, 0, 0)[None])}),
+    "targets-int16": ("num_targets", {"mask": Mask.causal(num_targets=ints(1, 0, 2).short())}),
+    "spans-dtype": ("row_spans", {"mask": Mask.from_row_spans(SPANS.long())}),
+    "spans-width": ("row_spans", {"mask": Mask.from_row_spans(SPANS[:, :3])}),
+    "spans-1d": ("row_spans", {"mask": Mask.from_row_spans(SPANS[0])}),
+    "spans-list": ("row_spans", {"mask": Mask.from_row_spans(SPANS.tolist())}),
     "spans-device": ("row_spans", {"mask": Mask.from_row_spans(SPANS.to(META))}),
     "func-rows": ("func", {"mask": Mask.from_func(FUNC[..., :-1])}),
     "func-heads": ("func", {"mask": Mask.from_func(FUNC.expand(3, -1, -1))}),
+    "func-even": ("func", {"mask": Mask.from_func(FUNC[:, :2])}),
+    "func-dtype": ("func", {"mask": Mask.from_func(FUNC.long())}),
+    "func-2d": ("func", {"mask": Mask.from_func(FUNC[0])}),
     "func-device": ("func", {"mask": Mask.from_func(FUNC.to(META))}),
     "func-stride": ("func", {"mask": Mask.from_func(FUNC.repeat(1, 1, 2)[..., ::2])}),
     # Dense bias
     "bias-string": ("bias", {"bias": "rab"}),
     "rab-3d": ("rab", {"bias": RAB[0]}),
+    "rab-list": ("rab", {"bias": DenseBias([[1.0]])}),
     "rab-batch": ("rab", {"bias": RAB[:2]}),
     "rab-heads": ("rab", {"bias": torch.zeros(3, 3, LONGEST, LONGEST)}),
     "rab-no-heads": ("rab", {"bias": RAB[:, :0]}),
@@ -156,10 +168,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rab-device": ("rab", {"bias": RAB.to(META)}),
     # Relative bias
     "pos-heads": ("pos_weight", relative(pos_weight=torch.zeros(3, 9))),
+    "pos-1d": ("pos_weight", relative(pos_weight=torch.zeros(9))),
+    "pos-even": ("pos_weight", relative(pos_weight=torch.zeros(2, 8))),
     "pos-dtype": ("pos_weight", relative(pos_weight=torch.zeros(2, 9, dtype=torch.half))),
     "pos-stride": ("pos_weight", relative(pos_weight=torch.zeros(9, 2).t())),
     "pos-device": ("pos_weight", relative(pos_weight=torch.zeros(2, 9, device=META))),
     "ts-heads": ("ts_weight", relative(ts_weight=torch.zeros(8, 8))),
+    "ts-1d": ("ts_weight", relative(ts_weight=torch.zeros(8))),
+    "ts-without-times": ("timestamps", relative(timestamps=None)),
     "ts-no-bucket": ("ts_weight", relative(ts_weight=torch.zeros(1, 0))),
     "ts-dtype": ("ts_weight", relative(ts_weight=torch.zeros(1, 8).long())),
     "times-rows": ("timestamps", relative(timestamps=torch.zeros(TOTAL + 1).long())),
@@ -206,35 +222,21 @@ def test_bad_argument_of_a_call_that_records_gradients(name, changes):
 # ---------------------------------------------------------------------------------------------
 
 RAW_CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "window": ("window_size", {"window_left": -2}),
-    "contexts-full": ("window_size", {"window_right": -1, "num_contexts": ints(0, 0, 0)}),
-    "targets-right": ("window_size", {"window_right": 2, "num_targets": ints(0, 0, 0)}),
-    "min-full-causal": ("window_size", {"min_full_attn_seq_len": 2}),
-    "min-full-right": (
-        "window_size",
-        {"min_full_attn_seq_len": 2, "window_left": 3, "window_right": 1},
-    ),
-    "min-full-negative": ("min_full_attn_seq_len", {"min_full_attn_seq_len": -1}),
-    "group": ("target_group_size", {"target_group_size": 0}),
-    "spans-and-func": ("func", {"row_spans": SPANS, "func": FUNC, "window_right": -1}),
-    "spans-causal": ("window_size", {"row_spans": SPANS}),
-    "func-window": ("window_size", {"func": FUNC, "window_left": 3}),
     "func-even": ("func", {"func": FUNC[:, :2]}),
     "func-dtype": ("func", {"func": FUNC.long()}),
-    "spans-width": ("row_spans", {"row_spans": SPANS[:, :3], "window_right": -1}),
-    "spans-dtype": ("row_spans", {"row_spans": SPANS.long(), "window_right": -1}),
-    "func-targets": ("num_targets", {"func": FUNC, "num_targets": ints(0, 0, 0)}),
+    "spans-width": ("row_spans", {"row_spans": SPANS[:, :3]}),
+    "spans-dtype": ("row_spans", {"row_spans": SPANS.long()}),
     "rab-and-table": ("pos_weight", {"rab": RAB, "pos_weight": torch.zeros(1, 3)}),
     "pos-even": ("pos_weight", {"pos_weight": torch.zeros(1, 4)}),
-    "times-alone": ("timestamps", {"timestamps": torch.zeros(TOTAL).long()}),
     "ts-without-times": ("timestamps", {"ts_weight": torch.zeros(1, 4)}),
     "ts-without-thresholds": (
         "ts_thresholds",
         {"ts_weight": torch.zeros(1, 4), "timestamps": torch.zeros(TOTAL).long()},
     ),
     "pages-without-cache": ("page_ids", {"page_ids": ints(0)}),
-    "quant": ("quant_mode", {"quant_mode": 0}),
-    "descale": ("quant_mode", {"q_descale": torch.ones(1)}),
+    "pages-missing": ("page_offsets", {"kv_cache": torch.zeros(1, 2, 16, HEADS, DIM)}),
+    "scales-without-cache": ("kv_scales", {"kv_scales": torch.ones(1, 2, 16, HEADS)}),
+    "descale": ("q_descale", {"q_descale": torch.ones(1)}),
 }
 
 
@@ -243,6 +245,29 @@ def test_bad_argument_of_the_operator(name, changes):
     batch = make_batch(LENGTHS, heads=HEADS, dim=DIM, mask="causal")
     with pytest.raises(raw_ops.BAD_ARGUMENT, match=rf"{name}: expected .*got "):
         raw_ops.forward(batch, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window_left": -(2**40)},
+        {"window_left": 2**40, "window_right": 2**40},
+        {"window_right": 2, "num_targets": ints(2, 0, 7), "num_contexts": ints(1, 0, 2)},
+        {"min_full_attn_seq_len": 2**40, "window_left": 3, "window_right": 1},
+        {"min_full_attn_seq_len": -(2**40)},
+        {"target_group_size": 0, "num_targets": ints(2, 0, 7)},
+        {"target_group_size": -(2**40), "num_targets": ints(2, 0, 7)},
+        {"row_spans": SPANS, "func": FUNC, "num_targets": ints(2, 0, 7)},
+        {"func": FUNC, "window_left": 3, "min_full_attn_seq_len": 2},
+    ],
+)
+def test_masks_without_a_meaning_do_no_harm(changes):
+    """`Mask` refuses them; a direct call of the operator is left to say which rows see what."""
+    batch = make_batch(LENGTHS, heads=HEADS, dim=DIM, mask="causal")
+    out = raw_ops.forward(batch, **changes)
+    assert torch.isfinite(out).all()
+    gradients = raw_ops.backward(batch, out, has_drab=False, has_dtables=False, **changes)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 OUT = torch.zeros(TOTAL, HEADS, DIM)
@@ -341,7 +366,7 @@ def test_cuda_tensors_without_cuda_kernels(monkeypatch):
     monkeypatch.setattr(ops, "_has_cuda_kernels", False)
     q = torch.zeros(1, 1, 8).as_subclass(OnCuda)
     with pytest.raises(NotImplementedError, match=r"q: .*no CUDA kernels.*cuda:0"):
-        interface._check_call(q, None, -1)
+        ops.check_build(q)
 
 
 def test_a_missing_library_says_how_to_build_it(tmp_path, monkeypatch):

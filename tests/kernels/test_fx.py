@@ -267,11 +267,11 @@ def test_errors_come_when_the_graph_runs():
     """What a proxy stands for is checked by the call that the graph makes."""
     traced = torch.fx.symbolic_trace(own_attention)
     *others, _, table = CASES["own"][2]()
-    with pytest.raises(ValueError, match=r"^num_targets: expected dtype torch.int32 or"):
+    with pytest.raises(ValueError, match=r"^num_targets: expected int32 or int64, got float32"):
         traced(*others, torch.ones(3), table)
     traced = torch.fx.symbolic_trace(func_attention)
     *others, _, rab = CASES["own-func"][2]()
-    with pytest.raises(ValueError, match=r"^func: expected an odd number"):
+    with pytest.raises(ValueError, match=r"^func: expected .*an odd n"):
         traced(*others, torch.zeros(1, 2, TOTAL, dtype=torch.int32), rab)
     traced = torch.fx.symbolic_trace(paged)
     arguments = list(paged_arguments())

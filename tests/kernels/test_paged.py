@@ -549,27 +549,15 @@ INTS = torch.zeros(3, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("kv_cache", {"kv_cache": None}),
-        ("kv_cache", {"kv_cache": CACHE[:, 0]}),
-        ("kv_cache", {"kv_cache": CACHE[:, :1]}),
-        ("kv_cache", {"kv_cache": CACHE[:, :, :15]}),
         ("page_offsets", {"page_offsets": None}),
         ("page_offsets", {"kv_indptr": INTS}),
-        ("page_offsets", {"page_offsets": INTS[None]}),
-        ("page_offsets", {"page_offsets": [0, 1, 2]}),
         ("page_ids", {"page_ids": None}),
-        ("page_ids", {"page_ids": INTS[None]}),
         ("page_ids", {"kv_indices": INTS}),
         ("last_page_lens", {"last_page_lens": None}),
         ("last_page_lens", {"kv_last_page_len": INTS}),
-        ("kv_scales", {"kv_scales": SCALES}),
-        ("kv_scales", {"kv_cache": CACHE.to(FP8)}),
-        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": 1.0}),
-        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": SCALES[1:]}),
-        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": SCALES.double()}),
     ],
 )
-def test_bad_caches_are_refused(name, arguments):
+def test_missing_tables_and_two_names_are_refused(name, arguments):
     good = {
         "kv_cache": CACHE,
         "page_offsets": INTS,
@@ -584,6 +572,36 @@ def test_bad_caches_are_refused(name, arguments):
 def refuse(batch: Batch, name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}: expected .*got "):
         run(hstu_attention, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("kv_cache", {"kv_cache": [1.0]}),
+        ("kv_cache", {"kv_cache": CACHE[:, 0]}),
+        ("kv_cache", {"kv_cache": CACHE[:, :1]}),
+        ("kv_cache", {"kv_cache": CACHE[:, :, :15]}),
+        ("page_offsets", {"page_offsets": INTS[None]}),
+        ("page_offsets", {"page_offsets": [0, 1, 2]}),
+        ("page_ids", {"page_ids": INTS[None]}),
+        ("last_page_lens", {"last_page_lens": INTS[None]}),
+        ("kv_scales", {"kv_scales": SCALES}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8)}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": 1.0}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": SCALES[1:]}),
+        ("kv_scales", {"kv_cache": CACHE.to(FP8), "kv_scales": SCALES.double()}),
+    ],
+)
+def test_bad_caches_are_refused(name, arguments):
+    """By the attention, and all but `last_page_lens` by the append before it, too."""
+    pages = {"kv_cache": CACHE, "page_offsets": INTS, "page_ids": INTS, "last_page_lens": INTS[:2]}
+    paged_kv = PagedKV(**{**pages, **arguments})
+    x, cu_seqlens = torch.zeros(0, 2, 32), INTS
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
+        hstu_attention(x, x, x, cu_seqlens_q=cu_seqlens, max_seqlen_q=1, paged_kv=paged_kv)
+    if name != "last_page_lens":
+        with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
+            append_paged_kv(x, x, paged_kv, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
 
 
 def test_pages_that_do_not_fit_the_lengths_are_refused():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hstu_attn import Mask, RelativeBias, reference
+from hstu_attn.call import bias_times
 from hstu_attn.mask import dense_mask
 from hstu_attn.testing import (
     BIAS_NAMES,
@@ -78,7 +79,8 @@ def bias_by_hand(batch: Batch, b: int, head: int, r: int, i: int, j: int, k_len:
         else:
             row_time = int(bias.timestamps[k0 + min(i + 1, k_len - 1)])
         difference = abs(row_time - int(bias.timestamps[k0 + j]))
-        bucket = sum(int(t) <= difference for t in bias.thresholds)
+        _, _, thresholds = bias_times(bias)
+        bucket = sum(int(t) <= difference for t in thresholds)
         bucket = min(bucket, bias.ts_weight.shape[1] - 1)
         total += float(bias.ts_weight[head * bias.ts_weight.shape[0] // heads, bucket])
     return total

@@ -9,6 +9,7 @@ import torch
 
 import hstu_attn
 from hstu_attn import hstu_attention, ops
+from hstu_attn.call import AttentionCall
 from hstu_attn.paged import quantise_rows
 from hstu_attn.testing import Batch, make_batch, make_paged_batch, run
 from tests.helpers import raw_ops
@@ -134,9 +135,11 @@ def dir_of_library() -> list[str]:
 def test_lengths_are_symbolic_and_the_python_order_is_the_schemas():
     arguments = schema("hstu_varlen_fwd").arguments
     names = [argument.name for argument in arguments]
-    assert names[3:20] == list(ops.GEOMETRY)
-    assert names[20:23] == ["rab", "pos_weight", "ts_weight"]
-    assert len(names) == ops._NUM_ARGS
+    differentiable = ["q", "k", "v", "rab", "pos_weight", "ts_weight"]
+    paged = ["kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales"]
+    assert names == [*differentiable, *AttentionCall._fields, *paged]
+    assert names[ops._GRADIENTS] == differentiable
+    assert names[ops._KV_CACHE] == "kv_cache"
     text = str(schema("hstu_varlen_fwd"))
     symbolic = {name for name in names if f"SymInt {name}" in text}
     assert symbolic == {
@@ -149,8 +152,7 @@ def test_lengths_are_symbolic_and_the_python_order_is_the_schemas():
         "min_full_attn_seq_len",
     }
     shared = [a.name for a in schema("hstu_varlen_bwd").arguments]
-    paged = ("kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales")
-    assert shared[1:-2] == [name for name in names if name not in paged]
+    assert shared[1:-2] == names[: ops._KV_CACHE]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,184 @@
+"""The arguments of the attention operator that all layers of a step share, in one object.
+
+`make_call` turns a mask, a batch's offsets and the options of `hstu_attention` into an
+`AttentionCall` once; `ops.attention` takes it for every layer, and the backward takes it again.
+What differs from layer to layer is passed beside it: q, k, v, the tensors of a bias, and pages.
+
+What a mask or a bias means is checked here and in the classes of mask.py and bias.py. Shapes,
+dtypes, devices and values are checked by the operator alone, in csrc/api/arguments.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor
+from .mask import Mask
+
+__all__ = ["NO_BIAS", "AttentionCall", "BiasTensors", "bias_tensors", "bias_times", "make_call"]
+
+# rab, pos_weight and ts_weight: what gets a gradient beside q, k and v.
+BiasTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_BIAS: BiasTensors = (None, None, None)
+
+_FULL = Mask.full()
+
+
+class AttentionCall(NamedTuple):
+    """What the operator is called with between the tensors of a bias and the pages.
+
+    The fields are arguments of `torch.ops.hstu_attn.hstu_varlen_fwd`, by the names and in the order
+    of its schema (csrc/api/arguments.h).
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+        scaling_seqlen, attn_scale, alpha: as in `hstu_attention`.
+        num_contexts, num_targets, target_group_size, min_full_attn_seq_len, row_spans, func: as in
+            `Mask`.
+        window_left, window_right: the window of `Mask`; with `func_causal`, (-1, 0).
+        timestamps, row_timestamps, ts_thresholds: as in `RelativeBias`; one `timestamps` serves the
+            tables of all layers.
+        quant_mode, q_descale, k_descale, v_descale: for FP8, which is not built: -1 and None.
+        deterministic, sm_margin: as in `hstu_attention`.
+        strict: whether counts and lengths that the kernels clamp are errors where values are
+            checked (on a CPU, or with `HSTU_ATTN_CHECK=1`): see `interface.clamped_attention`.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    scaling_seqlen: int = -1
+    attn_scale: Tensor | None = None
+    alpha: float = 1.0
+    num_contexts: Tensor | None = None
+    num_targets: Tensor | None = None
+    target_group_size: int = 1
+    window_left: int = -1
+    window_right: int = -1
+    min_full_attn_seq_len: int = 0
+    row_spans: Tensor | None = None
+    func: Tensor | None = None
+    timestamps: Tensor | None = None
+    row_timestamps: Tensor | None = None
+    ts_thresholds: Tensor | None = None
+    quant_mode: int = -1
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    deterministic: bool = False
+    sm_margin: int = 0
+    strict: bool = True
+
+
+def make_call(
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
+    alpha: float = 1.0,
+    scaling_seqlen: int = -1,
+    attn_scale: Tensor | None = None,
+    quant_mode: int = -1,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    strict: bool = True,
+) -> AttentionCall:
+    """The call of a batch, for `ops.attention`.
+
+    Args:
+        bias: of a `RelativeBias` the times and thresholds are read, which all layers share; the
+            tables are not.
+        strict: see `AttentionCall`.
+
+    The other arguments are those of `hstu_attention`.
+
+    Raises:
+        ValueError: for a mask that is no `Mask`, or an `attn_scale` that requires a gradient.
+    """
+    if mask is None:
+        mask = _FULL
+    elif not isinstance(mask, Mask):
+        raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
+    if attn_scale is not None:
+        _check_attn_scale(attn_scale)
+    timestamps, row_timestamps, thresholds = bias_times(bias)
+    window_left, window_right = mask.window_size
+    # NOTE: by position, which takes a third of the time that it takes by name.
+    return AttentionCall(
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_q if max_seqlen_k is None else max_seqlen_k,
+        seqused_q,
+        seqused_k,
+        scaling_seqlen,
+        attn_scale,
+        alpha,
+        mask.num_contexts,
+        mask.num_targets,
+        mask.target_group_size,
+        window_left,
+        0 if mask.func_causal else window_right,
+        mask.min_full_attn_seq_len,
+        mask.row_spans,
+        mask.func,
+        timestamps,
+        row_timestamps,
+        thresholds,
+        quant_mode,
+        None,
+        None,
+        None,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        sm_margin,
+        strict,
+    )
+
+
+def bias_tensors(bias: Bias | Tensor | None) -> BiasTensors:
+    """`(rab, pos_weight, ts_weight)` of a bias.
+
+    Raises:
+        ValueError: for what is no bias.
+    """
+    if bias is None:
+        return NO_BIAS
+    if isinstance(bias, RelativeBias):
+        return None, bias.pos_weight, bias.ts_weight
+    if isinstance(bias, DenseBias):
+        return bias.rab, None, None
+    if isinstance(bias, Tensor):
+        return bias, None, None
+    raise ValueError(
+        f"bias: expected a DenseBias, a RelativeBias, a tensor or None, got {type(bias).__name__}"
+    )
+
+
+def bias_times(bias: Bias | Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`(timestamps, row_timestamps, ts_thresholds)` of a bias; None where it has no times."""
+    if not isinstance(bias, RelativeBias) or bias.ts_weight is None:
+        return None, None, None
+    thresholds = bias.thresholds
+    if thresholds is None:
+        thresholds = default_thresholds_tensor(bias.ts_weight.device)
+    return bias.timestamps, bias.row_timestamps, thresholds
+
+
+def _check_attn_scale(attn_scale: Tensor) -> None:
+    if not isinstance(attn_scale, Tensor):
+        raise ValueError(f"attn_scale: expected a tensor, got {type(attn_scale).__name__}")
+    if attn_scale.requires_grad:
+        raise ValueError(
+            "attn_scale: expected a tensor that does not require a gradient (it gets none), got "
+            "requires_grad=True"
+        )
