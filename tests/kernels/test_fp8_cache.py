@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
-from hstu_attn.paged import dequantise_rows, quantise_rows
+from hstu_attn.paged import append_paged_kv, dequantise_rows, quantise_rows
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import CachedRows, Engine, PagedKVCache, StepTensors
@@ -96,8 +96,10 @@ def test_other_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^v: expected shape"), cache.step([1], [3]) as step:
         step.append(0, torch.zeros(3, HEADS, DIM), torch.zeros(3, HEADS, DIM, dtype=torch.int32))
     tables = (torch.zeros(count, dtype=torch.int32) for count in (2, 0, 1, 1))
+    pages = StepTensors(cache.kv_cache, *tables).paged_kv(0)
+    rows, offsets = torch.zeros(0, HEADS, DIM), pages.page_offsets
     with pytest.raises(ValueError, match=r"^kv_scales: expected a tensor .*got None"):
-        StepTensors(cache.kv_cache, *tables).paged_kv(0)
+        append_paged_kv(rows, rows, pages, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
