@@ -1,18 +1,20 @@
 """Benchmarks. Each module that measures is run with `python -m benchmarks.<name>`.
 
+- attention: the kernels for GPUs beside Triton and softmax attention; `make bench-gpu`
+- paged: attention over a paged KV cache, and with `--stack` a stack of layers (stack)
+- layer: a whole layer on a GPU, fused and composed, and what its kernels take
+- training_step: attention's share of a training step of the retrieval example, on a GPU
+- train: training steps of the ranking example on several GPUs
+- context: context parallel attention over several GPUs
 - cpu: the CPU kernels beside plain torch; `make bench-cpu`
 - cpu_limits: the CPU kernels by instruction set, beside a matrix product
-- attention: the kernels for GPUs beside Triton and softmax attention; `make bench-gpu`
-- layer: a whole layer on a GPU, fused and composed, and what its kernels take
-- training_step: attention's share of a training step of the example, on a GPU
-- plots: draws stored results of attention
-- retrieval: what examples/train_retrieval.py reaches
-- ranking: what examples/train_ranking.py reaches
-- serving: examples/serve.py under load, over loopback
-- readme: writes the tables of README.md and docs/ from the stored results
+- cache: the host time of the operations of the paged KV cache
+- engine: the inference engine under load; serving: examples/serve.py under load, over loopback
+- retrieval, ranking: what the examples that train reach
+- report: writes the tables of README.md and docs/ from stored results; plots: draws them
 
-The rest is shared: the batches that are measured (cases, for GPUs workloads), the same attention in
-plain torch (implementations) and what GPUs are measured with (columns, of which triton_hstu is our
-baseline in Triton), peak memory (memory), time on a GPU (gpu), and records of results and tables of
-text (report).
+They share the command line (cli), the runner with its timing loop (runner), records (record) and
+tables of them (tables). `--against DIR` times the library of another checkout by turns with this
+one (against). Beneath are the batches that are measured (cases, paged_cases), implementations with
+their baselines, time on a GPU (gpu), profiles (profile), ranks, load and peak memory (memory).
 """

@@ -29,8 +29,8 @@ from .baselines import plain_torch
 from .cases import Case, Inputs
 from .cpu import DIRECTIONS, figures, run_once
 from .record import Record
-from .report import MATMUL
 from .runner import Benchmark, Run
+from .tables import MATMUL
 
 __all__ = ["BENCHMARK", "main"]
 

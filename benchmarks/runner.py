@@ -22,7 +22,7 @@ import torch
 
 from .gpu import Gpu
 from .record import BASELINES, Record, origin, rounded, write_records
-from .report import text
+from .tables import text
 
 __all__ = ["Benchmark", "Call", "Run", "Variant", "explain", "name_of", "take_turns"]
 

@@ -24,6 +24,7 @@ from benchmarks import (
     plots,
     report,
     stack,
+    tables,
     training_step,
 )
 from benchmarks.cases import Case
@@ -44,7 +45,7 @@ def run(main, tmp_path, arguments, status=0, failing=()):
     records = read_records(path)
     assert all(record.keys() >= ORIGIN for record in records)
     assert {record["impl"] for record in records if record.get("error")} == set(failing)
-    assert len(report.text(records).splitlines()) > 2
+    assert len(tables.text(records).splitlines()) > 2
     return records
 
 
@@ -119,7 +120,7 @@ def test_paged(monkeypatch, tmp_path):
     forms = ["paged", "graph", "append", "gather", "recompute"]
     assert [r["impl"] for r in records] == [*forms, *(f for f in forms if f != "append")]
     assert all(r["us"] >= r["fastest_us"] > 0 and r["append_tbps"] > 0 for r in records)
-    row = report.text(records).splitlines()[-1].split()
+    row = tables.text(records).splitlines()[-1].split()
     assert row[:6] == ["32", "50", "0", "9", "3", "16"]
 
 
@@ -159,7 +160,7 @@ def test_cpu_limits(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_limits, "HEAD_DIMS", (8,))
     monkeypatch.setattr(cpu_limits, "Case", lambda *sizes, **named: SMALL)
     records = run(cpu_limits.main, tmp_path, "--rounds 1 --cases float32")
-    assert records[0]["impl"] == report.MATMUL
+    assert records[0]["impl"] == tables.MATMUL
     assert {r["dtype"] for r in records} == {"float32"}
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import context, plots, ranks, report, train
+from benchmarks import context, plots, ranks, tables, train
 from benchmarks.record import read_records
 from hstu_attn.distributed import World
 from tests.helpers.distributed_runs import run_ranks
@@ -72,7 +72,7 @@ def test_training(strategy, tmp_path):
         balanced, dealt = found[case, "balanced", 2], found[case, "dealt", 2]
         assert balanced["tokens"] == dealt["tokens"]
         assert 1 <= balanced["imbalance"] <= dealt["imbalance"]
-    rows = report.train([records])[0].rows
+    rows = tables.train([records])[0].rows
     assert [row[0] for row in rows][-1] == "strong, dealt"
     assert plots.draw(path, tmp_path) == [tmp_path / f"train-{strategy}.png"]
 

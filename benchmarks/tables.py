@@ -1,0 +1,547 @@
+"""The tables of records: one function for each benchmark, and comparisons with other libraries.
+
+A function gets the records of some files, all of one benchmark and group, and makes `Table`s. They
+are what a run prints at its end and what README.md and docs/ show (`report.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .record import BASELINES, Record
+
+__all__ = ["MATMUL", "TABLES", "File", "Table", "by", "peers", "speed", "text"]
+
+File = list[Record]  # the records of a file, all of one benchmark and group
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a paragraph before it and one behind it, where they are not empty."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    before: str = ""
+    after: str = ""
+
+    def markdown(self) -> list[str]:
+        """Lines of Markdown."""
+        rule = ["---" if n < 1 else "---:" for n in range(len(self.header))]
+        return self._lines(f"| {' | '.join(cells)} |" for cells in (self.header, rule, *self.rows))
+
+    def text(self) -> list[str]:
+        """Lines with aligned columns, the first one flush left and the others right."""
+        rows = [self.header, *self.rows]
+        widths = [max(len(row[n]) for row in rows) for n in range(len(self.header))]
+        return self._lines(
+            "  ".join(
+                cell.rjust(width) if n else cell.ljust(width)
+                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+    def _lines(self, table: Iterable[str]) -> list[str]:
+        before, after = ([x] if x else [] for x in (self.before, self.after))
+        return [*before, *([""] if before else []), *table, *([""] if after else []), *after]
+
+
+def _number(x: float | None, digits: int = 3) -> str:
+    """With so many significant digits, and never an exponent."""
+    if x is None:
+        return "-"
+    rounded = float(f"{x:.{digits}g}")
+    return f"{rounded:.0f}" if rounded >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
+
+
+Cells = dict[str, Callable[[Record], str]]  # by the header of their column
+
+
+def _table(columns: Cells, records: File, before: str = "", after: str = "") -> Table:
+    """A table with a row for each record."""
+    rows = [[cell(record) for cell in columns.values()] for record in records]
+    return Table(list(columns), rows, before, after)
+
+
+def _numbers(**columns: str) -> Cells:
+    """Columns with the numbers of fields, by the fields' names; the values are their headers."""
+    return {
+        header: lambda record, field=field: _number(record[field])  # type: ignore[misc]
+        for field, header in columns.items()
+    }
+
+
+def _cpu_origin(records: File) -> str:
+    record = records[0]
+    commits = " and ".join(dict.fromkeys(r["commit"] for r in records))
+    features = [f for f in record["features"] if f.endswith("bf16")] or record["features"]
+    return (
+        f"{record['cpu']} ({', '.join(features)}), {record['threads']} threads, "
+        f"torch {record['torch']}, {record['date']}, commit {commits}"
+    )
+
+
+def _gpu_origin(record: Record, *, command: bool = True) -> str:
+    said = (
+        f"{record['gpu'] or record['cpu']}, torch {record['torch']}, CUDA {record['cuda']}, Triton "
+        f"{record['triton']}, {record['date']}, commit {record['commit']}"
+    )
+    return f"{said}: `{record['command']}`" if command else said
+
+
+def by(records: Iterable[Record], *names: str) -> list[File]:
+    """The records in groups that are equal in these fields."""
+    found: dict[tuple[object, ...], File] = {}
+    for record in records:
+        found.setdefault(tuple(record[name] for name in names), []).append(record)
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------------------------------
+# The CPU kernels
+# ---------------------------------------------------------------------------------------------
+
+CPU_IMPLS = ("hstu_attn", "per sequence", "padded", "compiled")
+MATMUL = "torch.matmul"
+
+
+def _cpu_row(records: File) -> list[str]:
+    found = {(r["impl"], r["pass"]): r for r in records}
+    directions = ("forward", "backward")
+
+    def both(name: str) -> str:
+        values = [found[name, direction]["ms"] for direction in directions]
+        return "-" if None in values else " / ".join(map(_number, values))
+
+    def speedup(over: Sequence[str]) -> str:
+        ratios = []
+        for direction in directions:
+            others = [found[name, direction]["ms"] for name in over]
+            fastest = min(ms for ms in others if ms is not None)
+            ratios.append(f"{fastest / found['hstu_attn', direction]['ms']:.1f}")
+        return " / ".join(ratios)
+
+    return [
+        *(records[0]["case"], str(records[0]["head_dim"]), DTYPES[records[0]["dtype"]]),
+        *(both(name) for name in CPU_IMPLS),
+        *(speedup(CPU_IMPLS[1:2]), speedup(CPU_IMPLS[1:])),
+        *(_number(found[name, "backward"]["peak_mib"]) for name in CPU_IMPLS),
+    ]
+
+
+def cpu(files: Sequence[File]) -> list[Table]:
+    """One table for each machine."""
+    header = [
+        *("sequences x lengths", "D", "dtype"),
+        *CPU_IMPLS,
+        *("over per sequence", "over best other"),
+        *(f"MiB {name}" for name in CPU_IMPLS),
+    ]
+    tables = []
+    for records in files:
+        rows = [_cpu_row(group) for group in by(records, "case", "head_dim", "dtype")]
+        skipped = "; ".join(sorted({f"{r['case']}, {r['dtype']}" for r in records if r["skipped"]}))
+        after = f"Not measured: padded forms of {skipped} (too large)." if skipped else ""
+        tables.append(Table(header, rows, f"{_cpu_origin(records)}:", after))
+    return tables
+
+
+def cpu_limits(files: Sequence[File]) -> list[Table]:
+    """One table for each machine."""
+    header = ["instruction set", "dtype", "D", "forward", "of matmul", "backward", "of matmul"]
+    tables = []
+    for records in files:
+        product = {r["dtype"]: r["gflops"] for r in records if r["impl"] == MATMUL}
+        rows = []
+        for group in by(records, "dtype", "impl", "head_dim"):
+            first = group[0]
+            if first["impl"] == MATMUL:
+                continue
+            row = [first["impl"], DTYPES[first["dtype"]], str(first["head_dim"])]
+            for r in group:
+                row += [_number(r["gflops"]), f"{r['gflops'] / product[r['dtype']]:.2f}"]
+            rows.append(row)
+        products = " and ".join(f"{_number(x)} in {DTYPES[dtype]}" for dtype, x in product.items())
+        before = f"{_cpu_origin(records)}; `torch.matmul` {products}:"
+        tables.append(Table(header, rows, before))
+    return tables
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernels for GPUs
+# ---------------------------------------------------------------------------------------------
+
+COMPARED = ("triton", "flash2")  # baselines that each of this library's columns is compared with
+
+
+def _attention_row(records: File, impls: Sequence[str], passes: Sequence[str]) -> list[str]:
+    found = {(r["impl"], r["pass"]): r for r in records}
+
+    def share(impl: str, direction: str) -> str:
+        record = found.get((impl, direction), {})
+        if record.get("error"):
+            return "failed"
+        value = record.get("share_of_matmul")
+        return f"{value:.2f}" if value else _number(record.get("host_us"))
+
+    def times_as_fast(impl: str, other: str, direction: str) -> str:
+        slower, faster = (found.get((name, direction), {}).get("ms") for name in (other, impl))
+        return f"{slower / faster:.2f}" if slower and faster else "-"
+
+    def joined(cells: Iterable[str]) -> str:
+        every = list(cells)
+        return "-" if set(every) == {"-"} else " / ".join(every)
+
+    return [
+        *(records[0]["case"], str(records[0]["head_dim"])),
+        *(joined(share(impl, direction) for direction in passes) for impl in impls),
+        *(
+            joined(times_as_fast(impl, other, direction) for direction in passes)
+            for impl in impls
+            if impl not in BASELINES
+            for other in COMPARED
+        ),
+    ]
+
+
+def attention(files: Sequence[File]) -> list[Table]:
+    """One table for each file: shares of the product, and how many times as fast as baselines.
+
+    Of the group "host" it shows microseconds of the host.
+    """
+    tables = []
+    for records in files:
+        first = records[0]
+        impls = list(dict.fromkeys(r["impl"] for r in records))
+        passes = list(dict.fromkeys(r["pass"] for r in records))
+        ours = [impl for impl in impls if impl not in BASELINES]
+        over = [f"{impl} over {other}" for impl in ours for other in COMPARED]
+        rows = [_attention_row(each, impls, passes) for each in by(records, "case", "head_dim")]
+        before = (
+            f"{_gpu_origin(first, command=False)}; the matrix product runs at "
+            f"{_number(first['matmul_tflops'])} TFLOP/s:"
+        )
+        header = ["sequences x lengths", "D", *impls, *over]
+        tables.append(Table(header, rows, before, f"`{first['command']}`"))
+    return tables
+
+
+# ---------------------------------------------------------------------------------------------
+# Other libraries
+# ---------------------------------------------------------------------------------------------
+
+PEERS = ("FBGEMM hstu", "Meta CUDA", "Meta Triton")
+DIRECTIONS = ("forward", "backward")
+
+
+def speed(ours: File, theirs: File) -> list[str]:
+    """What README.md says about speed: one shape, forward and backward, beside others.
+
+    Args:
+        ours: the records of `attention`.
+        theirs: those of the other libraries.
+    """
+    ours, theirs = (
+        [r for r in records if (r["case"], r["head_dim"]) == ("8 x 4096", 128)]
+        for records in (ours, theirs)
+    )
+    found = {(r["impl"], r["pass"]): r for r in ours}
+    forward, backward = (found["hstu_attn", direction] for direction in DIRECTIONS)
+    faster, rates = [], []
+    for own in (forward, backward):
+        best = max(r["tflops"] for r in theirs if r["pass"] == own["pass"])
+        faster.append(f"{found['flash2', own['pass']]['ms'] / own['ms']:.1f}")
+        rates.append(f"{own['tflops'] / best:.1f}")
+    return [
+        f"On an {forward['gpu'].removeprefix('NVIDIA ')}, 8 causal sequences of 4096 tokens "
+        f"({forward['heads']} heads of 128, bf16) take {_number(forward['ms'])} ms forward "
+        f"({forward['tflops']:.0f} TFLOP/s) and",
+        f"{_number(backward['ms'])} ms backward ({backward['tflops']:.0f}): {' and '.join(faster)} "
+        f"times as fast as torch's FlashAttention-2 at the same shape, {' and '.join(rates)} times "
+        "the",
+        "TFLOP/s of the fastest of the [other HSTU kernels](#beside-other-libraries) "
+        f"({forward['date']}, commit {forward['commit'][:7]}).",
+    ]
+
+
+def peers(ours: File, theirs: File, cases: Sequence[str] = ()) -> Table:
+    """This library beside others on causal batches.
+
+    Args:
+        ours: the records of `attention`.
+        theirs: those of the other libraries.
+        cases: names of those that are shown; none means all.
+    """
+    found = {(r["impl"], r["case"], r["head_dim"], r["pass"]): r for r in theirs + ours}
+    rows = []
+    for [first, *_] in by(theirs, "case", "head_dim"):
+        case, head_dim = first["case"], first["head_dim"]
+        if cases and case not in cases:
+            continue
+        cells = []
+        for impl in ("hstu_attn", *PEERS):
+            times = []
+            for direction in DIRECTIONS:
+                tflops = found[impl, case, head_dim, direction]["tflops"]
+                ms = found["hstu_attn", case, head_dim, direction]["flops"] / tflops / 1e9
+                times.append(f"{_number(ms)} ({tflops:.0f})")
+            cells.append(" / ".join(times))
+        rows.append([case, str(head_dim), *cells])
+    own, other = ours[0], theirs[0]
+    after = (
+        f"hstu_attn: {own['gpu']}, torch {own['torch']}, {own['date']}, commit {own['commit']}, "
+        f"matrix product {_number(own['matmul_tflops'])} TFLOP/s. The others, in another "
+        f"run: {other['gpu']}, torch {other['torch']}, {other['date']}, matrix product "
+        f"{_number(other['matmul_tflops'])} TFLOP/s; {other['method']}."
+    )
+    return Table(["sequences x length", "D", "hstu_attn", *PEERS], rows, after=after)
+
+
+# ---------------------------------------------------------------------------------------------
+# Layers, and training
+# ---------------------------------------------------------------------------------------------
+
+
+def training_step(files: Sequence[File]) -> list[Table]:
+    """One table for all files: a row for each implementation in each of them."""
+    passes = ("attention forward", "attention backward", "step")
+    rows = []
+    for records in files:
+        for found in by(records, "impl"):
+            by_pass = {r["pass"]: r for r in found}
+            step = by_pass["step"]
+            model = f"{step['layers']} of {step['heads']} x {step['head_dim']}"
+            times = [_number(by_pass[name]["ms"]) for name in passes]
+            rows.append([step["case"], model, step["impl"], *times, _number(step["busy_ms"])])
+    header = ["sequences x length", "layers of heads x D", "", *passes, "GPU busy"]
+    origins = "\n\n".join(_gpu_origin(records[0]) for records in files)
+    return [Table(header, rows, after=origins)] if rows else []
+
+
+def layer(files: Sequence[File]) -> list[Table]:
+    """For each file a table of the passes, and of one layer one of the fused layer's kernels."""
+    tables = []
+    for records in files:
+        first = records[0]
+        rows, kernels = [], []
+        for r in records:
+            if r["error"]:
+                continue
+            if r["pass"] != "kernels":
+                numbers = [r["ms"], r["tflops"], r["share_of_matmul"], r["mfu"]]
+                memory = [r["kept_memory_bytes"], r["peak_memory_bytes"]]
+                sizes = [f"{size / 2**30:.2f}" for size in memory]
+                rows.append([f"{r['impl']}, {r['pass']}", *map(_number, numbers), *sizes])
+            elif first["layers"] == 1 and r["impl"] == "fused":
+                kernels = [
+                    [
+                        *(name.rpartition("::")[2], kernel["group"], f"{kernel['launches']:g}"),
+                        _number(kernel["ms"]),
+                        _number(kernel.get("share_of_copy"), 2),
+                    ]
+                    for name, kernel in r["kernels"].items()
+                ]
+        before = (
+            f"{first['case']}, width {first['dim']}, {first['heads']} heads of "
+            f"{first['head_dim']}, dropout {first['dropout']}, layers: {first['layers']}; product "
+            f"{_number(first['matmul_tflops'])} TFLOP/s, copy {_number(first['copy_tbps'])} TB/s. "
+            f"{_gpu_origin(first)}:"
+        )
+        header = ["", "ms", "TFLOP/s", "of product", "MFU", "kept GiB", "peak GiB"]
+        tables.append(Table(header, rows, before))
+        if kernels:
+            header = ["kernel of fused, both passes", "", "launches", "ms", "of copy"]
+            tables.append(Table(header, kernels))
+    return tables
+
+
+def train(files: Sequence[File]) -> list[Table]:
+    """One table for each file."""
+    columns: Cells = {
+        "case": lambda r: f"{r['case']}, {r['division']}",
+        "GPUs": lambda r: str(r["gpus"]),
+        "tokens": lambda r: str(r["tokens"]),
+        "load of the most loaded": lambda r: f"{r['imbalance']:.2f}",
+        **_numbers(ms="ms"),
+        "tokens/s per GPU": lambda r: f"{r['tokens_per_second_per_gpu']:.0f}",
+        **_numbers(tflops_per_gpu="TFLOP/s per GPU", share_of_matmul="of product", mfu="MFU"),
+        "scaling": lambda r: "-" if r["scaling"] is None else f"{r['scaling']:.2f}",
+    }
+    tables = []
+    for records in files:
+        first = records[0]
+        before = (
+            f"{first['strategy']}, {first['layers']} layers of width {first['dim']}, "
+            f"{first['heads']} heads. {_gpu_origin(first)}:"
+        )
+        tables.append(_table(columns, records, before))
+    return tables
+
+
+def context(files: Sequence[File]) -> list[Table]:
+    """One table of all files."""
+    columns: Cells = {
+        "": lambda r: str(r["pass"]),
+        "GPUs": lambda r: str(r["gpus"]),
+        **_numbers(ms="ms", tflops_per_gpu="TFLOP/s per GPU", speedup="over one GPU"),
+        "waiting": lambda r: f"{100 * r['waiting_share']:.1f} %",
+    }
+    origins = []
+    for first, *_ in files:
+        sizes = f"{first['case']}, {first['heads']} heads of {first['head_dim']}"
+        origins.append(f"{sizes}. {_gpu_origin(first)}")
+    several = [r for records in files for r in records if r["gpus"] > 1]
+    return [_table(columns, several, after="\n\n".join(origins))] if several else []
+
+
+# ---------------------------------------------------------------------------------------------
+# The paged cache
+# ---------------------------------------------------------------------------------------------
+
+PAGED_FIELDS = ("head_dim", "history", "new", "candidates", "batch", "page_size")
+PAGED_FORMS = ("graph", "paged", "append", "gather", "recompute")
+HOST_TIER_TIMES = ("resident", "returning", "with_evictions", "copies")
+
+
+def paged(files: Sequence[File]) -> list[Table]:
+    """One table for each GPU."""
+    header = ["D", *PAGED_FIELDS[1:-1], "page", "needs", *PAGED_FORMS, "needs / graph"]
+    tables = []
+    for records in files:
+        first = records[0]
+        rows = []
+        for group in by(records, *PAGED_FIELDS):
+            us = {r["impl"]: r["us"] for r in group}
+            needs, graph = group[0]["needs_us"], us["graph"]
+            rows.append(
+                [
+                    *(str(group[0][field]) for field in PAGED_FIELDS),
+                    *(_number(x) for x in (needs, *map(us.get, PAGED_FORMS))),
+                    f"{needs / graph:.2f}" if graph else "failed",
+                ]
+            )
+        before = (
+            f"{first['gpu']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
+            f"product {_number(first['matmul_tflops'])} TFLOP/s, copy {first['copy_tbps']} TB/s, "
+            f"appending 256 MB {first['append_tbps']} TB/s; "
+            f"microseconds; `{first['command']}`:"
+        )
+        tables.append(Table(header, rows, before))
+    return tables
+
+
+def stack(files: Sequence[File]) -> list[Table]:
+    """For each file, a table of steps whose users return from host memory."""
+    header = [
+        *("history", "batch", *(name.replace("_", " ") for name in HOST_TIER_TIMES)),
+        *("from host, GB/s", "to host, GB/s", "hidden", "recompute"),
+    ]
+    tables = []
+    for records in files:
+        first = records[0]
+        if "hidden" not in first:
+            continue  # a scoring step
+        rows = [
+            [
+                *(str(r["history"]), str(r["batch"])),
+                *(_number(r[f"{name}_us"] / 1e3) for name in HOST_TIER_TIMES),
+                *(_number(r[f"{name}_host_gbps"]) for name in ("from", "to")),
+                f"{r['hidden']:.2f} of {r['hidden_at_most']:.2f}",
+                _number(r["recompute_us"] / 1e3),
+            ]
+            for r in records
+        ]
+        before = (
+            f"Users who return from host memory, in a step of {first['layers']} layers of "
+            f"{first['heads']} heads of {first['head_dim']}, as the head of "
+            "`benchmarks/stack.py` explains. "
+            f"{first['gpu']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
+            f"milliseconds; `{first['command']}`:"
+        )
+        tables.append(Table(header, rows, before))
+    return tables
+
+
+# ---------------------------------------------------------------------------------------------
+# The examples
+# ---------------------------------------------------------------------------------------------
+
+
+def retrieval(files: Sequence[File]) -> list[Table]:
+    """One table for each machine."""
+    names = {"hit_rate_10": "HR@10", "hit_rate_50": "HR@50", "ndcg_10": "NDCG@10"}
+    return [
+        Table(
+            ["", *names.values()],
+            [[r["model"], *(f"{r[name]:.4f}" for name in names)] for r in records],
+            after=f"{records[0]['seconds']:.0f} seconds on {_cpu_origin(records)}.",
+        )
+        for records in files
+    ]
+
+
+def ranking(files: Sequence[File]) -> list[Table]:
+    """One table for each machine."""
+    kinds = {"auc": "AUC", "ne": "NE"}
+    tables = []
+    for records in files:
+        names = [name.partition("/") for name in records[0]["metrics"]]
+        header = ["", *(f"{task}, {kinds[kind]}" for kind, _, task in names)]
+        rows = [[r["model"], *(f"{x:.4f}" for x in r["metrics"].values())] for r in records]
+        tables.append(Table(header, rows, after=f"{_cpu_origin(records)}."))
+    return tables
+
+
+LOAD = _numbers(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch="in a batch")
+
+
+def serving(files: Sequence[File]) -> list[Table]:
+    """One table for each machine."""
+    columns: Cells = {
+        "requests under way": lambda r: str(r["concurrency"]),
+        **_numbers(qps="a second"),
+        **LOAD,
+    }
+    return [_table(columns, records, after=f"{_cpu_origin(records)}.") for records in files]
+
+
+def engine(files: Sequence[File]) -> list[Table]:
+    """One table for each file."""
+    columns: Cells = {
+        "requests under way": lambda r: str(r["concurrency"]),
+        "graphs": lambda r: str(r["graphs"]),
+        **_numbers(qps="requests/s"),
+        **LOAD,
+        **_numbers(graph_share="by graphs", hit_share="cached"),
+    }
+    return [_table(columns, records) for records in files]
+
+
+def cache(files: Sequence[File]) -> list[Table]:
+    """One table for each file, in microseconds per user."""
+    times = {"step_us": "step", "step_p95_us": "p95", "engine_us": "engine"}
+    columns: Cells = {
+        "case": lambda r: str(r["case"]),
+        **_numbers(**times, engine_p95_us="p95 of engine"),
+    }
+    return [_table(columns, records) for records in files]
+
+
+# ---------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[Sequence[File]], list[Table]]] = {
+    make.__name__: make
+    for make in (
+        *(attention, cache, context, cpu, cpu_limits, engine, layer, paged, ranking, retrieval),
+        *(serving, stack, train, training_step),
+    )
+}
+
+
+def text(records: Sequence[Record]) -> str:
+    """The tables of a run, as text with aligned columns."""
+    grouped = by(({"group": None, **r} for r in records), "benchmark", "group")
+    made = [table for file in grouped for table in TABLES[file[0]["benchmark"]]([file])]
+    return "\n\n".join("\n".join(table.text()) for table in made)
