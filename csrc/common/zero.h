@@ -1,6 +1,7 @@
 // Zeroes the rows of 16-bit outputs that belong to no sequence or are behind its used length.
 #pragma once
 
+#include "opaque.h"
 #include "sequence.h"
 
 namespace hstu {
@@ -18,6 +19,19 @@ __device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads,
     uint16_t* out = static_cast<uint16_t*>(tensor.data) + row * tensor.row_stride +
                     head * tensor.head_stride + n % pieces * 8;
     *reinterpret_cast<uint4*>(out) = uint4{};
+  }
+}
+
+// Zeroes `count` rows of a head from row `begin` on. Called by one warp.
+// NOTE: producers call it, which have fewer registers than zero_rows() takes.
+HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, int count, int head) {
+  const int column = reload_thread_idx() % 32 * 8;  // a row has at most 256 columns
+  if (column >= tensor.head_dim) return;
+  uint16_t* to = static_cast<uint16_t*>(tensor.data) + head * tensor.head_stride +
+                 begin * tensor.row_stride + column;
+#pragma unroll 1
+  for (int row = 0; row < count; ++row, to += tensor.row_stride) {
+    *reinterpret_cast<uint4*>(to) = uint4{};
   }
 }
 

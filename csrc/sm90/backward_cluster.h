@@ -114,8 +114,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         silu_and_derivative(static_cast<float>(params.alpha), scores, weights);
         multiply(scores, gradients, ds_factor, dscores);
         if (tile.is_partial()) {
-          apply_mask<kScoreRows>(visible, weights);
-          apply_mask<kScoreRows>(visible, dscores);
+          apply_mask_transposed<kScoreRows>(visible, weights);
+          apply_mask_transposed<kScoreRows>(visible, dscores);
         }
         sync_block_consumers(smem, barrier_state);  // both have read what the other wrote
         store_p_and_ds(weights, dscores, kOwn, ds_state, smem);

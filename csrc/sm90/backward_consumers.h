@@ -80,7 +80,7 @@ struct BackwardConsumers : Traits {
         // P = M * silu(alpha * S), and S becomes silu'(alpha * S)
         Weights weights;
         silu_and_derivative(static_cast<float>(params.alpha), scores, weights);
-        if (tile.is_partial()) apply_mask<kRows>(visible, weights);
+        if (tile.is_partial()) apply_mask_transposed<kRows>(visible, weights);
         // dV += P^T dO
         start_gemm_registers(KeyMma{}, weights, transposed_tensor<kRows, kHeadDim>(dout), dv,
                              scale);
@@ -89,7 +89,7 @@ struct BackwardConsumers : Traits {
         wait_for_wgmma<1>(gradients);
         multiply(scores, gradients, ds_factor, dscores);
         if (tile.is_partial()) {
-          apply_mask<kRows>(visible, dscores);
+          apply_mask_transposed<kRows>(visible, dscores);
           if constexpr (Traits::kProducerFindsMask) {
             smem.pipeline_mask.consumer_release(mask_state);
             mask_state.advance();

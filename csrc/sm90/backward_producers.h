@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/ptx.h"
+#include "../common/zero.h"
 #include "backward_traits.h"
 
 namespace hstu::sm90 {
@@ -94,8 +95,8 @@ struct BackwardProducers : Traits {
         const Sequence& sequence = work_tile.tile.sequence;
         const int first = Traits::first_key(work_tile);
         const int count = min(kBlockKeys, sequence.k_len - first);
-        zero_rows_of_head<Element>(params.dk, sequence.k_begin + first, count, work_tile.head);
-        zero_rows_of_head<Element>(params.dv, sequence.k_begin + first, count, work_tile.head);
+        zero_rows_of_head(params.dk, sequence.k_begin + first, count, work_tile.head);
+        zero_rows_of_head(params.dv, sequence.k_begin + first, count, work_tile.head);
         if (lane == 0 && Traits::stores_ds(params)) start_zeroing_unseen(maps, work_tile, smem);
         __syncwarp();
       } else {

@@ -5,7 +5,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "../common/activation.h"
-#include "stores.h"
+#include "masking.h"
 
 namespace hstu::sm90 {
 
@@ -40,26 +40,6 @@ HSTU_DEVICE void multiply(const Scores& x, const Scores& y, float factor, Weight
   for (int n = 0; n < size(x); n += 2) {
     pairs(n / 2) =
         convert(cutlass::Array<float, 2>{factor * x(n) * y(n), factor * x(n + 1) * y(n + 1)});
-  }
-}
-
-// Zeroes the elements that the mask hides: bit n of visible[row] is set if the row sees key n.
-template <int kRows, typename Weights>
-HSTU_DEVICE void apply_mask(const uint64_t* visible, Weights& weights) {
-  const int thread = reload_thread_idx() % kWarpgroup;
-  const int lane = thread % 32;
-  const int key = thread / 32 * 16 + lane / 4;
-  // for each 8 rows one word of key m = 0 and one of key m = 1
-  Tensor words = recast<uint32_t>(weights);
-#pragma unroll
-  for (int row = 0; row < kRows; row += 8) {
-    const auto bits = *reinterpret_cast<const ulonglong2*>(visible + row + lane % 4 * 2);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const uint32_t low = bits.x >> (key + 8 * m) & 1 ? 0x0000ffff : 0;
-      const uint32_t high = bits.y >> (key + 8 * m) & 1 ? 0xffff0000 : 0;
-      words(row / 4 + m) &= low | high;
-    }
   }
 }
 

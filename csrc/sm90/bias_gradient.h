@@ -14,6 +14,7 @@
 #include "../common/launch.h"
 #include "backward_traits.h"
 #include "bias.h"
+#include "masking.h"
 
 namespace hstu::sm90 {
 
@@ -215,7 +216,7 @@ struct BiasGradient {
             const float x = half_alpha * scores(i);
             scores(i) = silu_derivative_of_half(x, tanh_approx(x));
           }
-          if (!is_full) apply_mask(visible, scores);
+          if (!is_full) apply_mask_to_scores<kKeys>(visible, scores);
           warpgroup_fence_operand(scores);  // computed while the second product runs
           wait_for_wgmma<0>(gradients);
           smem.pipeline_dout_v.consumer_release_by_warp(state);
@@ -245,8 +246,7 @@ struct BiasGradient {
     return thread / 32 * 16 + thread % 32 / 4 + 8 * m;
   }
 
-  // Returns which of 64 keys one row sees in head h of the work tile: lane n of a warp does this
-  // for row n % 16 of the warp, and for the first (n < 16) or second 64 keys.
+  // Which of 64 keys one row sees in head h of the work tile, as visible_to_lane() expects it.
   static HSTU_DEVICE uint64_t find_visible(const BackwardParams& params, const WorkTile& work_tile,
                                            int h, int own) {
     const Sequence& sequence = work_tile.tile.sequence;
@@ -255,26 +255,6 @@ struct BiasGradient {
     if (row < 0 || row >= sequence.q_len) return 0;
     return Mask(params.mask, sequence, work_tile.first_head + h)
         .row_bits(row, work_tile.first_key + thread % 32 / 16 * 64);
-  }
-
-  // Zeroes the elements that the mask hides. The four lanes that have a row get its bits by a
-  // shuffle.
-  static HSTU_DEVICE void apply_mask(uint64_t visible, Scores& scores) {
-    const int lane = reload_thread_idx() % 32;
-    auto matrix = as_matrix(scores);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int first = 0; first < kKeys; first += 64) {
-        const int owner = first / 4 + m * 8 + lane / 4;
-        const uint64_t bits = __shfl_sync(0xffffffff, visible, owner) >> lane % 4 * 2;
-#pragma unroll
-        for (int n = 0; n < 16; ++n) {
-          const bool is_seen = bits >> (n / 2 * 8 + n % 2) & 1;
-          if (!is_seen) matrix(m, first / 4 + n) = 0;
-        }
-      }
-    }
   }
 
   // Stores dRab = alpha * scale * sum, rounded, for the elements of the tile that are in the

@@ -5,6 +5,7 @@
 #include "../common/activation.h"
 #include "epilogue.h"
 #include "forward_traits.h"
+#include "masking.h"
 
 namespace hstu::sm90 {
 
@@ -145,11 +146,10 @@ struct ForwardConsumer {
   // Rounds P and applies the mask.
   HSTU_DEVICE void round_and_mask() {
     round_to(scores, weights);
-    if (tile.is_partial()) apply_mask(find_visible());
+    if (tile.is_partial()) apply_mask<kKeys>(find_visible(), weights);
   }
 
-  // Which of 64 keys one row sees, as bits: lane n of a warp finds it for the warp's row n % 16,
-  // and for the first or second 64 keys of the tile.
+  // Which of 64 keys one row sees, as visible_to_lane() expects it.
   HSTU_DEVICE uint64_t find_visible() const {
     static_assert(kKeys <= 128, "two lanes find what a row sees");
     const WorkTile& work_tile = work_tile_at(work_state);
@@ -160,27 +160,6 @@ struct ForwardConsumer {
     const Mask mask(params.mask, sequence, work_tile.head);
     return Traits::Source::template visible_keys<kKeys>(mask, sequence, row,
                                                         tile.first_key() + lane / 16 * 64);
-  }
-
-  // Zeroes what the mask hides. Four lanes share a row, and get its bits from the lanes that found
-  // them.
-  HSTU_DEVICE void apply_mask(uint64_t visible) {
-    const int lane = reload_thread_idx() % 32;
-    Tensor words = recast<uint32_t>(weights);  // for each 8 keys one of row m = 0, one of m = 1
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int first = 0; first < kKeys; first += 64) {
-        const int owner = first / 4 + m * 8 + lane / 4;
-        const uint64_t bits = __shfl_sync(0xffffffff, visible, owner) >> lane % 4 * 2;
-#pragma unroll
-        for (int key = 0; key < 64 && first + key < kKeys; key += 8) {
-          const uint32_t low = bits >> key & 1 ? 0x0000ffff : 0;
-          const uint32_t high = bits >> (key + 1) & 1 ? 0xffff0000 : 0;
-          words((first + key) / 4 + m) &= low | high;
-        }
-      }
-    }
   }
 
   // Passes the key tiles of the work tile behind the last one that the warpgroup's rows see.

@@ -53,19 +53,4 @@ HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head,
   }
 }
 
-// Zeroes `count` rows of a head from row `begin` on. Called by one warp.
-// NOTE: zero_rows() takes more registers than a producer has.
-template <typename Element>
-HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, int count, int head) {
-  static_assert(sizeof(Element) == 2);
-  const int column = reload_thread_idx() % 32 * 8;  // a row has at most 256 columns
-  if (column >= tensor.head_dim) return;
-  Element* to = static_cast<Element*>(tensor.data) + head * tensor.head_stride +
-                begin * tensor.row_stride + column;
-#pragma unroll 1
-  for (int row = 0; row < count; ++row, to += tensor.row_stride) {
-    *reinterpret_cast<uint4*>(to) = uint4{};
-  }
-}
-
 }  // namespace hstu::sm90

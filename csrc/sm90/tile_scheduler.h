@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../common/launch.h"
+#include "../common/zero.h"
 #include "forward_traits.h"
 #include "stores.h"
 
@@ -185,8 +186,8 @@ class TileScheduler {
     }
     const Sequence& sequence = work_tile.tile.sequence;
     const int first = work_tile.tile.index * kRows;
-    zero_rows_of_head<typename Traits::Element>(params.out, sequence.q_begin + first,
-                                                min(kRows, sequence.q_len - first), work_tile.head);
+    zero_rows_of_head(params.out, sequence.q_begin + first, min(kRows, sequence.q_len - first),
+                      work_tile.head);
   }
 };
 
