@@ -3,13 +3,12 @@
 #include "dispatch.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "common/cuda_check.h"
+#include "environment.h"
 #include "sm80/kernels.h"
 #if defined(HSTU_ATTN_SM90)
 #include "sm90/kernels.h"
@@ -65,11 +64,9 @@ auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParam
                        std::to_string(params.v.head_dim) + " in a dtype or size beyond them");
 }
 
-// Debugging aid: if HSTU_ATTN_DEBUG=1, prints which kernels a call gets and, if they are not the
-// newest, why.
+// With HSTU_ATTN_DEBUG=1, prints which kernels a call gets and, if they are not the newest, why.
 void print_choice(const char* pass, const char* kernels, const char* unsupported_reason) {
-  const char* asked = std::getenv("HSTU_ATTN_DEBUG");
-  if (!asked || std::string_view(asked) != "1") return;
+  if (!environment::prints_choice()) return;
   std::fprintf(stderr, "hstu_attn: %s by %s%s%s\n", pass, kernels,
                unsupported_reason ? ", because of " : "",
                unsupported_reason ? unsupported_reason : "");

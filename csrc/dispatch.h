@@ -18,8 +18,7 @@
 
 namespace hstu {
 
-// A GPU as kernels see it. The environment variables are read by every call, because tests change
-// them.
+// A GPU as kernels see it. The environment variables are read by every call (environment.h).
 struct CudaDevice {
   int arch = 0;        // kernels to use: 80 or 90; HSTU_ATTN_FORCE_ARCH overrides it
   int capability = 0;  // 10 * major + minor

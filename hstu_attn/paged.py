@@ -8,9 +8,22 @@ from torch import Tensor
 from . import ops
 from .fx import Proxy, record_call
 
-__all__ = ["PAGE_SIZES", "PagedKV", "append_paged_kv", "dequantise_rows", "quantise_rows"]
+__all__ = [
+    "PAGE_SIZES",
+    "PagedKV",
+    "append_paged_kv",
+    "check_page_size",
+    "dequantise_rows",
+    "quantise_rows",
+]
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise ValueError for pages that the kernels have not."""
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
 
 
 class PagedKV:

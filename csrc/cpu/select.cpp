@@ -1,8 +1,9 @@
 #include "select.h"
 
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
+
+#include "../environment.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -62,22 +63,22 @@ constexpr Level kLevels[] = {{"baseline", always, baseline_kernel}};
 }  // namespace
 
 const Kernel& select_kernel(DType dtype) {
-  const char* highest = std::getenv("HSTU_ATTN_CPU_ISA");
-  bool allowed = highest == nullptr || *highest == '\0';
+  const std::string highest(environment::cpu_isa());
+  bool allowed = highest.empty();
   for (const Level& level : kLevels) {
-    const bool named = !allowed && std::string(highest) == level.name;
+    const bool named = !allowed && highest == level.name;
     allowed |= named;
     if (!allowed) continue;
     const bool available = level.available();
     if (named && !available) {
-      throw std::invalid_argument(std::string("HSTU_ATTN_CPU_ISA: expected a level that this ") +
-                                  "processor supports, got " + highest);
+      throw std::invalid_argument(
+          "HSTU_ATTN_CPU_ISA: expected a level that this processor supports, got " + highest);
     }
     const Kernel* kernel = available ? level.kernel(dtype) : nullptr;
     if (kernel) return *kernel;
   }
-  throw std::invalid_argument(std::string("HSTU_ATTN_CPU_ISA: expected baseline, avx2, avx512, ") +
-                              "avx512bf16 or amx, got " + (highest ? highest : ""));
+  throw std::invalid_argument(
+      "HSTU_ATTN_CPU_ISA: expected baseline, avx2, avx512, avx512bf16 or amx, got " + highest);
 }
 
 }  // namespace hstu::cpu

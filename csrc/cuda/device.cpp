@@ -1,13 +1,12 @@
 // Which GPU this is, and which kernels it gets.
 #include <algorithm>
-#include <climits>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <string>
 
 #include "../common/cuda_check.h"
 #include "../dispatch.h"
+#include "../environment.h"
 
 namespace hstu {
 namespace {
@@ -40,18 +39,6 @@ CudaDevice query_device(int index) {
   return device;
 }
 
-// The whole positive number that an environment variable holds; 0 where it is not set.
-int environment_number(const char* name, const char* expected) {
-  const char* text = std::getenv(name);
-  if (text == nullptr || *text == 0) return 0;
-  char* end = nullptr;
-  const long value = std::strtol(text, &end, 10);
-  if (*end != 0 || value < 1 || value > INT_MAX) {
-    throw std::invalid_argument(std::string(name) + ": expected " + expected + ", got " + text);
-  }
-  return static_cast<int>(value);
-}
-
 void check_built(const CudaDevice& device) {
   const bool built = device.arch == 90 ? kHasSm90 : kHasSm80;
   const bool runs = device.arch == 90 ? device.capability == 90 : device.capability >= 80;
@@ -76,17 +63,9 @@ CudaDevice cuda_device(int index) {
     device = found != devices.end() ? found->second
                                     : devices.emplace(index, query_device(index)).first->second;
   }
-  const char* forced = "HSTU_ATTN_FORCE_ARCH";
-  if (const int arch = environment_number(forced, "80 or 90")) {
-    if (arch != 80 && arch != 90) {
-      throw std::invalid_argument(std::string(forced) + ": expected 80 or 90, got " +
-                                  std::to_string(arch));
-    }
-    device.arch = arch;
-  }
-  if (const int bytes = environment_number("HSTU_ATTN_SHARED_MEMORY", "a number of bytes")) {
-    device.shared_memory_bytes = std::min(device.shared_memory_bytes, bytes);
-  }
+  if (const int arch = environment::force_arch()) device.arch = arch;
+  device.shared_memory_bytes =
+      std::min(device.shared_memory_bytes, environment::shared_memory_limit());
   check_built(device);
   return device;
 }

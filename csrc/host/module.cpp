@@ -159,7 +159,7 @@ std::tuple<std::string, int, int> plan_split_kv(int64_t row_tiles, int64_t key_t
 
 }  // namespace
 
-void bind_page_table(py::module_& m);  // csrc/serving/page_table.cpp
+void bind_page_table(py::module_& m);  // page_table.cpp
 
 }  // namespace hstu
 

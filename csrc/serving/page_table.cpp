@@ -1,143 +1,397 @@
-// `hstu_attn._host.PageTable`: page_table.h, a whole batch a call.
 #include "page_table.h"
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
-#include <array>
-#include <memory>
-#include <optional>
+#include <limits>
 #include <string>
-#include <tuple>
 
-namespace py = pybind11;
+#include "../common/math.h"
 
 namespace hstu {
 namespace {
 
-using Int64s = py::array_t<int64_t, py::array::c_style>;
-using Int32s = py::array_t<int32_t, py::array::c_style>;
-using NoGil = py::call_guard<py::gil_scoped_release>;
+constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();  // slots are int32
+constexpr const char* kNotInStep = "users in no open step";
 
-const int64_t* values_of(const Int64s& array, const char* name, const Int64s& users) {
-  if (array.ndim() != 1 || array.size() != users.size()) {
-    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(users.size()) +
-                                " values, one for each user, got " + std::to_string(array.size()));
+template <class T>
+[[noreturn]] void fail(const char* name, const std::string& expected, T got) {
+  throw std::invalid_argument(std::string(name) + ": expected " + expected + ", got " +
+                              std::to_string(got));
+}
+
+template <class Container>
+int64_t size_of(const Container& container) {
+  return static_cast<int64_t>(container.size());
+}
+
+const PageTableConfig& checked(const PageTableConfig& config) {
+  if (config.page_size < 1) fail("page_size", "a positive count of tokens", config.page_size);
+  const int64_t most = kMaxTokens / config.page_size;
+  if (config.num_pages < 1 || config.num_pages > most) {
+    fail("num_pages", "from 1 to " + std::to_string(most) + " pages", config.num_pages);
   }
-  return array.data();
-}
-
-// The step's number, its tables one after the other, and the length of each.
-std::tuple<int64_t, Int32s, std::array<int64_t, 5>> begin(PageTable& table, const Int64s& users,
-                                                          const Int64s& new_tokens,
-                                                          const std::optional<Int64s>& cached_lens,
-                                                          const std::optional<Int64s>& rewritten) {
-  const int64_t batch = users.size();
-  const int64_t* ids = values_of(users, "users", users);
-  const int64_t* tokens = values_of(new_tokens, "new_tokens", users);
-  const int64_t* cached = cached_lens ? values_of(*cached_lens, "cached_lens", users) : nullptr;
-  const int64_t* again = rewritten ? values_of(*rewritten, "rewritten", users) : nullptr;
-  StepSize size;
-  {
-    const py::gil_scoped_release no_gil;
-    size = table.begin(ids, tokens, cached, again, batch);
+  if (config.host_pages < 0 || config.host_pages > most) {
+    fail("host_pages", "from 0 to " + std::to_string(most) + " pages", config.host_pages);
   }
-  try {
-    const std::array<int64_t, 5> lengths = {batch + 1, size.pages, batch, batch, size.tokens};
-    Int32s tables(3 * batch + 1 + size.pages + size.tokens);
-    StepTables out;
-    out.page_offsets = tables.mutable_data();
-    out.page_ids = out.page_offsets + lengths[0];
-    out.last_page_lens = out.page_ids + lengths[1];
-    out.cached_lens = out.last_page_lens + lengths[2];
-    out.slots = out.cached_lens + lengths[3];
-    {
-      const py::gil_scoped_release no_gil;
-      table.write_tables(size.step, out);
-    }
-    return {size.step, tables, lengths};
-  } catch (...) {
-    table.cancel(size.step);  // nobody will copy its pages
-    throw;
+  if (config.host_pages && !config.evict) {
+    fail("host_pages", "0 where nobody is evicted", config.host_pages);
   }
-}
-
-Int32s lookup(const PageTable& table, const Int64s& users) {
-  Int32s lengths(users.size());
-  const int64_t* ids = values_of(users, "users", users);
-  int32_t* out = lengths.mutable_data();
-  const py::gil_scoped_release no_gil;
-  table.lookup(ids, users.size(), out);
-  return lengths;
-}
-
-void free_users(PageTable& table, const Int64s& users) {
-  const int64_t* ids = values_of(users, "users", users);
-  const py::gil_scoped_release no_gil;
-  table.free(ids, users.size());
-}
-
-// (2, pages): those on the device, then those on the host.
-py::array_t<int64_t> to_array(const PageMoves& moves) {
-  const py::ssize_t pages = static_cast<py::ssize_t>(moves.device.size());
-  py::array_t<int64_t> array({py::ssize_t{2}, pages});
-  std::copy(moves.device.begin(), moves.device.end(), array.mutable_data());
-  std::copy(moves.host.begin(), moves.host.end(), array.mutable_data() + pages);
-  return array;
-}
-
-py::tuple moves(const PageTable& table, int64_t step) {
-  const auto [evicted, returned] = table.moves(step);
-  return py::make_tuple(to_array(evicted), to_array(returned));
-}
-
-py::dict stats(const PageTable& table) {
-  const PageTableStats stats = table.stats();
-  using namespace py::literals;
-  return py::dict("free_pages"_a = stats.free_pages, "used_pages"_a = stats.used_pages,
-                  "pinned_pages"_a = stats.pinned_pages, "users"_a = stats.users,
-                  "hits"_a = stats.hits, "misses"_a = stats.misses, "evictions"_a = stats.evictions,
-                  "free_host_pages"_a = stats.free_host_pages,
-                  "used_host_pages"_a = stats.used_host_pages, "host_users"_a = stats.host_users,
-                  "returning_users"_a = stats.returning_users, "host_hits"_a = stats.host_hits,
-                  "losses"_a = stats.losses, "pages_to_host"_a = stats.pages_to_host,
-                  "pages_from_host"_a = stats.pages_from_host);
+  return config;
 }
 
 }  // namespace
 
-void bind_page_table(py::module_& m) {
-  py::register_exception<OutOfPages>(m, "OutOfPagesError", PyExc_RuntimeError);
+void PageMoves::add(int64_t device_page, int64_t host_page) {
+  device.push_back(device_page);
+  host.push_back(host_page);
+}
 
-  py::class_<PageTable>(m, "PageTable", "Users to pages of a KV cache (csrc/serving/page_table.h).")
-      .def(py::init([](int64_t num_pages, int64_t page_size, bool evict, int64_t host_pages) {
-             return std::make_unique<PageTable>(
-                 PageTableConfig{num_pages, page_size, evict, host_pages});
-           }),
-           py::arg("num_pages"), py::arg("page_size"), py::kw_only(), py::arg("evict") = true,
-           py::arg("host_pages") = 0)
-      .def("begin", &begin, py::arg("users"), py::arg("new_tokens"),
-           py::arg("cached_lens") = py::none(), py::arg("rewritten") = py::none(),
-           "opens a step: its number, then page_offsets, page_ids, last_page_lens, cached_lens and "
-           "slots in one array, and the length of each")
-      .def("moves", &moves, py::arg("step"),
-           "pages to copy to the host, and back: of each the pages on the device and on the host")
-      .def("release", &PageTable::release, py::arg("step"), NoGil(),
-           "closes a step and keeps its tokens")
-      .def("roll_back", &PageTable::roll_back, py::arg("step"), NoGil(),
-           "closes a step and drops its tokens")
-      .def("cancel", &PageTable::cancel, py::arg("step"), NoGil(),
-           "closes a step whose pages could not be copied; drops its tokens and whom it evicted")
-      .def("lookup", &lookup, py::arg("users"), "tokens of each user, 0 for an unknown one")
-      .def("pages", &PageTable::pages, py::arg("user"), NoGil(),
-           "a user's pages on the device, in order")
-      .def("host_pages", &PageTable::host_pages, py::arg("user"), NoGil(),
-           "a user's pages on the host, in order")
-      .def("free", &free_users, py::arg("users"), "forgets users")
-      .def("clear", &PageTable::clear, NoGil(), "forgets all users")
-      .def("stats", &stats, "counts of pages, users and what became of them");
+// ------------------------------------------------------------------------------------------- tiers
+
+PageTable::Tier::Tier(int64_t num_pages) {
+  free.reserve(num_pages);
+  for (int64_t page = num_pages; page-- > 0;) free.push_back(static_cast<int32_t>(page));
+}
+
+void PageTable::Tier::extend(std::vector<int32_t>& pages, int64_t count) {
+  for (; count > 0; --count) {
+    pages.push_back(free.back());
+    free.pop_back();
+  }
+}
+
+void PageTable::Tier::shorten(std::vector<int32_t>& pages, int64_t count) {
+  for (; size_of(pages) > count; pages.pop_back()) free.push_back(pages.back());
+}
+
+void PageTable::Tier::add(User& user) {
+  user.older = newest;
+  user.newer = nullptr;
+  (newest ? newest->newer : oldest) = &user;
+  newest = &user;
+  ++users;
+}
+
+void PageTable::Tier::take(User& user) {
+  if (!user.length) return;
+  (user.older ? user.older->newer : oldest) = user.newer;
+  (user.newer ? user.newer->older : newest) = user.older;
+  --users;
+}
+
+// ----------------------------------------------------------------------------------- opening steps
+
+PageTable::PageTable(const PageTableConfig& config) : config_(checked(config)) {}
+
+int64_t PageTable::pages_of(int64_t tokens) const { return ceil_div(tokens, config_.page_size); }
+
+PageTable::Step& PageTable::find_step(int64_t number) {
+  const auto found = open_.find(number);
+  if (found == open_.end()) fail("step", "an open step", number);
+  return found->second;
+}
+
+const PageTable::Step& PageTable::find_step(int64_t number) const {
+  return const_cast<PageTable*>(this)->find_step(number);
+}
+
+StepSize PageTable::begin(const int64_t* users, const int64_t* new_tokens,
+                          const int64_t* cached_lens, const int64_t* rewritten, int64_t batch) {
+  const Lock lock(mutex_);
+  const int64_t number = next_step_++;
+  Step& step = open_[number];
+  std::vector<Victim> victims;
+  try {
+    enrol(step, number, users, new_tokens, cached_lens, rewritten, batch);
+    victims = choose_victims(step);
+    reserve(step, victims);
+  } catch (...) {
+    close(number, step);
+    throw;
+  }
+  // From here on, nothing throws.
+  for (const Member& member : step.members) {
+    User& user = *member.user;
+    tier_of(user).take(user);
+    host_.pinned_pages += size_of(user.host_pages);
+    stats_.returning_users += !user.host_pages.empty();
+  }
+  evict(victims, step);
+  for (const Member& member : step.members) {
+    User& user = *member.user;
+    user.length += member.new_tokens;
+    device_.extend(user.pages, pages_of(user.length) - size_of(user.pages));
+    device_.pinned_pages += size_of(user.pages);
+    step.pages += size_of(user.pages);
+    step.tokens += user.length - member.kept();
+  }
+  stats_.pages_to_host += step.evicted_pages;
+  stats_.pages_from_host += step.returning_pages;
+  return {number, step.pages, step.tokens};
+}
+
+// Marks the users as the step's.
+void PageTable::enrol(Step& step, int64_t number, const int64_t* users, const int64_t* new_tokens,
+                      const int64_t* cached_lens, const int64_t* rewritten, int64_t batch) {
+  step.members.reserve(batch);
+  int64_t own_pages = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    if (new_tokens[b] < 0 || new_tokens[b] > kMaxTokens) {
+      fail("new_tokens", "counts from 0 to " + std::to_string(kMaxTokens), new_tokens[b]);
+    }
+    User& user = users_[users[b]];
+    if (user.step == number) fail("users", "each user once", users[b]);
+    if (user.step) fail("users", kNotInStep, users[b]);
+    user.id = users[b];
+    user.step = number;
+    const int64_t again = rewritten ? rewritten[b] : 0;
+    step.members.push_back(
+        {&user, static_cast<int32_t>(new_tokens[b]), static_cast<int32_t>(again)});
+    if (cached_lens && cached_lens[b] != user.length) {
+      fail("cached_lens",
+           std::to_string(user.length) + " tokens of user " + std::to_string(user.id),
+           cached_lens[b]);
+    }
+    if (again < 0 || again > user.length) {
+      fail("rewritten",
+           "counts from 0 to the " + std::to_string(user.length) + " tokens that are cached",
+           again);
+    }
+    step.new_pages += pages_of(user.length + new_tokens[b]) - size_of(user.pages);
+    step.returning_pages += size_of(user.host_pages);
+    own_pages += size_of(user.pages);
+  }
+  const int64_t free = size_of(device_.free);
+  const int64_t unpinned = config_.num_pages - free - device_.pinned_pages;
+  const int64_t available = free + (config_.evict ? unpinned - own_pages : 0);
+  if (step.new_pages > available) {
+    throw OutOfPages("num_pages: expected " + std::to_string(step.new_pages) +
+                     (config_.evict ? " free or evictable" : " free") +
+                     " pages for the new tokens, got " + std::to_string(available) + " of " +
+                     std::to_string(config_.num_pages));
+  }
+}
+
+// Chooses users of the device tier, least recently used first, whose pages make the room that
+// enrol() has found to be there. The host takes the most recently used ones of them that fit.
+std::vector<PageTable::Victim> PageTable::choose_victims(Step& step) const {
+  std::vector<Victim> victims;
+  int64_t room = size_of(device_.free);
+  for (User* user = device_.oldest; room < step.new_pages; user = user->newer) {
+    if (user->step) continue;  // a member of this step
+    victims.push_back({user, false});
+    room += size_of(user->pages);
+  }
+  const int64_t host_room = config_.host_pages - host_.pinned_pages - step.returning_pages;
+  for (auto victim = victims.rbegin(); victim != victims.rend(); ++victim) {
+    const int64_t pages = size_of(victim->user->pages);
+    victim->to_host = pages <= host_room - step.evicted_pages;
+    if (victim->to_host) step.evicted_pages += pages;
+  }
+  return victims;
+}
+
+// Allocates the page lists, so that nothing throws once pages move.
+void PageTable::reserve(Step& step, const std::vector<Victim>& victims) {
+  for (const Member& member : step.members) {
+    User& user = *member.user;
+    const size_t wanted = pages_of(int64_t{user.length} + member.new_tokens);
+    if (wanted > user.pages.capacity()) {
+      user.pages.reserve(std::max(wanted, 2 * user.pages.capacity()));
+    }
+  }
+  if (!step.evicted_pages) return;
+  step.evicted.device.reserve(step.evicted_pages);
+  step.evicted.host.reserve(step.evicted_pages);
+  step.evicted_users.reserve(victims.size());
+}
+
+void PageTable::evict(const std::vector<Victim>& victims, Step& step) {
+  while (size_of(host_.free) < step.evicted_pages) lose(*host_.oldest);
+  for (const Victim& victim : victims) {
+    victim.to_host ? move_to_host(*victim.user, step) : lose(*victim.user);
+  }
+  stats_.evictions += size_of(victims);
+}
+
+void PageTable::move_to_host(User& user, Step& step) {
+  device_.take(user);
+  user.host_pages.swap(user.pages);  // the list is as long there
+  for (auto page = user.host_pages.rbegin(); page != user.host_pages.rend(); ++page) {
+    device_.free.push_back(*page);
+  }
+  for (int32_t& page : user.host_pages) {
+    step.evicted.add(page, host_.free.back());
+    page = host_.free.back();
+    host_.free.pop_back();
+  }
+  step.evicted_users.push_back(user.id);
+  host_.add(user);
+}
+
+void PageTable::lose(User& user) {
+  drop(user);
+  ++stats_.losses;
+}
+
+void PageTable::drop(User& user) {
+  tier_of(user).take(user);
+  device_.shorten(user.pages, 0);
+  host_.shorten(user.host_pages, 0);
+  users_.erase(user.id);
+}
+
+// ----------------------------------------------------------------------------------- closing steps
+
+void PageTable::release(int64_t number) {
+  const Lock lock(mutex_);
+  Step& step = find_step(number);
+  for (const Member& member : step.members) {
+    User& user = *member.user;
+    ++(member.cached() ? stats_.hits : stats_.misses);
+    stats_.host_hits += !user.host_pages.empty();
+    stats_.returning_users -= !user.host_pages.empty();
+    host_.pinned_pages -= size_of(user.host_pages);
+    host_.shorten(user.host_pages, 0);
+  }
+  finish(number, step);
+}
+
+void PageTable::roll_back(int64_t number) {
+  const Lock lock(mutex_);
+  undo(number, find_step(number));
+}
+
+void PageTable::cancel(int64_t number) {
+  const Lock lock(mutex_);
+  Step& step = find_step(number);
+  for (const int64_t id : step.evicted_users) {
+    const auto found = users_.find(id);  // unless it has been freed
+    if (found != users_.end() && found->second.on_host()) lose(found->second);
+  }
+  stats_.pages_to_host -= step.evicted_pages;
+  stats_.pages_from_host -= step.returning_pages;
+  undo(number, step);
+}
+
+void PageTable::close(int64_t number, Step& step) {
+  for (const Member& member : step.members) {
+    member.user->step = 0;
+    if (!member.user->length) users_.erase(member.user->id);
+  }
+  open_.erase(number);
+}
+
+void PageTable::finish(int64_t number, Step& step) {
+  for (const Member& member : step.members) {
+    User& user = *member.user;
+    device_.pinned_pages -= size_of(user.pages);
+    host_.pinned_pages -= size_of(user.host_pages);
+    if (user.length) tier_of(user).add(user);
+  }
+  close(number, step);
+}
+
+void PageTable::undo(int64_t number, Step& step) {
+  for (const Member& member : step.members) {
+    User& user = *member.user;
+    user.length -= member.new_tokens;
+    stats_.returning_users -= !user.host_pages.empty();
+    const int64_t before = size_of(user.pages);
+    device_.shorten(user.pages, user.host_pages.empty() ? pages_of(user.length) : 0);
+    device_.pinned_pages -= before - size_of(user.pages);
+  }
+  finish(number, step);
+}
+
+// ----------------------------------------------------------------------------------------- queries
+
+std::pair<PageMoves, PageMoves> PageTable::moves(int64_t number) const {
+  const Lock lock(mutex_);
+  const Step& step = find_step(number);
+  PageMoves returned;
+  for (const Member& member : step.members) {
+    const User& user = *member.user;
+    for (size_t n = 0; n < user.host_pages.size(); ++n) {
+      returned.add(user.pages[n], user.host_pages[n]);
+    }
+  }
+  return {step.evicted, returned};
+}
+
+void PageTable::write_tables(int64_t number, const StepTables& tables) const {
+  const Lock lock(mutex_);
+  const int32_t page_size = static_cast<int32_t>(config_.page_size);
+  int32_t* page_id = tables.page_ids;
+  int32_t* slot = tables.slots;
+  int64_t b = 0;
+  tables.page_offsets[0] = 0;
+  for (const Member& member : find_step(number).members) {
+    const User& user = *member.user;
+    page_id = std::copy(user.pages.begin(), user.pages.end(), page_id);
+    tables.page_offsets[b + 1] = static_cast<int32_t>(page_id - tables.page_ids);
+    tables.last_page_lens[b] = user.length ? (user.length - 1) % page_size + 1 : 0;
+    tables.cached_lens[b] = member.kept();
+    ++b;
+    for (int32_t token = member.kept(); token < user.length;) {
+      const int32_t offset = token % page_size;
+      const int32_t run = std::min(page_size - offset, user.length - token);
+      const int32_t first = user.pages[token / page_size] * page_size + offset;
+      for (int32_t i = 0; i < run; ++i) *slot++ = first + i;
+      token += run;
+    }
+  }
+}
+
+void PageTable::lookup(const int64_t* users, int64_t batch, int32_t* lengths) const {
+  const Lock lock(mutex_);
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto found = users_.find(users[b]);
+    lengths[b] = found == users_.end() ? 0 : found->second.length;
+  }
+}
+
+std::vector<int32_t> PageTable::pages(int64_t user) const {
+  const Lock lock(mutex_);
+  const auto found = users_.find(user);
+  return found == users_.end() ? std::vector<int32_t>() : found->second.pages;
+}
+
+std::vector<int32_t> PageTable::host_pages(int64_t user) const {
+  const Lock lock(mutex_);
+  const auto found = users_.find(user);
+  return found == users_.end() ? std::vector<int32_t>() : found->second.host_pages;
+}
+
+void PageTable::free(const int64_t* users, int64_t batch) {
+  const Lock lock(mutex_);
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto found = users_.find(users[b]);
+    if (found != users_.end() && found->second.step) fail("users", kNotInStep, users[b]);
+  }
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto found = users_.find(users[b]);
+    if (found != users_.end()) drop(found->second);
+  }
+}
+
+void PageTable::clear() {
+  const Lock lock(mutex_);
+  if (!open_.empty()) fail("clear", "no open step", open_.size());
+  while (device_.oldest) drop(*device_.oldest);
+  while (host_.oldest) drop(*host_.oldest);
+}
+
+PageTableStats PageTable::stats() const {
+  const Lock lock(mutex_);
+  PageTableStats stats = stats_;
+  stats.free_pages = size_of(device_.free);
+  stats.used_pages = config_.num_pages - stats.free_pages;
+  stats.pinned_pages = device_.pinned_pages;
+  stats.users = size_of(users_);
+  stats.free_host_pages = size_of(host_.free);
+  stats.used_host_pages = config_.host_pages - stats.free_host_pages;
+  stats.host_users = host_.users;
+  return stats;
 }
 
 }  // namespace hstu

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..paged import PAGE_SIZES, PagedKV, quantise_rows
+from ..paged import PagedKV, check_page_size, quantise_rows
 from .host_tier import HostTier, Returning
 
 try:
@@ -239,8 +239,7 @@ class PagedKVCache:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}: expected a positive count, got {size}")
-        if page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
+        check_page_size(page_size)
         self._table = _host.PageTable(num_pages, page_size, evict=evict, host_pages=host_pages)
         self.kv_cache = torch.zeros(
             (num_layers, num_pages, 2, page_size, heads, head_dim), dtype=dtype, device=device

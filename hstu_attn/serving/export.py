@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ..cached import CachedRows, StepTensors
+from ..paged import check_page_size
 from .model import Rows, ServedModel, check_model, row_dtype
 
 __all__ = ["ScoringStep"]
@@ -150,8 +151,9 @@ class ScoringStep(nn.Module):
             cache_dtype: float8_e4m3fn, or None for the dtype in which the model embeds.
 
         Raises:
-            ValueError: for another page size or dtype.
+            ValueError: for another page size.
         """
+        check_page_size(page_size)  # the exported operators would find it out in the first call
         stack, config = self.model.stack, self.model.stack.config
         device = next(stack.parameters()).device
         wanted = dict(_VECTORS)

@@ -231,7 +231,7 @@ def test_wrong_arguments_are_refused() -> None:
         ScoringStep(model, 0, 5)
     with pytest.raises(ValueError, match="max_key_len: expected at least max_seq_len = 6, got 5"):
         ScoringStep(model, 6, 5)
-    with pytest.raises(ValueError, match=r"kv_cache: expected a page size in .*, got 17"):
+    with pytest.raises(ValueError, match=r"page_size: expected one of .*, got 17"):
         make_step(model).export(17)
     unsound = RankingModel(replace(STU, contextual_seq_len=2), LAYERS, ITEMS, 3, LONGEST).eval()
     with pytest.raises(ValueError, match=r"contextual_seq_len: expected, for a cache, 0.*got 2"):

@@ -4,13 +4,12 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <climits>
-#include <cstdlib>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "../../common/cuda_check.h"
 #include "../../dispatch.h"
+#include "../../environment.h"
 #include "../stable_tensor.h"
 
 // NOTE: libtorch_cuda has it, which a CPU-only torch lacks; the same library must load there too.
@@ -122,12 +121,6 @@ class HostCopies {
   std::vector<std::vector<char>> copies_;
 };
 
-// A debugging aid: kernels clamp what offsets and counts say, and so hide that they are wrong.
-bool checks_values() {
-  const char* asked = std::getenv("HSTU_ATTN_CHECK");
-  return asked && std::string_view(asked) == "1";
-}
-
 template <typename Params>
 void replace_index_arrays(HostCopies& copies, Params& params) {
   BatchParams& batch = params.batch;
@@ -198,7 +191,7 @@ bool has_work(const BatchParams& batch) {
 
 void CudaOps::check(const Arguments& args, const ForwardParams& params) {
   check_built(args, params);
-  if (checks_values()) check_values_on_host(args, params);
+  if (environment::checks_values()) check_values_on_host(args, params);
 }
 
 void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParams& params) {
@@ -243,7 +236,7 @@ void CudaOps::append(const AppendArguments& args, const AppendParams& params) {
   }
   const int device_index = args.k.device_index;
   const DeviceGuard guard(device_index);
-  if (checks_values()) {
+  if (environment::checks_values()) {
     HostCopies copies(current_stream(device_index));
     AppendParams copied = params;
     replace_index_arrays(copies, copied);
