@@ -18,11 +18,24 @@ from torch import Tensor
 from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor
 from .mask import Mask
 
-__all__ = ["NO_BIAS", "AttentionCall", "BiasTensors", "bias_tensors", "bias_times", "make_call"]
+__all__ = [
+    "NO_BIAS",
+    "NO_TIMES",
+    "AttentionCall",
+    "BiasTensors",
+    "Times",
+    "bias_tensors",
+    "bias_times",
+    "make_call",
+]
 
 # rab, pos_weight and ts_weight: what gets a gradient beside q, k and v.
 BiasTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_BIAS: BiasTensors = (None, None, None)
+
+# timestamps, row_timestamps and ts_thresholds.
+Times: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_TIMES: Times = (None, None, None)
 
 _FULL = Mask.full()
 
@@ -84,7 +97,7 @@ def make_call(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     mask: Mask | None = None,
-    bias: Bias | Tensor | None = None,
+    times: Times = NO_TIMES,
     alpha: float = 1.0,
     scaling_seqlen: int = -1,
     attn_scale: Tensor | None = None,
@@ -96,8 +109,7 @@ def make_call(
     """The call of a batch, for `ops.attention`.
 
     Args:
-        bias: of a `RelativeBias` the times and thresholds are read, which all layers share; the
-            tables are not.
+        times: `bias_times` of a bias; unlike its tables, all layers share them.
         strict: see `AttentionCall`.
 
     The other arguments are those of `hstu_attention`.
@@ -111,7 +123,7 @@ def make_call(
         raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
     if attn_scale is not None:
         _check_attn_scale(attn_scale)
-    timestamps, row_timestamps, thresholds = bias_times(bias)
+    timestamps, row_timestamps, thresholds = times
     window_left, window_right = mask.window_size
     # NOTE: by position, which takes a third of the time that it takes by name.
     return AttentionCall(
@@ -164,10 +176,10 @@ def bias_tensors(bias: Bias | Tensor | None) -> BiasTensors:
     )
 
 
-def bias_times(bias: Bias | Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def bias_times(bias: Bias | Tensor | None) -> Times:
     """`(timestamps, row_timestamps, ts_thresholds)` of a bias; None where it has no times."""
     if not isinstance(bias, RelativeBias) or bias.ts_weight is None:
-        return None, None, None
+        return NO_TIMES
     thresholds = bias.thresholds
     if thresholds is None:
         thresholds = default_thresholds_tensor(bias.ts_weight.device)

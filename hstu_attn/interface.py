@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import ops
 from .bias import Bias
-from .call import bias_tensors, make_call
+from .call import bias_tensors, bias_times, make_call
 from .fx import Proxy, record_call
 from .mask import Mask
 from .paged import PagedKV
@@ -110,7 +110,7 @@ def hstu_attention(
         seqused_q,
         seqused_k,
         mask,
-        bias,
+        bias_times(bias),
         alpha,
         scaling_seqlen,
         attn_scale,
@@ -153,7 +153,7 @@ def clamped_attention(
         bias, paged_kv, arguments: the keyword arguments of `hstu_attention`.
     """
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
-    call = make_call(bias=bias, **arguments, strict=False)
+    call = make_call(times=bias_times(bias), **arguments, strict=False)
     pages = ops.NO_PAGES if paged_kv is None else paged_kv.arguments
     return ops.attention(q, k, v, call, bias_tensors(bias), pages)
 

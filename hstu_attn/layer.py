@@ -21,17 +21,18 @@ Sequences are packed: ``x`` is ``(total, embedding_dim)``, and sequence ``b`` ow
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .bias import RelativeBias
+from . import ops
+from .bias import RelativeBias, default_thresholds_tensor
 from .cached import CachedRows
-from .call import bias_tensors, bias_times
+from .call import NO_BIAS, NO_TIMES, AttentionCall, BiasTensors, Times, make_call
 from .fused import operator as fused
-from .interface import hstu_attention
 from .jagged import jagged_positions
 from .layer_config import HSTULayerConfig
 from .layer_math import ComposedSteps, Weights, hstu_unit
@@ -178,6 +179,7 @@ class HSTULayer(nn.Module):
         timestamps: Tensor | None = None,
         row_timestamps: Tensor | None = None,
         context: ContextBatch | None = None,
+        call: AttentionCall | None = None,
     ) -> Tensor:
         """Applies the unit.
 
@@ -195,6 +197,9 @@ class HSTULayer(nn.Module):
             context: how the rows of the batch lie on the ranks of a group that shares its
                 sequences. Then ``x`` and the result are this rank's rows, and the other arguments
                 those of the whole sequences.
+            call: what `attention_call` makes of the arguments from `seq_offsets` to
+                `row_timestamps`, for a stack that makes it once for all of its layers; those are
+                not read beside it.
 
         Returns:
             ``(total, embedding_dim)`` in the dtype of ``x``.
@@ -205,43 +210,27 @@ class HSTULayer(nn.Module):
             NotImplementedError: a relative bias beside ``context``.
         """
         self._check(x)
-        mask = self._mask(seq_offsets, num_targets, num_contexts, context)
-        bias = self._bias(timestamps, row_timestamps)
-        if context is None and self._is_fused(x):
-            _, pos_weight, ts_weight = bias_tensors(bias)
-            times, row_times, thresholds = bias_times(bias)
-            return fused.hstu_layer(
-                x,
-                self._weights(pos_weight, ts_weight),
-                fused.Call(
-                    seq_offsets,
-                    mask.num_contexts,
-                    mask.num_targets,
-                    times,
-                    row_times,
-                    thresholds,
-                    self._seed(x),
-                ),
-                self._settings(max_seq_len, mask),
+        if context is not None:
+            return self._forward_context(
+                x, seq_offsets, num_targets, num_contexts, timestamps, row_timestamps, context
             )
+        if call is None:
+            call = attention_call(
+                self.config,
+                seq_offsets,
+                max_seq_len,
+                num_targets,
+                num_contexts,
+                timestamps,
+                row_timestamps,
+            )
+        bias = self._bias(call.timestamps is not None)
+        if self._is_fused(x):
+            weights = self._weights(*bias[1:])
+            return fused.hstu_layer(x, weights, call, self._seed(x), self._settings())
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            alpha, scaling_seqlen = self.config.alpha, self.config.scaling_seqlen
-            if context is not None:
-                return context.attention(
-                    q, k, v, mask=mask, bias=bias, alpha=alpha, scaling_seqlen=scaling_seqlen
-                )
-            return hstu_attention(
-                q,
-                k,
-                v,
-                cu_seqlens_q=seq_offsets,
-                max_seqlen_q=max_seq_len,
-                mask=mask,
-                bias=bias,
-                alpha=alpha,
-                scaling_seqlen=scaling_seqlen,
-            )
+            return ops.attention(q, k, v, call, bias)
 
         return hstu_unit(x, self.config, self._steps(), attend)
 
@@ -253,6 +242,7 @@ class HSTULayer(nn.Module):
         layer: int,
         timestamps: Tensor | None = None,
         row_timestamps: Tensor | None = None,
+        call: AttentionCall | None = None,
     ) -> Tensor:
         """Applies the unit to the newest rows of sequences whose earlier keys and values are in a
         cache, and writes those of the new history there. For inference: no gradients.
@@ -269,6 +259,7 @@ class HSTULayer(nn.Module):
             layer: the number of this layer in the cache, from 0.
             timestamps: ``(total_k,)`` int64 event times of cached and given rows together.
             row_timestamps: ``(total,)`` int64, as in :meth:`forward`.
+            call: what `cached_call` makes of the rows and times, as in :meth:`forward`.
 
         Returns:
             ``(total, embedding_dim)`` in the dtype of ``x``.
@@ -277,10 +268,10 @@ class HSTULayer(nn.Module):
             ValueError: as :meth:`forward` and
                 :func:`hstu_attn.serving.check_cacheable`.
         """
-        rows.check(self.config)
         self._check(x)
-        mask = self._mask(rows.seq_offsets, rows.num_targets, None)
-        bias = self._bias(timestamps, row_timestamps)
+        if call is None:
+            call = cached_call(self.config, rows, timestamps, row_timestamps)
+        bias = self._bias(call.timestamps is not None)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = rows.step.paged_kv(layer)
@@ -292,26 +283,35 @@ class HSTULayer(nn.Module):
                 cu_seqlens_k=rows.key_offsets,
                 num_targets=rows.num_targets,
             )
-            return hstu_attention(
-                q,
-                k,
-                v,
-                cu_seqlens_q=rows.seq_offsets,
-                max_seqlen_q=rows.max_seq_len,
-                cu_seqlens_k=rows.key_offsets,
-                max_seqlen_k=rows.max_key_len,
-                mask=mask,
-                bias=bias,
-                alpha=self.config.alpha,
-                scaling_seqlen=self.config.scaling_seqlen,
-                paged_kv=pages,
-            )
+            return ops.attention(q, k, v, call, bias, pages.arguments)
 
         # The compiler fuses torch's functions by itself, and sees no steps of an operator here.
         if self._is_fused(x) and not fused.is_traced(x):
-            settings = self._settings(rows.max_seq_len, mask)
-            return fused.infer(x, self._weights(), self._seed(x), settings, attend)
+            return fused.infer(x, self._weights(), self._seed(x), self._settings(), attend)
         return hstu_unit(x, self.config, self._steps(), attend)
+
+    def _forward_context(
+        self,
+        x: Tensor,
+        seq_offsets: Tensor,
+        num_targets: Tensor | None,
+        num_contexts: Tensor | None,
+        timestamps: Tensor | None,
+        row_timestamps: Tensor | None,
+        context: ContextBatch,
+    ) -> Tensor:
+        config = self.config
+        _times(config, timestamps, row_timestamps)
+        mask = _mask(config, seq_offsets, num_targets, num_contexts, context.constant)
+        bias = None if self.position_weight is None else RelativeBias(self.position_weight)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            alpha, scaling_seqlen = config.alpha, config.scaling_seqlen
+            return context.attention(
+                q, k, v, mask=mask, bias=bias, alpha=alpha, scaling_seqlen=scaling_seqlen
+            )
+
+        return hstu_unit(x, config, self._steps(), attend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, alpha={self.config.alpha:.4g}"
@@ -347,7 +347,7 @@ class HSTULayer(nn.Module):
             return None
         return torch.randint(2**63 - 1, (1,), device=x.device)
 
-    def _settings(self, max_seq_len: int, mask: Mask) -> fused.Settings:
+    def _settings(self) -> fused.Settings:
         config = self.config
         return fused.Settings(
             num_heads=config.num_heads,
@@ -360,14 +360,6 @@ class HSTULayer(nn.Module):
             groups=config.num_heads if config.use_group_norm else 1,
             parts=config.output_parts,
             dropout=config.output_dropout_ratio,
-            max_seq_len=max_seq_len,
-            window_left=mask.window_size[0],
-            window_right=mask.window_size[1],
-            target_group_size=mask.target_group_size,
-            min_full_attn_seq_len=mask.min_full_attn_seq_len,
-            scaling_seqlen=config.scaling_seqlen,
-            alpha=config.alpha,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
             recompute_norm=config.recompute_norm,
             recompute_linear=config.recompute_linear,
             recompute_silu=config.recompute_silu,
@@ -377,59 +369,114 @@ class HSTULayer(nn.Module):
     def _steps(self) -> ComposedSteps:
         return ComposedSteps(self.config, self._weights(), self.training)
 
-    def _mask(
-        self,
-        seq_offsets: Tensor,
-        num_targets: Tensor | None,
-        num_contexts: Tensor | None,
-        context: ContextBatch | None = None,
-    ) -> Mask:
-        config = self.config
-        if not config.target_aware:
-            num_targets = None
-        if not config.causal:
-            if num_targets is not None or num_contexts is not None:
-                raise ValueError("num_targets and num_contexts need causal=True in the config")
-            reach = config.max_attn_len or -1
-            return Mask.local(reach, reach)
-        if num_contexts is None and config.contextual_seq_len > 0:
-            number = config.contextual_seq_len
-            if context is None:
-                num_contexts = torch.full_like(seq_offsets[1:], number, dtype=torch.int32)
-            else:
-                num_contexts = context.constant(number)
-        if config.max_attn_len == 0:
-            return Mask.causal(
-                num_contexts=num_contexts,
-                num_targets=num_targets,
-                target_group_size=config.target_group_size,
-            )
-        return Mask.local(
-            config.max_attn_len,
+    def _bias(self, with_times: bool) -> BiasTensors:
+        """The tables, that of times only where a call has them."""
+        if self.position_weight is None:
+            return NO_BIAS
+        return None, self.position_weight, self.time_weight if with_times else None
+
+
+# ---------------------------------------------------------------------------------------------
+# What the layers of a configuration share in a batch
+# ---------------------------------------------------------------------------------------------
+
+
+def attention_call(
+    config: HSTULayerConfig,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    num_targets: Tensor | None = None,
+    num_contexts: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    row_timestamps: Tensor | None = None,
+) -> AttentionCall:
+    """The call of attention that layers make; arguments and errors are those of
+    :meth:`HSTULayer.forward`."""
+    return make_call(
+        seq_offsets,
+        max_seq_len,
+        mask=_mask(config, seq_offsets, num_targets, num_contexts),
+        times=_times(config, timestamps, row_timestamps),
+        alpha=config.alpha,
+        scaling_seqlen=config.scaling_seqlen,
+    )
+
+
+def cached_call(
+    config: HSTULayerConfig,
+    rows: CachedRows,
+    timestamps: Tensor | None = None,
+    row_timestamps: Tensor | None = None,
+) -> AttentionCall:
+    """The call of attention that layers make over a cache; arguments and errors are those of
+    :meth:`HSTULayer.forward_cached`."""
+    rows.check(config)
+    return make_call(
+        rows.seq_offsets,
+        rows.max_seq_len,
+        rows.key_offsets,
+        rows.max_key_len,
+        mask=_mask(config, rows.seq_offsets, rows.num_targets, None),
+        times=_times(config, timestamps, row_timestamps),
+        alpha=config.alpha,
+        scaling_seqlen=config.scaling_seqlen,
+    )
+
+
+def _mask(
+    config: HSTULayerConfig,
+    seq_offsets: Tensor,
+    num_targets: Tensor | None,
+    num_contexts: Tensor | None,
+    constant: Callable[[int], Tensor] | None = None,
+) -> Mask:
+    """The mask of a batch. `constant` makes an int32 `(batch,)` tensor of a number."""
+    if not config.target_aware:
+        num_targets = None
+    if not config.causal:
+        if num_targets is not None or num_contexts is not None:
+            raise ValueError("num_targets and num_contexts need causal=True in the config")
+        reach = config.max_attn_len or -1
+        return Mask.local(reach, reach)
+    if num_contexts is None and config.contextual_seq_len > 0:
+        number = config.contextual_seq_len
+        if constant is None:
+            num_contexts = torch.full_like(seq_offsets[1:], number, dtype=torch.int32)
+        else:
+            num_contexts = constant(number)
+    if config.max_attn_len == 0:
+        return Mask.causal(
             num_contexts=num_contexts,
             num_targets=num_targets,
             target_group_size=config.target_group_size,
-            min_full_attn_seq_len=config.min_full_attn_seq_len,
         )
+    return Mask.local(
+        config.max_attn_len,
+        num_contexts=num_contexts,
+        num_targets=num_targets,
+        target_group_size=config.target_group_size,
+        min_full_attn_seq_len=config.min_full_attn_seq_len,
+    )
 
-    def _bias(
-        self, timestamps: Tensor | None, row_timestamps: Tensor | None
-    ) -> RelativeBias | None:
-        if timestamps is not None and self.time_weight is None:
-            raise ValueError(
-                "timestamps must be None in a layer without a time table "
-                "(enable_relative_attention_bias with num_buckets > 0 makes one)"
-            )
-        if timestamps is None and row_timestamps is not None:
-            raise ValueError("row_timestamps must be None without timestamps")
-        if self.position_weight is None:
-            return None
-        return RelativeBias(
-            pos_weight=self.position_weight,
-            ts_weight=None if timestamps is None else self.time_weight,
-            timestamps=timestamps,
-            row_timestamps=row_timestamps,
+
+def _times(
+    config: HSTULayerConfig, timestamps: Tensor | None, row_timestamps: Tensor | None
+) -> Times:
+    """`(timestamps, row_timestamps, ts_thresholds)`, where layers so configured use them."""
+    has_table = config.enable_relative_attention_bias and config.num_buckets > 0
+    if timestamps is not None and not has_table:
+        raise ValueError(
+            "timestamps must be None in a layer without a time table "
+            "(enable_relative_attention_bias with num_buckets > 0 makes one)"
         )
+    if timestamps is None:
+        if row_timestamps is not None:
+            raise ValueError("row_timestamps must be None without timestamps")
+        return NO_TIMES
+    # What is no tensor is for the operator to refuse.
+    is_tensor = isinstance(timestamps, Tensor)
+    thresholds = default_thresholds_tensor(timestamps.device) if is_tensor else None
+    return timestamps, row_timestamps, thresholds
 
 
 class HSTUStack(nn.Module):
@@ -468,9 +515,10 @@ class HSTUStack(nn.Module):
     ) -> Tensor:
         """Applies the layers in turn; arguments, result and errors are those of
         :meth:`HSTULayer.forward`."""
-        rest = (num_targets, num_contexts, timestamps, row_timestamps, context)
+        inputs = (seq_offsets, max_seq_len, num_targets, num_contexts, timestamps, row_timestamps)
+        call = attention_call(self.config, *inputs) if context is None else None
         for layer in self.layers:
-            x = layer(x, seq_offsets, max_seq_len, *rest)
+            x = layer(x, *inputs, context, call)
         return x
 
     def forward_cached(
@@ -482,9 +530,10 @@ class HSTUStack(nn.Module):
     ) -> Tensor:
         """Applies the layers in turn to the newest rows of sequences, layer ``n`` with that layer
         of the cache; arguments, result and errors are those of :meth:`HSTULayer.forward_cached`."""
+        call = cached_call(self.config, rows, timestamps, row_timestamps)
         for number, layer in enumerate(self.layers):
             unit = cast(HSTULayer, layer)
-            x = unit.forward_cached(x, rows, number, timestamps, row_timestamps)
+            x = unit.forward_cached(x, rows, number, timestamps, row_timestamps, call)
         return x
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..bias import RelativeBias
+from ..call import BiasTensors
 from ..layer import HSTULayer
 from ..layer_config import HSTULayerConfig
 from ..layer_math import ComposedSteps, Weights, cast_like, linear
@@ -136,17 +136,9 @@ class TensorParallelHSTULayer(HSTULayer):
     def _is_fused(self, x: Tensor) -> bool:
         return False
 
-    def _bias(
-        self, timestamps: Tensor | None, row_timestamps: Tensor | None
-    ) -> RelativeBias | None:
-        bias = super()._bias(timestamps, row_timestamps)
-        if bias is None:
-            return None
-        return replace(
-            bias,
-            pos_weight=self._local_table(bias.pos_weight),
-            ts_weight=self._local_table(bias.ts_weight),
-        )
+    def _bias(self, with_times: bool) -> BiasTensors:
+        _, pos_weight, ts_weight = super()._bias(with_times)
+        return None, self._local_table(pos_weight), self._local_table(ts_weight)
 
     def _local_table(self, table: Tensor | None) -> Tensor | None:
         """What the heads of this rank use of a table, which all ranks hold."""

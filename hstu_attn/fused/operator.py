@@ -49,7 +49,6 @@ from .options import GateOptions
 from .steps import HAS_TRITON, Steps, steps_for
 
 __all__ = [
-    "Call",
     "Settings",
     "hstu_layer",
     "infer",
@@ -58,21 +57,8 @@ __all__ = [
 ]
 
 
-class Call(NamedTuple):
-    """The tensors of one call that get no gradient: those of `hstu_attn.Mask` and
-    `hstu_attn.RelativeBias` by their names there, and the seed of dropout, int64 `(1,)`."""
-
-    seq_offsets: Tensor
-    num_contexts: Tensor | None = None
-    num_targets: Tensor | None = None
-    timestamps: Tensor | None = None
-    row_timestamps: Tensor | None = None
-    thresholds: Tensor | None = None
-    seed: Tensor | None = None
-
-
 class Settings(NamedTuple):
-    """The numbers of one call.
+    """What the configuration says of a layer, and of one call whether it has a backward.
 
     Attributes:
         num_heads, hidden_dim, attention_dim, linear_activation, norm_eps: as in `HSTULayerConfig`.
@@ -80,8 +66,6 @@ class Settings(NamedTuple):
         groups: in which attention's output is normalized: 1 or `num_heads`.
         parts: of y: see `GateOptions`.
         dropout: of y.
-        max_seq_len, window_left, window_right, target_group_size, min_full_attn_seq_len,
-        scaling_seqlen, alpha, deterministic: as the attention operator has them.
         recompute_norm, recompute_linear, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
         has_backward: whether anything is kept for a backward.
     """
@@ -96,14 +80,6 @@ class Settings(NamedTuple):
     groups: int
     parts: Sequence[str]
     dropout: float
-    max_seq_len: int
-    window_left: int
-    window_right: int
-    target_group_size: int
-    min_full_attn_seq_len: int
-    scaling_seqlen: int
-    alpha: float
-    deterministic: bool
     recompute_norm: bool
     recompute_linear: bool
     recompute_silu: bool
@@ -265,27 +241,6 @@ class FusedSteps:
         self.kept |= {name: tensor for name, tensor in tensors.items() if name in self._names}
 
 
-def _attention_call(call: Call, settings: Settings) -> AttentionCall:
-    return AttentionCall(
-        cu_seqlens_q=call.seq_offsets,
-        cu_seqlens_k=call.seq_offsets,
-        max_seqlen_q=settings.max_seq_len,
-        max_seqlen_k=settings.max_seq_len,
-        scaling_seqlen=settings.scaling_seqlen,
-        alpha=settings.alpha,
-        num_contexts=call.num_contexts,
-        num_targets=call.num_targets,
-        target_group_size=settings.target_group_size,
-        window_left=settings.window_left,
-        window_right=settings.window_right,
-        min_full_attn_seq_len=settings.min_full_attn_seq_len,
-        timestamps=call.timestamps,
-        row_timestamps=call.row_timestamps,
-        ts_thresholds=call.thresholds,
-        deterministic=settings.deterministic,
-    )
-
-
 def _bias_tensors(weights: Weights) -> BiasTensors:
     return None, weights.pos_weight, weights.ts_weight
 
@@ -300,9 +255,8 @@ def _forward(
     return out, [steps.kept[name] for name in settings.kept]
 
 
-def _attend(weights: Weights, call: Call, settings: Settings) -> Attend:
-    attention_call, bias = _attention_call(call, settings), _bias_tensors(weights)
-    return lambda q, k, v: ops.attention(q, k, v, attention_call, bias)
+def _attend(weights: Weights, call: AttentionCall) -> Attend:
+    return lambda q, k, v: ops.attention(q, k, v, call, _bias_tensors(weights))
 
 
 @torch.no_grad()
@@ -313,9 +267,8 @@ def infer(
 
     Args:
         x: `(total, embedding_dim)`, of one of the dtypes of attention.
-        weights, settings: see there. The settings of attention are not read, and `has_backward`
-            is False.
-        seed: of dropout, as in `Call`.
+        weights, settings: see there; `has_backward` is False.
+        seed: of dropout, int64 `(1,)`; None is no dropout.
         attend: attention.
 
     Returns:
@@ -349,7 +302,8 @@ def _backward(
     x: Tensor,
     kept: Kept,
     weights: Weights,
-    call: Call,
+    call: AttentionCall,
+    seed: Tensor | None,
     settings: Settings,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
@@ -376,7 +330,7 @@ def _backward(
         u,
         weights.gate_weight,
         weights.gate_bias,
-        call.seed,
+        seed,
         settings.gate,
         du,
         y is None and wants["output_weight"],
@@ -391,7 +345,7 @@ def _backward(
     _, dpos_weight, dts_weight = ops.attention_backward(
         dattention.unflatten(1, (settings.num_heads, settings.hidden_dim)),
         (q, k, v),
-        _attention_call(call, settings),
+        call,
         _bias_tensors(weights),
         (dq, dk, dv),
         (False, True, True),
@@ -465,18 +419,21 @@ def _schema(*fields: type) -> str:
     )
 
 
-_ARGUMENTS = f"Tensor x, {_schema(Weights, Call, Settings)}"
-_NUM_WEIGHTS, _NUM_CALL = len(Weights._fields), len(Call._fields)
+_ARGUMENTS = f"Tensor x, {_schema(Weights, AttentionCall)}, Tensor? seed, {_schema(Settings)}"
+_NUM_WEIGHTS, _NUM_CALL = len(Weights._fields), len(AttentionCall._fields)
 
 
-def _unpack(arguments: Sequence[Any]) -> tuple[Tensor, Weights, Call, Settings]:
+def _unpack(
+    arguments: Sequence[Any],
+) -> tuple[Tensor, Weights, AttentionCall, Tensor | None, Settings]:
     x, *rest = arguments
     end = _NUM_WEIGHTS + _NUM_CALL
     return (
         x,
         Weights(*rest[:_NUM_WEIGHTS]),
-        Call(*rest[_NUM_WEIGHTS:end]),
-        Settings(*rest[end:]),
+        AttentionCall(*rest[_NUM_WEIGHTS:end]),
+        rest[end],
+        Settings(*rest[end + 1 :]),
     )
 
 
@@ -489,9 +446,9 @@ def _kept_from(tensors: Sequence[Tensor], settings: Settings) -> Kept:
 )
 def _forward_operator(*arguments: Any) -> list[Tensor]:
     """The result, and what the backward needs."""
-    x, weights, call, settings = _unpack(arguments)
+    x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
-        out, kept = _forward(x, weights, call.seed, settings, _attend(weights, call, settings))
+        out, kept = _forward(x, weights, seed, settings, _attend(weights, call))
     return [out, *kept]
 
 
@@ -504,15 +461,17 @@ def _backward_operator(
     dout: Tensor, kept: list[Tensor], wanted: list[bool], *arguments: Any
 ) -> list[Tensor]:
     """The gradients of `x` and of the weights, empty where one is not wanted."""
-    x, weights, call, settings = _unpack(arguments)
+    x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
-        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings, wanted)
+        gradients = _backward(
+            dout, x, _kept_from(kept, settings), weights, call, seed, settings, wanted
+        )
     return [x.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
 
 @_forward_operator.register_fake
 def _forward_fake(*arguments: Any) -> list[Tensor]:
-    x, weights, _, settings = _unpack(arguments)
+    x, weights, _, _, settings = _unpack(arguments)
     columns = {
         "attention": settings.num_heads * settings.hidden_dim,
         "z": weights.uvqk_weight.shape[0],
@@ -528,7 +487,7 @@ def _forward_fake(*arguments: Any) -> list[Tensor]:
 def _backward_fake(
     dout: Tensor, kept: list[Tensor], wanted: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    x, weights, _, _ = _unpack(arguments)
+    x, weights, *_ = _unpack(arguments)
     return [
         x.new_empty(x.shape),
         *(
@@ -540,28 +499,23 @@ def _backward_fake(
 
 def _save_for_operator(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    x, weights, call, ctx.settings = _unpack(inputs)
-    ctx.save_for_backward(x, *weights, *call, *output[1:])
-
-
-def _saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """The tensor arguments of the forward, and what it kept."""
-    # NOTE: each access unpacks all of them, which activation checkpointing allows once.
-    saved = ctx.saved_tensors
-    count = 1 + _NUM_WEIGHTS + _NUM_CALL
-    return saved[:count], saved[count:]
+    ctx.tensor_slots = [n for n, value in enumerate(inputs) if isinstance(value, Tensor)]
+    ctx.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
+    ctx.save_for_backward(*[inputs[n] for n in ctx.tensor_slots], *output[1:])
 
 
 def _operator_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
-    tensors, kept = _saved(ctx)
+    # NOTE: each access unpacks all of them, which activation checkpointing allows once.
+    saved, count = ctx.saved_tensors, len(ctx.tensor_slots)
+    arguments = list(ctx.inputs)
+    for slot, tensor in zip(ctx.tensor_slots, saved[:count], strict=True):
+        arguments[slot] = tensor
     wanted = list(ctx.needs_input_grad[1 : 1 + _NUM_WEIGHTS])
     result = torch.ops.hstu_attn.hstu_layer_backward(
-        gradients[0], list(kept), wanted, *tensors, *ctx.settings
+        gradients[0], list(saved[count:]), wanted, *arguments
     )
-    return (
-        *(x if want else None for x, want in zip(result, (True, *wanted), strict=True)),
-        *(None for _ in range(_NUM_CALL + len(ctx.settings))),
-    )
+    of_inputs = (x if want else None for x, want in zip(result, (True, *wanted), strict=True))
+    return (*of_inputs, *(None for _ in arguments[1 + _NUM_WEIGHTS :]))
 
 
 _forward_operator.register_autograd(_operator_gradients, setup_context=_save_for_operator)
@@ -576,29 +530,51 @@ class _Layer(torch.autograd.Function):
     """Eager gradients."""
 
     @staticmethod
-    def forward(ctx: Any, settings: Settings, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        _, weights, call, _ = _unpack((x, *tensors, *settings))
-        out, kept = _forward(x, weights, call.seed, settings, _attend(weights, call, settings))
-        ctx.settings = settings
-        ctx.save_for_backward(x, *tensors, *kept)
+    def forward(
+        ctx: Any,
+        call: AttentionCall,
+        seed: Tensor | None,
+        settings: Settings,
+        x: Tensor,
+        *parameters: Any,
+    ) -> Tensor:
+        weights = Weights(*parameters)
+        out, kept = _forward(x, weights, seed, settings, _attend(weights, call))
+        ctx.call, ctx.settings = call, settings
+        ctx.save_for_backward(seed, x, *weights, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, kept = _saved(ctx)
-        x, weights, call, settings = _unpack((*tensors, *ctx.settings))
-        wanted = ctx.needs_input_grad[2 : 2 + _NUM_WEIGHTS]
-        gradients = _backward(dout, x, _kept_from(kept, settings), weights, call, settings, wanted)
-        return (None, *gradients, *(None for _ in range(_NUM_CALL)))
+        # NOTE: each access unpacks all of them, which activation checkpointing allows once.
+        seed, x, *saved = ctx.saved_tensors
+        weights, kept = Weights(*saved[:_NUM_WEIGHTS]), saved[_NUM_WEIGHTS:]
+        wanted = ctx.needs_input_grad[4:]
+        gradients = _backward(
+            dout,
+            x,
+            _kept_from(kept, ctx.settings),
+            weights,
+            ctx.call,
+            seed,
+            ctx.settings,
+            wanted,
+        )
+        return (None, None, None, *gradients)
 
 
-def hstu_layer(x: Tensor, weights: Weights, call: Call, settings: Settings) -> Tensor:
+def hstu_layer(
+    x: Tensor, weights: Weights, call: AttentionCall, seed: Tensor | None, settings: Settings
+) -> Tensor:
     """The layer, with gradients where an input requires one.
 
     Args:
         x: `(total, embedding_dim)`, of one of the dtypes of attention.
-        weights, call, settings: see there; `settings.has_backward` is found here.
+        weights: the parameters.
+        call: of attention.
+        seed: of dropout, int64 `(1,)`; None is no dropout.
+        settings: see there; `has_backward` is found here.
 
     Returns:
         `(total, embedding_dim)` in the dtype of `x`.
@@ -612,12 +588,12 @@ def hstu_layer(x: Tensor, weights: Weights, call: Call, settings: Settings) -> T
     settings = settings._replace(has_backward=records)
     try:
         if is_traced(x):
-            results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, *settings)
+            results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, seed, *settings)
             return cast(Tensor, results[0])
         if records:
-            return cast(Tensor, _Layer.apply(settings, x, *weights, *call))
-        return infer(x, weights, call.seed, settings, _attend(weights, call, settings))
+            return cast(Tensor, _Layer.apply(call, seed, settings, x, *weights))
+        return infer(x, weights, seed, settings, _attend(weights, call))
     except (AttributeError, RuntimeError, TypeError):
         op = torch.ops.hstu_attn.hstu_layer_forward.default
-        ops.explain_types(op, x, *weights, *call, *settings)
+        ops.explain_types(op, x, *weights, *call, seed, *settings)
         raise

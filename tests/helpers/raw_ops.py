@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from hstu_attn.call import bias_tensors, make_call
+from hstu_attn.call import bias_tensors, bias_times, make_call
 from hstu_attn.ops import NO_PAGES
 from hstu_attn.testing import Batch
 
@@ -28,7 +28,7 @@ def arguments(batch: Batch, *, paged: bool) -> dict[str, Any]:
         "k": batch.k,
         "v": batch.v,
         **dict(zip(("rab", "pos_weight", "ts_weight"), bias_tensors(bias), strict=True)),
-        **make_call(**options, bias=bias)._asdict(),
+        **make_call(**options, times=bias_times(bias))._asdict(),
     }
     if paged:
         values = NO_PAGES if pages is None else pages.arguments

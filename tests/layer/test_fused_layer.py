@@ -428,20 +428,17 @@ def test_a_layer_is_fused_by_default_on_gpus_alone():
 
 
 def operator_arguments(config: HSTULayerConfig, names: set[str]) -> tuple[Any, ...]:
-    """What a layer gives the operator."""
+    """What a layer that records gradients gives the operator."""
     layer, inputs = make_layer(config, torch.float32), make_inputs(config, names, torch.float32)
     seen: list[tuple[Any, ...]] = []
-    original = operator._unpack
 
-    def spy(arguments: tuple[Any, ...]) -> Any:
-        seen.append(tuple(arguments))
-        return original(arguments)
+    def spy(x: Tensor, weights: Any, call: Any, seed: Any, settings: Any) -> Tensor:
+        seen.append((x, *weights, *call, seed, *settings._replace(has_backward=True)))
+        return x
 
-    operator._unpack = spy
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "hstu_layer", spy)
         layer(**{**inputs, "x": inputs["x"].requires_grad_()})
-    finally:
-        operator._unpack = original
     return seen[0]
 
 

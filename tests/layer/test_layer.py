@@ -315,11 +315,11 @@ def test_no_row_sees_what_comes_later() -> None:
 def test_q_k_and_v_are_views_of_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         seen.extend((v, q, k))
         return v
 
-    monkeypatch.setattr("hstu_attn.layer.hstu_attention", attention)
+    monkeypatch.setattr("hstu_attn.layer.ops.attention", attention)
     layer = HSTULayer(BASE)
     layer(**make_inputs(BASE, set(), torch.float32))
     columns = sum(BASE.split_sizes)
