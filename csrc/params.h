@@ -1,5 +1,5 @@
-// The plain structs that kernels receive. Any backend can include this file: it needs neither torch
-// nor CUTLASS.
+// The plain structs of pointers and strides that kernels receive; api/arguments.h has the user's
+// tensors. Any backend can include this file: it needs neither torch nor CUTLASS.
 //
 // Every pointer says its [shape] and whether it may be null. Strides count elements, not bytes.
 // Names used throughout: B batch, H heads, D head dim of q and k, Dv head dim of v.

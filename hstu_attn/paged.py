@@ -13,8 +13,8 @@ __all__ = [
     "PagedKV",
     "append_paged_kv",
     "check_page_size",
-    "dequantise_rows",
-    "quantise_rows",
+    "dequantize_rows",
+    "quantize_rows",
 ]
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -150,7 +150,7 @@ def append_paged_kv(
     )
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """What `append_paged_kv` writes of rows `(..., head dim)` into a float8_e4m3fn cache: the
     elements, and a float32 scale `(...)` of each row."""
     x = x.float()
@@ -162,8 +162,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x.isfinite(), elements, torch.nan).to(torch.float8_e4m3fn), scales
 
 
-def dequantise_rows(elements: Tensor, scales: Tensor) -> Tensor:
-    """float64 `(..., head dim)`: what `quantise_rows` has kept, exactly."""
+def dequantize_rows(elements: Tensor, scales: Tensor) -> Tensor:
+    """float64 `(..., head dim)`: what `quantize_rows` has kept, exactly."""
     return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
 
 

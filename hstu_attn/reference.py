@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor, time_bucket
 from .mask import Mask, dense_mask
-from .paged import PagedKV, dequantise_rows
+from .paged import PagedKV, dequantize_rows
 
 __all__ = ["hstu_attention"]
 
@@ -52,7 +52,7 @@ def hstu_attention(
     """
     del deterministic, sm_margin
     if quant_mode != -1:
-        raise NotImplementedError(f"quant_mode: expected -1 (no quantisation), got {quant_mode}")
+        raise NotImplementedError(f"quant_mode: expected -1 (no quantization), got {quant_mode}")
     mask = Mask.full() if mask is None else mask
     if isinstance(bias, Tensor):
         bias = DenseBias(bias)
@@ -212,7 +212,7 @@ def _paged_keys_values(
         pages = paged.kv_cache[ids]
     else:
         codes = paged.kv_cache.view(torch.uint8)[ids].view(paged.kv_cache.dtype)
-        pages = dequantise_rows(codes, paged.kv_scales[ids]).to(k.dtype)
+        pages = dequantize_rows(codes, paged.kv_scales[ids]).to(k.dtype)
     keys = torch.cat([pages[:, 0].flatten(0, 1)[:history], k[target_rows]])
     values = torch.cat([pages[:, 1].flatten(0, 1)[:history], v[target_rows]])
     return keys, values

@@ -22,7 +22,7 @@ from torch import Tensor
 from . import reference
 from .bias import Bias, DenseBias, RelativeBias
 from .mask import Mask
-from .paged import PagedKV, quantise_rows
+from .paged import PagedKV, quantize_rows
 
 __all__ = [
     "BIAS_NAMES",
@@ -454,7 +454,7 @@ def make_paged_batch(
     if fp8:
         is_owned = cache.isfinite().all(-1)
         magnitudes = 10 ** torch.empty((*is_owned.shape, 1)).uniform_(-1, 1)
-        cache, scales = quantise_rows(cache * magnitudes)
+        cache, scales = quantize_rows(cache * magnitudes)
         scales[~is_owned] = float("nan")
         scales = scales.to(device)
     for b, count in enumerate(new):

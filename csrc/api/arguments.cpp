@@ -10,12 +10,13 @@
 namespace hstu {
 namespace {
 
-// What the sequences of a batch hold together at most: all listed pages, and targets.
+// Returns an upper bound of the keys of a batch: all listed pages full, and every row a target.
 int64_t most_keys(const PagedParams& paged, int64_t total_q) {
   return std::min<int64_t>(paged.num_page_ids * paged.page_size + total_q, INT_MAX);
 }
 
-// Windows and lengths beyond any sequence are cut to this, so that sums of two of them fit an int.
+// Windows and lengths are clamped to this, which is more than any sequence has, so that the sum of
+// two of them fits an int.
 constexpr int64_t kMaxLength = 1 << 30;
 
 void check_tensors(const Arguments& args, ForwardParams& params) {
@@ -123,7 +124,7 @@ void check_func(const TensorView& func, const Arguments& args, MaskParams& mask)
 }
 
 // Which masks have a meaning is checked by hstu_attn.Mask. Numbers are clamped here, so that the
-// arithmetic of common/mask.h cannot overflow or divide by 0 for a caller who passed it by.
+// arithmetic of common/mask.h cannot overflow or divide by 0 if the operator is called without it.
 void check_mask(const Arguments& args, MaskParams& mask) {
   if (args.row_spans) return check_row_spans(*args.row_spans, args, mask);
   if (args.func) return check_func(*args.func, args, mask);
@@ -197,7 +198,7 @@ void check_bias(const Arguments& args, ForwardParams& params) {
   }
 }
 
-// The dtype of q without scales, or e4m3 with them.
+// Checks that the cache has the dtype of q and no scales, or is e4m3 and has scales.
 void check_cache_dtype(const TensorView& cache, const OptionalView& scales, const TensorView& q,
                        const char* whose, PagedParams& paged) {
   if (cache.dtype != ScalarType::Float8_e4m3fn) {
@@ -220,8 +221,8 @@ void check_cache_dtype(const TensorView& cache, const OptionalView& scales, cons
   paged.scale_slot_stride = scales->stride(2);
 }
 
-// The cache and the pages of each sequence, for both the attention and append_paged_kv. `q` is the
-// tensor, called `whose`, that they have to match.
+// Checks a paged cache, for the attention and for append_paged_kv. It has to match the tensor `q`,
+// whose name is `whose`.
 void check_pages(const TensorView& cache, const OptionalView& scales, const TensorView& offsets,
                  const TensorView& ids, const TensorView& q, const char* whose, BatchParams& batch,
                  PagedParams& paged) {
@@ -271,7 +272,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   }
 }
 
-// The modes are those of FBGEMM's hstu package: FP8 with scales of several shapes.
+// The modes are those of FBGEMM's hstu package: FP8 with scales of various granularities.
 void check_quantization(const Arguments& args) {
   const int64_t mode = args.quant_mode;
   check_range("quant_mode", mode, -1, 5, "-1, or an FP8 mode from 0 to 5");
@@ -373,7 +374,7 @@ void check_lengths(const BatchParams& batch, const Arguments& args, int b) {
     fail("max_seqlen_q", join("at least the longest query length, ", q, at()),
          std::to_string(args.max_seqlen_q));
   }
-  // NOTE: max_seqlen_k is also the size of rab.
+  // NOTE: with rab, max_seqlen_k is its size, so that longer keys are never allowed.
   const bool any_k = !args.strict && batch.paged && !args.rab;
   if (k > args.max_seqlen_k && !any_k) {
     fail("max_seqlen_k", join("at least the longest key length, ", k, at()),

@@ -1,7 +1,7 @@
-// What the ops are called with: reading, checking, and conversion to params.h. Of torch this sees
-// the names of dtypes alone; the arguments come from a StackReader (stable_tensor.h).
+// The arguments of the operators, as the user's tensors. They are read and checked here, and turned
+// into the kernels' pointers and strides: params.h. This file uses nothing of torch but ScalarType.
 //
-// A bad argument is a std::invalid_argument (ValueError in Python) that names the argument, what
+// A bad argument throws std::invalid_argument (ValueError in Python) with the argument's name, what
 // was expected and what came.
 #pragma once
 
@@ -16,8 +16,9 @@
 
 namespace hstu {
 
-// The arguments that the forward and the backward share, in the order in which Arguments reads
-// them: what gets gradients, then the fields of AttentionCall (hstu_attn/call.py).
+// The schema of the arguments that the forward and the backward share, in the order in which
+// Arguments reads them: the tensors that get gradients, then the fields of AttentionCall
+// (hstu_attn/call.py).
 #define HSTU_CALL_SCHEMA                                                                          \
   "Tensor q, Tensor k, Tensor v, Tensor? rab, Tensor? pos_weight, Tensor? ts_weight, "            \
   "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "          \
@@ -27,12 +28,12 @@ namespace hstu {
   "Tensor? func, Tensor? timestamps, Tensor? row_timestamps, Tensor? ts_thresholds, "             \
   "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, bool deterministic, " \
   "int sm_margin, bool strict"
-// The arguments that the forward has after these.
+// The schema of the arguments that only the forward has, after the others.
 #define HSTU_PAGED_SCHEMA                                                                \
   ", Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
   "Tensor? kv_scales"
 
-// The views own nothing: whoever reads the arguments keeps the tensors.
+// The arguments of the attention operators. The views own nothing: `in` keeps the tensors.
 struct Arguments {
   TensorView q, k, v;
   OptionalView rab, pos_weight, ts_weight;
@@ -49,12 +50,12 @@ struct Arguments {
   OptionalView q_descale, k_descale, v_descale;
   bool deterministic;
   int64_t sm_margin;
-  // Whether counts and lengths beyond what is possible are errors where values are checked. If not,
-  // the kernels' clamps give them a meaning (load_sequence in common/sequence.h).
+  // Whether check_values() refuses counts and lengths that a sequence cannot have. If not, the
+  // kernels clamp them (load_sequence in common/sequence.h).
   bool strict;
   OptionalView kv_cache, page_offsets, page_ids, last_page_lens, kv_scales;
 
-  // `in.read(x)` gives one argument of the schema after another.
+  // Reads the arguments in the order of the schema: each `in.read(x)` gives the next one.
   template <typename Reader>
   Arguments(Reader& in, bool has_paged) {
     const auto read = [&in](auto&... values) { (in.read(values), ...); };
@@ -69,7 +70,7 @@ struct Arguments {
   }
 };
 
-// What append_paged_kv is called with.
+// The arguments of append_paged_kv.
 struct AppendArguments {
   TensorView k, v, kv_cache, page_offsets, page_ids, cu_seqlens_q, cu_seqlens_k;
   OptionalView num_targets, kv_scales;
@@ -90,7 +91,7 @@ struct AppendArguments {
 
 // ------------------------------------------------------------------------------------- checks
 
-// NOTE: every call passes these checks, so no text is put together before one has failed.
+// NOTE: every call makes these checks, so texts are put together only after one has failed.
 template <typename... Parts>
 std::string join(const Parts&... parts) {
   std::ostringstream text;
@@ -157,7 +158,7 @@ inline void check_device(const char* name, const TensorView& tensor, const Tenso
   fail(name, join("the device of ", whose, " (", describe(q), ")"), describe(tensor));
 }
 
-// A shape entry of -1 accepts any size.
+// Checks a shape, of which an entry of -1 accepts any size. `meaning` names its dimensions.
 inline void check_shape(const char* name, const TensorView& tensor,
                         std::initializer_list<int64_t> shape, const char* meaning) {
   const auto matches = [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; };
@@ -203,7 +204,7 @@ inline void check_dtype(const char* name, const TensorView& tensor, ScalarType d
   if (tensor.dtype != dtype) fail(name, expected, describe_dtype(tensor));
 }
 
-// A bias may have the dtype of q or be float32.
+// Returns the dtype of a bias, which may be that of q or float32.
 inline DType bias_dtype(const char* name, const TensorView& tensor, const TensorView& q) {
   const bool good = tensor.dtype == q.dtype || tensor.dtype == ScalarType::Float;
   if (!good)
@@ -213,7 +214,7 @@ inline DType bias_dtype(const char* name, const TensorView& tensor, const Tensor
 
 // --------------------------------------------------------------------------------- conversion
 
-// An int32 or int64 vector of `size` values; -1 accepts any number.
+// Checks an int32 or int64 vector of `size` values; -1 accepts any number.
 inline IndexArray to_index_array(const char* name, const TensorView& tensor, const TensorView& q,
                                  int64_t size, const char* meaning, const char* whose = "q") {
   check_device(name, tensor, q, whose);
@@ -231,7 +232,7 @@ inline IndexArray to_index_array(const char* name, const OptionalView& tensor, c
   return tensor ? to_index_array(name, *tensor, q, size, meaning, whose) : IndexArray{};
 }
 
-// The same of at least `size` values: page tables may be buffers of the largest batch.
+// Checks a vector of at least `size` values: page tables may be buffers of the largest batch.
 inline IndexArray to_index_prefix(const char* name, const TensorView& tensor, const TensorView& q,
                                   int64_t size, const char* meaning, const char* whose = "q") {
   const IndexArray array = to_index_array(name, tensor, q, -1, meaning, whose);
@@ -241,7 +242,7 @@ inline IndexArray to_index_prefix(const char* name, const TensorView& tensor, co
   return array;
 }
 
-// A packed tensor (rows, heads, head_dim) like q in dtype and device.
+// Checks a packed tensor (rows, heads, head_dim), which has the dtype and the device of q.
 inline PackedTensor to_packed(const char* name, const TensorView& tensor, const TensorView& q,
                               int64_t rows, int64_t heads, int64_t head_dim, const char* meaning) {
   check_device(name, tensor, q);
@@ -261,11 +262,12 @@ inline DenseBias to_dense_bias(const TensorView& tensor, DType dtype) {
           tensor.stride(2)};
 }
 
-// Checks everything that needs no value of a tensor on a device, and fills `params`.
+// Check everything but the values of tensors, which may be on a device, and fill `params`.
 void to_params(const Arguments& args, ForwardParams& params);
 void to_params(const AppendArguments& args, AppendParams& params);
 
-// Checks offsets, lengths, counts and pages, all in host memory; see Arguments::strict.
+// Check the values of offsets, lengths, counts and pages, which must be in host memory. See
+// Arguments::strict.
 void check_values(const ForwardParams& params, const Arguments& args);
 void check_values(const AppendParams& params);
 

@@ -1,4 +1,4 @@
-// What `python -m hstu_attn.info` asks of this library: "name value" lines, through plain C.
+// The C functions that `python -m hstu_attn.info` calls. They return lines "name value".
 #include <exception>
 #include <string>
 
@@ -11,8 +11,8 @@
 
 namespace {
 
-// The text that `describe` returns, or "error" and what it threw: nothing may be thrown through C.
-// The pointer is valid until this thread's next call.
+// Returns the text of `describe`, or "error" and the text of what it threw, since no exception may
+// pass through C. The pointer is valid until this thread's next call.
 template <typename Describe>
 const char* returning_text(Describe describe) {
   thread_local std::string text;
@@ -26,7 +26,7 @@ const char* returning_text(Describe describe) {
 
 }  // namespace
 
-// The instruction set of the CPU kernel that each dtype gets.
+// Describes which instruction set the CPU kernel of each dtype uses.
 HSTU_EXPORT const char* hstu_attn_describe_cpu() {
   using namespace hstu;
   return returning_text([] {
@@ -36,8 +36,8 @@ HSTU_EXPORT const char* hstu_attn_describe_cpu() {
   });
 }
 
-// The CUDA kernels of this build, and the versions of its CUDA runtime and of the driver; empty
-// where it was built without them.
+// Describes the CUDA kernels of this build, its CUDA runtime and the driver: see describe_build().
+// Empty for a build without CUDA.
 HSTU_EXPORT const char* hstu_attn_describe_build() {
 #if defined(USE_CUDA)
   return returning_text([] { return hstu::describe_build(); });
@@ -46,7 +46,7 @@ HSTU_EXPORT const char* hstu_attn_describe_build() {
 #endif
 }
 
-// The GPU with CUDA's ordinal `index`, and the kernels that it gets.
+// Describes the GPU with CUDA's ordinal `index`, and which kernels run on it.
 HSTU_EXPORT const char* hstu_attn_describe_gpu([[maybe_unused]] int index) {
 #if defined(USE_CUDA)
   return returning_text([index] {

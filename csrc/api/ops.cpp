@@ -12,7 +12,7 @@ namespace {
 
 using torch::stable::detail::from;
 
-// Empty outputs stand for gradients that were not asked for.
+// An empty output stands for a gradient that is not wanted.
 Tensor no_gradient(const TensorView& q) { return allocate(q, {0}); }
 
 void set_output(const TensorView& out, const Arguments& args, ForwardParams& params) {

@@ -1,21 +1,21 @@
-// Between the ops and the devices that run them.
+// The interface between the operators (ops.cpp) and the devices that run them.
 #pragma once
 
 #include "arguments.h"
 
 namespace hstu {
 
-// What the backward writes. An empty optional is a gradient that is not asked for.
+// The tensors that the backward writes. An empty optional is a gradient that is not wanted.
 struct Gradients {
   TensorView dq, dk, dv;
   OptionalView drab, dpos_weight, dts_weight;
 };
 
-// The ops on a GPU; ops.cpp has the CPU's, of the same form.
+// The operators on a GPU (cuda/ops.cpp). CpuOps in ops.cpp has the same functions for the CPU.
 struct CudaOps {
-  // What to_params() cannot tell: whether it is built, and the values of index arrays.
+  // Checks what to_params() cannot: whether there are kernels, and the values of index arrays.
   static void check(const Arguments& args, const ForwardParams& params);
-  // Here `params` points into the other arguments.
+  // In these, `params` points into the tensors of the other arguments.
   static void forward(const Arguments& args, const TensorView& out, ForwardParams& params);
   static void backward(const Arguments& args, const TensorView& dout, const Gradients& gradients,
                        BackwardParams& params);

@@ -1,4 +1,4 @@
-// torch's tensors on its stable ABI: as views, as the arguments of boxed calls, and as memory.
+// Tensors of torch's stable ABI: views of them, reading them from a boxed call, allocating them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -34,7 +34,7 @@ inline TensorView view_with(const Tensor& tensor, const void* data) {
           .handle = tensor.get()};
 }
 
-// NOTE: a tensor may share its memory with a lazy clone until it is asked for data to write.
+// NOTE: a tensor may share its memory with a lazy clone until its mutable data are asked for.
 inline TensorView view(const Tensor& tensor) { return view_with(tensor, tensor.const_data_ptr()); }
 inline TensorView written_view(const Tensor& tensor) {
   return view_with(tensor, tensor.mutable_data_ptr());
@@ -42,7 +42,7 @@ inline TensorView written_view(const Tensor& tensor) {
 
 // ---------------------------------------------------------------------------------------- reading
 
-// Reads the arguments of a boxed call one after another, and keeps the tensors.
+// Reads the arguments of a boxed call one after another, and owns the tensors that it has read.
 class StackReader {
  public:
   explicit StackReader(StableIValue* stack) : next_(stack) { tensors_.reserve(kUsualTensors); }
@@ -96,7 +96,7 @@ inline Tensor allocate(const TensorView& like, std::initializer_list<int64_t> si
   return allocate(like, Sizes(sizes.begin(), sizes.size()), dtype);
 }
 
-// Another reference to the tensor that `view` was made from.
+// Returns another reference to the tensor that `view` was made from.
 inline Tensor as_tensor(const TensorView& view) {
   AtenTensorHandle tensor = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &tensor));

@@ -8,7 +8,7 @@
 #include <optional>
 #include <span>
 
-struct AtenTensorOpaque;  // torch's, in its stable ABI
+struct AtenTensorOpaque;  // declared by torch's stable ABI
 
 namespace hstu {
 
@@ -16,12 +16,12 @@ using torch::headeronly::ScalarType;
 
 enum class DeviceType { kCpu, kCuda, kOther };
 
-// Owns nothing. Strides count elements.
+// A view owns nothing. Strides count elements.
 struct TensorView {
   void* data = nullptr;
   ScalarType dtype = ScalarType::Undefined;
   DeviceType device_type = DeviceType::kCpu;
-  int device_index = 0;  // of a GPU
+  int device_index = 0;  // the ordinal of a GPU
   std::span<const int64_t> sizes;
   std::span<const int64_t> strides;
   AtenTensorOpaque* handle = nullptr;  // the tensor in torch's stable ABI

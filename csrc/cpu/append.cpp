@@ -1,4 +1,4 @@
-// New keys and values into the pages of a cache in host memory.
+// append_paged_kv on the CPU: writes new keys and values into the pages of a cache.
 #include "../paged/append.h"
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -13,9 +13,9 @@
 namespace hstu {
 namespace {
 
-// One row of a head.
+// Quantizes one row of one head to e4m3, with one scale.
 template <typename T>
-void quantise(const T* from, int count, c10::Float8_e4m3fn* to, float* scale) {
+void quantize(const T* from, int count, c10::Float8_e4m3fn* to, float* scale) {
   float largest = 0.0f;
   for (int d = 0; d < count; ++d) {
     const float x = static_cast<float>(from[d]);
@@ -29,8 +29,8 @@ void quantise(const T* from, int count, c10::Float8_e4m3fn* to, float* scale) {
   }
 }
 
-// write(row and head in the tensor, in the cache, scale) for K and V of each row and head that has
-// a place.
+// Calls write(from, to, scale) for K and V of each row and head that has a slot in the pages: with
+// the head's first element in the tensor and in the cache, and its scale, or null without scales.
 template <typename Write>
 void for_each_row(const AppendParams& params, int cache_element_bytes, Write write) {
   const PagedParams& paged = params.paged;
@@ -52,9 +52,9 @@ void for_each_row(const AppendParams& params, int cache_element_bytes, Write wri
 }
 
 template <typename T>
-void append_quantised(const AppendParams& params) {
+void append_quantized(const AppendParams& params) {
   for_each_row(params, 1, [&](const char* from, char* to, float* scale) {
-    quantise(reinterpret_cast<const T*>(from), params.k.head_dim,
+    quantize(reinterpret_cast<const T*>(from), params.k.head_dim,
              reinterpret_cast<c10::Float8_e4m3fn*>(to), scale);
   });
 }
@@ -69,13 +69,13 @@ void append_on_cpu(const AppendParams& params) {
   }
   switch (params.dtype) {
     case DType::kFloat32:
-      return append_quantised<float>(params);
+      return append_quantized<float>(params);
     case DType::kBFloat16:
-      return append_quantised<c10::BFloat16>(params);
+      return append_quantized<c10::BFloat16>(params);
     case DType::kFloat16:
-      return append_quantised<c10::Half>(params);
+      return append_quantized<c10::Half>(params);
     case DType::kFloat64:
-      return append_quantised<double>(params);
+      return append_quantized<double>(params);
   }
 }
 

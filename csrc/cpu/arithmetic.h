@@ -1,9 +1,9 @@
-// How products of tiles are formed. An Arithmetic says
+// Matrix products of tiles. An Arithmetic defines
 //
-//   Unit        what operands are made of: one float, one double, or a pair of bf16 that are
-//               neighbours in the direction summed over
-//   kPair       elements in a unit
-//   Accum       what sums are kept in
+//   Unit        the element of operands: one float, one double, or a pair of bf16 that are
+//               neighbors in the direction of k
+//   kPair       elements in a unit: 1 or 2
+//   Accum       the type of sums
 //   kRows       gemm() takes this many rows of A and C at a time
 //   kColumns    and this many columns of B and C
 //   kBlock      rows of the blocks that a partial tile is cut into (tile.h)
@@ -15,8 +15,8 @@
 //   right form  B: [k / kPair][n], the pairs along k
 //
 // C is row-major Accum with row stride ldc. Rows of A and C are padded to kRows, columns of B and C
-// to kColumns, and k with zeros to whole units, of tiles to kPadding elements: padded rows and
-// columns hold no meaning.
+// to kColumns; what the padded ones hold does not matter. k is padded with zeros to whole units, or
+// to kPadding elements with AMX tiles.
 #pragma once
 
 #include "../common/math.h"
@@ -28,7 +28,7 @@
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-// A matrix to read; strides in units.
+// A matrix to read. Strides count units.
 template <typename Unit>
 struct Matrix {
   const Unit* data;
@@ -42,12 +42,12 @@ struct Matrix {
   HSTU_INLINE Matrix transposed() const { return {data, column_stride, row_stride}; }
 };
 
-// What head dims are padded to, and the keys and rows that tiles of pairs sum over.
+// Head dims are padded to a multiple of this, and with pairs also the keys or rows that a product
+// sums over.
 constexpr int kPadding = 32;
 
-// The product by multiply-add of vectors, for any type whose Traits have multiply_add(). No more
-// than Traits::kLongestSum elements are added one to another: longer sums are made of such partial
-// sums.
+// The product by multiply-add of vectors, for any type whose Traits have multiply_add(). At most
+// Traits::kLongestSum terms are added one after another; longer sums are made of such partial sums.
 template <typename Traits>
 struct VectorArithmetic {
   using Unit = typename Traits::Unit;
@@ -77,7 +77,7 @@ struct VectorArithmetic {
   template <int kVectors>
   static constexpr int kMostRows = kGemmSums / kVectors < 8 ? kGemmSums / kVectors : 8;
 
-  // Columns by kVectors vectors at a time, and what is left of them by fewer.
+  // Goes through the columns, kVectors vectors at a time, and fewer at the end.
   template <int kVectors>
   static HSTU_INLINE void panels(int m, int n, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
                                  int64_t ldc, bool accumulate) {
@@ -94,7 +94,7 @@ struct VectorArithmetic {
     }
   }
 
-  // The columns of a few vectors, in blocks of rows as even as can be.
+  // Computes the columns of kVectors vectors, in blocks of rows that differ by at most one row.
   template <int kVectors>
   static HSTU_INLINE void panel(int m, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
                                 int64_t ldc, bool accumulate) {
@@ -107,7 +107,7 @@ struct VectorArithmetic {
     }
   }
 
-  // A block of `rows`, at most kBlockRows, whose sums all stay in registers.
+  // Computes a block of at most kBlockRows rows, whose sums all stay in registers.
   template <int kVectors, int kBlockRows>
   static HSTU_INLINE void block(int rows, int steps, Matrix<Unit> a, Matrix<Unit> b, Accum* c,
                                 int64_t ldc, bool accumulate) {
@@ -132,8 +132,8 @@ struct VectorArithmetic {
         }
       }
     }
-    // Only now is the partial sum added to what came before: the rounding errors of a long sum then
-    // grow with the number of partial sums, not of terms.
+    // The partial sum is added to what C holds only here, so that the rounding error of a long sum
+    // grows with the number of partial sums and not with the number of terms.
 #pragma GCC unroll 8
     for (int row = 0; row < kBlockRows; ++row) {
 #pragma GCC unroll 4
@@ -156,13 +156,13 @@ struct FloatTraits {
   static HSTU_INLINE Vector<T> multiply_add(Vector<T> sum, T a, Vector<T> b) { return sum + a * b; }
 };
 
-// fp32 (and what is widened to it), and fp64.
+// Multiply-add of fp32, also for 16-bit types that are widened to it, and of fp64.
 template <typename T>
 using FloatArithmetic = VectorArithmetic<FloatTraits<T>>;
 
 #if defined(__AMX_TILE__)
 
-// bf16 pairs on the tile unit: C tiles 0..3 (2 x 2), A tiles 4 and 5, B tiles 6 and 7.
+// bf16 pairs by AMX. Tile registers 0 to 3 hold 2 x 2 tiles of C, 4 and 5 hold A, 6 and 7 hold B.
 struct TileArithmetic {
   using Unit = uint32_t;
   using Accum = float;
@@ -203,10 +203,11 @@ struct TileArithmetic {
   }
 
  private:
-  // NOTE: GCC's tile loads do not say that they read memory, so stores before them must be told.
+  // NOTE: GCC's tile loads do not declare that they read memory. Without this barrier, it moves
+  // stores past them.
   static HSTU_INLINE void publish_stores() { asm volatile("" ::: "memory"); }
 
-  // A 32 x 32 block; strides in bytes.
+  // Computes a 32 x 32 block of C. Strides are in bytes.
   static HSTU_INLINE void block(int k, const Unit* a, int64_t a_stride, const Unit* b,
                                 int64_t b_stride, Accum* c, int64_t c_stride, bool accumulate) {
     const Unit* a_low = a + 16 * (a_stride / 4);
@@ -246,7 +247,7 @@ struct BFloat16Traits {
   using Unit = uint32_t;
   using Accum = float;
   static constexpr int kPair = 2;
-  // Those over the largest head dim: beside the roundings to bf16 their errors are nothing.
+  // The largest head dim: the errors of such sums are far below the roundings to bf16.
   static constexpr int kLongestSum = 256;
   static constexpr Accuracy kAccuracy = Accuracy::kBFloat16;
 
@@ -256,7 +257,7 @@ struct BFloat16Traits {
   }
 };
 
-// bf16 pairs by vector dot products.
+// bf16 pairs by AVX-512 dot products.
 using DotArithmetic = VectorArithmetic<BFloat16Traits>;
 
 #endif

@@ -43,7 +43,7 @@ class Backward {
   }
 
  private:
-  // Tiles that one head after another uses.
+  // Tiles that the heads of an item use one after another.
   struct Scratch {
     Unit* staging;           // [kTileRows][D or Dv]
     Accum* scores;           // S^T [kTileKeys][kTileRows]
@@ -68,7 +68,7 @@ class Backward {
     }
   };
 
-  // What is kept for each head: the chunk's keys, and the row tile being worked on.
+  // Each head keeps the chunk's keys, and the row tile being worked on.
   struct HeadScratch {
     Unit* k;              // [kChunk][D]
     Unit* v;              // [kChunk][Dv]
@@ -164,7 +164,7 @@ class Backward {
     std::memset(head.scratch.dv, 0, padded_keys * value_depth_ * sizeof(Accum));
   }
 
-  // Rows [r0, r1) against every key tile of the chunk that they see.
+  // Works on rows [r0, r1) and every key tile of the chunk that they see.
   void row_tile(int r0, int r1) {
     bool any_active = false;
     for (Head& head : heads()) {
@@ -182,7 +182,8 @@ class Backward {
     }
   }
 
-  // Which chunks the row tile sees: they add to its dQ one after another.
+  // Finds whether the row tile sees this chunk, and how many chunks it sees before this one and in
+  // all: these add to its dQ one after another.
   void find_chunks(Head& head, int r0, int r1) const {
     const int chunk = item_.begin / kChunk;
     const KeyIntervals chunks = tiles(head.view.mask.kv_intervals(r0, r1), kChunk);
@@ -196,7 +197,7 @@ class Backward {
     }
   }
 
-  // Prepares Q and dO of the row tile, both ways, and zeroes its dQ.
+  // Packs Q and dO of the row tile as left and right operands, and zeroes its dQ.
   void load_rows(Head& head, int r0, int r1) {
     HeadScratch& s = head.scratch;
     const int rows = r1 - r0;
@@ -235,7 +236,7 @@ class Backward {
     return {rows.begin, rows.end - rows.begin, keys.begin, keys.end - keys.begin, 1, kTileRows};
   }
 
-  // Some rows of the row tile `packed` against some keys of the chunk.
+  // Works on some rows of the row tile `packed` and some keys of the chunk.
   void tile(Head& head, Interval packed, Interval rows, Interval keys, bool partial) {
     const int row_count = rows.end - rows.begin;
     const int key_count = keys.end - keys.begin;
@@ -281,10 +282,11 @@ class Backward {
     }
   }
 
-  // P = M * silu(X) * scale and dX = M * dP * scale * silu'(X), with X = alpha * (S + bias). The
-  // factor alpha of dS = alpha * dX waits for the end.
+  // Computes P = M * silu(X) * scale and dX = M * dP * scale * silu'(X), with X = alpha * (S +
+  // bias). The factor alpha of dS = alpha * dX is applied when dQ, dK and the bias gradient are
+  // stored.
   void activate(const Head& head, const TileShape& shape, int padded_rows, bool partial) {
-    uint64_t bits[kTileKeys];  // of each key: the rows that see it
+    uint64_t bits[kTileKeys];  // bit m of word n: row m sees key n
     for (int row = 0; row < kTileRows; ++row) {
       const bool real = row < shape.rows;
       bits[row] = !partial ? ~uint64_t{0}
@@ -297,7 +299,7 @@ class Backward {
     for (int row = 0; row < shape.rows; ++row) {
       scale[row] = row_scale<Accum>(params_, sequence_.q_begin + shape.r0 + row);
     }
-    // Products take whole blocks of keys: those past the last one must add nothing.
+    // Products take whole blocks of keys, so the keys past the last one must hold zeros.
     const int keys = round_up(shape.keys, Arithmetic::kRows);
     for (int key = 0; key < keys; key += kPair) {
       for (int row = 0; row < padded_rows; row += kLanes<Accum>) {
@@ -328,7 +330,7 @@ class Backward {
     return gradient;
   }
 
-  // The dense bias gradient of the tile: dX summed over heads.
+  // Adds dX of one head to the tile of the dense bias gradient.
   void sum_bias_gradient(int keys, bool accumulate) {
     for (int n = 0; n < keys * kTileRows; n += kLanes<Accum>) {
       const Vector<Accum> part = load(scratch_.score_gradients + n);
@@ -337,7 +339,7 @@ class Backward {
     }
   }
 
-  // Adds the chunk's part of dQ to those of the chunks before it; the last one stores the sum.
+  // Adds the chunk's dQ to that of the chunks before it; the last chunk stores the sum.
   void finish_dq(Head& head, int r0, int r1) {
     Accum* sum = head.scratch.dq;
     int* turn = nullptr;

@@ -11,12 +11,13 @@
 namespace hstu::cpu::HSTU_CPU_ISA {
 
 struct TileShape {
-  int r0, rows;  // query rows r0 .. r0 + rows - 1
+  int r0, rows;  // query rows [r0, r0 + rows)
   int k0, keys;
   int64_t row_stride, key_stride;
 };
 
-// Calls `function(row, key, table index)` for the position table. `reach` is R, or less.
+// Calls `function(row, key, index in the position table)` for each score of the tile. `reach` is R,
+// or the sequence's length if that is less.
 template <typename Function>
 HSTU_INLINE void for_each_distance(const Sequence& sequence, const TileShape& shape, int reach,
                                    Function function) {
@@ -29,7 +30,7 @@ HSTU_INLINE void for_each_distance(const Sequence& sequence, const TileShape& sh
   }
 }
 
-// Calls `function(row, key, bucket)` for the time table.
+// Calls `function(row, key, index in the time table)` for each score of the tile.
 template <typename Function>
 HSTU_INLINE void for_each_bucket(const RelativeBias& bias, const Sequence& sequence,
                                  const TileShape& shape, Function function) {
@@ -40,7 +41,7 @@ HSTU_INLINE void for_each_bucket(const RelativeBias& bias, const Sequence& seque
     const int next = static_cast<int>(clamp(r + sequence.offset + 1, 0, sequence.k_len - 1));
     const int64_t row_time =
         bias.row_timestamps ? bias.row_timestamps[sequence.q_begin + r] : timestamps[next];
-    // Times are sorted as a rule, so the search for a bucket begins at the bucket found last.
+    // Times are usually sorted, so the search for a bucket begins at the last one that was found.
     int bucket = 0;
     for (int key = 0; key < shape.keys; ++key) {
       const int64_t key_time = timestamps[shape.k0 + key];

@@ -13,7 +13,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Of a quantised cache alone. Without infinities.
+// float8_e4m3fn, which only a quantized cache has. It has no infinities.
 struct E4m3 {
   uint8_t bits;
 };
@@ -34,16 +34,16 @@ HSTU_INLINE float to_float(float x) { return x; }
 HSTU_INLINE double to_float(double x) { return x; }
 HSTU_INLINE float to_float(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
 
-// Free of branches, so that loops over it become vector code without an fp16 type in the compiler.
+// Has no branches, so that loops over it are vectorized even if the compiler has no fp16 type.
 HSTU_INLINE float to_float(Float16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  // The product moves the exponent's bias from 15 to 127, for subnormal numbers too.
+  // The product changes the exponent's bias from 15 to 127, also for subnormal numbers.
   const float magnitude = as_float(static_cast<uint32_t>(x.bits & 0x7fff) << 13) * 0x1p112f;
   const uint32_t special = magnitude >= 65536.0f ? 0x7f800000 : 0;  // infinity and NaN
   return as_float(sign | special | as_bits(magnitude));
 }
 
-// Likewise; here the exponent's bias moves from 7 to 127.
+// As above; the exponent's bias changes from 7 to 127.
 HSTU_INLINE float to_float(E4m3 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
   const uint32_t magnitude = x.bits & 0x7f;

@@ -1,7 +1,7 @@
 // The fused CPU forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
 // A work item is a chunk of query rows of one head. Key tiles are packed once per chunk and used by
-// each of its row tiles; scores exist only as one tile of scratch.
+// each of its row tiles. Scores exist for one tile at a time, in scratch.
 #pragma once
 
 #include "tile.h"
@@ -75,7 +75,7 @@ class Forward {
     store_out();
   }
 
-  // All row tiles of the chunk that see some of keys k0 .. k0 + kTileKeys - 1.
+  // Works on the row tiles of the chunk that see some of keys [k0, k0 + kTileKeys).
   void key_tile(int k0) {
     const int k1 = smaller(k0 + kTileKeys, head_.sequence.k_len);
     bool packed = false;
@@ -98,7 +98,7 @@ class Forward {
     }
   }
 
-  // Some rows against some keys of the key tile that begins with k0 and is packed.
+  // Works on some rows, and some keys of the packed key tile that begins with k0.
   void tile(Interval rows, Interval keys, int k0, bool partial) {
     const int row_count = rows.end - rows.begin;
     const int key_count = keys.end - keys.begin;
@@ -115,7 +115,7 @@ class Forward {
                scratch_.scores);
     }
 
-    // P = M * silu(alpha * (S + bias)); the scale waits for the end
+    // P = M * silu(alpha * (S + bias)); store_out() applies the scale
     for (int row = 0; row < row_count; ++row) {
       const uint64_t bits =
           partial ? head_.mask.row_bits(rows.begin + row, keys.begin) : ~uint64_t{0};
@@ -155,7 +155,7 @@ class Forward {
   HeadView<T> head_;
   Scratch scratch_;
   Matrix<Unit> q_;             // the item's rows
-  Matrix<Unit> k_transposed_;  // of the current key tile
+  Matrix<Unit> k_transposed_;  // the current key tile
   Matrix<Unit> v_;
   RowStore<T, Accum> store_;
   int out_stride_;  // Dv, padded

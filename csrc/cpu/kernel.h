@@ -9,13 +9,13 @@
 
 namespace hstu::cpu {
 
-// What the items of one backward call share.
+// What the work items of one backward call share.
 struct BackwardShared {
   // For sequences of several key chunks, dQ is summed chunk by chunk in a fixed order. Row tile t
   // of sequence b and head n is number (first_row_tile[b] + t) * heads + n; first_row_tile[b] is -1
   // where one chunk holds all keys.
   const int64_t* first_row_tile = nullptr;  // [B]
-  int* turn = nullptr;                      // [row tiles, heads]: chunks that have added their part
+  int* turn = nullptr;                      // [row tiles, heads] chunks that have added their dQ
   char* dq_sum = nullptr;                   // [row tiles, heads] of dq_tile_bytes each
 };
 

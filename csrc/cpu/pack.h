@@ -11,33 +11,34 @@ using Arena = hstu::Arena<64>;
 
 constexpr int kMaxHeadDim = 256;
 
-// Rows of one sequence and head. With pages, rows [0, paged_rows) lie in pages.
+// The rows of one sequence and head in K, V or another tensor. With a paged cache, rows
+// [0, paged_rows) are in pages.
 template <typename T>
 struct RowSource {
-  const T* first = nullptr;  // row 0, or where row 0 would lie if all rows were here
+  const T* first = nullptr;  // row 0, or where it would be if no row were in pages
   int64_t row_stride = 0;
   int columns = 0;
 
   int paged_rows = 0;
-  const T* pages = nullptr;  // of the head; null where they are e4m3
-  const E4m3* quantised_pages = nullptr;
-  const float* scales = nullptr;  // of the head and quantised_pages
+  const T* pages = nullptr;  // the head in page 0; null if pages are e4m3
+  const E4m3* quantized_pages = nullptr;
+  const float* scales = nullptr;  // the head's scales in page 0 of quantized_pages
   const PagedParams* paged = nullptr;
   int64_t first_page = 0;  // index into page_ids
 
-  HSTU_INLINE bool is_quantised() const { return scales != nullptr; }
+  HSTU_INLINE bool is_quantized() const { return scales != nullptr; }
 
-  // In place, or made in `copy`.
+  // Returns row r where it is, or dequantized in `copy`.
   HSTU_INLINE const T* row(int r, T* copy) const {
     if (r >= paged_rows) return first + r * row_stride;
     const int64_t page = paged->page_ids[first_page + r / paged->page_size];
     const int64_t slot = r % paged->page_size;
     const int64_t offset = page * paged->page_stride + slot * paged->slot_stride;
-    if (!is_quantised()) return pages + offset;
+    if (!is_quantized()) return pages + offset;
     using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
     const Wide scale = scales[page * paged->scale_page_stride + slot * paged->scale_slot_stride];
     for (int d = 0; d < columns; ++d) {
-      copy[d] = from_float<T>(scale * static_cast<Wide>(to_float(quantised_pages[offset + d])));
+      copy[d] = from_float<T>(scale * static_cast<Wide>(to_float(quantized_pages[offset + d])));
     }
     return copy;
   }
@@ -55,8 +56,9 @@ T* output_row(const PackedTensor& tensor, int64_t row, int head) {
   return static_cast<T*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride;
 }
 
-// Stores rows of results in a tensor, of which `rows` rows are stored in all. What caches would
-// have dropped before it is read goes past them: so no store waits for what its line held before.
+// Stores rows of results in a tensor, `rows` in all. Uses non-temporal stores where the output is
+// larger than the cache: it would be evicted before it is read, and a normal store would first
+// fetch the line.
 template <typename T, typename Accum>
 class RowStore {
  public:
@@ -65,7 +67,7 @@ class RowStore {
         streams_(std::is_same_v<T, Accum> && tensor.head_dim % (kVectorBytes / sizeof(T)) == 0 &&
                  rows * tensor.row_stride * int64_t{sizeof(T)} > kCachedBytes) {}
 
-  // Row = factor * sums, rounded once.
+  // Stores factor * sums, rounded once.
   HSTU_INLINE void store(int64_t row, int head, const Accum* sums, Accum factor) const {
     T* out = output_row<T>(tensor_, row, head);
     if constexpr (std::is_same_v<T, Accum>) {
@@ -88,7 +90,7 @@ class RowStore {
   }
 
  private:
-  static constexpr int64_t kCachedBytes = 8 << 20;  // in the caches that cores have to themselves
+  static constexpr int64_t kCachedBytes = 8 << 20;  // about the private caches of all cores
 
   const PackedTensor& tensor_;
   bool streams_;
@@ -108,7 +110,7 @@ HSTU_INLINE void transpose(const Unit* const (&rows)[kLanes<Unit>], int columns,
   }
 }
 
-// The same from rows that lie from_stride apart.
+// The same with rows that are from_stride apart.
 template <typename Unit>
 HSTU_INLINE void transpose(const Unit* from, int64_t from_stride, int columns, Unit* to,
                            int64_t to_stride) {
@@ -121,15 +123,15 @@ template <typename Arithmetic, typename T>
 struct Packer {
   using Unit = typename Arithmetic::Unit;
   static constexpr int kPair = Arithmetic::kPair;
-  // Rows of a tensor are rows of a left operand as they stand.
+  // Whether rows of a tensor are rows of a left operand without conversion.
   static constexpr bool kUnitRows = std::is_same_v<T, Unit> || kPair == 2;
 
-  // Left form: m is the row, k the column.
+  // Returns rows in left form: m is the row, k the column.
   static Matrix<Unit> rows(const RowSource<T>& source, int begin, int count, Unit* copy) {
     return copy_rows(source, begin, count, round_up(count, Arithmetic::kRows), copy);
   }
 
-  // Right form: k is the row, n the column.
+  // Returns rows in right form: k is the row, n the column.
   static Matrix<Unit> row_pairs(const RowSource<T>& source, int begin, int count, Unit* copy) {
     if constexpr (kPair == 1) {
       return rows(source, begin, count, copy);
@@ -138,12 +140,13 @@ struct Packer {
     }
   }
 
-  // Right form of the transpose: k is the column, n the row. `staging` may receive a copy of rows.
+  // Returns the transpose in right form: k is the column, n the row. `staging` is for rows that
+  // have to be copied first.
   static Matrix<Unit> columns(const RowSource<T>& source, int begin, int count, Unit* copy,
                               int64_t stride, Unit* staging) {
     const int padded = round_up(count, Arithmetic::kColumns);
-    // Whole squares of rows that already consist of units need no copy.
-    const bool has_units = kUnitRows && source.columns % kPadding == 0 && !source.is_quantised();
+    // Rows that already consist of units are transposed from where they are, kLanes at a time.
+    const bool has_units = kUnitRows && source.columns % kPadding == 0 && !source.is_quantized();
     const int in_place = has_units ? count / kLanes<Unit> * kLanes<Unit> : 0;
     const Matrix<Unit> copied =
         copy_rows(source, begin + in_place, count - in_place, padded - in_place, staging);
@@ -159,7 +162,7 @@ struct Packer {
     return {copy, stride};
   }
 
-  // The transpose of a matrix, as a left operand: a copy only where it needs one.
+  // Returns the transpose of a matrix as a left operand, copied only if strides cannot express it.
   static Matrix<Unit> transposed(Matrix<Unit> matrix, int rows, int columns, Unit* copy,
                                  int64_t stride) {
     if constexpr (Arithmetic::kAnyStride) {
@@ -193,7 +196,7 @@ struct Packer {
     return {copy, stride};
   }
 
-  // Units that pair two neighbouring rows.
+  // Copies rows into units that pair two neighboring rows.
   static Matrix<Unit> copy_row_pairs(const RowSource<T>& source, int begin, int count, Unit* copy) {
     const int columns = source.columns;
     const int stride = round_up(columns, kPadding);

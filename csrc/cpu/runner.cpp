@@ -23,7 +23,7 @@ struct FreeMemory {
 template <typename T>
 using Memory = std::unique_ptr<T[], FreeMemory>;
 
-// Uninitialised, aligned to cache lines.
+// Allocates uninitialized memory, aligned to cache lines.
 template <typename T>
 Memory<T> allocate(int64_t count) {
   const int64_t bytes = round_up(count * static_cast<int64_t>(sizeof(T)), 64);
@@ -32,9 +32,10 @@ Memory<T> allocate(int64_t count) {
   return Memory<T>(static_cast<T*>(p));
 }
 
-// Where the parts of the list begin that threads take, and its end. Neighbours in the list are the
-// heads of the same rows, which share pages of memory: they make a part together, as long as their
-// cost is at most half of a thread's share of what is left; else each is a part.
+// Divides the list into parts, which threads take one by one. Returns where each part begins, and
+// the end of the list. Neighbors in the list are the heads of the same rows, which share pages of
+// memory: they are one part if their cost is at most half of what each thread still has to do on
+// average; else each item is a part.
 std::vector<size_t> divide(const std::vector<WorkItem>& items, int heads, int threads) {
   int64_t left = 0;
   for (const WorkItem& item : items) left += item.cost;
@@ -50,7 +51,7 @@ std::vector<size_t> divide(const std::vector<WorkItem>& items, int heads, int th
   return begins;
 }
 
-// Hands out the items, `heads` of which have the same rows, to as many threads as there are.
+// Runs the items on all threads. Each `heads` items in a row of the list have the same rows.
 template <typename Work>
 void run_items(const Kernel& kernel, const std::vector<WorkItem>& items, int heads,
                int64_t scratch_bytes, const Parallel& parallel, Work work) {
@@ -89,8 +90,8 @@ int element_size(DType dtype) {
   return 0;
 }
 
-// Asks for huge pages where a large tensor begins to be written: its pages may not exist yet, and a
-// fault for each of them can take as long as what is computed.
+// Asks the system for huge pages for an output: its pages may not exist yet, and a page fault for
+// each of them can take as long as the computation.
 void expect_writes(const PackedTensor& tensor, const ForwardParams& params, int64_t rows) {
 #if defined(__linux__)
   constexpr uintptr_t kHugePage = 2 << 20;
@@ -113,7 +114,7 @@ void zero_rows(const PackedTensor& tensor, DType dtype, int heads, int64_t begin
   }
 }
 
-// Zeroes the rows that belong to no sequence, or lie past its used length.
+// Zeroes the rows that belong to no sequence or are past its used length.
 void zero_unused_rows(const PackedTensor& tensor, const ForwardParams& params, bool keys) {
   int64_t covered = 0;
   for (int b = 0; b < params.batch.batch; ++b) {
@@ -126,7 +127,7 @@ void zero_unused_rows(const PackedTensor& tensor, const ForwardParams& params, b
   zero_rows(tensor, params.dtype, params.heads, covered, total);
 }
 
-// Where sequences of several key chunks sum their dQ.
+// The memory in which sequences of several key chunks sum their dQ.
 class DqSums {
  public:
   DqSums(const BackwardParams& params, const Kernel& kernel) {
@@ -149,7 +150,8 @@ class DqSums {
   Memory<char> dq_sum_;
 };
 
-// The partial table gradients of every item, summed in the items' order.
+// The partial table gradients of every item. They are summed in the order of the items, so that
+// the result does not depend on timing.
 class TableSums {
  public:
   TableSums(const BackwardParams& params, const std::vector<WorkItem>& items)
@@ -200,7 +202,8 @@ class TableSums {
   }
 
  private:
-  // No distance within a sequence is larger than its length, nor does the table hold more.
+  // The number of distances on each side that the item can have: the sequence's length bounds it,
+  // and so does the table.
   int reach(const WorkItem& item) const {
     const int k_len = load_sequence(params_.batch, item.sequence).k_len;
     return std::min((params_.relative_bias.position.size + 1) / 2, std::max(k_len, 1));
@@ -236,7 +239,7 @@ void run_backward(const BackwardParams& params, const Parallel& parallel) {
   zero_unused_rows(params.dq, params, false);
   zero_unused_rows(params.dk, params, true);
   zero_unused_rows(params.dv, params, true);
-  // The gradient of a dense bias sums over the heads that share a bias head, within one item.
+  // One item has all heads that share a bias head, because it sums their bias gradient.
   const int heads_per_item = params.drab.data ? params.heads / params.drab.heads : 1;
   const ScheduleConfig config = {params.heads, heads_per_item, kTileRows, kTileKeys,
                                  kernel.backward_chunk};

@@ -8,7 +8,7 @@
 
 namespace hstu::cpu {
 
-// Calls function(0) .. function(count - 1), in parallel where it can.
+// Calls function(0) to function(count - 1), in parallel if it can.
 using ParallelFor = std::function<void(int count, const std::function<void(int)>& function)>;
 
 struct Parallel {
@@ -16,7 +16,7 @@ struct Parallel {
   ParallelFor run;
 };
 
-// Outputs are written wholly: rows outside every sequence get zeros.
+// These write every row of the outputs: rows that belong to no sequence become zeros.
 void run_forward(const ForwardParams& params, const Parallel& parallel);
 void run_backward(const BackwardParams& params, const Parallel& parallel);
 

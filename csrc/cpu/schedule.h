@@ -1,4 +1,4 @@
-// The order in which the CPU works on a batch: longest first, over the whole batch.
+// The order of the CPU's work items: the longest first, over the whole batch.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace hstu {
 // A chunk of one head of one sequence: rows [begin, end) forward, keys [begin, end) backward.
 struct WorkItem {
   int sequence = 0;
-  int head = 0;  // first of the heads that the item covers
+  int head = 0;  // the first head of the item
   int begin = 0;
   int end = 0;
   int64_t cost = 0;  // visible tiles
@@ -26,7 +26,7 @@ struct ScheduleConfig {
   int chunk = 512;  // rows (forward) or keys (backward) of an item; a multiple of the tile
 };
 
-// Visible tiles of rows [r0, r1), keys within [k0, k1).
+// Counts the tiles of rows [r0, r1) and keys [k0, k1) in which something is visible.
 inline int64_t count_tiles(const Mask& mask, const ScheduleConfig& config, Interval rows,
                            Interval keys) {
   int64_t count = 0;
@@ -41,7 +41,7 @@ inline int64_t count_tiles(const Mask& mask, const ScheduleConfig& config, Inter
   return count;
 }
 
-// Row chunks of every sequence and head, most visible tiles first.
+// Returns the row chunks of every sequence and head, those with the most visible tiles first.
 inline std::vector<WorkItem> forward_schedule(const BatchParams& batch,
                                               const MaskParams& mask_params,
                                               const ScheduleConfig& config) {
@@ -62,9 +62,9 @@ inline std::vector<WorkItem> forward_schedule(const BatchParams& batch,
   return items;
 }
 
-// Key chunks of every sequence and head. Of one sequence and head, an earlier chunk never stands
-// behind a later one: a chunk may wait for the dQ of the chunks before it, and those are then
-// finished or being worked on. A chunk's rank is therefore the largest cost from it onwards.
+// Returns the key chunks of every sequence and head. The chunks of one sequence and head keep their
+// order, since a chunk may wait for the dQ of the chunks before it, which must then be finished or
+// being worked on. So chunks are ranked by the largest cost of any chunk from them onwards.
 inline std::vector<WorkItem> backward_schedule(const BatchParams& batch,
                                                const MaskParams& mask_params,
                                                const ScheduleConfig& config) {

@@ -36,7 +36,7 @@ bool has_avx512() {
 
 bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// AMX needs the kernel's leave to use the tile state, asked for once per process.
+// A process has to ask Linux once for permission to use the tile registers of AMX.
 bool has_amx() {
 #if defined(__linux__)
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

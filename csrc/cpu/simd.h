@@ -23,8 +23,8 @@ namespace hstu::cpu::HSTU_CPU_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kGemmVectors = 4;  // columns of a block of a product, and
-constexpr int kGemmSums = 24;    // sums of it, of 32 registers
+constexpr int kGemmVectors = 4;  // vectors in a row of a block of a product
+constexpr int kGemmSums = 24;    // vectors of sums in a block, out of 32 registers
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kGemmVectors = 2;
@@ -59,8 +59,7 @@ HSTU_INLINE void store(T* p, Vector<T> v) {
   std::memcpy(p, &v, sizeof(v));
 }
 
-// Stores past the caches; p is aligned to kVectorBytes. Other threads see it after
-// finish_streams().
+// A non-temporal store; p is aligned to kVectorBytes. Other threads see it after finish_streams().
 template <typename T>
 HSTU_INLINE void stream(T* p, Vector<T> v) {
 #if defined(__AVX512F__)
@@ -85,7 +84,7 @@ HSTU_INLINE Vector<T> broadcast(T x) {
   return x - Vector<T>{};
 }
 
-// Lane n of v where bit n is set, else 0.
+// Returns v with 0 in the lanes whose bit is not set.
 HSTU_INLINE Vector<float> keep(uint64_t bits, Vector<float> v) {
 #if defined(__AVX512F__)
   return (Vector<float>)_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), (__m512)v);
@@ -102,7 +101,7 @@ HSTU_INLINE Vector<double> keep(uint64_t bits, Vector<double> v) {
   return v;
 }
 
-// How closely the sigmoid is computed: to fp32 rounding, or well below a bf16 rounding.
+// The accuracy of the sigmoid: an fp32 rounding, or well below a bf16 rounding.
 enum class Accuracy { kFull, kBFloat16 };
 
 // 2^f for f in [-1/2, 1/2], the minimax polynomial of relative error 2e-9 (kFull) or 3e-6.
@@ -154,7 +153,8 @@ HSTU_INLINE Vector<double> sigmoid(Vector<double> x) {
   return x;
 }
 
-// Element n of the result is a[n / 2] or b[n / 2] in turn: the first or the second half of both.
+// Interleaves a and b, beginning with an element of a: their first halves make `low`, their second
+// halves `high`.
 template <typename T>
 HSTU_INLINE void interleave(Vector<T> a, Vector<T> b, Vector<T>& low, Vector<T>& high) {
   typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Index;
@@ -167,7 +167,7 @@ HSTU_INLINE void interleave(Vector<T> a, Vector<T> b, Vector<T>& low, Vector<T>&
   high = __builtin_shuffle(a, b, high_index);
 }
 
-// Transposes a square of kLanes vectors in place, by log2(kLanes) rounds of interleaving.
+// Transposes a square of kLanes vectors in place, in log2(kLanes) rounds of interleaving.
 template <typename T>
 HSTU_INLINE void transpose_square(Vector<T> (&v)[kLanes<T>]) {
   constexpr int kHalf = kLanes<T> / 2;

@@ -1,4 +1,4 @@
-// What a tile of scores goes through between the products: bias, activation, mask.
+// The steps between the products of a tile of scores: bias, activation and mask.
 #pragma once
 
 #include "../common/activation.h"
@@ -9,8 +9,8 @@
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-// Calls `function(rows, keys)` for the blocks of a partial tile that hold everything visible in it:
-// `size` rows each, and the keys that those rows see, from a multiple of `size` on.
+// Calls `function(rows, keys)` for blocks that cover what is visible in a partial tile: `size` rows
+// each, and the keys that these rows see, from a multiple of `size` onwards.
 template <typename Function>
 HSTU_INLINE void for_each_visible_block(const Mask& mask, Interval rows, Interval keys, int size,
                                         Function function) {
@@ -43,7 +43,8 @@ inline void transpose_bits(uint64_t (&words)[64]) {
   }
 }
 
-// Scratch for the left operand made of a tile of sums: their own, where units are such elements.
+// Returns memory for the left operand that is made of a tile of sums. Without pairs, it overwrites
+// the sums.
 template <typename Arithmetic>
 typename Arithmetic::Unit* operand_of(typename Arithmetic::Accum* sums, int count, Arena& arena) {
   if constexpr (Arithmetic::kPair == 1) {
@@ -53,7 +54,7 @@ typename Arithmetic::Unit* operand_of(typename Arithmetic::Accum* sums, int coun
   }
 }
 
-// Stores one vector of results in a row of a left operand.
+// Stores a vector of results in a row of a left operand, from `element` onwards.
 template <typename Arithmetic>
 HSTU_INLINE void store_operand(typename Arithmetic::Unit* row, int element,
                                Vector<typename Arithmetic::Accum> value) {
@@ -67,7 +68,7 @@ HSTU_INLINE void store_operand(typename Arithmetic::Unit* row, int element,
   }
 }
 
-// Stores two neighbouring rows of results as the units that pair them.
+// Stores two neighboring rows of results as the units that pair them.
 template <typename Arithmetic>
 HSTU_INLINE void store_row_pair(typename Arithmetic::Unit* units,
                                 Vector<typename Arithmetic::Accum> even,
@@ -79,7 +80,7 @@ HSTU_INLINE void store_row_pair(typename Arithmetic::Unit* units,
 #endif
 }
 
-// The sequence, mask and tensors of one head, as both directions need them.
+// The sequence, mask and tensors of one head, for the forward and the backward.
 template <typename T>
 struct HeadView {
   Sequence sequence;
@@ -94,7 +95,7 @@ struct HeadView {
       v = row_source<T>(params.v, sequence.k_begin, head);
       return;
     }
-    // Only the targets' keys lie in k and v: the last rows of the sequence.
+    // With pages, k and v hold only the targets: the last rows of the sequence.
     const int64_t begin = sequence.q_begin - sequence.offset;
     k = paged_source(params, PagePart::kKeys, begin, b, head);
     v = paged_source(params, PagePart::kValues, begin, b, head);
@@ -110,7 +111,7 @@ struct HeadView {
     source.paged = &paged;
     const int64_t offset = (is_values ? paged.kv_stride : 0) + head * paged.head_stride;
     if (paged.scales) {
-      source.quantised_pages = static_cast<const E4m3*>(paged.kv_cache) + offset;
+      source.quantized_pages = static_cast<const E4m3*>(paged.kv_cache) + offset;
       source.scales = paged.scales + (is_values ? paged.scale_kv_stride : 0) + head;
     } else {
       source.pages = static_cast<const T*>(paged.kv_cache) + offset;
@@ -120,7 +121,7 @@ struct HeadView {
   }
 };
 
-// The factor of each row of a tile: attn_scale or 1 / scaling_seqlen.
+// The factor of a row: attn_scale or 1 / scaling_seqlen.
 template <typename Accum>
 HSTU_INLINE Accum row_scale(const ForwardParams& params, int64_t packed_row) {
   if (!params.attn_scale) return static_cast<Accum>(params.scale);

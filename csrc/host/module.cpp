@@ -1,5 +1,5 @@
-// `hstu_attn._host`: the masks and the schedule that kernels use, callable from Python, so that the
-// very code is tested on a machine without a GPU; and the page tables of serving.
+// `hstu_attn._host`: Python bindings of the host code: masks, schedules and split-KV plans, so that
+// what the kernels use is tested on a machine without a GPU, and the page table of serving.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -41,7 +41,7 @@ std::vector<int32_t> flatten(const Spans& rows, const char* name, size_t width) 
   return flat;
 }
 
-// The mask of one sequence of its own; owns what a Mask only refers to.
+// The mask of one sequence. It owns the arrays that a Mask refers to.
 class HostMask {
  public:
   HostMask(int q_len, int k_len, int num_contexts, int num_targets, int target_group_size,
@@ -58,8 +58,8 @@ class HostMask {
     batch.num_contexts = {&contexts_, false};
     batch.num_targets = {&targets_, false};
     sequence_ = load_sequence(batch, 0);
-    // Rows in front of the first key, which load_sequence() leaves out, stay: a mask knows them,
-    // too.
+    // load_sequence() leaves out the rows in front of the first key. They are put back here, since
+    // a mask is also defined for them.
     sequence_.q_begin = 0;
     sequence_.q_len = q_len;
     sequence_.offset = k_len - q_len;
@@ -105,7 +105,8 @@ class HostMask {
     }
     return static_cast<int>(summary.classify(k0, k1));
   }
-  // Ranges of key tiles that row tile m may see, and of row tiles that may see key tile n.
+  // These return ranges of key tiles that row tile m may see, and of row tiles that may see key
+  // tile n.
   Pairs kv_tiles(int m, int tile_rows, int tile_keys) const {
     const int r1 = std::min((m + 1) * tile_rows, sequence_.q_len);
     return to_pairs(tiles(mask_->kv_intervals(m * tile_rows, r1), tile_keys));
@@ -145,7 +146,7 @@ std::vector<WorkItem> schedule(bool backward, const std::vector<int64_t>& cu_seq
   return backward ? backward_schedule(batch, mask, config) : forward_schedule(batch, mask, config);
 }
 
-// (reduction, num_splits, keys_per_split); see csrc/sm90/split_heuristic.h.
+// Returns (reduction, num_splits, keys_per_split): see csrc/sm90/split_heuristic.h.
 std::tuple<std::string, int, int> plan_split_kv(int64_t row_tiles, int64_t key_tiles, int tile_keys,
                                                 int head_dim, int64_t blocks, bool allows_cluster) {
   if (blocks < 1) {

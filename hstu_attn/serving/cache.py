@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..paged import PagedKV, check_page_size, quantise_rows
+from ..paged import PagedKV, check_page_size, quantize_rows
 from .host_tier import HostTier, Returning
 
 try:
@@ -129,7 +129,7 @@ class CacheStep:
         Args:
             layer: from 0.
             k: `(N, heads, head_dim)` in batch order, of the cache's dtype and on its device. For a
-                float8_e4m3fn cache of another floating dtype: it is quantised, as by
+                float8_e4m3fn cache of another floating dtype: it is quantized, as by
                 `append_paged_kv`.
             v: the same for values.
 
@@ -157,7 +157,7 @@ class CacheStep:
             if self._kv_scales is None:
                 pages[:, part][self._rows] = tensor
             else:
-                elements, scales = quantise_rows(tensor)
+                elements, scales = quantize_rows(tensor)
                 pages.view(torch.uint8)[:, part][self._rows] = elements.view(torch.uint8)
                 self._kv_scales[layer][:, part][self._rows] = scales
 

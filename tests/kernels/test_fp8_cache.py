@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
-from hstu_attn.paged import append_paged_kv, dequantise_rows, quantise_rows
+from hstu_attn.paged import append_paged_kv, dequantize_rows, quantize_rows
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import CachedRows, Engine, PagedKVCache, StepTensors
@@ -34,13 +34,13 @@ def make_cache(num_pages: int, device: str = "cpu", **options: Any) -> PagedKVCa
 
 def kept(x: Tensor) -> Tensor:
     """What a cache keeps of rows."""
-    return dequantise_rows(*quantise_rows(x))
+    return dequantize_rows(*quantize_rows(x))
 
 
 def held(cache: PagedKVCache, layer: int, ids: list[int], length: int) -> Tensor:
     """`(2, length, heads, dim)` of a user."""
     assert cache.kv_scales is not None
-    whole = dequantise_rows(cache.kv_cache[layer], cache.kv_scales[layer])[ids]
+    whole = dequantize_rows(cache.kv_cache[layer], cache.kv_scales[layer])[ids]
     return whole.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
@@ -122,7 +122,7 @@ def test_cached_layers(device: str, dtype: torch.dtype) -> None:
         targets = torch.tensor([6, 7], device=device)
         y = stack.forward_cached(x[47:], CachedRows(step, offsets, 7, 40, targets))
         plain = StepTensors(
-            dequantise_rows(cache.kv_cache, cache.kv_scales).to(dtype),
+            dequantize_rows(cache.kv_cache, cache.kv_scales).to(dtype),
             *(step.page_offsets, step.page_ids, step.last_page_lens, step.cached_lens),
         )
         expected = stack.forward_cached(x[47:], CachedRows(plain, offsets, 7, 40, targets))
@@ -147,16 +147,16 @@ def test_engines(name: str, host_pages: int, device: str) -> None:
         )
         return Engine(model, cache, max_batch_size=4, **options)
 
-    plain, quantised, captured = engine(dtype), engine(FP8), engine(FP8, graphs=True)
+    plain, quantized, captured = engine(dtype), engine(FP8), engine(FP8, graphs=True)
     errors, sizes = [], []
-    with plain, quantised, captured:
+    with plain, quantized, captured:
         for turn in range(40):
             events = some_events(rng, turn * 10**6, rng.choice([1, 2, 9]), model.num_actions)
             candidates = [rng.randrange(SPOILT) for _ in range(5)]
             user = rng.randrange(6)
             exact, scores, replayed = (
                 e.score(user, events, candidates, at=(turn + 1) * 10**6).float().cpu()
-                for e in (plain, quantised, captured)
+                for e in (plain, quantized, captured)
             )
             torch.testing.assert_close(replayed, scores, rtol=3e-2, atol=3e-2 * scores.abs().max())
             errors.append((scores - exact).square().mean())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hstu_attn import PagedKV, append_paged_kv, hstu_attention
-from hstu_attn.paged import PAGE_SIZES, dequantise_rows, quantise_rows
+from hstu_attn.paged import PAGE_SIZES, dequantize_rows, quantize_rows
 from hstu_attn.testing import make_paged_batch, run
 
 BF16 = torch.bfloat16
@@ -176,17 +176,17 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-def quantised(pages: PagedKV) -> PagedKV:
+def quantized(pages: PagedKV) -> PagedKV:
     """The same pages in e4m3."""
-    elements, scales = quantise_rows(pages.kv_cache)
+    elements, scales = quantize_rows(pages.kv_cache)
     return PagedKV(elements, pages.page_offsets, pages.page_ids, pages.last_page_lens, scales)
 
 
 def same_bits(pages: PagedKV, expected: torch.Tensor) -> bool:
-    """Whether the pages hold what rows of a plain cache are quantised to, NaN wherever it is."""
-    elements, scales = quantise_rows(expected.to(pages.kv_cache.device))
-    held = dequantise_rows(pages.kv_cache, pages.kv_scales)
-    wanted = dequantise_rows(elements, scales)
+    """Whether the pages hold what rows of a plain cache are quantized to, NaN wherever it is."""
+    elements, scales = quantize_rows(expected.to(pages.kv_cache.device))
+    held = dequantize_rows(pages.kv_cache, pages.kv_scales)
+    wanted = dequantize_rows(elements, scales)
     return (
         torch.equal(pages.kv_scales, scales)
         and torch.equal(held.isnan(), wanted.isnan())
@@ -201,9 +201,9 @@ def refused_on_gpu(device: str, dtype: torch.dtype) -> bool:
 @pytest.mark.sanitize
 @DTYPES
 @pytest.mark.parametrize("dim", [8, 20, 32, 64, 96, 128, 256])
-def test_append_quantises(device, dtype, dim):
+def test_append_quantizes(device, dtype, dim):
     k, v, pages, arguments, expected = append_batch(device, heads=3, dim=dim, dtype=dtype)
-    pages = quantised(pages)
+    pages = quantized(pages)
     if refused_on_gpu(device, dtype):
         with pytest.raises(NotImplementedError, match=r"^k: on a GPU"):
             append_paged_kv(k, v, pages, **arguments)
@@ -215,12 +215,12 @@ def test_append_quantises(device, dtype, dim):
 @pytest.mark.sanitize
 @DTYPES
 @pytest.mark.parametrize("dim", [8, 20, 256])
-def test_append_quantises_views(device, dtype, dim):
+def test_append_quantizes_views(device, dtype, dim):
     """Rows of one buffer, and a layer of a cache of many; also rows that are not aligned."""
     if refused_on_gpu(device, dtype):
         dtype = BF16
     k, v, pages, arguments, expected = append_batch(device, heads=3, dim=dim, dtype=dtype)
-    pages = quantised(pages)
+    pages = quantized(pages)
     buffer = torch.full((k.shape[0], 2, 3, dim + 5), float("nan"), dtype=dtype, device=device)
     buffer[:, 0, :, 1:-4], buffer[:, 1, :, 1:-4] = k, v
     count, *shape = pages.kv_cache.shape
@@ -236,12 +236,12 @@ def test_append_quantises_views(device, dtype, dim):
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 1e3, 1e30])
-def test_quantised_rows_are_near(device, magnitude):
+def test_quantized_rows_are_near(device, magnitude):
     """Half a step of three bits of mantissa, or of the smallest numbers of a row."""
     k, v, pages, arguments, expected = append_batch(device, dim=64)
     k, v, expected = k * magnitude, v * magnitude, expected * magnitude
     k[:, 0] *= torch.logspace(-6, 0, 64, device=device).to(BF16)
-    pages = quantised(pages)
+    pages = quantized(pages)
     fresh = PagedKV(
         torch.zeros_like(pages.kv_cache), pages.page_offsets, pages.page_ids,
         pages.last_page_lens, torch.zeros_like(pages.kv_scales),
@@ -253,7 +253,7 @@ def test_quantised_rows_are_near(device, magnitude):
     append_paged_kv(k, v, fresh, **arguments)
     append_paged_kv(k, v, plain, **arguments)
     exact = plain.kv_cache.double()
-    error = (dequantise_rows(fresh.kv_cache, fresh.kv_scales) - exact).abs()
+    error = (dequantize_rows(fresh.kv_cache, fresh.kv_scales) - exact).abs()
     smallest = exact.abs().amax(-1, keepdim=True) / 448 * 2**-10
     assert (error <= torch.maximum(exact.abs() * 2**-4, smallest) * (1 + 1e-6)).all()
 
@@ -267,18 +267,18 @@ def test_rows_of_zeros_nan_and_infinity(device):
     )
     k[0, 1], k[1, 0, 3], k[2, 1, 5], v[3, 0, :] = 0.0, float("nan"), float("-inf"), float("inf")
     append_paged_kv(k, v, plain, **arguments)
-    pages = quantised(pages)
+    pages = quantized(pages)
     append_paged_kv(k, v, pages, **arguments)
     assert same_bits(pages, plain.kv_cache)
-    held = dequantise_rows(pages.kv_cache, pages.kv_scales)
+    held = dequantize_rows(pages.kv_cache, pages.kv_scales)
     assert torch.equal(held.isnan(), ~plain.kv_cache.isfinite())
     assert held.isnan().sum() == 1 + 1 + 32
     assert (pages.kv_scales > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
-def test_append_quantised_then_attend(device, dtype):
-    """Attention over what has been quantised is that over a plain cache of the same values."""
+def test_append_quantized_then_attend(device, dtype):
+    """Attention over what has been quantized is that over a plain cache of the same values."""
     cached, new, targets = [90, 3], [30, 13], [5, 0]
     batch = make_paged_batch(
         cached, new, targets, page_size=32, dim=64, dtype=dtype, device=device, fp8=True
@@ -295,18 +295,18 @@ def test_append_quantised_then_attend(device, dtype):
         num_targets=batch.mask.num_targets,
     )
     out = run(hstu_attention, batch)["out"]
-    plain = dequantise_rows(pages.kv_cache, pages.kv_scales).to(dtype)
+    plain = dequantize_rows(pages.kv_cache, pages.kv_scales).to(dtype)
     batch.paged_kv = PagedKV(plain, pages.page_offsets, pages.page_ids, pages.last_page_lens)
     assert torch.equal(run(hstu_attention, batch)["out"], out)
 
 
 def test_append_refuses_scales_that_do_not_fit(device):
     k, v, plain, arguments, _ = append_batch(device)
-    pages = quantised(plain)
+    pages = quantized(plain)
     pages.kv_scales = None
     with pytest.raises(ValueError, match=r"^kv_scales: expected a tensor .*got None"):
         append_paged_kv(k, v, pages, **arguments)
-    plain.kv_scales = quantised(plain).kv_scales
+    plain.kv_scales = quantized(plain).kv_scales
     with pytest.raises(ValueError, match=r"^kv_scales: expected None .*got a tensor"):
         append_paged_kv(k, v, plain, **arguments)
     for wrong in (

@@ -197,7 +197,7 @@ def test_compute_dtype_is_used():
     assert (coarse - exact).abs().max() > 100 * (fine - exact).abs().max() > 0
 
 
-def test_quantised_modes_are_not_implemented():
+def test_quantized_modes_are_not_implemented():
     batch = make_batch([3], dim=8)
     with pytest.raises(NotImplementedError, match="quant_mode"):
         reference.hstu_attention(batch.q, batch.k, batch.v, **batch.options(), quant_mode=0)

@@ -10,7 +10,7 @@ import torch
 import hstu_attn
 from hstu_attn import hstu_attention, ops
 from hstu_attn.call import AttentionCall
-from hstu_attn.paged import quantise_rows
+from hstu_attn.paged import quantize_rows
 from hstu_attn.testing import Batch, make_batch, make_paged_batch, run
 from tests.helpers import raw_ops
 
@@ -68,7 +68,7 @@ def test_opcheck_append(fp8):
     pages = batch.paged_kv
     cache, scales = pages.kv_cache.nan_to_num(), None
     if fp8:
-        cache, scales = quantise_rows(cache)
+        cache, scales = quantize_rows(cache)
     arguments = (
         *(k, v, cache, pages.page_offsets, pages.page_ids),
         *(batch.cu_seqlens_q, batch.cu_seqlens_k, batch.mask.num_targets, scales),

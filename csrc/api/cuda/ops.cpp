@@ -1,4 +1,5 @@
-// Runs the ops on a GPU: what kernels need beyond `params`, and copies of what they cannot take.
+// The operators on a GPU: makes copies of tensors that kernels cannot read, allocates workspaces
+// and launches kernels.
 #include "../ops.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -12,7 +13,8 @@
 #include "../../environment.h"
 #include "../stable_tensor.h"
 
-// NOTE: libtorch_cuda has it, which a CPU-only torch lacks; the same library must load there too.
+// NOTE: this is a weak symbol, because only libtorch_cuda defines it, and this library must also
+// load with a torch for CPUs.
 #pragma weak aoti_torch_get_current_cuda_stream
 
 namespace hstu {
@@ -39,14 +41,14 @@ void check_built(const Arguments& args, const ForwardParams& params) {
 
 // ------------------------------------------------------------------------------------ alignment
 
-// Whether kernels can take it: by 16-byte accesses, with strides of 32 bits.
+// Whether kernels can access the tensor: by 16 bytes at a time, with row strides that fit an int.
 bool is_aligned(const PackedTensor& packed) {
   return reinterpret_cast<uintptr_t>(packed.data) % 16 == 0 && packed.row_stride % 8 == 0 &&
          packed.head_stride % 8 == 0 && packed.row_stride <= INT_MAX;
 }
 
-// Contiguous stand-ins for what is not aligned. They live on the stream that the kernels run on, so
-// they may go as soon as these are launched.
+// Contiguous copies of tensors that are not aligned. They are allocated on the stream of the
+// kernels, so they may be freed as soon as the kernels have been launched.
 class AlignedCopies {
  public:
   void input(const TensorView& tensor, PackedTensor& packed) {
@@ -61,7 +63,8 @@ class AlignedCopies {
     if (args.kv_cache) pages(*args.kv_cache, params.paged);
   }
   void pages(const TensorView& cache, PagedParams& paged) {
-    // NOTE: e4m3 rows of head dims that are odd multiples of 8 begin between 16 bytes in any case.
+    // NOTE: if the head dim is an odd multiple of 8, e4m3 rows cannot all begin at multiples of 16
+    // bytes, and the kernels do not need them to.
     const int unit = paged.scales && cache.size(4) % 16 == 0 ? 16 : 8;
     const bool aligned = reinterpret_cast<uintptr_t>(paged.kv_cache) % 16 == 0 &&
                          paged.page_stride % unit == 0 && paged.kv_stride % unit == 0 &&
@@ -101,7 +104,7 @@ class AlignedCopies {
 
 // --------------------------------------------------------------------------- HSTU_ATTN_CHECK=1
 
-// Copies of index arrays in host memory; waits for the stream.
+// Copies index arrays to host memory, and waits for the stream.
 class HostCopies {
  public:
   explicit HostCopies(cudaStream_t stream) : stream_(stream) {}
@@ -147,7 +150,7 @@ void check_values_on_host(const Arguments& args, ForwardParams params) {
 
 // -------------------------------------------------------------------------------------- launches
 
-// One call of an op, whose device is current meanwhile.
+// One call of an operator. While it exists, the device of q is the current one.
 class Call {
  public:
   explicit Call(const Arguments& args) : q_(args.q), guard_(q_.device_index) {
@@ -170,7 +173,7 @@ class Call {
   }
 
  private:
-  // May go when the kernels are launched, as AlignedCopies.
+  // May be freed when the kernels have been launched, like AlignedCopies.
   std::optional<Tensor> take_workspace(int64_t bytes) {
     if (bytes == 0) return std::nullopt;
     Tensor workspace = allocate(q_, {bytes}, ScalarType::Byte);
