@@ -50,6 +50,7 @@ from tests.helpers.serving_models import (
     check_answers,
     make_cache,
     make_model,
+    marked,
     some_events,
 )
 
@@ -161,13 +162,7 @@ def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("retrieval", marks=pytest.mark.gpu_missing("relative bias")),
-        "retrieval, no bias",
-        "ranking",
-        pytest.param("ranking, times", marks=pytest.mark.gpu_missing("relative bias")),
-    ],
+    "name", marked("retrieval", "retrieval, no bias", "ranking", "ranking, times")
 )
 def test_bf16(name: str, device: str) -> None:
     check_answers(name, torch.bfloat16, device)
