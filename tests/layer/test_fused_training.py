@@ -1,22 +1,22 @@
-"""A ranking model trained with fused layers, against one with composed layers: the same start, the
-same batches, and the losses of every step.
+"""A ranking model trained with fused layers, against one with composed layers.
 
 Two computations of a formula differ by rounding, and training makes a difference grow: after some
-hundred steps in bf16 the losses differ in the second digit, whoever computed them. How much is
-measured: the composed layers are trained again from starts whose weights are off by up to one
-rounding to the layers' dtype, which is what either computation does to them anyway. In each window
-of steps the losses with fused layers may be away from those with composed layers by twice as much,
-as root mean square, as the worst of three such runs has been until then. Until then, because the
-noise grows, so that the first windows, where it is smallest, are judged by their own; twice,
-because the fused layers' rounding is one more draw from what gave the three, and seldom above their
-largest (1.4 times in twelve trials), while what is wrong is not of that size: a learning rate half
-as high again, which is one such run here, is away by five times and more.
+hundred steps in bf16 the losses differ in the second digit, whoever computed them. So curves of
+losses are compared as samples. Both kinds of layers are trained `RUNS` times on the same batches,
+each time from a start whose weights are off by up to one rounding to the layers' dtype, which is
+what either computation does to them anyway. If the fused layers are right, the two groups of curves
+come from one distribution, and `separation` is an F statistic: around 1, whatever the noise is.
+
+`SEPARATED` is between what right and wrong code give, in 24 trainings of the case cpu-bf16: among
+48,000 random splits of right curves into two groups the largest is 17.9, and a learning rate half
+as high again gives 69 at least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +34,8 @@ from hstu_attn.testing import assert_matches
 TASKS = ("is_click", "long_view")
 HISTORY, TARGETS, SEQUENCES = 24, 8, 16
 WINDOW = 10  # steps
+RUNS, SEPARATED = 6, 25.0
+DRAWS = 32  # models and batches whose gradients are compared
 LEARNING_RATE = 2e-3
 
 
@@ -49,9 +51,9 @@ class Case:
 
 CASES = [
     pytest.param(Case("cpu", torch.float32, 32, 40), id="cpu-fp32"),
-    pytest.param(Case("cpu", torch.bfloat16, 32, 60), id="cpu-bf16"),
+    pytest.param(Case("cpu", torch.bfloat16, 32, 40), id="cpu-bf16"),
     pytest.param(
-        Case("cuda", torch.bfloat16, 256, 500),
+        Case("cuda", torch.bfloat16, 256, 200),
         id="cuda-bf16",
         marks=[pytest.mark.gpu, pytest.mark.slow],
     ),
@@ -91,14 +93,16 @@ def make_model(data: RankingData, case: Case) -> RankingModel:
     return RankingModel(config)
 
 
-def copy_of(start: RankingModel, dtype: torch.dtype, device: str, fused: bool) -> RankingModel:
-    """The same model with such layers."""
+def copy_of(
+    start: RankingModel, dtype: torch.dtype, device: str, fused: bool, **changes: Any
+) -> RankingModel:
+    """The same model with other layers; `changes` are of their configuration."""
     model = RankingModel(start.config, dtype)
     model.load_state_dict(start.state_dict())
     layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
     assert len(layers) == start.config.layers
     for layer in layers:
-        layer.config = replace(layer.config, fused=fused)
+        layer.config = replace(layer.config, fused=fused, **changes)
     return model.to(device).train()
 
 
@@ -142,9 +146,20 @@ def losses_of(
     return torch.stack(losses).double().cpu()
 
 
-def distances(losses: Tensor, others: Tensor) -> Tensor:
-    """Of two curves in each window, the root mean square."""
-    return (losses - others).unflatten(0, (-1, WINDOW)).square().mean(dim=1).sqrt()
+def separation(curves: Tensor, others: Tensor) -> Tensor:
+    """The squared distance of two groups' mean curves in each window, over what noise explains.
+
+    Args:
+        curves, others: `(runs, steps)`.
+
+    Returns:
+        `(steps / WINDOW,)`, with an expectation of about 1 for groups of one distribution.
+    """
+    counts = len(curves), len(others)
+    noise = sum((group - group.mean(0)).square().sum(0) for group in (curves, others))
+    noise = noise.unflatten(0, (-1, WINDOW)).sum(1) / (sum(counts) - 2)
+    distance = (curves.mean(0) - others.mean(0)).square().unflatten(0, (-1, WINDOW)).sum(1)
+    return distance / (1 / counts[0] + 1 / counts[1]) / noise
 
 
 @torch.no_grad()
@@ -155,64 +170,97 @@ def off_by_a_rounding(model: RankingModel, dtype: torch.dtype) -> RankingModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_composed_layers(case: Case, data: RankingData) -> None:
     start = make_model(data, case)
     batches = draw(data, case.steps)
 
-    def model(fused: bool) -> RankingModel:
-        return copy_of(start, case.dtype, case.device, fused)
+    def curves(fused: bool, runs: int = RUNS, learning_rate: float = LEARNING_RATE) -> Tensor:
+        found = []
+        for _ in range(runs):
+            model = copy_of(start, case.dtype, case.device, fused)
+            model = off_by_a_rounding(model, case.dtype)
+            found.append(losses_of(data, model, batches, learning_rate))
+        return torch.stack(found)
 
-    composed = losses_of(data, model(False), batches)
-    noise = torch.zeros(case.steps // WINDOW, dtype=torch.float64)
-    for _ in range(3):
-        other = losses_of(data, off_by_a_rounding(model(False), case.dtype), batches)
-        noise = noise.maximum(distances(other, composed))
-    allowed = 2 * noise.cummax(dim=0).values
-    fused = losses_of(data, model(True), batches)
-    assert (distances(fused, composed) <= allowed).all(), (distances(fused, composed), allowed)
-    wrong = losses_of(data, model(False), batches, 1.5 * LEARNING_RATE)
-    assert (distances(wrong, composed) > allowed).any()
-    assert composed[-WINDOW:].mean() < 0.97 * composed[:WINDOW].mean()
+    composed, fused = curves(False), curves(True)
+    assert separation(composed, fused).max() < SEPARATED, separation(composed, fused)
+    wrong = curves(False, 1, 1.5 * LEARNING_RATE)
+    assert separation(composed, wrong).max() > SEPARATED, separation(composed, wrong)
+    assert composed[:, -WINDOW:].mean() < 0.97 * composed[:, :WINDOW].mean()
     if case.dtype == torch.float32:
         # AdamW divides gradients by their size: rounding counts fully where they are near 0.
-        torch.testing.assert_close(fused, composed, rtol=1e-4, atol=0)
+        torch.testing.assert_close(fused.mean(0), composed.mean(0), rtol=1e-4, atol=0)
+
+
+Gradients = dict[str, list[Tensor]]
+
+
+def step_gradients(case: Case, data: RankingData) -> tuple[Gradients, ...]:
+    """Each parameter's gradients for `DRAWS` models and batches.
+
+    Args:
+        case: what is computed with fused layers.
+        data: what batches are drawn from.
+
+    Returns:
+        Those of fused layers; the exact ones, of composed layers in fp32; and those of composed
+        layers in the case's dtype, with the batch in three orders.
+    """
+    windows = data.windows("training")
+    found: tuple[Gradients, ...] = tuple({} for _ in range(5))
+    single = torch.float32
+    for indices in draw(data, DRAWS):
+        start = make_model(data, case)
+        with torch.no_grad():
+            for parameter in start.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))  # so that every input matters
+        rolled = np.roll(indices, SEQUENCES // 2)
+        ways = (
+            (case.dtype, case.device, True, indices),
+            (single, "cpu", False, indices),
+            *((case.dtype, case.device, False, i) for i in (indices, indices[::-1], rolled)),
+        )
+        for way, (dtype, device, fused, order) in zip(found, ways, strict=True):
+            # A norm of almost equal numbers would enlarge rounding errors by any factor.
+            model = copy_of(start, dtype, device, fused, norm_eps=1.0)
+            mean_loss(model, data.batch(windows.take(order))).backward()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None, name
+                assert parameter.grad.any(), name
+                way.setdefault(name, []).append(parameter.grad.cpu())
+    return found
+
+
+def gain(name: str, gradients: Gradients, exact: Gradients) -> tuple[float, float]:
+    """How much too large gradients are, as a fraction, and the standard error over the draws."""
+    factors = torch.stack(
+        [
+            (one.double() * other.double()).sum() / other.double().square().sum()
+            for one, other in zip(gradients[name], exact[name], strict=True)
+        ]
+    )
+    return factors.mean().item() - 1, factors.std().item() / len(factors) ** 0.5
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_a_step(case: Case, data: RankingData) -> None:
-    """Of each parameter, by the rule of :mod:`hstu_attn.testing`: the exact ones are those of the
-    composed layers in fp32, and references those of the composed layers in bf16 on the batch in
-    several orders. In fp32 the two differ by the rounding of sums."""
-    start = make_model(data, case)
-    with torch.no_grad():
-        for parameter in start.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # so that every input matters
-    (indices,) = draw(data, 1)
-    windows = data.windows("training")
+    """Each parameter's gradients, by the rule of `hstu_attn.testing` over all draws together.
 
-    def gradients(
-        dtype: torch.dtype, device: str, fused: bool, order: NDArray[np.int64]
-    ) -> dict[str, Tensor]:
-        model = copy_of(start, dtype, device, fused)
-        mean_loss(model, data.batch(windows.take(order))).backward()
-        found = {}
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            assert parameter.grad.any(), name
-            found[name] = parameter.grad.cpu()
-        return found
-
-    exact = gradients(torch.float32, "cpu", False, indices)
-    fused = gradients(case.dtype, case.device, True, indices)
-    orders = [indices, indices[::-1], np.roll(indices, SEQUENCES // 2)]
-    composed = [gradients(case.dtype, case.device, False, order) for order in orders]
-    for name, gradient in fused.items():
-        if case.dtype == torch.float32:
-            scale = exact[name].abs().max().item()
-            torch.testing.assert_close(
-                gradient, exact[name], rtol=1e-4, atol=1e-5 * scale, msg=name
-            )
+    The exact gradients are those of composed layers in fp32, the references those of composed
+    layers in bf16. An error common to all elements, which that rule would not see, is held below
+    1 %.
+    """
+    fused, exact, *composed = step_gradients(case, data)
+    for name in exact:
+        actual, expected = torch.stack(fused[name]), torch.stack(exact[name])
+        if case.dtype == torch.float32:  # the two differ by the rounding of sums
+            atol = 1e-5 * expected.abs().max().item()
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=atol, msg=name)
             continue
-        references = [of_order[name].to(case.dtype) for of_order in composed]
-        assert_matches(name, gradient.to(case.dtype), exact[name].double(), *references)
+        references = [torch.stack(gradients[name]).to(case.dtype) for gradients in composed]
+        assert_matches(name, actual.to(case.dtype), expected.double(), *references)
+        excess, standard_error = gain(name, fused, exact)
+        bound = 0.003 + 4 * standard_error
+        assert abs(excess) < bound < 0.008, (name, excess, bound)
