@@ -21,7 +21,7 @@ from recommender.serve_options import parse_arguments
 
 def listen_later(host: str, port: int) -> socket.socket:
     """A socket that is bound, so that the address is known to be free, and refuses connections
-    until its ``listen`` is called.
+    until its `listen` is called.
 
     NOTE: asyncio turns off Nagle's algorithm only where the socket names its protocol, which
     socket.create_server leaves out. With it, answers wait some 40 ms for the client.

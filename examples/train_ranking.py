@@ -19,7 +19,7 @@ candidate once an epoch. More of them make a pass cheaper for each, but the hist
 last ones. In the input candidates have neither their actions nor their times, so that nothing of
 what is predicted is seen.
 
-Evaluation is by AUC and normalised entropy of each task, beside rates of items and users. The
+Evaluation is by AUC and normalized entropy of each task, beside rates of items and users. The
 output directory holds the curves, also for TensorBoard, the metrics and checkpoints, from which a
 killed run continues exactly. A directory that holds a run is never written over: `--resume`
 continues the run, or with more `--epochs` trains a finished one on, and another `--out` starts a

@@ -215,7 +215,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
             options.layers,
             options.max_seq_len,
             options.dropout,
-            l2_normalise=options.similarity == "cosine",
+            l2_normalize=options.similarity == "cosine",
             compute_dtype=options.compute_dtype(device),
         ).to(device)
         self.retrieval = options

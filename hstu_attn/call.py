@@ -41,7 +41,7 @@ _FULL = Mask.full()
 
 
 class AttentionCall(NamedTuple):
-    """What the operator is called with between the tensors of a bias and the pages.
+    """The operator's arguments between the tensors of a bias and the pages.
 
     The fields are arguments of `torch.ops.hstu_attn.hstu_varlen_fwd`, by the names and in the order
     of its schema (csrc/api/arguments.h).

@@ -39,7 +39,7 @@ REINSTALL_CUDA = f"In a checkout, run `HSTU_ATTN_CUDA=1 {ops.REINSTALL}`"
 
 
 class Failure(Exception):
-    """What does not work, and what to do about it, in one line."""
+    """A problem and its remedy, in one line."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def torch_attention_us(batch: Batch, device: str) -> tuple[str, float]:
 
 
 def try_forward(device: str, build: dict[str, str]) -> str:
-    """Compare a forward with the reference, then time it beside torch's attention."""
+    """Compares a forward with the reference, then times it next to torch's attention."""
     torch.manual_seed(0)
     try:
         batch = small_batch(device, build)
@@ -246,7 +246,7 @@ def try_forward(device: str, build: dict[str, str]) -> str:
 
 
 def say(name: str, text: str) -> None:
-    """Print a line of the report."""
+    """Prints a line of the report."""
     print(f"{name + ':':<16}{text}", flush=True)
 
 
@@ -273,7 +273,7 @@ def cpu_kernels() -> str:
 
 
 def report() -> list[str]:
-    """Print the report line by line; returns a line for each thing that fails."""
+    """Prints the report line by line; returns a line for each failure."""
     failures: list[str] = []
 
     def attempt(name: str, function: Callable[..., str], *arguments: object) -> bool:
@@ -317,7 +317,7 @@ def report() -> list[str]:
 
 
 def main() -> int:
-    """Print the report; 0 if everything works that this machine should be able to do, else 1."""
+    """Prints the report; returns 0 if everything that should work on this machine does, else 1."""
     failures = report()
     for failure in failures:
         print(f"FAILED: {failure}")

@@ -131,7 +131,7 @@ def clamped_attention(
     paged_kv: PagedKV | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """`hstu_attention` for the functions that users of other libraries know.
+    """Calls `hstu_attention` for the functions that users of other libraries know.
 
     It accepts on every device what those libraries' GPU kernels accept, and differs from
     `hstu_attention` on a CPU, and with `HSTU_ATTN_CHECK=1`, where that raises for:
@@ -159,7 +159,7 @@ def clamped_attention(
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
-    """`x`, or a copy where the stride of its last dimension is not 1."""
+    """Returns `x`, or a copy if the stride of its last dimension is not 1."""
     if not isinstance(x, Tensor) or x.dim() == 0 or x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -190,7 +190,7 @@ def hstu_attn_varlen_func(
     func: Tensor | None = None,
     quant_mode: int | None = -1,
 ) -> Tensor:
-    """`hstu_attention` under the name and the argument order of FBGEMM's `hstu` package.
+    """Calls `hstu_attention` by the name and argument order of FBGEMM's `hstu` package.
 
     The formula is that of `hstu_attention`, after Zhai et al. 2024 (arXiv 2402.17152, section 3.2).
 
@@ -283,7 +283,7 @@ def hstu_attn_qkvpacked_func(
     has_drab: bool | None = False,
     func: Tensor | None = None,
 ) -> Tensor:
-    """`hstu_attn_varlen_func` for q, k and v in one tensor, as FBGEMM's `hstu` package has it.
+    """Calls `hstu_attn_varlen_func` with q, k and v in one tensor, as in FBGEMM's `hstu` package.
 
     Args:
         qkv: `(total, 3, heads, D)`, in any strides; one whose last dimension is not contiguous is

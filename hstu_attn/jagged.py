@@ -1,14 +1,16 @@
-"""What stands around HSTU layers for packed ("jagged") sequences: joining and splitting them,
-events of two rows, padded batches, and the embeddings of position and time.
+"""Operations on packed ("jagged") sequences around HSTU layers.
 
-A packed tensor is ``values`` ``(total, ...)`` with ``offsets`` ``(batch + 1,)`` int32 or int64:
-sequence ``b`` owns the rows ``offsets[b] .. offsets[b + 1]``. ``total`` may be larger than the last
+They join and split sequences, interleave items and actions, convert padded batches, and embed
+position and time.
+
+A packed tensor is `values` `(total, ...)` with `offsets` `(batch + 1,)` int32 or int64:
+sequence `b` owns the rows `offsets[b] .. offsets[b + 1]`. `total` may be larger than the last
 offset; the rows past it belong to no sequence, so that a batch can be padded to a size that was
 compiled or captured. They are zeros in every result here and get no gradient, whatever they hold.
 
 Nothing is padded on the way and nothing is copied to the host: the sizes of all results follow from
 the sizes of the arguments, so that every function runs in a CUDA graph, in
-``torch.compile(fullgraph=True)`` and in ``torch.export``. All are differentiable in their floating
+`torch.compile(fullgraph=True)` and in `torch.export`. All are differentiable in their floating
 arguments. What the host knows of the arguments (shapes, dtypes, devices) is checked; what offsets
 hold is not. Offsets that do not start at 0, decrease or exceed the rows give rows of no meaning,
 but are never followed out of a tensor.
@@ -48,14 +50,14 @@ def jagged_ids(offsets: Tensor, total: int) -> Tensor:
     """The number of the sequence of each packed row.
 
     Args:
-        offsets: ``(batch + 1,)`` int32 or int64.
+        offsets: `(batch + 1,)` int32 or int64.
         total: how many rows.
 
     Returns:
-        ``(total,)`` int64; ``batch`` for rows past the last offset, which belong to no sequence.
+        `(total,)` int64; `batch` for rows past the last offset, which belong to no sequence.
 
     Raises:
-        ValueError: for another shape or dtype of ``offsets``, or a negative ``total``.
+        ValueError: for another shape or dtype of `offsets`, or a negative `total`.
     """
     if isinstance(offsets, Proxy):
         return record_call(jagged_ids, (offsets,), **locals())
@@ -68,14 +70,14 @@ def jagged_positions(offsets: Tensor, total: int) -> Tensor:
     """The position of each packed row within its sequence, from 0.
 
     Args:
-        offsets: ``(batch + 1,)`` int32 or int64.
+        offsets: `(batch + 1,)` int32 or int64.
         total: how many rows.
 
     Returns:
-        ``(total,)`` int64; 0 for rows past the last offset.
+        `(total,)` int64; 0 for rows past the last offset.
 
     Raises:
-        ValueError: for another shape or dtype of ``offsets``, or a negative ``total``.
+        ValueError: for another shape or dtype of `offsets`, or a negative `total`.
     """
     if isinstance(offsets, Proxy):
         return record_call(jagged_positions, (offsets,), **locals())
@@ -90,16 +92,17 @@ def jagged_positions(offsets: Tensor, total: int) -> Tensor:
 
 
 def concat_jagged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Joins the sequences of several packed tensors: sequence ``b`` of the result is sequence ``b``
-    of the first part, then that of the second, and so on. So are contexts, history and targets put
-    together.
+    """Joins the sequences of several packed tensors, for example contexts, history and targets.
+
+    Sequence `b` of the result is sequence `b` of the first part, then that of the second, and so
+    on.
 
     Args:
-        parts: ``(values, offsets)`` of each part, ``values`` ``(total_i, ...)`` of one dtype and
-            with the same sizes behind the first, ``offsets`` ``(batch + 1,)`` int32 or int64.
+        parts: `(values, offsets)` of each part, `values` `(total_i, ...)` of one dtype and
+            with the same sizes behind the first, `offsets` `(batch + 1,)` int32 or int64.
 
     Returns:
-        ``values`` ``(sum of total_i, ...)``, and ``offsets`` ``(batch + 1,)``, the sum of those of
+        `values` `(sum of total_i, ...)`, and `offsets` `(batch + 1,)`, the sum of those of
         the parts.
 
     Raises:
@@ -137,21 +140,21 @@ def concat_jagged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
 def split_jagged(
     values: Tensor, parts_offsets: Sequence[Tensor], totals: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Takes apart what :func:`concat_jagged` joined.
+    """Takes apart what `concat_jagged` joined.
 
     Args:
-        values: ``(total, ...)``, of each sequence the rows of the first part, then those of the
+        values: `(total, ...)`, of each sequence the rows of the first part, then those of the
             second, and so on.
-        parts_offsets: of each part ``(batch + 1,)`` int32 or int64.
-        totals: how many rows each result has. None is ``total`` for each: only the device knows
+        parts_offsets: of each part `(batch + 1,)` int32 or int64.
+        totals: how many rows each result has. None is `total` for each: only the device knows
             how many belong to a part, and it may be all.
 
     Returns:
-        For each part ``(total_i, ...)``; rows past the last offset of the part are zeros.
+        For each part `(total_i, ...)`; rows past the last offset of the part are zeros.
 
     Raises:
-        ValueError: for no part, offsets that do not fit ``values`` or each other in shape, dtype or
-            device, or another number of ``totals`` than of parts.
+        ValueError: for no part, offsets that do not fit `values` or each other in shape, dtype or
+            device, or another number of `totals` than of parts.
     """
     if isinstance(values, Proxy):
         return record_call(split_jagged, (values,), **locals())
@@ -181,16 +184,17 @@ def split_jagged(
 
 
 def interleave_jagged(items: Tensor, actions: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Two rows for each event, its item and then its action, as in "Actions Speak Louder than
-    Words" (arXiv 2402.17152, section 2.2).
+    """Makes two rows of each event, its item and then its action.
+
+    This is the input of "Actions Speak Louder than Words" (arXiv 2402.17152, section 2.2).
 
     Args:
-        items: ``(total, ...)``, a row for each event.
-        actions: the shape and dtype of ``items``.
-        offsets: ``(batch + 1,)`` int32 or int64, in events.
+        items: `(total, ...)`, a row for each event.
+        actions: the shape and dtype of `items`.
+        offsets: `(batch + 1,)` int32 or int64, in events.
 
     Returns:
-        ``values`` ``(2 * total, ...)`` and ``offsets`` ``(batch + 1,)``, in rows.
+        `values` `(2 * total, ...)` and `offsets` `(batch + 1,)`, in rows.
 
     Raises:
         ValueError: for arguments that do not fit each other in shape, dtype or device.
@@ -205,15 +209,15 @@ def interleave_jagged(items: Tensor, actions: Tensor, offsets: Tensor) -> tuple[
 
 
 def deinterleave_jagged(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes apart what :func:`interleave_jagged` put together.
+    """Takes apart what `interleave_jagged` put together.
 
     Args:
-        values: ``(2 * total, ...)``, item and action rows by turns.
-        offsets: ``(batch + 1,)`` int32 or int64, in rows; all even.
+        values: `(2 * total, ...)`, item and action rows by turns.
+        offsets: `(batch + 1,)` int32 or int64, in rows; all even.
 
     Returns:
-        ``items`` and ``actions``, ``(total, ...)`` each and perhaps strided, and ``offsets``
-        ``(batch + 1,)``, in events.
+        `items` and `actions`, `(total, ...)` each and perhaps strided, and `offsets`
+        `(batch + 1,)`, in events.
 
     Raises:
         ValueError: for an odd number of rows, or arguments that do not fit each other in shape,
@@ -240,9 +244,11 @@ _FBGEMM_DEVICES = ("cpu",)
 
 
 def jagged_backend(values: Tensor) -> Literal["fbgemm", "torch"]:
-    """Which kernels :func:`dense_to_jagged` and :func:`jagged_to_dense` run for a tensor:
-    ``"fbgemm"`` if `fbgemm_gpu` has been imported, and ``values`` are fp32, bf16 or fp16 on the
-    CPU; otherwise ``"torch"``. The results are the same."""
+    """Returns which kernels `dense_to_jagged` and `jagged_to_dense` run for a tensor.
+
+    These are `"fbgemm"` if `fbgemm_gpu` has been imported and `values` are fp32, bf16 or fp16 on
+    the CPU; otherwise `"torch"`. The results are the same.
+    """
     registered = hasattr(torch.ops.fbgemm, "jagged_to_padded_dense") and hasattr(
         torch.ops.fbgemm, "dense_to_jagged"
     )
@@ -254,17 +260,17 @@ def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
     """Packs the first rows of each sequence of a padded batch.
 
     Args:
-        dense: ``(batch, max_len, ...)``.
-        offsets: ``(batch + 1,)`` int32 or int64: where the rows go.
+        dense: `(batch, max_len, ...)`.
+        offsets: `(batch + 1,)` int32 or int64: where the rows go.
         total: rows of the result.
 
     Returns:
-        ``(total, ...)``; what lies past the last offset, or past ``max_len`` in its sequence, is
+        `(total, ...)`; what lies past the last offset, or past `max_len` in its sequence, is
         zeros.
 
     Raises:
         ValueError: for arguments that do not fit each other in shape, dtype or device, or a
-            negative ``total``.
+            negative `total`.
     """
     if isinstance(dense, Proxy):
         return record_call(dense_to_jagged, (dense,), **locals())
@@ -287,17 +293,17 @@ def jagged_to_dense(values: Tensor, offsets: Tensor, max_len: int, fill: float =
     """A padded batch of packed sequences.
 
     Args:
-        values: ``(total, ...)``.
-        offsets: ``(batch + 1,)`` int32 or int64.
+        values: `(total, ...)`.
+        offsets: `(batch + 1,)` int32 or int64.
         max_len: rows of each sequence in the result; what is longer is cut at its end.
-        fill: what stands behind shorter sequences, a number that the dtype of ``values`` has.
+        fill: what stands behind shorter sequences, a number that the dtype of `values` has.
 
     Returns:
-        ``(batch, max_len, ...)``.
+        `(batch, max_len, ...)`.
 
     Raises:
         ValueError: for arguments that do not fit each other in shape, dtype or device, or a
-            negative ``max_len``.
+            negative `max_len`.
     """
     if isinstance(values, Proxy):
         return record_call(jagged_to_dense, (values,), **locals())
@@ -339,13 +345,14 @@ def add_position_time_embeddings(
     time_bucket_width: float = 60.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Adds to each packed row a learned embedding of its position and one of its age:
-    ``x * scale + (position_table[p] + time_table[t])``.
+    """Adds to each packed row a learned embedding of its position and one of its age.
+
+    The result is `x * scale + (position_table[p] + time_table[t])`.
 
     The numbers are those of Meta's public generative-recommenders, `ops/position.py`:
-    `add_timestamp_positional_embeddings` with ``count_from="end"`` and ``time_bucket_width=60``,
-    and `add_positional_embeddings` with ``count_from="start"`` and no time table. The model there
-    has ``scale = sqrt(width)``. With `n` the rows of a sequence before its targets and `i` the
+    `add_timestamp_positional_embeddings` with `count_from="end"` and `time_bucket_width=60`,
+    and `add_positional_embeddings` with `count_from="start"` and no time table. The model there
+    has `scale = sqrt(width)`. With `n` the rows of a sequence before its targets and `i` the
     position of a row,
 
         p = max(n - i, 0) + contextual_seq_len      counted from the end, but for contextual rows,
@@ -353,30 +360,30 @@ def add_position_time_embeddings(
         p = min(i, n)                               counted from the start
         t = floor(f(max(query time - timestamp, 1e-6) / time_bucket_width)), at least 0,
 
-    and beyond a table its last entry. So all targets of a sequence have one position. ``t`` is
+    and beyond a table its last entry. So all targets of a sequence have one position. `t` is
     computed in fp32, as there.
 
     Args:
-        x: ``(total, width)``, floating.
-        offsets: ``(batch + 1,)`` int32 or int64.
-        position_table: ``(positions, width)``, floating.
-        time_table: ``(buckets, width)``, floating; None adds no embedding of time.
-        timestamps: ``(total,)`` int64, the time of each row; given exactly with ``time_table``.
-        query_timestamps: ``(batch,)`` int64, the time from which ages count; None is the time of
+        x: `(total, width)`, floating.
+        offsets: `(batch + 1,)` int32 or int64.
+        position_table: `(positions, width)`, floating.
+        time_table: `(buckets, width)`, floating; None adds no embedding of time.
+        timestamps: `(total,)` int64, the time of each row; given exactly with `time_table`.
+        query_timestamps: `(batch,)` int64, the time from which ages count; None is the time of
             the last row of each sequence.
-        num_targets: ``(batch,)`` int32 or int64, the rows at the end of each sequence that are
+        num_targets: `(batch,)` int32 or int64, the rows at the end of each sequence that are
             targets, two for each where they are interleaved with actions; None gives every row a
             position of its own.
         contextual_seq_len: the first so many rows of every sequence are context, whose positions
             have the first entries of the table to themselves; 0 if counted from the start, where
             they always do.
-        count_from: ``"end"``, so that a position says how recent a row is, or ``"start"``.
-        time_bucket: `f`, ``"sqrt"`` or the natural ``"log"``.
+        count_from: `"end"`, so that a position says how recent a row is, or `"start"`.
+        time_bucket: `f`, `"sqrt"` or the natural `"log"`.
         time_bucket_width: in the unit of the timestamps; 60 for seconds there.
-        scale: factor on ``x``.
+        scale: factor on `x`.
 
     Returns:
-        ``(total, width)`` in the dtype of ``x``; the sum of both embeddings is rounded to it first.
+        `(total, width)` in the dtype of `x`; the sum of both embeddings is rounded to it first.
 
     Raises:
         ValueError: for arguments that do not fit each other in shape, dtype or device, an empty
@@ -438,7 +445,7 @@ def add_position_time_embeddings(
 
 
 def _locate(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of each row the sequence, ``batch`` if it has none, and the position, 0 if it has none."""
+    """Returns the sequence and the position of each row; `batch` and 0 for rows in no sequence."""
     offsets = offsets.long()
     rows = torch.arange(total, device=offsets.device)
     ids = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
@@ -447,28 +454,32 @@ def _locate(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_sequence(numbers: Tensor, ids: Tensor) -> Tensor:
-    """``numbers[ids]``, and 0 for rows that have no sequence."""
+    """Returns `numbers[ids]`, and 0 for rows that are in no sequence."""
     return F.pad(numbers, (0, 1))[ids]
 
 
 def _segments(parts_offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """How long each part of each sequence is, and where it starts when all are joined; both
-    ``(batch, parts)`` int64."""
+    """Returns the length of each part of each sequence, and its start in the joined rows.
+
+    Both are `(batch, parts)` int64.
+    """
     lengths = torch.stack([offsets.long().diff() for offsets in parts_offsets], dim=1)
     ends = lengths.flatten().cumsum(0).view_as(lengths)
     return lengths, ends - lengths
 
 
 def _shifted(values: Tensor, ends: Tensor, shifts: Tensor, total: int) -> Tensor:
-    """``(total, ...)``: row ``r`` is ``values[r + shifts[s]]``, with ``s`` the first segment that
-    ends after it, and zeros past the last segment."""
+    """Returns `(total, ...)`, where row `r` is `values[r + shifts[s]]`.
+
+    `s` is the first segment that ends after row `r`; rows past the last segment are zeros.
+    """
     rows = torch.arange(total, device=values.device)
     segments = torch.searchsorted(ends.contiguous(), rows, right=True)
     return _take(values, rows + _of_sequence(shifts, segments), segments < shifts.shape[0])
 
 
 def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor:
-    """``values[rows]`` where ``held``, and ``fill`` elsewhere."""
+    """`values[rows]` where `held`, and `fill` elsewhere."""
     if values.shape[0] == 0:  # a row to read, though none is held
         values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     # NOTE: in bounds for any offsets. If they were clamped, rows that are not held would all be the
@@ -478,7 +489,7 @@ def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor
 
 
 def _without_rows_past(values: Tensor, offsets: Tensor) -> Tensor:
-    """``values`` with zeros past the last offset."""
+    """`values` with zeros past the last offset."""
     past = torch.arange(values.shape[0], device=values.device) >= offsets[-1]
     return values.masked_fill(_like_rows(past, values), 0)
 
@@ -488,7 +499,7 @@ def _like_rows(flags: Tensor, values: Tensor) -> Tensor:
 
 
 def _in_order(offsets: Tensor, total: int) -> Tensor:
-    """Offsets from 0 up to ``total`` at most, for kernels that trust them."""
+    """Makes offsets non-decreasing and at most `total`, for kernels that do not check them."""
     return F.pad(offsets[1:].clamp(0, total).cummax(0).values, (1, 0))
 
 
@@ -520,7 +531,7 @@ def _check_values(name: str, values: Tensor) -> None:
 
 
 def _check_like(name: str, values: Tensor, other: str, like: Tensor, rows: bool = False) -> None:
-    """The dtype, device and shape of another tensor; but for ``rows``, of any number of rows."""
+    """Checks dtype, device and shape against another tensor; with `rows`, any number of rows."""
     first = 0 if rows else 1
     fits = values.dim() == like.dim() and values.shape[first:] == like.shape[first:]
     if not fits or values.dtype != like.dtype or values.device != like.device:

@@ -1,21 +1,21 @@
 """HSTU layers for packed sequences: one sequential transduction unit, and a stack of them.
 
 The unit is the one of "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers
-for Generative Recommendations" (arXiv 2402.17152, section 3). For the rows ``x`` of a batch:
+for Generative Recommendations" (arXiv 2402.17152, section 3). For the rows `x` of a batch:
 
     u, v, q, k = split(silu(linear(norm(x))))
     a = hstu_attention(q, k, v)
     y = norm(a) * u                      optionally beside u and a
     output = x + linear(dropout(y))
 
-``norm`` is a layer norm or RMSNorm.
+`norm` is a layer norm or RMSNorm.
 
 Two public implementations of it differ in details. Every such detail is a field of
-:class:`HSTULayerConfig`; :meth:`HSTULayerConfig.research` and :meth:`HSTULayerConfig.stu` set them
+`HSTULayerConfig`; `HSTULayerConfig.research` and `HSTULayerConfig.stu` set them
 as the paper's experiments and as the production-style `STULayer` do.
 
-Sequences are packed: ``x`` is ``(total, embedding_dim)``, and sequence ``b`` owns the rows
-``seq_offsets[b] .. seq_offsets[b + 1]``. There is no padding and nothing is copied to the host.
+Sequences are packed: `x` is `(total, embedding_dim)`, and sequence `b` owns the rows
+`seq_offsets[b] .. seq_offsets[b + 1]`. There is no padding and nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ __all__ = [
 
 
 class ContextBatch(Protocol):
-    """What a layer asks of a batch whose rows lie on the ranks of a group:
-    `hstu_attn.distributed.ContextBatch`."""
+    """What a layer needs of a batch whose rows are distributed over the ranks of a group.
+
+    `hstu_attn.distributed.ContextBatch` implements it.
+    """
 
     def attention(
         self,
@@ -69,7 +71,7 @@ class ContextBatch(Protocol):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with the `bias` that the other norms have, which is None."""
+    """torch's RMSNorm with the `bias` that the other norms have, which is None."""
 
     bias: None = None
 
@@ -80,8 +82,8 @@ _NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": RMSNorm}
 class HSTULayer(nn.Module):
     """One sequential transduction unit (arXiv 2402.17152, section 3) over packed sequences.
 
-    The computation runs in the dtype of ``x``; parameters are cast to it where they are used. So
-    fp32 parameters with bf16 inputs train with fp32 master weights. ``config.fused``
+    The computation runs in the dtype of `x`; parameters are cast to it where they are used. So
+    fp32 parameters with bf16 inputs train with fp32 master weights. `config.fused`
     says whether the layer is one autograd function or composed of torch's; a fused one keeps less
     for the backward, its norms read fp32 weights as they are, and autocast changes nothing in it.
 
@@ -157,8 +159,11 @@ class HSTULayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new parameters: Xavier uniform linears, zero biases, bias tables of deviation
-        0.02, unit norms."""
+        """Draws new parameters.
+
+        Linears are Xavier uniform with zero biases, bias tables have standard deviation 0.02, and
+        norms are the identity.
+        """
         self.input_norm.reset_parameters()
         self.output_norm.reset_parameters()
         for linear in (self.uvqk, self.output):
@@ -184,30 +189,30 @@ class HSTULayer(nn.Module):
         """Applies the unit.
 
         Args:
-            x: ``(total, embedding_dim)``, floating.
-            seq_offsets: ``(batch + 1,)`` int32 or int64, on the device of ``x``.
+            x: `(total, embedding_dim)`, floating.
+            seq_offsets: `(batch + 1,)` int32 or int64, on the device of `x`.
             max_seq_len: no sequence is longer.
-            num_targets: ``(batch,)`` integers, the candidates at the end of each sequence.
-            num_contexts: ``(batch,)`` integers, the contextual rows at the start of each sequence;
-                None is ``config.contextual_seq_len`` in all.
-            timestamps: ``(total,)`` int64 event times in seconds, for the relative bias; None
+            num_targets: `(batch,)` integers, the candidates at the end of each sequence.
+            num_contexts: `(batch,)` integers, the contextual rows at the start of each sequence;
+                None is `config.contextual_seq_len` in all.
+            timestamps: `(total,)` int64 event times in seconds, for the relative bias; None
                 leaves elapsed time out of it.
-            row_timestamps: ``(total,)`` int64, the time at which each row is asked to predict;
+            row_timestamps: `(total,)` int64, the time at which each row is asked to predict;
                 None is the time of the next event in its sequence.
             context: how the rows of the batch lie on the ranks of a group that shares its
-                sequences. Then ``x`` and the result are this rank's rows, and the other arguments
+                sequences. Then `x` and the result are this rank's rows, and the other arguments
                 those of the whole sequences.
             call: what `attention_call` makes of the arguments from `seq_offsets` to
                 `row_timestamps`, for a stack that makes it once for all of its layers; those are
                 not read beside it.
 
         Returns:
-            ``(total, embedding_dim)`` in the dtype of ``x``.
+            `(total, embedding_dim)` in the dtype of `x`.
 
         Raises:
-            ValueError: a shape or dtype that does not fit, ``num_targets`` or ``num_contexts``
-                without causal attention, or ``timestamps`` where no table uses them.
-            NotImplementedError: a relative bias beside ``context``.
+            ValueError: a shape or dtype that does not fit, `num_targets` or `num_contexts`
+                without causal attention, or `timestamps` where no table uses them.
+            NotImplementedError: a relative bias beside `context`.
         """
         self._check(x)
         if context is not None:
@@ -244,29 +249,34 @@ class HSTULayer(nn.Module):
         row_timestamps: Tensor | None = None,
         call: AttentionCall | None = None,
     ) -> Tensor:
-        """Applies the unit to the newest rows of sequences whose earlier keys and values are in a
-        cache, and writes those of the new history there. For inference: no gradients.
+        """Applies the unit to the newest rows of sequences whose earlier rows are in a cache.
 
-        The result is that of the same rows in :meth:`forward` of the whole sequences, if what is
+        It writes the keys and values of the new history to the cache. It is for inference: there
+        are no gradients.
+
+        It writes the keys and values of the new history to the cache. It is for inference: there
+        are no gradients.
+
+        The result is that of the same rows in `forward` of the whole sequences, if what is
         cached came from the same model. A row's output depends on its row time, which is by default
-        the time of the next event: write a row again (``rewritten`` of the cache's step) where that
+        the time of the next event: write a row again (`rewritten` of the cache's step) where that
         has changed.
 
         Args:
-            x: ``(total, embedding_dim)``, of each sequence the rows to write, then the targets; in
+            x: `(total, embedding_dim)`, of each sequence the rows to write, then the targets; in
                 the dtype of the cache, or any beside one of float8_e4m3fn.
             rows: where these rows lie, and the open step of the cache.
             layer: the number of this layer in the cache, from 0.
-            timestamps: ``(total_k,)`` int64 event times of cached and given rows together.
-            row_timestamps: ``(total,)`` int64, as in :meth:`forward`.
-            call: what `cached_call` makes of the rows and times, as in :meth:`forward`.
+            timestamps: `(total_k,)` int64 event times of cached and given rows together.
+            row_timestamps: `(total,)` int64, as in `forward`.
+            call: what `cached_call` makes of the rows and times, as in `forward`.
 
         Returns:
-            ``(total, embedding_dim)`` in the dtype of ``x``.
+            `(total, embedding_dim)` in the dtype of `x`.
 
         Raises:
-            ValueError: as :meth:`forward` and
-                :func:`hstu_attn.serving.check_cacheable`.
+            ValueError: as `forward` and
+                `hstu_attn.serving.check_cacheable`.
         """
         self._check(x)
         if call is None:
@@ -319,7 +329,7 @@ class HSTULayer(nn.Module):
     def _check(self, x: Tensor) -> None:
         if x.dim() != 2 or x.shape[1] != self.config.embedding_dim:
             raise ValueError(
-                f"x must have shape (total, {self.config.embedding_dim}), got {tuple(x.shape)}"
+                f"x: expected shape (total, {self.config.embedding_dim}), got {tuple(x.shape)}"
             )
 
     def _is_fused(self, x: Tensor) -> bool:
@@ -342,7 +352,7 @@ class HSTULayer(nn.Module):
         )
 
     def _seed(self, x: Tensor) -> Tensor | None:
-        """For the dropout of a fused layer, drawn on the device by torch's generator."""
+        """Draws the seed of a fused layer's dropout on the device, by torch's generator."""
         if not self.training or self.config.output_dropout_ratio == 0:
             return None
         return torch.randint(2**63 - 1, (1,), device=x.device)
@@ -370,7 +380,7 @@ class HSTULayer(nn.Module):
         return ComposedSteps(self.config, self._weights(), self.training)
 
     def _bias(self, with_times: bool) -> BiasTensors:
-        """The tables, that of times only where a call has them."""
+        """Makes the bias of the tables; the time table is used only in calls with times."""
         if self.position_weight is None:
             return NO_BIAS
         return None, self.position_weight, self.time_weight if with_times else None
@@ -390,8 +400,10 @@ def attention_call(
     timestamps: Tensor | None = None,
     row_timestamps: Tensor | None = None,
 ) -> AttentionCall:
-    """The call of attention that layers make; arguments and errors are those of
-    :meth:`HSTULayer.forward`."""
+    """Makes the call of attention that all layers of a step share.
+
+    Arguments and errors are those of `HSTULayer.forward`.
+    """
     return make_call(
         seq_offsets,
         max_seq_len,
@@ -408,8 +420,10 @@ def cached_call(
     timestamps: Tensor | None = None,
     row_timestamps: Tensor | None = None,
 ) -> AttentionCall:
-    """The call of attention that layers make over a cache; arguments and errors are those of
-    :meth:`HSTULayer.forward_cached`."""
+    """Makes the call of attention over a cache that all layers of a step share.
+
+    Arguments and errors are those of `HSTULayer.forward_cached`.
+    """
     rows.check(config)
     return make_call(
         rows.seq_offsets,
@@ -430,12 +444,14 @@ def _mask(
     num_contexts: Tensor | None,
     constant: Callable[[int], Tensor] | None = None,
 ) -> Mask:
-    """The mask of a batch. `constant` makes an int32 `(batch,)` tensor of a number."""
+    """Makes the mask of a batch; `constant` makes an int32 `(batch,)` tensor of a number."""
     if not config.target_aware:
         num_targets = None
     if not config.causal:
         if num_targets is not None or num_contexts is not None:
-            raise ValueError("num_targets and num_contexts need causal=True in the config")
+            raise ValueError(
+                "num_targets and num_contexts: expected None with causal=False in the config"
+            )
         reach = config.max_attn_len or -1
         return Mask.local(reach, reach)
     if num_contexts is None and config.contextual_seq_len > 0:
@@ -462,16 +478,16 @@ def _mask(
 def _times(
     config: HSTULayerConfig, timestamps: Tensor | None, row_timestamps: Tensor | None
 ) -> Times:
-    """`(timestamps, row_timestamps, ts_thresholds)`, where layers so configured use them."""
+    """Returns `(timestamps, row_timestamps, ts_thresholds)` for layers with a time table."""
     has_table = config.enable_relative_attention_bias and config.num_buckets > 0
     if timestamps is not None and not has_table:
         raise ValueError(
-            "timestamps must be None in a layer without a time table "
+            "timestamps: expected None in a layer without a time table "
             "(enable_relative_attention_bias with num_buckets > 0 makes one)"
         )
     if timestamps is None:
         if row_timestamps is not None:
-            raise ValueError("row_timestamps must be None without timestamps")
+            raise ValueError("row_timestamps: expected None without timestamps")
         return NO_TIMES
     # What is no tensor is for the operator to refuse.
     is_tensor = isinstance(timestamps, Tensor)
@@ -480,7 +496,7 @@ def _times(
 
 
 class HSTUStack(nn.Module):
-    """``num_layers`` layers of one configuration, each reading the output of the one before.
+    """`num_layers` layers of one configuration, each reading the output of the one before.
 
     Args:
         config: the configuration of every layer.
@@ -498,7 +514,7 @@ class HSTUStack(nn.Module):
     ) -> None:
         super().__init__()
         if num_layers <= 0:
-            raise ValueError(f"num_layers must be a positive number, got {num_layers}")
+            raise ValueError(f"num_layers: expected a positive number, got {num_layers}")
         self.config = config
         self.layers = nn.ModuleList(HSTULayer(config, device, dtype) for _ in range(num_layers))
 
@@ -513,8 +529,10 @@ class HSTUStack(nn.Module):
         row_timestamps: Tensor | None = None,
         context: ContextBatch | None = None,
     ) -> Tensor:
-        """Applies the layers in turn; arguments, result and errors are those of
-        :meth:`HSTULayer.forward`."""
+        """Applies the layers in turn.
+
+        Arguments, result and errors are those of `HSTULayer.forward`.
+        """
         inputs = (seq_offsets, max_seq_len, num_targets, num_contexts, timestamps, row_timestamps)
         call = attention_call(self.config, *inputs) if context is None else None
         for layer in self.layers:
@@ -528,8 +546,11 @@ class HSTUStack(nn.Module):
         timestamps: Tensor | None = None,
         row_timestamps: Tensor | None = None,
     ) -> Tensor:
-        """Applies the layers in turn to the newest rows of sequences, layer ``n`` with that layer
-        of the cache; arguments, result and errors are those of :meth:`HSTULayer.forward_cached`."""
+        """Applies the layers in turn to the newest rows of sequences.
+
+        Layer `n` uses layer `n` of the cache. Arguments, result and errors are those of
+        `HSTULayer.forward_cached`.
+        """
         call = cached_call(self.config, rows, timestamps, row_timestamps)
         for number, layer in enumerate(self.layers):
             unit = cast(HSTULayer, layer)
@@ -538,8 +559,9 @@ class HSTUStack(nn.Module):
 
 
 class PositionalEmbedding(nn.Module):
-    """Adds a learned embedding of its position to each packed row:
-    ``dropout(x * sqrt(embedding_dim) + position[i])``.
+    """Adds a learned embedding of its position to each packed row.
+
+    The result is `dropout(x * sqrt(embedding_dim) + position[i])`.
 
     Args:
         max_seq_len: how many positions are learned; no sequence is longer.
@@ -554,11 +576,13 @@ class PositionalEmbedding(nn.Module):
         nn.init.trunc_normal_(self.embedding.weight, std=math.sqrt(1 / embedding_dim))
 
     def forward(self, x: Tensor, seq_offsets: Tensor) -> Tensor:
-        """``x`` is ``(total, embedding_dim)``, ``seq_offsets`` ``(batch + 1,)``; returns the shape
-        and dtype of ``x``."""
+        """Adds the embeddings to `x` `(total, embedding_dim)`, with `seq_offsets` `(batch + 1,)`.
+
+        Returns the shape and dtype of `x`.
+        """
         return self.at(x, jagged_positions(seq_offsets, x.shape[0]))
 
     def at(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The same for rows at the given positions, ``(total,)`` int64."""
+        """The same for rows at the given positions, `(total,)` int64."""
         added = self.embedding(positions).to(x.dtype)
         return F.dropout(x * math.sqrt(x.shape[1]) + added, self.dropout_ratio, self.training)

@@ -14,54 +14,55 @@ LinearActivation = Literal["silu", "silu_u", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class HSTULayerConfig:
-    """What one :class:`HSTULayer` computes. Widths ending in ``_dim`` are per head but for
-    ``embedding_dim``.
+    """The configuration of an `HSTULayer`.
+
+    Widths that end in `_dim` are per head, except `embedding_dim`.
 
     Widths:
-        embedding_dim: width of a row of ``x``.
+        embedding_dim: width of a row of `x`.
         num_heads: number of attention heads.
-        hidden_dim: width of u and v in each head (``linear_dim`` or ``dv`` elsewhere).
-        attention_dim: width of q and k in each head (``dqk`` elsewhere).
+        hidden_dim: width of u and v in each head (`linear_dim` or `dv` elsewhere).
+        attention_dim: width of q and k in each head (`dqk` elsewhere).
 
     The linear to u, v, q, k:
         linear_bias: whether it has a bias.
-        linear_activation: ``"silu"`` on all four, ``"silu_u"`` on u alone, or ``"none"``.
+        linear_activation: `"silu"` on all four, `"silu_u"` on u alone, or `"none"`.
 
     Attention:
-        attn_alpha: factor on the scores; None is ``1 / sqrt(attention_dim)``.
-        scaling_seqlen: the attention weights are divided by it; -1 is the call's ``max_seq_len``.
+        attn_alpha: factor on the scores; None is `1 / sqrt(attention_dim)`.
+        scaling_seqlen: the attention weights are divided by it; -1 is the call's `max_seq_len`.
         causal: each row sees itself and what came before it.
-        target_aware: the last ``num_targets`` rows are candidates that do not see each other;
-            False ignores ``num_targets``.
+        target_aware: the last `num_targets` rows are candidates that do not see each other;
+            False ignores `num_targets`.
         target_group_size: candidates in such a group see each other causally.
         max_attn_len: how far back a row sees; 0 is no limit.
         min_full_attn_seq_len: the last so many history rows see without that limit.
         contextual_seq_len: the first so many rows of every sequence are context, seen by all rows
-            and seeing all history. A call may give ``num_contexts`` per sequence instead.
+            and seeing all history. A call may give `num_contexts` per sequence instead.
 
     Relative attention bias, learned:
         enable_relative_attention_bias: adds a bias by distance and, when a call gives
-            ``timestamps``, one by elapsed time.
+            `timestamps`, one by elapsed time.
         relative_bias_max_seq_len: distances at or beyond it share one entry.
         relative_bias_heads: 1 shares the tables over all heads; otherwise a divisor of num_heads.
-        num_buckets: the elapsed time falls into ``num_buckets + 1`` logarithmic buckets; 0 has no
+        num_buckets: the elapsed time falls into `num_buckets + 1` logarithmic buckets; 0 has no
             time table.
 
     Norms, of `x` before the first linear and of the attention output after it:
-        input_norm: ``"layer_norm"``, or ``"rms_norm"``, which divides a row by the root of its mean
+        input_norm: `"layer_norm"`, or `"rms_norm"`, which divides a row by the root of its mean
             square (Zhang and Sennrich 2019, arXiv 1910.07467): no mean is subtracted, and there is
             no bias.
         output_norm: the same choice for the attention output.
         norm_affine: whether both norms have a learned weight, and a layer norm a learned bias too.
         norm_eps: added to the variance, or to the mean square, in both norms; positive.
-        use_group_norm: normalise the attention output within each head, not over all heads; needs
-            ``output_norm="layer_norm"``.
+        use_group_norm: normalize the attention output within each head, not over all heads; needs
+            `output_norm="layer_norm"`.
 
     Output:
         concat_u: the output linear also reads u.
         concat_x: the output linear also reads the attention output as it was before the norm.
         concat_ua: the output linear also reads u and the attention output after the norm.
-        output_dropout_ratio: dropout before the output linear (``linear_dropout_rate`` elsewhere).
+        output_dropout_ratio: dropout before the output linear (`linear_dropout_rate` elsewhere).
         output_bias: whether the output linear has a bias.
 
     How it is computed. The results are the same up to rounding, and those of the three last are the
@@ -70,7 +71,7 @@ class HSTULayerConfig:
             matrix products on GPUs; False composes it of torch's functions. None fuses it where
             `x` is bf16 or fp16 on a GPU and Triton is installed, but for autocast and
             `torch.export`. Layers that share sequences or heads with other ranks are composed.
-        recompute_norm: a fused layer keeps the normalised `x` no longer than the forward, which
+        recompute_norm: a fused layer keeps the normalized `x` no longer than the forward, which
             saves `c * embedding_dim` bytes a row.
         recompute_linear: it does not keep the first linear's output, which saves
             `c * sum(split_sizes)` bytes a row for a second product of that size.
@@ -155,16 +156,16 @@ class HSTULayerConfig:
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+            raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     @property
     def linear_dim(self) -> int:
-        """Width of u and v in each head; another name of ``hidden_dim``."""
+        """Width of u and v in each head; another name of `hidden_dim`."""
         return self.hidden_dim
 
     @property
     def dqk(self) -> int:
-        """Width of q and k in each head; another name of ``attention_dim``."""
+        """Width of q and k in each head; another name of `attention_dim`."""
         return self.attention_dim
 
     @property
@@ -174,15 +175,22 @@ class HSTULayerConfig:
 
     @property
     def split_sizes(self) -> tuple[int, int, int, int]:
-        """Columns of u, v, q and k, in this order, in the output of the first linear. Within each
-        the heads follow one another."""
+        """The numbers of columns of u, v, q and k, in this order, in the first linear's output.
+
+        Within each, the columns of a head are contiguous, and the heads follow one another.
+
+        Within each, the columns of a head are contiguous, and the heads follow one another.
+        """
         hidden, attention = self.num_heads * self.hidden_dim, self.num_heads * self.attention_dim
         return hidden, hidden, attention, attention
 
     @property
     def output_parts(self) -> tuple[str, ...]:
-        """What the output linear reads, side by side: "u", "x" (the attention output), "normed"
-        (the same after the norm) and "gated" (the product of that and u)."""
+        """The parts that the output linear reads, side by side.
+
+        They are "u", "x" (the attention output), "normed" (the attention output after the norm) and
+        "gated" (the product of "normed" and u).
+        """
         if self.concat_ua:
             return ("u", "normed", "gated")
         return ("u",) * self.concat_u + ("x",) * self.concat_x + ("gated",)
@@ -207,8 +215,11 @@ class HSTULayerConfig:
         concat_ua: bool = False,
         num_buckets: int = 128,
     ) -> HSTULayerConfig:
-        """The unit of the paper's public experiments: SiLU on u, v, q and k, unscaled scores, a
-        relative bias by position and time, norms without weights, no bias in the first linear."""
+        """Returns the configuration of the paper's public experiments.
+
+        It has SiLU on u, v, q and k, unscaled scores, a relative bias by position and time, norms
+        without weights, and no bias in the first linear.
+        """
         return cls(
             embedding_dim=embedding_dim,
             num_heads=num_heads,
@@ -245,12 +256,14 @@ class HSTULayerConfig:
         input_norm: Norm = "layer_norm",
         output_norm: Norm = "layer_norm",
     ) -> HSTULayerConfig:
-        """The unit of the public `STULayer`: SiLU on u alone, scores over sqrt(attention_dim),
-        the output linear reads u and the raw attention output too and has no bias.
+        """Returns the configuration of the public `STULayer`.
 
-        ``linear_bias=False`` is what the functions under that layer compute for ``uvqk_bias=None``.
-        ``"rms_norm"`` is that library's `RMSNorm`, whose own default of ``eps`` is 1e-5; both norms
-        here have the layer's 1e-6, unless ``dataclasses.replace`` sets another ``norm_eps``.
+        It has SiLU on u alone and scores over sqrt(attention_dim); the output linear has no bias
+        and also reads u and the raw attention output.
+
+        `linear_bias=False` is what the functions under that layer compute for `uvqk_bias=None`.
+        `"rms_norm"` is that library's `RMSNorm`, whose own default of `eps` is 1e-5; both norms
+        here have the layer's 1e-6, unless `dataclasses.replace` sets another `norm_eps`.
         """
         return cls(
             embedding_dim=embedding_dim,

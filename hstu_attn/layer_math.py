@@ -39,8 +39,9 @@ is `(total, heads, hidden_dim)`."""
 
 
 class Weights(NamedTuple):
-    """The parameters of a layer, which get gradients beside `x`, in the order of the arguments of
-    the fused operator.
+    """The parameters of a layer, in the order of the arguments of the fused operator.
+
+    Like `x`, they get gradients.
 
     Attributes:
         input_norm_weight, input_norm_bias: `(embedding_dim,)`.
@@ -87,9 +88,12 @@ class UnitSteps(Protocol):
         """SiLU of all columns that `project` returned, or of u, a slice of them."""
 
     def gate(self, attention: Tensor, u: Tensor) -> Tensor:
-        """What the output linear reads, after dropout: `norm(attention) * u`, and beside it what
-        the configuration concatenates. `attention` is `(total, heads, hidden_dim)`, `u` and each
-        part of the result `(total, heads * hidden_dim)`."""
+        """Returns what the output linear reads, after dropout.
+
+        That is `norm(attention) * u` and what the configuration concatenates to it. `attention` is
+        `(total, heads, hidden_dim)`; `u` and each part of the result are `(total, heads *
+        hidden_dim)`.
+        """
 
     def add_output(self, x: Tensor, y: Tensor) -> Tensor:
         """`x + linear(y)`."""
@@ -105,8 +109,10 @@ def hstu_unit(x: Tensor, shape: UnitShape, steps: UnitSteps, attend: Attend) -> 
 def activate(
     z: Tensor, shape: UnitShape, silu: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """u, v, q and k, as `split_uvqk`, of what `project` returned: after SiLU where the
-    configuration has it."""
+    """Splits the output of `project` into u, v, q and k, after SiLU where the configuration has it.
+
+    The shapes are those of `split_uvqk`.
+    """
     if shape.linear_activation == "silu":
         z = silu(z)
     u, v, q, k = split_uvqk(z, shape)
@@ -116,7 +122,7 @@ def activate(
 
 
 def split_uvqk(z: Tensor, shape: UnitShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """u `(total, heads * hidden_dim)`, and v, q and k `(total, heads, width)`, as views of `z`."""
+    """Splits `z` into views: u `(total, heads * hidden_dim)`; v, q, k `(total, heads, width)`."""
     u, v, q, k = z.split(shape.split_sizes, dim=1)
     v, q, k = (part.unflatten(1, (shape.num_heads, -1)) for part in (v, q, k))
     return u, v, q, k

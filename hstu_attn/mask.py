@@ -169,8 +169,10 @@ class Mask:
         num_targets: Tensor | None = None,
         target_group_size: int = 1,
     ) -> Mask:
-        """The causal mask within two windows: row `i` sees the keys `i - left` to `i`, and of the
-        keys before these the first `prefix` of its sequence.
+        """Makes the causal mask within two windows.
+
+        Row `i` sees the keys `i - left` to `i`, and of the keys before these the first `prefix` of
+        its sequence.
 
         This is the semi-local attention of ULTRA-HSTU (Ding et al. 2026, arXiv 2602.16986, section
         4.2.1), whose local window K1 is `left` and whose global window K2 is `prefix`. K1 counts
@@ -277,7 +279,7 @@ def _check_tensor(
 def _closed_form_spans(
     mask: Mask, row: Tensor, q_len: Tensor, k_len: Tensor, contexts: Tensor, targets: Tensor
 ) -> Tensor:
-    """Intervals `(rows, 2, 2)` of every mask but the arbitrary ones; all arguments broadcast."""
+    """Returns the intervals `(rows, 2, 2)` of a mask that is not arbitrary; arguments broadcast."""
     left, right = mask.window_size
     position = row + (k_len - q_len)
     first_target = k_len - targets.clamp(min=0).minimum(k_len)
@@ -309,7 +311,7 @@ def _closed_form_spans(
 
 
 def _func_intervals(bounds: Tensor, causal: bool, position: Tensor) -> Tensor:
-    """`(n, rows)` bounds to intervals `(rows, (n + 1) / 2, 2)`."""
+    """Converts bounds `(n, rows)` to intervals `(rows, (n + 1) / 2, 2)`."""
     bounds = bounds.to(torch.int64)
     starts = torch.cat([torch.zeros_like(bounds[:1]), bounds[1::2]])
     intervals = torch.stack([starts, bounds[0::2]], -1).transpose(0, 1)
@@ -319,7 +321,7 @@ def _func_intervals(bounds: Tensor, causal: bool, position: Tensor) -> Tensor:
 
 
 def _clip(intervals: Tensor, position: Tensor, row: Tensor, q_len: Tensor, k_len: Tensor) -> Tensor:
-    """Clip to `[0, k_len)`; rows past `q_len` or before the first key see nothing."""
+    """Clips to `[0, k_len)`; rows past `q_len` or before the first key see nothing."""
     intervals = torch.minimum(intervals.clamp(min=0), torch.as_tensor(k_len)[..., None, None])
     sees = (position >= 0) & (row < q_len)
     empty = (intervals[..., :1] >= intervals[..., 1:]) | ~sees[:, None, None]
@@ -477,7 +479,7 @@ def _used_lengths(starts: Tensor, seqused: Tensor | None) -> Tensor:
 
 
 def select_rows(mask: Mask, seq_offsets: Tensor, rows: Tensor, total_q: int) -> Mask:
-    """What some rows of a packed batch see, as an arbitrary mask in the keys of their sequences.
+    """Returns what some rows of a packed batch see, as an arbitrary mask of their sequences' keys.
 
     Args:
         mask: the mask of a batch that has as many queries as keys in each sequence.
@@ -510,7 +512,7 @@ def select_rows(mask: Mask, seq_offsets: Tensor, rows: Tensor, total_q: int) -> 
 
 
 def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor) -> Mask:
-    """The part of an arbitrary mask that lies in a range of keys, renumbered.
+    """Returns the part of an arbitrary mask that is in a range of keys, renumbered.
 
     Args:
         mask: a mask of `row_spans`, or of `func` that is not made causal.
@@ -535,8 +537,10 @@ def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor)
 
 
 def sees_anything(mask: Mask) -> Tensor:
-    """Whether any row has an interval that is not empty: a bool scalar, for an arbitrary mask that
-    is not made causal."""
+    """Returns whether any row has a non-empty interval, as a bool scalar tensor.
+
+    The mask is arbitrary and not made causal.
+    """
     if mask.row_spans is not None:
         begins, ends = mask.row_spans[..., 0::2], mask.row_spans[..., 1::2]
     else:
@@ -604,7 +608,7 @@ def tile_kinds(visible: Tensor, tile_q: int, tile_k: int) -> Tensor:
 
 
 def kv_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
-    """For each tile of rows, the key tiles that it works on, in order: the forward's tile lists."""
+    """Returns for each row tile the key tiles that it needs, in order: the forward's tile lists."""
     kinds = tile_kinds(visible, tile_q, tile_k)
     return [
         [(n, TileKind(kind)) for n, kind in enumerate(row) if kind != TileKind.EMPTY]
@@ -613,7 +617,7 @@ def kv_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, 
 
 
 def q_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
-    """For each tile of keys, the row tiles it works on, in order: the backward's tile lists."""
+    """Returns for each tile of keys the row tiles that it needs, in order: the backward's lists."""
     kinds = tile_kinds(visible, tile_q, tile_k)
     return [
         [(m, TileKind(kind)) for m, kind in enumerate(column) if kind != TileKind.EMPTY]

@@ -72,7 +72,7 @@ _has_cuda_kernels = False
 
 
 def load(path: Path = LIBRARY_PATH) -> bool:
-    """Load the operator library and register its Python side; False, with a reason, if absent."""
+    """Loads the operator library and registers its Python side; False, with a reason, if absent."""
     global _load_error
     if not path.exists():
         checkout = path.parents[1]
@@ -98,7 +98,7 @@ def load(path: Path = LIBRARY_PATH) -> bool:
 
 
 def register() -> None:
-    """Register fake kernels and gradients for the loaded operators, and bind them."""
+    """Registers fake kernels and gradients for the loaded operators, and binds them."""
     global _fwd, _bwd, _bwd_out, _has_cuda_kernels
     namespace = torch.ops.hstu_attn
     _fwd = namespace.hstu_varlen_fwd.default
@@ -129,8 +129,10 @@ def has_cuda_kernels() -> bool:
 
 
 def _check_devices(schema: torch.FunctionSchema, args: tuple[Any, ...], like: str = "q") -> None:
-    """All on the device of one argument; the kernels check it too, but one meta tensor keeps a
-    call from them."""
+    """Checks that all tensors are on the device of one argument.
+
+    The kernels check this, too, but a single meta tensor would keep the call from reaching them.
+    """
     arguments = [argument.name for argument in schema.arguments]
     device = args[arguments.index(like)].device
     for name, value in zip(arguments, args, strict=True):
@@ -221,7 +223,7 @@ _NO_PAGED_GRADIENTS = (
 
 
 def _call(op: Callable[..., _Result], *args: Any) -> _Result:
-    """`op`, a raw operator, below autograd; errors are of the type that they are in C++."""
+    """Calls `op`, a raw operator, below autograd; errors get the types that they have in C++."""
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
@@ -244,7 +246,7 @@ _BAD_ARGUMENT = re.compile(r"\w+: expected .*, got ")
 
 
 class _Once(torch.autograd.Function):
-    """Passes gradients through, and fails where they are differentiated again.
+    """Passes gradients through, and raises an error where they are differentiated again.
 
     The inputs of the first backward are its inputs, so that no path to them is lost: a second
     derivative that is silently zero would be worse than an error.
@@ -263,7 +265,7 @@ class _Once(torch.autograd.Function):
 def _only_once(
     inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """`gradients`, which can not be differentiated, under `create_graph=True`."""
+    """Wraps `gradients` so that differentiating them again raises `SINGLE_BACKWARD`."""
     sources = [tensor for tensor in inputs if tensor is not None]
     present = [gradient for gradient in gradients if gradient is not None]
     guarded = iter(_Once.apply(len(sources), *sources, *present))
@@ -271,7 +273,7 @@ def _only_once(
 
 
 class _Attention(torch.autograd.Function):
-    """Eager gradients for separate q, k and v."""
+    """The autograd function of eager calls with separate q, k and v."""
 
     @staticmethod
     def forward(
@@ -311,7 +313,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionPacked(torch.autograd.Function):
-    """Eager gradients for one `(total, 3, heads, D)` tensor, written packed."""
+    """The autograd function of one `(total, 3, heads, D)` tensor, whose gradient is packed, too."""
 
     @staticmethod
     def forward(
@@ -364,7 +366,7 @@ def attention(
     bias: BiasTensors = NO_BIAS,
     pages: Sequence[Tensor | None] = NO_PAGES,
 ) -> Tensor:
-    """One call of the operator, with gradients where an input requires one.
+    """Calls the operator once, with gradients where an input requires one.
 
     Args:
         q, k, v: `(total, heads, head dim)`.
@@ -398,7 +400,7 @@ def attention(
 
 
 def attention_packed(qkv: Tensor, call: AttentionCall, bias: BiasTensors = NO_BIAS) -> Tensor:
-    """`attention` of `qkv.unbind(1)`; the gradient is written packed, without a copy."""
+    """Calls `attention` with `qkv.unbind(1)`; the gradient is written packed, without a copy."""
     records = torch.is_grad_enabled() and (qkv.requires_grad or _any_requires_grad(bias))
     if not records or torch.compiler.is_compiling():
         q, k, v = qkv.unbind(1)
@@ -415,8 +417,11 @@ def attention_packed(qkv: Tensor, call: AttentionCall, bias: BiasTensors = NO_BI
 def attention_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of a call of `attention` without a bias, for an autograd function
-    of the caller; arguments as there, `dout` is `(total_q, heads, Dv)`."""
+    """Returns the gradients of q, k and v of a call of `attention` without a bias.
+
+    It is for an autograd function of the caller. The arguments are those of `attention`, and `dout`
+    is `(total_q, heads, Dv)`.
+    """
     dq, dk, dv, *_ = _call(_bwd, dout, q, k, v, *NO_BIAS, *call, False, False)
     return dq, dk, dv
 
@@ -429,7 +434,7 @@ def attention_backward(
     gradients: Sequence[Tensor],
     has_dbias: Sequence[bool],
 ) -> BiasTensors:
-    """The backward of `attention`, below autograd, into tensors that are given.
+    """Computes the backward of `attention` below autograd, into the given tensors.
 
     Args:
         dout: gradient of the result; its last dimension is contiguous.
@@ -454,7 +459,7 @@ def attention_backward(
 
 
 def check_build(q: Tensor) -> None:
-    """Raise NotImplementedError if this build has no kernels for the device of `q`."""
+    """Raises NotImplementedError if this build has no kernels for the device of `q`."""
     if not _has_cuda_kernels and q.is_cuda:
         raise NotImplementedError(
             f"q: this build of hstu_attn has no CUDA kernels, got a tensor on {q.device}; build it "
@@ -469,7 +474,7 @@ def _any_requires_grad(bias: BiasTensors) -> bool:
 
 
 def append_paged_kv(*args: Tensor | None) -> None:
-    """The operator of that name: see `hstu_attn.append_paged_kv`."""
+    """Calls the operator of that name: see `hstu_attn.append_paged_kv`."""
     op = torch.ops.hstu_attn.append_paged_kv.default
     try:
         if torch.compiler.is_compiling():
@@ -495,7 +500,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def explain_types(op: torch._ops.OpOverload[..., Any], *args: Any) -> None:
-    """Say which argument of a failed call has a type that the operator cannot take.
+    """Says which argument of a failed call has a type that the operator cannot take.
 
     It is called after the failure and not before the call, which is the hot path.
 

@@ -21,7 +21,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def check_page_size(page_size: int) -> None:
-    """Raise ValueError for pages that the kernels have not."""
+    """Raises ValueError for a page size that the kernels do not have."""
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
 
@@ -151,8 +151,10 @@ def append_paged_kv(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What `append_paged_kv` writes of rows `(..., head dim)` into a float8_e4m3fn cache: the
-    elements, and a float32 scale `(...)` of each row."""
+    """Quantizes rows as `append_paged_kv` does for a float8_e4m3fn cache.
+
+    Returns the elements of rows `(..., head dim)`, and a float32 scale `(...)` of each row.
+    """
     x = x.float()
     largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
     # NOTE: by a tensor: a number's reciprocal would be rounded first on a GPU.
@@ -163,7 +165,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(elements: Tensor, scales: Tensor) -> Tensor:
-    """float64 `(..., head dim)`: what `quantize_rows` has kept, exactly."""
+    """Returns float64 `(..., head dim)`: the exact values that `quantize_rows` has stored."""
     return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
 
 

@@ -38,7 +38,7 @@ def hstu_attention(
     sm_margin: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`hstu_attn.hstu_attention`, by definition; arguments as there, and one more.
+    """Computes `hstu_attn.hstu_attention` by definition; it has the same arguments and one more.
 
     Args:
         compute_dtype: the dtype of every intermediate. None means fp64 for fp64 inputs and fp32 for

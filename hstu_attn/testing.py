@@ -49,7 +49,7 @@ __all__ = [
 
 
 def allowed_error(exact: Tensor, references: Sequence[Tensor], dtype: torch.dtype) -> float:
-    """The largest error that a result of `dtype` may have.
+    """Returns the largest error that a result of `dtype` may have.
 
     Args:
         exact: the result in fp64.
@@ -71,14 +71,14 @@ def allowed_error(exact: Tensor, references: Sequence[Tensor], dtype: torch.dtyp
 
 
 def assert_matches(name: str, actual: Tensor, exact: Tensor, *references: Tensor) -> None:
-    """Raise AssertionError unless `actual` keeps to `allowed_error`."""
+    """Raises AssertionError unless `actual` is within `allowed_error`."""
     _assert_within_bound(name, actual, exact, references)
 
 
 def _assert_within_bound(
     name: str, actual: Tensor, exact: Tensor, references: Iterable[Tensor]
 ) -> None:
-    """`assert_matches` for references that are computed when they are asked for.
+    """Implements `assert_matches` for references that are computed only when needed.
 
     The bound is that of the worst reference, so each one can only raise it: as soon as it covers
     the error, the references that are left cannot change the result.
@@ -107,7 +107,7 @@ def _assert_within_bound(
 
 
 def poison(*tensors: Tensor | None) -> None:
-    """Fill with NaN (floating point) or a huge number (integers), so that a leak is seen."""
+    """Fills with NaN (floating point) or a huge number (integers), so that a leak is seen."""
     with torch.no_grad():
         for tensor in tensors:
             if tensor is not None:
@@ -117,7 +117,7 @@ def poison(*tensors: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def poisoned_memory(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Make fresh tensors hold NaN: whatever an operator allocates and does not write shows.
+    """Makes fresh tensors hold NaN, so that memory which an operator fails to write shows.
 
     On a CPU torch itself fills what it allocates. On a GPU the blocks that the caching allocator
     hands out next are filled beforehand, so that no other setting changes.
@@ -320,7 +320,7 @@ def make_mask(
     heads: int = 2,
     device: torch.device | str = "cpu",
 ) -> Mask:
-    """One of `MASK_NAMES` for these lengths; what it needs beyond them is random."""
+    """Makes one of `MASK_NAMES` for these lengths; further contents are random."""
     rows = sum(lengths_k if lengths_q is None else lengths_q)
     if name in _ARBITRARY_MASKS:
         mask = _ARBITRARY_MASKS[name](heads, rows, max(lengths_k, default=0))
@@ -367,7 +367,7 @@ BIAS_NAMES = (
 
 
 def make_bias(name: str, batch: Batch, dtype: torch.dtype) -> Bias:
-    """One of `BIAS_NAMES` for this batch, with random contents.
+    """Makes one of `BIAS_NAMES` for this batch, with random contents.
 
     The tables of a relative bias have `dtype`, but fp32 for fp64, since their gradients are fp32.
     """
@@ -422,7 +422,7 @@ def make_paged_batch(
     target_group_size: int = 1,
     fp8: bool = False,
 ) -> Batch:
-    """A paged batch: of each sequence so many cached tokens, new history tokens and candidates.
+    """Makes a paged batch, with numbers of cached, new history and candidate tokens per sequence.
 
     Pages lie in random order; what no sequence owns is NaN, and so are the rows of k and v that the
     operator must take from the pages instead. With `fp8` the cache is of float8_e4m3fn; what counts
@@ -488,7 +488,7 @@ def run(
     dtype: torch.dtype | None = None,
     **extra: Any,
 ) -> dict[str, Tensor]:
-    """The output of `function` on `batch` as `out`, and with `dout` the gradients as `d<name>`.
+    """Returns the output of `function` on `batch` as `out`, and with `dout` gradients as `d<name>`.
 
     Args:
         function: called like `hstu_attention`.
@@ -516,7 +516,7 @@ def run(
 def check_against_reference(
     function: Callable[..., Tensor], batch: Batch, *, backward: bool = True, **extra: Any
 ) -> dict[str, Tensor]:
-    """Hold `function` to the tolerance rule on `batch`; returns what it computed.
+    """Checks `function` on `batch` against `allowed_error`; returns what it computed.
 
     Args:
         function: called like `hstu_attention`.
@@ -570,7 +570,7 @@ class _SameDtypeReferences:
 def _run_reference(
     batch: Batch, dout: Tensor | None, dtype: torch.dtype | None = None, **extra: Any
 ) -> dict[str, Tensor]:
-    """`run` of the reference. Its small products lose by threads, on a busy machine a lot."""
+    """Runs the reference single-threaded: its small matmuls are slower with several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -580,7 +580,7 @@ def _run_reference(
 
 
 class _LeftToRight(torch.overrides.TorchFunctionMode):
-    """Inside, `einsum` of two tensors adds its products one after another, in their dtype."""
+    """Makes `einsum` of two tensors add its products one after another, in their dtype."""
 
     def __torch_function__(
         self,

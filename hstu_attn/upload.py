@@ -84,8 +84,10 @@ class Prefetcher(Generic[AnyBatch]):
         self._next: Future[tuple[AnyBatch, AnyBatch]] | None = None
 
     def start(self) -> None:
-        """Makes the next batch and starts its copy, unless that has been done. An exception of
-        `draw` is raised by `take`, when the batch is due."""
+        """Makes the next batch and starts its copy, unless that has been done.
+
+        An exception of `draw` is raised by `take`, when the batch is due.
+        """
         if self._next is not None:
             return
         result: Future[tuple[AnyBatch, AnyBatch]] = Future()

@@ -1,7 +1,7 @@
 """Draws the masks of docs/masks.md into docs/img: `python -m tools.draw_masks [FOLDER]`.
 
 Each picture is one sequence of 16 positions: a row of cells is a query, a column a key, and a
-filled cell is a key that the query sees, coloured by what the key is. What is visible comes from
+filled cell is a key that the query sees, colored by what the key is. What is visible comes from
 `hstu_attn.mask`, which defines it.
 """
 
@@ -30,7 +30,7 @@ CONTEXTS = 3
 TARGETS = 4
 
 CONTEXT, HISTORY, TARGET = range(3)
-COLOURS = ("#c97b2a", "#3d6ea5", "#3f8f62")  # context, history, target
+COLORS = ("#c97b2a", "#3d6ea5", "#3f8f62")  # context, history, target
 EMPTY = "#f1f1ee"
 LINES = "#ffffff"
 TEXT = "#55554f"
@@ -114,14 +114,14 @@ def draw(picture: Picture, path: Path) -> None:
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     for row in range(POSITIONS):
         for column in range(POSITIONS):
-            colour = COLOURS[kind[column]] if seen[row, column] else EMPTY
-            cell = Rectangle((column, row), 1, 1, facecolor=colour, edgecolor=LINES)
+            color = COLORS[kind[column]] if seen[row, column] else EMPTY
+            cell = Rectangle((column, row), 1, 1, facecolor=color, edgecolor=LINES)
             cell.set_linewidth(0.8)
             axes.add_patch(cell)
     for position in range(POSITIONS):
-        colour = COLOURS[kind[position]]
-        axes.add_patch(Rectangle((position + 0.04, -0.75), 0.92, 0.4, facecolor=colour))
-        axes.add_patch(Rectangle((-0.75, position + 0.04), 0.4, 0.92, facecolor=colour))
+        color = COLORS[kind[position]]
+        axes.add_patch(Rectangle((position + 0.04, -0.75), 0.92, 0.4, facecolor=color))
+        axes.add_patch(Rectangle((-0.75, position + 0.04), 0.4, 0.92, facecolor=color))
     style: dict[str, Any] = {"color": TEXT, "linewidth": 0.9, "linestyle": (0, (2, 1.5))}
     for boundary in np.flatnonzero(np.diff(kind)) + 1:
         axes.plot([boundary, boundary], [-0.75, POSITIONS], **style)

@@ -19,7 +19,7 @@ REACHES = (1, 5, 20)
 BACKWARD_WEIGHTS = (0.0, 0.5, 1.0)
 RECENCY_DECAYS = (0.3, 0.6, 0.8, 0.95)
 NUM_CANDIDATES = len(REACHES) * len(BACKWARD_WEIGHTS) * len(RECENCY_DECAYS)
-"""How many settings of the co-occurrence :func:`co_occurrence_candidates` has."""
+"""How many settings of the co-occurrence `co_occurrence_candidates` has."""
 
 
 class Popularity:
@@ -35,11 +35,11 @@ class Popularity:
 @dataclass(frozen=True)
 class CoOccurrence:
     """Scores item j for a user by the sum over the user's events i of
-    ``recency_decay ** (events since i) * similarity[i, j]``.
+    `recency_decay ** (events since i) * similarity[i, j]`.
 
     Attributes:
-        similarity: ``(num_items, num_items)`` sparse CSR, transposed: rows are j.
-        reach: events at most so far apart co-occur, with weight ``1 / distance``.
+        similarity: `(num_items, num_items)` sparse CSR, transposed: rows are j.
+        reach: events at most so far apart co-occur, with weight `1 / distance`.
         backward_weight: how much j before i counts, where j after i counts 1.
         recency_decay: per event.
     """
@@ -88,7 +88,7 @@ def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, int] | torch.Size
 
 
 def _training_events(log: EventLog) -> tuple[Tensor, Tensor]:
-    """Item and user of each event that may be trained on, ``(n,)`` int64 each, in order."""
+    """Item and user of each event that may be trained on, `(n,)` int64 each, in order."""
     counts = np.diff(log.offsets)
     users = np.repeat(np.arange(log.num_users), counts)
     from_end = np.repeat(log.offsets[1:], counts) - np.arange(log.num_events)
@@ -102,8 +102,8 @@ def _training_counts(log: EventLog) -> Tensor:
 
 
 def _forward_co_occurrence(log: EventLog) -> Iterator[tuple[int, Tensor]]:
-    """For each reach, the sum of ``1 / distance`` over the pairs (i, later j) of a user's events,
-    ``(num_items, num_items)`` sparse COO."""
+    """For each reach, the sum of `1 / distance` over the pairs (i, later j) of a user's events,
+    `(num_items, num_items)` sparse COO."""
     items, users = _training_events(log)
     shape = (log.num_items, log.num_items)
     total = torch.zeros(shape, layout=torch.sparse_coo)

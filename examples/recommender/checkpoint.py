@@ -13,7 +13,7 @@ __all__ = ["write_state"]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes ``state`` in place of what was there, once it is whole on the disk.
+    """Writes `state` in place of what was there, once it is whole on the disk.
 
     Raises:
         OSError: it cannot be written; what was there before is unchanged.

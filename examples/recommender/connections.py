@@ -1,5 +1,5 @@
 """HTTP connections with limits, for uvicorn: on their number, and on the time in which a request
-must arrive. uvicorn has neither: its ``limit_concurrency`` answers 503 but leaves connections open,
+must arrive. uvicorn has neither: its `limit_concurrency` answers 503 but leaves connections open,
 and it waits without end for a client that sends a request byte by byte."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"
 class LimitedHTTP(H11Protocol):
     """A connection that the server closes in two cases that uvicorn tolerates.
 
-    There are ``max_connections`` open ones besides: it is answered 503 and closed at once. Or a
-    request does not arrive whole within ``arrival_timeout`` of its first byte (the first request:
+    There are `max_connections` open ones besides: it is answered 503 and closed at once. Or a
+    request does not arrive whole within `arrival_timeout` of its first byte (the first request:
     of the connection's start): it is closed, after an answer 408 if the headers have arrived.
 
     Args:

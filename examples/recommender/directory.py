@@ -56,10 +56,10 @@ def read_json(path: Path) -> Any:
 
 
 def difference(made_with: Mapping[str, Any], wanted: Mapping[str, Any], out: Path) -> str | None:
-    """Says in what this run differs from the one in ``out`` that it is to continue.
+    """Says in what this run differs from the one in `out` that it is to continue.
 
     Args:
-        made_with: options and data of the run in ``out``, by name.
+        made_with: options and data of the run in `out`, by name.
         wanted: those of this run that have to be the same.
         out: the directory.
 

@@ -14,13 +14,13 @@ from hstu_attn.data import EventLog, JaggedBatch, Windows, consecutive_batches, 
 __all__ = ["Metrics", "Scorer", "evaluate", "mask_seen", "metrics_of_ranks", "ranks_of_targets"]
 
 Scorer = Callable[[JaggedBatch], Tensor]
-"""Scores of all items after the last row of each sequence, ``(batch, num_items)``."""
+"""Scores of all items after the last row of each sequence, `(batch, num_items)`."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Means over users. ``hit_rate_10`` is the share whose target is among the first ten;
-    ``ndcg_10`` weighs each such hit by ``1 / log2(rank + 1)``."""
+    """Means over users. `hit_rate_10` is the share whose target is among the first ten;
+    `ndcg_10` weighs each such hit by `1 / log2(rank + 1)`."""
 
     hit_rate_10: float
     hit_rate_50: float
@@ -32,11 +32,11 @@ def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
     tied with it. NaN ranks last.
 
     Args:
-        scores: ``(batch, num_items)``.
-        targets: ``(batch,)`` int64.
+        scores: `(batch, num_items)`.
+        targets: `(batch,)` int64.
 
     Returns:
-        ``(batch,)`` fp32.
+        `(batch,)` fp32.
     """
     target_scores = scores.gather(1, targets[:, None])
     not_below = (~(scores < target_scores)).sum(dim=1)
@@ -45,7 +45,7 @@ def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def metrics_of_ranks(ranks: Tensor) -> Metrics:
-    """The metrics of ranks ``(num_users,)``."""
+    """The metrics of ranks `(num_users,)`."""
     gains = torch.where(ranks <= 10, 1 / torch.log2(ranks.double() + 1), 0.0)
     return Metrics(
         hit_rate_10=(ranks <= 10).double().mean().item(),
@@ -55,7 +55,7 @@ def metrics_of_ranks(ranks: Tensor) -> Metrics:
 
 
 def mask_seen(scores: Tensor, log: EventLog, windows: Windows) -> Tensor:
-    """Scores ``(batch, num_items)`` with -inf for all that each user did before the window's last
+    """Scores `(batch, num_items)` with -inf for all that each user did before the window's last
     event, the oldest events included."""
     starts, ends = log.offsets[windows.users], windows.ends - 1
     rows = np.repeat(np.arange(len(windows)), ends - starts)
@@ -82,7 +82,7 @@ def evaluate(
     Args:
         scorer: scores the items.
         log: the events.
-        windows: one per user, as :func:`hstu_attn.data.held_out_windows` makes them.
+        windows: one per user, as `hstu_attn.data.held_out_windows` makes them.
         tokens_per_batch: rows scored at a time.
         exclude_seen: leaves out of the ranking what the user did before.
         device: where to score.

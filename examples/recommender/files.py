@@ -37,7 +37,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that caused an error, or that it holds as ``CheckpointException`` does."""
+    """The OSError that caused an error, or that it holds as `CheckpointException` does."""
     while error is not None and not isinstance(error, OSError):
         for failure, *_ in getattr(error, "failures", {}).values():
             if found := _system_error(failure):
@@ -68,5 +68,5 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by the JSON of a value, as :func:`write_whole` does."""
+    """Replaces a file by the JSON of a value, as `write_whole` does."""
     write_whole(path, lambda file: file.write(json.dumps(value, indent=1).encode()))

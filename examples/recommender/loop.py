@@ -1,7 +1,7 @@
 """The training loop of the examples: steps, validations, checkpoints from which a killed run
 continues exactly, curves, and a stop where the loss is no number any more.
 
-An example is a :class:`Trainer` that says what a batch is, how its loss is computed and how the
+An example is a `Trainer` that says what a batch is, how its loss is computed and how the
 model is validated.
 """
 
@@ -208,7 +208,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def loss(self, batch: AnyBatch) -> Tensor:
-        """A scalar: a sum over what :meth:`count` counts."""
+        """A scalar: a sum over what `count` counts."""
 
     @abstractmethod
     def count(self, batch: AnyBatch) -> int:
@@ -233,7 +233,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def load_best(self, path: Path) -> None:
-        """Goes back to the model that :meth:`save_best` wrote."""
+        """Goes back to the model that `save_best` wrote."""
 
     @abstractmethod
     def plot(self, path: Path) -> None:
@@ -248,7 +248,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def start(self) -> None:
         """Continues the run in the directory where `--resume` says so, otherwise begins one. What
-        the directory holds was checked by :func:`recommender.directory.check_directory`.
+        the directory holds was checked by `recommender.directory.check_directory`.
 
         Raises:
             TrainingError: the run there is of other data, other options or more steps.
@@ -412,7 +412,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from what :meth:`state_dict` gave.
+        """Continues from what `state_dict` gave.
 
         Raises:
             TrainingError: it is of other data, other options or more steps.

@@ -18,13 +18,13 @@ class RetrievalModel(nn.Module):
 
     Args:
         num_items: size of the catalogue.
-        config: of the layers; its ``embedding_dim`` is the width of the item embeddings. Times are
+        config: of the layers; its `embedding_dim` is the width of the item embeddings. Times are
             read where it has a table for them.
         num_layers: how many layers.
         max_seq_len: no sequence is longer.
         dropout_ratio: of the embedded inputs.
-        l2_normalise: compares by cosine; False compares by dot product, with the states
-            layer-normalised.
+        l2_normalize: compares by cosine; False compares by dot product, with the states
+            layer-normalized.
         compute_dtype: of the layers; embeddings and scores are fp32.
     """
 
@@ -35,14 +35,14 @@ class RetrievalModel(nn.Module):
         num_layers: int,
         max_seq_len: int,
         dropout_ratio: float,
-        l2_normalise: bool = True,
+        l2_normalize: bool = True,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.config = config
         self.max_seq_len = max_seq_len
         self.dropout_ratio = dropout_ratio
-        self.l2_normalise = l2_normalise
+        self.l2_normalize = l2_normalize
         self.compute_dtype = compute_dtype
         self.reads_times = config.enable_relative_attention_bias and config.num_buckets > 0
         self.item_embedding = nn.Embedding(num_items, config.embedding_dim)
@@ -51,7 +51,7 @@ class RetrievalModel(nn.Module):
         self.stack = HSTUStack(config, num_layers)
 
     def forward(self, batch: JaggedBatch) -> Tensor:
-        """The state of each row, ``(total, embedding_dim)`` fp32, to be compared with items."""
+        """The state of each row, `(total, embedding_dim)` fp32, to be compared with items."""
         x = self.position(self.item_embedding(batch.items), batch.seq_offsets)
         x = self.stack(
             x.to(self.compute_dtype),
@@ -63,19 +63,19 @@ class RetrievalModel(nn.Module):
         return self.state_vectors(x)
 
     def state_vectors(self, x: Tensor) -> Tensor:
-        """What items are compared with, of the layers' output, ``(n, embedding_dim)`` fp32."""
+        """What items are compared with, of the layers' output, `(n, embedding_dim)` fp32."""
         x = x.float()
-        return F.normalize(x, dim=1) if self.l2_normalise else F.layer_norm(x, x.shape[1:])
+        return F.normalize(x, dim=1) if self.l2_normalize else F.layer_norm(x, x.shape[1:])
 
     def item_vectors(self, items: Tensor | None = None) -> Tensor:
-        """What states are compared with, ``(n, embedding_dim)`` fp32: of the given items, or of
+        """What states are compared with, `(n, embedding_dim)` fp32: of the given items, or of
         all."""
         table = self.item_embedding.weight
         vectors = table if items is None else F.embedding(items, table)
-        return F.normalize(vectors, dim=1) if self.l2_normalise else vectors
+        return F.normalize(vectors, dim=1) if self.l2_normalize else vectors
 
     def scores(self, batch: JaggedBatch) -> Tensor:
-        """Scores of all items after the last row of each sequence, ``(batch, num_items)``."""
+        """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
         return self.forward(batch)[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
 
 
@@ -91,8 +91,8 @@ def sampled_softmax_loss(
 
     Args:
         model: gives the item vectors.
-        states: ``(total, embedding_dim)`` fp32.
-        target_items: ``(total,)`` int64.
+        states: `(total, embedding_dim)` fp32.
+        target_items: `(total,)` int64.
         num_negatives: how many to draw.
         temperature: divides the scores.
 

@@ -185,7 +185,7 @@ def parse(
     """Fills in the options.
 
     Args:
-        parser: what :func:`make_parser` made, with the example's own options.
+        parser: what `make_parser` made, with the example's own options.
         arguments: None is the command line.
         options: where they go.
         positive: names of further options that must be positive.

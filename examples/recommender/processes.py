@@ -1,6 +1,6 @@
 """What the processes of a run do together, in one place; one process alone is a run of one.
 
-Started by torchrun, each process is a rank of a ``hstu_attn.distributed.World``, with a GPU of its
+Started by torchrun, each process is a rank of a `hstu_attn.distributed.World`, with a GPU of its
 own or on the CPU. All of them call the methods here together.
 """
 
@@ -34,9 +34,9 @@ class Processes:
     """The processes of a run, of which this is one.
 
     Args:
-        world: as :func:`hstu_attn.distributed.run` gives it; by default this process alone.
-        strategy: whether every process has the whole model beside its tables (``"ddp"``) or its
-            layers are divided, too (``"fsdp2"``).
+        world: as `hstu_attn.distributed.run` gives it; by default this process alone.
+        strategy: whether every process has the whole model beside its tables (`"ddp"`) or its
+            layers are divided, too (`"fsdp2"`).
 
     Attributes:
         rank: which part of each batch is this process's, from 0.
@@ -63,7 +63,7 @@ class Processes:
         Args:
             model: on its device, its parameters fp32.
             compute_dtype: of the layers.
-            ignored_modules: as in :func:`hstu_attn.distributed.parallelize`.
+            ignored_modules: as in `hstu_attn.distributed.parallelize`.
         """
         return parallelize(
             model,
@@ -74,7 +74,7 @@ class Processes:
         )
 
     def mean(self, local_sum: Tensor, count: int) -> Tensor:
-        """The mean over all processes' rows of a sum over the ``count`` rows of this one."""
+        """The mean over all processes' rows of a sum over the `count` rows of this one."""
         return global_mean(local_sum, count, self.mesh)
 
     def clip_gradients(self, model: nn.Module, largest: float) -> Tensor:
@@ -83,8 +83,8 @@ class Processes:
         return clip_gradients(model.parameters(), largest)
 
     def stop(self, problem: str | None, kind: type[Exception]) -> None:
-        """Raises on every process what any of them has to say, if there is anything: ``kind`` where
-        there is one, otherwise :class:`hstu_attn.distributed.RunStopped`, which names the ranks."""
+        """Raises on every process what any of them has to say, if there is anything: `kind` where
+        there is one, otherwise `hstu_attn.distributed.RunStopped`, which names the ranks."""
         if self.mesh is not None:
             stop_together(problem, self.mesh)
         elif problem is not None:
@@ -151,16 +151,16 @@ class Processes:
         elsewhere nothing.
 
         Args:
-            model: the one given to :meth:`prepare`.
+            model: the one given to `prepare`.
         """
         options = StateDictOptions(full_state_dict=True, cpu_offload=self.mesh is not None)
         return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
 
     def load_whole_state(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Takes over what :meth:`whole_state` gave, which every process has read from a file.
+        """Takes over what `whole_state` gave, which every process has read from a file.
 
         Args:
-            model: the one given to :meth:`prepare`.
+            model: the one given to `prepare`.
             state: by name; it may be mapped from the file, since each process reads its part.
         """
         whole = StateDictOptions(full_state_dict=True)

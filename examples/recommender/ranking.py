@@ -8,7 +8,7 @@ The rows of a sequence are, in this order,
     candidates          one row each: the item
 
 Contexts and history see each other as `HSTULayer` masks them; each candidate sees both and itself,
-but no other candidate (or, with ``target_group_size``, those before it in its group). Only
+but no other candidate (or, with `target_group_size`, those before it in its group). Only
 candidates have a loss. NOTE: history rows must have none, although they are causal: contextual rows
 see all of the history, and through them its rows see their own actions from the second layer on.
 """
@@ -54,16 +54,16 @@ TIME_BUCKETS = 2048  # square roots of minutes: eight years
 
 @dataclass(frozen=True, kw_only=True)
 class RankingConfig:
-    """What a :class:`RankingModel` computes.
+    """What a `RankingModel` computes.
 
     Attributes:
-        sizes: of the embedding tables by feature: "item" and each of :data:`CONTEXTS`.
+        sizes: of the embedding tables by feature: "item" and each of `CONTEXTS`.
         actions: the names of the bits of an action.
         tasks: those that are predicted.
         max_history: no history has more events.
         max_targets: no sequence has more candidates.
         dim: width of the embeddings and of the layers.
-        heads: heads of a layer; each has ``dim / heads``.
+        heads: heads of a layer; each has `dim / heads`.
         layers: how many layers.
         dropout: of the inputs, and in each layer.
         target_group_size: candidates in such a group see each other causally; 1 is none.
@@ -102,8 +102,8 @@ class RankingConfig:
 
 class EmbeddingTables(nn.Module):
     """One embedding table for each feature, whole, of the names and the initial rows that
-    :class:`hstu_attn.distributed.ShardedEmbeddings` has, which can take its place, as can any
-    module with this ``forward``.
+    `hstu_attn.distributed.ShardedEmbeddings` has, which can take its place, as can any
+    module with this `forward`.
 
     Args:
         sizes: rows of each table, by feature.
@@ -133,7 +133,7 @@ class EmbeddingTables(nn.Module):
         )
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Looks up int64 indices ``(n,)`` of each feature: ``(n, dim)`` fp32."""
+        """Looks up int64 indices `(n,)` of each feature: `(n, dim)` fp32."""
         return {name: self.tables[name](indices) for name, indices in features.items()}
 
 
@@ -143,7 +143,7 @@ class RankingModel(nn.Module):
     Args:
         config: sizes and widths.
         compute_dtype: of the layers; embeddings and head are fp32, as are all parameters.
-        embeddings: looks rows up by feature; None is :class:`EmbeddingTables`.
+        embeddings: looks rows up by feature; None is `EmbeddingTables`.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class RankingModel(nn.Module):
         )
 
     def forward(self, batch: RankingBatch) -> Tensor:
-        """The logits of the tasks for each candidate, ``(targets, tasks)`` fp32. The batch's
-        ``target_actions`` are not read."""
+        """The logits of the tasks for each candidate, `(targets, tasks)` fp32. The batch's
+        `target_actions` are not read."""
         history_events, num_windows = len(batch.history_items), len(batch.contexts)
         rows = self.embeddings(
             {
@@ -227,7 +227,7 @@ class RankingModel(nn.Module):
 
 
 def task_labels(config: RankingConfig, actions: Tensor) -> Tensor:
-    """Which tasks' actions were done, ``(n, tasks)`` fp32 zeros and ones, of bits ``(n,)``."""
+    """Which tasks' actions were done, `(n, tasks)` fp32 zeros and ones, of bits `(n,)`."""
     columns = [config.actions.index(task) for task in config.tasks]
     return unpack_actions(actions)[:, columns]
 
@@ -236,9 +236,9 @@ def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """Binary cross-entropy, the sum over candidates of the weighted sum over tasks.
 
     Args:
-        logits: ``(targets, tasks)`` fp32.
-        labels: ``(targets, tasks)`` fp32, zeros and ones.
-        weights: ``(tasks,)`` fp32.
+        logits: `(targets, tasks)` fp32.
+        labels: `(targets, tasks)` fp32, zeros and ones.
+        weights: `(tasks,)` fp32.
 
     Returns:
         A scalar.
@@ -273,7 +273,7 @@ def save_ranking_model(
 
 
 def load_ranking_model(path: Path, device: torch.device) -> RankingModel:
-    """Reads what :func:`save_ranking_model` wrote, in evaluation mode.
+    """Reads what `save_ranking_model` wrote, in evaluation mode.
 
     Raises:
         OSError: the file cannot be read.
@@ -287,7 +287,7 @@ def load_ranking_model(path: Path, device: torch.device) -> RankingModel:
 
 
 def read_ranking_model(path: Path) -> dict[str, Any]:
-    """What :func:`save_ranking_model` wrote, its tensors mapped from the file.
+    """What `save_ranking_model` wrote, its tensors mapped from the file.
 
     Raises:
         OSError: the file cannot be read.

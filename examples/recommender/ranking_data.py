@@ -53,10 +53,10 @@ class RankingWindows:
     """Runs of consecutive events of one user each: a history, perhaps empty, then candidates.
 
     Attributes:
-        users: ``(n,)`` int64, whose events.
-        starts: ``(n,)`` int64, the first event of each history.
-        requests: ``(n,)`` int64, the first candidate.
-        ends: ``(n,)`` int64, one past the last candidate.
+        users: `(n,)` int64, whose events.
+        starts: `(n,)` int64, the first event of each history.
+        requests: `(n,)` int64, the first candidate.
+        ends: `(n,)` int64, one past the last candidate.
     """
 
     users: NDArray[np.int64]
@@ -80,19 +80,19 @@ class RankingWindows:
 
 @dataclass(frozen=True)
 class RankingBatch:
-    """Packed windows; window ``b`` owns the events ``history_offsets[b] .. history_offsets[b + 1]``
-    and the candidates ``target_offsets[b] .. target_offsets[b + 1]``.
+    """Packed windows; window `b` owns the events `history_offsets[b] .. history_offsets[b + 1]`
+    and the candidates `target_offsets[b] .. target_offsets[b + 1]`.
 
     Attributes:
-        contexts: ``(batch, len(CONTEXTS))`` int64.
-        history_offsets: ``(batch + 1,)`` int64.
-        history_items: ``(events,)`` int64.
-        history_actions: ``(events,)`` int64, what the user did about each, as bits.
-        history_timestamps: ``(events,)`` int64.
-        request_timestamps: ``(batch,)`` int64, when the candidates are scored.
-        target_offsets: ``(batch + 1,)`` int64.
-        target_items: ``(targets,)`` int64, the candidates.
-        target_actions: ``(targets,)`` int64, what is to be predicted; no input of the model.
+        contexts: `(batch, len(CONTEXTS))` int64.
+        history_offsets: `(batch + 1,)` int64.
+        history_items: `(events,)` int64.
+        history_actions: `(events,)` int64, what the user did about each, as bits.
+        history_timestamps: `(events,)` int64.
+        request_timestamps: `(batch,)` int64, when the candidates are scored.
+        target_offsets: `(batch + 1,)` int64.
+        target_items: `(targets,)` int64, the candidates.
+        target_actions: `(targets,)` int64, what is to be predicted; no input of the model.
     """
 
     contexts: Tensor
@@ -117,7 +117,7 @@ class RankingBatch:
 
 class RankingData:
     """Windows and batches of a log, for training, validation and test by time: of each user the
-    last ``held_out`` events are the candidates of the test, those before them the candidates of the
+    last `held_out` events are the candidates of the test, those before them the candidates of the
     validation. Of a user with few events, fewer are held out, and one is always trained on.
 
     Args:
@@ -129,7 +129,7 @@ class RankingData:
 
     Attributes:
         actions: the names of the bits of an action.
-        bits: ``(num_events,)`` uint8, what was done, as bits.
+        bits: `(num_events,)` uint8, what was done, as bits.
         sizes: of the embedding tables that the features index, by name.
     """
 
@@ -157,7 +157,7 @@ class RankingData:
         """All windows of a split. In training each event is a candidate once: they are cut from the
         recent end, so that only a user's oldest window has fewer."""
         if split not in get_args(Split):
-            raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
+            raise ValueError(f"split: expected one of {get_args(Split)}, got {split!r}")
         first, last = self.log.offsets[:-1], self.log.offsets[1:]
         if split != "training":
             users = np.arange(self.log.num_users)
@@ -211,7 +211,7 @@ class RankingData:
         return rows
 
     def labels(self, bits: NDArray[Any], tasks: Sequence[str]) -> NDArray[np.bool_]:
-        """Which tasks' actions were done, ``(n, tasks)``, of bits ``(n,)``."""
+        """Which tasks' actions were done, `(n, tasks)`, of bits `(n,)`."""
         columns = np.array([self.actions.index(task) for task in tasks])
         done: NDArray[np.bool_] = (bits[:, None] >> columns & 1).astype(bool)
         return done
@@ -256,7 +256,7 @@ def check_ranking_batch(
     size = len(batch.contexts)
     if batch.contexts.shape != (size, len(CONTEXTS)):
         raise ValueError(
-            f"contexts must be of shape (batch, {len(CONTEXTS)}), got {tuple(batch.contexts.shape)}"
+            f"contexts: expected shape (batch, {len(CONTEXTS)}), got {tuple(batch.contexts.shape)}"
         )
     for column, name in enumerate(CONTEXTS):
         _check_range(f"contexts ({name})", batch.contexts[:, column], size, sizes[name])
@@ -270,30 +270,30 @@ def check_ranking_batch(
         for name, limit in features.items():
             _check_range(f"{part}_{name}", getattr(batch, f"{part}_{name}"), total, limit)
     rows = 2 * batch.history_offsets.diff() + batch.target_offsets.diff() + len(CONTEXTS)
-    require_each(rows <= max_rows, "rows of a sequence", rows, f"be at most {max_rows}")
+    require_each(rows <= max_rows, "rows of a sequence", rows, f"at most {max_rows}")
     times = batch.history_timestamps
     request = torch.repeat_interleave(batch.request_timestamps, batch.history_offsets.diff())
-    require_each(times <= request, "history_timestamps", times, "not be after the request")
+    require_each(times <= request, "history_timestamps", times, "none after the request")
 
 
 def _check_range(name: str, feature: Tensor, total: int, limit: int | None) -> None:
     if feature.shape != (total,) or feature.dtype != torch.int64:
         raise ValueError(
-            f"{name} must be int64 of shape ({total},), "
+            f"{name}: expected int64 of shape ({total},), "
             f"got {feature.dtype} of {tuple(feature.shape)}"
         )
     if limit is not None:
         good = (feature >= 0) & (feature < limit)
-        require_each(good, name, feature, f"be from 0 to {limit - 1}")
+        require_each(good, name, feature, f"0 to {limit - 1}")
 
 
 def _check_offsets(name: str, offsets: Tensor, size: int, total: int) -> None:
     _check_range(name, offsets, size + 1, None)
     steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    require_each(steps >= 0, name, offsets, "start from 0 and not decrease")
+    require_each(steps >= 0, name, offsets, "offsets that start from 0 and do not decrease")
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
-            f"{name} must start from 0 and end at {total}, "
+            f"{name}: expected values from 0 to {total}, "
             f"got {int(offsets[0])} and {int(offsets[-1])}"
         )
 

@@ -1,4 +1,4 @@
-"""How well probabilities of actions rank and how well they fit, AUC and normalised entropy, and the
+"""How well probabilities of actions rank and how well they fit, AUC and normalized entropy, and the
 baselines that a ranking model has to beat."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 FloatArray: TypeAlias = NDArray[np.float64]
 
 Scorer = Callable[[RankingBatch], Tensor]
-"""The logits of the tasks for each candidate, ``(targets, tasks)``."""
+"""The logits of the tasks for each candidate, `(targets, tasks)`."""
 
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0)
 NUM_CANDIDATES = 2 * len(STRENGTHS)
-"""How many scorers :func:`fit_rates` compares."""
+"""How many scorers `fit_rates` compares."""
 
 
 def auc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
@@ -44,8 +44,8 @@ def auc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
     in that order, ties counting half.
 
     Args:
-        labels: ``(n,)``.
-        scores: ``(n,)``, higher is likelier.
+        labels: `(n,)`.
+        scores: `(n,)`, higher is likelier.
 
     Returns:
         From 0 to 1; NaN where all labels are the same.
@@ -54,7 +54,9 @@ def auc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
         ValueError: a score is NaN.
     """
     if np.isnan(scores).any():
-        raise ValueError(f"scores must not be NaN, got it in row {int(np.isnan(scores).argmax())}")
+        raise ValueError(
+            f"scores: expected no NaN, got one in row {int(np.isnan(scores).argmax())}"
+        )
     positives = int(labels.sum())
     pairs = positives * (len(labels) - positives)
     if not pairs:
@@ -70,8 +72,8 @@ def normalized_entropy(labels: NDArray[np.bool_], logits: NDArray[np.float64]) -
     Lessons from Predicting Clicks on Ads at Facebook", section 2.
 
     Args:
-        labels: ``(n,)``.
-        logits: ``(n,)``, of the probabilities of true.
+        labels: `(n,)`.
+        logits: `(n,)`, of the probabilities of true.
 
     Returns:
         0 or more; NaN where all labels are the same.
@@ -144,7 +146,7 @@ def _metrics(
 
 
 def mean_entropy(metrics: Mapping[str, float]) -> float:
-    """The mean normalised entropy of the tasks, without those where it is NaN."""
+    """The mean normalized entropy of the tasks, without those where it is NaN."""
     values = [value for name, value in metrics.items() if name.startswith("ne/")]
     return float(np.mean([value for value in values if not math.isnan(value)] or [math.inf]))
 
@@ -155,9 +157,9 @@ class Rates:
     rate and the user's rate add to it.
 
     Attributes:
-        base: ``(tasks,)`` fp64.
-        items: ``(num_items, tasks)`` fp64.
-        users: ``(rows of the users' table, tasks)`` fp64.
+        base: `(tasks,)` fp64.
+        items: `(num_items, tasks)` fp64.
+        users: `(rows of the users' table, tasks)` fp64.
     """
 
     base: Tensor
@@ -171,7 +173,7 @@ class Rates:
 
 
 def base_rates(data: RankingData, tasks: Sequence[str]) -> FloatArray:
-    """The share of the training events in which each task's action was done, ``(tasks,)``.
+    """The share of the training events in which each task's action was done, `(tasks,)`.
 
     Raises:
         ValueError: in the training events a task's action was always done, or never.
@@ -180,7 +182,7 @@ def base_rates(data: RankingData, tasks: Sequence[str]) -> FloatArray:
     for task, rate in zip(tasks, rates.tolist(), strict=True):
         if rate in (0.0, 1.0):
             raise ValueError(
-                f"tasks must have both labels in the training events, got {task} at a rate of "
+                f"tasks: expected both labels in the training events, got {task} at a rate of "
                 f"{rate:.0%} (is it what --only keeps?)"
             )
     return rates
@@ -191,7 +193,7 @@ def fit_rates(
 ) -> dict[str, Rates]:
     """The baselines: the base rate alone, each item's rate, and each item's and user's rate.
 
-    A rate is that of the training events and of ``strength`` further ones at the base rate, so that
+    A rate is that of the training events and of `strength` further ones at the base rate, so that
     few events say little; the strength is the one that does best.
 
     Args:
@@ -231,8 +233,8 @@ def fit_rates(
 def _sums(
     rows: NDArray[np.integer[Any]], size: int, labels: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """How many events each row has, ``(size, 1)``, and in how many of them each task's action was
-    done, ``(size, tasks)``."""
+    """How many events each row has, `(size, 1)`, and in how many of them each task's action was
+    done, `(size, tasks)`."""
     counts = np.bincount(rows, minlength=size).astype(np.float64)[:, None]
     done = [np.bincount(rows, weights=column, minlength=size) for column in labels.T]
     return counts, np.stack(done, axis=1)

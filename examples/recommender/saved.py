@@ -23,7 +23,7 @@ class SavedModel(NamedTuple):
 
     Attributes:
         model: in evaluation mode.
-        item_ids: ``(num_items,)``, increasing: the data set's ids of the model's items, int64 or
+        item_ids: `(num_items,)`, increasing: the data set's ids of the model's items, int64 or
             text.
         titles: one per item.
     """
@@ -45,7 +45,7 @@ def save_model(
     titles: Sequence[str],
     validation: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes the model and its catalogue, as in :class:`SavedModel`, in place of what was there;
+    """Writes the model and its catalogue, as in `SavedModel`, in place of what was there;
     beside them what the model reached in validation, by name."""
     arguments = {
         "num_items": model.item_embedding.num_embeddings,
@@ -53,7 +53,7 @@ def save_model(
         "num_layers": len(model.stack.layers),
         "max_seq_len": model.max_seq_len,
         "dropout_ratio": model.dropout_ratio,
-        "l2_normalise": model.l2_normalise,
+        "l2_normalise": model.l2_normalize,
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
     }
     state = {
@@ -69,7 +69,7 @@ def save_model(
 def load_model(
     path: Path, device: torch.device, compute_dtype: torch.dtype | None = None
 ) -> SavedModel:
-    """Reads what :func:`save_model` wrote.
+    """Reads what `save_model` wrote.
 
     Args:
         path: of the file.
@@ -88,7 +88,13 @@ def load_model(
             )
             config = HSTULayerConfig(**arguments.pop("config"))
             dtype = getattr(torch, arguments.pop("compute_dtype"))
-            model = RetrievalModel(**arguments, config=config, compute_dtype=compute_dtype or dtype)
+            l2_normalize = arguments.pop("l2_normalise")
+            model = RetrievalModel(
+                **arguments,
+                l2_normalize=l2_normalize,
+                config=config,
+                compute_dtype=compute_dtype or dtype,
+            )
             model.load_state_dict(state["model"])
         except Exception as error:  # torch.load raises errors of many classes for foreign files
             raise ValueError(

@@ -18,7 +18,7 @@ class Scalars:
     """Numbers by step, in event files of one directory.
 
     A run that was killed has written numbers of steps after its last checkpoint. The one that
-    continues it writes those steps again, and marks the place (``purge_step``) from which readers
+    continues it writes those steps again, and marks the place (`purge_step`) from which readers
     leave out what was there before.
 
     Args:
@@ -42,7 +42,7 @@ class Scalars:
             self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 
     def write(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """Adds a point to the curves ``group/name``."""
+        """Adds a point to the curves `group/name`."""
         if self._writer is None:
             return
         with naming(self._directory):
@@ -67,6 +67,6 @@ def _without_writers(
     show: Callable[[threading.ExceptHookArgs], object] = threading.excepthook,
 ) -> None:
     """Shows what ended a thread, unless it is one that writes TensorBoard's files: what that could
-    not write is raised by the next method of :class:`Scalars`."""
+    not write is raised by the next method of `Scalars`."""
     if type(failed.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         show(failed)

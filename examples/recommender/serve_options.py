@@ -1,5 +1,5 @@
 """The command line of the server. It imports neither torch nor numpy, so that wrong options and
-``--help`` are answered at once."""
+`--help` are answered at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 def number(
     least: float, most: float, kind: type[int] | type[float] = int
 ) -> Callable[[str], float]:
-    """A converter to numbers from ``least`` to ``most``, for ``add_argument(type=...)``."""
+    """A converter to numbers from `least` to `most`, for `add_argument(type=...)`."""
 
     def convert(text: str) -> float:
         value = math.nan
@@ -77,7 +77,7 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     """The options; exits where one is wrong, or names a file that is not there.
 
     Args:
-        documentation: of the program, for ``--help``.
+        documentation: of the program, for `--help`.
         arguments: None is the command line.
     """
     parser = Parser(prog="serve.py", description=documentation, formatter_class=Formatter)

@@ -11,7 +11,7 @@ __all__ = ["ServedRetrieval"]
 
 
 class ServedRetrieval:
-    """A :class:`hstu_attn.serving.CatalogueModel`: a trained model whose candidates are compared
+    """A `hstu_attn.serving.CatalogueModel`: a trained model whose candidates are compared
     with the state after a user's last event. Puts the model into evaluation mode.
 
     Args:
@@ -30,15 +30,15 @@ class ServedRetrieval:
         self.item_vectors = model.item_vectors().detach()
 
     def embed(self, rows: Rows) -> Tensor:
-        """``(total, embedding_dim)`` in the model's ``compute_dtype``."""
+        """`(total, embedding_dim)` in the model's `compute_dtype`."""
         model = self.model
         x = model.position.at(model.item_embedding(rows.items), rows.positions)
         return x.to(model.compute_dtype)
 
     def score(self, states: Tensor, candidates: Tensor) -> Tensor:
-        """Scores ``(n,)`` fp32 of candidates ``(n,)`` by states ``(n, embedding_dim)``."""
+        """Scores `(n,)` fp32 of candidates `(n,)` by states `(n, embedding_dim)`."""
         return (self.model.state_vectors(states) * self.item_vectors[candidates]).sum(dim=1)
 
     def score_catalogue(self, states: Tensor) -> Tensor:
-        """Scores ``(n, num_items)`` fp32 by states ``(n, embedding_dim)``."""
+        """Scores `(n, num_items)` fp32 by states `(n, embedding_dim)`."""
         return self.model.state_vectors(states) @ self.item_vectors.T

@@ -97,7 +97,7 @@ _RAB_ALIGNMENT = 8
 
 
 def install_as_hstu() -> None:
-    """Let `import hstu` and `import hstu.hstu_ops_gpu` find this module, in this process.
+    """Lets `import hstu` and `import hstu.hstu_ops_gpu` find this module, in this process.
 
     Code written for FBGEMM's `hstu` package then needs no edit: call this before it is imported.
 
@@ -224,7 +224,7 @@ def _is_fp8_argument(name: str) -> bool:
 
 
 def _kernel(name: str, function: Callable[..., _Outputs]) -> Callable[..., _Outputs]:
-    """`function`, which takes arguments by name, as a kernel of an operator."""
+    """Wraps `function`, which takes arguments by name, as a kernel of an operator."""
     declared = getattr(torch.ops.fbgemm, name).default._schema.arguments
     names = [argument.name.rstrip("_") for argument in declared]  # hstu_varlen_bwd_90 has `dq_`
     defaults = {n: a.default_value for n, a in zip(names, declared, strict=True)}

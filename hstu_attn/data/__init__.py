@@ -6,7 +6,7 @@
     batch = jagged_batch(log, windows.take(next(sampler)))
 
 Beside MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
-(`hstu_attn.data.kuairand`). ``BalancedBatchSampler`` divides batches among ranks by what they cost.
+(`hstu_attn.data.kuairand`). `BalancedBatchSampler` divides batches among ranks by what they cost.
 
 It needs numpy and tqdm beside torch: `pip install hstu_attn[data]`.
 """

@@ -8,7 +8,7 @@
   header, timestamps in milliseconds.
 
 Ids are text. They get whole numbers in the order of the text, and the log keeps the text:
-``EventLog.user_keys`` and ``item_keys``. The ids that are different are held in memory.
+`EventLog.user_keys` and `item_keys`. The ids that are different are held in memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AmazonLayout:
                 )
             )
         if not blocks:
-            raise ValueError(f"{source} must hold ratings, got none")
+            raise ValueError(f"{source}: expected ratings, got none")
         user, item, ratings, timestamps = (
             np.concatenate(column) for column in zip(*blocks, strict=True)
         )

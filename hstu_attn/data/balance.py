@@ -36,9 +36,11 @@ EXCHANGES_PER_RANK = 4
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """FLOPs of a sequence in an HSTU layer: ``per_row * L + per_pair * pairs(L)``, where pairs are
-    those of a row and a key that it sees: ``L (L + 1) / 2`` where attention is causal, ``L^2``
-    where it is not, and about ``L`` times ``max_attn_len`` where that is less.
+    """The FLOPs of a sequence in an HSTU layer.
+
+    They are `per_row * L + per_pair * pairs(L)` for a sequence of `L` rows. A pair is a row and a
+    key that the row sees: there are `L (L + 1) / 2` pairs in causal attention, `L^2` otherwise, and
+    about `L * max_attn_len` where that is less.
 
     Args:
         per_row: FLOPs of the linear layers for a row.
@@ -80,7 +82,7 @@ class AttentionCost:
         return (rows * (rows + 1) - unseen * (unseen + 1)) // 2
 
     def __call__(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The cost of sequences of these lengths, ``(n,)`` int64."""
+        """The cost of sequences of these lengths, `(n,)` int64."""
         return self.per_row * np.asarray(lengths, np.int64) + self.per_pair * self.pairs(lengths)
 
 
@@ -90,19 +92,19 @@ def balance(
     """Divides sequences among ranks so that the largest sum of costs is small.
 
     Costliest first, each sequence goes to the rank that has the least so far; that alone is at most
-    4/3 of the best division without ``equal_counts``. Then the most loaded rank gives a sequence to
+    4/3 of the best division without `equal_counts`. Then the most loaded rank gives a sequence to
     the least loaded, or exchanges one with it, as long as that helps and at most
-    ``4 * num_ranks`` times, each of which sorts what the two have. O(n log n) where lengths are
-    alike enough that each rank has about ``n / num_ranks`` sequences.
+    `4 * num_ranks` times, each of which sorts what the two have. O(n log n) where lengths are
+    alike enough that each rank has about `n / num_ranks` sequences.
 
     Args:
-        costs: ``(n,)`` integers, not negative.
+        costs: `(n,)` integers, not negative.
         num_ranks: how many parts.
         equal_counts: each rank has as many sequences as any other, or one more.
         seed: breaks ties. The same arguments give the same division everywhere.
 
     Returns:
-        ``num_ranks`` increasing arrays of indices into ``costs``.
+        `num_ranks` increasing arrays of indices into `costs`.
 
     Raises:
         ValueError: costs that are not integers or are negative, or no ranks.
@@ -110,14 +112,14 @@ def balance(
     costs = np.asarray(costs)
     if costs.ndim != 1 or not np.issubdtype(costs.dtype, np.integer):
         raise ValueError(
-            f"costs must be one-dimensional and of integers, got {costs.ndim} dimensions of "
+            f"costs: expected one dimension of integers, got {costs.ndim} dimensions of "
             f"{costs.dtype}"
         )
     if num_ranks <= 0:
-        raise ValueError(f"num_ranks must be positive, got {num_ranks}")
+        raise ValueError(f"num_ranks: expected a positive number, got {num_ranks}")
     if (costs < 0).any():
         row = int(np.argmax(costs < 0))
-        raise ValueError(f"costs must not be negative, got {costs[row]} in row {row}")
+        raise ValueError(f"costs: expected none negative, got {costs[row]} in row {row}")
     shuffled = np.random.default_rng(seed).permutation(len(costs))
     order = shuffled[np.argsort(-costs[shuffled].astype(np.int64), kind="stable")]
     parts, loads = _longest_first(order.tolist(), costs.tolist(), num_ranks, equal_counts)
@@ -169,7 +171,7 @@ def _exchange(
         back_costs = np.where(back >= 0, costs[back], 0)
         order = np.argsort(back_costs, kind="stable")
         back, back_costs = back[order], back_costs[order]
-        # The best difference of the two is half the gap: look at the neighbours of that.
+        # The best difference of the two is half the gap: look at the neighbors of that.
         place = np.searchsorted(back_costs, costs[given] - gap // 2)
         places = np.stack([(place - 1).clip(0), place.clip(max=len(back) - 1)])
         moved = costs[given] - back_costs[places]
@@ -188,10 +190,10 @@ def _exchange(
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """The sequences of one rank, batch by batch, for ``DataLoader(batch_sampler=...)``.
+    """The sequences of one rank, batch by batch, for `DataLoader(batch_sampler=...)`.
 
     Each epoch shuffles all sequences, cuts them into global batches and divides each of those among
-    the ranks by cost. Ranks need not talk to each other: they differ in ``rank`` alone. Every rank
+    the ranks by cost. Ranks need not talk to each other: they differ in `rank` alone. Every rank
     has as many batches as any other, and none is empty. The global batches are the same for every
     number of ranks: sequences at the end that are fewer than half a batch go into the batch before.
 
@@ -205,10 +207,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     NOTE: ranks have different numbers of sequences and rows. A loss that is a mean over rows is to
     be weighted by a rank's share of the global batch's rows before gradients are averaged, as
-    :func:`hstu_attn.distributed.global_mean` does.
+    `hstu_attn.distributed.global_mean` does.
 
     Args:
-        lengths: ``(n,)``, rows of each sequence, positive.
+        lengths: `(n,)`, rows of each sequence, positive.
         cost: of sequences by their lengths.
         global_batch_size: sequences of a batch over all ranks.
         num_ranks: how many ranks there are.
@@ -238,20 +240,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
     ) -> None:
         lengths = np.asarray(lengths)
         if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank must be from 0 to num_ranks - 1 = {num_ranks - 1}, got {rank}")
+            raise ValueError(f"rank: expected 0 to num_ranks - 1 = {num_ranks - 1}, got {rank}")
         if global_batch_size < num_ranks:
             raise ValueError(
-                f"global_batch_size must be at least num_ranks = {num_ranks}, "
+                f"global_batch_size: expected at least num_ranks = {num_ranks}, "
                 f"got {global_batch_size}"
             )
         fewest = global_batch_size if drop_last else num_ranks
         if len(lengths) < fewest:
             raise ValueError(
-                f"lengths must name at least {fewest} sequences for one batch, got {len(lengths)}"
+                f"lengths: expected at least {fewest} sequences for one batch, got {len(lengths)}"
             )
         if (lengths <= 0).any():
             row = int(np.argmax(lengths <= 0))
-            raise ValueError(f"lengths must be positive, got {lengths[row]} in row {row}")
+            raise ValueError(f"lengths: expected positive lengths, got {lengths[row]} in row {row}")
         self.costs = cost(lengths)
         self.global_batch_size = global_batch_size
         self.num_ranks = num_ranks
@@ -280,21 +282,23 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self.set_epoch(self.epoch + 1)
 
     def state_dict(self) -> SamplerState:
-        """The position: the epoch, and how many of its batches are done. It is the same on all
-        ranks, and good for any number of them."""
+        """Returns the position: the epoch, and how many of its batches are done.
+
+        The position is the same on all ranks, and can be loaded with any number of ranks.
+        """
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """The next iteration continues from this position of a sampler with the same sequences,
-        batch size, seed and options.
+        """Makes the next iteration continue from a position.
+
+        The position comes from a sampler with the same sequences, batch size, seed and options.
 
         Raises:
             ValueError: an epoch has fewer batches.
         """
         if not 0 <= state["batch"] < len(self):
             raise ValueError(
-                f"batch must be from 0 to {len(self) - 1}, the last of an epoch, "
-                f"got {state['batch']}"
+                f"batch: expected 0 to {len(self) - 1}, the last of an epoch, got {state['batch']}"
             )
         self.epoch, self.batch = state["epoch"], state["batch"]
 

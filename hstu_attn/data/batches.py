@@ -31,19 +31,20 @@ BATCHES_PER_POOL = 16
 
 @dataclass(frozen=True)
 class JaggedBatch:
-    """Packed sequences of events and what comes after each; sequence ``b`` owns the rows
-    ``seq_offsets[b] .. seq_offsets[b + 1]``.
+    """Packed sequences of events and the event that follows each of them.
+
+    Sequence `b` owns the rows `seq_offsets[b] .. seq_offsets[b + 1]`.
 
     Attributes:
-        users: ``(batch,)`` int64, indices into the log's users.
-        seq_offsets: ``(batch + 1,)`` int64.
-        items: ``(total,)`` int64, the events seen.
-        timestamps: ``(total,)`` int64, when they happened.
-        target_items: ``(total,)`` int64, the next event of each row.
-        target_timestamps: ``(total,)`` int64, when that happens: the time of the prediction.
-        actions: ``(total,)`` int64, what the user did about ``items``, as the bits of
-            :data:`~hstu_attn.data.kuairand.ACTIONS`; None where the log does not tell.
-        target_actions: ``(total,)`` int64, the same of ``target_items``: what a ranking model
+        users: `(batch,)` int64, indices into the log's users.
+        seq_offsets: `(batch + 1,)` int64.
+        items: `(total,)` int64, the events seen.
+        timestamps: `(total,)` int64, when they happened.
+        target_items: `(total,)` int64, the next event of each row.
+        target_timestamps: `(total,)` int64, when that happens: the time of the prediction.
+        actions: `(total,)` int64, what the user did about `items`, as the bits of
+            `hstu_attn.data.kuairand.ACTIONS`; None where the log does not tell.
+        target_actions: `(total,)` int64, the same of `target_items`: what a ranking model
             learns.
     """
 
@@ -91,7 +92,7 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
 
     Args:
         batch: the batch.
-        num_items: items are from 0 to ``num_items - 1``.
+        num_items: items are from 0 to `num_items - 1`.
 
     Raises:
         ValueError: naming the feature, the row, what was expected and what is there.
@@ -99,14 +100,16 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
     offsets, total = batch.seq_offsets, len(batch.items)
     if offsets.shape != (len(batch.users) + 1,):
         raise ValueError(
-            f"seq_offsets must be of shape ({len(batch.users) + 1},), one more than users, "
+            f"seq_offsets: expected shape ({len(batch.users) + 1},), one more than users, "
             f"got {tuple(offsets.shape)}"
         )
     steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    require_each(steps >= 0, "seq_offsets", offsets, "start from 0 and not decrease")
+    require_each(
+        steps >= 0, "seq_offsets", offsets, "offsets that start from 0 and do not decrease"
+    )
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
-            f"seq_offsets must start from 0 and end at the {total} rows of items, "
+            f"seq_offsets: expected values from 0 to the {total} rows of items, "
             f"got {int(offsets[0])} and {int(offsets[-1])}"
         )
     bits = 1 << len(ACTIONS)
@@ -122,26 +125,28 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
         if feature is None:
             continue
         if feature.shape != (total,):
-            raise ValueError(f"{name} must be of shape ({total},), got {tuple(feature.shape)}")
+            raise ValueError(f"{name}: expected shape ({total},), got {tuple(feature.shape)}")
         if limit is not None:
             good = (feature >= 0) & (feature < limit)
-            require_each(good, name, feature, f"be from 0 to {limit - 1}")
+            require_each(good, name, feature, f"0 to {limit - 1}")
     times = batch.timestamps
     same_sequence = torch.ones(total, dtype=torch.bool, device=times.device)
     starts = offsets[:-1]
     same_sequence[starts[starts < total]] = False
     forwards = torch.diff(times, prepend=times[:1]) >= 0
-    require_each(forwards | ~same_sequence, "timestamps", times, "not decrease within a sequence")
+    require_each(forwards | ~same_sequence, "timestamps", times, "no decrease within a sequence")
     later = batch.target_timestamps >= times
-    require_each(later, "target_timestamps", batch.target_timestamps, "not be before timestamps")
+    require_each(later, "target_timestamps", batch.target_timestamps, "none before timestamps")
 
 
 def require_each(good: Tensor, name: str, feature: Tensor, expected: str) -> None:
-    """Refuses a feature of a batch with a ValueError that names it and the first row where ``good``
-    is not true."""
+    """Raises a ValueError unless `good` is true in every row.
+
+    The message names the feature of the batch, the first row where `good` is false, and its value.
+    """
     if not good.all():
         row = int((~good).nonzero()[0])
-        raise ValueError(f"{name} must {expected}, got {int(feature[row])} in row {row}")
+        raise ValueError(f"{name}: expected {expected}, got {int(feature[row])} in row {row}")
 
 
 class SamplerState(TypedDict):
@@ -155,21 +160,23 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
     """Draws batches of sequences without end, each sequence once an epoch.
 
     Sequences are shuffled, sorted by length within pools of some batches, and cut where a batch
-    would exceed ``tokens_per_batch`` rows; then the batches are shuffled. So the sequences of a
+    would exceed `tokens_per_batch` rows; then the batches are shuffled. So the sequences of a
     batch are about as long as each other and each batch holds about the same number of rows. The
-    order depends on ``seed`` and the epoch alone.
+    order depends on `seed` and the epoch alone.
 
     Args:
-        lengths: ``(n,)``, rows of each sequence.
+        lengths: `(n,)`, rows of each sequence.
         tokens_per_batch: a batch has no more rows than this, but for a single longer sequence.
         seed: of the order.
     """
 
     def __init__(self, lengths: NDArray[np.int64], tokens_per_batch: int, seed: int) -> None:
         if not len(lengths):
-            raise ValueError("lengths must name at least one sequence, got none")
+            raise ValueError("lengths: expected at least one sequence, got none")
         if tokens_per_batch <= 0:
-            raise ValueError(f"tokens_per_batch must be positive, got {tokens_per_batch}")
+            raise ValueError(
+                f"tokens_per_batch: expected a positive number, got {tokens_per_batch}"
+            )
         self.lengths = lengths
         self.tokens_per_batch = tokens_per_batch
         self.seed = seed
@@ -210,7 +217,7 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
 def consecutive_batches(
     lengths: NDArray[np.int64], tokens_per_batch: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Batches of indices in order, each cut before it would exceed ``tokens_per_batch`` rows."""
+    """Batches of indices in order, each cut before it would exceed `tokens_per_batch` rows."""
     return _cut(np.arange(len(lengths)), lengths, tokens_per_batch)
 
 

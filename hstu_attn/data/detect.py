@@ -31,7 +31,7 @@ def source_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     for path in map(Path, given):
         files += kuairand_logs(path) if path.is_dir() else [path]
     if not files:
-        raise ValueError("the source must be at least one file, got none")
+        raise ValueError("source: expected at least one file, got none")
     return files
 
 
@@ -40,18 +40,18 @@ def detect_layout(source: Path, name: LayoutName | None = None) -> EventLayout:
 
     Args:
         source: the file.
-        name: one of :data:`LAYOUT_NAMES`; None is any of them.
+        name: one of `LAYOUT_NAMES`; None is any of them.
 
     Raises:
         ValueError: none of the layouts.
     """
     if name is not None and name not in LAYOUT_NAMES:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
     suffix = source.with_suffix("").suffix if source.suffix == ".gz" else source.suffix
     if name in (None, "movielens"):
         if suffix not in (".dat", ".csv"):
             raise ValueError(
-                f"the data file's name must end in .dat or .csv (or either and .gz), "
+                f"source: expected a name that ends in .dat or .csv (or either and .gz), "
                 f"got {str(source)!r}"
             )
         if suffix == ".dat":

@@ -34,21 +34,23 @@ LEAST_USER_EVENTS = 3  # one to learn from, one to validate on, one to test on
 
 
 class EventLog:
-    """The events of all users, memory-mapped. User ``u`` owns events
-    ``offsets[u] .. offsets[u + 1]``, oldest first; events of one second keep the file's order.
+    """The events of all users, memory-mapped.
+
+    User `u` owns the events `offsets[u] .. offsets[u + 1]`, oldest first. Events of the same second
+    keep the order of the file.
 
     Attributes:
-        user_ids: ``(num_users,)`` int64, the source's ids, increasing; where those are text, the
+        user_ids: `(num_users,)` int64, the source's ids, increasing; where those are text, the
             numbers from 0.
-        item_ids: ``(num_items,)`` int64, the same of items.
-        user_keys: ``(num_users,)``, the source's ids where they are text (ASCII), increasing;
+        item_ids: `(num_items,)` int64, the same of items.
+        user_keys: `(num_users,)`, the source's ids where they are text (ASCII), increasing;
             otherwise None.
-        item_keys: ``(num_items,)``, the same of items.
-        offsets: ``(num_users + 1,)`` int64.
-        items: ``(num_events,)`` int32, indices into ``item_ids``.
-        ratings: ``(num_events,)`` float32.
-        timestamps: ``(num_events,)`` int64, seconds.
-        columns: what else the layout tells of each event, by name, ``(num_events,)`` each.
+        item_keys: `(num_items,)`, the same of items.
+        offsets: `(num_users + 1,)` int64.
+        items: `(num_events,)` int32, indices into `item_ids`.
+        ratings: `(num_events,)` float32.
+        timestamps: `(num_events,)` int64, seconds.
+        columns: what else the layout tells of each event, by name, `(num_events,)` each.
         titles: one per item; its id where the source has no title.
         manifest: what was read, kept and refused, and the fingerprint.
         malformed_report: a file that lists every malformed line.
@@ -160,10 +162,10 @@ def open_event_log(
             * MovieLens `ratings.dat` or `ratings.csv`; titles are read from `movies.dat` or
               `movies.csv` beside it. Malformed lines are left out and reported.
             * Amazon reviews, ratings only, of 2018 or 2023
-              (:mod:`~hstu_attn.data.amazon`). A malformed line is an error.
+              (`hstu_attn.data.amazon`). A malformed line is an error.
             * KuaiRand's logs, one file or several, or the directory that holds them
-              (:mod:`~hstu_attn.data.kuairand`). A malformed line is an error.
-        cache_dir: where the preprocessed form goes; None is `hstu_cache` beside ``source``.
+              (`hstu_attn.data.kuairand`). A malformed line is an error.
+        cache_dir: where the preprocessed form goes; None is `hstu_cache` beside `source`.
         progress: shows a progress bar while reading.
         layout: "movielens", "amazon" or "kuairand"; None is told by the first line.
         only: keeps only the events with that action, for example "long_view", where the layout has
@@ -234,9 +236,9 @@ def _remove_stale(root: Path, sources: list[Path], fingerprint: dict[str, Any]) 
 def _keep_only(events: Events, only: str, layout: EventLayout) -> Events:
     """The events with an action."""
     if "actions" not in events.columns:
-        raise ValueError(f"only must be None for the layout {layout.name}, got {only!r}")
+        raise ValueError(f"only: expected None for the layout {layout.name}, got {only!r}")
     if only not in ACTIONS:
-        raise ValueError(f"only must be one of {', '.join(ACTIONS)}, got {only!r}")
+        raise ValueError(f"only: expected one of {', '.join(ACTIONS)}, got {only!r}")
     keep = (events.columns["actions"] >> ACTIONS.index(only) & 1).astype(bool)
     return replace(
         events,

@@ -5,15 +5,15 @@ Logs are `log_standard_*.csv` with a header, in one or more files whose lines be
 https://github.com/chongminggao/KuaiRand, arXiv 2208.08696). Columns are found by their names, and
 others are not looked at.
 
-``EventLog.columns`` holds, for each event:
+`EventLog.columns` holds, for each event:
 
-* ``actions``: uint8, a set of bits: bit ``ACTIONS.index(name)`` is the column of that name.
-  :func:`unpack_actions` makes labels of them.
-* ``play_time_ms``, ``duration_ms``: int32.
-* ``is_rand``, ``tab``: uint8, whether the video was exposed at random, and where.
+* `actions`: uint8, a set of bits: bit `ACTIONS.index(name)` is the column of that name.
+  `unpack_actions` makes labels of them.
+* `play_time_ms`, `duration_ms`: int32.
+* `is_rand`, `tab`: uint8, whether the video was exposed at random, and where.
 
-``EventLog.ratings`` is ``is_click``. Each line is a video that was shown, seen or not; a model that
-predicts what is watched next wants some of them: ``open_event_log(..., only="long_view")``.
+`EventLog.ratings` is `is_click`. Each line is a video that was shown, seen or not; a model that
+predicts what is watched next wants some of them: `open_event_log(..., only="long_view")`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ACTIONS = (
     *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
     "is_profile_enter",
 )
-"""What a user may do about a video, from the lowest bit of ``actions``."""
+"""What a user may do about a video, from the lowest bit of `actions`."""
 
 MOST_OF = {"play_time_ms": 2**31 - 1, "duration_ms": 2**31 - 1, "is_rand": 1, "tab": 255}
 """The other columns that are kept, and the largest number in each."""
 
 
 def unpack_actions(actions: Tensor) -> Tensor:
-    """Labels for training, ``(..., len(ACTIONS))`` float32 of zeros and ones."""
+    """Labels for training, `(..., len(ACTIONS))` float32 of zeros and ones."""
     bits = torch.arange(len(ACTIONS), device=actions.device)
     return (actions.long().unsqueeze(-1) >> bits & 1).float()
 
@@ -60,7 +60,7 @@ def kuairand_logs(directory: Path) -> list[Path]:
         logs = sorted([*place.glob("log_standard_*.csv"), *place.glob("log_standard_*.csv.gz")])
         if logs:
             return logs
-    raise ValueError(f"{directory} must hold KuaiRand's log_standard_*.csv, got none")
+    raise ValueError(f"{directory}: expected KuaiRand's log_standard_*.csv, got none")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class KuaiRandLayout:
                 for name, column in columns.items():
                     parts.setdefault(name, []).append(column)
         if not parts:
-            raise ValueError(f"{', '.join(map(str, sources))} must hold events, got none")
+            raise ValueError(f"{', '.join(map(str, sources))}: expected events, got none")
         whole = {name: np.concatenate(part) for name, part in parts.items()}
         users, items, timestamps = (whole.pop(name) for name in ("users", "items", "timestamps"))
         clicks = whole["actions"] >> ACTIONS.index("is_click") & 1

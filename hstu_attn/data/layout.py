@@ -49,10 +49,10 @@ class Events:
     """What a source holds, in its order: one element an event.
 
     Attributes:
-        users: int64, the source's ids, or indices into ``user_keys``.
-        items: int64, the source's ids, or indices into ``item_keys``.
+        users: int64, the source's ids, or indices into `user_keys`.
+        items: int64, the source's ids, or indices into `item_keys`.
         ratings: float32.
-        timestamps: int64, of which ``ticks_per_second`` make a second.
+        timestamps: int64, of which `ticks_per_second` make a second.
         user_keys: the source's ids where they are text, sorted.
         item_keys: the same of items.
         columns: what else the layout tells of each event, by name.
@@ -79,21 +79,21 @@ class EventLayout(Protocol):
         """Further files that the preprocessed log is made from."""
 
     def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
-        """All events; a malformed line goes to ``malformed`` or is a ``ValueError``."""
+        """All events; a malformed line goes to `malformed` or is a `ValueError`."""
 
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
-        """Titles by item id; malformed lines go to ``reject``."""
+        """Titles by item id; malformed lines go to `reject`."""
 
 
 class LineLayout(Protocol):
-    """A layout that is parsed line by line, by :func:`read_lines`."""
+    """A layout that is parsed line by line, by `read_lines`."""
 
     @property
     def header(self) -> bytes | None:
         """The first line of the file, or None where it has none."""
 
     def parse(self, line: bytes) -> Event:
-        """The event of a line without its line break, or a :class:`MalformedLineError`."""
+        """The event of a line without its line break, or a `MalformedLineError`."""
 
 
 def parse_natural_number(name: str, text: bytes) -> int:
@@ -104,7 +104,7 @@ def parse_natural_number(name: str, text: bytes) -> int:
     """
     if not text.isdigit() or len(text) > LONGEST_NATURAL_NUMBER:
         raise MalformedLineError(
-            f"{name} must be a number of at most {LONGEST_NATURAL_NUMBER} digits, "
+            f"{name}: expected a number of at most {LONGEST_NATURAL_NUMBER} digits, "
             f"got {shown(text)!r}"
         )
     return int(text)
@@ -128,8 +128,9 @@ def only_source(sources: Sequence[Path], layout: str) -> Path:
 
 @contextmanager
 def open_bytes(path: Path, progress: bool) -> Iterator[tuple[IO[bytes], Callable[[], object]]]:
-    """A file, unpacked where its name ends in .gz, and what to call now and then to move the
-    progress bar.
+    """Opens a file, and unpacks it where its name ends in .gz.
+
+    Yields the file and a function that moves the progress bar to what has been read so far.
 
     Raises:
         ValueError: a .gz file that is damaged or cut short.
@@ -153,7 +154,7 @@ def open_bytes(path: Path, progress: bool) -> Iterator[tuple[IO[bytes], Callable
             with gzip.open(raw, "rb") as unpacked:
                 yield cast("IO[bytes]", unpacked), moved
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} must be a whole gzip file, got: {error}") from error
+            raise ValueError(f"{path}: expected a whole gzip file, got: {error}") from error
 
 
 def read_lines(
@@ -196,7 +197,7 @@ class MalformedLines:
 
     Attributes:
         count: how many there were.
-        examples: the first ones, as ``path:line number: reason: text``.
+        examples: the first ones, as `path:line number: reason: text`.
     """
 
     def __init__(self, report: IO[str]) -> None:
@@ -205,7 +206,7 @@ class MalformedLines:
         self._report = report
 
     def reject(self, path: Path, number: int, line: bytes, reason: str) -> None:
-        """Records a line; this is a ``Reject``."""
+        """Records a line; this is a `Reject`."""
         entry = f"{path}:{number}: {reason}: {shown(line)!r}"
         self.count += 1
         if len(self.examples) < EXAMPLES_KEPT:

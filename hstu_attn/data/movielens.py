@@ -1,5 +1,7 @@
-"""The layouts in which MovieLens is published: `ratings.dat` and `movies.dat` (1M, 10M), with
-fields separated by `::`, and `ratings.csv` and `movies.csv` (20M, 25M, 32M, latest), with headers.
+"""The layouts in which MovieLens is published.
+
+The 1M and 10M sets are `ratings.dat` and `movies.dat`, with fields separated by `::`. The 20M, 25M,
+32M and latest sets are `ratings.csv` and `movies.csv`, with headers.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class MovieLensLayout:
             rating = float("nan")
         if not LOWEST_RATING <= rating <= HIGHEST_RATING:
             raise MalformedLineError(
-                f"rating must be a number from {LOWEST_RATING} to {HIGHEST_RATING}, "
+                f"rating: expected a number from {LOWEST_RATING} to {HIGHEST_RATING}, "
                 f"got {rating_text.decode(errors='backslashreplace')!r}"
             )
         return (
@@ -81,8 +83,10 @@ class MovieLensLayout:
         return [titles] if titles.is_file() else []
 
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
-        """Titles by item id, from the file beside ``source``; empty without one. Malformed lines
-        go to ``reject``."""
+        """Returns the titles by item id, from the file next to `source`; empty without one.
+
+        Malformed lines go to `reject`.
+        """
         titles: dict[int, str] = {}
         for path in self.companions(source):
             with path.open("rb") as file:

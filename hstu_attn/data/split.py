@@ -1,5 +1,7 @@
-"""Leave-one-out: of each user the last event is for testing, the one before it for validation, and
-the rest is for training."""
+"""Leave-one-out split of the events of each user.
+
+The last event is for testing, the one before it for validation, and the rest for training.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ HELD_OUT: dict[str, int] = {"validation": 2, "test": 1}
 
 @dataclass(frozen=True)
 class Windows:
-    """Runs of consecutive events of one user each. A run of n events makes a sequence of n - 1
-    rows: each of its events but the last is an input, and the event after it is its target.
+    """Runs of consecutive events of one user each.
+
+    A run of n events makes a sequence of n - 1 rows: each event but the last is an input, and the
+    event after it is its target.
 
     Attributes:
-        users: ``(n,)`` int64, whose events.
-        starts: ``(n,)`` int64, the first event of each run.
-        ends: ``(n,)`` int64, one past its last.
+        users: `(n,)` int64, whose events.
+        starts: `(n,)` int64, the first event of each run.
+        ends: `(n,)` int64, one past its last.
     """
 
     users: NDArray[np.int64]
@@ -37,7 +41,7 @@ class Windows:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Rows of each sequence, ``(n,)`` int64."""
+        """Rows of each sequence, `(n,)` int64."""
         return self.ends - self.starts - 1
 
     def take(self, indices: NDArray[np.int64]) -> Windows:
@@ -46,9 +50,11 @@ class Windows:
 
 
 def training_windows(log: EventLog, max_seq_len: int) -> Windows:
-    """All that may be trained on, in sequences of at most ``max_seq_len`` rows. A longer history is
-    cut from its recent end, so that only its oldest sequence is short; the target of each cut's
-    last row is the first input of the next."""
+    """Returns all training events, in sequences of at most `max_seq_len` rows.
+
+    A longer history is cut from its recent end, so only its oldest sequence is short. The target of
+    the last row of each cut is the first input of the next.
+    """
     limits = log.offsets[1:] - HELD_OUT["validation"]
     rows = np.maximum(limits - log.offsets[:-1] - 1, 0)
     pieces = -(-rows // max_seq_len)
@@ -62,8 +68,10 @@ def training_windows(log: EventLog, max_seq_len: int) -> Windows:
 def held_out_windows(
     log: EventLog, split: Literal["validation", "test"], max_seq_len: int
 ) -> Windows:
-    """One sequence per user whose last target is the event held out by ``split`` and whose inputs
-    are the at most ``max_seq_len`` events before that one."""
+    """Returns one sequence per user, whose last target is the event that `split` holds out.
+
+    Its inputs are the events before that one, at most `max_seq_len` of them.
+    """
     ends = log.offsets[1:] - HELD_OUT[split] + 1
     starts = np.maximum(ends - 1 - max_seq_len, log.offsets[:-1])
     return Windows(np.arange(log.num_users), starts, ends)

@@ -4,11 +4,11 @@ Its viewers behave like this, so that there is something to learn:
 
 * Films have one or two genres, a year, and a popularity that falls off as a power of their rank.
   Some belong to a series.
-* A viewer has a taste in genres and a favourite period. The taste drifts: towards what is watched,
+* A viewer has a taste in genres and a favorite period. The taste drifts: towards what is watched,
   and now and then to something new.
 * Viewing comes in sessions, days apart. A session has a genre, drawn from the taste or carried over
   from the last one, and wanders through the years of that genre, forwards or backwards at its own
-  pace, starting from about the favourite period. Each film is one of the session's genre from about
+  pace, starting from about the favorite period. Each film is one of the session's genre from about
   the year reached, the better known the likelier; or the sequel of the last; or just a popular one.
   No film is seen twice.
 """
@@ -139,8 +139,10 @@ def write_synthetic_movielens(
     mean_events: int = 90,
     seed: int = 0,
 ) -> Path:
-    """Writes `ratings.dat` and `movies.dat` into ``directory``, each under another name first and
-    `ratings.dat` last, so that an interrupted writer leaves no `ratings.dat`.
+    """Writes a made-up `ratings.dat` and `movies.dat` into `directory`.
+
+    Each file is written under another name first, and `ratings.dat` is renamed last, so an
+    interrupted writer leaves no `ratings.dat`.
 
     Args:
         directory: made if absent.
@@ -176,8 +178,10 @@ def write_synthetic_movielens(
 def synthetic_events(
     num_users: int, num_items: int, mean_events: int, seed: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """User, item, rating and timestamp of all events, user by user, oldest first; users and items
-    are numbers from 0. The arguments are those of :func:`write_synthetic_movielens`."""
+    """Returns user, item, rating and timestamp of all events, user by user, oldest first.
+
+    Users and items are numbers from 0. The arguments are those of `write_synthetic_movielens`.
+    """
     return _simulate(num_users, num_items, mean_events, seed)[1]
 
 
@@ -186,11 +190,11 @@ def _simulate(
 ) -> tuple[_Catalogue, Iterator[tuple[int, int, int, int]]]:
     if not 0 < num_items <= len(ADJECTIVES) * len(NOUNS):
         raise ValueError(
-            f"num_items must be from 1 to {len(ADJECTIVES) * len(NOUNS)}, got {num_items}"
+            f"num_items: expected 1 to {len(ADJECTIVES) * len(NOUNS)}, got {num_items}"
         )
     if not FEWEST_EVENTS <= mean_events <= num_items // 4:
         raise ValueError(
-            f"mean_events must be from {FEWEST_EVENTS} to a quarter of num_items = {num_items}, "
+            f"mean_events: expected {FEWEST_EVENTS} to a quarter of num_items = {num_items}, "
             f"got {mean_events}"
         )
     generator = random.Random(seed)

@@ -1,5 +1,7 @@
-"""Writes made-up data sets in the layouts of Amazon reviews and of KuaiRand's logs. Their users
-behave as those of :mod:`hstu_attn.data.synthetic`."""
+"""Made-up data sets in the layouts of Amazon reviews and of KuaiRand's logs.
+
+Their users behave like those of `hstu_attn.data.synthetic`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def write_synthetic_amazon(
     seed: int = 0,
     compress: bool = False,
 ) -> Path:
-    """Writes `Synthetic.csv` into ``directory``, whole or not at all.
+    """Writes `Synthetic.csv` into `directory`, whole or not at all.
 
     Args:
         directory: made if absent.
@@ -60,7 +62,7 @@ def write_synthetic_amazon(
         ValueError: another year, more items, or more events per user, than can be made.
     """
     if year not in (2018, 2023):
-        raise ValueError(f"year must be 2018 or 2023, got {year}")
+        raise ValueError(f"year: expected 2018 or 2023, got {year}")
     generator = random.Random(seed)
     user_length = {2018: 13, 2023: 26}[year]
     users = _different("A" if year == 2018 else "AE", user_length, num_users, generator)
@@ -100,10 +102,11 @@ def write_synthetic_kuairand(
     seed: int = 0,
     compress: bool = False,
 ) -> list[Path]:
-    """Writes the two logs `log_standard_4_08_to_4_21_synthetic.csv` and
-    `log_standard_4_22_to_5_08_synthetic.csv` into ``directory``, each whole or not at all. The
-    better liked a video, the longer it is played, and each user has a length of videos that they
-    are most patient with.
+    """Writes the two logs of a made-up KuaiRand data set into `directory`.
+
+    The logs are `log_standard_4_08_to_4_21_synthetic.csv` and
+    `log_standard_4_22_to_5_08_synthetic.csv`; each is written whole or not at all. A video that is
+    liked better is played longer, and each user has a video length that suits them best.
 
     Args:
         directory: made if absent.

@@ -1,6 +1,7 @@
-"""Tables of text with fields separated by commas, some megabytes at a time: each column of a block
-is checked and converted by array operations, and a field that does not follow its layout is a
-``ValueError`` that names file, line, column, what was expected and what is there.
+"""Tables of text with comma-separated fields, read in blocks of some megabytes.
+
+Each column of a block is checked and converted by array operations. A field that does not follow
+its layout raises a `ValueError` that names the file, line, column, expectation and value.
 
 Fields are not quoted in the tables that are read here; a quote is a malformed field.
 """
@@ -36,8 +37,8 @@ class Block:
         first_line: the number of the first line, from 1.
         names: of the columns.
         data: the bytes of the lines.
-        starts: ``(lines, columns)``, where each field begins in ``data``.
-        stops: ``(lines, columns)``, one past its end.
+        starts: `(lines, columns)`, where each field begins in `data`.
+        stops: `(lines, columns)`, one past its end.
     """
 
     path: Path
@@ -56,7 +57,7 @@ class Block:
         """A column of whole numbers.
 
         Raises:
-            ValueError: a field that is something else, or is not from ``least`` to ``most``.
+            ValueError: a field that is something else, or is not from `least` to `most`.
         """
         starts, lengths = self._fields(name)
         bad = (lengths < 1) | (lengths > LONGEST_NATURAL_NUMBER)
@@ -90,7 +91,7 @@ class Block:
         """A column of decimal numbers of which few are different.
 
         Raises:
-            ValueError: a field that is something else, or is not from ``least`` to ``most``.
+            ValueError: a field that is something else, or is not from `least` to `most`.
         """
         texts, places = np.unique(self.keys(name), return_inverse=True)
         numbers = np.array([float(t) if DECIMAL.fullmatch(t) else np.nan for t in texts.tolist()])
@@ -99,12 +100,12 @@ class Block:
         return numbers.astype(np.float32)[places]
 
     def refuse(self, row: int, name: str, expected: str) -> NoReturn:
-        """Raises the ``ValueError`` of a malformed field."""
+        """Raises the `ValueError` of a malformed field."""
         column = self.names.index(name)
         text = self.data[self.starts[row, column] : self.stops[row, column]].tobytes()
         raise ValueError(
-            f"{self.path}:{self.first_line + row}: column {column + 1}, {name}, "
-            f"must be {expected}, got {shown(text)!r}"
+            f"{self.path}:{self.first_line + row}: column {column + 1}, {name}: "
+            f"expected {expected}, got {shown(text)!r}"
         )
 
     def _require(self, good: NDArray[np.bool_], name: str, expected: str) -> None:
@@ -201,8 +202,10 @@ class KeyIndex:
         return np.array(numbers, np.int64)[places]
 
     def sorted(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
-        """All keys, sorted, and for each of the numbers the place of its key among them; so that
-        they do not depend on the order of the lines."""
+        """Returns all keys, sorted, and for each number the index of its key among them.
+
+        The indices do not depend on the order of the lines.
+        """
         keys = np.array(list(self._number_of), dtype=np.bytes_)
         order = np.argsort(keys)
         place = np.empty(len(order), np.int64)

@@ -1,4 +1,4 @@
-"""Training on many GPUs: a process per GPU, ranks joined by ``torch.distributed``.
+"""Training on many GPUs: a process per GPU, ranks joined by `torch.distributed`.
 
     launch              starting the ranks' processes, and failing together
     embedding           embedding tables whose rows are divided among the ranks

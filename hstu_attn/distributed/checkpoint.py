@@ -5,8 +5,8 @@
     ...
     checkpoints.save(step, model, optimizer, sampler=sampler)
 
-`directory/step-000000001000/` is a checkpoint by ``torch.distributed.checkpoint`` (the model with
-its divided tables, and the optimisers' state, each rank writing what it owns), beside `run.pt` (the
+`directory/step-000000001000/` is a checkpoint by `torch.distributed.checkpoint` (the model with
+its divided tables, and the optimizers' state, each rank writing what it owns), beside `run.pt` (the
 step, and the position of whatever else is given) and `rank-00000.pt` .. (each rank's random
 generators). It is written under another name and gets its own when it is whole on the disk, so that
 a kill at any moment leaves the last whole one. All ranks see one directory, on machines apart by a
@@ -46,12 +46,12 @@ __all__ = ["Checkpoints"]
 # "replaced" is a whole checkpoint too: see _publish.
 _NAME = re.compile(r"step-(\d{12})(\.replaced)?")
 
-# State by the name of its parameter, so that optimisers may group parameters otherwise.
+# State by the name of its parameter, so that optimizers may group parameters otherwise.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class HasState(Protocol):
-    """What is saved and loaded by a state, as a sampler or a scheduler."""
+    """An object that is saved and loaded by its state, for example a sampler or a scheduler."""
 
     def state_dict(self) -> Mapping[str, object]: ...
 
@@ -59,8 +59,10 @@ class HasState(Protocol):
 
 
 class Checkpoints:
-    """The newest checkpoints of a run. All ranks of the default process group, or one process
-    without any, make and call it together.
+    """The newest checkpoints of a run.
+
+    All ranks of the default process group construct and call it together. One process without a
+    group may use it, too.
 
     Args:
         directory: holds them; made if absent.
@@ -73,7 +75,7 @@ class Checkpoints:
         self, directory: Path | str, *, keep: int = 2, group: dist.ProcessGroup | None = None
     ) -> None:
         if keep <= 0:
-            raise ValueError(f"keep must be a positive number, got {keep}")
+            raise ValueError(f"keep: expected a positive number, got {keep}")
         self.directory = Path(directory)
         self.keep = keep
         self.group = group
@@ -94,10 +96,10 @@ class Checkpoints:
         """Saves a checkpoint of the step, in the place of one that is there.
 
         Args:
-            step: how many steps of the optimisers are done.
-            model: plain, or made by :func:`hstu_attn.distributed.parallelize`.
+            step: how many steps of the optimizers are done.
+            model: plain, or made by `hstu_attn.distributed.parallelize`.
             optimizers: of the model's parameters. Those of torchrec's tables are saved with them.
-            others: what has ``state_dict`` and ``load_state_dict``, as a sampler or a scheduler;
+            others: what has `state_dict` and `load_state_dict`, as a sampler or a scheduler;
                 the states are small, of tensors and plain Python values, and the same on all ranks,
                 of which the first one's are written.
 
@@ -105,7 +107,7 @@ class Checkpoints:
             Where it is.
         """
         if not 0 <= step < 10**12:
-            raise ValueError(f"step must be from 0 to 10^12 - 1, got {step}")
+            raise ValueError(f"step: expected 0 to 10^12 - 1, got {step}")
         final = self.directory / f"step-{step:012d}"
         temporary = final.with_suffix(".writing")
         if self.rank == 0:
@@ -137,22 +139,24 @@ class Checkpoints:
         step: int | None = None,
         **others: HasState,
     ) -> int | None:
-        """Loads a checkpoint of the same model, which may have been saved on another number of
-        ranks or under another strategy. A rank takes up its random generators; one that was not
-        there when it was saved keeps its own.
+        """Loads a checkpoint of the same model.
+
+        It may have been saved on another number of ranks or under another strategy. Each rank
+        restores its random generators; a rank that did not exist when the checkpoint was saved
+        keeps its own.
 
         Args:
-            model: as in :meth:`save`; loaded in place.
-            optimizers: as in :meth:`save`.
+            model: as in `save`; loaded in place.
+            optimizers: as in `save`.
             step: which one; None is the newest.
             others: some of those that were saved, by the same names. They are loaded first, so that
                 one may refuse the checkpoint of another run by an error before anything else is.
 
         Returns:
-            The step; None where ``step`` is None and there is no checkpoint.
+            The step; None where `step` is None and there is no checkpoint.
 
         Raises:
-            ValueError: there is none of ``step``, or it lacks something of ``others``.
+            ValueError: there is none of `step`, or it lacks something of `others`.
             RuntimeError: another rank cannot read what this one can.
         """
         found = {number: path.name for number, path in self._found().items()}
@@ -164,13 +168,13 @@ class Checkpoints:
             return None
         wanted = max(found) if step is None else step
         if wanted not in found:
-            raise ValueError(f"step must be one of {sorted(found)}, got {wanted}")
+            raise ValueError(f"step: expected one of {sorted(found)}, got {wanted}")
         path = self.directory / found[wanted]
         run, generators, saved = self._read_together(path)
         missing = others.keys() - run["others"].keys()
         if missing:
             raise ValueError(
-                f"others must be among {sorted(run['others'])}, which {path} has, "
+                f"others: expected names among {sorted(run['others'])}, which {path} has, "
                 f"got {sorted(missing)}"
             )
         for name, other in others.items():
@@ -209,8 +213,12 @@ class Checkpoints:
     def _read_together(
         self, path: Path
     ) -> tuple[dict[str, Any], dict[str, Any] | None, Collection[str]]:
-        """What `run.pt` has, this rank's random generators, and the names of the tensors. Where one
-        rank fails all do, before any of them changes anything or waits for the others."""
+        """Returns the content of `run.pt`, this rank's random generators and the names of tensors.
+
+        If one rank fails then all do, before any of them changes anything or waits for the others.
+
+        If one rank fails then all do, before any of them changes anything or waits for the others.
+        """
         of_rank = path / f"rank-{self.rank:05d}.pt"
         error: Exception | None = None
         try:
@@ -228,7 +236,9 @@ class Checkpoints:
             raise error
         said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
         if said:
-            raise RuntimeError(f"{path} must be readable on all ranks, got {'; '.join(said)}")
+            raise RuntimeError(
+                f"{path}: expected a checkpoint that all ranks can read, got {'; '.join(said)}"
+            )
         return run, generators, saved
 
     def _found(self) -> dict[int, Path]:
@@ -239,7 +249,7 @@ class Checkpoints:
         return result
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        """Gives a checkpoint that is whole its name, and removes what it makes superfluous."""
+        """Renames a complete checkpoint to its final name, and removes those no longer kept."""
         _sync_directory(temporary)
         replaced = final.with_suffix(".replaced")
         if final.exists():
@@ -283,7 +293,7 @@ def _state_of(
 def _state_to_save(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> dict[str, dict[str, Any]]:
-    """The state, without what torch makes for optimisers that have not made a step to have one."""
+    """Returns the state without what torch makes up for optimizers that have made no step."""
     stepped = [set(optimizer.state) for optimizer in _as_list(optimizers)]
     state = _state_of(model, optimizers)
     made = set()
@@ -301,19 +311,19 @@ def _state_to_save(
 
 
 def _without_state(wanted: Iterable[str], saved: Collection[str]) -> list[str]:
-    """Of the keys of optimisers' states, those of parameters that have none in a checkpoint."""
+    """Selects the keys of optimizer state whose parameters have no state in a checkpoint."""
     prefix = "optimizers."
     have = {_parameter_of(key.removeprefix(prefix)) for key in saved if key.startswith(prefix)}
     return [key for key in wanted if key.startswith("state.") and _parameter_of(key) not in have]
 
 
 def _parameter_of(key: str) -> str:
-    """The parameter whose state, "state.PARAMETER.NAME", a key names; "" of another key."""
+    """Returns PARAMETER of a key "state.PARAMETER.NAME", and "" for any other key."""
     return key.removeprefix("state.").rpartition(".")[0] if key.startswith("state.") else ""
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By the names of checkpoints, which do without those of wrappers."""
+    """Returns the parameters by their names in a checkpoint, without the names of wrappers."""
     return {
         name.removeprefix("module.").replace("_orig_mod.", ""): parameter
         for name, parameter in model.named_parameters()
@@ -325,7 +335,7 @@ def _as_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _fused_optimizers(model: nn.Module) -> dict[str, Any]:
-    """Those of torchrec's tables by the names of the tables."""
+    """Returns the optimizers of torchrec's tables by the names of the tables."""
     return {
         name.removeprefix("module."): module.fused_optimizer
         for name, module in model.named_modules()
@@ -375,7 +385,7 @@ def _sync_directory(path: Path) -> None:
 
 @contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """Without torch's warning that a process saves by itself, where that is so."""
+    """Silences torch's warning that a process without a group saves alone."""
     with warnings.catch_warnings():
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -229,8 +229,12 @@ class ContextBatch:
         return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, factors))
 
     def shift(self, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
-        """Starts to send a tensor to the next rank of the ring and to receive the last one's, which
-        is as large."""
+        """Starts to send a tensor to the next rank of the ring and to receive the previous rank's.
+
+        Both tensors have the same size.
+
+        Both tensors have the same size.
+        """
         if outgoing.numel() == 0:
             return []
         following, preceding = (self._global_rank(self.rank + step) for step in (1, -1))
@@ -286,8 +290,9 @@ def context_parallel_attention(
     scaling_seqlen: int = -1,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """One call of `ContextBatch.attention`, which serves several layers with one look at the
-    offsets.
+    """Constructs a `ContextBatch` and calls its `attention` once.
+
+    Several layers should share one `ContextBatch` instead, which reads the offsets only once.
 
     Args:
         q: `(local rows, heads, D)`: the rows that `shard_rows` gives this rank.
@@ -435,8 +440,11 @@ class _Calls:
         return _Call(_Keys.SHARD, self.batch.offsets, self.slot_offsets, most, most, mask)
 
     def _causal(self, source: int, mask: Mask) -> list[_Call]:
-        """Of the chunks of one sequence, in their order: first of the lower rank, first of the
-        higher, second of the higher, second of the lower."""
+        """Returns the calls for the chunks of one sequence, in their order.
+
+        The order is: first chunk of the lower rank, first of the higher, second of the higher,
+        second of the lower.
+        """
         if source == self.batch.rank:
             offsets, most = self.batch.offsets, 2 * self.max_chunk
             return [_Call(_Keys.OWN, offsets, offsets, most, most, mask)]
@@ -449,8 +457,10 @@ class _Calls:
         return [_Call(_Keys.SHARD, rows, slots, most, 2 * most, Mask.full(), self.second_rows)]
 
     def _by_chunk(self, source: int, mask: Mask) -> list[Mask]:
-        """What rows see of each of a shard's two chunks: two intervals at most, where they see two
-        intervals of the sequence."""
+        """Returns what rows see of each of the two chunks of a shard.
+
+        Rows that see two intervals of the sequence see at most two intervals of a chunk.
+        """
         zero = torch.zeros_like(self.slot_lengths)
         chunks = ((source, zero), (2 * self.batch.world - 1 - source, self.slot_lengths))
         parts = []
@@ -481,8 +491,10 @@ def _wait(transfers: list[dist.Work]) -> None:
 
 
 def _ring(batch: ContextBatch, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's shard in turn, this one's first, each with the rank it is of. While one is used
-    the next is on its way."""
+    """Yields every rank's shard in turn, this rank's first, each with the number of its rank.
+
+    While one shard is used, the next is being received.
+    """
     for step in range(batch.world):
         is_last = step == batch.world - 1
         incoming = shard if is_last else torch.empty_like(shard)

@@ -49,8 +49,11 @@ class Shard:
         return cls(rank, bounds, first, second, to_offsets(first + second))
 
     def locate(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each of `count` local rows: its sequence, its number among the local rows of that, and
-        whether it is in the second chunk."""
+        """Locates each of `count` local rows.
+
+        Returns the sequence of each row, its number among the local rows of that sequence, and
+        whether it is in the second chunk.
+        """
         sequence, number = locate_rows(self.offsets, count)
         return sequence, number, number >= self.first[sequence]
 

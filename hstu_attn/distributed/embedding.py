@@ -3,18 +3,18 @@
     items = ShardedEmbedding("item", 10_000_000, 512, mesh=mesh, seed=0)
     rows = items(item_ids)                          # (total, 512), as of one table
 
-Rank ``r`` of ``n`` owns the rows ``r * ceil(rows / n) ..``; the parameter is a ``DTensor`` with
-``Shard(0)``, so that ``torch.distributed.checkpoint`` and torch's optimisers know what it is. A
+Rank `r` of `n` owns the rows `r * ceil(rows / n) ..`; the parameter is a `DTensor` with
+`Shard(0)`, so that `torch.distributed.checkpoint` and torch's optimizers know what it is. A
 lookup sends ids to their owners, and rows come back; the backward pass sends the rows' gradients to
 the owners.
 
 Ids are sent once however often a batch has them. That costs nothing beside the exchange itself:
 ids are to be grouped by owner anyway, which is a sort, and the owners need to know on the host how
-many come, so that one copy to the host is there anyway. :meth:`ShardedEmbedding.route` does this
+many come, so that one copy to the host is there anyway. `ShardedEmbedding.route` does this
 part, which depends on ids alone, ahead of time.
 
-Gradients are the mean over ranks of what each rank's loss asks for, as ``DistributedDataParallel``
-and ``fully_shard`` have it. With the loss of :func:`hstu_attn.distributed.parallel.global_mean` on
+Gradients are the mean over ranks of what each rank's loss asks for, as `DistributedDataParallel`
+and `fully_shard` have it. With the loss of `hstu_attn.distributed.parallel.global_mean` on
 every rank that is the gradient of the mean over the global batch.
 """
 
@@ -40,10 +40,10 @@ ROWS_PER_BLOCK = 4096
 
 @dataclass(frozen=True)
 class RoutedIds:
-    """Where the rows of a lookup come from; made by :meth:`ShardedEmbedding.route`.
+    """Where the rows of a lookup come from; made by `ShardedEmbedding.route`.
 
     Attributes:
-        owned: ``(received,)`` int64, the rows of this rank's part that ranks ask for, by rank.
+        owned: `(received,)` int64, the rows of this rank's part that ranks ask for, by rank.
         inverse: the shape of the ids, int64: for each the number of its row among the different
             rows that come back.
         sent: how many ids went to each rank.
@@ -57,12 +57,12 @@ class RoutedIds:
 
 
 class ShardedEmbedding(nn.Module):
-    """``num_embeddings`` rows of width ``embedding_dim``, divided among the ranks of a mesh.
+    """`num_embeddings` rows of width `embedding_dim`, divided among the ranks of a mesh.
 
-    Initial rows are normal with deviation ``std`` and depend on ``name``, ``seed`` and the kind of
+    Initial rows are normal with deviation `std` and depend on `name`, `seed` and the kind of
     device, not on the number of ranks.
 
-    NOTE: the gradient is dense in the rows that a rank owns, as that of ``nn.Embedding``.
+    NOTE: the gradient is dense in the rows that a rank owns, as that of `nn.Embedding`.
 
     Args:
         name: of the feature; errors name it.
@@ -96,9 +96,9 @@ class ShardedEmbedding(nn.Module):
         super().__init__()
         for label, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
             if size <= 0:
-                raise ValueError(f"{label} must be a positive number, got {size}")
+                raise ValueError(f"{label}: expected a positive number, got {size}")
         if mesh is not None and mesh.ndim != 1:
-            raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: {mesh}")
+            raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}: {mesh}")
         self.name = name
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -149,36 +149,39 @@ class ShardedEmbedding(nn.Module):
 
     @torch.no_grad()
     def copy_table(self, table: Tensor) -> None:
-        """Takes the rows of ``table``, ``(num_embeddings, embedding_dim)``, the same on each rank.
+        """Takes the rows of `table`, `(num_embeddings, embedding_dim)`, the same on each rank.
 
         Raises:
             ValueError: for another shape.
         """
         if table.shape != self.weight.shape:
             raise ValueError(
-                f"table must have shape {tuple(self.weight.shape)}, got {tuple(table.shape)}"
+                f"table: expected shape {tuple(self.weight.shape)}, got {tuple(table.shape)}"
             )
         self.local_weight().copy_(table[self.first_row : self.end_row])
 
     def local_weight(self) -> Tensor:
-        """The rows of this rank, ``(owned, embedding_dim)``; their gradients reach the
-        parameter."""
+        """Returns the rows of this rank, `(owned, embedding_dim)`.
+
+        Their gradients reach the parameter.
+        """
         weight: Tensor = self.weight
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
     def forward(self, ids: Tensor | RoutedIds) -> Tensor:
-        """Looks rows up. Each rank has ids of its own and all ranks are to call this together, also
-        one that has no ids.
+        """Looks rows up.
+
+        Each rank has its own ids. All ranks call this together, including one without ids.
 
         Args:
-            ids: int32 or int64 of any shape, or what :meth:`route` returned for them.
+            ids: int32 or int64 of any shape, or what `route` returned for them.
 
         Returns:
-            The shape of the ids with ``embedding_dim`` behind it, in ``output_dtype``.
+            The shape of the ids with `embedding_dim` behind it, in `output_dtype`.
 
         Raises:
             ValueError: ids that are not integers, or on every rank if an id of any rank is not from
-                0 to ``num_embeddings - 1``.
+                0 to `num_embeddings - 1`.
         """
         routed = ids if isinstance(ids, RoutedIds) else self.route(ids)
         rows = F.embedding(routed.owned, self.local_weight())
@@ -194,19 +197,21 @@ class ShardedEmbedding(nn.Module):
 
     @torch.no_grad()
     def route(self, ids: Tensor) -> RoutedIds:
-        """The part of a lookup that depends on ids alone, all ranks together. It may be done while
-        an earlier step is computed. It copies to the host: on a GPU the host waits for it.
+        """Computes the part of a lookup that depends on ids alone; all ranks call it together.
 
-        Arguments and errors are those of :meth:`forward`.
+        It may run while an earlier step is computed. It copies to the host, so on a GPU the host
+        waits for it.
+
+        Arguments and errors are those of `forward`.
         """
         if ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{self.name} ids must be int32 or int64, got {ids.dtype}")
+            raise ValueError(f"{self.name} ids: expected int32 or int64, got {ids.dtype}")
         ids = ids.long()
         if self.num_ranks == 1:
             check_range({self.name: ids}, {self.name: self.num_embeddings})
             return RoutedIds(ids, ids, [], [])
         distinct, inverse = torch.unique(ids, return_inverse=True)
-        # The distinct ids are in order, so those of an owner are neighbours.
+        # The distinct ids are in order, so those of an owner are neighbors.
         places = torch.searchsorted(distinct, self._bounds)
         outside = (places[0] > 0) | (places[-1] < len(distinct))
         sent = torch.where(outside, -1, places.diff())
@@ -218,7 +223,7 @@ class ShardedEmbedding(nn.Module):
             check_range({self.name: ids}, {self.name: self.num_embeddings})
         if min(received_counts) < 0:
             raise ValueError(
-                f"{self.name} ids must be from 0 to {self.num_embeddings - 1}, which they are not "
+                f"{self.name} ids: expected 0 to {self.num_embeddings - 1}, which they are not "
                 f"on rank {received_counts.index(-1)} of the mesh"
             )
         owned = distinct.new_empty(sum(received_counts))
@@ -233,12 +238,12 @@ class ShardedEmbedding(nn.Module):
 
 
 class ShardedEmbeddings(nn.Module):
-    """A :class:`ShardedEmbedding` for each feature.
+    """A `ShardedEmbedding` for each feature.
 
     Args:
         tables: by feature, its number of rows and their width.
-        mesh: as in :class:`ShardedEmbedding`.
-        options: further arguments of every :class:`ShardedEmbedding`.
+        mesh: as in `ShardedEmbedding`.
+        options: further arguments of every `ShardedEmbedding`.
     """
 
     def __init__(
@@ -250,8 +255,10 @@ class ShardedEmbeddings(nn.Module):
         )
 
     def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of each feature's ids, as :meth:`ShardedEmbedding.forward` returns them. All
-        ranks are to name the same features in the same order."""
+        """Returns the rows of each feature's ids, as `ShardedEmbedding.forward` does.
+
+        All ranks name the same features in the same order.
+        """
         return {name: self.tables[name](feature) for name, feature in ids.items()}
 
 
@@ -270,14 +277,16 @@ def check_range(ids: Mapping[str, Tensor], num_embeddings: Mapping[str, int]) ->
         if smallest < 0 or largest >= rows:
             row = int(((feature < 0) | (feature >= rows)).flatten().nonzero()[0])
             raise ValueError(
-                f"{name} ids must be from 0 to {rows - 1}, "
+                f"{name} ids: expected 0 to {rows - 1}, "
                 f"got {int(feature.flatten()[row])} in row {row}"
             )
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks that want them; in the backward pass the mean over ranks of their
-    gradients, back to where they came from."""
+    """Sends rows to the ranks that look them up.
+
+    The backward pass sends the mean over ranks of their gradients back to the owners of the rows.
+    """
 
     @staticmethod
     def forward(
@@ -303,7 +312,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank in a mesh; of several GPUs the current one."""
+    """Returns the device of this rank in a mesh; on a machine with several GPUs the current one."""
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)

@@ -10,7 +10,7 @@
 
 A rank that fails ends the run: its error is written where torchrun finds and shows it, and torchrun
 ends the other ranks, which may be waiting for it. A rank that hangs without failing is found after
-``timeout``, by the first collective that waits for it.
+`timeout`, by the first collective that waits for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class World:
         local_rank: its number among those of its machine.
         num_ranks: how many there are.
         device: its GPU, or the CPU.
-        mesh: all ranks, one-dimensional, ``"data"``; None in a process that torchrun did not start.
+        mesh: all ranks, one-dimensional, `"data"`; None in a process that torchrun did not start.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class World:
 
 
 class RunStopped(RuntimeError):
-    """Raised on every rank by :func:`stop_together`."""
+    """Raised on every rank by `stop_together`."""
 
 
 def run(
@@ -63,16 +63,16 @@ def run(
     device_type: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> T:
-    """Runs ``main`` as the rank that torchrun's environment tells, or as the only one without it.
+    """Runs `main` as the rank that torchrun's environment tells, or as the only one without it.
 
     Args:
         main: the program.
-        device_type: ``"cuda"`` or ``"cpu"``; None is CUDA where there is any. Collectives go by
+        device_type: `"cuda"` or `"cpu"`; None is CUDA where there is any. Collectives go by
             NCCL between GPUs and by gloo between CPUs, which a run on GPUs has too.
         timeout: a collective that waits longer than this for another rank is an error.
 
     Returns:
-        What ``main`` returns.
+        What `main` returns.
 
     Raises:
         ValueError: an unknown device type, or fewer GPUs than ranks on this machine.
@@ -84,14 +84,14 @@ def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type not in ("cuda", "cpu"):
-        raise ValueError(f"device_type must be 'cuda' or 'cpu', got {device_type!r}")
+        raise ValueError(f"device_type: expected 'cuda' or 'cpu', got {device_type!r}")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(device_type)
     if device_type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
-                f"the ranks of a machine must be at most its GPUs, which are "
-                f"{torch.cuda.device_count()}, got the local rank {local_rank}"
+                f"LOCAL_RANK: expected less than the number of GPUs, "
+                f"{torch.cuda.device_count()}, got {local_rank}"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

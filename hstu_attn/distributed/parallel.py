@@ -9,10 +9,10 @@
     optimizer.step()
 
 A step is the same on any number of ranks, up to the rounding of sums, if they have the same global
-batch: gradients of all parameters are means over ranks, and :func:`global_mean` makes that the
+batch: gradients of all parameters are means over ranks, and `global_mean` makes that the
 gradient of the mean over the global batch however unevenly ranks share it.
 
-Tables of :class:`~hstu_attn.distributed.embedding.ShardedEmbedding` are divided already and are
+Tables of `hstu_attn.distributed.embedding.ShardedEmbedding` are divided already and are
 left as they are.
 """
 
@@ -46,36 +46,36 @@ def parallelize(
     ignored_modules: Collection[nn.Module] = (),
     find_unused_parameters: bool = False,
 ) -> nn.Module:
-    """Makes gradients of all parameters means over the ranks of ``mesh``.
+    """Makes gradients of all parameters means over the ranks of `mesh`.
 
-    Parameters stay in their dtype, so that fp32 ones are the optimiser's master weights in either
-    strategy. With ``compute_dtype`` each :class:`~hstu_attn.layer.HSTULayer` casts what it is given
-    to it and computes in it: under ``"ddp"`` the layer casts its parameters where it uses them;
-    under ``"fsdp2"`` they are cast before they are gathered, which halves what is sent, and
+    Parameters stay in their dtype, so that fp32 ones are the optimizer's master weights in either
+    strategy. With `compute_dtype` each `hstu_attn.layer.HSTULayer` casts what it is given
+    to it and computes in it: under `"ddp"` the layer casts its parameters where it uses them;
+    under `"fsdp2"` they are cast before they are gathered, which halves what is sent, and
     gradients are reduced in fp32. Other modules compute in the dtype of their parameters.
 
     Args:
         model: on its device already. All ranks get the parameters and buffers of the first.
-        mesh: one-dimensional. None, or a mesh of one rank, only sets ``compute_dtype``.
-        strategy: ``"ddp"`` keeps all parameters on every rank and reduces gradients;
-            ``"fsdp2"`` divides parameters, gradients and optimiser state of each layer, and those
+        mesh: one-dimensional. None, or a mesh of one rank, only sets `compute_dtype`.
+        strategy: `"ddp"` keeps all parameters on every rank and reduces gradients;
+            `"fsdp2"` divides parameters, gradients and optimizer state of each layer, and those
             of the rest of the model, among the ranks.
         compute_dtype: of the HSTU layers; None is that of what they are given.
         ignored_modules: modules inside the model that look after their gradients themselves, beside
-            ``ShardedEmbedding``.
-        find_unused_parameters: under ``"ddp"``, allows parameters that a step does not use on this
-            rank. Under ``"fsdp2"`` all ranks are to use the same ones in a step.
+            `ShardedEmbedding`.
+        find_unused_parameters: under `"ddp"`, allows parameters that a step does not use on this
+            rank. Under `"fsdp2"` all ranks are to use the same ones in a step.
 
     Returns:
-        Under ``"ddp"`` a wrapper of ``model``, else ``model`` itself, changed in place.
+        Under `"ddp"` a wrapper of `model`, else `model` itself, changed in place.
 
     Raises:
         ValueError: for an unknown strategy, or a mesh of more dimensions.
     """
     if strategy not in ("ddp", "fsdp2"):
-        raise ValueError(f"strategy must be 'ddp' or 'fsdp2', got {strategy!r}")
+        raise ValueError(f"strategy: expected 'ddp' or 'fsdp2', got {strategy!r}")
     if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: {mesh}")
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}: {mesh}")
     layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
     if compute_dtype is not None and (mesh is None or mesh.size() == 1 or strategy == "ddp"):
         for layer in layers:
@@ -111,11 +111,14 @@ def parallelize(
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups for an optimiser: first the parameters that every rank has whole, then those that are
-    divided among ranks. Options of a group, as a learning rate of its own, may be added. Parameters
-    of torchrec's tables, which have an optimiser of their own, are in none.
+    """Returns parameter groups for an optimizer.
 
-    Optimisers update the parameters of a group together and cannot mix the two kinds there.
+    The parameters that every rank has whole come first, then those that are divided among ranks:
+    optimizers update the parameters of a group together and cannot mix the two kinds. Options of a
+    group, such as its learning rate, may be added. The parameters of torchrec's tables, which have
+    their own optimizer, are in no group.
+
+    Optimizers update the parameters of a group together and cannot mix the two kinds there.
     """
     whole: list[nn.Parameter] = []
     divided: list[nn.Parameter] = []
@@ -155,7 +158,7 @@ class _GlobalMean(torch.autograd.Function):
 def global_mean(local_sum: Tensor, count: int | Tensor, mesh: DeviceMesh | None) -> Tensor:
     """The mean over the global batch, of which each rank has a part of any size.
 
-    Its value is the same on every rank. Its gradient with regard to ``local_sum`` is the number of
+    Its value is the same on every rank. Its gradient with regard to `local_sum` is the number of
     ranks over the global count, so that the mean over ranks of the parameters' gradients is the
     gradient of this mean.
 
@@ -165,13 +168,13 @@ def global_mean(local_sum: Tensor, count: int | Tensor, mesh: DeviceMesh | None)
         mesh: one-dimensional, the ranks; None is this process alone.
 
     Returns:
-        A scalar of the dtype of ``local_sum``; 0 where no rank has anything.
+        A scalar of the dtype of `local_sum`; 0 where no rank has anything.
 
     Raises:
-        ValueError: for a ``local_sum`` that is no scalar.
+        ValueError: for a `local_sum` that is no scalar.
     """
     if local_sum.dim() != 0:
-        raise ValueError(f"local_sum must be a scalar, got the shape {tuple(local_sum.shape)}")
+        raise ValueError(f"local_sum: expected a scalar, got the shape {tuple(local_sum.shape)}")
     count = torch.as_tensor(count, device=local_sum.device)
     result: Tensor = _GlobalMean.apply(local_sum, count, None if mesh is None else mesh.get_group())
     return result
@@ -179,14 +182,14 @@ def global_mean(local_sum: Tensor, count: int | Tensor, mesh: DeviceMesh | None)
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales gradients so that the Euclidean norm of all of them together is at most ``max_norm``.
+    """Scales gradients so that the Euclidean norm of all of them together is at most `max_norm`.
 
     Whole gradients count once, divided ones by the parts of all ranks, so that the norm is that of
     the same model on one rank. All ranks call this together.
 
     Args:
         parameters: of which some may be DTensors, on any meshes, or of layers whose heads
-            ``shard_heads`` has divided. Those without gradient count not.
+            `shard_heads` has divided. Those without gradient count not.
         max_norm: the largest norm; infinity only computes the norm.
 
     Returns:
@@ -194,7 +197,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
         a gradient is not finite. Gradients stay as they are then, to be looked at.
 
     Raises:
-        ValueError: for a gradient that is a sum not yet carried out (``Partial``).
+        ValueError: for a gradient that is a sum not yet carried out (`Partial`).
     """
     by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
@@ -221,20 +224,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def _local_part(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
-    """What this rank has of a gradient, and the groups over which its parts are to be summed."""
+    """Returns this rank's part of a gradient, and the groups over which its parts are summed."""
     if not isinstance(gradient, DTensor):
         return (), gradient
     groups = []
     for dimension, placement in enumerate(gradient.placements):
         if isinstance(placement, Partial):
-            raise ValueError(f"gradients must not be Partial, got {gradient.placements}")
+            raise ValueError(f"gradients: expected no Partial placement, got {gradient.placements}")
         if isinstance(placement, Shard):
             groups.append(gradient.device_mesh.get_group(dimension))
     return tuple(groups), gradient.to_local()
 
 
 def _ignored(model: nn.Module, modules: Collection[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers by name of what data parallelism leaves alone."""
+    """Returns by name the parameters and buffers that data parallelism leaves alone."""
     result: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedEmbedding) or any(module is other for other in modules):

@@ -11,7 +11,7 @@ within heads.)
 
 Then every rank calls the stack with the same rows and gets the same result. Parameters that all
 ranks hold (the input norm, the output bias, the tables of the relative bias) get the same, whole
-gradient on each, and the shards of the others theirs: nothing is left to be synchronised.
+gradient on each, and the shards of the others theirs: nothing is left to be synchronized.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def shard_heads(module: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
-    """Shares the heads of HSTU layers out over the ranks of a group.
+    """Divides the heads of HSTU layers among the ranks of a group.
 
     Args:
         module: an `HSTULayer`, or a module that holds some, such as an `HSTUStack`. Its parameters
@@ -82,7 +82,7 @@ def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class TensorParallelHSTULayer(HSTULayer):
-    """The heads of an `HSTULayer` that one rank holds. Its `config` counts these alone.
+    """The heads of an `HSTULayer` that one rank holds; its `config` counts only these heads.
 
     Where the configuration has dropout, each rank drops from the columns of its heads by its own
     random numbers, also where torch's generators of the ranks are alike; as they should be, so that
@@ -123,7 +123,7 @@ class TensorParallelHSTULayer(HSTULayer):
         self.train(layer.training)
 
     def forward_cached(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Not built: a cache holds all heads.
+        """Raises NotImplementedError: a cache holds all heads.
 
         Raises:
             NotImplementedError: always.
@@ -180,7 +180,7 @@ class ShardedSteps(ComposedSteps):
         weight = cast_like(self.weights.gate_weight, attention)
         bias = cast_like(self.weights.gate_bias, attention)
         centered = config.output_norm == "layer_norm"
-        normed = _Normalise.apply(attention, config.norm_eps, self.group, centered)
+        normed = _Normalize.apply(attention, config.norm_eps, self.group, centered)
         if weight is not None:
             normed = normed * weight
         if bias is not None:
@@ -204,12 +204,12 @@ class ShardedSteps(ComposedSteps):
 
 
 def mark_divided(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Says that each rank of a group has a part of the parameter, in a tensor that does not."""
+    """Marks a parameter as divided among the ranks of a group; its tensor does not say so."""
     vars(parameter)["_divided_over"] = group
 
 
 def divided_over(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """The group over which a parameter is divided where its tensor does not say so."""
+    """Returns the group of a parameter that `mark_divided` has marked, or None."""
     return vars(parameter).get("_divided_over")
 
 
@@ -222,7 +222,7 @@ def divided_over(parameter: nn.Parameter) -> dist.ProcessGroup | None:
 
 
 class _SameOnAll(torch.autograd.Function):
-    """What all ranks hold, on its way to what differs between them: gradients are summed."""
+    """Passes a replicated tensor on to computations that differ by rank; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -238,7 +238,7 @@ class _SameOnAll(torch.autograd.Function):
 
 
 class _SumOfAll(torch.autograd.Function):
-    """The sum over the ranks, which all of them get; each term has the gradient of the sum."""
+    """Sums a tensor over the ranks; each rank gets the sum, and each term the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -254,10 +254,11 @@ class _SumOfAll(torch.autograd.Function):
         return gradient, None
 
 
-class _Normalise(torch.autograd.Function):
-    """Rows of which each rank holds as many columns, less the mean of all columns, over their
-    deviation: LayerNorm without weights, in fp32 at least. Without `centered` the mean counts as
-    zero, which makes it RMSNorm.
+class _Normalize(torch.autograd.Function):
+    """LayerNorm without weights of rows whose columns are divided among the ranks.
+
+    Each rank has the same number of columns. Rows are normalized with the mean and variance of all
+    columns, in fp32 or wider. With `centered=False` the mean is taken as zero, which gives RMSNorm.
 
     Means and sums of squares about them are combined as by Chan, Golub and LeVeque, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), so that a large mean
@@ -313,8 +314,11 @@ def _sum_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _partition(config: HSTULayerConfig) -> dict[str, tuple[int, Sequence[int]]]:
-    """The parameters that are shared out: the dimension, and the sizes of the parts along it of
-    which each is divided by heads."""
+    """Describes the parameters that are divided among the ranks.
+
+    Returns for each the dimension, and the sizes of the parts along it; each part is divided by
+    heads.
+    """
     width = config.num_heads * config.hidden_dim
     normed = config.num_heads if config.use_group_norm else width
     return {
@@ -332,13 +336,13 @@ def _part_of(whole: Tensor, dim: int, sizes: Sequence[int], rank: int, world: in
 
 
 def _whole_of(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> Tensor:
-    """The inverse of `_part_of`, from the tensors of all ranks."""
+    """Inverts `_part_of`, given the tensors of all ranks."""
     split = [part.split([size // len(parts) for size in sizes], dim) for part in parts]
     return torch.cat([torch.cat(of_ranks, dim) for of_ranks in zip(*split, strict=True)], dim)
 
 
 def _sharded(module: nn.Module) -> dict[str, tuple[TensorParallelHSTULayer, int, Sequence[int]]]:
-    """The parameters of a module that are shared out, by their names in its state."""
+    """Returns the parameters of a module that are divided, by their names in its state."""
     found = {}
     for name, layer in module.named_modules():
         if isinstance(layer, TensorParallelHSTULayer):
@@ -349,7 +353,7 @@ def _sharded(module: nn.Module) -> dict[str, tuple[TensorParallelHSTULayer, int,
 
 
 def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state that the module had with whole layers; every rank must call it, and gets it all.
+    """Returns the state of the module with undivided layers; every rank calls and gets all of it.
 
     Args:
         module: what `shard_heads` returned.
@@ -367,7 +371,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 def shard_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank's module loads of the state of one with whole layers.
+    """Returns the part of the state of undivided layers that this rank's module loads.
 
     Args:
         module: what `shard_heads` returned.

@@ -1,5 +1,6 @@
-"""Embedding tables by torchrec, for tables whose dense gradients would not fit: its fused kernels
-update in the backward pass the rows that a batch has, and no others.
+"""Embedding tables by torchrec, for tables whose dense gradients would not fit in memory.
+
+torchrec's fused kernels update only the rows of a batch, in the backward pass.
 
     tables = torchrec_embedding_collection(
         {"item": (1_000_000_000, 512)}, mesh, optimizer=torch.optim.Adam, options={"lr": 1e-3}
@@ -7,7 +8,7 @@ update in the backward pass the rows that a batch has, and no others.
     model = parallelize(Model(tables), mesh, "ddp", ignored_modules=[tables])
     rows = tables({"item": item_ids})["item"]       # (total, 512)
 
-It takes and returns what :class:`~hstu_attn.distributed.embedding.ShardedEmbeddings` does. It needs
+It takes and returns what `hstu_attn.distributed.embedding.ShardedEmbeddings` does. It needs
 torchrec and fbgemm-gpu: `pip install fbgemm-gpu` (or `fbgemm-gpu-cpu`) in the version that fits
 torch, and `pip install --no-deps torchrec tensordict torchmetrics tqdm pyre-extensions psutil`.
 """
@@ -32,10 +33,10 @@ IDS_PER_BAG = 32
 
 
 class TorchrecTables(nn.Module):
-    """Tables of torchrec, looked up by feature; made by :func:`torchrec_embedding_collection`.
+    """Tables of torchrec, looked up by feature; made by `torchrec_embedding_collection`.
 
     Attributes:
-        collection: torchrec's ``ShardedEmbeddingCollection``.
+        collection: torchrec's `ShardedEmbeddingCollection`.
     """
 
     def __init__(self, collection: nn.Module, num_embeddings: Mapping[str, int]) -> None:
@@ -45,17 +46,17 @@ class TorchrecTables(nn.Module):
 
     @property
     def fused_optimizer(self) -> Any:
-        """The tables' optimiser, which steps in the backward pass; its learning rate may be set."""
+        """The tables' optimizer, which steps in the backward pass; its learning rate may be set."""
         return self.collection.fused_optimizer
 
     def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Looks rows up, all ranks together.
 
         Args:
-            ids: by feature ``(total,)`` int32 or int64, of all features, on one device.
+            ids: by feature `(total,)` int32 or int64, of all features, on one device.
 
         Returns:
-            By feature ``(total, embedding_dim)``.
+            By feature `(total, embedding_dim)`.
 
         Raises:
             ValueError: other features, or ids of this rank that are no rows of their table.
@@ -64,7 +65,7 @@ class TorchrecTables(nn.Module):
 
         if ids.keys() != self.num_embeddings.keys():
             raise ValueError(
-                f"ids must name the features {sorted(self.num_embeddings)}, got {sorted(ids)}"
+                f"ids: expected the features {sorted(self.num_embeddings)}, got {sorted(ids)}"
             )
         check_range(ids, self.num_embeddings)
         names = list(self.num_embeddings)
@@ -92,18 +93,18 @@ def torchrec_embedding_collection(
     options: Mapping[str, Any],
     std: float = 0.02,
 ) -> TorchrecTables:
-    """Makes torchrec's ``EmbeddingCollection``, its rows divided among ranks.
+    """Makes torchrec's `EmbeddingCollection`, its rows divided among ranks.
 
-    Gradients are means over ranks, as everywhere here. The tables' optimiser runs within the
-    backward pass, so :func:`hstu_attn.distributed.clip_gradients` does not see their gradients, and
-    no other optimiser is to have their parameters.
+    Gradients are means over ranks, as everywhere here. The tables' optimizer runs within the
+    backward pass, so `hstu_attn.distributed.clip_gradients` does not see their gradients, and
+    no other optimizer is to have their parameters.
 
     Args:
         tables: by feature, its number of rows and their width, which is the same for all.
         mesh: one-dimensional, the ranks; also where there is one.
-        optimizer: of the tables: ``torch.optim.SGD``, ``Adagrad`` or, on GPUs, ``Adam``, or one of
-            torchrec, as ``torchrec.optim.RowWiseAdagrad``.
-        options: of the optimiser, as ``lr``.
+        optimizer: of the tables: `torch.optim.SGD`, `Adagrad` or, on GPUs, `Adam`, or one of
+            torchrec, as `torchrec.optim.RowWiseAdagrad`.
+        options: of the optimizer, as `lr`.
         std: deviation of the initial rows, which depend on the number of ranks.
 
     Raises:
@@ -111,7 +112,7 @@ def torchrec_embedding_collection(
         ValueError: a mesh of more dimensions.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: {mesh}")
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}: {mesh}")
     from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.shard import shard

@@ -58,7 +58,7 @@ __all__ = [
 
 
 class Settings(NamedTuple):
-    """What the configuration says of a layer, and of one call whether it has a backward.
+    """The layer's configuration, and whether this call has a backward.
 
     Attributes:
         num_heads, hidden_dim, attention_dim, linear_activation, norm_eps: as in `HSTULayerConfig`.
@@ -118,8 +118,10 @@ class Settings(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward leaves to the backward, contiguous: see above. `activated` is `silu(z)` of
-    the columns that go through it."""
+    """The contiguous tensors that the forward keeps for the backward; the module says which.
+
+    `activated` is `silu(z)` of the columns that have an activation.
+    """
 
     attention: Tensor
     z: Tensor | None = None
@@ -129,7 +131,7 @@ class Kept(NamedTuple):
 
 
 def suits(x: Tensor) -> bool:
-    """Whether the layer is fused by default for such rows.
+    """Returns whether rows like `x` go through the fused layer by default.
 
     Not in an exported program: ahead of time it is compiled for machines that have no Python, which
     these operators are written in.
@@ -145,7 +147,7 @@ def suits(x: Tensor) -> bool:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether the call is seen as operators: a compiler reads it, or it is of shapes alone."""
+    """Returns whether the call is traced as operators: by a compiler, or with fake tensors."""
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
@@ -161,7 +163,7 @@ _Result = TypeVar("_Result")
 def _without_autocast(
     function: Callable[Concatenate[Tensor, _Rest], _Result],
 ) -> Callable[Concatenate[Tensor, _Rest], _Result]:
-    """The dtype of `x` is that of the computation: autocast would mix others in."""
+    """Disables autocast: the computation is in the dtype of `x`, and autocast would mix others."""
 
     @functools.wraps(function)
     def wrapped(tensor: Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
@@ -226,7 +228,7 @@ class FusedSteps:
         return y
 
     def add_output(self, x: Tensor, y: Tensor) -> Tensor:
-        """One addition is in the product's epilogue.
+        """Computes `x + linear(y)` with one addition in the epilogue of the product.
 
         Without a bias that is the addition of `x`. With one, cuBLASLt adds it at no cost and `x` is
         added in place afterwards: the same traffic as that of `addmm`, which copies its matrix
@@ -249,7 +251,7 @@ def _bias_tensors(weights: Weights) -> BiasTensors:
 def _forward(
     x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings, attend: Attend
 ) -> tuple[Tensor, list[Tensor]]:
-    """The result, and of `settings.kept` what the backward needs beside the arguments."""
+    """Returns the result, and the tensors that `settings.kept` names for the backward."""
     steps = FusedSteps(x, weights, seed, settings)
     out = hstu_unit(x, settings, steps, attend)
     return out, [steps.kept[name] for name in settings.kept]
@@ -263,7 +265,7 @@ def _attend(weights: Weights, call: AttentionCall) -> Attend:
 def infer(
     x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings, attend: Attend
 ) -> Tensor:
-    """The layer without gradients, and with another attention than that of packed sequences.
+    """Computes the layer without gradients, with an attention function other than the packed one.
 
     Args:
         x: `(total, embedding_dim)`, of one of the dtypes of attention.
@@ -283,14 +285,14 @@ def infer(
 
 
 def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
-    """`doutput.T @ read` in the dtype of the weight, for an fp32 one without a rounding before."""
+    """Returns `doutput.T @ read` in the weight's dtype, for fp32 weights without prior rounding."""
     if weight.dtype == torch.float32 and doutput.dtype != torch.float32 and doutput.is_cuda:
         return torch.mm(doutput.t(), read, out_dtype=torch.float32)
     return torch.mm(doutput.t(), read).to(weight.dtype)
 
 
 def _silu_of_forward(functions: Steps, activated: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """SiLU in the backward: what the forward kept of it, or computed again."""
+    """Returns the SiLU that the forward kept, or computes it again."""
     if activated is None:
         return lambda z: functions.silu(z, in_place=False)
     return lambda z: activated
@@ -307,7 +309,7 @@ def _backward(
     settings: Settings,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of `x` and of those of `weights` that are wanted, None for the others.
+    """Returns the gradients of `x` and of the requested `weights`; None for the others.
 
     What a frozen weight saves is the product for its gradient.
     """
@@ -410,7 +412,7 @@ _TYPES = {
 
 
 def _schema(*fields: type) -> str:
-    """The arguments of an operator: the fields of these classes, in order."""
+    """Returns the arguments of an operator's schema: the fields of these classes, in order."""
     # NOTE: the annotations of a NamedTuple in a file like this one are `ForwardRef`s of their text.
     return ", ".join(
         f"{_TYPES[kind.__forward_arg__]} {name}"
@@ -445,7 +447,7 @@ def _kept_from(tensors: Sequence[Tensor], settings: Settings) -> Kept:
     "hstu_attn::hstu_layer_forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
 )
 def _forward_operator(*arguments: Any) -> list[Tensor]:
-    """The result, and what the backward needs."""
+    """Implements the forward operator: the result, and the tensors that the backward needs."""
     x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
         out, kept = _forward(x, weights, seed, settings, _attend(weights, call))
@@ -460,7 +462,7 @@ def _forward_operator(*arguments: Any) -> list[Tensor]:
 def _backward_operator(
     dout: Tensor, kept: list[Tensor], wanted: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    """The gradients of `x` and of the weights, empty where one is not wanted."""
+    """Returns the gradients of `x` and of the weights; an unwanted one is empty."""
     x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
         gradients = _backward(
@@ -527,7 +529,7 @@ _forward_operator.register_autograd(_operator_gradients, setup_context=_save_for
 
 
 class _Layer(torch.autograd.Function):
-    """Eager gradients."""
+    """The autograd function of the layer in eager mode."""
 
     @staticmethod
     def forward(
@@ -567,7 +569,7 @@ class _Layer(torch.autograd.Function):
 def hstu_layer(
     x: Tensor, weights: Weights, call: AttentionCall, seed: Tensor | None, settings: Settings
 ) -> Tensor:
-    """The layer, with gradients where an input requires one.
+    """Computes the layer, with gradients where an input requires one.
 
     Args:
         x: `(total, embedding_dim)`, of one of the dtypes of attention.

@@ -25,7 +25,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Steps(Protocol):
-    """The functions of an implementation."""
+    """The steps of the layer that an implementation provides."""
 
     def layer_norm(
         self,
@@ -80,7 +80,7 @@ class Steps(Protocol):
 
 
 def steps_for(x: Tensor, *widths: int) -> Steps:
-    """The implementation for rows like those of `x`, of which so many columns are normalized."""
+    """Returns the implementation for rows like `x`, of which `width` columns are normalized."""
     if x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES and max(widths) <= MAX_WIDTH:
         from . import triton_steps  # imports Triton, which not every machine has
 

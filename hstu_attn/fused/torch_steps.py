@@ -30,9 +30,11 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------
 
 
-def _normalised(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """Rows of mean 0 and variance 1, and what each was multiplied by, in the dtype of the sums.
-    Those that are not `centered` keep their mean, and have a mean square of 1."""
+def _normalized(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+    """Returns rows of mean 0 and variance 1, and the factor of each, in the dtype of the sums.
+
+    Without `centered` the rows keep their mean and have a mean square of 1.
+    """
     wide = x.to(_sum_dtype(x)).contiguous()
     if centered:
         wide = wide - wide.mean(dim=-1, keepdim=True)
@@ -40,7 +42,7 @@ def _normalised(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     return wide * factor, factor
 
 
-def _normalised_backward(dunit: Tensor, unit: Tensor, factor: Tensor, centered: bool) -> Tensor:
+def _normalized_backward(dunit: Tensor, unit: Tensor, factor: Tensor, centered: bool) -> Tensor:
     along = unit * (dunit * unit).mean(dim=-1, keepdim=True)
     if centered:
         dunit = dunit - dunit.mean(dim=-1, keepdim=True)
@@ -56,9 +58,15 @@ def _affine(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True
 ) -> Tensor:
-    """`(total, width)` of `x`'s dtype: its rows normalised, times `weight`, plus `bias`, which are
-    `(width,)` each. Without `centered` the mean stays in the rows: RMSNorm."""
-    return _affine(_normalised(x, eps, centered)[0], weight, bias).to(x.dtype)
+    """Returns the rows of `x` `(total, width)` normalized, times `weight`, plus `bias`.
+
+    The dtype is that of `x`; `weight` and `bias` are `(width,)`. Without `centered` the mean is not
+    subtracted, as in RMSNorm.
+
+    `weight` and `bias` are `(width,)`. Without `centered` the mean is not subtracted, as in
+    RMSNorm.
+    """
+    return _affine(_normalized(x, eps, centered)[0], weight, bias).to(x.dtype)
 
 
 def layer_norm_backward(
@@ -72,13 +80,16 @@ def layer_norm_backward(
     residual_sums: bool,
     centered: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of `x`, to which `residual` `(total, width)` is added; with `again` the result
-    of the forward, else None; the gradients of `weight` and `bias`, None where these are; with
-    `residual_sums` the sums of the columns of `residual`, else None."""
-    unit, factor = _normalised(x, eps, centered)
+    """Returns the gradients of `layer_norm`, and optionally its result and sums of `residual`.
+
+    The gradient of `x` includes `residual` `(total, width)`. With `again`, the result of the
+    forward is returned, else None. The gradients of `weight` and `bias` are None where these are.
+    With `residual_sums`, the sums of the columns of `residual` are returned, else None.
+    """
+    unit, factor = _normalized(x, eps, centered)
     dresult = dnormed.to(unit.dtype)
     dunit = dresult if weight is None else dresult * weight.to(unit.dtype)
-    dx = _normalised_backward(dunit, unit, factor, centered) + residual
+    dx = _normalized_backward(dunit, unit, factor, centered) + residual
     return (
         dx.to(x.dtype),
         _affine(unit, weight, bias).to(x.dtype) if again else None,
@@ -94,14 +105,16 @@ def layer_norm_backward(
 
 
 def silu(z: Tensor, in_place: bool) -> Tensor:
-    """`z * sigmoid(z)`, contiguous, or written over `z`, which may be a slice of columns."""
+    """Computes `z * sigmoid(z)`, contiguous or written over `z`, possibly a slice of columns."""
     return torch.nn.functional.silu(z, inplace=in_place)
 
 
 def activation_backward(gradient: Tensor, z: Tensor, activated: int, sums: bool) -> Tensor | None:
-    """Turns `gradient` `(total, width)` of SiLU's result into that of `z`, in place, in the first
-    `activated` columns; the others had no activation. With `sums` returns the sums of all columns
-    afterwards, `(width,)`, which are the gradient of a bias."""
+    """Turns the gradient of SiLU's result into that of `z`, in place.
+
+    `gradient` is `(total, width)`; only its first `activated` columns had an activation. With
+    `sums`, the sums of all columns afterwards are returned, `(width,)`: the gradient of a bias.
+    """
     if activated:
         first = gradient[:, :activated]
         wide = z[:, :activated].to(_sum_dtype(z))
@@ -118,8 +131,10 @@ _MASK32 = 2**32 - 1
 
 
 def _philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
-    """Philox4x32 (Salmon et al. 2011): four words of 32 bits, held in int64, for each four
-    counters."""
+    """Computes Philox4x32 (Salmon et al. 2011).
+
+    It makes four words of 32 bits, held in int64, of each four counters.
+    """
     c0, c1, c2, c3 = counters
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
     for _ in range(PHILOX_ROUNDS):
@@ -137,7 +152,7 @@ def _philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
 def kept_elements(
     seed: Tensor, rows: int, parts: int, groups: int, width: int, threshold: int
 ) -> Tensor:
-    """`(rows, parts, groups, width)` bool: what dropout keeps, by `seed` `(1,)` int64 alone.
+    """Returns what dropout keeps, bool `(rows, parts, groups, width)`, by `seed` `(1,)` int64.
 
     Column `8 * n + i` of a group has bits `16 * (i % 2)` on of word `i // 2` of Philox at the
     counters `(n, row, part * groups + group, 0)`.
@@ -159,7 +174,7 @@ def kept_elements(
 def _dropout_factors(
     seed: Tensor | None, rows: int, width: int, options: GateOptions, dtype: torch.dtype
 ) -> Tensor | None:
-    """`(rows, parts, groups, width)`: by what dropout multiplies; None where there is none."""
+    """Returns the factors of dropout, `(rows, parts, groups, width)`, or None without dropout."""
     if seed is None:
         return None
     threshold = dropout_threshold(options.dropout)
@@ -178,7 +193,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_column(parameter: Tensor | None, groups: int) -> Tensor | None:
-    """`(groups, 1 or width)`, to multiply `(total, groups, width)`."""
+    """Reshapes to `(groups, 1 or width)`, to multiply `(total, groups, width)`."""
     return None if parameter is None else parameter.reshape(groups, -1)
 
 
@@ -189,7 +204,7 @@ def _assemble(
     factors: Tensor | None,
     options: GateOptions,
 ) -> Tensor:
-    """All of these are `(total, groups, width)`; the result is `(total, parts * columns)`."""
+    """Joins parts of `(total, groups, width)` each into `(total, parts * columns)`."""
     values = {"u": u, "x": attention, "normed": normed, "gated": normed * u}
     y = torch.stack([values[name].to(normed.dtype) for name in options.parts], dim=1)
     y = y if factors is None else y * factors
@@ -204,7 +219,7 @@ def gate(
     seed: Tensor | None,
     options: GateOptions,
 ) -> Tensor:
-    """The parts of `options` side by side, `(total, parts * columns)`, after dropout.
+    """Returns the parts of `options` side by side, `(total, parts * columns)`, after dropout.
 
     Args:
         attention: `(total, columns)`, contiguous.
@@ -214,7 +229,7 @@ def gate(
     """
     groups = options.groups
     attention, u = _grouped(attention, groups), _grouped(u, groups)
-    unit, _ = _normalised(attention, options.eps, options.centered)
+    unit, _ = _normalized(attention, options.eps, options.centered)
     normed = _affine(unit, _by_column(weight, groups), _by_column(bias, groups))
     rows, _, width = attention.shape
     factors = _dropout_factors(seed, rows, width, options, unit.dtype)
@@ -232,12 +247,15 @@ def gate_backward(
     du: Tensor,
     again: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of `attention`; with `again` the result of the forward, else None; the gradients
-    of `weight` and `bias`, None where these are. That of `u` is written to `du`, which may be a
-    slice of columns."""
+    """Returns the gradients of `gate`, and optionally its result.
+
+    These are the gradient of `attention`; with `again` the result of the forward, else None; and
+    the gradients of `weight` and `bias`, None where these are. The gradient of `u` is written to
+    `du`, which may be a slice of columns.
+    """
     groups = options.groups
     attention, u = _grouped(attention, groups), _grouped(u, groups)
-    unit, factor = _normalised(attention, options.eps, options.centered)
+    unit, factor = _normalized(attention, options.eps, options.centered)
     weight, bias = _by_column(weight, groups), _by_column(bias, groups)
     normed = _affine(unit, weight, bias)
     u = u.to(unit.dtype)
@@ -256,7 +274,7 @@ def gate_backward(
     if "normed" in of_part:
         dnormed = dnormed + of_part["normed"]
     dunit = dnormed if weight is None else dnormed * weight.to(unit.dtype)
-    dattention = _normalised_backward(dunit, unit, factor, options.centered)
+    dattention = _normalized_backward(dunit, unit, factor, options.centered)
     if "x" in of_part:
         dattention = dattention + of_part["x"]
 

@@ -38,7 +38,7 @@ _PHILOX_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 @triton.jit
 def _load(pointer, row, stride, column, inside):
-    """A tile in fp32; zeros outside."""
+    """Loads a tile in fp32; elements outside are zero."""
     places = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
@@ -51,7 +51,7 @@ def _store(pointer, row, stride, column, inside, value):
 
 @triton.jit
 def _parameter(pointer, group, column, WIDTH: tl.constexpr, PER_GROUP: tl.constexpr):
-    """A norm's weight or bias in fp32: one number for the group, or one for each column."""
+    """Loads a norm's weight or bias in fp32: one number for the group, or one for each column."""
     if PER_GROUP:
         return tl.load(pointer + group).to(tl.float32) + tl.zeros_like(column).to(tl.float32)
     else:
@@ -59,9 +59,12 @@ def _parameter(pointer, group, column, WIDTH: tl.constexpr, PER_GROUP: tl.conste
 
 
 @triton.jit
-def _normalised(x, column, eps, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of mean 0 and variance 1, or with their mean and a mean square of 1; zero outside, as
-    `x` is; and what each was multiplied by."""
+def _normalized(x, column, eps, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns the normalized rows, and the factor of each.
+
+    With `CENTERED` rows have mean 0 and variance 1, otherwise they keep their mean and have a mean
+    square of 1. Columns outside the row are zero, as in `x`.
+    """
     if CENTERED:
         mean = tl.sum(x, axis=1) / WIDTH
         x = tl.where(column[None, :] < WIDTH, x - mean[:, None], 0.0)
@@ -70,7 +73,7 @@ def _normalised(x, column, eps, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _normalised_backward(dunit, unit, factor, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
+def _normalized_backward(dunit, unit, factor, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
     along = tl.sum(dunit * unit, axis=1) / WIDTH
     if CENTERED:
         mean = tl.sum(dunit, axis=1) / WIDTH
@@ -80,7 +83,7 @@ def _normalised_backward(dunit, unit, factor, CENTERED: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _store_sums(pointer, place, column, WIDTH: tl.constexpr, value):
-    """The sums of a program's tiles, `(ROWS, COLS)`, over their rows."""
+    """Stores the sums over the rows of a program's tiles, `(ROWS, COLS)`."""
     tl.store(pointer + place + column, tl.sum(value, axis=0), mask=column < WIDTH)
 
 
@@ -106,7 +109,7 @@ def layer_norm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    value, _ = _normalised(_load(x, row, stride_x, column, inside), column, eps, CENTERED, WIDTH)
+    value, _ = _normalized(_load(x, row, stride_x, column, inside), column, eps, CENTERED, WIDTH)
     if weight is not None:
         value *= _parameter(weight, 0, column, WIDTH, False)[None, :]
     if bias is not None:
@@ -154,7 +157,7 @@ def layer_norm_backward(
         added = _load(residual, row, stride_residual, column, inside)
         if residual_sums is not None:
             added_total += added
-        unit, factor = _normalised(x_tile, column, eps, CENTERED, WIDTH)
+        unit, factor = _normalized(x_tile, column, eps, CENTERED, WIDTH)
         if normed is not None:
             value = unit
             if weight is not None:
@@ -167,7 +170,7 @@ def layer_norm_backward(
         if weight is not None:
             dweight += gradient * unit
             gradient *= weight_row
-        dx_tile = _normalised_backward(gradient, unit, factor, CENTERED, WIDTH) + added
+        dx_tile = _normalized_backward(gradient, unit, factor, CENTERED, WIDTH) + added
         _store(dx, row, WIDTH, column, inside, dx_tile)
     place = tl.program_id(0) * WIDTH
     if weight is not None:
@@ -215,7 +218,7 @@ def activation_backward(
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs `(n, m)` visit the tiles of columns `m * COLS` on."""
+    """Turns SiLU's gradient into its input's; program `(n, m)` starts at column `m * COLS`."""
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_activated = tl.program_id(1) * COLS < ACTIVATED
     total = tl.zeros([ROWS, COLS], dtype=tl.float32)
@@ -244,7 +247,7 @@ def activation_backward(
 
 @triton.jit
 def _dropout(value, seed, row, unit, THRESHOLD: tl.constexpr):
-    """`value` `(ROWS, COLS)` after dropout; `unit` is the part and group of its columns.
+    """Returns `value` `(ROWS, COLS)` after dropout; `unit` is the part and group of its columns.
 
     A call of Philox gives the bits of eight columns that follow one another, which is also what a
     thread holds of a row: see `kept_elements` in torch_steps.py.
@@ -258,7 +261,7 @@ def _dropout(value, seed, row, unit, THRESHOLD: tl.constexpr):
     w0, w1, w2, w3 = tl.philox(
         seed, block, zeros + row[:, None], zeros + unit, zeros, n_rounds=_PHILOX_ROUNDS
     )
-    # The last join is of neighbours: bits 2, 1 and 0 of a column's number, in this order.
+    # The last join is of neighbors: bits 2, 1 and 0 of a column's number, in this order.
     low = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF))
     high = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16))
     bits = tl.reshape(tl.join(low, high), [ROWS, COLS])
@@ -288,7 +291,7 @@ def gate(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Programs `(n, m)` work on the columns of group `m`; a part that is absent has number -1."""
+    """Computes the gate; program `(n, m)` has the columns of group `m`. Absent parts are -1."""
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)
@@ -299,7 +302,7 @@ def gate(
         seed_value = tl.load(seed)
     a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
     u_tile = _load(u, row, stride_u, place, inside)
-    normed, _ = _normalised(a_tile, column, eps, CENTERED, WIDTH)
+    normed, _ = _normalized(a_tile, column, eps, CENTERED, WIDTH)
     if weight is not None:
         normed *= _parameter(weight, group, column, WIDTH, GROUPS > 1)[None, :]
     if bias is not None:
@@ -347,7 +350,7 @@ def gate_backward(
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As `gate`. The gradient of each part is read when its turn comes; "gated" is the last."""
+    """Computes the gradients of `gate`, part by part; the part "gated" is the last to be read."""
     group = tl.program_id(1)
     column = tl.arange(0, COLS)
     place = group * WIDTH + column
@@ -366,7 +369,7 @@ def gate_backward(
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
         u_tile = _load(u, row, stride_u, place, inside)
-        unit, factor = _normalised(a_tile, column, eps, CENTERED, WIDTH)
+        unit, factor = _normalized(a_tile, column, eps, CENTERED, WIDTH)
         normed = unit
         if weight is not None:
             normed *= weight_row
@@ -403,7 +406,7 @@ def gate_backward(
         if weight is not None:
             dweight += dnormed * unit
             dnormed *= weight_row
-        da_tile += _normalised_backward(dnormed, unit, factor, CENTERED, WIDTH)
+        da_tile += _normalized_backward(dnormed, unit, factor, CENTERED, WIDTH)
         _store(dattention, row, GROUPS * WIDTH, place, inside, da_tile)
     place_of_sums = (tl.program_id(0) * GROUPS + group) * WIDTH
     if weight is not None:

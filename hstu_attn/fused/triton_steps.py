@@ -1,7 +1,7 @@
 """A layer's steps on GPUs: how the kernels of triton_kernels.py are launched.
 
 The functions are those of torch_steps.py, for bf16, fp16 and fp32 and rows of up to
-`options.MAX_WIDTH` normalised columns. Sums and the gradients of parameters are in fp32.
+`options.MAX_WIDTH` normalized columns. Sums and the gradients of parameters are in fp32.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ __all__ = [
 
 
 class Form(NamedTuple):
-    """How a kernel works on rows of up to `elements` columns; wider ones get more warps. The
-    numbers are the fastest on an H200 at 1024 columns: docs/kernels/layer.md.
+    """How a kernel works on rows of up to `elements` columns; wider rows get more warps.
+
+    The values are the fastest on an H200 at 1024 columns: docs/kernels/layer.md.
 
     Attributes:
         elements: of a tile.
@@ -62,7 +63,7 @@ MAX_STAGED_BYTES = 96 * 1024
 
 
 def _tile(width: int, form: Form, most_columns: int = MAX_WIDTH) -> dict[str, int]:
-    """Rows and columns of a tile, and its warps, for rows of `width` columns."""
+    """Returns the rows, columns and warps of a tile, for rows of `width` columns."""
     cols = min(max(triton.next_power_of_2(width), 16), most_columns)
     rows = max(form.elements // cols, 1)
     warps = min(max(form.warps * rows * cols // form.elements, 1), MAX_WARPS)
@@ -72,7 +73,7 @@ def _tile(width: int, form: Form, most_columns: int = MAX_WIDTH) -> dict[str, in
 def _summing_tile(
     x: Tensor, width: int, form: Form, most_columns: int = MAX_WIDTH, parts: int = 1
 ) -> dict[str, int]:
-    """The same with stages, for rows of which `parts` more than one are read beside each other."""
+    """Returns `_tile` and the stages of a kernel that reads `parts` more tensors at a time."""
     tile = _tile(width, form, most_columns)
     rows_read = form.rows_read + parts - 1
     stage = rows_read * tile["ROWS"] * tile["COLS"] * x.element_size()
@@ -87,13 +88,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _programs(x: Tensor, tile: dict[str, int], form: Form, others: int = 1) -> int:
-    """Of a kernel that sums over the rows of `x` in programs beside `others` more of them."""
+    """Returns how many programs sum over the rows of `x`, next to `others` more of them."""
     most = max(form.programs * _multiprocessors(x.device) // others, 1)
     return max(min(-(-x.shape[0] // tile["ROWS"]), most), 1)
 
 
 def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Makes the device of the tensors current: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
@@ -295,14 +296,14 @@ def _gate_constants(columns: int, seed: Tensor | None, options: GateOptions) -> 
 
 
 def _sums(asked: bool, like: Tensor, programs: int, columns: int) -> Tensor | None:
-    """Where each program puts its sums."""
+    """Allocates the tensor where each program stores its sums."""
     if not asked:
         return None
     return torch.empty((programs, columns), dtype=torch.float32, device=like.device)
 
 
 def _summed(sums: Tensor | None, groups: int = 1) -> Tensor | None:
-    """Over the programs, and over the columns of each group where there are several."""
+    """Sums over the programs, and over the columns of each group if there are several."""
     if sums is None:
         return None
     total = sums.sum(dim=0)

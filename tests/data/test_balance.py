@@ -168,7 +168,7 @@ def test_ranks_share_each_epoch(
         "global_batch_size": global_batch_size,
     }
     if drop_last and global_batch_size > 203:
-        with pytest.raises(ValueError, match="lengths must name at least 500 sequences"):
+        with pytest.raises(ValueError, match="lengths: expected at least 500 sequences"):
             sampler_of(0, **options)
         return
     samplers = [sampler_of(rank, **options) for rank in range(4)]
@@ -249,7 +249,7 @@ def test_continues_where_it_was() -> None:
     whole = sampler_of(0, num_ranks=1)
     whole.load_state_dict(states[12])
     assert sorted(itertools.chain(*parts)) == sorted(next(iter(whole)))
-    with pytest.raises(ValueError, match="batch must be from 0 to 9, the last of an epoch, got 10"):
+    with pytest.raises(ValueError, match="batch: expected 0 to 9, the last of an epoch, got 10"):
         sampler.load_state_dict({"epoch": 0, "batch": 10})
 
 
@@ -261,25 +261,25 @@ def test_loads_a_data_set_by_torch() -> None:
 
 
 def test_refuses() -> None:
-    with pytest.raises(
-        ValueError, match="costs must be one-dimensional and of integers, got 1 dim"
-    ):
+    with pytest.raises(ValueError, match="costs: expected one dimension of integers, got 1 dim"):
         balance(np.ones(3), 2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="costs must not be negative, got -4 in row 1"):
+    with pytest.raises(ValueError, match="costs: expected none negative, got -4 in row 1"):
         balance(np.array([1, -4]), 2)
-    with pytest.raises(ValueError, match="num_ranks must be positive, got 0"):
+    with pytest.raises(ValueError, match="num_ranks: expected a positive number, got 0"):
         balance(np.array([1]), 0)
-    with pytest.raises(ValueError, match="rank must be from 0 to num_ranks - 1 = 3, got 4"):
+    with pytest.raises(ValueError, match="rank: expected 0 to num_ranks - 1 = 3, got 4"):
         sampler_of(4)
-    with pytest.raises(ValueError, match="global_batch_size must be at least num_ranks = 4, got 3"):
+    with pytest.raises(
+        ValueError, match="global_batch_size: expected at least num_ranks = 4, got 3"
+    ):
         sampler_of(0, global_batch_size=3)
     with pytest.raises(ValueError, match="leaves 2 of 203 sequences for the last batch of an epoc"):
         sampler_of(0, global_batch_size=3, num_ranks=3)
-    with pytest.raises(ValueError, match="lengths must be positive, got 0 in row 1"):
+    with pytest.raises(ValueError, match="lengths: expected positive lengths, got 0 in row 1"):
         BalancedBatchSampler(
             np.array([3, 0]), AttentionCost(1, 1), global_batch_size=2, num_ranks=1, rank=0
         )
-    with pytest.raises(ValueError, match="lengths must name at least 2 sequences for one batch"):
+    with pytest.raises(ValueError, match="lengths: expected at least 2 sequences for one batch"):
         BalancedBatchSampler(
             np.array([3]), AttentionCost(1, 1), global_batch_size=2, num_ranks=2, rank=0
         )

@@ -82,15 +82,15 @@ def test_malformed_lines_are_reported_and_counted(tmp_path: Path) -> None:
         b"1::2::3": "expected 4 fields separated by '::', got 3",
         b"1::2::3::4::5": "expected 4 fields separated by '::', got 5",
         b"": "expected 4 fields separated by '::', got 1",
-        b"x::2::3::4": "user must be a number of at most 18 digits, got 'x'",
-        b"1::-2::3::4": "item must be a number of at most 18 digits, got '-2'",
-        b"1::2::good::4": "rating must be a number from 0.5 to 5.0, got 'good'",
-        b"1::2::nan::4": "rating must be a number from 0.5 to 5.0, got 'nan'",
-        b"1::2::6::4": "rating must be a number from 0.5 to 5.0, got '6'",
-        b"1::2::3::4.5": "timestamp must be a number of at most 18 digits, got '4.5'",
-        b"1::2::3::9999999999999999999": "timestamp must be a number of at most 18 digits",
-        b"\xff\x00::2::3::4": r"user must be a number of at most 18 digits, got '\\xff\x00'",
-        b"1::2::3::": "timestamp must be a number of at most 18 digits, got ''",
+        b"x::2::3::4": "user: expected a number of at most 18 digits, got 'x'",
+        b"1::-2::3::4": "item: expected a number of at most 18 digits, got '-2'",
+        b"1::2::good::4": "rating: expected a number from 0.5 to 5.0, got 'good'",
+        b"1::2::nan::4": "rating: expected a number from 0.5 to 5.0, got 'nan'",
+        b"1::2::6::4": "rating: expected a number from 0.5 to 5.0, got '6'",
+        b"1::2::3::4.5": "timestamp: expected a number of at most 18 digits, got '4.5'",
+        b"1::2::3::9999999999999999999": "timestamp: expected a number of at most 18 digits",
+        b"\xff\x00::2::3::4": r"user: expected a number of at most 18 digits, got '\\xff\x00'",
+        b"1::2::3::": "timestamp: expected a number of at most 18 digits, got ''",
     }
     path = write_dat(tmp_path, b"".join(line + b"\n" for line in bad))
     (tmp_path / "movies.dat").open("ab").write(b"11:Lost::x\n")
@@ -125,7 +125,7 @@ def test_a_missing_last_line_break_is_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("ratings.txt", b"1::2::3::4\n", r"must end in .dat or .csv .*ratings.txt"),
+        ("ratings.txt", b"1::2::3::4\n", r"ends in .dat or .csv .*ratings.txt"),
         (
             "ratings.csv",
             b"1,2,3,4\n",
@@ -196,7 +196,7 @@ def test_cache_directory_may_be_shared(tmp_path: Path) -> None:
 
 
 def make_log(tmp_path: Path, counts: list[int]) -> EventLog:
-    """A log in which user u has ``counts[u]`` events, at times and on items all different."""
+    """A log in which user u has `counts[u]` events, at times and on items all different."""
     lines, event = [], 0
     for user, count in enumerate(counts):
         for _ in range(count):
@@ -280,9 +280,9 @@ def test_consecutive_batches_keep_the_order() -> None:
 
 
 def test_sampler_refuses() -> None:
-    with pytest.raises(ValueError, match="lengths must name at least one sequence"):
+    with pytest.raises(ValueError, match="lengths: expected at least one sequence"):
         BatchSampler(np.array([], dtype=np.int64), 10, seed=0)
-    with pytest.raises(ValueError, match="tokens_per_batch must be positive, got 0"):
+    with pytest.raises(ValueError, match="tokens_per_batch: expected a positive number, got 0"):
         BatchSampler(np.array([1]), 0, seed=0)
 
 
@@ -304,7 +304,7 @@ def test_synthetic_data_are_movielens_shaped_and_repeatable(tmp_path: Path) -> N
 
 
 def test_synthetic_data_refuse(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_items must be from 1 to"):
+    with pytest.raises(ValueError, match="num_items: expected 1 to"):
         write_synthetic_movielens(tmp_path, num_items=10_000)
-    with pytest.raises(ValueError, match="mean_events must be from 20 to a quarter"):
+    with pytest.raises(ValueError, match="mean_events: expected 20 to a quarter"):
         write_synthetic_movielens(tmp_path, num_items=100)

@@ -160,7 +160,7 @@ def test_killed_writers(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "new", keep=3)
     assert checkpoints.load(model_of(0)) is None
-    with pytest.raises(ValueError, match=r"step must be one of \[\], got 4"):
+    with pytest.raises(ValueError, match=r"step: expected one of \[\], got 4"):
         checkpoints.load(model_of(0), step=4)
     for step in (1, 2, 3, 4):
         checkpoints.save(step, model_of(step))
@@ -168,17 +168,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = model_of(0)
     assert checkpoints.load(model, step=3) == 3
     assert model.bias[0].item() == 3
-    with pytest.raises(ValueError, match=r"step must be one of \[2, 3, 4\], got 1"):
+    with pytest.raises(ValueError, match=r"step: expected one of \[2, 3, 4\], got 1"):
         checkpoints.load(model_of(0), step=1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
-    with pytest.raises(ValueError, match=r"others must be among \[\], which .*'scheduler'"):
+    with pytest.raises(ValueError, match=r"others: expected names among \[\], which .*'scheduler'"):
         checkpoints.load(model, scheduler=scheduler)
     checkpoints.clear()
     assert checkpoints.steps() == []
     assert not list(checkpoints.directory.iterdir())
-    with pytest.raises(ValueError, match="keep must be a positive number, got 0"):
+    with pytest.raises(ValueError, match="keep: expected a positive number, got 0"):
         Checkpoints(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step must be from 0 to 10\\^12 - 1, got -1"):
+    with pytest.raises(ValueError, match="step: expected 0 to 10\\^12 - 1, got -1"):
         checkpoints.save(-1, nn.Linear(1, 1))
 
 
@@ -288,7 +288,9 @@ def load_what_one_cannot(directory: str, name: str) -> tuple[str, bool]:
 def test_ranks_fail_to_load_together(name: str, tmp_path: Path) -> None:
     (first, *changes), (second, *more) = run_ranks(2, load_what_one_cannot, str(tmp_path), name)
     assert second == "no such luck"
-    assert first.endswith("must be readable on all ranks, got rank 1: OSError: no such luck")
+    assert first.endswith(
+        "expected a checkpoint that all ranks can read, got rank 1: OSError: no such luck"
+    )
     assert not any([*changes, *more])
 
 

@@ -1,4 +1,4 @@
-"""A table whose rows are divided among ranks, against ``nn.Embedding`` on all ranks' ids."""
+"""A table whose rows are divided among ranks, against `nn.Embedding` on all ranks' ids."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ def what_is_refused(ids: list[Tensor]) -> str:
 @pytest.mark.parametrize("wrong", [-1, ROWS])
 def test_ids_out_of_range(wrong: int) -> None:
     bad, good = torch.tensor([0, 6, wrong, 1]), torch.tensor([2, 2])
-    message = f"item ids must be from 0 to 6, got {wrong} in row 2"
+    message = f"item ids: expected 0 to 6, got {wrong} in row 2"
     assert run_ranks(1, what_is_refused, [bad]) == [message]
-    elsewhere = "item ids must be from 0 to 6, which they are not on rank 1 of the mesh"
+    elsewhere = "item ids: expected 0 to 6, which they are not on rank 1 of the mesh"
     assert run_ranks(2, what_is_refused, [good, bad]) == [elsewhere, message]
 
 
@@ -162,13 +162,13 @@ def refuse_mesh() -> str:
 
 
 def test_refuses() -> None:
-    with pytest.raises(ValueError, match="num_embeddings must be a positive number, got 0"):
+    with pytest.raises(ValueError, match="num_embeddings: expected a positive number, got 0"):
         ShardedEmbedding("item", 0, 3)
-    with pytest.raises(ValueError, match=r"item ids must be int32 or int64, got torch.float32"):
+    with pytest.raises(ValueError, match=r"item ids: expected int32 or int64, got torch.float32"):
         ShardedEmbedding("item", 4, 3)(torch.ones(2))
-    with pytest.raises(ValueError, match=r"table must have shape \(4, 3\), got \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"table: expected shape \(4, 3\), got \(3, 4\)"):
         ShardedEmbedding("item", 4, 3).copy_table(torch.ones(3, 4))
-    assert "mesh must have one dimension, got 2" in run_ranks(2, refuse_mesh)[0]
+    assert "mesh: expected one dimension, got 2" in run_ranks(2, refuse_mesh)[0]
 
 
 @pytest.mark.slow

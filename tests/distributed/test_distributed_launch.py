@@ -111,5 +111,5 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     stop_together(None, None)
     with pytest.raises(RunStopped, match="rank 0: no rows"):
         stop_together("no rows", None)
-    with pytest.raises(ValueError, match="device_type must be 'cuda' or 'cpu', got 'gpu'"):
+    with pytest.raises(ValueError, match="device_type: expected 'cuda' or 'cpu', got 'gpu'"):
         run(lambda world: world, device_type="gpu")

@@ -59,7 +59,7 @@ def step(backend: str, ids: list[dict[str, Tensor]], weight: Tensor) -> tuple[ob
     after = {name: part.detach().cpu() for name, part in tables(every).items()}
     gradient = scored.linear.weight.grad
     assert gradient is not None
-    with pytest.raises(ValueError, match="item ids must be from 0 to 6, got 7 in row 1"):
+    with pytest.raises(ValueError, match="item ids: expected 0 to 6, got 7 in row 1"):
         tables({**every, "item": torch.tensor([0, 7])})
     return initial, before, after, gradient.cpu()
 
@@ -125,7 +125,7 @@ def part_of_run(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_continues_on_other_ranks(backend: str, tmp_path: Path) -> None:
-    """With the rows and with what the fused optimiser has summed; all ranks have the same ids."""
+    """With the rows and with what the fused optimizer has summed; all ranks have the same ids."""
     arguments = torch.randint(7, (20,)), torch.randn(2, 4)
     straight = run_ranks(
         2, part_of_run, backend, str(tmp_path / "straight"), *arguments, 4, backend=backend

@@ -99,7 +99,7 @@ def test_layers_gather_weights_in_bf16() -> None:
 
 
 def sharding(strategy: Any) -> tuple[dict[str, tuple[int, ...]], int, list[int]]:
-    """Shapes of what rank 0 holds of each parameter, and of each of the optimiser's groups."""
+    """Shapes of what rank 0 holds of each parameter, and of each of the optimizer's groups."""
     training = Training(Run(strategy))
     training.steps(1)
     local = {
@@ -143,7 +143,7 @@ def test_global_mean() -> None:
     (nan, _), (other, _) = run_ranks(2, means, [math.nan, 1.0], [1, 1])
     assert math.isnan(nan)
     assert math.isnan(other)
-    with pytest.raises(ValueError, match=r"local_sum must be a scalar, got the shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"local_sum: expected a scalar, got the shape \(2,\)"):
         global_mean(torch.ones(2), 2, None)
 
 
@@ -201,18 +201,18 @@ def refusals() -> list[str]:
         lambda: clip_gradients([parameter], 1.0),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=" must ") as caught:
+        with pytest.raises(ValueError, match=": expected ") as caught:
             call()
         messages.append(str(caught.value))
     return messages
 
 
 def test_refuses() -> None:
-    with pytest.raises(ValueError, match="strategy must be 'ddp' or 'fsdp2', got 'fsdp'"):
+    with pytest.raises(ValueError, match="strategy: expected 'ddp' or 'fsdp2', got 'fsdp'"):
         parallelize(nn.Linear(2, 2), None, "fsdp")  # type: ignore[arg-type]
     mesh, partial = run_ranks(2, refusals)[0]
-    assert "mesh must have one dimension, got 2" in mesh
-    assert "gradients must not be Partial" in partial
+    assert "mesh: expected one dimension, got 2" in mesh
+    assert "gradients: expected no Partial placement" in partial
     assert clip_gradients([nn.Parameter(torch.ones(2))], 1.0).item() == 0
     assert [len(group["params"]) for group in parameter_groups(nn.Linear(2, 2))] == [2]
     assert device_type("gloo") == "cpu"

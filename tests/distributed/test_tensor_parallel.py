@@ -117,7 +117,7 @@ def _check_layer() -> None:
         made.forward_cached()
     with pytest.raises(ValueError, match=r"num_heads: expected a multiple of the 2 ranks, got 3"):
         shard_heads(HSTULayer(replace(BASE, num_heads=3)), group)
-    with pytest.raises(ValueError, match=r"x must have shape \(total, 12\)"):
+    with pytest.raises(ValueError, match=r"x: expected shape \(total, 12\)"):
         made(torch.zeros(3, 4), offsets([3]), 3)
     with pytest.raises(ValueError, match=r"mesh: expected one dimension, got 2"):
         shard_heads(layer, init_device_mesh("cpu", (2, 1)))

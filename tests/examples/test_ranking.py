@@ -93,7 +93,7 @@ def test_auc_against_all_pairs(values: int) -> None:
 def test_auc_where_it_is_not_defined() -> None:
     assert math.isnan(auc(np.ones(3, bool), np.arange(3.0)))
     assert math.isnan(normalized_entropy(np.zeros(3, bool), np.arange(3.0)))
-    with pytest.raises(ValueError, match="scores must not be NaN, got it in row 1"):
+    with pytest.raises(ValueError, match="scores: expected no NaN, got one in row 1"):
         auc(np.array([True, False]), np.array([0.0, math.nan]))
 
 
@@ -196,7 +196,7 @@ def test_splits_are_by_time_and_disjoint(data: RankingData) -> None:
         ]
         assert len(of_user[1]) == len(of_user[2]) == 3
         assert max(of_user[0]) < min(of_user[1]) <= max(of_user[1]) < min(of_user[2])
-    with pytest.raises(ValueError, match=r"split must be one of .* got 'all'"):
+    with pytest.raises(ValueError, match=r"split: expected one of .* got 'all'"):
         data.windows("all")  # type: ignore[arg-type]
 
 
@@ -279,40 +279,38 @@ def test_a_malformed_batch_is_named(data: RankingData) -> None:
 
     last = data.sizes["item"] - 1
     refused(
-        f"target_items must be from 0 to {last}, got -1 in row 7",
+        f"target_items: expected 0 to {last}, got -1 in row 7",
         **with_value("target_items", 7, -1),
     )
-    refused("history_items must be .* in row 2", **with_value("history_items", 2, last + 1))
+    refused("history_items: expected .* in row 2", **with_value("history_items", 2, last + 1))
     refused(
-        "history_actions must be from 0 to 255, got 256 in row 4",
+        "history_actions: expected 0 to 255, got 256 in row 4",
         **with_value("history_actions", 4, 256),
     )
     refused(
-        r"contexts \(hour\) must be from 0 to 23, got 24 in row 5",
+        r"contexts \(hour\): expected 0 to 23, got 24 in row 5",
         **with_value("contexts", (5, 2), 24),
     )
-    refused(
-        r"contexts must be of shape \(batch, 3\), got \(30, 2\)", contexts=batch.contexts[:, :2]
-    )
+    refused(r"contexts: expected shape \(batch, 3\), got \(30, 2\)", contexts=batch.contexts[:, :2])
     late = int(batch.request_timestamps[1]) + 1
     first = int(batch.history_offsets[1])
     refused(
-        f"history_timestamps must not be after the request, got {late} in row {first}",
+        f"history_timestamps: expected none after the request, got {late} in row {first}",
         **with_value("history_timestamps", first, late),
     )
+    refused("target_offsets: expected values from 0 to 90", **with_value("target_offsets", -1, 91))
     refused(
-        "target_offsets must start from 0 and end at 90", **with_value("target_offsets", -1, 91)
-    )
-    refused(
-        "history_offsets must .* not decrease, got 0 in row 3",
+        "history_offsets: expected .* not decrease, got 0 in row 3",
         **with_value("history_offsets", 3, 0),
     )
-    refused("target_actions must be int64 of shape", target_actions=batch.target_actions[1:])
+    refused("target_actions: expected int64 of shape", target_actions=batch.target_actions[1:])
     refused(
-        "target_actions must be int64 .* got torch.float32",
+        "target_actions: expected int64 .* got torch.float32",
         target_actions=batch.target_actions.float(),
     )
-    with pytest.raises(ValueError, match="rows of a sequence must be at most 23, got 24 in row 0"):
+    with pytest.raises(
+        ValueError, match="rows of a sequence: expected at most 23, got 24 in row 0"
+    ):
         check_ranking_batch(batch, data.sizes, 8, 23)
 
 

@@ -284,7 +284,7 @@ def test_a_malformed_batch_stops(
     assert train_ranking.main([*SMALL, *logs, "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert re.search(r"malformed batch at step 5 \(epoch 0, batch 5, seed 0\): target_items", error)
-    assert re.search(r"must be from 0 to \d+, got \d+ in row 2$", error.strip())
+    assert re.search(r"expected 0 to \d+, got \d+ in row 2$", error.strip())
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
 
 

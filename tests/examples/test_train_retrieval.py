@@ -172,12 +172,12 @@ def brute_force_similarity(
     return similarity / np.sqrt(np.outer(np.maximum(counts, 1), np.maximum(counts, 1)))
 
 
-@pytest.mark.parametrize("l2_normalise", [True, False])
-def test_sampled_softmax_loss(log: EventLog, l2_normalise: bool) -> None:
+@pytest.mark.parametrize("l2_normalize", [True, False])
+def test_sampled_softmax_loss(log: EventLog, l2_normalize: bool) -> None:
     config = HSTULayerConfig.research(
         embedding_dim=16, num_heads=2, linear_dim=8, attention_dim=8, max_sequence_len=12
     )
-    model = RetrievalModel(7, config, 1, 12, 0.0, l2_normalise)
+    model = RetrievalModel(7, config, 1, 12, 0.0, l2_normalize)
     states = torch.randn(40, 16)
     targets = torch.randint(7, (40,))
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def test_sampled_softmax_loss(log: EventLog, l2_normalise: bool) -> None:
     torch.manual_seed(0)
     negatives = torch.randint(7, (9,)).tolist()
     table = model.item_embedding.weight
-    if l2_normalise:
+    if l2_normalize:
         table = table / table.norm(dim=1, keepdim=True)
     losses = []
     for state, target in zip(states, targets.tolist(), strict=True):

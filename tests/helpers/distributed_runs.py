@@ -26,7 +26,7 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 
 class RankPool:
-    """``number`` processes, each a rank of the default process group; with NCCL each has a GPU."""
+    """`number` processes, each a rank of the default process group; with NCCL each has a GPU."""
 
     def __init__(self, number: int, backend: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -45,7 +45,7 @@ class RankPool:
             self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What each rank returns of ``function(*arguments)``; torch's generators of all ranks are
+        """What each rank returns of `function(*arguments)`; torch's generators of all ranks are
         seeded alike before.
 
         Raises:
@@ -105,7 +105,7 @@ _pools: dict[tuple[int, str], RankPool] = {}
 def run_ranks(
     number: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """What each of ``number`` ranks returns of ``function(*arguments)``. One rank is this process,
+    """What each of `number` ranks returns of `function(*arguments)`. One rank is this process,
     without a process group. Skips the test where NCCL has too few GPUs."""
     if number == 1:
         return [function(*arguments)]

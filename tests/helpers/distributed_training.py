@@ -141,7 +141,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(run: Run, number: int) -> dict[str, Any]:
-    """The losses, norms and parameters of a run of ``number`` steps."""
+    """The losses, norms and parameters of a run of `number` steps."""
     training = Training(run)
     losses, norms = zip(*training.steps(number), strict=True)
     return {"losses": losses, "norms": norms, "parameters": training.parameters()}

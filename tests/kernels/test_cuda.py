@@ -269,7 +269,7 @@ def check_small_batch(batch: Batch, **options: object) -> None:
     actual = run(hstu_attention, on_gpu(batch), dout.cuda(), **options)
     if os.environ.get("SANITIZER_TOOL") == "initcheck":
         # NOTE: it does not see what TMA writes from shared memory by a tensor map, as the gradient
-        # of a bias on compute capability 9.0, and takes it for uninitialised when it is read.
+        # of a bias on compute capability 9.0, and takes it for uninitialized when it is read.
         actual.pop("drab", None)
     exact = run(reference.hstu_attention, batch, dout, torch.float64)
     same_dtype_reference = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)

@@ -54,7 +54,7 @@ def test_calls_do_not_wait(request, bias, mask, deterministic):
     request.getfixturevalue("forbidden_syncs")
     torch.cuda._sleep(10**9)
     run(hstu_attention, batch, dout, deterministic=deterministic)
-    # NOTE: torch sees its own synchronisations alone; this sees any.
+    # NOTE: torch sees its own synchronizations alone; this sees any.
     assert not torch.cuda.current_stream().query(), "the calls waited for the GPU"
 
 

@@ -461,7 +461,7 @@ def test_fbgemm_gives_the_same(shape, dtype, offsets_dtype, monkeypatch):
 @pytest.mark.gpu(kernels=False)
 @every_function
 def test_on_a_gpu_in_a_graph(function, arguments):
-    """Captured once, replayed for other lengths; a synchronisation would raise."""
+    """Captured once, replayed for other lengths; a synchronization would raise."""
     first, second = (arguments(Batch(lengths, extra=extra)) for lengths, extra in
                      (([5, 9, 3, 0], 2), ([2, 9, 1, 4], 3)))  # fmt: skip
     given = [t.cuda() for t in first]

@@ -133,7 +133,7 @@ def visible(config: HSTULayerConfig, i: int, j: int, length: int, c: int, target
 
 
 def plain_bias(layer: HSTULayer, head: int, i: int, j: int, gap: int | None) -> Tensor:
-    """The relative bias between row i and key j of a head; ``gap`` in seconds."""
+    """The relative bias between row i and key j of a head; `gap` in seconds."""
     config = layer.config
     assert layer.position_weight is not None
     table = head * config.relative_bias_heads // config.num_heads
@@ -146,16 +146,16 @@ def plain_bias(layer: HSTULayer, head: int, i: int, j: int, gap: int | None) -> 
     return bias
 
 
-def normalise(x: Tensor, eps: float) -> Tensor:
-    centred = x - x.mean(dim=-1, keepdim=True)
-    return centred / (centred.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+def normalize(x: Tensor, eps: float) -> Tensor:
+    centered = x - x.mean(dim=-1, keepdim=True)
+    return centered / (centered.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
 
 def plain_norm(x: Tensor, kind: str, norm: torch.nn.Module, eps: float) -> Tensor:
     if kind == "rms_norm":
         unit = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
         return unit if norm.weight is None else unit * norm.weight
-    unit = normalise(x, eps)
+    unit = normalize(x, eps)
     return unit if norm.weight is None else unit * norm.weight + norm.bias
 
 
@@ -215,7 +215,7 @@ def plain_layer(
             weights = torch.where(mask, scores * torch.sigmoid(scores) / scale, 0.0)
             outputs.append(weights @ v[:, head * hidden : (head + 1) * hidden])
             if config.use_group_norm:
-                one = normalise(outputs[-1], config.norm_eps)
+                one = normalize(outputs[-1], config.norm_eps)
                 if config.norm_affine:
                     one = one * layer.output_norm.weight[head] + layer.output_norm.bias[head]
                 normed_outputs.append(one)
@@ -390,22 +390,22 @@ def test_embedding_of_positions() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 0}, "num_heads must be a positive number, got 0"),
-        ({"max_attn_len": -1}, "max_attn_len must be zero or a positive number, got -1"),
-        ({"linear_activation": "relu"}, "linear_activation must be"),
-        ({"input_norm": "rms"}, "input_norm must be one of .*'rms_norm'.*, got 'rms'"),
-        ({"output_norm": None}, "output_norm must be one of .*'rms_norm'.*, got None"),
+        ({"num_heads": 0}, "num_heads: expected a positive number, got 0"),
+        ({"max_attn_len": -1}, "max_attn_len: expected zero or a positive number, got -1"),
+        ({"linear_activation": "relu"}, "linear_activation: expected"),
+        ({"input_norm": "rms"}, "input_norm: expected one of .*'rms_norm'.*, got 'rms'"),
+        ({"output_norm": None}, "output_norm: expected one of .*'rms_norm'.*, got None"),
         (
             {"output_norm": "rms_norm", "use_group_norm": True},
-            "output_norm must be 'layer_norm' beside use_group_norm, got 'rms_norm'",
+            "output_norm: expected 'layer_norm' beside use_group_norm, got 'rms_norm'",
         ),
-        ({"norm_eps": 0.0}, "norm_eps must be a positive number, got 0.0"),
-        ({"output_dropout_ratio": 1.0}, "output_dropout_ratio must be"),
-        ({"concat_ua": True, "concat_u": True}, "concat_ua must be False beside"),
-        ({"scaling_seqlen": 0}, "scaling_seqlen must be -1 or positive, got 0"),
-        ({"enable_relative_attention_bias": True}, "relative_bias_max_seq_len must be"),
-        ({**BIASED, "relative_bias_heads": 3}, "relative_bias_heads must be a divisor"),
-        ({"causal": False, "contextual_seq_len": 2}, "causal must be True"),
+        ({"norm_eps": 0.0}, "norm_eps: expected a positive number, got 0.0"),
+        ({"output_dropout_ratio": 1.0}, "output_dropout_ratio: expected"),
+        ({"concat_ua": True, "concat_u": True}, "concat_ua: expected False beside"),
+        ({"scaling_seqlen": 0}, "scaling_seqlen: expected -1 or positive, got 0"),
+        ({"enable_relative_attention_bias": True}, "relative_bias_max_seq_len: expected"),
+        ({**BIASED, "relative_bias_heads": 3}, "relative_bias_heads: expected a divisor"),
+        ({"causal": False, "contextual_seq_len": 2}, "causal: expected True"),
     ],
 )
 def test_config_refuses(changes: dict[str, Any], message: str) -> None:
@@ -416,10 +416,14 @@ def test_config_refuses(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (BASE, {"x": torch.zeros(25, 8)}, r"x must have shape \(total, 24\), got \(25, 8\)"),
+        (BASE, {"x": torch.zeros(25, 8)}, r"x: expected shape \(total, 24\), got \(25, 8\)"),
         (BASE, {"timestamps": torch.zeros(25, dtype=torch.int64)}, "without a time table"),
         (RESEARCH, {"row_timestamps": torch.zeros(25, dtype=torch.int64)}, "without timestamps"),
-        (replace(BASE, causal=False), {"num_targets": torch.zeros(5)}, "need causal=True"),
+        (
+            replace(BASE, causal=False),
+            {"num_targets": torch.zeros(5)},
+            "expected None with causal=False",
+        ),
         (BASE, {"num_targets": torch.zeros(3, dtype=torch.int64)}, "num_targets"),
         (BASE, {"seq_offsets": torch.tensor([0, 30])}, "cu_seqlens_q"),
     ],
@@ -431,7 +435,7 @@ def test_call_refuses(config: HSTULayerConfig, changes: dict[str, Any], message:
 
 
 def test_stack_refuses_no_layers() -> None:
-    with pytest.raises(ValueError, match="num_layers must be a positive number, got 0"):
+    with pytest.raises(ValueError, match="num_layers: expected a positive number, got 0"):
         HSTUStack(BASE, 0)
 
 

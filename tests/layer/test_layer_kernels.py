@@ -227,8 +227,8 @@ def test_dropout_keeps_its_share_everywhere():
         # Of 4000 rows the farthest may be 5 deviations away, once in a thousand seeds.
         assert (shares - (1 - ratio)).abs().max() < 5 * deviation / count**0.5
     flat = kept.flatten(1) - kept.mean()
-    neighbours = (flat[:, 1:] * flat[:, :-1]).mean() / deviation**2
-    assert abs(neighbours) < 5 / flat.numel() ** 0.5
+    neighbors = (flat[:, 1:] * flat[:, :-1]).mean() / deviation**2
+    assert abs(neighbors) < 5 / flat.numel() ** 0.5
     other = torch_steps.kept_elements(torch.tensor([6]), 4000, 2, 3, 21, dropout_threshold(ratio))
     assert 0.55 < (other == kept.bool()).double().mean() < 0.61  # 0.7 * 0.7 + 0.3 * 0.3
 
