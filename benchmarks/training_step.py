@@ -21,7 +21,7 @@ import argparse
 import functools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -55,7 +55,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from hstu_attn import HSTULayerConfig, layer
+from hstu_attn import HSTULayerConfig, Mask, hstu_attention, ops
+from hstu_attn.call import NO_BIAS, AttentionCall, BiasTensors
 from hstu_attn.data import JaggedBatch
 
 from .attention import make_implementations
@@ -165,6 +166,29 @@ def describe(run: Run) -> Record:
     return {"dim": width(run.options), **sizes, "dtype": "bfloat16"}
 
 
+def layer_attention(implementation: Implementation) -> Callable[..., Tensor]:
+    """What layers call in place of `hstu_attn.ops.attention`, for causal masks without a bias."""
+    if implementation.function is hstu_attention:
+        return ops.attention  # as it is: a stack prepares its call once
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors
+    ) -> Tensor:
+        assert bias == NO_BIAS
+        return implementation.function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=call.cu_seqlens_q,
+            max_seqlen_q=call.max_seqlen_q,
+            mask=Mask.causal(num_contexts=call.num_contexts, num_targets=call.num_targets),
+            alpha=call.alpha,
+            scaling_seqlen=call.scaling_seqlen,
+        )
+
+    return attention
+
+
 def measure(run: Run, name: str) -> Iterator[Record]:
     """The step of each implementation, and what attention takes of it."""
     options, gpu = run.options, run.the_gpu()
@@ -176,7 +200,7 @@ def measure(run: Run, name: str) -> Iterator[Record]:
         training = Training(options, gpu.device)
 
         def step() -> None:
-            with mock.patch.object(layer, "hstu_attention", implementation.function):
+            with mock.patch.object(ops, "attention", layer_attention(implementation)):
                 training.step()
 
         return [step]

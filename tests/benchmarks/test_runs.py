@@ -29,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.cases import Case
 from benchmarks.record import read_records, write_records
-from hstu_attn import hstu_attention
+from hstu_attn import HSTULayerConfig, HSTUStack, hstu_attention, ops
 from tests.helpers.fake_gpu import FakeGpu
 
 ORIGIN = {"benchmark", "cpu", "date", "commit", "hstu_attn", "torch", "python", "command"}
@@ -213,6 +213,23 @@ def test_training_step(monkeypatch, tmp_path):
     products = found["step"]["busy_ms"] - 2.0
     assert products == pytest.approx(0.05 * round(products / 0.05), abs=1e-3)
     assert products >= 3 * 4 * 0.05 - 1e-3  # of the layers' linears, at least
+
+
+def test_another_attention_in_the_layers_of_a_step(monkeypatch):
+    calls = []
+
+    def function(*tensors, **options):
+        calls.append(options["alpha"])
+        return hstu_attention(*tensors, **options)
+
+    config = HSTULayerConfig.stu(embedding_dim=16, num_heads=2, hidden_dim=8, attention_dim=8)
+    stack, x = HSTUStack(config, 2), torch.randn(9, 16)
+    rows = torch.tensor([0, 4, 9]), 5, torch.tensor([1, 2])
+    expected = stack(x, *rows)
+    other = training_step.layer_attention(implementations.Implementation("other", function))
+    monkeypatch.setattr(ops, "attention", other)
+    assert torch.equal(stack(x, *rows), expected)
+    assert calls == [config.alpha] * 2
 
 
 def test_the_training_step_is_that_of_the_example():
