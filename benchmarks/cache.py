@@ -94,13 +94,13 @@ def measure(run: Run, case: Step) -> Iterator[Record]:
     counts, again = np.full(batch, new), [1] * batch
 
     def step(users: Int64s) -> None:
-        with cache.step(users, counts):
-            pass
+        with cache.step(users, counts) as opened:
+            opened.upload()
 
     def engine(users: list[int]) -> None:
         cached = cache.lookup(users).tolist()
-        with cache.step(users, [new] * batch, cached_lens=cached, rewritten=again):
-            pass
+        with cache.step(users, [new] * batch, cached_lens=cached, rewritten=again) as opened:
+            opened.upload()
 
     times: dict[str, list[float]] = {"step": [], "engine": []}  # microseconds per user
     for n in range(WARM_UP + rounds):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..upload import upload
 from .events import ACTION, ITEM, TIME, History, Int64s, User
 from .model import Rows
 
@@ -58,20 +59,19 @@ class Plan(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch on the device: `total` rows of `B` requests, `total_k` keys, `n` candidates.
+    """A batch: `total` rows of `B` requests, `total_k` keys, `n` candidates. Tensors are on the
+    device; arrays are to be copied there with the tables of the cache's step.
 
     Attributes:
         rows: what the model embeds.
         max_seq_len: most rows of a request.
         max_key_len: most keys of a request.
-        host_offsets: `seq_offsets` as an array.
-        host_targets: `num_targets` as an array.
+        seq_offsets: int64 `(B + 1,)` array.
+        num_targets: int64 `(B,)` array.
         row_times: int64 `(total,)`, when each row is asked: at its user's next event, or now; empty
             where the model reads no times.
         key_times: int64 `(total_k,)`, or empty likewise.
         candidates: int64 `(n,)`, of all requests.
-        seq_offsets: int64 `(B + 1,)`.
-        num_targets: int64 `(B,)`.
         state_rows: int64 `(n,)`, the row whose state each candidate is scored by.
         last_rows: int64 `(B,)`, the row of each user's last event.
     """
@@ -79,13 +79,11 @@ class Batch(NamedTuple):
     rows: Rows
     max_seq_len: int
     max_key_len: int
-    host_offsets: Int64s
-    host_targets: Int64s
+    seq_offsets: Int64s
+    num_targets: Int64s
     row_times: Tensor
     key_times: Tensor
     candidates: Tensor
-    seq_offsets: Tensor
-    num_targets: Tensor
     state_rows: Tensor
     last_rows: Tensor
 
@@ -132,8 +130,9 @@ def pack(
     if candidates_are_rows:
         state_rows += _ranges(np.ones_like(counts), counts)
     columns = [items, actions, positions, is_candidate, row_times, key_times, candidates]
-    columns += [seq_offsets, targets, state_rows, last_rows]
-    uploaded = _upload(columns, device)
+    columns += [state_rows, last_rows]
+    (together,) = upload([torch.from_numpy(np.concatenate(columns, dtype=np.int64))], device)
+    uploaded = together.split([len(column) for column in columns])
     rows = Rows(uploaded[0], uploaded[1], uploaded[2], is_candidate=uploaded[3].bool())
     longest = int((written + targets).max(initial=1)), int((lengths + targets).max(initial=1))
     return Batch(rows, *longest, seq_offsets, targets, *uploaded[4:])
@@ -144,12 +143,3 @@ def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
     before = np.cumsum(lengths) - lengths
     numbers: Int64s = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return numbers
-
-
-def _upload(arrays: Sequence[Int64s], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, by one copy."""
-    together = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        together = together.pin_memory()  # else the copy would wait for the GPU
-    uploaded = together.to(device, non_blocking=True)
-    return list(uploaded.split([len(array) for array in arrays]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..paged import PagedKV, check_page_size, quantize_rows
+from ..upload import upload
 from .host_tier import HostTier, Returning
 
 try:
@@ -65,6 +65,9 @@ class CacheStep:
     """One batch's use of a cache: what `PagedKVCache.step` yields. Batch `B`, `N` tokens to write:
     of each user those that are written again, then the new ones.
 
+    The tensors are made together, when one of them is first read or used, or by `upload`. On a GPU
+    this is an asynchronous copy on the current stream, so do it before a CUDA graph is captured.
+
     Attributes:
         cached_lens: int32 `(B,)` tokens of each user from before the step that stay as they are; 0
             for an unknown user.
@@ -72,7 +75,8 @@ class CacheStep:
         page_offsets: int32 `(B + 1,)`, as in `PagedKV`; the new tokens have their place already.
         page_ids: int32 `(page_offsets[-1],)`.
         last_page_lens: int32 `(B,)`.
-        host_tables: `page_offsets`, `page_ids`, `last_page_lens` and `cached_lens` as arrays.
+        host_tables: `page_offsets`, `page_ids`, `last_page_lens`, `cached_lens` and `slots` as
+            arrays.
         is_returning: whether users are brought back from the host, so that the rows of the next
             layers may still be on their way.
     """
@@ -80,36 +84,68 @@ class CacheStep:
     __slots__ = (
         "_kv_cache",
         "_kv_scales",
+        "_lengths",
+        "_on_device",
+        "_on_host",
         "_open",
         "_returning",
         "_rows",
-        "cached_lens",
-        "host_tables",
-        "last_page_lens",
-        "page_ids",
-        "page_offsets",
-        "slots",
     )
 
     def __init__(
         self,
         kv_cache: Tensor,
-        tables: Tensor,
-        host_tables: Int32s,
+        tables: Int32s,
         lengths: Sequence[int],
         returning: Returning | None = None,
         kv_scales: Tensor | None = None,
     ) -> None:
-        self.page_offsets, self.page_ids, self.last_page_lens, self.cached_lens, self.slots = (
-            tables.split(lengths)
-        )
-        a, b, c, d = itertools.accumulate(lengths[:4])
-        self.host_tables = host_tables[:a], host_tables[a:b], host_tables[b:c], host_tables[c:d]
+        self._on_host = torch.from_numpy(tables)
+        self._lengths = lengths
+        self._on_device: tuple[Tensor, ...] | None = None
         self._kv_cache = kv_cache
         self._kv_scales = kv_scales
         self._returning = returning
         self._rows: tuple[Tensor, Tensor] | None = None
         self._open = True
+
+    @property
+    def host_tables(self) -> tuple[Int32s, ...]:
+        return tuple(table.numpy() for table in self._on_host.split(self._lengths))
+
+    @property
+    def page_offsets(self) -> Tensor:
+        return self._tables[0]
+
+    @property
+    def page_ids(self) -> Tensor:
+        return self._tables[1]
+
+    @property
+    def last_page_lens(self) -> Tensor:
+        return self._tables[2]
+
+    @property
+    def cached_lens(self) -> Tensor:
+        return self._tables[3]
+
+    @property
+    def slots(self) -> Tensor:
+        return self._tables[4]
+
+    def upload(self, *others: Int64s) -> list[Tensor]:
+        """Makes the step's tensors, and copies other arrays to the cache's device with them.
+
+        Args:
+            others: on the CPU, of any shapes and dtypes.
+
+        Returns:
+            The copies of the others, as by `hstu_attn.upload.upload`.
+        """
+        arrays = map(torch.from_numpy, others)
+        tables, *rest = upload([self._on_host, *arrays], self._kv_cache.device)
+        self._on_device = tables.split(self._lengths)
+        return rest
 
     def paged_kv(self, layer: int) -> PagedKV:
         """A layer's pages for `hstu_attention`; append the layer's new keys and values first.
@@ -164,6 +200,13 @@ class CacheStep:
     @property
     def is_returning(self) -> bool:
         return self._returning is not None and self._returning.is_under_way
+
+    @property
+    def _tables(self) -> tuple[Tensor, ...]:
+        if self._on_device is None:
+            self.upload()
+        assert self._on_device is not None
+        return self._on_device
 
     def _layer(self, layer: int) -> Tensor:
         if not self._open:
@@ -296,10 +339,7 @@ class PagedKVCache:
         step = None
         try:
             try:
-                on_device = self._to_device(torch.from_numpy(tables))
-                step = CacheStep(
-                    self.kv_cache, on_device, tables, lengths, returning, self.kv_scales
-                )
+                step = CacheStep(self.kv_cache, tables, lengths, returning, self.kv_scales)
                 yield step
             finally:
                 if returning is not None:
@@ -362,11 +402,6 @@ class PagedKVCache:
         for direction in ("to_host", "from_host"):
             counts["bytes_" + direction] = page_bytes * counts.pop("pages_" + direction)
         return CacheStats(**counts)
-
-    def _to_device(self, tables: Tensor) -> Tensor:
-        if self.kv_cache.is_cuda:
-            tables = tables.pin_memory()  # else the copy might wait for the GPU
-        return tables.to(self.kv_cache.device, non_blocking=True)
 
 
 def _int64s(name: str, values: Ints) -> Int64s:

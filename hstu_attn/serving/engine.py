@@ -447,12 +447,13 @@ class Engine:
             states = self._graphs.run(step, batch, x)
             if states is not None:
                 return states, True
+        seq_offsets, num_targets = step.upload(batch.seq_offsets, batch.num_targets)
         rows = CachedRows(
             step,
-            batch.seq_offsets,
+            seq_offsets,
             batch.max_seq_len,
             batch.max_key_len,
-            batch.num_targets if self.model.candidates_are_rows else None,
+            num_targets if self.model.candidates_are_rows else None,
         )
         times = (batch.key_times, batch.row_times) if self.model.reads_times else ()
         return self.model.stack.forward_cached(x, rows, *times), False

@@ -173,7 +173,7 @@ class StackGraphs:
             return None  # the stack says what is wrong with it
         if step.is_returning:
             return None  # which would wait for the rows of all layers before the first
-        shape = self._shape_of(len(batch.host_targets), total, batch.max_seq_len)
+        shape = self._shape_of(len(batch.num_targets), total, batch.max_seq_len)
         replay = None if shape is None else self._replay_of(shape)
         if shape is None or replay is None:
             return None
@@ -205,19 +205,21 @@ class StackGraphs:
     # --- buffers ---------------------------------------------------------------------------------
 
     def _fill(self, shape: Shape, step: CacheStep, batch: Batch, x: Tensor) -> None:
-        page_offsets, page_ids, last_page_lens, cached_lens = step.host_tables
+        """Copies the batch into the buffers, its tables padded to the shape by one copy."""
+        page_offsets, page_ids, last_page_lens, cached_lens, _ = step.host_tables
         sections = _sections(shape.batch)
-        tables = np.zeros(sections[-1].start + len(page_ids), np.int32)
+        # Pinned, or the host would wait for the GPU. torch keeps it until the copy is done.
+        on_host = torch.zeros(
+            sections[-1].start + len(page_ids), dtype=torch.int32, pin_memory=self._tables.is_cuda
+        )
+        tables = on_host.numpy()
         values: list[np.ndarray[Any, Any]] = [page_offsets, last_page_lens, cached_lens]
-        values += [batch.host_offsets, batch.host_targets, page_ids]
+        values += [batch.seq_offsets, batch.num_targets, page_ids]
         for section, value in zip(sections, values, strict=True):
             tables[section][: len(value)] = value
-        for section, offsets in ((sections[0], page_offsets), (sections[3], batch.host_offsets)):
+        for section, offsets in ((sections[0], page_offsets), (sections[3], batch.seq_offsets)):
             tables[section][len(offsets) :] = offsets[-1]
-        uploaded = torch.from_numpy(tables)
-        if self._tables.is_cuda:
-            uploaded = uploaded.pin_memory()  # else the copy would wait for the GPU
-        self._tables[: len(tables)].copy_(uploaded, non_blocking=True)
+        self._tables[: len(on_host)].copy_(on_host, non_blocking=True)
         self._x[: len(x)].copy_(x)
         for buffer, times in zip(self._times, (batch.key_times, batch.row_times), strict=False):
             buffer[: len(times)].copy_(times)

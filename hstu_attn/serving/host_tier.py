@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..upload import upload
+
 __all__ = ["HostTier", "Returning"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -102,10 +104,8 @@ class HostTier:
         """
         if not evicted.size and not returning.size:
             return Returning(self._device, [])
-        ids = torch.from_numpy(np.concatenate([evicted[0], returning[0]]))
-        if self._side is not None:
-            ids = ids.pin_memory()  # else the copy might wait for the GPU
-        ids = ids.to(self._device, non_blocking=True)
+        pages = np.concatenate([evicted[0], returning[0]])
+        (ids,) = upload([torch.from_numpy(pages)], self._device)
         leaving, arriving = ids.split([evicted.shape[1], returning.shape[1]])
         gathered = [pages.index_select(1, leaving) for pages in self._device_pages]
         with self._on_side(ids, *gathered):

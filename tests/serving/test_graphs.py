@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
-from hstu_attn.serving import Engine, EventStore, GraphBuckets, graphs
+from hstu_attn.serving import CacheStep, Engine, EventStore, GraphBuckets, graphs
 from hstu_attn.serving.batch import Request
 from hstu_attn.serving.events import event_rows
 from hstu_attn.serving.graphs import Shape, StackGraphs, StepLimits
@@ -216,6 +216,25 @@ def test_padded_answers_are_right(name: str) -> None:
             for scores, (user, events, candidates) in zip(serve(engine, batch), batch, strict=True):
                 assert_close(scores, histories.expect(user, events, candidates, None))
         assert engine.stats().graph_batches == engine.stats().batches == 40
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tables_are_copied_once(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the cache's step where no graph is; else the padded ones alone."""
+    made = 0
+    copy_tables = CacheStep.upload
+
+    def count(step: CacheStep, *others: Any) -> list[Tensor]:
+        nonlocal made
+        made += 1
+        return copy_tables(step, *others)
+
+    monkeypatch.setattr(CacheStep, "upload", count)
+    model = make_model("ranking")
+    with Engine(model, make_cache(24), max_batch_size=8, graphs=graphs) as engine:
+        for batch in traffic(5, model.num_actions):
+            serve(engine, batch)
+    assert made == (0 if graphs else 5)
 
 
 def test_users_who_return_from_the_host(device: str) -> None:

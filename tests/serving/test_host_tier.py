@@ -273,7 +273,6 @@ def late_copies(cache: PagedKVCache) -> Iterator[LateStream]:
         patch.setattr(cache._host_tier, "_side", side)
         patch.setattr(torch.cuda, "stream", lambda stream: stream)
         patch.setattr(torch.cuda, "current_stream", lambda device: main)
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         yield side
     main.wait_stream(side)

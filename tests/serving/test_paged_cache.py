@@ -115,6 +115,23 @@ def test_unknown_users_start_empty():
     assert cache.stats().users == 1
 
 
+def test_tables_on_the_device_are_those_of_the_host():
+    cache = make_cache()
+    names = ("page_offsets", "page_ids", "last_page_lens", "cached_lens", "slots")
+    with cache.step([5, 6], [3, 17]) as step:
+        tables = [getattr(step, name) for name in names]
+        assert step.page_ids is tables[1]  # made once
+        other, none = step.upload(np.array([7, 8]), np.empty(0, np.int64))
+        again = [getattr(step, name) for name in names]
+        for table, copy, on_host in zip(tables, again, step.host_tables, strict=True):
+            assert table.dtype == copy.dtype == torch.int32
+            assert table.tolist() == copy.tolist() == on_host.tolist()
+        assert other.dtype == none.dtype == torch.int64
+        assert (other.tolist(), none.tolist()) == ([7, 8], [])
+        assert other.untyped_storage().data_ptr() == step.slots.untyped_storage().data_ptr()
+        append(step, list(range(20)))
+
+
 def test_an_empty_batch():
     cache = make_cache()
     with cache.step([], []) as step:

@@ -106,13 +106,13 @@ def traffic(model: Any) -> Iterator[Step]:
             reads_times=model.reads_times,
         )
         inputs = {
-            "seq_offsets": batch.seq_offsets,
+            "seq_offsets": torch.from_numpy(batch.seq_offsets),
             **batch.rows._asdict(),
             "candidates": batch.candidates,
             "state_rows": batch.state_rows,
         }
         if model.candidates_are_rows:
-            inputs["num_targets"] = batch.num_targets
+            inputs["num_targets"] = torch.from_numpy(batch.num_targets)
         if model.reads_times:
             inputs |= {"key_times": batch.key_times, "row_times": batch.row_times}
         new = [count for count, _ in asked.values()]
