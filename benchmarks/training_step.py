@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from . import cli
@@ -200,7 +201,8 @@ def measure(run: Run, name: str) -> Iterator[Record]:
         training = Training(options, gpu.device)
 
         def step() -> None:
-            with mock.patch.object(ops, "attention", layer_attention(implementation)):
+            operators = SimpleNamespace(attention=layer_attention(implementation))
+            with mock.patch("hstu_attn.layer.ops", operators):
                 training.step()
 
         return [step]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from benchmarks import (
 )
 from benchmarks.cases import Case
 from benchmarks.record import read_records, write_records
-from hstu_attn import HSTULayerConfig, HSTUStack, hstu_attention, ops
+from hstu_attn import HSTULayerConfig, HSTUStack, hstu_attention
 from tests.helpers.fake_gpu import FakeGpu
 
 ORIGIN = {"benchmark", "cpu", "date", "commit", "hstu_attn", "torch", "python", "command"}
@@ -223,11 +224,11 @@ def test_another_attention_in_the_layers_of_a_step(monkeypatch):
         return hstu_attention(*tensors, **options)
 
     config = HSTULayerConfig.stu(embedding_dim=16, num_heads=2, hidden_dim=8, attention_dim=8)
-    stack, x = HSTUStack(config, 2), torch.randn(9, 16)
+    stack, x = HSTUStack(config, 2).eval(), torch.randn(9, 16)
     rows = torch.tensor([0, 4, 9]), 5, torch.tensor([1, 2])
     expected = stack(x, *rows)
     other = training_step.layer_attention(implementations.Implementation("other", function))
-    monkeypatch.setattr(ops, "attention", other)
+    monkeypatch.setattr("hstu_attn.layer.ops", SimpleNamespace(attention=other))
     assert torch.equal(stack(x, *rows), expected)
     assert calls == [config.alpha] * 2
 
