@@ -114,12 +114,12 @@ NVCC_FLAGS = (
 
 
 def env_list(name: str, default: Iterable[str] = ()) -> list[str]:
-    """The comma-, semicolon- or space-separated values of an environment variable."""
+    """Returns the comma-, semicolon- or space-separated values of an environment variable."""
     return re.findall(r"[^\s,;]+", os.environ.get(name, "")) or list(default)
 
 
 def env_choice(name: str, known: Iterable[str]) -> list[str]:
-    """As `env_list`, where each value must be a known one; by default all of them."""
+    """Returns the values as `env_list` does; each must be known, and the default is all of them."""
     if unknown := set(chosen := env_list(name, known)) - set(known):
         raise CompileError(f"{name}: expected {', '.join(known)}; got {', '.join(sorted(unknown))}")
     return chosen
@@ -130,7 +130,7 @@ def jobs() -> int:
 
 
 def nvcc_jobs() -> int:
-    """MAX_JOBS where it is set, else as many as fit into memory."""
+    """Returns MAX_JOBS if it is set, else as many jobs as fit into memory."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     return jobs() if os.environ.get("MAX_JOBS") else max(1, min(jobs(), memory_gib // NVCC_GIB))
 
@@ -148,7 +148,7 @@ def cuda_wanted() -> bool:
 
 
 def installed(path: str) -> Path | None:
-    """The file or folder `path` of an installed package.
+    """Returns the file or folder `path` of an installed package.
 
     Within pip's isolated build, the import path leads to the build requirements alone. `site` still
     names the environment that is installed into, so that its torch serves to build with, too.
@@ -159,7 +159,7 @@ def installed(path: str) -> Path | None:
 
 @cache
 def torch_dir() -> Path | None:
-    """The folder of a torch that is new enough, or None."""
+    """Returns the folder of a torch that is new enough, or None."""
     version_file = installed("torch/version.py")
     version = version_file and re.search(r"= '(\d+)\.(\d+)", version_file.read_text())
     if version_file and version and (int(version[1]), int(version[2])) >= TORCH_MINIMUM:
@@ -169,7 +169,7 @@ def torch_dir() -> Path | None:
 
 @cache
 def cuda_home() -> Path | None:
-    """The CUDA toolkit: the one asked for, else the system's, else the one of pip's packages."""
+    """Returns the requested CUDA toolkit, else the system's, else the one of pip's packages."""
     asked_for, on_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
     homes = [
         Path(asked_for) if asked_for else None,
@@ -188,7 +188,7 @@ def cutlass_include() -> Path | None:
 
 
 def missing_requirements() -> list[str]:
-    """The packages that the build needs beside those in pyproject.toml, and does not find."""
+    """Returns the packages that the build needs besides those in pyproject.toml, and lacks."""
     missing = [] if torch_dir() else ["torch>={}.{}".format(*TORCH_MINIMUM)]
     if cuda_wanted():
         lines = (ROOT / "third_party/cuda-build.txt").read_text().splitlines()
@@ -199,7 +199,7 @@ def missing_requirements() -> list[str]:
 
 
 def check_prerequisites() -> None:
-    """Says in one line what would otherwise be a page of compiler errors."""
+    """Raises a one-line error where the compiler would print a page of them."""
     if not torch_dir():
         found = installed("torch/version.py") or "no torch"
         raise CompileError("torch: expected >= {}.{}; got {}".format(*TORCH_MINIMUM, found))
@@ -217,7 +217,7 @@ def check_prerequisites() -> None:
 
 
 def cpp_sources() -> list[tuple[Path, str]]:
-    """The C++ sources of _C with their instruction-set flags, in link order."""
+    """Returns the C++ sources of _C with their instruction-set flags, in link order."""
     cuda = ["cuda/*.cpp", "api/cuda/*.cpp"] if cuda_wanted() else []
     patterns = ("*.cpp", "api/*.cpp", "cpu/*.cpp", *cuda)
     paths = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
@@ -230,17 +230,17 @@ def cpp_sources() -> list[tuple[Path, str]]:
 
 
 def head_dims() -> list[str]:
-    """The head dims of the kernels to build, in ascending order."""
+    """Returns the head dims of the kernels to build, in ascending order."""
     return sorted(env_choice("HSTU_ATTN_HEAD_DIMS", HEAD_DIMS), key=int)
 
 
 def dtypes() -> list[str]:
-    """The dtypes of the kernels to build."""
+    """Returns the dtypes of the kernels to build."""
     return env_choice("HSTU_ATTN_DTYPES", DTYPES)
 
 
 def dtype_groups(target: CudaTarget) -> list[list[str]]:
-    """The dtypes that each object file of a source holds.
+    """Returns the dtypes that each object file of a source holds.
 
     An object for each dtype halves the longest compilations, at the price of reading the headers
     twice: that pays for slow sources, where there are many cores.
@@ -263,7 +263,7 @@ class CudaSource(NamedTuple):
 
 
 def instantiation(arch: str, direction: str, head_dim: str, group: list[str]) -> str:
-    """The source with the kernels of one architecture, direction and head dim."""
+    """Returns the source with the kernels of one architecture, direction and head dim."""
     kernels = "".join(
         f"template {kernel}<{head_dim}, DType::{DTYPES[dtype]}>();\n"
         for dtype in group
@@ -273,7 +273,7 @@ def instantiation(arch: str, direction: str, head_dim: str, group: list[str]) ->
 
 
 def cuda_sources() -> list[CudaSource]:
-    """The CUDA sources of _C, the slowest first.
+    """Returns the CUDA sources of _C, the slowest first.
 
     The build writes one for each architecture, direction and head dim, such as
     sm90/forward_d64.bf16.cu. Those in csrc are small and serve every architecture.
@@ -295,7 +295,7 @@ def cuda_sources() -> list[CudaSource]:
 
 
 def cuda_defines() -> str:
-    """What csrc/dispatch.cpp may dispatch to."""
+    """Returns the macros that tell the dispatch of the kernels what was built."""
     names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", ARCHS)]
     names += [f"DTYPE_{dtype.upper()}" for dtype in dtypes()]
     names.append(f"HEAD_DIMS={','.join(head_dims())}")
@@ -303,7 +303,7 @@ def cuda_defines() -> str:
 
 
 def announcement() -> str:
-    """What is about to be compiled, and roughly how long that takes."""
+    """Describes what is about to be compiled, and roughly how long that takes."""
     if not cuda_wanted():
         why = "HSTU_ATTN_CUDA=0" if os.environ.get("HSTU_ATTN_CUDA") else "no GPU is visible here"
         return (
@@ -357,7 +357,7 @@ rule link
         return self.build(rule, source.relative_to(CSRC).as_posix() + ".o", [source], flags)
 
     def library(self, output: str, torch: Path | None) -> None:
-        """_C: ops and kernels, with the headers and libraries in the folder `torch`."""
+        """Adds _C: ops and kernels, with the headers and libraries in the folder `torch`."""
         cuda = cuda_wanted()
         defines = cuda_defines() if cuda else ""
         includes = f"-isystem '{torch}/include'"
@@ -380,7 +380,7 @@ rule link
         self.build("link", output, objects, libraries)
 
     def host_module(self, output: str, python_include: Path = PYTHON_INCLUDE) -> None:
-        """_host: the same masks and scheduler, for Python."""
+        """Adds _host: the same masks and scheduler, for Python."""
         flags = f"-isystem '{pybind11.get_include()}' -isystem '{python_include}'"
         sources = [*sorted(CSRC.glob("host/*.cpp")), *sorted(CSRC.glob("serving/*.cpp"))]
         self.build("link", output, [self.compile("cxx", path, flags) for path in sources])
@@ -425,7 +425,7 @@ def run_ninja(folder: Path, options: list[str]) -> None:
 
 
 class NinjaBuild(build_ext):
-    """setuptools' build_ext with the compiling left to ninja."""
+    """Runs setuptools' build_ext, but leaves compiling to ninja."""
 
     def build_extensions(self) -> None:
         check_prerequisites()
@@ -451,7 +451,7 @@ class NinjaBuild(build_ext):
 
 
 def package_readme() -> str:
-    """README.md without its repository, for a package index.
+    """Returns README.md with links that work outside of its repository, for a package index.
 
     No public address of the repository is known, so that a relative link would lead nowhere: it
     becomes its text and the path, which the source distribution has. Relative pictures are left

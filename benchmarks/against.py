@@ -133,14 +133,14 @@ class Worker:
         return json.loads(line)
 
     def ask(self, request: int | str) -> Any:
-        """The answer to a request of `serve`."""
+        """Returns the answer to a request of `serve`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def visit(self) -> Times:
-        """The time of each variant of the case that was asked for last."""
+        """Returns the time of each variant of the case that was asked for last."""
         return {(impl, direction): time for impl, direction, time in self.ask("time")}
 
     def __enter__(self) -> Worker:
@@ -165,7 +165,7 @@ class Worker:
 
 
 def ratios(visits: Sequence[tuple[Times, Times]]) -> list[Record]:
-    """A record of each implementation and pass that both libraries have timed.
+    """Returns a record of each implementation and pass that both libraries have timed.
 
     Args:
         visits: the times of the new and of the old library, of each pair of visits.

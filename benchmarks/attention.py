@@ -64,7 +64,7 @@ INPUT_SETS = 3
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """The cases of the head dims that were asked for."""
+    """Returns the cases of the head dims that were asked for."""
     found = attention_cases(tuple(options.head_dims or HEAD_DIMS))
     if options.quick:
         found = [c for c in found if c.group == "table" and c.name in QUICK and c.head_dim <= 128]
@@ -72,7 +72,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def impl_names(options: argparse.Namespace) -> Sequence[str]:
-    """The implementations that were asked for."""
+    """Returns the implementations that were asked for."""
     if options.impls:
         names: Sequence[str] = options.impls
         return names
@@ -82,7 +82,7 @@ def impl_names(options: argparse.Namespace) -> Sequence[str]:
 
 @functools.cache
 def make_implementations(*names: str) -> list[Implementation]:
-    """The implementations of these names; what is missing for one of the others is printed.
+    """Returns the implementations of these names; what is missing for one of the others is printed.
 
     Raises:
         ValueError: the name of no implementation.
@@ -97,12 +97,12 @@ def make_implementations(*names: str) -> list[Implementation]:
 
 
 def is_host(direction: str) -> bool:
-    """Whether the pass is timed on the host."""
+    """Returns whether the pass is timed on the host."""
     return direction.startswith("host")
 
 
 def variants(run: Run, case: Case) -> list[Variant]:
-    """The passes of a case, by each implementation that takes it."""
+    """Returns the passes of a case, by each implementation that takes it."""
     gpu = run.the_gpu()
 
     @functools.cache
@@ -132,14 +132,14 @@ def variants(run: Run, case: Case) -> list[Variant]:
 
 
 def call_of(direction: str, prepared: Prepared) -> Call:
-    """What is timed of a pass."""
+    """Returns the function of a pass that is timed."""
     if direction == "backward":
         return functools.partial(prepared.backward_of, prepared.with_autograd())
     return prepared.with_autograd if direction == "host with autograd" else prepared.forward
 
 
 def measure(run: Run, case: Case) -> Iterator[Record]:
-    """A record of each pass by each implementation."""
+    """Yields a record of each pass by each implementation."""
     gpu = run.the_gpu()
     tiles = case.executed_tiles(*run.options.tile) if case.group == "masks" else None
     every = variants(run, case)

@@ -63,12 +63,12 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Such as "64 x 4096, 1 new, pages of 32"."""
+        """A name such as "64 x 4096, 1 new, pages of 32"."""
         return f"{self.batch} x {self.history}, {self.new} new, pages of {self.page_size}"
 
 
 def cases(options: argparse.Namespace) -> list[Step]:
-    """All histories for each batch and number of new tokens."""
+    """Returns all histories for each batch and number of new tokens."""
     if options.rounds < 1 or min(*options.batch, *options.new) < 1:
         PARSER.error("--rounds, --batch and --new must be positive")
     return [
@@ -80,7 +80,7 @@ def cases(options: argparse.Namespace) -> list[Step]:
 
 
 def measure(run: Run, case: Step) -> Iterator[Record]:
-    """Steps of both kinds by turns, over a cache that has room for all users."""
+    """Times steps of both kinds by turns, over a cache that has room for all users."""
     batch, new, rounds = case.batch, case.new, run.options.rounds
     rng = np.random.default_rng(0)
     ids = np.unique(rng.integers(2**62, size=max(USERS, 2 * batch)))

@@ -66,7 +66,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as "4 x 8192", "16 x 2048, rab" or "32 x 1024..4096, context + targets"."""
+        """A name such as "4 x 8192", "16 x 2048, rab" or "32 x 1024..4096, context + targets"."""
         equal = self.shortest == self.longest
         lengths = f"{self.longest}" if equal else f"{self.shortest}..{self.longest}"
         words = [f"{self.batch} x {lengths}"]
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def dtype_name(self) -> str:
-        """ "float32", "bfloat16" and so on."""
+        """The dtype's name, such as "float32" or "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """The same on every run."""
+        """Returns the lengths, which are the same on every run."""
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(self.shortest, self.longest + 1, (self.batch,), generator=generator)
         return [int(length) for length in lengths]
@@ -102,7 +102,7 @@ class Case:
         return plain and self.shortest == self.longest
 
     def mask(self, lengths: list[int], device: str = "cpu") -> Mask:
-        """The mask for a batch with these lengths."""
+        """Returns the mask for a batch with these lengths."""
         generator = torch.Generator().manual_seed(1)
         most = torch.tensor([min(TARGETS, length // 2) for length in lengths])
         random = (torch.rand(len(lengths), generator=generator) * (most + 1)).long()
@@ -121,7 +121,7 @@ class Case:
         return made[self.mask_name]()
 
     def _given_mask(self, lengths: list[int], device: str) -> Mask:
-        """Every row sees the first tokens and a window, in either form of an arbitrary mask."""
+        """Returns a mask of the first tokens and a window, in either form of an arbitrary mask."""
         row = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
         prefix = (row + 1).clamp(max=int(PREFIX * max(lengths)))
         window = int(WINDOW * max(lengths))
@@ -131,7 +131,7 @@ class Case:
         return Mask.from_func(torch.stack(spans[1:])[None].to(device))
 
     def make(self, seed: int, device: str, lengths: list[int] | None = None) -> Batch:
-        """The batch with random contents; with other lengths, one of the same kind."""
+        """Returns the batch with random contents; with other lengths, one of the same kind."""
         lengths = self.lengths if lengths is None else lengths
         torch.manual_seed(seed)
         bias = None
@@ -149,11 +149,11 @@ class Case:
         )
 
     def make_small(self, device: str) -> Batch:
-        """A batch of the same kind that the reference can be asked about."""
+        """Returns a batch of the same kind that is small enough for the reference."""
         return self.make(0, device, list(SMALL))
 
     def visible_pairs(self) -> float:
-        """Pairs of a row and a key that it sees, of one head; half of all for plain causal."""
+        """Returns the number of pairs of a row and a key that it sees, of one head."""
         if self.mask_name == "causal":
             return sum(length**2 for length in self.lengths) / 2
         offsets = torch.tensor([0, *self.lengths]).cumsum(0)
@@ -161,19 +161,19 @@ class Case:
         return float((spans[:, 1::2] - spans[:, ::2]).sum())
 
     def flops(self, backward: bool) -> float:
-        """Floating-point operations: two products forward, five backward, of visible pairs."""
+        """Returns the FLOPs: two matmuls forward, five backward, of visible pairs."""
         forward = 4 * self.visible_pairs() * self.heads * self.head_dim
         return 2.5 * forward if backward else forward
 
     def least_bytes(self, backward: bool) -> int:
-        """What has to be moved if every tensor is read or written once."""
+        """Returns the bytes that are moved if every tensor is read or written once."""
         rows = (7 if backward else 4) * sum(self.lengths) * self.heads * self.head_dim
         biases = 2 if backward and self.bias_gradient else 1
         bias = biases * self.batch * self.bias_heads * max(self.lengths) ** 2
         return (rows + bias) * self.dtype.itemsize
 
     def executed_tiles(self, tile_q: int, tile_k: int) -> int:
-        """Tiles that someone sees, over all sequences and heads: what a kernel works on."""
+        """Returns the number of tiles with a visible element, over all sequences and heads."""
         mask = self.mask(self.lengths)
         first_row, count = 0, 0
         counted: dict[tuple[int, ...], int] = {}
@@ -206,7 +206,7 @@ class Inputs:
 
     @classmethod
     def random(cls, case: Case, seed: int) -> Inputs:
-        """Normally distributed inputs of a case."""
+        """Makes normally distributed inputs of a case."""
         generator = torch.Generator().manual_seed(seed)
         shape = (sum(case.lengths), case.heads, case.head_dim)
         tensors = [torch.randn(shape, generator=generator).to(case.dtype) for _ in range(4)]
@@ -270,5 +270,5 @@ QUICK = ("16 x 2048", "32 x 1024..4096, context + targets")
 
 
 def attention_cases(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Case]:
-    """The cases of benchmarks.attention, group by group."""
+    """Returns the cases of benchmarks.attention, group by group."""
     return [w for make in _MAKERS.values() for head_dim in head_dims for w in make(head_dim)]

@@ -20,7 +20,7 @@ def parser(
     cases: str | None = None,
     against: bool = False,
 ) -> argparse.ArgumentParser:
-    """The parser of `python -m benchmarks.<name>`, to which the benchmark adds what it alone has.
+    """Returns the parser of `python -m benchmarks.<name>`; the benchmark adds its own options.
 
     Args:
         name: of the module.

@@ -56,7 +56,7 @@ LARGEST_ERROR = 1e-2  # of the norm; the roundings to bf16 of 8 ranks come to ab
 
 
 def describe(run: Run) -> Record:
-    """The sizes of the sequence."""
+    """Returns the sizes of the sequence."""
     names = ("heads", "head_dim", "sm_margin")
     return {**{name: getattr(run.options, name) for name in names}, "dtype": "bfloat16"}
 
@@ -71,7 +71,7 @@ class Clock(ranks.Clock):
 
     @contextmanager
     def waits(self) -> Iterator[list[tuple[Any, Any]]]:
-        """When waiting for each transfer of context parallel attention began, and when it ended."""
+        """Records when waiting for each transfer of context parallel attention began and ended."""
         found: list[tuple[Any, Any]] = []
         wait = context_parallel._wait
 
@@ -86,13 +86,13 @@ class Clock(ranks.Clock):
 
 @dataclass
 class Times:
-    """Milliseconds of each round, the slowest rank's, and of waiting, in the mean of the ranks."""
+    """Milliseconds of each round: the slowest rank's, and the mean waiting time of the ranks."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PASSES})
     waiting: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PASSES})
 
     def add(self, ms: Sequence[float], waiting: Sequence[float]) -> None:
-        """One round of the passes."""
+        """Adds one round of the passes."""
         for name, whole, part in zip(PASSES, ms, waiting, strict=True):
             self.ms[name].append(whole)
             self.waiting[name].append(part)
@@ -109,7 +109,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def passes_of(
     attention: Attention, inputs: Sequence[Tensor], clock: Clock
 ) -> tuple[tuple[Tensor, ...], list[float], list[float]]:
-    """The results of one round, and the milliseconds of each pass: all, and waiting."""
+    """Returns the results of one round, and the total and waiting milliseconds of each pass."""
     *qkv, dout = inputs
     leaves = [x.detach().requires_grad_() for x in qkv]
     q, k, v = leaves
@@ -127,7 +127,7 @@ def passes_of(
 def time_rounds(
     attention: Attention, inputs: Sequence[Tensor], rounds: int, world: World
 ) -> tuple[Times, tuple[Tensor, ...]]:
-    """Times of all ranks together, and this one's results."""
+    """Returns the times of all ranks together, and the results of this one."""
     clock, times = Clock(world.device), Times()
     results: tuple[Tensor, ...] = ()
     for round_ in range(WARM_UP + rounds):
@@ -143,7 +143,7 @@ def time_rounds(
 def time_alone(
     attention: Attention, inputs: Sequence[Tensor], rounds: int, world: World
 ) -> tuple[Times, tuple[Tensor, ...]] | None:
-    """The same for the first rank by itself; None on the others, and where memory runs out."""
+    """Times the first rank alone; returns None on the others, and if memory runs out."""
     found = None
     if world.rank == 0:
         try:
@@ -157,12 +157,12 @@ def time_alone(
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference, of that of the second."""
+    """Returns the norm of the difference over the norm of the second tensor."""
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 def records_of(impl: str, times: Times, case: Case, gpus: int, alone: Times | None) -> list[Record]:
-    """A record for each pass, and for both together."""
+    """Returns a record for each pass, and for both together."""
     passes = (*((name, (name,)) for name in PASSES), ("both", PASSES))
 
     def medians(of: dict[str, list[float]], names: Sequence[str]) -> float:
@@ -187,7 +187,7 @@ def records_of(impl: str, times: Times, case: Case, gpus: int, alone: Times | No
 
 
 def random_inputs(case: Case, device: torch.device) -> list[Tensor]:
-    """q, k, v and the gradient of the output, the same on all ranks."""
+    """Returns q, k, v and the gradient of the output, the same on all ranks."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (sum(case.lengths), case.heads, case.head_dim)
     return [
@@ -196,7 +196,7 @@ def random_inputs(case: Case, device: torch.device) -> list[Tensor]:
 
 
 def measure(run: Run, name: str) -> Iterator[Record]:
-    """The records of one GPU and of all, with how far the results differ."""
+    """Measures one GPU and all GPUs, and how far their results differ."""
     world: World = run.world
     options, rounds = run.options, run.options.rounds
     sizes = (1, options.length, options.length, options.heads, options.head_dim)

@@ -76,12 +76,12 @@ class Case(batches.Case):
 
     @property
     def name(self) -> str:
-        """Such as "16 x 32..512 D64 float32"."""
+        """A name such as "16 x 32..512 D64 float32"."""
         return f"{super().name} D{self.head_dim} {self.dtype_name}"
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """All of them, or two tiny ones."""
+    """Returns all cases, or two tiny ones."""
     dtypes = (torch.float32, torch.bfloat16)
     if options.quick:
         options.seconds = options.patience = 0
@@ -100,7 +100,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def exact_results(case: Case, inputs: Inputs) -> list[Tensor]:
-    """The output and the gradients of q, k and v, by the fp64 reference."""
+    """Computes the output and the gradients of q, k and v by the fp64 reference."""
     pieces: list[tuple[Tensor, ...]] = []
     packed = (inputs.q, inputs.k, inputs.v, inputs.dout)
     for sequence in zip(*(x.split(case.lengths) for x in packed), strict=True):
@@ -121,7 +121,7 @@ def exact_results(case: Case, inputs: Inputs) -> list[Tensor]:
 
 
 def check(case: Case, name: str, results: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
-    """Raise AssertionError if a result is further from the exact one than rounding explains."""
+    """Raises AssertionError if a result is further from the exact one than rounding explains."""
     for what, result, truth in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
         error = ((result.double() - truth).norm() / truth.norm()).item()
         if not error < TOLERANCE[case.dtype]:
@@ -139,7 +139,7 @@ def check(case: Case, name: str, results: Sequence[Tensor], exact: Sequence[Tens
 def run_once(
     attention: plain_torch.Attention, inputs: Inputs
 ) -> tuple[dict[str, float], list[Tensor]]:
-    """Milliseconds of each direction, and what was computed."""
+    """Returns the milliseconds of each direction, and the results."""
     leaves = inputs.leaves()
     start = time.perf_counter()
     with torch.no_grad():
@@ -156,7 +156,7 @@ def run_once(
 def time_case(
     case: Case, names: Sequence[str], options: argparse.Namespace
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of every round that counts, by implementation and direction."""
+    """Returns the milliseconds of every valid round, by implementation and direction."""
     input_sets = [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
     exact = exact_results(case, input_sets[0])
     attentions = {}
@@ -198,7 +198,7 @@ def time_case(
 
 
 def figures(case: batches.Case, direction: str, ms: Sequence[float], skipped: str = "") -> Record:
-    """What the records of a CPU's kernels say of the rounds of a pass."""
+    """Returns the fields of a CPU kernel's record that describe the rounds of a pass."""
     ordered = sorted(ms)
     median = ordered[len(ordered) // 2] if ordered else None
     return {
@@ -218,7 +218,7 @@ def figures(case: batches.Case, direction: str, ms: Sequence[float], skipped: st
 
 
 def measure(run: Run, case: Case) -> Iterator[Record]:
-    """Both passes of each implementation."""
+    """Measures both passes of each implementation."""
     torch.set_num_threads(run.options.threads or torch.get_num_threads())
     names = list(plain_torch.NAMES)
     needed = plain_torch.padded_bytes(case)
@@ -238,7 +238,7 @@ def measure(run: Run, case: Case) -> Iterator[Record]:
 
 
 def variants(run: Run, case: Case) -> list[Variant]:
-    """This library's forward and backward, for `--against`."""
+    """Returns this library's forward and backward, for `--against`."""
     torch.set_num_threads(run.options.threads or torch.get_num_threads())
 
     @functools.cache

@@ -42,7 +42,7 @@ MATMUL_SIZE = 2048
 
 
 def available_levels(dtype: torch.dtype) -> list[str]:
-    """The levels that have a kernel of their own for the dtype, on this processor."""
+    """Returns the levels that have a kernel of their own for the dtype, on this processor."""
     case = Case(1, 8, 8, heads=1, head_dim=8, dtype=dtype)
     inputs = Inputs.random(case, 0)
     found = []
@@ -86,7 +86,7 @@ def _time_kernel(case: Case, level: str) -> Callable[[], dict[str, float]]:
 
 
 def measure(run: Run, dtype_name: str) -> Iterator[Record]:
-    """All records of a dtype, from interleaved rounds."""
+    """Measures all records of a dtype in interleaved rounds."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     levels = available_levels(dtype)
     by_dim = {head_dim: Case(8, 1024, 1024, 4, head_dim, dtype) for head_dim in HEAD_DIMS}

@@ -60,17 +60,17 @@ KINDS = ("hit_tokens", "new_tokens", "recomputed_tokens")  # of the tokens of ev
 
 
 def describe(run: Run) -> Record:
-    """The sizes, and the device."""
+    """Returns the sizes, and the device."""
     return {**{name: getattr(run.options, name) for name in SIZES}, "device": run.device}
 
 
 def longest(options: argparse.Namespace) -> int:
-    """The length to which a history may grow: none is to be cut while it is measured."""
+    """Returns the length to which a history may grow, so that none is cut while it is measured."""
     return int(2 * options.history)
 
 
 class Ranking(nn.Module):
-    """A `ServedModel`: embeddings of items and positions, layers, and a score of each candidate."""
+    """A `ServedModel` with embeddings of items and positions, layers, and a score per candidate."""
 
     num_items, num_actions = ITEMS, 1
     reads_times, candidates_are_rows = False, True
@@ -90,18 +90,18 @@ class Ranking(nn.Module):
         self.head = nn.Linear(options.width, 1)
 
     def embed(self, rows: Rows) -> Tensor:
-        """`(total, width)`."""
+        """Returns the rows `(total, width)`."""
         x: Tensor = self.item(rows.items) + self.position(rows.positions)
         return x
 
     def score(self, states: Tensor, candidates: Tensor) -> Tensor:
-        """`(n,)` fp32."""
+        """Returns the scores `(n,)` fp32."""
         scores: Tensor = self.head(states).squeeze(1)
         return scores.float()
 
 
 def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
-    """An engine with all users' histories in its cache."""
+    """Makes an engine with all users' histories in its cache."""
     options = run.options
     rng = np.random.default_rng(options.seed)
     store = EventStore(options.users, longest(options))
@@ -137,7 +137,7 @@ def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
 
 
 def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load[EngineStats]:
-    """Keeps that many requests under way."""
+    """Keeps so many requests in flight."""
 
     def connect(thread: int) -> Callable[[], bool]:
         rng = random.Random(f"{options.seed} {concurrency} {thread}")
@@ -161,14 +161,14 @@ def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load
 
 
 def check(engines: Sequence[Engine], candidates: int) -> None:
-    """All answer alike, up to rounding."""
+    """Checks that the answers of all engines are equal up to rounding."""
     for user in (0, 1):
         plain, captured = (engine.score(user, [], range(candidates)) for engine in engines)
         torch.testing.assert_close(captured, plain, rtol=0.05, atol=0.05)
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """A record of each concurrency, with graphs and without."""
+    """Measures each concurrency, with graphs and without."""
     options = run.options
     counts = [getattr(options, name) for name in SIZES]
     if options.seconds <= 0 or min(*counts, *options.concurrency) < 1:

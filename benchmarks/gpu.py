@@ -29,7 +29,7 @@ class Gpu:
         self.name = torch.cuda.get_device_name()
 
     def milliseconds(self, call: Callable[[], Any], *, spin: bool = True) -> float:
-        """One call, by events.
+        """Times one call by events, in milliseconds.
 
         Args:
             call: what is timed.
@@ -49,7 +49,7 @@ class Gpu:
         return float(start.elapsed_time(end))
 
     def captured(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """A CUDA graph of the call, to be replayed."""
+        """Captures the call in a CUDA graph that can be replayed."""
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -58,7 +58,7 @@ class Gpu:
         return graph.replay
 
     def host_microseconds(self, call: Callable[[], Any]) -> float:
-        """The time of a call on the host, in microseconds, while the GPU works at its own pace."""
+        """Times a call on the host in microseconds; the GPU is not waited for."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(HOST_CALLS):
@@ -68,7 +68,7 @@ class Gpu:
         return 1e6 * elapsed / HOST_CALLS
 
     def peak_bytes(self, call: Callable[[], Any]) -> int:
-        """Bytes that a call holds at its highest point, its result included."""
+        """Returns the peak of the bytes that a call allocates, its result included."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -77,7 +77,7 @@ class Gpu:
         return int(torch.cuda.max_memory_allocated() - before)
 
     def held_bytes(self, call: Callable[[], Any]) -> int:
-        """Bytes that a call's result holds, with what only it refers to."""
+        """Returns the bytes that a call's result keeps allocated."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         result = call()
@@ -87,17 +87,17 @@ class Gpu:
         return int(held)
 
     def release(self) -> None:
-        """Gives freed memory back, before other shapes need it."""
+        """Returns freed memory to the device, before other shapes need it."""
         torch.cuda.empty_cache()
 
     def matmul(self) -> Callable[[], Any]:
-        """A call that multiplies two bf16 matrices."""
+        """Returns a call that multiplies two bf16 matrices."""
         shape = (MATMUL_SIZE, MATMUL_SIZE)
         a, b = (torch.randn(shape, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         return lambda: a @ b
 
     def limits(self, rounds: int) -> dict[str, float]:
-        """TFLOP/s of a product of two bf16 matrices; TB/s of a copy, counting both directions."""
+        """Measures TFLOP/s of a bf16 matmul, and TB/s of a copy, counting both directions."""
         source = torch.zeros(COPY_BYTES, device=self.device, dtype=torch.int8)
         target = torch.empty_like(source)
 

@@ -34,23 +34,23 @@ ARCH_VARIABLE = "HSTU_ATTN_FORCE_ARCH"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call on a batch: a function, the tensors that it takes and is differentiated by, and dO."""
+    """A call on a batch: a function, its tensors, those that are differentiated, and dO."""
 
     function: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
     dout: Tensor
 
     def forward(self) -> Tensor:
-        """Without gradients."""
+        """Calls the function without gradients."""
         with torch.no_grad():
             return self.function(*self.leaves)
 
     def with_autograd(self) -> Tensor:
-        """The output, which holds what the backward needs."""
+        """Returns the output, which holds what the backward needs."""
         return self.function(*self.leaves)
 
     def backward_of(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of everything that requires one; `out` may be used again."""
+        """Computes the gradients of everything that requires one; `out` may be used again."""
         wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
         return torch.autograd.grad(out, wanted, self.dout, retain_graph=True)
 
@@ -77,17 +77,17 @@ class Implementation:
                 os.environ[ARCH_VARIABLE] = before
 
     def takes(self, case: Case) -> bool:
-        """Whether it has what the case asks for."""
+        """Returns whether the implementation supports the case."""
         return True
 
     def check(self, case: Case, device: str) -> None:
-        """Holds it to the tolerance of the tests on a small batch of the same kind."""
+        """Checks it against the tolerance of the tests on a small batch of the same kind."""
         batch = case.make_small(device)
         with self.active():
             check_against_reference(self.function, batch, **self._options(case))
 
     def prepare(self, case: Case, batch: Batch) -> Prepared:
-        """The call on a batch."""
+        """Prepares the call on a batch."""
         tensors = batch.differentiable()
         for name, tensor in tensors.items():
             wanted = name != "rab" or case.bias_gradient
@@ -131,7 +131,7 @@ class Triton(Implementation):
 
 
 class Softmax(Implementation):
-    """One of torch's backends, on the same packed tensors seen as a dense batch."""
+    """One of torch's softmax backends, on the same packed tensors seen as a dense batch."""
 
     def __init__(self, name: str, backend: SDPBackend):
         def function(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -144,7 +144,7 @@ class Softmax(Implementation):
         return case.is_dense_causal
 
     def check(self, case: Case, device: str) -> None:
-        """Not HSTU attention: nothing to compare with."""
+        """Checks nothing, because softmax attention is not HSTU attention."""
 
     def prepare(self, case: Case, batch: Batch) -> Prepared:
         def dense(x: Tensor) -> Tensor:
@@ -158,12 +158,12 @@ class Softmax(Implementation):
 
 
 def is_installed(name: str) -> bool:
-    """Whether the packages are here that an implementation needs."""
+    """Returns whether the packages are here that an implementation needs."""
     return name != "triton" or importlib.util.find_spec("triton") is not None
 
 
 def make(name: str) -> Implementation:
-    """An implementation by its name.
+    """Returns an implementation by its name.
 
     Raises:
         ValueError: the name of no implementation.

@@ -92,7 +92,7 @@ DTYPE = torch.bfloat16
 
 
 def make_config(options: argparse.Namespace) -> HSTULayerConfig:
-    """The layer that is measured."""
+    """Returns the layer that is measured."""
     return HSTULayerConfig(
         embedding_dim=options.dim,
         num_heads=options.heads,
@@ -103,7 +103,7 @@ def make_config(options: argparse.Namespace) -> HSTULayerConfig:
 
 
 def describe(run: Run) -> Record:
-    """The sizes of the layers."""
+    """Returns the sizes of the layers."""
     options, gpu = run.options, run.the_gpu()
     peak = {"peak_tflops": PEAK_TFLOPS[gpu.name]} if gpu.name in PEAK_TFLOPS else {}
     names = ("layers", "dim", "heads", "head_dim", "dropout")
@@ -116,7 +116,7 @@ def describe(run: Run) -> Record:
 
 
 def layer_flops(config: HSTULayerConfig, batch: int, length: int) -> dict[str, float]:
-    """Of a layer by pass: see above."""
+    """Returns the FLOPs of a layer by pass; the module's text has the formula."""
     products = 2 * batch * length * config.embedding_dim
     products *= sum(config.split_sizes) + config.output_features
     widths = config.attention_dim + config.hidden_dim
@@ -125,7 +125,7 @@ def layer_flops(config: HSTULayerConfig, batch: int, length: int) -> dict[str, f
 
 
 def step_bytes(config: HSTULayerConfig, rows: int) -> dict[str, int]:
-    """Bytes of rows that a launch of each kernel of triton_kernels.py reads and writes."""
+    """Returns the bytes of rows that a launch of each kernel of triton_kernels.py moves."""
     width, (u, *_), columns = config.embedding_dim, config.split_sizes, sum(config.split_sizes)
     activated = {"silu": columns, "silu_u": u, "none": 0}[config.linear_activation]
     read_by_output = config.output_features
@@ -145,7 +145,7 @@ _PRODUCTS = re.compile(r"gemm|nvjet|cutlass|cublas|xmma|splitK", re.IGNORECASE)
 
 
 def group_of(kernel: str) -> str:
-    """ "attention", "gemm" or "elementwise", which is all else, by the name of a kernel."""
+    """Returns "attention", "gemm" or, for all others, "elementwise", by the name of a kernel."""
     if "hstu::" in kernel:
         return "attention"
     return "gemm" if _PRODUCTS.search(kernel) else "elementwise"
@@ -167,7 +167,7 @@ class Batch:
 
     @classmethod
     def random(cls, config: HSTULayerConfig, batch: int, length: int, device: str) -> Batch:
-        """Normally distributed."""
+        """Makes normally distributed rows."""
         shape = (batch * length, config.embedding_dim)
         x, cotangent = (torch.randn(shape, dtype=DTYPE, device=device) for _ in range(2))
         offsets = length * torch.arange(batch + 1, device=device)
@@ -194,18 +194,18 @@ class Layers:
         self.call = torch.compile(self.stack) if self.impl == "compiled" else self.stack
 
     def forward(self, batch: Batch) -> Tensor:
-        """The result, which holds what the backward needs."""
+        """Returns the result, which holds what the backward needs."""
         result: Tensor = self.call(batch.x, batch.seq_offsets, batch.max_seq_len)
         return result
 
     def both(self, batch: Batch) -> tuple[Tensor, ...]:
-        """The result and the gradients of the rows and of every weight."""
+        """Returns the result and the gradients of the rows and of every weight."""
         output = self.forward(batch)
         leaves = [batch.x, *self.stack.parameters()]
         return (output, *torch.autograd.grad(output, leaves, batch.cotangent))
 
     def check(self, batch: Batch, expected: Sequence[Tensor]) -> None:
-        """Raises AssertionError where a result is not that of the composed layer."""
+        """Raises AssertionError if a result is not that of the composed layer."""
         names = ("output", "dx", *(f"d {n}" for n, _ in self.stack.named_parameters()))
         for name, actual, wanted in zip(names, self.both(batch), expected, strict=True):
             error = (actual.float() - wanted.float()).norm() / wanted.float().norm()
@@ -213,7 +213,7 @@ class Layers:
 
 
 def kernel_record(layers: Layers, rows: int, copy_tbps: float, events: Sequence[Event]) -> Record:
-    """Milliseconds of one forward and backward by groups and kernels, the longest first."""
+    """Returns the milliseconds of one forward and backward by groups and kernels, longest first."""
     bytes_of = step_bytes(layers.config, rows)
     by_name: dict[str, list[float]] = {}
     for event in events:
@@ -239,7 +239,7 @@ def kernel_record(layers: Layers, rows: int, copy_tbps: float, events: Sequence[
 
 
 def measure(run: Run, name: str) -> Iterator[Record]:
-    """The passes of each implementation, which are checked first, and its kernels."""
+    """Checks each implementation, then measures its passes and its kernels."""
     options, gpu = run.options, run.the_gpu()
     case = f"{options.batch} x {options.length}"
     config = make_config(options)
@@ -313,7 +313,7 @@ def measure(run: Run, name: str) -> Iterator[Record]:
 
 
 def profiled(variant: Variant, gpu: Gpu, wanted: Path | None) -> list[Event]:
-    """The kernels of some more rounds; the Chrome trace goes beside the file that was asked for."""
+    """Profiles some more rounds; the Chrome trace is stored next to the requested file."""
     with tempfile.TemporaryDirectory() as folder:
         path = wanted or Path(folder, "trace.json")
         path = path.with_stem(f"{path.stem}-{variant.impl}")

@@ -28,7 +28,7 @@ _INT_MAX = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Has malloc hand out again what was freed, instead of fresh pages, as tuned allocators do.
+    """Makes malloc reuse freed memory instead of mapping fresh pages, as tuned allocators do.
 
     Else large tensors are mapped anew by every call, and what is timed is how fast the system
     clears their pages, which varies on virtual machines whose hosts take free memory back. Does
@@ -50,7 +50,7 @@ class CpuUse:
 
     @classmethod
     def now(cls) -> CpuUse:
-        """The counters of Linux; elsewhere the machine's is 0, as if nothing else ran."""
+        """Reads Linux's counters; elsewhere the machine's is 0, as if nothing else ran."""
         machine = 0.0
         if _STAT.exists():
             columns = _STAT.read_text().split("\n", 1)[0].split()[1 : 1 + _COUNTED]
@@ -59,7 +59,7 @@ class CpuUse:
         return cls(time.perf_counter(), machine, time.process_time())
 
     def others_since(self) -> float:
-        """How many processors all other processes have kept busy since then, on average.
+        """Returns how many processors other processes have used since this moment, on average.
 
         The system counts in steps of a hundredth of a second; two of them are not held against
         anyone.
@@ -71,7 +71,7 @@ class CpuUse:
 
 @dataclass(frozen=True)
 class Load(Generic[T]):
-    """What a number of requests under way came to.
+    """The results of a number of requests in flight.
 
     Attributes:
         seconds: of the measurement, without the warm-up.
@@ -88,7 +88,7 @@ class Load(Generic[T]):
     after: T
 
     def figures(self) -> Record:
-        """Requests/s and percentiles of the latency in milliseconds, as the threads saw them."""
+        """Returns requests/s and percentiles of the latency in milliseconds, as threads saw it."""
         p50, p95, p99 = 1e3 * np.percentile(self.latencies, [50, 95, 99])
         return {
             "seconds": self.seconds,
@@ -108,7 +108,7 @@ def keep_under_way(
     seconds: float,
     warm_up: float,
 ) -> Load[T]:
-    """Keeps requests under way for that long, after a warm-up.
+    """Keeps requests in flight for a given time, after a warm-up.
 
     Args:
         connect: makes, in the thread of the number it gets, a function that sends a request, waits

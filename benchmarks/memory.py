@@ -38,7 +38,7 @@ def _status_kib(field: str) -> int:
 
 
 def peak_growth(call: Callable[[], object]) -> float:
-    """MiB by which the resident set grows at most while `call` runs, its result included.
+    """Returns the growth of the peak resident set during `call` in MiB, its result included.
 
     Raises:
         OSError: where the system does not keep such a record.
@@ -72,7 +72,7 @@ def _measure(case: Case, names: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def peak_mib(case: Case, names: Sequence[str]) -> dict[str, dict[str, float]] | None:
-    """MiB by implementation and pass; None where the system does not tell.
+    """Returns MiB by implementation and pass; None if the system does not report it.
 
     "forward" is a call without gradients, "backward" a call that records them and its backward.
     """
@@ -95,7 +95,7 @@ def peak_mib(case: Case, names: Sequence[str]) -> dict[str, dict[str, float]] | 
 
 
 def answer() -> None:
-    """The program of the process: prints what `peak_mib` returns, as JSON."""
+    """Runs the program of the process: prints what `peak_mib` returns, as JSON."""
     request = json.loads(sys.argv[1])
     torch.set_num_threads(request["threads"])
     case = Case(**{**request["case"], "dtype": getattr(torch, request["case"]["dtype"])})

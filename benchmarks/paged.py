@@ -65,7 +65,7 @@ APPEND = Request(128, history=2048, new=2048, candidates=64, batch=64)  # 256 MB
 
 
 def cases(options: argparse.Namespace) -> Sequence[Any]:
-    """Requests, or the cases of a stack."""
+    """Returns the requests, or the cases of a stack."""
     if options.stack:
         if options.against:
             PARSER.error("--against: expected no --stack beside it")
@@ -85,7 +85,7 @@ def cases(options: argparse.Namespace) -> Sequence[Any]:
 
 
 def paged(batch: Batch) -> torch.Tensor:
-    """Attention that reads pages, or of a batch without them."""
+    """Computes attention that reads pages, or of a batch without them."""
     return run(hstu_attention, batch)["out"]
 
 
@@ -103,7 +103,7 @@ def append(batch: Batch) -> None:
 
 
 def gather(batch: Batch, request: Request) -> torch.Tensor:
-    """Equal lengths, whole pages: what a user would write without a kernel that reads pages."""
+    """Gathers the pages first, as a user without a paged kernel would; lengths are equal."""
     assert batch.paged_kv is not None
     pages = batch.paged_kv.kv_cache[batch.paged_kv.page_ids.long()]
     packed = []
@@ -116,7 +116,7 @@ def gather(batch: Batch, request: Request) -> torch.Tensor:
 
 
 def recomputed(batch: Batch, request: Request) -> Batch:
-    """The batch without a cache: rows for the whole history."""
+    """Makes the batch without a cache: rows for the whole history."""
     shape = (request.batch * (request.history + request.candidates), *batch.q.shape[1:])
     q, k, v = (batch.q.new_empty(shape).uniform_(-1, 1) for _ in range(3))
     return replace(
@@ -161,7 +161,7 @@ def check(request: Request, device: str) -> None:
 
 
 def variants(bench: Run, request: Request) -> list[Variant]:
-    """The forms of a request, whose input sets are the same."""
+    """Returns the forms of a request, which share input sets."""
     gpu = bench.the_gpu()
 
     @functools.cache
@@ -195,7 +195,7 @@ def variants(bench: Run, request: Request) -> list[Variant]:
 
 
 def measure(bench: Run, case: Any) -> Iterator[Record]:
-    """A record of each form."""
+    """Measures each form."""
     if bench.options.stack:
         from . import stack
 
@@ -218,7 +218,7 @@ def measure(bench: Run, case: Any) -> Iterator[Record]:
 
 
 def append_tbps(gpu: Gpu, rounds: int) -> float:
-    """TB/s of appending 256 MB, counting what is read and what is written."""
+    """Measures TB/s of appending 256 MB, counting bytes read and bytes written."""
     batch = make_inputs(APPEND, gpu.device)
     appending = Variant("", "", lambda: [functools.partial(append, batch)], gpu.milliseconds)
     appending.prepare()
@@ -229,7 +229,7 @@ def append_tbps(gpu: Gpu, rounds: int) -> float:
 
 
 def describe(bench: Run) -> Record:
-    """The rate of appending, in every record of the requests."""
+    """Returns the rate of appending, which every record of the requests has."""
     if bench.options.stack:
         return {}
     return {"append_tbps": rounded(append_tbps(bench.the_gpu(), bench.options.rounds))}

@@ -38,7 +38,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Such as "8 x 4096, 128 new, 256 candidates, pages of 128"."""
+        """A name such as "8 x 4096, 128 new, 256 candidates, pages of 128"."""
         return (
             f"{self.batch} x {self.history}, {self.new} new, {self.candidates} candidates, pages "
             f"of {self.page_size}"
@@ -46,35 +46,35 @@ class Request:
 
     @property
     def cached(self) -> int:
-        """Cached events of each request."""
+        """Number of cached events of each request."""
         return self.history - self.new
 
     @property
     def rows(self) -> int:
-        """Query rows of all requests."""
+        """Number of query rows of all requests."""
         return self.batch * (self.new + self.candidates)
 
     @property
     def flops(self) -> float:
-        """4 for each head, row, visible key and column."""
+        """Returns 4 FLOPs for each head, row, visible key and column."""
         new = self.new * self.cached + self.new * (self.new + 1) / 2
         candidates = self.candidates * (self.history + 1)
         return 4.0 * self.batch * self.heads * self.head_dim * (new + candidates)
 
     @property
     def bytes(self) -> int:
-        """Keys and values of the history in pages; q and the output; k and v of candidates."""
+        """Counts keys and values of the history in pages, q, the output, and candidates' k, v."""
         row = self.heads * self.head_dim * 2
         history = 2 * self.batch * self.history
         return row * (history + 2 * self.rows + 2 * self.batch * self.candidates)
 
     def needs_us(self, matmul_tflops: float, copy_tbps: float) -> float:
-        """The longer of what bytes and FLOPs need, in microseconds."""
+        """Returns the longer of the times that bytes and FLOPs need, in microseconds."""
         return max(self.flops / matmul_tflops, self.bytes / copy_tbps) / 1e6
 
 
 def requests(head_dims: Sequence[int]) -> list[Request]:
-    """The cases: each varies one thing of a history of 4096 with 256 candidates."""
+    """Returns the cases: each varies one parameter of a history of 4096 with 256 candidates."""
     found: list[Request] = []
     for dim in head_dims:
         usual = Request(dim, history=4096, new=128, candidates=256, batch=8)
@@ -92,7 +92,7 @@ def requests(head_dims: Sequence[int]) -> list[Request]:
 
 
 def make_inputs(request: Request, device: str = "cuda") -> Batch:
-    """The call of a request, in bf16; its pages lie in random order, each used once."""
+    """Makes the bf16 inputs of a request; its pages are in random order, each used once."""
     r = request
     pages_each = -(-r.history // r.page_size)
     shape = (r.batch * pages_each, 2, r.page_size, r.heads, r.head_dim)

@@ -54,7 +54,7 @@ def _pyplot() -> Any:
 
 
 def _measured(records: Sequence[Record]) -> list[Record]:
-    """What the table group holds and did not fail."""
+    """Returns the records of a table group that did not fail."""
     return [r for r in records if r.get("group") == "table" and r.get("tflops")]
 
 
@@ -73,7 +73,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def roofline(records: Sequence[Record], path: Path) -> None:
-    """TFLOP/s by arithmetic intensity, with the limits of the run."""
+    """Draws TFLOP/s by arithmetic intensity, with the limits of the run."""
     measured = _measured(records)
     figure, axes = _pyplot().subplots(figsize=(9, 6))
     for impl in _implementations(measured):
@@ -107,7 +107,7 @@ def roofline(records: Sequence[Record], path: Path) -> None:
 
 
 def bars(records: Sequence[Record], head_dim: int, path: Path) -> None:
-    """Shares of the matrix product, by case and implementation, of one head dim."""
+    """Draws fractions of the matmul's speed, by case and implementation, of one head dim."""
     measured = [r for r in _measured(records) if r["head_dim"] == head_dim]
     impls = _implementations(measured)
     cases = list(dict.fromkeys(r["case"] for r in measured))
@@ -135,7 +135,7 @@ def bars(records: Sequence[Record], head_dim: int, path: Path) -> None:
 
 
 def paged(records: Sequence[Record], path: Path) -> None:
-    """Of benchmarks.paged, batch 8 and pages of 128: each form beside what the request needs."""
+    """Draws benchmarks.paged at batch 8 and pages of 128: each form and the least possible time."""
     forms = ("graph", "gather", "recompute")
     found: dict[tuple[int, ...], dict[str, Record]] = {}
     for r in records:
@@ -168,7 +168,7 @@ def paged(records: Sequence[Record], path: Path) -> None:
 
 
 def training(records: Sequence[Record], path: Path) -> None:
-    """Of benchmarks.train: tokens/s per GPU by the number of GPUs."""
+    """Draws benchmarks.train: tokens/s per GPU by the number of GPUs."""
     figure, axes = _pyplot().subplots(figsize=(7, 4.5))
     kinds = dict.fromkeys((r["case"], r["division"]) for r in records)
     for case, division in kinds:
@@ -191,7 +191,7 @@ def training(records: Sequence[Record], path: Path) -> None:
 
 
 def draw(file: Path, folder: Path) -> list[Path]:
-    """All plots of a file of records; none where there is nothing that is drawn."""
+    """Draws all plots of a file of records; returns none if it has no record to be drawn."""
     records = read_records(file)
     drawn: list[Path] = []
 

@@ -19,7 +19,7 @@ SPIN = "spin_kernel"  # before each call, by Gpu.milliseconds
 
 
 def profile(path: Path, rounds: int, call: Callable[[], Any]) -> list[Event]:
-    """The events of so many calls; the Chrome trace goes to `path`."""
+    """Profiles so many calls and returns the events; the Chrome trace goes to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profiler:
         for _ in range(rounds):
@@ -31,19 +31,19 @@ def profile(path: Path, rounds: int, call: Callable[[], Any]) -> list[Event]:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a Chrome trace that have a duration."""
+    """Returns the events of a Chrome trace that have a duration."""
     events: list[Event] = json.loads(path.read_text())["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def _operator_id(event: Event) -> int:
-    """The number of an operator, or of the one that launched a kernel; 0 for none."""
+    """Returns the number of an operator, or of the one that launched a kernel; 0 for none."""
     number: int = event.get("args", {}).get("External id", 0)
     return number
 
 
 def kernels_of(function: str, events: Sequence[Event]) -> list[Event]:
-    """What the GPU ran for the calls of an autograd function, or of its backward.
+    """Returns what the GPU ran for the calls of an autograd function, or of its backward.
 
     Raises:
         RuntimeError: if there was no call, or nothing ran for one.
@@ -69,7 +69,7 @@ def kernels_of(function: str, events: Sequence[Event]) -> list[Event]:
 
 
 def busy_ms(kernels: Sequence[Event]) -> float:
-    """Milliseconds in which at least one of them ran."""
+    """Returns the milliseconds in which at least one of the events ran."""
     total = until = 0.0
     for kernel in sorted(kernels, key=itemgetter("ts")):
         start, end = kernel["ts"], kernel["ts"] + kernel["dur"]
@@ -79,11 +79,11 @@ def busy_ms(kernels: Sequence[Event]) -> float:
 
 
 def on_gpu(events: Sequence[Event]) -> list[Event]:
-    """The kernels, copies and fills among events, without the spinning before each call."""
+    """Returns the kernels, copies and fills among events, without the spinning before each call."""
     return [x for x in events if x.get("cat") in ON_GPU and SPIN not in x["name"]]
 
 
 def short_name(kernel: str) -> str:
-    """The name of a kernel without arguments, return type and anonymous namespaces."""
+    """Returns the name of a kernel without arguments, return type and anonymous namespaces."""
     name = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     return re.split("[<(]", name)[0].strip()

@@ -26,7 +26,7 @@ __all__ = ["BENCHMARK", "main"]
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """A record of each model."""
+    """Measures each model."""
     metrics, _ = run_example("train_ranking")
     for model, row in metrics.items():
         yield {"model": model, "metrics": row}

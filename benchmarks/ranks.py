@@ -35,7 +35,7 @@ def wait_for_all(mesh: DeviceMesh | None, device: torch.device) -> None:
 def over_all(
     values: Sequence[float], operation: Any, mesh: DeviceMesh | None, device: torch.device
 ) -> list[float]:
-    """Each value's largest, or sum, over the ranks of a mesh; None is this rank alone."""
+    """Returns each value's maximum, or sum, over the ranks of a mesh; None is this rank alone."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     if mesh is not None:
         dist.all_reduce(tensor, operation, group=mesh.get_group())
@@ -43,13 +43,13 @@ def over_all(
 
 
 class Clock:
-    """Moments in the work of a device: by events on a GPU's stream, or by the time of the host."""
+    """A clock of a device: events on a GPU's stream, or the time of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def now(self) -> Any:
-        """The moment when all that has been asked of the device is done."""
+        """Returns the moment when all work enqueued so far is done."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -57,14 +57,14 @@ class Clock:
         return event
 
     def ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two moments, the later of which may be to come."""
+        """Returns the milliseconds between two moments, the later of which may be in the future."""
         if self.device.type != "cuda":
             return 1e3 * float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end))
 
     def time(self, call: Callable[[], Any]) -> float:
-        """Milliseconds of a call on an idle device."""
+        """Times a call on an idle device, in milliseconds."""
         start = self.now()
         call()
         return self.ms(start, self.now())

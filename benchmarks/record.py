@@ -46,7 +46,7 @@ _SOURCES = ("csrc", "hstu_attn", "benchmarks/*.py", "setup.py")
 
 
 def rounded(x: float | None) -> float | None:
-    """With four significant digits."""
+    """Rounds to four significant digits."""
     return None if x is None else float(f"{x:.4g}")
 
 
@@ -67,7 +67,7 @@ def _triton_version() -> str | None:
 
 
 def commit_of(root: Path = ROOT) -> str:
-    """The commit of a checkout, with "+" where its sources differ from it, or "unknown".
+    """Returns the commit of a checkout, with "+" where its sources differ from it, or "unknown".
 
     `HSTU_ATTN_COMMIT` says what the commit of this tree is where it has no repository.
     """
@@ -86,7 +86,7 @@ def commit_of(root: Path = ROOT) -> str:
 
 
 def origin(command: str, commit: str | None = None, gpu: str | None = None) -> Record:
-    """What every record says about the machine, the software and the run.
+    """Returns the fields of every record that describe the machine, the software and the run.
 
     Args:
         command: the command line.
@@ -111,12 +111,12 @@ def origin(command: str, commit: str | None = None, gpu: str | None = None) -> R
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    """A JSON list with one record in each line."""
+    """Writes a JSON list with one record in each line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
 
 
 def read_records(path: Path) -> list[Record]:
-    """What `write_records` wrote."""
+    """Reads what `write_records` wrote."""
     records: list[Record] = json.loads(path.read_text())
     return records

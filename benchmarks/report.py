@@ -37,7 +37,7 @@ SHOWN = {"attention": "table", "stack": "host tier"}  # the group that documents
 
 
 def stored(benchmark: str, folder: Path = RESULTS) -> list[File]:
-    """The records of each stored file that are of a benchmark, and of the group that is shown."""
+    """Returns the records of each stored file that belong to a benchmark and to the shown group."""
     group = SHOWN.get(benchmark)
     files = [read_records(path) for path in sorted(folder.glob("*/*.json"))]
     chosen = [
@@ -48,20 +48,20 @@ def stored(benchmark: str, folder: Path = RESULTS) -> list[File]:
 
 
 def tables(*benchmarks: str, folder: Path = RESULTS) -> list[str]:
-    """Markdown of the tables of stored results."""
+    """Renders the tables of stored results as Markdown."""
     made = [x for each in benchmarks for x in TABLES[each](stored(each, folder))]
     lines = [line for table in made for line in (*table.markdown(), "")]
     return lines[:-1] or [NOTHING]
 
 
 def beside_others(*cases: str) -> list[str]:
-    """Markdown of the table that compares this library with others on an H200."""
+    """Renders the table that compares this library with others on an H200 as Markdown."""
     [ours], [theirs] = stored("attention"), stored("peers")
     return peers(ours, theirs, cases).markdown()
 
 
 def speed_lines() -> list[str]:
-    """Lines of README.md about speed."""
+    """Renders the lines of README.md about speed."""
     [ours], [theirs] = stored("attention"), stored("peers")
     return speed(ours, theirs)
 
@@ -91,7 +91,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
 
 
 def render(path: Path) -> str:
-    """The text of a document with its tables made anew.
+    """Returns the text of a document with its tables replaced by new ones.
 
     Raises:
         ValueError: if the marks of a table are not in it exactly once.

@@ -47,7 +47,7 @@ def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """A record of each model."""
+    """Measures each model."""
     metrics, seconds = run_example("train_retrieval")
     for model, row in metrics.items():
         yield {"model": model, "seconds": seconds, **row}

@@ -32,12 +32,12 @@ Call = Callable[[], Any]
 
 
 def name_of(case: Any) -> str:
-    """The name of a case."""
+    """Returns the name of a case."""
     return str(getattr(case, "name", case))
 
 
 def explain(failure: BaseException) -> str:
-    """The type and the first line of an error."""
+    """Returns the type and the first line of an error."""
     lines = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {lines[0]}"[:300]
 
@@ -73,7 +73,7 @@ class Variant:
     error: str = ""
 
     def attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
-        """The action's result; None if it fails, which is printed, and from then on."""
+        """Returns the action's result; None if it fails now, which is printed, or failed before."""
         if self.error:
             return None
         try:
@@ -96,11 +96,11 @@ class Variant:
 
     @property
     def median(self) -> float:
-        """Of all rounds."""
+        """Returns the median of all rounds."""
         return statistics.median(self.times)
 
     def figures(self, name: str = "ms") -> Record:
-        """The median, the shortest time and the number of rounds, or the error."""
+        """Returns the median, the shortest time and the number of rounds, or the error."""
         if self.error:
             return {name: None, "error": self.error}
         return {
@@ -134,7 +134,7 @@ def take_turns(variants: Sequence[Variant], rounds: int, before: Call | None = N
 
 @dataclass
 class Run:
-    """What a benchmark is given.
+    """What a benchmark is given: its options, device and ranks.
 
     Attributes:
         options: the command line.
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def device(self) -> str:
-        """ "cuda" or "cpu"; of a rank, its own device."""
+        """The device, "cuda" or "cpu"; a rank has its own device."""
         if self.world is not None:
             return str(self.world.device)
         return self.gpu.device if self.gpu else "cpu"
@@ -164,7 +164,7 @@ class Run:
         return self.world is None or self.world.rank == 0
 
     def the_gpu(self) -> Gpu:
-        """The GPU of a benchmark that needs one."""
+        """Returns the GPU of a benchmark that needs one."""
         assert self.gpu is not None
         return self.gpu
 
@@ -196,7 +196,7 @@ class Benchmark:
     def main(
         self, arguments: Sequence[str] | None = None, gpu: Gpu | None = None, world: Any = None
     ) -> int:
-        """Measures, prints and writes what the command line asks for.
+        """Measures, prints and writes what the command line requests.
 
         Args:
             arguments: the command line; None is that of the process.
@@ -240,7 +240,7 @@ class Benchmark:
         return int(any(r.get("error") and r.get("impl") not in BASELINES for r in records))
 
     def selected(self, options: argparse.Namespace) -> list[Any]:
-        """The cases that the command line asks for; ends the program where there are none."""
+        """Returns the requested cases; ends the program if there are none."""
         every = self.cases(options) if self.cases else [self.name]
         texts = options.cases
         found = [
@@ -256,7 +256,7 @@ class Benchmark:
         return found
 
     def start(self, options: argparse.Namespace, gpu: Gpu | None, world: Any = None) -> Run:
-        """The run; ends the program where it needs a GPU and there is none."""
+        """Starts the run; ends the program if it needs a GPU and there is none."""
         if gpu is None and world is None and self.needs_gpu and not torch.cuda.is_available():
             sys.exit(f"benchmarks.{self.name}: expected an NVIDIA GPU and a CUDA build of torch")
         if gpu is None and torch.cuda.is_available() and self.wants_gpu(options, world):
@@ -268,7 +268,7 @@ class Benchmark:
         return Run(options, gpu, world, limits)
 
     def wants_gpu(self, options: argparse.Namespace, world: Any) -> bool:
-        """Whether the GPU is used, where there is one."""
+        """Returns whether the GPU is used, where there is one."""
         if world is not None:
             return bool(world.device.type == "cuda")
         return self.needs_gpu or getattr(options, "device", "cpu") != "cpu"
@@ -310,7 +310,7 @@ _FIGURES = {
 
 
 def progress(record: Record) -> str:
-    """One line on a record: which it is, and its main figures."""
+    """Returns one line on a record: which it is, and its main figures."""
     names = [str(record[name]) for name in _NAMES if record.get(name) is not None]
     if record.get("error"):
         return f"  FAILED  {', '.join(names)}: {record['error']}"

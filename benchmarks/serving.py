@@ -52,7 +52,7 @@ TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recompu
 
 
 def describe(run: Run) -> Record:
-    """The processors that other work keeps busy."""
+    """Returns the processors that other work keeps busy."""
     return {"others": rounded(other_work())}
 
 
@@ -125,7 +125,7 @@ def other_work() -> float:
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """A record of each concurrency."""
+    """Yields a record of each concurrency."""
     options = run.options
     if options.seconds <= 0 or min(options.concurrency) < 1:
         PARSER.error("--seconds and --concurrency must be positive")

@@ -85,7 +85,7 @@ class Stack(Request):
         return self.pages * self.layers * 2 * self.page_size * row
 
     def make_stack(self, device: str) -> HSTUStack:
-        """The layers, with random weights."""
+        """Returns the layers, with random weights."""
         config = HSTULayerConfig.stu(
             embedding_dim=self.width,
             num_heads=self.heads,
@@ -110,7 +110,7 @@ CASES = (
 
 
 def scoring_calls(case: Stack, gpu: Gpu) -> dict[str, Call]:
-    """A scoring step of the stack: `cached`, `graph` and `recompute`."""
+    """Returns a scoring step of the stack: `cached`, `graph` and `recompute`."""
     device = gpu.device
     stack = case.make_stack(device)
     inputs = make_inputs(case, device)
@@ -141,7 +141,7 @@ def scoring_calls(case: Stack, gpu: Gpu) -> dict[str, Call]:
 
 
 def measure(run: Run, case: Stack) -> Iterator[Record]:
-    """A record of each form of a scoring step, or of users who return."""
+    """Yields a record of each form of a scoring step, or of users who return."""
     if case.group == HOST_TIER:
         yield {"benchmark": "stack", **measure_returning(case, run.device, run.options.rounds)}
         return
@@ -215,11 +215,11 @@ class Users:
                 step.append(layer, k, v)
 
     def who_are_away(self) -> range:
-        """The batch whose turn it is; a step brings it back, and sends the next one away."""
+        """Returns the next batch in turn; a step brings it back and sends the one after it away."""
         return next(self._turns)
 
     def score(self, users: range) -> Tensor:
-        """A step of all layers: its output, of the new events and the candidates."""
+        """Runs a step of all layers; returns the output of the new events and the candidates."""
         case = self.case
         counts = {"new_tokens": [0] * case.batch, "rewritten": [case.new] * case.batch}
         with self.cache.step(users, **counts) as step:
@@ -234,7 +234,7 @@ class Users:
 
     @torch.no_grad()
     def recompute(self) -> Tensor:
-        """The output of all rows, with no cache."""
+        """Returns the output of all rows, with no cache."""
         longest = self.case.history + self.case.candidates
         result: Tensor = self._stack(
             self._whole, self._key_offsets, longest, num_targets=self._targets
@@ -296,7 +296,7 @@ def _microseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
 
 
 def measure_returning(case: Stack, device: str, rounds: int) -> Record:
-    """A record of the case: its fields, times in microseconds, bytes of a step, rates in GB/s.
+    """Measures users that return to the cache: microseconds, bytes of a step, and rates in GB/s.
 
     Args:
         case: what is asked for.

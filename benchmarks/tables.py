@@ -60,7 +60,7 @@ Cells = dict[str, Callable[[Record], str]]  # by the header of their column
 
 
 def _table(columns: Cells, records: File, before: str = "", after: str = "") -> Table:
-    """A table with a row for each record."""
+    """Returns a table with a row for each record."""
     rows = [[cell(record) for cell in columns.values()] for record in records]
     return Table(list(columns), rows, before, after)
 
@@ -92,7 +92,7 @@ def _gpu_origin(record: Record, *, command: bool = True) -> str:
 
 
 def by(records: Iterable[Record], *names: str) -> list[File]:
-    """The records in groups that are equal in these fields."""
+    """Returns the records in groups that are equal in these fields."""
     found: dict[tuple[object, ...], File] = {}
     for record in records:
         found.setdefault(tuple(record[name] for name in names), []).append(record)
@@ -132,7 +132,7 @@ def _cpu_row(records: File) -> list[str]:
 
 
 def cpu(files: Sequence[File]) -> list[Table]:
-    """One table for each machine."""
+    """Returns one table for each machine."""
     header = [
         *("sequences x lengths", "D", "dtype"),
         *CPU_IMPLS,
@@ -149,7 +149,7 @@ def cpu(files: Sequence[File]) -> list[Table]:
 
 
 def cpu_limits(files: Sequence[File]) -> list[Table]:
-    """One table for each machine."""
+    """Returns one table for each machine."""
     header = ["instruction set", "dtype", "D", "forward", "of matmul", "backward", "of matmul"]
     tables = []
     for records in files:
@@ -207,7 +207,7 @@ def _attention_row(records: File, impls: Sequence[str], passes: Sequence[str]) -
 
 
 def attention(files: Sequence[File]) -> list[Table]:
-    """One table for each file: shares of the product, and how many times as fast as baselines.
+    """Returns one table for each file: the fraction of the matmul's speed, and speedups.
 
     Of the group "host" it shows microseconds of the host.
     """
@@ -237,7 +237,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def speed(ours: File, theirs: File) -> list[str]:
-    """What README.md says about speed: one shape, forward and backward, beside others.
+    """Returns what README.md says about speed: one shape, forward and backward, beside others.
 
     Args:
         ours: the records of `attention`.
@@ -305,7 +305,7 @@ def peers(ours: File, theirs: File, cases: Sequence[str] = ()) -> Table:
 
 
 def training_step(files: Sequence[File]) -> list[Table]:
-    """One table for all files: a row for each implementation in each of them."""
+    """Returns one table for all files: a row for each implementation in each of them."""
     passes = ("attention forward", "attention backward", "step")
     rows = []
     for records in files:
@@ -358,7 +358,7 @@ def layer(files: Sequence[File]) -> list[Table]:
 
 
 def train(files: Sequence[File]) -> list[Table]:
-    """One table for each file."""
+    """Returns one table for each file."""
     columns: Cells = {
         "case": lambda r: f"{r['case']}, {r['division']}",
         "GPUs": lambda r: str(r["gpus"]),
@@ -381,7 +381,7 @@ def train(files: Sequence[File]) -> list[Table]:
 
 
 def context(files: Sequence[File]) -> list[Table]:
-    """One table of all files."""
+    """Returns one table of all files."""
     columns: Cells = {
         "": lambda r: str(r["pass"]),
         "GPUs": lambda r: str(r["gpus"]),
@@ -406,7 +406,7 @@ HOST_TIER_TIMES = ("resident", "returning", "with_evictions", "copies")
 
 
 def paged(files: Sequence[File]) -> list[Table]:
-    """One table for each GPU."""
+    """Returns one table for each GPU."""
     header = ["D", *PAGED_FIELDS[1:-1], "page", "needs", *PAGED_FORMS, "needs / graph"]
     tables = []
     for records in files:
@@ -470,7 +470,7 @@ def stack(files: Sequence[File]) -> list[Table]:
 
 
 def retrieval(files: Sequence[File]) -> list[Table]:
-    """One table for each machine."""
+    """Returns one table for each machine."""
     names = {"hit_rate_10": "HR@10", "hit_rate_50": "HR@50", "ndcg_10": "NDCG@10"}
     return [
         Table(
@@ -483,7 +483,7 @@ def retrieval(files: Sequence[File]) -> list[Table]:
 
 
 def ranking(files: Sequence[File]) -> list[Table]:
-    """One table for each machine."""
+    """Returns one table for each machine."""
     kinds = {"auc": "AUC", "ne": "NE"}
     tables = []
     for records in files:
@@ -498,7 +498,7 @@ LOAD = _numbers(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch
 
 
 def serving(files: Sequence[File]) -> list[Table]:
-    """One table for each machine."""
+    """Returns one table for each machine."""
     columns: Cells = {
         "requests under way": lambda r: str(r["concurrency"]),
         **_numbers(qps="a second"),
@@ -508,7 +508,7 @@ def serving(files: Sequence[File]) -> list[Table]:
 
 
 def engine(files: Sequence[File]) -> list[Table]:
-    """One table for each file."""
+    """Returns one table for each file."""
     columns: Cells = {
         "requests under way": lambda r: str(r["concurrency"]),
         "graphs": lambda r: str(r["graphs"]),
@@ -520,7 +520,7 @@ def engine(files: Sequence[File]) -> list[Table]:
 
 
 def cache(files: Sequence[File]) -> list[Table]:
-    """One table for each file, in microseconds per user."""
+    """Returns one table for each file, in microseconds per user."""
     times = {"step_us": "step", "step_p95_us": "p95", "engine_us": "engine"}
     columns: Cells = {
         "case": lambda r: str(r["case"]),
@@ -541,7 +541,7 @@ TABLES: dict[str, Callable[[Sequence[File]], list[Table]]] = {
 
 
 def text(records: Sequence[Record]) -> str:
-    """The tables of a run, as text with aligned columns."""
+    """Returns the tables of a run, as text with aligned columns."""
     grouped = by(({"group": None, **r} for r in records), "benchmark", "group")
     made = [table for file in grouped for table in TABLES[file[0]["benchmark"]]([file])]
     return "\n\n".join("\n".join(table.text()) for table in made)

@@ -97,7 +97,7 @@ CLIP_NORM = 1.0
 
 
 def describe(run: Run) -> Record:
-    """The strategy and the sizes of the model."""
+    """Returns the strategy and the sizes of the model."""
     names = ("strategy", "dim", "heads", "layers", "length", "items")
     return {**{name: getattr(run.options, name) for name in names}, "dtype": "bfloat16"}
 
@@ -134,7 +134,7 @@ def step_flops(config: HSTULayerConfig, num_layers: int, lengths: Lengths) -> fl
 def random_lengths(
     options: argparse.Namespace, case: str, count: int, generator: np.random.Generator
 ) -> Lengths:
-    """Rows of each sequence of a step: contexts, two for each event, and candidates."""
+    """Returns the rows of each sequence of a step: contexts, two for each event, and candidates."""
     fixed: int = len(CONTEXTS) + options.targets
     rows = np.full(count, float(options.length))
     if case != "equal":
@@ -198,7 +198,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-4, fused=on_gpu or None)
 
     def step(self, batch: RankingBatch) -> Tensor:
-        """One step of the example; returns its loss, the mean over the candidates of all ranks."""
+        """Runs one training step; returns its loss, the mean over the candidates of all ranks."""
         logits = self.model(batch)
         labels = task_labels(self.config, batch.target_actions)
         losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -216,14 +216,14 @@ class Training:
 
 
 def divide(lengths: Lengths, cost: AttentionCost, ranks: int, balanced: bool) -> list[Lengths]:
-    """Which sequences each rank has."""
+    """Returns which sequences each rank has."""
     if balanced:
         return balance(cost(lengths), ranks)
     return [np.arange(rank, len(lengths), ranks) for rank in range(ranks)]
 
 
 def measure_on(run: Run, case: str, balanced: bool, mesh: DeviceMesh | None) -> Record:
-    """A case on the ranks of the mesh, by one of them."""
+    """Measures a case on the ranks of the mesh."""
     options, gpu, device = run.options, run.gpu, run.world.device
     num_ranks, rank = (mesh.size(), run.world.rank) if mesh else (1, 0)
     training = Training(options, mesh, device)
@@ -281,7 +281,7 @@ def measure_on(run: Run, case: str, balanced: bool, mesh: DeviceMesh | None) -> 
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """The case on 1, 2, 4, ... GPUs, one after the other; the first rank's records count."""
+    """Measures the case on 1, 2, 4, ... GPUs in turn; the first rank's records count."""
     world: World = run.world
     meshes = run.kept.setdefault("meshes", {})
     for size in (2**n for n in range(world.num_ranks.bit_length())):
@@ -302,7 +302,7 @@ def measure(run: Run, case: str) -> Iterator[Record]:
 
 
 def scaling(kept: Record, record: Record) -> float | None:
-    """The record's speed beside that of one GPU alone, where this was measured before.
+    """Returns the record's speed beside that of one GPU alone, where this was measured before.
 
     Args:
         kept: the records of one GPU by case; a record of one GPU is added.

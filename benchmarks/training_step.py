@@ -134,7 +134,7 @@ class Training:
         self.batch = random_histories(options, device)
 
     def step(self) -> Tensor:
-        """One step; returns its loss."""
+        """Runs one step; returns its loss."""
         options, batch = self.options, self.batch
         loss = sampled_softmax_loss(
             self.model,
@@ -161,7 +161,7 @@ def width(options: argparse.Namespace) -> int:
 
 
 def describe(run: Run) -> Record:
-    """The sizes of the model."""
+    """Returns the sizes of the model."""
     names = ("layers", "heads", "head_dim")
     sizes = {name: getattr(run.options, name) for name in names}
     return {"dim": width(run.options), **sizes, "dtype": "bfloat16"}
@@ -191,7 +191,7 @@ def layer_attention(implementation: Implementation) -> Callable[..., Tensor]:
 
 
 def measure(run: Run, name: str) -> Iterator[Record]:
-    """The step of each implementation, and what attention takes of it."""
+    """Measures the step of each implementation, and the time of attention within it."""
     options, gpu = run.options, run.the_gpu()
     sizes = (options.batch, options.length, options.length, options.heads, options.head_dim)
     case = Case(*sizes, Training.dtype)
@@ -226,7 +226,7 @@ def measure(run: Run, name: str) -> Iterator[Record]:
 
 
 def step_records(variant: Variant, events: Sequence[Event]) -> list[Record]:
-    """A record of each pass of attention and one of the step; times are of one step."""
+    """Returns a record of each pass of attention and one of the step; times are of one step."""
     step = variant.median
     found: list[Record] = []
     for name, function in FUNCTIONS.items():
@@ -246,7 +246,7 @@ def step_records(variant: Variant, events: Sequence[Event]) -> list[Record]:
 
 
 def ms_by_name(kernels: Sequence[Event]) -> dict[str, float | None]:
-    """Milliseconds of a step by the kernels' names without arguments, the longest first."""
+    """Returns milliseconds of a step by the kernels' names without arguments, longest first."""
     sums: dict[str, float] = {}
     for kernel in kernels:
         name = short_name(kernel["name"])

@@ -1,8 +1,8 @@
-"""Serves the model that train_retrieval.py saved, over HTTP.
+r"""Serves the model that train_retrieval.py saved, over HTTP.
 
     python examples/serve.py                                        # users start without events
     python examples/serve.py --data ml-1m/ratings.dat               # with those of the data set
-    curl -H 'Content-Type: application/json' localhost:8000/recommend \\
+    curl -H 'Content-Type: application/json' localhost:8000/recommend \
       -d '{"user": 1, "events": [{"item": 1, "time": 1767225600}]}'
 
 Users and items have the data set's ids: whole numbers, or text where the data set's ids are text
@@ -20,8 +20,9 @@ from recommender.serve_options import parse_arguments
 
 
 def listen_later(host: str, port: int) -> socket.socket:
-    """A socket that is bound, so that the address is known to be free, and refuses connections
-    until its `listen` is called.
+    """Returns a bound socket that refuses connections until its `listen` is called.
+
+    Binding it early shows that the address is free.
 
     NOTE: asyncio turns off Nagle's algorithm only where the socket names its protocol, which
     socket.create_server leaves out. With it, answers wait some 40 ms for the client.
@@ -49,7 +50,7 @@ def listen_later(host: str, port: int) -> socket.socket:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the server; the exit status is 1 where it cannot be started."""
+    """Runs the server; the exit status is 1 if it cannot be started."""
     options = parse_arguments(__doc__, arguments)
     try:
         with listen_later(options.host, options.port) as listener:

@@ -1,5 +1,4 @@
-"""Trains a generative recommender that ranks: a stack of HSTU layers that predicts what each user
-will do about each candidate.
+"""Trains a generative recommender that predicts what each user will do about each candidate.
 
     python examples/train_ranking.py                                        # a made-up data set
     python examples/train_ranking.py --data KuaiRand-Pure/data --out runs/views
@@ -169,14 +168,14 @@ DEFAULT_TASKS = {"is_click", "long_view", "is_like", "rating_4", "rating_5"}
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; for "auto" a GPU that has kernels, otherwise the CPU."""
+    """Returns the named device; "auto" is a GPU that has kernels, otherwise the CPU."""
     if name != "auto":
         return named_device(name)
     return torch.device("cuda" if torch.cuda.is_available() and ops.has_cuda_kernels() else "cpu")
 
 
 def task_weights(chosen: list[str] | None, actions: tuple[str, ...]) -> dict[str, float]:
-    """The weight of each task's loss.
+    """Returns the weight of each task's loss.
 
     Args:
         chosen: what `--tasks` says.
@@ -204,8 +203,9 @@ def task_weights(chosen: list[str] | None, actions: tuple[str, ...]) -> dict[str
 def embedding_tables(
     options: RankingOptions, sizes: Mapping[str, int], device: torch.device, processes: Processes
 ) -> nn.Module:
-    """The tables that `--tables` says; on one process whole ones. Initial rows are the same for any
-    number of processes, but for those of torchrec.
+    """Makes the tables that `--tables` names; a single process has undivided ones.
+
+    Initial rows do not depend on the number of processes, except those of torchrec.
 
     Raises:
         ValueError: torchrec is not installed.
@@ -292,7 +292,7 @@ class RankingTrainer(Trainer[RankingBatch]):
         return len(batch.target_items)
 
     def evaluate(self, split: Split) -> dict[str, float]:
-        """The model's metrics."""
+        """Returns the model's metrics."""
         self.model.eval()
         return evaluate_split(
             self.model, self.data, self.config.tasks, split, self.device, self.processes
@@ -337,8 +337,10 @@ def evaluate_split(
     device: torch.device,
     processes: Processes | None = None,
 ) -> dict[str, float]:
-    """Metrics of a scorer on the events held out for validation or test, by several processes if
-    there are."""
+    """Returns the metrics of a scorer on the events held out for validation or test.
+
+    Several processes evaluate them together.
+    """
     return evaluate_ranking(
         scorer,
         data,
@@ -351,7 +353,7 @@ def evaluate_split(
 
 
 def print_table(metrics: Mapping[str, Mapping[str, float]], tasks: tuple[str, ...]) -> None:
-    """One row for each name."""
+    """Prints one row for each name."""
     width = max(len(name) for name in metrics)
     print(f"\n{'':{width}}" + "".join(f"  {task:>16}" for task in tasks))
     print(f"{'':{width}}" + f"  {'AUC':>7}  {'NE':>7}" * len(tasks))
@@ -387,7 +389,7 @@ def measure_baselines(
 
 
 def train(options: RankingOptions, world: World) -> None:
-    """The whole job, from the file to the table, on this process of it."""
+    """Runs the job on this process, from reading the file to printing the table."""
     if world.mesh is not None and choose_device(options.device).index is not None:
         raise ValueError(
             "--device must be auto, cuda or cpu where torchrun gives each process its own, got "
@@ -434,7 +436,7 @@ def report(trainer: RankingTrainer, table: Mapping[str, Mapping[str, float]]) ->
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the job; the exit status is 1 where it cannot be done."""
+    """Runs the job; the exit status is 1 if it fails."""
     options = parse_arguments(arguments)
     try:
         run(

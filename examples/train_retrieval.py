@@ -113,7 +113,7 @@ LABELS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; for "auto" a GPU that can train the model, otherwise the CPU."""
+    """Returns the named device; "auto" is a GPU that can train the model, otherwise the CPU."""
     if name != "auto":
         return named_device(name)
     if torch.cuda.is_available():
@@ -124,7 +124,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_relative_bias(device: torch.device) -> bool:
-    """Whether attention with the model's relative bias is built for the device."""
+    """Returns whether attention with the model's relative bias is built for the device."""
     q = torch.zeros(1, 1, 32, dtype=torch.bfloat16, device=device)
     offsets = torch.tensor([0, 1], device=device)
     bias = RelativeBias(torch.zeros(1, 1, device=device))
@@ -136,7 +136,7 @@ def has_relative_bias(device: torch.device) -> bool:
 
 
 def share_of_repeats(log: EventLog) -> float:
-    """The share of users whose last event is on an item that they had before."""
+    """Returns the fraction of users whose last event is on an item that they had seen before."""
     counts = np.diff(log.offsets)
     on_last_item = log.items == np.repeat(log.items[log.offsets[1:] - 1], counts)
     return float((np.add.reduceat(on_last_item, log.offsets[:-1], dtype=np.int64) > 1).mean())
@@ -145,7 +145,7 @@ def share_of_repeats(log: EventLog) -> float:
 def evaluate_split(
     scorer: Scorer, log: EventLog, split: Split, options: RetrievalOptions, device: torch.device
 ) -> Metrics:
-    """Metrics of a scorer on the events held out for validation or test."""
+    """Returns metrics of a scorer on the events held out for validation or test."""
     return evaluate(
         scorer,
         log,
@@ -157,7 +157,7 @@ def evaluate_split(
 
 
 def measure_baselines(log: EventLog, options: RetrievalOptions) -> BaselineMetrics:
-    """What popularity reaches, and the co-occurrence that does best on the validation events."""
+    """Returns the metrics of popularity and of the co-occurrence that is best in validation."""
     with progress_bar("baselines", NUM_CANDIDATES + 3, "evaluation") as bar:
 
         def measure(scorer: Scorer, split: Split) -> dict[str, float]:
@@ -243,7 +243,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         return batch.total
 
     def evaluate(self, split: Split) -> Metrics:
-        """The model's metrics."""
+        """Returns the model's metrics."""
         self.model.eval()
         return evaluate_split(self.model.scores, self.log, split, self.retrieval, self.device)
 
@@ -268,7 +268,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
 
 
 def print_table(metrics: Mapping[str, Mapping[str, float]], caption: str) -> None:
-    """One row for each name."""
+    """Prints one row for each name."""
     columns = ("hit_rate_10", "hit_rate_50", "ndcg_10")
     width = max(len(name) for name in metrics)
     print(f"\n{caption}\n\n{'':{width}}" + "".join(f"  {LABELS[name]:>7}" for name in columns))
@@ -277,7 +277,7 @@ def print_table(metrics: Mapping[str, Mapping[str, float]], caption: str) -> Non
 
 
 def find_user(log: EventLog, name: str | None) -> int:
-    """The user whose recommendations are shown.
+    """Returns the user whose recommendations are shown.
 
     Args:
         log: the events.
@@ -294,8 +294,10 @@ def find_user(log: EventLog, name: str | None) -> int:
 
 @torch.no_grad()
 def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10) -> None:
-    """The model's first recommendations for one user before the event held out for testing, beside
-    what the user last watched."""
+    """Prints the model's first recommendations for one user, next to what they last watched.
+
+    They are made before the event that is held out for testing.
+    """
     log, options = trainer.log, trainer.retrieval
     window = held_out_windows(log, "test", options.max_seq_len).take(np.array([user]))
     scores = trainer.model.scores(jagged_batch(log, window).to(trainer.device))
@@ -318,7 +320,7 @@ def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10)
 
 
 def train(options: RetrievalOptions) -> None:
-    """The whole job, from the file to the table."""
+    """Runs the job, from reading the file to printing the table."""
     check_directory(options)
     device = choose_device(options.device)
     log = open_data(options, [SYNTHETIC_DATA / "ratings.dat"], write_synthetic_movielens)
@@ -352,7 +354,7 @@ def train(options: RetrievalOptions) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the job; the exit status is 1 where it cannot be done."""
+    """Runs the job; the exit status is 1 if it fails."""
     try:
         train(parse_arguments(arguments))
     except (OSError, ValueError, RuntimeError) as error:

@@ -112,7 +112,7 @@ _DEFAULT_THRESHOLDS = tuple(
 
 
 def default_bucket_thresholds() -> tuple[int, ...]:
-    """The smallest time difference of each bucket from 1 on, up to the largest int64.
+    """Returns the smallest time difference of each bucket from 1 on, up to the largest int64.
 
     With these, counting the entries `<= d` gives `floor(ln(max(d, 1)) / 0.301)` as fp64 computes
     it, for every `d >= 0`. The list is non-decreasing: bucket 1 holds no integer, so its entry
@@ -125,7 +125,7 @@ _thresholds_by_device: dict[torch.device, Tensor] = {}
 
 
 def default_thresholds_tensor(device: torch.device) -> Tensor:
-    """`default_bucket_thresholds` as an int64 tensor on `device`, made once for each device."""
+    """Returns `default_bucket_thresholds` as int64 on `device`, made once for each device."""
     if torch.compiler.is_compiling():
         return torch.tensor(_DEFAULT_THRESHOLDS, dtype=torch.int64, device=device)
     thresholds = _thresholds_by_device.get(device)
@@ -136,6 +136,6 @@ def default_thresholds_tensor(device: torch.device) -> Tensor:
 
 
 def time_bucket(difference: Tensor, thresholds: Tensor, num_buckets: int) -> Tensor:
-    """The bucket of each time difference: the number of thresholds `<= d`, at most the last."""
+    """Returns the bucket of each time difference: the number of thresholds `<= d`, clamped."""
     bucket = torch.searchsorted(thresholds, difference.contiguous(), right=True)
     return bucket.clamp(max=num_buckets - 1)

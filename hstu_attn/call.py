@@ -106,7 +106,7 @@ def make_call(
     sm_margin: int = 0,
     strict: bool = True,
 ) -> AttentionCall:
-    """The call of a batch, for `ops.attention`.
+    """Returns the call of a batch, for `ops.attention`.
 
     Args:
         times: `bias_times` of a bias; unlike its tables, all layers share them.
@@ -158,7 +158,7 @@ def make_call(
 
 
 def bias_tensors(bias: Bias | Tensor | None) -> BiasTensors:
-    """`(rab, pos_weight, ts_weight)` of a bias.
+    """Returns `(rab, pos_weight, ts_weight)` of a bias.
 
     Raises:
         ValueError: for what is no bias.
@@ -177,7 +177,7 @@ def bias_tensors(bias: Bias | Tensor | None) -> BiasTensors:
 
 
 def bias_times(bias: Bias | Tensor | None) -> Times:
-    """`(timestamps, row_timestamps, ts_thresholds)` of a bias; None where it has no times."""
+    """Returns `(timestamps, row_timestamps, ts_thresholds)` of a bias, or None for each."""
     if not isinstance(bias, RelativeBias) or bias.ts_weight is None:
         return NO_TIMES
     thresholds = bias.thresholds

@@ -48,7 +48,7 @@ class Failure(Exception):
 
 
 def nvidia_smi() -> list[tuple[str, str]]:
-    """The name and the driver version of each GPU of this machine; empty without a driver."""
+    """Returns the name and driver version of each GPU of this machine; empty without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -61,7 +61,7 @@ def nvidia_smi() -> list[tuple[str, str]]:
 
 
 def describe(what: str, *index: int) -> dict[str, str]:
-    """What csrc/api/describe.cpp says of the "cpu", of the "build", or of the "gpu" of an index."""
+    """Returns what csrc/api/describe.cpp says of "cpu", "build", or "gpu" with an index."""
     try:
         function = getattr(ctypes.CDLL(str(ops.LIBRARY_PATH)), f"hstu_attn_describe_{what}")
     except AttributeError:
@@ -77,17 +77,17 @@ def describe(what: str, *index: int) -> dict[str, str]:
 
 
 def cuda_version(number: str | int) -> str:
-    """CUDA's own encoding, such as 12080, as people write it: 12.8."""
+    """Converts CUDA's version number, such as 12080, to text: 12.8."""
     return f"{int(number) // 1000}.{int(number) % 1000 // 10}"
 
 
 def gpu_count() -> int:
-    """The NVIDIA GPUs that torch can use; a ROCm build of torch has none."""
+    """Returns the number of NVIDIA GPUs that torch can use; a ROCm build of torch has none."""
     return torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
 
 
 def triton_version() -> str:
-    """The version of Triton, which the fused layers need on a GPU."""
+    """Returns the version of Triton, which the fused layers need on a GPU."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -100,7 +100,7 @@ def triton_version() -> str:
 
 
 def gpu_access(gpus: list[tuple[str, str]]) -> str:
-    """How many of the GPUs that `nvidia_smi` found torch can use."""
+    """Returns how many of the GPUs that `nvidia_smi` found torch can use."""
     if count := gpu_count():
         return f"{count} visible to torch"
     if not gpus:
@@ -128,7 +128,7 @@ def gpu_access(gpus: list[tuple[str, str]]) -> str:
 
 
 def gpu_kernels(index: int, build: dict[str, str]) -> str:
-    """Which kernels a GPU gets, and why."""
+    """Returns which kernels a GPU gets, and why."""
     major, minor = torch.cuda.get_device_capability(index)
     gpu = f"a GPU of compute capability {major}.{minor}"
     if (major, minor) < OLDEST_CAPABILITY:
@@ -168,7 +168,7 @@ def gpu_kernels(index: int, build: dict[str, str]) -> str:
 
 
 def small_batch(device: str, build: dict[str, str]) -> Batch:
-    """4 causal sequences of one length, in a dtype and with a head dim that the build holds."""
+    """Makes 4 causal sequences of one length, in a dtype and head dim that the build holds."""
     dtype, dim, length = torch.float32, 64, 256
     if device != "cpu":
         dtype = torch.bfloat16 if "bfloat16" in build["dtypes"] else torch.float16
@@ -177,7 +177,7 @@ def small_batch(device: str, build: dict[str, str]) -> Batch:
 
 
 def median_us(function: Callable[[], object], device: str) -> float:
-    """The median time of a call in microseconds; on a GPU without the time of the host."""
+    """Returns the median time of a call in microseconds; on a GPU without the time of the host."""
     for _ in range(WARM_UP):
         function()
     if device == "cpu":
@@ -200,7 +200,7 @@ def median_us(function: Callable[[], object], device: str) -> float:
 
 
 def torch_attention_us(batch: Batch, device: str) -> tuple[str, float]:
-    """Causal softmax attention of the same shape, by flash attention where torch has it."""
+    """Times causal softmax attention of the same shape, by flash attention where torch has it."""
     sequences = batch.cu_seqlens_q.shape[0] - 1
     q, k, v = (
         tensor.unflatten(0, (sequences, -1)).transpose(1, 2)
@@ -251,7 +251,7 @@ def say(name: str, text: str) -> None:
 
 
 def cuda_build(build: dict[str, str]) -> str:
-    """The CUDA kernels that the library holds, whether or not there is a GPU."""
+    """Returns the CUDA kernels that the library holds, whether or not there is a GPU."""
     if not build:
         return "none in this build"
     driver = (
@@ -264,7 +264,7 @@ def cuda_build(build: dict[str, str]) -> str:
 
 
 def cpu_kernels() -> str:
-    """The instruction set of the kernel that each dtype gets."""
+    """Returns the instruction set of the kernel that each dtype gets."""
     levels = ", ".join(f"{isa} for {dtype}" for dtype, isa in describe("cpu").items())
     cap = os.environ.get("HSTU_ATTN_CPU_ISA")
     return f"{levels}; {torch.get_num_threads()} threads" + (

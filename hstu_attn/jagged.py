@@ -47,7 +47,7 @@ __all__ = [
 
 
 def jagged_ids(offsets: Tensor, total: int) -> Tensor:
-    """The number of the sequence of each packed row.
+    """Returns the number of the sequence of each packed row.
 
     Args:
         offsets: `(batch + 1,)` int32 or int64.
@@ -67,7 +67,7 @@ def jagged_ids(offsets: Tensor, total: int) -> Tensor:
 
 
 def jagged_positions(offsets: Tensor, total: int) -> Tensor:
-    """The position of each packed row within its sequence, from 0.
+    """Returns the position of each packed row within its sequence, from 0.
 
     Args:
         offsets: `(batch + 1,)` int32 or int64.
@@ -290,7 +290,7 @@ def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
 
 
 def jagged_to_dense(values: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> Tensor:
-    """A padded batch of packed sequences.
+    """Returns a padded batch of packed sequences.
 
     Args:
         values: `(total, ...)`.
@@ -479,7 +479,7 @@ def _shifted(values: Tensor, ends: Tensor, shifts: Tensor, total: int) -> Tensor
 
 
 def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor:
-    """`values[rows]` where `held`, and `fill` elsewhere."""
+    """Returns `values[rows]` where `held`, and `fill` elsewhere."""
     if values.shape[0] == 0:  # a row to read, though none is held
         values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     # NOTE: in bounds for any offsets. If they were clamped, rows that are not held would all be the
@@ -489,7 +489,7 @@ def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor
 
 
 def _without_rows_past(values: Tensor, offsets: Tensor) -> Tensor:
-    """`values` with zeros past the last offset."""
+    """Returns `values` with zeros past the last offset."""
     past = torch.arange(values.shape[0], device=values.device) >= offsets[-1]
     return values.masked_fill(_like_rows(past, values), 0)
 

@@ -64,10 +64,10 @@ class ContextBatch(Protocol):
         alpha: float = 1.0,
         scaling_seqlen: int = -1,
     ) -> Tensor:
-        """`hstu_attention` of the whole sequences, for this rank's rows."""
+        """Computes `hstu_attention` of the whole sequences, for this rank's rows."""
 
     def constant(self, number: int) -> Tensor:
-        """int32 `(batch,)` of a number, one tensor for all layers."""
+        """Returns an int32 `(batch,)` tensor of a number, one for all layers."""
 
 
 class RMSNorm(nn.RMSNorm):

@@ -66,7 +66,7 @@ class Weights(NamedTuple):
 
 
 class UnitShape(Protocol):
-    """What the formula reads of a `HSTULayerConfig`."""
+    """The fields of an `HSTULayerConfig` that the formula reads."""
 
     @property
     def num_heads(self) -> int: ...
@@ -82,10 +82,10 @@ class UnitSteps(Protocol):
     """The steps of the formula."""
 
     def project(self, x: Tensor) -> Tensor:
-        """`linear(norm(x))`: `(total, columns of u, v, q and k)`."""
+        """Computes `linear(norm(x))`: `(total, columns of u, v, q and k)`."""
 
     def silu(self, z: Tensor) -> Tensor:
-        """SiLU of all columns that `project` returned, or of u, a slice of them."""
+        """Computes SiLU of all columns that `project` returned, or of u, a slice of them."""
 
     def gate(self, attention: Tensor, u: Tensor) -> Tensor:
         """Returns what the output linear reads, after dropout.
@@ -96,11 +96,11 @@ class UnitSteps(Protocol):
         """
 
     def add_output(self, x: Tensor, y: Tensor) -> Tensor:
-        """`x + linear(y)`."""
+        """Computes `x + linear(y)`."""
 
 
 def hstu_unit(x: Tensor, shape: UnitShape, steps: UnitSteps, attend: Attend) -> Tensor:
-    """One sequential transduction unit: the layer's output for rows `(total, embedding_dim)`."""
+    """Computes the layer's output for rows `(total, embedding_dim)`."""
     u, v, q, k = activate(steps.project(x), shape, steps.silu)
     attention = attend(q, k, v)
     return steps.add_output(x, steps.gate(attention, u))
@@ -129,17 +129,17 @@ def split_uvqk(z: Tensor, shape: UnitShape) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def cast_like(parameter: Tensor | None, like: Tensor) -> Tensor | None:
-    """A parameter in the dtype of other rows."""
+    """Casts a parameter to the dtype of other rows."""
     return None if parameter is None else parameter.to(like.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The linear map in the dtype of `x`."""
+    """Computes the linear map in the dtype of `x`."""
     return F.linear(x, weight.to(x.dtype), cast_like(bias, x))
 
 
 class ComposedSteps:
-    """The steps as torch's functions, in the dtype of the rows.
+    """The steps composed of torch's functions, in the dtype of the rows.
 
     Args:
         config: the layer's.
@@ -171,7 +171,7 @@ class ComposedSteps:
         )
 
     def normalize_attention(self, attention: Tensor) -> Tensor:
-        """`(total, heads * hidden_dim)`, as `attention` here."""
+        """Normalizes `attention`; returns `(total, heads * hidden_dim)`."""
         config = self.config
         weight, bias = self.weights.gate_weight, self.weights.gate_bias
         if not config.use_group_norm:
@@ -181,7 +181,7 @@ class ComposedSteps:
         return F.group_norm(heads, config.num_heads, weight, bias, config.norm_eps).flatten(1)
 
     def concat_parts(self, attention: Tensor, u: Tensor) -> Tensor:
-        """The parts that `config.output_parts` names, side by side."""
+        """Concatenates the parts that `config.output_parts` names, side by side."""
         attention = attention.flatten(1)
         normed = self.normalize_attention(attention)
         values = {"u": u, "x": attention, "normed": normed, "gated": normed * u}
@@ -195,7 +195,7 @@ class ComposedSteps:
 def _normalize(
     x: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None, config: HSTULayerConfig
 ) -> Tensor:
-    """The rows of `x` through a norm of all columns."""
+    """Normalizes the rows of `x` over all columns."""
     if norm == "rms_norm":
         return F.rms_norm(x, x.shape[1:], cast_like(weight, x), config.norm_eps)
     return F.layer_norm(x, x.shape[1:], cast_like(weight, x), cast_like(bias, x), config.norm_eps)

@@ -129,7 +129,7 @@ class Mask:
 
     @staticmethod
     def full() -> Mask:
-        """Every row sees every key of its sequence."""
+        """Makes a mask where every row sees every key of its sequence."""
         return Mask()
 
     @staticmethod
@@ -139,7 +139,7 @@ class Mask:
         num_targets: Tensor | None = None,
         target_group_size: int = 1,
     ) -> Mask:
-        """Row `i` sees keys up to `i`, with contextual and candidate tokens where given."""
+        """Makes a mask where row `i` sees keys up to `i`, with contexts and candidates if given."""
         return Mask((-1, 0), num_contexts, num_targets, target_group_size)
 
     @staticmethod
@@ -152,7 +152,7 @@ class Mask:
         target_group_size: int = 1,
         min_full_attn_seq_len: int = 0,
     ) -> Mask:
-        """Row `i` sees keys `i - left` to `i + right`; with any option, `right` must be 0."""
+        """Makes a mask where row `i` sees keys `i - left` to `i + right`; options need right 0."""
         return Mask(
             (left, right), num_contexts, num_targets, target_group_size, min_full_attn_seq_len
         )
@@ -229,12 +229,12 @@ class Mask:
 
     @staticmethod
     def from_row_spans(spans: Tensor) -> Mask:
-        """Row spans given by the caller: int32 `(total_q, 4)` or `(heads, total_q, 4)`."""
+        """Makes a mask of given row spans: int32 `(total_q, 4)` or `(heads, total_q, 4)`."""
         return Mask(row_spans=spans)
 
     @staticmethod
     def from_func(func: Tensor, causal: bool = False) -> Mask:
-        """FBGEMM's arbitrary mask, int32 `(1 or heads, n, >= total_q)`, optionally made causal."""
+        """Makes FBGEMM's arbitrary mask, int32 `(1 or heads, n, >= total_q)`, optionally causal."""
         return Mask(func=func, func_causal=causal)
 
     @property
@@ -338,7 +338,7 @@ def row_intervals(
     first_row: int = 0,
     head: int = 0,
 ) -> Tensor:
-    """The key intervals that each query row of one sequence sees.
+    """Returns the key intervals that each query row of one sequence sees.
 
     Args:
         mask: the mask; of its `num_contexts` and `num_targets` only the two arguments below count.
@@ -390,7 +390,7 @@ def row_spans(
     first_row: int = 0,
     head: int = 0,
 ) -> Tensor:
-    """Row spans of one sequence, int32 `(q_len, 4)`; arguments as for `row_intervals`.
+    """Returns row spans of one sequence, int32 `(q_len, 4)`; arguments as for `row_intervals`.
 
     Raises:
         ValueError: for a `func` of five or more bounds: a row may need more than two intervals.
@@ -429,7 +429,7 @@ def batch_row_spans(
     total_q: int | None = None,
     head: int = 0,
 ) -> Tensor:
-    """Row spans of a packed batch, int32 `(total_q, 4)`, without a loop over the sequences.
+    """Returns row spans of a packed batch, int32 `(total_q, 4)`, without a loop over the sequences.
 
     Rows of no sequence, and rows at or past `seqused_q`, see nothing. Keys are numbered within
     their sequence.
@@ -561,7 +561,10 @@ def dense_mask(
     first_row: int = 0,
     head: int = 0,
 ) -> Tensor:
-    """Bool `(q_len, k_len)`: True where the row sees the key; arguments as for `row_intervals`."""
+    """Returns a bool `(q_len, k_len)` tensor, True where the row sees the key.
+
+    The arguments are those of `row_intervals`.
+    """
     intervals = row_intervals(
         mask,
         q_len,
@@ -592,7 +595,7 @@ class TileKind(IntEnum):
 
 
 def tile_kinds(visible: Tensor, tile_q: int, tile_k: int) -> Tensor:
-    """The `TileKind` of each tile of a dense mask, int8 `(q tiles, k tiles)`.
+    """Returns the `TileKind` of each tile of a dense mask, int8 `(q tiles, k tiles)`.
 
     A tile that reaches past the last key is never full. Rows past the last one do not count.
     """

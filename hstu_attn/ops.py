@@ -119,7 +119,7 @@ def register() -> None:
 
 
 def has_cuda_kernels() -> bool:
-    """Whether this build has kernels for CUDA tensors."""
+    """Returns whether this build has kernels for CUDA tensors."""
     return _has_cuda_kernels
 
 

@@ -91,7 +91,7 @@ class PagedKV:
         )
 
     def __fx_create_arg__(self, tracer: torch.fx.Tracer) -> torch.fx.Node:
-        """The node that makes these pages in a traced graph, which has them as an argument."""
+        """Returns the node that makes these pages in a traced graph, where they are an argument."""
         arguments = {name: tracer.create_arg(getattr(self, name)) for name in self.__slots__}
         return tracer.create_node("call_function", PagedKV, (), arguments)
 

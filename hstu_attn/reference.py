@@ -112,7 +112,7 @@ def _entry(values: Tensor | None, b: int) -> int:
 
 
 def _visible(mask: Mask, q_len: int, k_len: int, b: int, targets: int, begin_q: int) -> Tensor:
-    """Bool `(heads or 1, q_len, k_len)`."""
+    """Returns bool `(heads or 1, q_len, k_len)`."""
     heads = 1
     if mask.row_spans is not None and mask.row_spans.dim() == 3:
         heads = mask.row_spans.shape[0]
@@ -149,7 +149,7 @@ def _scale(
 
 
 def _positions(q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Absolute positions of the rows, as a column, and of the keys, as a row."""
+    """Returns absolute positions of the rows, as a column, and of the keys, as a row."""
     rows = torch.arange(q_len, device=device) + (k_len - q_len)
     return rows[:, None].clamp(min=0), torch.arange(k_len, device=device)[None, :]
 
@@ -168,7 +168,7 @@ def _relative_bias(
     heads: int,
     compute_dtype: torch.dtype,
 ) -> Tensor:
-    """`(heads, q_len, k_len)`."""
+    """Returns `(heads, q_len, k_len)`."""
     table = bias.pos_weight if bias.pos_weight is not None else bias.ts_weight
     assert table is not None
     rows, columns = _positions(q_len, k_len, table.device)
@@ -200,7 +200,7 @@ def _relative_bias(
 def _paged_keys_values(
     paged: PagedKV, k: Tensor, v: Tensor, b: int, *, history: int, targets: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values `[0, history)` from the sequence's pages, its targets from k and v.
+    """Returns keys and values of the history from the sequence's pages, and targets' from k and v.
 
     The targets are the last rows before row `end`.
     `last_page_lens` repeats what the lengths already say, so it is not read.

@@ -168,12 +168,12 @@ class Batch:
     paged_kv: PagedKV | None = None
 
     def options(self) -> dict[str, Any]:
-        """Everything but q, k and v, as keyword arguments."""
+        """Returns everything but q, k and v, as keyword arguments."""
         names = [f.name for f in fields(self) if f.name not in ("q", "k", "v")]
         return {name: getattr(self, name) for name in names}
 
     def differentiable(self) -> dict[str, Tensor]:
-        """The tensors that get a gradient, by name."""
+        """Returns the tensors that get a gradient, by name."""
         found = {"q": self.q, "k": self.k, "v": self.v}
         if isinstance(self.bias, DenseBias):
             found["rab"] = self.bias.rab
@@ -185,11 +185,11 @@ class Batch:
         return found
 
     def with_bias(self, bias: Bias | None) -> Batch:
-        """The same batch with another bias."""
+        """Returns the same batch with another bias."""
         return replace(self, bias=bias)
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Batch:
-        """The same batch with other differentiable tensors."""
+        """Returns the same batch with other differentiable tensors."""
         bias = self.bias
         if isinstance(bias, DenseBias):
             bias = DenseBias(tensors["rab"])
@@ -200,12 +200,12 @@ class Batch:
 
 
 def offsets(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """int32 `(batch + 1,)` offsets of packed sequences."""
+    """Returns int32 `(batch + 1,)` offsets of packed sequences."""
     return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
 
 
 def make_lengths(batch: int, longest: int, shortest: int = 0) -> list[int]:
-    """Random lengths, one of them the longest."""
+    """Returns random lengths, one of which is the longest."""
     lengths = torch.randint(shortest, longest + 1, (batch,)).tolist()
     if batch:
         lengths[int(torch.randint(batch, ()))] = longest
@@ -225,7 +225,7 @@ def make_batch(
     bias: str | Bias | None = None,
     **options: Any,
 ) -> Batch:
-    """A packed batch with random contents.
+    """Makes a packed batch with random contents.
 
     Args:
         lengths_k: keys of each sequence.
@@ -308,7 +308,7 @@ MASK_NAMES = (*_COMPOSED_MASKS, *_ARBITRARY_MASKS)
 
 
 def _bounds(shape: tuple[int, ...], longest: int) -> Tensor:
-    """Interval bounds, a few of them negative, past the end or in the wrong order."""
+    """Returns interval bounds, a few of them negative, past the end or in the wrong order."""
     return torch.randint(-2, longest + 3, shape, dtype=torch.int32)
 
 
@@ -539,7 +539,7 @@ def check_against_reference(
 
 
 class _SameDtypeReferences:
-    """The formula in the dtype of `batch`, by each order of summation that the bound covers.
+    """The formula in the dtype of `batch`, by each summation order that the bound covers.
 
     Each is computed when it is first asked for. The dimensions of a paged batch are not shuffled:
     it has the order of plain PyTorch alone.
@@ -605,7 +605,7 @@ class _LeftToRight(torch.overrides.TorchFunctionMode):
 
 
 def _in_another_order(batch: Batch, dout: Tensor | None) -> dict[str, Tensor]:
-    """The reference in the batch's dtype with the head dimensions summed in a random order."""
+    """Computes the reference in the batch's dtype, summing over head dims in a random order."""
     device = batch.q.device
     order = torch.randperm(batch.q.shape[2], device=device)
     order_v = torch.randperm(batch.v.shape[2], device=device)

@@ -37,7 +37,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _parts(together: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of bytes, of the shapes and dtypes of other tensors."""
+    """Returns views of bytes, of the shapes and dtypes of other tensors."""
     return [
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(together.split(sizes), like, strict=True)
@@ -50,7 +50,7 @@ class Batch(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def to(self: AnyBatch, device: torch.device) -> AnyBatch:
-        """The batch on another device, as by `upload`."""
+        """Copies the batch to another device as `upload` does."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -100,7 +100,7 @@ class Prefetcher(Generic[AnyBatch]):
         self._next = result
 
     def take(self) -> tuple[AnyBatch, AnyBatch]:
-        """The next batch on the CPU, and its copy for work on the current stream.
+        """Takes the next batch: on the CPU, and its copy for work on the current stream.
 
         Raises:
             Exception: whatever `draw` has raised.

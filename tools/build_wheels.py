@@ -64,12 +64,12 @@ class Interpreter(NamedTuple):
 
 
 def run(*command: str | Path) -> str:
-    """The output of a command; its errors go to the terminal."""
+    """Returns the output of a command; its errors go to the terminal."""
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def interpreter(command: str) -> Interpreter | None:
-    """What a wheel for this interpreter needs to know; None, with a line, if it cannot be had."""
+    """Returns what an interpreter's wheel depends on; None, with a line, if it cannot be run."""
     try:
         answer = subprocess.run([command, "-c", DESCRIBE], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -83,7 +83,7 @@ def interpreter(command: str) -> Interpreter | None:
 
 
 def old_system_flags() -> str:
-    """Linker flags for a library that runs with older C and C++ libraries (tools/manylinux.S)."""
+    """Returns linker flags for systems with older C and C++ libraries (tools/manylinux.S)."""
     if platform.machine() != "x86_64":
         return ""
     object_file = setup.ROOT / "build/manylinux.o"
@@ -97,7 +97,7 @@ def old_system_flags() -> str:
 
 
 def base_wheel(folder: Path) -> Path:
-    """The wheel of this interpreter, as setuptools builds it in the source tree."""
+    """Builds the wheel of this interpreter by setuptools, in the source tree."""
     for stale in (setup.ROOT / "build").glob("lib*"):  # modules that have since been removed
         shutil.rmtree(stale)
     options = ["--wheel", "--no-isolation", "--outdir", str(folder)]
@@ -107,7 +107,7 @@ def base_wheel(folder: Path) -> Path:
 
 
 def host_module(python: Interpreter) -> Path:
-    """`_host` for this interpreter, compiled with the build's flags and loaded once."""
+    """Compiles `_host` for this interpreter with the build's flags, and loads it once."""
     ninja = setup.NinjaFile()
     ninja.host_module(f"_host{python.suffix}", python.include)
     folder = setup.ROOT / f"build/ninja-{python.abi}-host"
@@ -119,7 +119,7 @@ def host_module(python: Interpreter) -> Path:
 
 
 def retarget(wheel: Path, python: Interpreter, folder: Path) -> Path:
-    """The same wheel for another interpreter."""
+    """Makes the same wheel for another interpreter."""
     folder.mkdir()
     run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", folder)
     (tree,) = folder.iterdir()
@@ -134,7 +134,7 @@ def retarget(wheel: Path, python: Interpreter, folder: Path) -> Path:
 
 
 def tag_for_platform(wheel: Path, out: Path) -> Path:
-    """Lets auditwheel check the libraries and name in the tag the oldest system that serves."""
+    """Lets auditwheel check the libraries and add the tag of the oldest supported system."""
     with tempfile.TemporaryDirectory(dir=out) as folder:
         # NOTE: the user's torch brings libtorch; nothing else may be missing, or be copied in.
         options = ["--plat", "auto", "--only-plat", "--exclude", "libtorch.so", "-w", folder]

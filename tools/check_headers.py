@@ -33,7 +33,7 @@ WHEELS: tuple[list[str], ...] = (["--platform", "macosx_14_0_arm64"], [])
 
 
 def headers(version: str) -> Path:
-    """The folder `torch` with the headers of a release. The first call downloads them."""
+    """Returns the folder `torch` with the headers of a release; the first call downloads them."""
     folder = CACHE / version
     if folder.exists():
         return folder / "torch"
@@ -70,7 +70,7 @@ class SyntaxCheck(setup.NinjaFile):
 
 
 def compiles(torch: Path) -> bool:
-    """Whether every C++ source compiles against the headers in `torch`/include.
+    """Returns whether every C++ source compiles against the headers in `torch`/include.
 
     The first errors go to the standard output.
     """

@@ -40,7 +40,7 @@ def _torch_symbols() -> set[str]:
 
 
 def problems(library: Path) -> list[str]:
-    """One line for each thing that the library must not ask of others."""
+    """Returns a line for each dependency that the library must not have."""
     dynamic = _output("readelf", "-d", str(library))
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     foreign = [n for n in needed if n != TORCH_LIBRARY and not RUNTIME_LIBRARY.fullmatch(n)]

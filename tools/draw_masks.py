@@ -46,27 +46,27 @@ class Picture:
 
 
 def _semi_local() -> Mask:
-    """Every row sees the first two keys and the last three before it; candidates all history."""
+    """Returns a mask of the first two keys and the last three; candidates see all history."""
     ends = torch.tensor([0, POSITIONS])
     return Mask.semi_local(3, 2, ends, POSITIONS, num_targets=torch.tensor([TARGETS]))
 
 
 def _row_spans() -> Mask:
-    """Every row sees the first two keys and what is left of its block of four."""
+    """Returns a mask of the first two keys and the rest of a row's block of four."""
     row = torch.arange(POSITIONS, dtype=torch.int32)
     block = row // 4 * 4
     return Mask.from_row_spans(torch.stack([0 * row, 0 * row + 2, block, row + 1], 1))
 
 
 def _func() -> Mask:
-    """`[0, 1) U [F1, F2) U [F3, F4)`: the first key, and two stripes before the row."""
+    """Returns `[0, 1) U [F1, F2) U [F3, F4)`: the first key, and two stripes before the row."""
     row = torch.arange(POSITIONS, dtype=torch.int32)
     bounds = torch.stack([0 * row + 1, row - 8, row - 5, row - 2, row + 1])
     return Mask.from_func(bounds.clamp(min=0)[None])
 
 
 def pictures() -> dict[str, Picture]:
-    """By file name, in the order of docs/masks.md."""
+    """Returns the pictures by file name, in the order of docs/masks.md."""
     contexts, targets = torch.tensor([CONTEXTS]), torch.tensor([TARGETS])
     both: dict[str, Any] = {"num_contexts": contexts, "num_targets": targets}
     return {
@@ -88,7 +88,7 @@ def pictures() -> dict[str, Picture]:
 
 
 def kinds(picture: Picture) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """What each position of the sequence is."""
+    """Returns what each position of the sequence is."""
     kind = np.full(POSITIONS, HISTORY)
     kind[: picture.contexts] = CONTEXT
     kind[POSITIONS - picture.targets :] = TARGET
@@ -96,7 +96,7 @@ def kinds(picture: Picture) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def visible_keys(picture: Picture) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Bool `(16, 16)`: whether the query sees the key."""
+    """Returns bool `(16, 16)`: whether the query sees the key."""
     seen: np.ndarray[Any, np.dtype[np.bool_]] = dense_mask(
         picture.mask,
         POSITIONS,
@@ -108,7 +108,7 @@ def visible_keys(picture: Picture) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """One picture, 440 pixels square."""
+    """Draws one picture, 440 pixels square."""
     kind, seen = kinds(picture), visible_keys(picture)
     figure = pyplot.figure(figsize=(2.2, 2.2), dpi=200)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))

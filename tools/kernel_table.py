@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
 
 
 def read_log(source: str, text: str) -> Iterator[Kernel]:
-    """The kernels of one source file, from the output of its compiler."""
+    """Yields the kernels of one source file, from the output of its compiler."""
     for part in re.split(r"(?=Compiling entry function)", text)[1:]:
         kernel, used, shared = (r.search(part) for r in (_KERNEL, _USED, _SHARED))
         functions = list(_FUNCTION.finditer(part))  # the kernel, and what it calls out of line
@@ -62,7 +62,7 @@ def read_log(source: str, text: str) -> Iterator[Kernel]:
 
 
 def read_logs(folder: Path) -> list[Kernel]:
-    """The kernels of a build, by source, name and GPU."""
+    """Returns the kernels of a build, by source, name and GPU."""
     # NOTE: not by listing the folder, where logs of sources that are gone may lie.
     sources = re.findall(r"^build (\S+)\.o: nvcc", (folder / "build.ninja").read_text(), re.M)
     logs = {source: (folder / f"{source}.o.log").read_text() for source in sources}
@@ -70,7 +70,7 @@ def read_logs(folder: Path) -> list[Kernel]:
 
 
 def demangle(symbols: list[str]) -> list[str]:
-    """C++ names without their parameters, where binutils are installed."""
+    """Returns C++ names without their parameters; they stay as they are without binutils."""
     if not (symbols and shutil.which("c++filt")):
         return symbols
     command = ["c++filt", "--no-params", *symbols]

@@ -25,7 +25,7 @@ PROBE_SECONDS = 5
 
 
 def check_prerequisites() -> None:
-    """What a fresh machine may lack, said in one line."""
+    """Exits with one line that says what a fresh machine lacks, if anything."""
     if sys.version_info < (3, 10):  # noqa: UP036
         version = "{}.{}".format(*sys.version_info)
         sys.exit(f"python3: expected 3.10 or later; got {version} (make PYTHON=python3.12 ...)")
@@ -45,7 +45,7 @@ def check_prerequisites() -> None:
 
 
 def cuda_torch() -> tuple[Path, str] | None:
-    """The site-packages folder and the version of a torch that can use this machine's GPU."""
+    """Returns the site-packages folder and version of a torch that can use this machine's GPU."""
     try:
         import torch
     except ImportError:
@@ -57,14 +57,14 @@ def cuda_torch() -> tuple[Path, str] | None:
 
 
 def gpu_visible() -> bool:
-    """Whether the driver lists an NVIDIA GPU."""
+    """Returns whether the driver lists an NVIDIA GPU."""
     if not shutil.which("nvidia-smi"):
         return False
     return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
 
 
 def torch_index_options() -> list[str]:
-    """What pip is told so that it takes torch's CPU build where that suffices.
+    """Returns pip's options to install torch's CPU build where that suffices.
 
     pip prefers it then to a CUDA build of the same version: 2.13.0+cpu is later than 2.13.0.
     """

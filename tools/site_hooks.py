@@ -23,12 +23,12 @@ LANGUAGES = {".h": "cpp", ".cu": "cpp", ".cpp": "cpp", ".py": "python", ".json":
 
 
 def _origin(page: str) -> Path:
-    """The file in the repository that a page of the site is made of."""
+    """Returns the file in the repository that a page of the site is made of."""
     return ROOT / page if page in PAGES else DOCS / page
 
 
 def _page_of(path: Path) -> str | None:
-    """The page or picture of the site, relative to its root, for a file of the repository."""
+    """Returns the page or picture of the site, relative to its root, for a repository file."""
     if path.is_relative_to(DOCS):
         return None  # mkdocs finds it by itself
     name = path.relative_to(ROOT).as_posix()
@@ -47,7 +47,7 @@ def _source_page(path: Path) -> str:
 
 
 def _targets(text: str, origin: Path) -> set[Path]:
-    """The files of the repository outside of docs/ that a page links to."""
+    """Returns the files of the repository outside of docs/ that a page links to."""
     found = {Path(os.path.normpath(origin.parent / m[2])) for m in TARGET.finditer(text)}
     return {path for path in found if _page_of(path) and path.exists()}
 

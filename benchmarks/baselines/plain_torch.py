@@ -25,12 +25,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def make(name: str, case: Case) -> Attention:
-    """One of `NAMES` for the batch of `case`."""
+    """Returns one of `NAMES` for the batch of `case`."""
     return _MAKERS[name](case)
 
 
 def padded_bytes(case: Case) -> int:
-    """Memory of the score matrices of a whole padded batch, as many as a backward holds at once.
+    """Returns the bytes of the padded batch's score matrices, as many as a backward holds at once.
 
     Saved are the scores, what silu gives and the masked weights; at the highest point two gradients
     stand beside them.
@@ -60,7 +60,7 @@ def _causal_weights(case: Case) -> Tensor:
 
 
 def _per_sequence(case: Case) -> Attention:
-    """Two products of torch for each sequence.
+    """Computes two torch matmuls for each sequence.
 
     Views come from `split`, whose backward writes each gradient once; `alpha` is a factor within
     the first product; without gradients the scores are worked on in place.
@@ -85,7 +85,7 @@ def _per_sequence(case: Case) -> Attention:
 
 
 def _padded(case: Case) -> Attention:
-    """Two products of torch for the whole batch, padded to its longest sequence."""
+    """Computes two torch matmuls for the whole batch, padded to its longest sequence."""
     batch, longest = case.batch, max(case.lengths)
     weights = _causal_weights(case)
     rows = torch.cat([torch.arange(n) + b * longest for b, n in enumerate(case.lengths)])
@@ -108,7 +108,7 @@ def _padded(case: Case) -> Attention:
 
 
 def _compiled(case: Case) -> Attention:
-    """The padded function under `torch.compile`, compiled for this very batch.
+    """Returns the padded function under `torch.compile`, compiled for this batch.
 
     It is compiled at its first calls, without and with gradients.
     """

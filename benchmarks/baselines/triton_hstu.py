@@ -92,7 +92,7 @@ HEAD_DIMS = tuple(FORWARD_CONFIGS)
 def _tuned(
     kernel: Any, configs: dict[int, list[triton.Config]], reset_to_zero: list[str] | None = None
 ) -> Any:
-    """The kernel, tuned once for each head dim, dtype, bucket of lengths and kind of mask.
+    """Returns the kernel, tuned once for each head dim, dtype, bucket of lengths and kind of mask.
 
     The interpreter has nothing to tune: there, the one configuration is that of fp32.
     """
@@ -116,7 +116,7 @@ backward_kernel = _tuned(triton_kernels.backward, BACKWARD_CONFIGS, ["dq"])
 
 
 def _length_bucket(max_seqlen: int) -> int:
-    """The longest sequence for which the same configuration is taken."""
+    """Returns the longest sequence for which the same configuration is taken."""
     return next((bucket for bucket in (512, 1024, 4096) if max_seqlen <= bucket), 16384)
 
 
@@ -139,7 +139,7 @@ def _check(**tensors: Tensor) -> None:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory of one launch for the tensor descriptors that its programs make."""
+    """Allocates the tensor descriptors that the programs of one launch make."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -178,7 +178,7 @@ def hstu_attention_forward(
     num_targets: Tensor | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """The output alone, without recording gradients.
+    """Computes the output alone, without recording gradients.
 
     Args:
         q, k, v: `(total, heads, D)`, bf16, fp16 or fp32, with `D` 32, 64, 128 or 256; rows may lie
@@ -214,7 +214,7 @@ def hstu_attention_backward(
     num_targets: Tensor | None = None,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; arguments as in `hstu_attention_forward`."""
+    """Computes the gradients of q, k and v; arguments as in `hstu_attention_forward`."""
     _check(dout=dout, q=q, k=k, v=v)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
@@ -250,7 +250,7 @@ def hstu_attention(
     num_targets: Tensor | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """`hstu_attention_forward`, differentiable in q, k and v."""
+    """Computes `hstu_attention_forward`, differentiable in q, k and v."""
     geometry = (cu_seqlens, max_seqlen, scaling_seqlen, num_contexts, num_targets, alpha)
     out: Tensor = _Attention.apply(q, k, v, *geometry)
     return out

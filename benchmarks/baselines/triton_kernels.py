@@ -32,7 +32,7 @@ __all__ = ["backward", "forward"]
 
 @triton.jit
 def _tanh(x, HARDWARE: tl.constexpr):
-    """One instruction on NVIDIA GPUs, with an error below 2^-10."""
+    """Computes tanh by one instruction on NVIDIA GPUs, with an error below 2^-10."""
     if HARDWARE:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -48,7 +48,7 @@ def _visible(row, key, contexts, history):
 
 @triton.jit
 def _sequence(offsets, num_contexts, num_targets, batch):
-    """First packed row, length, contextual tokens and tokens before the targets."""
+    """Loads first packed row, length, number of contextual tokens and tokens before the targets."""
     begin = tl.load(offsets + batch)
     length = (tl.load(offsets + batch + 1) - begin).to(tl.int32)
     contexts = 0
@@ -74,7 +74,7 @@ def _source(
 
 @triton.jit
 def _tile(source, first, stride, length, DIM: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr):
-    """Rows `first` to `first + TILE`; zeros from `length` on."""
+    """Loads rows `first` to `first + TILE`; those from `length` on are zeros."""
     if TMA:
         return source.load([first, 0])
     else:
@@ -225,7 +225,7 @@ def _backward_step(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Scores stand transposed, keys by rows, so that P and dS feed dV and dK from registers."""
+    """Computes one step on transposed scores, so P and dS feed dV and dK from registers."""
     q = _tile(q_source, first_row, stride_q, length, DIM, ROWS, TMA)
     dout = _tile(dout_source, first_row, stride_dout, length, DIM, ROWS, TMA)
     half_x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * half_alpha

@@ -53,7 +53,7 @@ DAY = 86_400  # seconds
 
 
 def packed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows of all users one after another, and the offsets of each user's."""
+    """Returns the rows of all users one after another, and the offsets of each user's."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.cat(rows), torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
@@ -61,7 +61,7 @@ def packed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 def step_inputs(
     items: list[Tensor], times: list[Tensor], cached: list[int], candidates: Tensor, now: int
 ) -> list[Tensor]:
-    """The tensors of one batch in steps.pt.
+    """Returns the tensors of one batch in steps.pt.
 
     Each user's last cached event is computed again, because its state depends on when it is asked
     for.

@@ -34,8 +34,10 @@ class Popularity:
 
 @dataclass(frozen=True)
 class CoOccurrence:
-    """Scores item j for a user by the sum over the user's events i of
-    `recency_decay ** (events since i) * similarity[i, j]`.
+    """Scores items by their co-occurrence with the items of a user.
+
+    The score of item j is the sum over the user's events i of `recency_decay ** (events since i) *
+    similarity[i, j]`.
 
     Attributes:
         similarity: `(num_items, num_items)` sparse CSR, transposed: rows are j.
@@ -60,15 +62,18 @@ class CoOccurrence:
         return (self.similarity @ weights).T
 
     def describe(self) -> str:
-        """The settings, for a table."""
+        """Returns the settings, for a table."""
         return (
             f"reach {self.reach}, backward {self.backward_weight:g}, decay {self.recency_decay:g}"
         )
 
 
 def co_occurrence_candidates(log: EventLog) -> Iterator[CoOccurrence]:
-    """The baseline in several settings, to choose from on the validation events. The similarity is
-    the co-occurrence in the training events over the geometric mean of the items' counts."""
+    """Returns the co-occurrence baseline in several settings, from which validation chooses.
+
+    The similarity is the co-occurrence in the training events over the geometric mean of the items'
+    counts.
+    """
     counts = _training_counts(log).clamp(min=1)
     for reach, forward in _forward_co_occurrence(log):
         for backward_weight in BACKWARD_WEIGHTS:
@@ -102,8 +107,10 @@ def _training_counts(log: EventLog) -> Tensor:
 
 
 def _forward_co_occurrence(log: EventLog) -> Iterator[tuple[int, Tensor]]:
-    """For each reach, the sum of `1 / distance` over the pairs (i, later j) of a user's events,
-    `(num_items, num_items)` sparse COO."""
+    """Sums `1 / distance` over the pairs (i, later j) of a user's events, for each reach.
+
+    The results are `(num_items, num_items)` sparse COO.
+    """
     items, users = _training_events(log)
     shape = (log.num_items, log.num_items)
     total = torch.zeros(shape, layout=torch.sparse_coo)

@@ -1,6 +1,8 @@
-"""HTTP connections with limits, for uvicorn: on their number, and on the time in which a request
-must arrive. uvicorn has neither: its `limit_concurrency` answers 503 but leaves connections open,
-and it waits without end for a client that sends a request byte by byte."""
+"""Limits on uvicorn's HTTP connections: their number, and the time in which a request must arrive.
+
+uvicorn has neither limit: `limit_concurrency` answers 503 but leaves connections open, and a client
+that sends a request byte by byte can hold its connection forever.
+"""
 
 from __future__ import annotations
 

@@ -76,8 +76,11 @@ def difference(made_with: Mapping[str, Any], wanted: Mapping[str, Any], out: Pat
 
 
 def check_directory(options: Options) -> None:
-    """Refuses a directory that holds a run, unless `--resume` says to continue it and its options
-    are the same. It comes before the data are read, and makes the directory if there is none.
+    """Raises an error for a directory with a run, unless `--resume` continues it with its options.
+
+    It runs before the data are read, and makes the directory if there is none.
+
+    It runs before the data are read, and makes the directory if there is none.
 
     Raises:
         OSError: the directory cannot be made.

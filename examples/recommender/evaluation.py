@@ -19,8 +19,11 @@ Scorer = Callable[[JaggedBatch], Tensor]
 
 @dataclass(frozen=True)
 class Metrics:
-    """Means over users. `hit_rate_10` is the share whose target is among the first ten;
-    `ndcg_10` weighs each such hit by `1 / log2(rank + 1)`."""
+    """Means over users.
+
+    `hit_rate_10` is the fraction of users whose target is among the first ten items; `ndcg_10`
+    weighs each such hit by `1 / log2(rank + 1)`.
+    """
 
     hit_rate_10: float
     hit_rate_50: float
@@ -28,8 +31,10 @@ class Metrics:
 
 
 def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
-    """The rank of each row's target, from 1: one more than the items above it, plus half of those
-    tied with it. NaN ranks last.
+    """Returns the rank of each row's target, from 1.
+
+    It is one more than the number of items with a higher score, plus half of those with an equal
+    score. NaN ranks last.
 
     Args:
         scores: `(batch, num_items)`.
@@ -45,7 +50,7 @@ def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def metrics_of_ranks(ranks: Tensor) -> Metrics:
-    """The metrics of ranks `(num_users,)`."""
+    """Returns the metrics of ranks `(num_users,)`."""
     gains = torch.where(ranks <= 10, 1 / torch.log2(ranks.double() + 1), 0.0)
     return Metrics(
         hit_rate_10=(ranks <= 10).double().mean().item(),
@@ -55,8 +60,11 @@ def metrics_of_ranks(ranks: Tensor) -> Metrics:
 
 
 def mask_seen(scores: Tensor, log: EventLog, windows: Windows) -> Tensor:
-    """Scores `(batch, num_items)` with -inf for all that each user did before the window's last
-    event, the oldest events included."""
+    """Sets scores `(batch, num_items)` to -inf for the items that each user has seen.
+
+    These are the items of all events before the window's last one, including those before the
+    window.
+    """
     starts, ends = log.offsets[windows.users], windows.ends - 1
     rows = np.repeat(np.arange(len(windows)), ends - starts)
     items = np.concatenate([log.items[start:end] for start, end in zip(starts, ends, strict=True)])

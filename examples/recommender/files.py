@@ -37,7 +37,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that caused an error, or that it holds as `CheckpointException` does."""
+    """Returns the OSError that caused an error, or that it holds as `CheckpointException` does."""
     while error is not None and not isinstance(error, OSError):
         for failure, *_ in getattr(error, "failures", {}).values():
             if found := _system_error(failure):

@@ -79,7 +79,7 @@ class RecommendBody(UserBody[Id], Generic[Id]):
 
 
 def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
-    """The application.
+    """Returns the application.
 
     POST /score      user, events, candidates -> a score for each candidate
     POST /recommend  user, events, k, exclude_seen -> the best items, with titles and scores
@@ -113,7 +113,7 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
     index_of: dict[int | str, int] = {item: index for index, item in enumerate(ids)}
 
     def indices(items: Iterable[int | str], *path: str) -> list[int]:
-        """The model's numbers of items: of those in a list, or in a field of what is in a list."""
+        """Returns the model's item numbers of the ids in a list, or in a field of its elements."""
         found = []
         for place, item in enumerate(items):
             if item not in index_of:
@@ -253,7 +253,7 @@ class EngineCollector(Collector):
         self.engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics at one moment."""
+        """Yields the metrics at one moment."""
         stats = self.engine.stats()
         for name, text, value in (
             ("requests", "Requests accepted.", stats.requests),
@@ -274,7 +274,7 @@ class EngineCollector(Collector):
 
 
 def histogram(name: str, text: str, values: Histogram) -> Metric:
-    """A histogram in Prometheus' cumulative form."""
+    """Returns a histogram in Prometheus' cumulative form."""
     bounds = [*map(str, values.bounds), "+Inf"]
     buckets = list(zip(bounds, accumulate(values.counts), strict=True))
     return HistogramMetricFamily(f"hstu_engine_{name}", text, buckets, values.total)

@@ -1,5 +1,7 @@
-"""The training loop of the examples: steps, validations, checkpoints from which a killed run
-continues exactly, curves, and a stop where the loss is no number any more.
+"""The training loop of the examples.
+
+It makes steps, validates, writes checkpoints from which a killed run continues exactly, draws
+curves, and stops when the loss is NaN or infinite.
 
 An example is a `Trainer` that says what a batch is, how its loss is computed and how the
 model is validated.
@@ -78,8 +80,11 @@ class Batches(Protocol):
 
 
 class Position:
-    """Where a run stands in its data, for checkpoints and messages: after the batch of the step
-    under way, while the next one may have been drawn already."""
+    """The position of a run in its data, for checkpoints and messages.
+
+    It is the position after the batch of the current step, although the next batch may have been
+    drawn already.
+    """
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -115,7 +120,7 @@ def seed_everything(seed: int) -> None:
 
 
 def named_device(name: str) -> torch.device:
-    """The device of that name, such as "cpu" or "cuda:1".
+    """Returns the device of that name, such as "cpu" or "cuda:1".
 
     Raises:
         ValueError: this machine does not have it.
@@ -132,7 +137,7 @@ def named_device(name: str) -> torch.device:
 def progress_bar(
     what: str, total: int, unit: str, *, initial: int = 0, shown: bool = True
 ) -> tqdm[Any]:
-    """A bar on the standard error; where that is no terminal, a line now and then."""
+    """Returns a bar on the standard error; where that is no terminal, a line now and then."""
     return tqdm(
         desc=what,
         total=total,
@@ -200,7 +205,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def draw(self) -> AnyBatch:
-        """The next batch of this process, on the CPU. Called one batch ahead of the steps.
+        """Returns the next batch of this process, on the CPU. Called one batch ahead of the steps.
 
         Raises:
             ValueError: it is malformed.
@@ -208,28 +213,30 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def loss(self, batch: AnyBatch) -> Tensor:
-        """A scalar: a sum over what `count` counts."""
+        """Returns the sum of the loss over what `count` counts, a scalar."""
 
     @abstractmethod
     def count(self, batch: AnyBatch) -> int:
-        """How many rows or candidates of the batch have a loss."""
+        """Returns how many rows or candidates of the batch have a loss."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Metrics of the model as it is, the same on every process."""
+        """Returns the metrics of the current model, the same on every process."""
 
     @abstractmethod
     def quality(self, metrics: Mapping[str, float]) -> float:
-        """What is highest where the model is best."""
+        """Returns a number that is highest for the best model."""
 
     @abstractmethod
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """The metrics in a line."""
+        """Returns the metrics in a line."""
 
     @abstractmethod
     def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
-        """Writes the model as it is, and beside it these metrics of it, in place of what was there;
-        all processes together."""
+        """Saves the current model and its metrics, in place of those saved before.
+
+        All processes call it together.
+        """
 
     @abstractmethod
     def load_best(self, path: Path) -> None:
@@ -247,8 +254,9 @@ class Trainer(ABC, Generic[AnyBatch]):
         return len(self.losses)
 
     def start(self) -> None:
-        """Continues the run in the directory where `--resume` says so, otherwise begins one. What
-        the directory holds was checked by `recommender.directory.check_directory`.
+        """Continues the run in the directory if `--resume` is given, otherwise starts one.
+
+        `recommender.directory.check_directory` has checked the directory.
 
         Raises:
             TrainingError: the run there is of other data, other options or more steps.
@@ -265,8 +273,10 @@ class Trainer(ABC, Generic[AnyBatch]):
             write_json(out / RUN, self.identity)
 
     def compare_with(self, measure: Callable[[], BaselineMetrics]) -> BaselineMetrics:
-        """Returns the metrics of the baselines. They are computed once for each run; with
-        `--no-baselines` they are only read from the run's directory, if they are there.
+        """Returns the metrics of the baselines.
+
+        They are computed once for each run. With `--no-baselines` they are only read from the run's
+        directory, if they are there.
 
         Args:
             measure: finds it; all processes call it together.
@@ -283,8 +293,9 @@ class Trainer(ABC, Generic[AnyBatch]):
         return found
 
     def run(self) -> None:
-        """Trains to the last step, validating and saving on the way, and takes the weights that did
-        best in validation.
+        """Trains to the last step, validating and saving on the way.
+
+        At the end the model has the weights with the best validation metrics.
 
         Raises:
             TrainingError: a batch is malformed, or the loss is not finite.
@@ -343,7 +354,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         self.scalars.write("train", numbers, self.step)
 
     def _take(self) -> tuple[AnyBatch, AnyBatch]:
-        """The next batch, on the CPU and on the device."""
+        """Takes the next batch; returns it on the CPU and on the device."""
         self.prefetcher.start()
         self.position.update()
         try:
@@ -353,7 +364,9 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _learning_rate(self) -> float:
         """Returns the learning rate of the next step: linear warm-up times a cosine over all steps.
-        A run that is given more steps continues at the rate of that longer cosine."""
+
+        A run that is continued with more steps uses the rate of that longer cosine.
+        """
         warmup = min(1.0, (self.step + 1) / max(1, self.options.warmup_steps))
         decay = (1 + math.cos(math.pi * self.step / self.steps)) / 2
         return self.options.learning_rate * warmup * decay
@@ -403,7 +416,7 @@ class Trainer(ABC, Generic[AnyBatch]):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of the run itself."""
+        """Returns what a checkpoint has of the run itself."""
         return {
             "identity": self.identity,
             "steps": self.steps,
@@ -429,7 +442,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         self.validation = state["validation"]
 
     def _quality_of_best(self) -> float:
-        """How good the model in `best.pt` is, which may be newer than the last checkpoint."""
+        """Returns the quality of `best.pt`, which may be newer than the last checkpoint."""
         if not self.best.exists():
             return -math.inf
         state = torch.load(self.best, "cpu", weights_only=True, mmap=True)
@@ -478,7 +491,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
 
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> str:
-    """The names of tensors with a NaN or an infinity in what this process has of them."""
+    """Returns the names of tensors with a NaN or an infinity in what this process has of them."""
     names = [
         name
         for name, tensor in tensors.items()

@@ -1,5 +1,8 @@
-"""A retrieval model: item and position embeddings, a stack of HSTU layers, and a dot product with
-the item embeddings; and the loss it is trained with."""
+"""A retrieval model and its loss.
+
+The model has item and position embeddings, a stack of HSTU layers, and scores by dot products with
+the item embeddings.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class RetrievalModel(nn.Module):
         self.stack = HSTUStack(config, num_layers)
 
     def forward(self, batch: JaggedBatch) -> Tensor:
-        """The state of each row, `(total, embedding_dim)` fp32, to be compared with items."""
+        """Returns the state of each row, `(total, embedding_dim)` fp32, to compare with items."""
         x = self.position(self.item_embedding(batch.items), batch.seq_offsets)
         x = self.stack(
             x.to(self.compute_dtype),
@@ -63,13 +66,17 @@ class RetrievalModel(nn.Module):
         return self.state_vectors(x)
 
     def state_vectors(self, x: Tensor) -> Tensor:
-        """What items are compared with, of the layers' output, `(n, embedding_dim)` fp32."""
+        """Returns the vectors of layer outputs `(n, embedding_dim)` to compare items with."""
         x = x.float()
         return F.normalize(x, dim=1) if self.l2_normalize else F.layer_norm(x, x.shape[1:])
 
     def item_vectors(self, items: Tensor | None = None) -> Tensor:
-        """What states are compared with, `(n, embedding_dim)` fp32: of the given items, or of
-        all."""
+        """Returns the vectors of the given items, or of all: `(n, embedding_dim)` fp32.
+
+        States are compared with them.
+
+        They are those of the given items, or of all.
+        """
         table = self.item_embedding.weight
         vectors = table if items is None else F.embedding(items, table)
         return F.normalize(vectors, dim=1) if self.l2_normalize else vectors
@@ -86,8 +93,10 @@ def sampled_softmax_loss(
     num_negatives: int,
     temperature: float,
 ) -> Tensor:
-    """Mean cross-entropy of each row's next item against negatives drawn uniformly and shared by
-    all rows of the batch; a negative that is a row's target does not count in that row.
+    """Returns the mean cross-entropy of each row's next item against sampled negatives.
+
+    The negatives are drawn uniformly and shared by all rows of the batch. A negative that is a
+    row's target is ignored in that row.
 
     Args:
         model: gives the item vectors.

@@ -1,5 +1,4 @@
-"""The part of the command line that the training examples share, and what follows from it: the data
-and the device.
+"""The command-line options that the training examples share, and the data and device they name.
 
 Nothing here imports torch before the options are parsed, so that `--help` and a wrong option are
 answered at once.
@@ -74,7 +73,7 @@ class Options(argparse.Namespace):
     not_part_of_the_run: tuple[str, ...] = NOT_PART_OF_THE_RUN
 
     def identity(self) -> dict[str, Any]:
-        """What a run must share with the one that it continues."""
+        """Returns the options that a run must share with the one that it continues."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -95,7 +94,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 def make_parser(
     documentation: str | None, out: str, made_up_data: Path, **defaults: Any
 ) -> argparse.ArgumentParser:
-    """A parser of the shared options, to which an example adds its own.
+    """Returns a parser of the shared options, to which an example adds its own.
 
     Args:
         documentation: of the example: its first paragraph, and below the options the rest, which
@@ -217,7 +216,7 @@ def _require(
 def open_data(
     options: Options, made_up_data: Sequence[Path], write: Callable[[Path], object]
 ) -> EventLog:
-    """The events to train on.
+    """Returns the events to train on.
 
     Args:
         options: the files, how to read them and where their preprocessed form goes.

@@ -58,7 +58,7 @@ class Processes:
         compute_dtype: torch.dtype,
         ignored_modules: Collection[nn.Module] = (),
     ) -> nn.Module:
-        """The model that computes the loss.
+        """Returns the model that computes the loss.
 
         Args:
             model: on its device, its parameters fp32.
@@ -74,17 +74,24 @@ class Processes:
         )
 
     def mean(self, local_sum: Tensor, count: int) -> Tensor:
-        """The mean over all processes' rows of a sum over the `count` rows of this one."""
+        """Returns the mean over all processes' rows of a sum over the `count` rows of this one."""
         return global_mean(local_sum, count, self.mesh)
 
     def clip_gradients(self, model: nn.Module, largest: float) -> Tensor:
-        """Scales the gradients down to a norm over all parameters, and returns the norm before,
-        a scalar. Where that is not finite, gradients stay as they are, to be looked at."""
+        """Scales the gradients down to a norm over all parameters; returns the scalar norm before.
+
+        If that norm is not finite, the gradients stay as they are, so that they can be inspected.
+
+        If that norm is not finite, the gradients stay as they are, so that they can be inspected.
+        """
         return clip_gradients(model.parameters(), largest)
 
     def stop(self, problem: str | None, kind: type[Exception]) -> None:
-        """Raises on every process what any of them has to say, if there is anything: `kind` where
-        there is one, otherwise `hstu_attn.distributed.RunStopped`, which names the ranks."""
+        """Raises on every process the problems that any of them reports, if there are any.
+
+        The error is of class `kind` if that is given, otherwise a
+        `hstu_attn.distributed.RunStopped`, which names the ranks.
+        """
         if self.mesh is not None:
             stop_together(problem, self.mesh)
         elif problem is not None:
@@ -113,8 +120,10 @@ class Processes:
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """The others do what is inside after the first process has done it, for example to find in
-        a cache what it has put there."""
+        """Runs the block on the first process before it runs on the others.
+
+        The others then find, for example, in a cache what the first process has written there.
+        """
         if not self.is_first:
             self.wait()
         yield
@@ -131,7 +140,7 @@ class Processes:
             yield
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes by rank, on the first one; elsewhere nothing."""
+        """Returns the values of all processes by rank on the first one, and nothing elsewhere."""
         if self.mesh is None:
             return [value]
         values: list[Any] | None = [None] * self.num_ranks if self.is_first else None
@@ -139,7 +148,7 @@ class Processes:
         return values or []
 
     def from_first(self, value: T) -> T:
-        """The value that the first process has."""
+        """Returns the value that the first process has."""
         if self.mesh is None:
             return value
         shared = [value]
@@ -147,8 +156,9 @@ class Processes:
         return shared[0]
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state as one process would have it, on the CPU of the first process;
-        elsewhere nothing.
+        """Returns the model's state as one process would have it.
+
+        It is on the CPU of the first process; the others get an empty one.
 
         Args:
             model: the one given to `prepare`.

@@ -34,7 +34,7 @@ class SavedModel(NamedTuple):
 
     @property
     def has_text_ids(self) -> bool:
-        """Whether the data set's ids are text; those of items and of users are alike in that."""
+        """Whether the ids of the data set are text; item and user ids are of the same kind."""
         return self.item_ids.dtype.kind == "U"
 
 
@@ -45,8 +45,10 @@ def save_model(
     titles: Sequence[str],
     validation: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes the model and its catalogue, as in `SavedModel`, in place of what was there;
-    beside them what the model reached in validation, by name."""
+    """Writes the model and its catalogue, as in `SavedModel`, in place of what was there.
+
+    The file also holds the validation metrics of the model, by name.
+    """
     arguments = {
         "num_items": model.item_embedding.num_embeddings,
         "config": asdict(model.config),
@@ -69,7 +71,7 @@ def save_model(
 def load_model(
     path: Path, device: torch.device, compute_dtype: torch.dtype | None = None
 ) -> SavedModel:
-    """Reads what `save_model` wrote.
+    """Reads what `save_model` has written.
 
     Args:
         path: of the file.

@@ -50,7 +50,7 @@ class Scalars:
                 self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def flush(self) -> None:
-        """Puts on the disk what was written; to be called before a checkpoint of the same step."""
+        """Writes everything to disk; call it before a checkpoint of the same step."""
         if self._writer is not None:
             with naming(self._directory):
                 self._writer.flush()
@@ -66,7 +66,9 @@ def _without_writers(
     failed: threading.ExceptHookArgs,
     show: Callable[[threading.ExceptHookArgs], object] = threading.excepthook,
 ) -> None:
-    """Shows what ended a thread, unless it is one that writes TensorBoard's files: what that could
-    not write is raised by the next method of `Scalars`."""
+    """Reports exceptions that end threads, except in the threads that write TensorBoard's files.
+
+    What those could not write is raised by the next method of `Scalars`.
+    """
     if type(failed.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         show(failed)

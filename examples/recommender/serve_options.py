@@ -1,5 +1,7 @@
-"""The command line of the server. It imports neither torch nor numpy, so that wrong options and
-`--help` are answered at once."""
+"""The command line of the server.
+
+The module imports neither torch nor numpy, so that wrong options and `--help` are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ class ServeOptions(argparse.Namespace):
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as it is written."""
+    """Shows defaults, and keeps the line breaks of the description."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help lists the options)\n")
@@ -49,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 def number(
     least: float, most: float, kind: type[int] | type[float] = int
 ) -> Callable[[str], float]:
-    """A converter to numbers from `least` to `most`, for `add_argument(type=...)`."""
+    """Returns a converter to numbers from `least` to `most`, for `add_argument(type=...)`."""
 
     def convert(text: str) -> float:
         value = math.nan
@@ -66,7 +68,7 @@ def number(
 
 
 def device(text: str) -> str:
-    """A converter to devices."""
+    """Returns a converter to devices."""
     name, _, index = text.partition(":")
     if text != "cpu" and not (name == "cuda" and (index.isdecimal() or text == name)):
         raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N; got {text!r}")
@@ -74,7 +76,7 @@ def device(text: str) -> str:
 
 
 def parse_arguments(documentation: str | None, arguments: list[str] | None = None) -> ServeOptions:
-    """The options; exits where one is wrong, or names a file that is not there.
+    """Parses the options; exits if one is wrong, or names a file that does not exist.
 
     Args:
         documentation: of the program, for `--help`.

@@ -11,8 +11,10 @@ __all__ = ["ServedRetrieval"]
 
 
 class ServedRetrieval:
-    """A `hstu_attn.serving.CatalogueModel`: a trained model whose candidates are compared
-    with the state after a user's last event. Puts the model into evaluation mode.
+    """A trained model as a `hstu_attn.serving.CatalogueModel`.
+
+    Candidates are compared with the state after a user's last event. The constructor puts the model
+    into evaluation mode.
 
     Args:
         model: trained; its weights must not change any more.
@@ -30,7 +32,7 @@ class ServedRetrieval:
         self.item_vectors = model.item_vectors().detach()
 
     def embed(self, rows: Rows) -> Tensor:
-        """`(total, embedding_dim)` in the model's `compute_dtype`."""
+        """Returns `(total, embedding_dim)` in the model's `compute_dtype`."""
         model = self.model
         x = model.position.at(model.item_embedding(rows.items), rows.positions)
         return x.to(model.compute_dtype)

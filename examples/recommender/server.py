@@ -24,7 +24,7 @@ __all__ = ["add_events", "make_engine", "make_server", "serve"]
 
 
 def make_engine(options: ServeOptions, saved: SavedModel) -> Engine:
-    """An engine for the model, with the users' events of the data.
+    """Returns an engine for the model, with the users' events of the data.
 
     Raises:
         ValueError: the cache is too small for one history, or the data are not those of the model.
@@ -78,7 +78,7 @@ def add_events(store: EventStore, log: EventLog, saved: SavedModel) -> None:
 
 
 def make_server(options: ServeOptions, engine: Engine, saved: SavedModel) -> uvicorn.Server:
-    """The HTTP server of an engine, within the limits of the options."""
+    """Returns the HTTP server of an engine, within the limits of the options."""
     config = uvicorn.Config(
         make_app(engine, saved, options.timeout),
         http=functools.partial(  # type: ignore[arg-type]  # is called as the class would be
@@ -94,7 +94,7 @@ def make_server(options: ServeOptions, engine: Engine, saved: SavedModel) -> uvi
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
-    """Until SIGTERM or SIGINT; requests that have arrived by then are answered.
+    """Serves until SIGTERM or SIGINT; requests that have arrived by then are answered.
 
     Args:
         options: the command line.

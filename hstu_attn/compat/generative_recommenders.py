@@ -133,7 +133,7 @@ def delta_hstu_mha(
     scaling_seqlen: int = -1,
     attn_func: Tensor | None = None,
 ) -> Tensor:
-    """`hstu_mha` for the newest rows of each sequence, over all of its keys.
+    """Computes `hstu_mha` for the newest rows of each sequence, over all of its keys.
 
     Args:
         max_seq_len: longest sequence, in tokens.

@@ -50,7 +50,7 @@ class AmazonLayout:
     ticks_per_second: int
 
     def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
-        """The events of the one file.
+        """Reads the events of the one file.
 
         Raises:
             ValueError: a malformed line.
@@ -91,11 +91,11 @@ class AmazonLayout:
         return Events(user, item, ratings, timestamps, self.ticks_per_second, user_keys, item_keys)
 
     def companions(self, source: Path) -> list[Path]:
-        """None: the titles lie in files of other kinds."""
+        """Returns None: the titles are in files of other kinds."""
         return []
 
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
-        """None."""
+        """Returns no titles."""
         return {}
 
 

@@ -56,7 +56,7 @@ class AttentionCost:
 
     @staticmethod
     def of_layer(config: HSTULayerConfig, training: bool = True) -> AttentionCost:
-        """The cost of a layer; of a stack of them it is a multiple, which balances alike.
+        """Returns the cost of a layer. That of a stack is a multiple of it and balances alike.
 
         Args:
             config: the layer.
@@ -74,7 +74,7 @@ class AttentionCost:
         )
 
     def pairs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pairs of a row and a key that it sees, in sequences of these lengths."""
+        """Returns the number of pairs of a row and a key it sees, for these sequence lengths."""
         rows = np.asarray(lengths, np.int64)
         if not self.causal:
             return rows * rows
@@ -82,7 +82,7 @@ class AttentionCost:
         return (rows * (rows + 1) - unseen * (unseen + 1)) // 2
 
     def __call__(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The cost of sequences of these lengths, `(n,)` int64."""
+        """Returns the cost of sequences of these lengths, `(n,)` int64."""
         return self.per_row * np.asarray(lengths, np.int64) + self.per_pair * self.pairs(lengths)
 
 
@@ -128,7 +128,7 @@ def balance(
 
 
 def imbalance(costs: NDArray[np.int64], parts: list[NDArray[np.int64]]) -> float:
-    """The largest load over the mean load: a step takes so many times what it could."""
+    """Returns the largest load over the mean load, by which a step takes longer than it could."""
     loads = [int(costs[part].sum()) for part in parts]
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
@@ -272,11 +272,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration goes through this epoch from its start."""
+        """Makes the next iteration go through this epoch from its start."""
         self.epoch, self.batch = epoch, 0
 
     def advance(self) -> None:
-        """One more batch is done; after the last one of an epoch the next epoch begins."""
+        """Counts one more batch; after the last one of an epoch the next epoch begins."""
         self.batch += 1
         if self.batch == len(self):
             self.set_epoch(self.epoch + 1)
@@ -303,7 +303,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.epoch, self.batch = state["epoch"], state["batch"]
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Returns the number of batches of a whole epoch."""
         number, rest = divmod(len(self.costs), self.global_batch_size)
         return number + (not self.drop_last and (2 * rest >= self.global_batch_size or not number))
 

@@ -63,7 +63,7 @@ class JaggedBatch:
         return len(self.items)
 
     def to(self, device: torch.device) -> JaggedBatch:
-        """The batch on another device, by one copy that the host does not wait for."""
+        """Copies the batch to another device by one copy that the host does not wait for."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return replace(self, **dict(zip(given, upload([*given.values()], device), strict=True)))
@@ -150,7 +150,7 @@ def require_each(good: Tensor, name: str, feature: Tensor, expected: str) -> Non
 
 
 class SamplerState(TypedDict):
-    """Where a sampler of batches stands."""
+    """The position of a sampler of batches."""
 
     epoch: int
     batch: int
@@ -194,7 +194,7 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
         return len(self._batches)
 
     def state_dict(self) -> SamplerState:
-        """The position: the epoch, and how many of its batches have been drawn."""
+        """Returns the position: the epoch, and how many of its batches have been drawn."""
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state: SamplerState) -> None:
@@ -217,7 +217,7 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
 def consecutive_batches(
     lengths: NDArray[np.int64], tokens_per_batch: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Batches of indices in order, each cut before it would exceed `tokens_per_batch` rows."""
+    """Yields batches of consecutive indices with at most `tokens_per_batch` rows each."""
     return _cut(np.arange(len(lengths)), lengths, tokens_per_batch)
 
 

@@ -21,7 +21,7 @@ LONGEST_HEADER = 4096  # bytes
 
 
 def source_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files of a source: itself, each of them, or the logs in a directory of KuaiRand.
+    """Returns the files of a source: itself, each of them, or the logs in a directory of KuaiRand.
 
     Raises:
         ValueError: there are none.
@@ -36,7 +36,7 @@ def source_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def detect_layout(source: Path, name: LayoutName | None = None) -> EventLayout:
-    """The layout of a file, by the ending of its name and by its first line.
+    """Returns the layout of a file, by the ending of its name and by its first line.
 
     Args:
         source: the file.

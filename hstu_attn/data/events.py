@@ -103,11 +103,11 @@ class EventLog:
         return _source_ids(self.item_ids, self.item_keys)
 
     def user_name(self, user: int) -> str:
-        """The source's id of a user, as it stands there."""
+        """Returns the source's id of a user, as it stands there."""
         return _name(self.user_ids, self.user_keys, user)
 
     def find_user(self, name: str) -> int | None:
-        """The user with that id in the source, or None."""
+        """Returns the user with that id in the source, or None."""
         if self.user_keys is not None:
             place = int(np.searchsorted(self.user_keys, np.bytes_(name.encode())))
         else:
@@ -117,7 +117,7 @@ class EventLog:
         return place if place < self.num_users and self.user_name(place) == name else None
 
     def describe(self) -> str:
-        """What was read and what was left out, in a few lines."""
+        """Returns some lines that say what was read and what was left out."""
         manifest = self.manifest
         lines = [
             f"{self.num_events:,} events of {self.num_users:,} users on {self.num_items:,} items"
@@ -205,7 +205,7 @@ def _source_ids(ids: NDArray[np.int64], keys: NDArray[np.bytes_] | None) -> Sequ
 
 
 def _fingerprint(sources: list[Path], layout: EventLayout, only: str | None) -> dict[str, Any]:
-    """What the preprocessed form depends on."""
+    """Returns what the preprocessed form depends on."""
     files = []
     for path in [*sources, *(path for source in sources for path in layout.companions(source))]:
         status = path.stat()
@@ -234,7 +234,7 @@ def _remove_stale(root: Path, sources: list[Path], fingerprint: dict[str, Any]) 
 
 
 def _keep_only(events: Events, only: str, layout: EventLayout) -> Events:
-    """The events with an action."""
+    """Returns the events with an action."""
     if "actions" not in events.columns:
         raise ValueError(f"only: expected None for the layout {layout.name}, got {only!r}")
     if only not in ACTIONS:

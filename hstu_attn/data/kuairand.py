@@ -45,13 +45,13 @@ MOST_OF = {"play_time_ms": 2**31 - 1, "duration_ms": 2**31 - 1, "is_rand": 1, "t
 
 
 def unpack_actions(actions: Tensor) -> Tensor:
-    """Labels for training, `(..., len(ACTIONS))` float32 of zeros and ones."""
+    """Returns labels for training, `(..., len(ACTIONS))` float32 of zeros and ones."""
     bits = torch.arange(len(ACTIONS), device=actions.device)
     return (actions.long().unsqueeze(-1) >> bits & 1).float()
 
 
 def kuairand_logs(directory: Path) -> list[Path]:
-    """The standard logs in a directory, or in its `data`.
+    """Returns the standard logs in a directory, or in its `data`.
 
     Raises:
         ValueError: there are none.
@@ -74,7 +74,7 @@ class KuaiRandLayout:
     name: str = "kuairand"
 
     def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
-        """The events of all files, one file after the other.
+        """Reads the events of all files, one file after the other.
 
         Raises:
             ValueError: a malformed line.
@@ -105,11 +105,11 @@ class KuaiRandLayout:
         return Events(users, items, clicks.astype(np.float32), timestamps, 1000, columns=whole)
 
     def companions(self, source: Path) -> list[Path]:
-        """None."""
+        """Returns no further files."""
         return []
 
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
-        """None: videos have no titles."""
+        """Returns no titles, because videos have none."""
         return {}
 
 

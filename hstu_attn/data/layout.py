@@ -46,7 +46,7 @@ class MalformedLineError(ValueError):
 
 @dataclass(frozen=True)
 class Events:
-    """What a source holds, in its order: one element an event.
+    """The events of a source in its order, one element each.
 
     Attributes:
         users: int64, the source's ids, or indices into `user_keys`.
@@ -69,7 +69,7 @@ class Events:
 
 
 class EventLayout(Protocol):
-    """A text layout of events. Another layout is another class with these members."""
+    """A text layout of events; another layout is another class with these members."""
 
     @property
     def name(self) -> str:
@@ -79,10 +79,10 @@ class EventLayout(Protocol):
         """Further files that the preprocessed log is made from."""
 
     def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
-        """All events; a malformed line goes to `malformed` or is a `ValueError`."""
+        """Reads all events; a malformed line goes to `malformed` or raises a `ValueError`."""
 
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
-        """Titles by item id; malformed lines go to `reject`."""
+        """Returns titles by item id; malformed lines go to `reject`."""
 
 
 class LineLayout(Protocol):
@@ -93,11 +93,11 @@ class LineLayout(Protocol):
         """The first line of the file, or None where it has none."""
 
     def parse(self, line: bytes) -> Event:
-        """The event of a line without its line break, or a `MalformedLineError`."""
+        """Parses a line without its line break, or raises a `MalformedLineError`."""
 
 
 def parse_natural_number(name: str, text: bytes) -> int:
-    """A number of at most 18 ASCII digits.
+    """Parses a number of at most 18 ASCII digits.
 
     Raises:
         MalformedLineError: for anything else, naming the field.
@@ -111,12 +111,12 @@ def parse_natural_number(name: str, text: bytes) -> int:
 
 
 def shown(text: bytes) -> str:
-    """Bytes of a file for a message."""
+    """Decodes bytes of a file for a message."""
     return text[:LONGEST_SHOWN_LINE].decode(errors="backslashreplace")
 
 
 def only_source(sources: Sequence[Path], layout: str) -> Path:
-    """The one file of a layout whose events lie in one.
+    """Returns the only file of a layout that reads one file.
 
     Raises:
         ValueError: there are more.
@@ -160,7 +160,7 @@ def open_bytes(path: Path, progress: bool) -> Iterator[tuple[IO[bytes], Callable
 def read_lines(
     source: Path, layout: LineLayout, malformed: MalformedLines, progress: bool
 ) -> Events:
-    """The events of a file that is parsed line by line, in its order."""
+    """Reads the events of a file that is parsed line by line, in its order."""
     users, items, ratings, timestamps = array("q"), array("q"), array("f"), array("q")
     with open_bytes(source, progress) as (file, moved):
         for number, raw in enumerate(file, start=1):

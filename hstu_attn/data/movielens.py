@@ -46,7 +46,7 @@ class MovieLensLayout:
     titles_encoding: str
 
     def parse(self, line: bytes) -> Event:
-        """User, item, rating and timestamp of a line.
+        """Parses user, item, rating and timestamp of a line.
 
         Raises:
             MalformedLineError: saying what is wrong with it.
@@ -74,11 +74,11 @@ class MovieLensLayout:
         )
 
     def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
-        """The events of the one file of ratings."""
+        """Reads the events of the one file of ratings."""
         return read_lines(only_source(sources, self.name), self, malformed, progress)
 
     def companions(self, source: Path) -> list[Path]:
-        """The file of titles, where it exists."""
+        """Returns the file of titles, where it exists."""
         titles = source.with_name(self.titles_file)
         return [titles] if titles.is_file() else []
 

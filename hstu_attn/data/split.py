@@ -45,7 +45,7 @@ class Windows:
         return self.ends - self.starts - 1
 
     def take(self, indices: NDArray[np.int64]) -> Windows:
-        """The runs at the indices, in their order."""
+        """Returns the runs at the indices, in their order."""
         return Windows(self.users[indices], self.starts[indices], self.ends[indices])
 
 

@@ -95,11 +95,11 @@ class _Catalogue:
         self._years = [[films[index].year for index in members] for members in self._by_genre]
 
     def draw(self, generator: random.Random) -> int:
-        """Any film, by popularity."""
+        """Draws any film, by popularity."""
         return bisect(self._cumulative, generator.random() * self._cumulative[-1])
 
     def draw_near(self, genre: int, year: float, generator: random.Random) -> int:
-        """A film of the genre from about the year, the better known of two."""
+        """Draws a film of the genre from about the year, the better known of two."""
         members = self._by_genre[genre]
         if not members:
             return self.draw(generator)
@@ -114,7 +114,7 @@ class _Catalogue:
 
 @dataclass
 class _Session:
-    """What a viewer is after at the moment."""
+    """What a viewer currently wants to see."""
 
     genre: int
     year: float
@@ -258,7 +258,7 @@ def _make_films(num_items: int, generator: random.Random) -> list[_Film]:
 def _view(
     catalogue: _Catalogue, num_events: int, generator: random.Random
 ) -> Iterator[tuple[int, int, int]]:
-    """One viewer's film, rating and timestamp, event by event."""
+    """Yields one viewer's film, rating and timestamp, event by event."""
     genres = range(len(GENRES))
     taste = [generator.gammavariate(0.25, 1.0) for _ in genres]
     period = generator.triangular(FIRST_YEAR, LAST_YEAR, LAST_YEAR - 8)
@@ -293,7 +293,7 @@ def _next_film(
     seen: set[int],
     generator: random.Random,
 ) -> int:
-    """An unseen film, for one of the three reasons that the module's text gives."""
+    """Draws an unseen film, for one of the three reasons that the module's text gives."""
     sequel = None if last is None else catalogue.films[last].sequel
     if sequel is not None and sequel not in seen and generator.random() < SEQUEL_PROBABILITY:
         return sequel

@@ -87,7 +87,7 @@ def write_synthetic_amazon(
 
 
 def _different(prefix: str, length: int, count: int, generator: random.Random) -> list[str]:
-    """Ids that are all different."""
+    """Makes ids that are all different."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[prefix + "".join(generator.choices(CAPITALS_AND_DIGITS, k=length))] = None
@@ -152,7 +152,7 @@ def write_synthetic_kuairand(
 def _shown(
     user: int, item: int, liking: float, time_ms: int, duration_ms: int, generator: random.Random
 ) -> str:
-    """The line of a video that was shown to a user who likes it so much, from 0.5 to 5."""
+    """Returns the line of a video that was shown to a user who likes it by 0.5 to 5."""
 
     def happens(probability: float) -> int:
         return int(generator.random() < probability)

@@ -54,7 +54,7 @@ class Block:
     def natural(
         self, name: str, least: int = 0, most: int = 10**LONGEST_NATURAL_NUMBER - 1
     ) -> NDArray[np.int64]:
-        """A column of whole numbers.
+        """Converts a column of whole numbers.
 
         Raises:
             ValueError: a field that is something else, or is not from `least` to `most`.
@@ -71,7 +71,7 @@ class Block:
         return numbers
 
     def keys(self, name: str) -> NDArray[np.bytes_]:
-        """A column of ids that are text.
+        """Converts a column of ids that are text.
 
         Raises:
             ValueError: a field that is empty, too long, or has blanks, quotes or other than ASCII.
@@ -88,7 +88,7 @@ class Block:
         return text.view(f"S{len(places)}").reshape(-1)
 
     def decimal(self, name: str, least: float, most: float) -> NDArray[np.float32]:
-        """A column of decimal numbers of which few are different.
+        """Converts a column of decimal numbers of which few are different.
 
         Raises:
             ValueError: a field that is something else, or is not from `least` to `most`.
@@ -128,7 +128,7 @@ def _whole(least: int, most: int) -> str:
 def read_table(
     path: Path, names: Sequence[str], *, has_header: bool, progress: bool
 ) -> Iterator[Block]:
-    """The lines of a file, block by block; it is unpacked where its name ends in .gz.
+    """Reads the lines of a file block by block; unpacks it if its name ends in .gz.
 
     Args:
         path: the file.
@@ -171,7 +171,7 @@ def read_table(
 def _split(
     path: Path, first_line: int, names: Sequence[str], text: bytes
 ) -> tuple[Block, bytes | None]:
-    """The lines before the first one with another number of fields, and that one or None."""
+    """Returns the lines before the first malformed one, and the malformed line or None."""
     data = np.frombuffer(text, np.uint8)
     breaks = np.flatnonzero((data == COMMA) | (data == LINE_BREAK))
     fields = np.diff(np.flatnonzero(data[breaks] == LINE_BREAK), prepend=-1)
@@ -195,7 +195,7 @@ class KeyIndex:
         self._number_of: dict[bytes, int] = {}
 
     def numbers(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
-        """A number for each key, in the order in which keys were first seen."""
+        """Returns a number for each key, in the order in which keys were first seen."""
         different, places = np.unique(keys, return_inverse=True)
         known = self._number_of
         numbers = [known.setdefault(key, len(known)) for key in different.tolist()]

@@ -83,7 +83,7 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, in order."""
+        """Returns the steps of which there is a checkpoint, in order."""
         return sorted(self._found())
 
     def save(

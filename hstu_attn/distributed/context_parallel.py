@@ -60,7 +60,7 @@ _KEYS_TAG, _GRADIENTS_TAG = 1, 2  # messages between two ranks that are under wa
 def gather_rows(
     local: Tensor, seq_offsets: Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The inverse of `shard_rows`, called by all ranks of a group: `ContextBatch.gather`."""
+    """Inverts `shard_rows`; all ranks of a group call it, as `ContextBatch.gather`."""
     return ContextBatch(seq_offsets, 0, group).gather(local)
 
 
@@ -70,7 +70,7 @@ def gather_rows(
 
 
 class ContextBatch:
-    """How the rows of a packed batch lie on the ranks of a group: for any number of layers.
+    """How the rows of a packed batch are distributed over the ranks of a group, for all layers.
 
     Making one copies four numbers to the host, and the first call with a mask that is neither full
     nor plainly causal copies which chunks of keys it lets this rank see; nothing else does. Every
@@ -139,11 +139,11 @@ class ContextBatch:
         self._constants: dict[int, Tensor] = {}
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's rows of `x` `(total, ...)`, differentiably."""
+        """Returns this rank's rows of `x` `(total, ...)`, differentiably."""
         return x.index_select(0, self.rows)
 
     def constant(self, number: int) -> Tensor:
-        """int32 `(batch,)` of a number, one tensor for all layers, so that they share a mask."""
+        """Returns an int32 `(batch,)` tensor of a number; layers share it, and so their masks."""
         if number not in self._constants:
             self._constants[number] = torch.full_like(
                 self.seq_offsets[1:], number, dtype=torch.int32
@@ -151,7 +151,7 @@ class ContextBatch:
         return self._constants[number]
 
     def gather(self, local: Tensor) -> Tensor:
-        """The rows of all ranks, `(total, ...)`, from each rank's `(local rows, ...)`.
+        """Returns the rows of all ranks, `(total, ...)`, from each rank's `(local rows, ...)`.
 
         Differentiable: a row's gradient is the sum over the ranks of what each has for it.
         """
@@ -173,7 +173,7 @@ class ContextBatch:
         alpha: float = 1.0,
         scaling_seqlen: int = -1,
     ) -> Tensor:
-        """`hstu_attention` of the whole sequences, for the local rows.
+        """Computes `hstu_attention` of the whole sequences, for the local rows.
 
         Gradients of k and v take in what the rows of all ranks contribute, so that every rank must
         call the backward too. Equal inputs give bitwise equal results if they do in the operator.
@@ -260,7 +260,7 @@ class ContextBatch:
             )
 
     def _gather_index(self) -> Tensor:
-        """Where each row of the packed batch is in the shards of all ranks."""
+        """Returns where each row of the packed batch is in the shards of all ranks."""
         sequence, position = locate_rows(self.seq_offsets.to(torch.int64), self.total)
         chunks = 2 * self.world
         # The first chunks have a row more than the others.
@@ -315,7 +315,7 @@ def context_parallel_attention(
 
 
 class _AllGather(torch.autograd.Function):
-    """The tensors of all ranks, one after the other."""
+    """Gathers the tensors of all ranks, one after the other."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None, world: int) -> Tensor:
@@ -348,7 +348,7 @@ class _Keys(Enum):
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of the operator for what is at hand of keys and values."""
+    """One call of the operator for the keys and values that are present."""
 
     keys: _Keys
     offsets_q: Tensor
@@ -359,7 +359,7 @@ class _Call:
     rows: Tensor | None = None  # the local rows that take part; None for all
 
     def arguments(self, alpha: float, scaling_seqlen: int, sm_margin: int) -> AttentionCall:
-        """What the operator is called with."""
+        """Returns the arguments of the operator."""
         return make_call(
             self.offsets_q,
             self.max_q,
@@ -373,7 +373,7 @@ class _Call:
 
 
 class _Calls:
-    """Which calls a rank makes for each shard.
+    """The calls that a rank makes for each shard.
 
     The operator wants no more queries than keys in a sequence. That holds in every call below,
     because a sequence has at least as many slots as a rank has rows of it, and no chunk is longer
@@ -415,7 +415,7 @@ class _Calls:
         self.first_twice[self.second_slots] = self.first_slots
 
     def of_mask(self, mask: Mask) -> list[list[_Call]]:
-        """The calls for the shard of each rank, found once for the layers that share a mask."""
+        """Returns the calls for each rank's shard, found once for the layers that share a mask."""
         tensors = (mask.num_contexts, mask.num_targets, mask.row_spans, mask.func)
         numbers = (mask.target_group_size, mask.min_full_attn_seq_len, mask.func_causal)
         key = (tuple(mask.window_size), *numbers, *map(id, tensors))
@@ -440,7 +440,10 @@ class _Calls:
         return _Call(_Keys.SHARD, self.batch.offsets, self.slot_offsets, most, most, mask)
 
     def _causal(self, source: int, mask: Mask) -> list[_Call]:
-        """Returns the calls for the chunks of one sequence, in their order.
+        """Returns the calls for the shard of rank `source` under a causal mask.
+
+        The chunks of a sequence are in this order: first of the lower rank, first of the higher,
+        second of the higher, second of the lower.
 
         The order is: first chunk of the lower rank, first of the higher, second of the higher,
         second of the lower.
@@ -505,7 +508,7 @@ def _ring(batch: ContextBatch, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Attention of the local rows with the keys of all ranks. Saves q, k and v."""
+    """Attention of the local rows with the keys of all ranks; it saves q, k and v."""
 
     @staticmethod
     def forward(
@@ -565,7 +568,7 @@ def _sum_dtype(q: Tensor) -> torch.dtype:
 
 
 def _pack(batch: ContextBatch, k: Tensor, v: Tensor) -> Tensor:
-    """This rank's shard of keys and values in one tensor `(slots, heads, D + Dv)`."""
+    """Returns this rank's shard of keys and values in one tensor `(slots, heads, D + Dv)`."""
     shard = k.new_zeros((batch.num_slots, k.shape[1], k.shape[2] + v.shape[2]))
     return shard.index_copy_(0, batch.slots, torch.cat([k, v], -1))
 
@@ -584,7 +587,7 @@ def _add_rows(total: Tensor, rows: Tensor | None, part: Tensor) -> None:
 def _keys_of(
     batch: ContextBatch, call: _Call, k: Tensor, v: Tensor, shard: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of a call."""
+    """Returns the keys and values of a call."""
     if call.keys is _Keys.OWN:
         return k, v
     if call.keys is _Keys.FIRST_TWICE:

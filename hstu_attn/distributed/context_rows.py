@@ -16,7 +16,7 @@ __all__ = ["Shard", "chunk_bounds", "locate_rows", "shard_index", "shard_rows", 
 
 
 def chunk_bounds(seq_offsets: Tensor, world: int) -> Tensor:
-    """Where the chunks of each sequence begin and end.
+    """Returns where the chunks of each sequence begin and end.
 
     Args:
         seq_offsets: `(batch + 1,)` integers, the offsets of the sequences.
@@ -58,26 +58,26 @@ class Shard:
         return sequence, number, number >= self.first[sequence]
 
     def positions(self, sequence: Tensor, number: Tensor, is_second: Tensor) -> Tensor:
-        """The position in its sequence of each row that `locate` found."""
+        """Returns the position in its sequence of each row that `locate` found."""
         in_first = self.bounds[sequence, self.rank] + number
         in_second = self.bounds[sequence, -2 - self.rank] + number - self.first[sequence]
         return torch.where(is_second, in_second, in_first)
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
-    """`(n + 1,)` offsets of `n` parts of these lengths, one after the other."""
+    """Returns `(n + 1,)` offsets of `n` parts of these lengths, one after the other."""
     return F.pad(lengths.cumsum(0), (1, 0))
 
 
 def locate_rows(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The sequence of each of `count` packed rows, and the row's number within it."""
+    """Returns the sequence of each of `count` packed rows, and the row's number within it."""
     row = torch.arange(count, device=offsets.device)
     sequence = torch.searchsorted(offsets, row, right=True) - 1
     return sequence, row - offsets[sequence]
 
 
 def shard_index(seq_offsets: Tensor, rank: int, world: int) -> Tensor:
-    """The rows of the packed batch that a rank holds, in its order: int64 `(rows,)`.
+    """Returns the rows of the packed batch that a rank holds, in its order: int64 `(rows,)`.
 
     Their number is copied to the host. Arguments and errors are those of `shard_rows`.
     """
@@ -89,7 +89,7 @@ def shard_index(seq_offsets: Tensor, rank: int, world: int) -> Tensor:
 
 
 def shard_rows(x: Tensor, seq_offsets: Tensor, rank: int, world: int) -> Tensor:
-    """The rows of `x` that a rank holds; see `ContextBatch.shard` for many tensors of one batch.
+    """Returns the rows of `x` that a rank holds; for many tensors see `ContextBatch.shard`.
 
     Args:
         x: `(total, ...)`, rows of a packed batch.

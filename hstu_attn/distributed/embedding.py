@@ -149,7 +149,7 @@ class ShardedEmbedding(nn.Module):
 
     @torch.no_grad()
     def copy_table(self, table: Tensor) -> None:
-        """Takes the rows of `table`, `(num_embeddings, embedding_dim)`, the same on each rank.
+        """Copies the rows of `table`, `(num_embeddings, embedding_dim)`, the same on each rank.
 
         Raises:
             ValueError: for another shape.
@@ -263,7 +263,7 @@ class ShardedEmbeddings(nn.Module):
 
 
 def check_range(ids: Mapping[str, Tensor], num_embeddings: Mapping[str, int]) -> None:
-    """Checks that ids are rows of their tables; it copies their range to the host, once for all.
+    """Checks that ids are rows of their tables; it copies their range to the host once.
 
     Raises:
         ValueError: naming the feature, the id and the row where it is.

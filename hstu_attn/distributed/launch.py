@@ -63,7 +63,7 @@ def run(
     device_type: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> T:
-    """Runs `main` as the rank that torchrun's environment tells, or as the only one without it.
+    """Runs `main` as the rank in torchrun's environment, or as the only one without torchrun.
 
     Args:
         main: the program.
@@ -114,7 +114,7 @@ def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta
 
 
 def stop_together(problem: str | None, mesh: DeviceMesh | None) -> None:
-    """Raises on every rank what any of them has to say, so that none goes on or waits.
+    """Raises the messages of all ranks on every rank, so that none continues or waits.
 
         loss_sum = ...
         stop_together(None if loss_sum.isfinite() else f"the loss is {loss_sum} at {step}", mesh)

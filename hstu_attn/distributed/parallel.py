@@ -46,7 +46,7 @@ def parallelize(
     ignored_modules: Collection[nn.Module] = (),
     find_unused_parameters: bool = False,
 ) -> nn.Module:
-    """Makes gradients of all parameters means over the ranks of `mesh`.
+    """Makes the gradients of all parameters means over the ranks of `mesh`.
 
     Parameters stay in their dtype, so that fp32 ones are the optimizer's master weights in either
     strategy. With `compute_dtype` each `hstu_attn.layer.HSTULayer` casts what it is given
@@ -156,7 +156,7 @@ class _GlobalMean(torch.autograd.Function):
 
 
 def global_mean(local_sum: Tensor, count: int | Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The mean over the global batch, of which each rank has a part of any size.
+    """Returns the mean over the global batch, of which each rank has a part of any size.
 
     Its value is the same on every rank. Its gradient with regard to `local_sum` is the number of
     ranks over the global count, so that the mean over ranks of the parameters' gradients is the

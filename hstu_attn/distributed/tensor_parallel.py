@@ -141,7 +141,7 @@ class TensorParallelHSTULayer(HSTULayer):
         return None, self._local_table(pos_weight), self._local_table(ts_weight)
 
     def _local_table(self, table: Tensor | None) -> Tensor | None:
-        """What the heads of this rank use of a table, which all ranks hold."""
+        """Returns the part of a table that this rank's heads use; all ranks hold all of it."""
         if table is None:
             return None
         table = _same_on_all(table, self.group)

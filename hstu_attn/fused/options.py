@@ -15,7 +15,7 @@ PHILOX_ROUNDS = 7
 
 
 class GateOptions(NamedTuple):
-    """How attention's output is gated.
+    """The options of the gate of attention's output.
 
     Attributes:
         groups: 1 normalizes all columns of a row together; more normalizes so many groups of
@@ -35,7 +35,7 @@ class GateOptions(NamedTuple):
 
 
 def dropout_threshold(ratio: float) -> int:
-    """An element is dropped where its 16 random bits are below this number.
+    """Returns the threshold: an element is dropped if its 16 random bits are below it.
 
     The ratio in force is therefore a multiple of `2**-16`, at most `2**-17` away from the one that
     was asked for; what is kept is scaled by what is in force.

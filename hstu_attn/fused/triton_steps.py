@@ -73,7 +73,7 @@ def _tile(width: int, form: Form, most_columns: int = MAX_WIDTH) -> dict[str, in
 def _summing_tile(
     x: Tensor, width: int, form: Form, most_columns: int = MAX_WIDTH, parts: int = 1
 ) -> dict[str, int]:
-    """Returns `_tile` and the stages of a kernel that reads `parts` more tensors at a time."""
+    """Returns `_tile` with its stages; `parts` tensors are read where the form counts one."""
     tile = _tile(width, form, most_columns)
     rows_read = form.rows_read + parts - 1
     stage = rows_read * tile["ROWS"] * tile["COLS"] * x.element_size()
@@ -88,7 +88,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _programs(x: Tensor, tile: dict[str, int], form: Form, others: int = 1) -> int:
-    """Returns how many programs sum over the rows of `x`, next to `others` more of them."""
+    """Returns the grid size along the rows of `x`; the grid's other dimension has size `others`."""
     most = max(form.programs * _multiprocessors(x.device) // others, 1)
     return max(min(-(-x.shape[0] // tile["ROWS"]), most), 1)
 
