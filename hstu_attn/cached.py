@@ -15,8 +15,10 @@ __all__ = ["CachedPages", "CachedRows", "StepTensors", "check_cacheable"]
 
 
 def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
-    """Whether a cache of keys and values is sound: rows that follow a row leave its output as it
-    is, and so does whatever else is in a call.
+    """Raises ValueError unless keys and values of layers so configured can be cached.
+
+    They can if the output of a row does not depend on the rows after it, nor on anything else in
+    the call.
 
     Args:
         config: of the layers.
@@ -62,20 +64,23 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
 
 
 class CachedPages(Protocol):
-    """The cached tokens of a batch's users: an open step of a `hstu_attn.serving.PagedKVCache`, or
-    `StepTensors`."""
+    """The cached tokens of a batch's users.
+
+    It is an open step of a `hstu_attn.serving.PagedKVCache`, or `StepTensors`.
+    """
 
     @property
     def cached_lens(self) -> Tensor:
         """int32 or int64 `(B,)` tokens of each user that stay as they are."""
 
     def paged_kv(self, layer: int) -> PagedKV:
-        """The pages of a layer, which have places for what it writes."""
+        """Returns the pages of a layer, which have places for what it writes."""
 
 
 class StepTensors(NamedTuple):
-    """`CachedPages` as tensors alone: for `torch.export`, or a cache that is kept elsewhere. All
-    are on one device.
+    """`CachedPages` as tensors alone, all on one device.
+
+    They are for `torch.export`, or for a cache that is kept elsewhere.
 
     Attributes:
         kv_caches: of each layer `(num_pages, 2, page_size, heads, head_dim)`, as in `PagedKV`; or
@@ -96,7 +101,7 @@ class StepTensors(NamedTuple):
     kv_scales: Sequence[Tensor] | Tensor | None = None
 
     def paged_kv(self, layer: int) -> PagedKV:
-        """The pages of a layer, counted from 0."""
+        """Returns the pages of a layer, counted from 0."""
         scales = None if self.kv_scales is None else self.kv_scales[layer]
         return PagedKV(
             self.kv_caches[layer], self.page_offsets, self.page_ids, self.last_page_lens, scales

@@ -1,5 +1,6 @@
-"""A ranking model: what a user will do about each candidate, one probability a task (arXiv
-2402.17152, section 2.2); and the loss it is trained with.
+"""A ranking model and its loss (arXiv 2402.17152, section 2.2).
+
+The model predicts what a user will do about each candidate, one probability per task.
 
 The rows of a sequence are, in this order,
 
@@ -101,9 +102,10 @@ class RankingConfig:
 
 
 class EmbeddingTables(nn.Module):
-    """One embedding table for each feature, whole, of the names and the initial rows that
-    `hstu_attn.distributed.ShardedEmbeddings` has, which can take its place, as can any
-    module with this `forward`.
+    """One undivided embedding table for each feature.
+
+    The names and the initial rows are those of `hstu_attn.distributed.ShardedEmbeddings`, which can
+    take its place, as can any module with this `forward`.
 
     Args:
         sizes: rows of each table, by feature.
@@ -169,8 +171,10 @@ class RankingModel(nn.Module):
         )
 
     def forward(self, batch: RankingBatch) -> Tensor:
-        """The logits of the tasks for each candidate, `(targets, tasks)` fp32. The batch's
-        `target_actions` are not read."""
+        """Returns the logits of the tasks for each candidate, `(targets, tasks)` fp32.
+
+        The batch's `target_actions` are not read.
+        """
         history_events, num_windows = len(batch.history_items), len(batch.contexts)
         rows = self.embeddings(
             {
@@ -211,8 +215,11 @@ class RankingModel(nn.Module):
         return logits
 
     def _timestamps(self, batch: RankingBatch, context_offsets: Tensor) -> Tensor:
-        """The time of each row. Contexts and candidates have that of the request: when a candidate
-        was really looked at is not known yet."""
+        """Returns the time of each row.
+
+        Contexts and candidates have the time of the request, because it is unknown when a candidate
+        was really looked at.
+        """
         request = batch.request_timestamps
         history = interleave_jagged(
             batch.history_timestamps, batch.history_timestamps, batch.history_offsets
@@ -227,7 +234,7 @@ class RankingModel(nn.Module):
 
 
 def task_labels(config: RankingConfig, actions: Tensor) -> Tensor:
-    """Which tasks' actions were done, `(n, tasks)` fp32 zeros and ones, of bits `(n,)`."""
+    """Returns which tasks' actions were done, `(n, tasks)` fp32 zeros and ones, of bits `(n,)`."""
     columns = [config.actions.index(task) for task in config.tasks]
     return unpack_actions(actions)[:, columns]
 
@@ -287,7 +294,7 @@ def load_ranking_model(path: Path, device: torch.device) -> RankingModel:
 
 
 def read_ranking_model(path: Path) -> dict[str, Any]:
-    """What `save_ranking_model` wrote, its tensors mapped from the file.
+    """Returns what `save_ranking_model` wrote, its tensors mapped from the file.
 
     Raises:
         OSError: the file cannot be read.

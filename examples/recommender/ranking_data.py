@@ -1,5 +1,7 @@
-"""What a ranking model learns from: windows of a user's events, in which the actions on the last
-few are to be predicted from those before.
+"""The data of a ranking model.
+
+They are windows of a user's events, in which the actions on the last few events are predicted from
+the earlier events.
 
 A window is a request as it is served: a history of events with their actions, then candidates that
 are scored together. The candidates are the user's next events, without their actions, which are the
@@ -69,19 +71,23 @@ class RankingWindows:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Rows of each sequence in the model: of contexts, two for each event of the history, and
-        one for each candidate."""
+        """Returns the rows of each sequence in the model.
+
+        They are those of contexts, two for each event of the history, and one for each candidate.
+        """
         return len(CONTEXTS) + 2 * (self.requests - self.starts) + self.ends - self.requests
 
     def take(self, indices: NDArray[np.int64]) -> RankingWindows:
-        """The windows at the indices, in their order."""
+        """Returns the windows at the indices, in their order."""
         return RankingWindows(*(getattr(self, field.name)[indices] for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class RankingBatch:
-    """Packed windows; window `b` owns the events `history_offsets[b] .. history_offsets[b + 1]`
-    and the candidates `target_offsets[b] .. target_offsets[b + 1]`.
+    """Packed windows.
+
+    Window `b` owns the events `history_offsets[b] .. history_offsets[b + 1]` and the candidates
+    `target_offsets[b] .. target_offsets[b + 1]`.
 
     Attributes:
         contexts: `(batch, len(CONTEXTS))` int64.
@@ -111,14 +117,16 @@ class RankingBatch:
         return self.contexts.numel() + 2 * len(self.history_items) + len(self.target_items)
 
     def to(self, device: torch.device) -> RankingBatch:
-        """The batch on another device, by one copy that the host does not wait for."""
+        """Returns the batch on another device, by one copy that the host does not wait for."""
         return RankingBatch(*upload([getattr(self, field.name) for field in fields(self)], device))
 
 
 class RankingData:
-    """Windows and batches of a log, for training, validation and test by time: of each user the
-    last `held_out` events are the candidates of the test, those before them the candidates of the
-    validation. Of a user with few events, fewer are held out, and one is always trained on.
+    """Windows and batches of a log, for training, validation and test by time.
+
+    The last `held_out` events of each user are the candidates of the test, and those before them
+    the candidates of the validation. Users with few events have fewer held out, so that one event
+    is always trained on.
 
     Args:
         log: the events.
@@ -154,8 +162,11 @@ class RankingData:
         }
 
     def windows(self, split: Split) -> RankingWindows:
-        """All windows of a split. In training each event is a candidate once: they are cut from the
-        recent end, so that only a user's oldest window has fewer."""
+        """Returns all windows of a split.
+
+        In training each event is a candidate once. The windows are cut from the recent end, so that
+        only the oldest window of a user has fewer candidates.
+        """
         if split not in get_args(Split):
             raise ValueError(f"split: expected one of {get_args(Split)}, got {split!r}")
         first, last = self.log.offsets[:-1], self.log.offsets[1:]
@@ -193,7 +204,7 @@ class RankingData:
         return RankingBatch(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
 
     def training_events(self) -> NDArray[np.int64]:
-        """The events that are candidates in training, increasing."""
+        """Returns the events that are candidates in training, increasing."""
         windows = self.windows("training")
         return np.sort(_events_of(windows.requests, windows.ends)[0])
 
@@ -202,7 +213,7 @@ class RankingData:
         return np.searchsorted(self.log.offsets, events, side="right") - 1
 
     def user_rows(self, users: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of each user in the table "user"."""
+        """Returns the row of each user in the table "user"."""
         buckets = self.sizes["user"]
         if self.log.num_users <= buckets:
             return users
@@ -211,7 +222,7 @@ class RankingData:
         return rows
 
     def labels(self, bits: NDArray[Any], tasks: Sequence[str]) -> NDArray[np.bool_]:
-        """Which tasks' actions were done, `(n, tasks)`, of bits `(n,)`."""
+        """Returns which tasks' actions were done, `(n, tasks)`, of bits `(n,)`."""
         columns = np.array([self.actions.index(task) for task in tasks])
         done: NDArray[np.bool_] = (bits[:, None] >> columns & 1).astype(bool)
         return done
@@ -233,7 +244,7 @@ def _rating_bits(ratings: NDArray[np.float32]) -> NDArray[np.uint8]:
 def _events_of(
     starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The events of all runs, one run after the other, and the offsets of the runs among them."""
+    """Returns the events of all runs, one run after the other, and the offsets of the runs."""
     lengths = ends - starts
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets
@@ -332,7 +343,7 @@ class EndlessBatches(Iterator[NDArray[np.int64]]):
         return indices
 
     def state_dict(self) -> SamplerState:
-        """The position: the epoch, and how many of its batches have been drawn."""
+        """Returns the position: the epoch, and how many of its batches have been drawn."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: SamplerState) -> None:

@@ -1,5 +1,7 @@
-"""How well probabilities of actions rank and how well they fit, AUC and normalized entropy, and the
-baselines that a ranking model has to beat."""
+"""Metrics of the predicted probabilities of actions, and the baselines of a ranking model.
+
+AUC says how well candidates are ranked, and normalized entropy how well the probabilities fit.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ NUM_CANDIDATES = 2 * len(STRENGTHS)
 
 
 def auc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
-    """The area under the ROC curve: the share of pairs of a true and a false label whose scores are
-    in that order, ties counting half.
+    """Returns the area under the ROC curve.
+
+    It is the fraction of pairs of a true and a false label whose scores are in that order, where
+    ties count half.
 
     Args:
         labels: `(n,)`.
@@ -67,9 +71,11 @@ def auc(labels: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
 
 
 def normalized_entropy(labels: NDArray[np.bool_], logits: NDArray[np.float64]) -> float:
-    """The mean log loss over the entropy of the labels' rate, which is the log loss of always
-    predicting that rate: 0 is perfect, 1 as good as the rate. From He et al. 2014, "Practical
-    Lessons from Predicting Clicks on Ads at Facebook", section 2.
+    """Returns the mean log loss over the entropy of the labels' rate.
+
+    The entropy is the log loss of always predicting that rate: 0 is perfect, and 1 is as good as
+    the rate. See He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook",
+    section 2.
 
     Args:
         labels: `(n,)`.
@@ -146,15 +152,16 @@ def _metrics(
 
 
 def mean_entropy(metrics: Mapping[str, float]) -> float:
-    """The mean normalized entropy of the tasks, without those where it is NaN."""
+    """Returns the mean normalized entropy of the tasks, without those where it is NaN."""
     values = [value for name, value in metrics.items() if name.startswith("ne/")]
     return float(np.mean([value for value in values if not math.isnan(value)] or [math.inf]))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Scores candidates by rates in the training events: the overall logit, and what the item's
-    rate and the user's rate add to it.
+    """Scores candidates by rates in the training events.
+
+    The score is the overall logit plus the differences for the rate of the item and of the user.
 
     Attributes:
         base: `(tasks,)` fp64.
@@ -173,7 +180,7 @@ class Rates:
 
 
 def base_rates(data: RankingData, tasks: Sequence[str]) -> FloatArray:
-    """The share of the training events in which each task's action was done, `(tasks,)`.
+    """Returns the share of the training events in which each task's action was done, `(tasks,)`.
 
     Raises:
         ValueError: in the training events a task's action was always done, or never.
@@ -191,7 +198,7 @@ def base_rates(data: RankingData, tasks: Sequence[str]) -> FloatArray:
 def fit_rates(
     data: RankingData, tasks: Sequence[str], quality: Callable[[Scorer], float]
 ) -> dict[str, Rates]:
-    """The baselines: the base rate alone, each item's rate, and each item's and user's rate.
+    """Returns the baselines: the base rate, each item's rate, and each item's and user's rate.
 
     A rate is that of the training events and of `strength` further ones at the base rate, so that
     few events say little; the strength is the one that does best.
@@ -233,8 +240,10 @@ def fit_rates(
 def _sums(
     rows: NDArray[np.integer[Any]], size: int, labels: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """How many events each row has, `(size, 1)`, and in how many of them each task's action was
-    done, `(size, tasks)`."""
+    """Counts the events of each row, `(size, 1)`, and the events with each task's action.
+
+    The latter are `(size, tasks)`.
+    """
     counts = np.bincount(rows, minlength=size).astype(np.float64)[:, None]
     done = [np.bincount(rows, weights=column, minlength=size) for column in labels.T]
     return counts, np.stack(done, axis=1)

@@ -52,15 +52,16 @@ class Plan(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The time at which the model is asked."""
+        """The time at which the model is queried."""
         if self.request.at is not None:
             return self.request.at
         return int(self.after.events[-1, TIME]) if len(self.after.events) else 0
 
 
 class Batch(NamedTuple):
-    """A batch: `total` rows of `B` requests, `total_k` keys, `n` candidates. Tensors are on the
-    device; arrays are to be copied there with the tables of the cache's step.
+    """A batch: `total` rows of `B` requests, `total_k` keys, `n` candidates.
+
+    Tensors are on the device; arrays are to be copied there with the tables of the cache's step.
 
     Attributes:
         rows: what the model embeds.
@@ -96,7 +97,7 @@ def pack(
     candidates_are_rows: bool,
     reads_times: bool,
 ) -> Batch:
-    """The rows to compute: of each plan the events after the first `kept`, and its candidates."""
+    """Packs the rows to compute: each plan's events after the first `kept`, and its candidates."""
     first = np.asarray(kept)
     lengths = np.array([len(plan.after.events) for plan in plans])
     counts = np.array([len(plan.request.candidates) for plan in plans])
@@ -139,7 +140,7 @@ def pack(
 
 
 def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
-    """`[start, start + length)` of each, one after the other."""
+    """Returns `[start, start + length)` of each, one after the other."""
     before = np.cumsum(lengths) - lengths
     numbers: Int64s = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return numbers

@@ -62,8 +62,10 @@ class CacheStats(NamedTuple):
 
 
 class CacheStep:
-    """One batch's use of a cache: what `PagedKVCache.step` yields. Batch `B`, `N` tokens to write:
-    of each user those that are written again, then the new ones.
+    """One batch's use of a cache: what `PagedKVCache.step` yields.
+
+    The batch has `B` users and `N` tokens to write: of each user those that are written again, then
+    the new ones.
 
     The tensors are made together, when one of them is first read or used, or by `upload`. On a GPU
     this is an asynchronous copy on the current stream, so do it before a CUDA graph is captured.
@@ -148,7 +150,7 @@ class CacheStep:
         return rest
 
     def paged_kv(self, layer: int) -> PagedKV:
-        """A layer's pages for `hstu_attention`; append the layer's new keys and values first.
+        """Returns a layer's pages for `hstu_attention`; append the layer's keys and values first.
 
         Raises:
             ValueError: if there is no such layer.
@@ -160,7 +162,7 @@ class CacheStep:
 
     @torch.no_grad()
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes the keys and values of the `N` tokens into their slots of a layer.
+        """Writes the keys and values of the `N` tokens of a layer into their slots.
 
         Args:
             layer: from 0.
@@ -360,7 +362,7 @@ class PagedKVCache:
         cached_lens: Int64s | None,
         rewritten: Int64s | None,
     ) -> tuple[int, Int32s, Sequence[int], Returning | None]:
-        """Opens a step of the table: its number, its tables, and what has to be waited for."""
+        """Opens a step of the table: its number, its tables, and the copies to wait for."""
         if self._host_tier is None:
             return *self._table.begin(users, new_tokens, cached_lens, rewritten), None
         with self._host_tier.lock:
@@ -373,7 +375,7 @@ class PagedKVCache:
         return number, tables, lengths, returning
 
     def lookup(self, users: Ints) -> Tensor:
-        """int32 `(B,)` on the CPU: the tokens of each user in either tier, 0 for an unknown one.
+        """Returns int32 `(B,)` on the CPU: the tokens of each user in either tier, 0 if unknown.
 
         Does not count as a use, and includes new tokens of open steps.
         """
@@ -396,7 +398,7 @@ class PagedKVCache:
         self._table.clear()
 
     def stats(self) -> CacheStats:
-        """Counts of pages and users, at one moment."""
+        """Counts of pages and users at one moment."""
         counts = self._table.stats()
         page_bytes = 0 if self._host_tier is None else self._host_tier.page_bytes
         for direction in ("to_host", "from_host"):

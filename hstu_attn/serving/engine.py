@@ -193,9 +193,11 @@ class Engine:
     def submit_score(
         self, user: User, new_events: Events, candidates: Ints, *, at: int | None = None
     ) -> Future[Tensor]:
-        """`score` for later: raises what is wrong with the arguments, and OverloadedError, at once,
-        and leaves the rest to the future. Cancelling that succeeds until the answer is there, and
-        then the request has no effect."""
+        """Starts `score` and returns its future.
+
+        Errors of the arguments and OverloadedError are raised at once, all others by the future.
+        The future can be cancelled until the answer is there; a cancelled request has no effect.
+        """
         listed = np.asarray(candidates)
         if not listed.size:
             listed = listed.astype(np.int64)
@@ -220,7 +222,7 @@ class Engine:
         exclude_seen: bool = True,
         at: int | None = None,
     ) -> Future[Recommendation]:
-        """`recommend` for later, as `submit_score` is `score`."""
+        """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
         if not isinstance(self.model, CatalogueModel):
             raise ValueError(
                 "model: expected one that scores its whole catalogue (score_catalogue), got "
@@ -232,14 +234,16 @@ class Engine:
         return self._submit(user, new_events, none, k, exclude_seen, at)
 
     def stats(self) -> EngineStats:
-        """What has been done, at one moment."""
+        """Returns what has been done, at one moment."""
         with self._changed:
             queued = len(self._queue)
         return self._counters.snapshot(queued, users=len(self._store))
 
     def close(self, *, finish: bool = True) -> None:
-        """Accepts no more requests, serves those that wait or, without `finish`, fails them with
-        EngineClosedError, and returns when that is done. A second time, it does nothing."""
+        """Accepts no more requests, and returns when the waiting ones are served.
+
+        Without `finish` these fail with EngineClosedError instead. A second call does nothing.
+        """
         with self._changed:
             self._closed = True
             dropped = [] if finish else [*self._queue]
@@ -331,7 +335,7 @@ class Engine:
                 self._serve(batch)
 
     def _next_batch(self) -> list[Request]:
-        """Requests of different users, oldest first; none when the engine is closed and done."""
+        """Returns requests of different users, oldest first; none once the engine is closed."""
         batch: list[Request] = []
         with self._changed:
             while not batch:
@@ -360,7 +364,7 @@ class Engine:
         return batch
 
     def _dropped(self, request: Request) -> bool:
-        """Whether a waiting request has been cancelled; if so, counts it."""
+        """Returns whether a waiting request has been cancelled; if so, counts it."""
         if not request.future.cancelled():
             return False
         request.future.set_running_or_notify_cancel()
@@ -392,7 +396,7 @@ class Engine:
         return plans
 
     def _serve_plans(self, plans: list[Plan]) -> None:
-        """Together or, if that fails, as for OutOfPagesError, in halves."""
+        """Serves plans together or, if that fails, for example with OutOfPagesError, in halves."""
         if not plans:
             return
         try:
@@ -440,8 +444,11 @@ class Engine:
         return answers
 
     def _states(self, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
-        """The stack's output, `(total, embedding_dim)`, maybe with more rows after it; and whether
-        it is by a graph, and so stays until the next batch."""
+        """Returns the stack's output `(total, embedding_dim)`, and whether a graph computed it.
+
+        There may be more rows after the output's. The output of a graph stays valid until the next
+        batch.
+        """
         x = self.model.embed(batch.rows)
         if self._graphs is not None:
             states = self._graphs.run(step, batch, x)
@@ -461,8 +468,10 @@ class Engine:
     def _answers(
         self, plans: list[Plan], batch: Batch, states: Tensor
     ) -> list[Tensor | Recommendation | None]:
-        """On the CPU, so that what fails on the device has failed by now; None where a score is not
-        finite."""
+        """Returns the answers on the CPU, and None for those with a score that is not finite.
+
+        Copying them waits for the device, so anything that fails there has failed by then.
+        """
         scores = self.model.score(states[batch.state_rows], batch.candidates).cpu()
         listed = scores.split([len(plan.request.candidates) for plan in plans])
         answers: list[Tensor | Recommendation | None] = [*listed]
@@ -479,7 +488,7 @@ class Engine:
         return answers
 
     def _finish(self, plan: Plan, answer: Tensor | Recommendation | None) -> None:
-        """Stores the events and answers; if nobody wants the answer any more, forgets the rows."""
+        """Stores the events and answers; if the answer is no longer wanted, forgets the rows."""
         request = plan.request
         if answer is None:
             self._cache.free([plan.after.key])
@@ -520,7 +529,7 @@ def _result(future: Future[Answer], timeout: float | None) -> Answer:
 
 
 def _best(catalogue: Tensor, plans: list[Plan]) -> list[Recommendation]:
-    """The best items of each row of scores `(len(plans), num_items)`."""
+    """Returns the best items of each row of scores `(len(plans), num_items)`."""
     if any(plan.request.exclude_seen for plan in plans):
         seen = [
             plan.after.events[:, ITEM] if plan.request.exclude_seen else np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""The users' latest events, on the host: what a cache of keys and values can be made anew from."""
+"""The latest events of each user, on the host, from which a cache can be computed again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATEST_TIME = 2**62  # differences of times stay within int64
 
 
 class Event(NamedTuple):
-    """What a user did: with which item, when, and how.
+    """An action of a user: the item, the time, and the kind of action.
 
     `time` is in seconds, or in any other unit that the model was trained with. `action` is 0 for
     models that read none.
@@ -46,7 +46,7 @@ class History(NamedTuple):
 def event_rows(
     events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any], name: str = "events"
 ) -> Int64s:
-    """Events as int64 `(n, 3)`: item, time and action, which is 0 where it is left out.
+    """Converts events to int64 `(n, 3)`: item, time and action, which is 0 if it is missing.
 
     `name` is what errors call them.
 
@@ -70,7 +70,7 @@ def event_rows(
 
 
 class EventStore:
-    """The latest events of the users that were last served, in memory. Not for several threads.
+    """The latest events of recently served users, in memory. It is not thread-safe.
 
     A model takes so many events and no more, and positions count from the first of them, so
     dropping the oldest one shifts all others and makes whatever is cached of them useless. So they
@@ -105,21 +105,25 @@ class EventStore:
         return len(self._histories)
 
     def history(self, user: User) -> History:
-        """A user's events; none, under a new key, of an unknown user."""
+        """Returns a user's events; an unknown user has none, under a new key."""
         found = self._histories.get(user)
         return found or History(next(self._keys), np.empty((0, 3), np.int64))
 
     def extended(self, history: History, events: Int64s) -> History:
-        """What a history becomes with `events`, `(n, 3)`; stores nothing. Under a new key where the
-        oldest events were dropped."""
+        """Returns the history with `events`, `(n, 3)`, appended; stores nothing.
+
+        If the oldest events are dropped, the history gets a new key.
+        """
         together = np.concatenate([history.events, events])
         if len(together) <= self.max_events:
             return History(history.key, together)
         return History(next(self._keys), together[len(together) - self.max_events + self.drop :])
 
     def put(self, user: User, history: History) -> list[int]:
-        """Stores a user's events in place of those before; returns the keys that nothing has any
-        more."""
+        """Stores a user's events in place of the previous ones.
+
+        Returns the keys that no history has any more.
+        """
         unused = []
         replaced = self._histories.pop(user, None)
         if replaced is not None and replaced.key != history.key:

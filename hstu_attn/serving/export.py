@@ -34,7 +34,7 @@ _VECTORS = {
 
 
 class ScoringStep(nn.Module):
-    """What `Engine` computes of a batch: new events go into the cache, and candidates are scored.
+    """The step that `Engine` computes: it writes new events to the cache and scores candidates.
 
     Args:
         model: as for `Engine`.
@@ -138,9 +138,13 @@ class ScoringStep(nn.Module):
 
     @torch.no_grad()
     def export(self, page_size: int, cache_dtype: torch.dtype | None = None) -> ExportedProgram:
-        """The step as a graph, for the model's device and any number of users, rows, candidates and
-        pages. It takes the arguments of `forward` by name, or in that order where there are no
-        names, without those that this model does not need. The caches are written in place.
+        """Exports the step for the model's device and any number of users, rows, candidates, pages.
+
+        The graph takes the arguments of `forward` by name, or in that order where there are no
+        names, without those that this model does not need. It writes the caches in place.
+
+        The graph takes the arguments of `forward` by name, or in that order where there are no
+        names, without those that this model does not need. It writes the caches in place.
 
         A package that `torch._inductor.aoti_compile_and_package` makes of it trusts the shapes and
         dtypes of its inputs. With `AOTI_RUNTIME_CHECK_INPUTS=1` in the environment it checks them,

@@ -29,7 +29,7 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class GraphBuckets:
-    """The shapes that an engine's batches are padded to, so that a graph captured once serves many.
+    """The shapes that batches are padded to, so that one captured graph serves many batches.
 
     A batch takes the smallest shape that holds its requests and rows. A batch that none holds is
     computed without a graph: it has work enough to hide what launching it takes.
@@ -60,7 +60,7 @@ class GraphBuckets:
 
 
 class StepLimits(NamedTuple):
-    """What no step of an engine exceeds.
+    """The limits that no step of an engine exceeds.
 
     Attributes:
         requests: together in a step.
@@ -79,7 +79,7 @@ class StepLimits(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """All that a graph is captured for.
+    """The parameters that a graph is captured for.
 
     Attributes:
         batch: requests; those that a batch lacks have no rows.
@@ -157,8 +157,9 @@ class StackGraphs:
                 self._replay_of(shape)
 
     def run(self, step: CacheStep, batch: Batch, x: Tensor) -> Tensor | None:
-        """The stack's output, whose first rows are those of the batch, until the next run; or None
-        where the batch must be computed without a graph.
+        """Returns the stack's output, or None if the batch has to be computed without a graph.
+
+        The first rows are those of the batch; they are valid until the next run.
 
         Args:
             step: an open one of the cache.
@@ -191,7 +192,7 @@ class StackGraphs:
         return next(shape for shape in self._of(batch, total) if shape.longest >= longest)
 
     def _of(self, batch: int, rows: int) -> list[Shape]:
-        """For requests of about as many rows each, and for others."""
+        """Returns the shapes for requests with about equal rows, and for other requests."""
         most = min(rows, self._max_keys)
         even = min(most, max(-(-rows // batch), _TILE_ROWS))
         return [Shape(batch, rows, longest) for longest in sorted({even, most})]
@@ -225,7 +226,7 @@ class StackGraphs:
             buffer[: len(times)].copy_(times)
 
     def _call(self, shape: Shape) -> Call:
-        """What is captured: the stack, from buffer to buffer."""
+        """Makes the call to capture: the stack, from buffer to buffer."""
         sections = _sections(shape.batch)
         first = sections[-1].start
         sections[-1] = slice(first, first + shape.batch * self._pages_each)
@@ -266,8 +267,7 @@ class StackGraphs:
 
 
 def capture_on(device: torch.device) -> Callable[[Call], Call]:
-    """What turns a call into one that does the same again: on a GPU by a graph, elsewhere the call
-    itself."""
+    """Returns a function that captures a call: on a GPU in a graph, elsewhere the call itself."""
     return CudaCapture(device) if device.type == "cuda" else lambda call: call
 
 
@@ -305,8 +305,11 @@ class CudaCapture:
         return graph.replay
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
-        """NOTE: where a capture was invalidated, torch before 2.12 does not end its pool: it would
-        keep freed memory that two streams have used, and ask the graph which stream it captures."""
+        """Ends the pool of a failed capture.
+
+        NOTE: torch before 2.12 does not end the pool of an invalidated capture: it would keep freed
+        memory that two streams have used, and ask the graph which stream it captures.
+        """
         self._failed.append(graph)
         with suppress(RuntimeError):  # the pool has ended: the call failed, and not the capture
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
@@ -317,12 +320,12 @@ class CudaCapture:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Those below a count, and that."""
+    """Returns the powers of two below a count, and the count."""
     return [*(2**n for n in range((most - 1).bit_length())), most]
 
 
 def _needed(counts: Sequence[int], most: int) -> Sequence[int]:
-    """Without those that are larger than any that is at least `most`."""
+    """Drops the counts above the smallest one that is at least `most`."""
     return counts[: bisect_left(counts, most) + 1]
 
 
@@ -332,7 +335,9 @@ def _at_least(counts: Sequence[int], least: int) -> int | None:
 
 
 def _sections(batch: int) -> list[slice]:
-    """Where the tables of `batch` requests lie: page_offsets, last_page_lens, cached_lens,
-    seq_offsets and num_targets, and from there on page_ids."""
+    """Returns the offsets of the tables of `batch` requests in a buffer.
+
+    The tables are page_offsets, last_page_lens, cached_lens, seq_offsets, num_targets and page_ids.
+    """
     ends = [*accumulate((batch + 1, batch, batch, batch + 1, batch), initial=0)]
     return [*(slice(a, b) for a, b in pairwise(ends)), slice(ends[-1], None)]

@@ -33,12 +33,14 @@ class Returning:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether copies were made that a GPU may not have come to yet."""
+        """Whether some copies may not have been finished by the GPU."""
         return bool(self._layers)
 
     def wait(self, layer: int) -> None:
-        """Lets the current stream, not the host, wait for the copies of the layers up to this one:
-        `layer` from 0, or -1 for the last one."""
+        """Lets the current stream, not the host, wait for the copies of the layers up to `layer`.
+
+        `layer` counts from 0; -1 is the last one.
+        """
         if self._layers:
             torch.cuda.current_stream(self._device).wait_event(self._layers[layer])
 
@@ -93,7 +95,7 @@ class HostTier:
 
     @torch.no_grad()
     def move(self, evicted: Int64s, returning: Int64s) -> Returning:
-        """Copies pages between the tiers, or on a GPU starts to, without waiting for it.
+        """Copies pages between the tiers; on a GPU it only starts to, and does not wait.
 
         Args:
             evicted: `(2, n)` pages to copy to the host: those on the device, those on the host.
@@ -115,7 +117,7 @@ class HostTier:
 
     @contextmanager
     def _on_side(self, *inputs: Tensor) -> Iterator[None]:
-        """On a GPU, the block's work is side's, after what is main's so far; it reads `inputs`."""
+        """Runs the block on the side stream, after main's work so far; it reads `inputs`."""
         if self._side is None:
             yield
             return
@@ -131,7 +133,7 @@ class HostTier:
             raise
 
     def _bring_back(self, host_ids: Int64s, device_ids: Tensor) -> list[torch.cuda.Event]:
-        """From the host, a layer at a time, with an event after each if there is any page."""
+        """Copies pages from the host, layer by layer, and records an event after each layer."""
         events: list[torch.cuda.Event] = []
         if not len(host_ids):
             return events
@@ -149,7 +151,7 @@ class HostTier:
         return events
 
     def _take_away(self, gathered: Sequence[Tensor], host_ids: Int64s) -> None:
-        """To the host, from `(layers, n, words)` of each tensor."""
+        """Copies pages to the host, from `(layers, n, words)` of each tensor."""
         runs = _runs(host_ids)
         for buffers, host in zip(gathered, self._host_pages, strict=True):
             for buffer, host_pages in zip(buffers, host, strict=True):
@@ -159,8 +161,10 @@ class HostTier:
 
 
 def _runs(pages: Int64s) -> list[tuple[int, int, int]]:
-    """Where pages follow each other: the indices of the first and after the last, and the first
-    page. So one copy does for each."""
+    """Finds runs of consecutive pages, each of which is copied at once.
+
+    Returns the indices of the first page of each run and after the last, and the first page.
+    """
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     ends = np.append(starts[1:], len(pages))
     return list(zip(starts.tolist(), ends.tolist(), pages[starts].tolist(), strict=False))

@@ -14,8 +14,10 @@ __all__ = ["CatalogueModel", "Rows", "ServedModel", "check_model", "row_dtype"]
 
 
 class Rows(NamedTuple):
-    """The rows of a batch that a model embeds, on its device: of each request some events of its
-    user, oldest first, and then, where candidates are rows, its candidates.
+    """The rows of a batch that a model embeds, on its device.
+
+    Each request has some events of its user, oldest first, and then, if candidates are rows, its
+    candidates.
 
     Attributes:
         items: int64 `(total,)`, below the model's `num_items`.
@@ -45,15 +47,15 @@ class ServedModel(Protocol):
 
     @property
     def num_items(self) -> int:
-        """Items are numbered from 0 to `num_items - 1`."""
+        """Number of items; items are numbered from 0 to `num_items - 1`."""
 
     @property
     def num_actions(self) -> int:
-        """Actions are numbered from 0 to `num_actions - 1`; 1 where the model reads none."""
+        """Number of actions, numbered from 0; 1 if the model reads none."""
 
     @property
     def max_history(self) -> int:
-        """The model takes histories of at most so many events."""
+        """The longest history in events that the model takes."""
 
     @property
     def reads_times(self) -> bool:
@@ -62,14 +64,18 @@ class ServedModel(Protocol):
     @property
     def candidates_are_rows(self) -> bool:
         """Whether candidates are rows after the history (targets, in groups of one), as in ranking.
-        If not, they are compared with the state after the last event, as in retrieval."""
+
+        If not, they are compared with the state after the last event, as in retrieval.
+        """
 
     def embed(self, rows: Rows) -> Tensor:
-        """`(total, embedding_dim)`, the input of the stack: in the dtype of the cache, or in any
-        beside one of float8_e4m3fn."""
+        """Returns the input of the stack, `(total, embedding_dim)`.
+
+        It has the dtype of the cache, or any dtype if the cache is float8_e4m3fn.
+        """
 
     def score(self, states: Tensor, candidates: Tensor) -> Tensor:
-        """Scores `(n,)`, floating, of candidates `(n,)`, int64.
+        """Returns floating-point scores `(n,)` of candidates `(n,)` int64.
 
         `states` is `(n, embedding_dim)` of the stack's output: each candidate's own row or, where
         candidates are no rows, that of the last event of its user.
@@ -81,12 +87,14 @@ class CatalogueModel(ServedModel, Protocol):
     """A retrieval model, which can score all items at once."""
 
     def score_catalogue(self, states: Tensor) -> Tensor:
-        """Scores `(n, num_items)` of all items; `states` are `(n, embedding_dim)` of the stack's
-        output, after the last event of each user."""
+        """Returns the scores of all items, `(n, num_items)`.
+
+        `states` `(n, embedding_dim)` are the stack's output after the last event of each user.
+        """
 
 
 def check_model(model: ServedModel) -> None:
-    """Whether a model can be served from a cache.
+    """Checks whether a model can be served from a cache.
 
     Raises:
         ValueError: as `check_cacheable`; for candidates that see each other, for times without a
@@ -110,7 +118,7 @@ def check_model(model: ServedModel) -> None:
 
 @torch.no_grad()
 def row_dtype(model: ServedModel) -> torch.dtype:
-    """The dtype that a model embeds rows in, which is that of its cache."""
+    """Returns the dtype in which a model embeds rows, which is that of its cache."""
     device = next(model.stack.parameters()).device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return model.embed(Rows(zero, zero, zero, zero.bool())).dtype

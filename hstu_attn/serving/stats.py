@@ -13,7 +13,7 @@ __all__ = ["EngineStats", "Histogram"]
 
 @dataclass
 class Histogram:
-    """How many values fell between bounds.
+    """A count of values between bounds.
 
     Attributes:
         bounds: increasing; bucket `n` holds the values up to `bounds[n]` and above the bound
@@ -89,12 +89,12 @@ class Counters:
 
     @contextmanager
     def change(self) -> Iterator[EngineStats]:
-        """The counts, for this thread alone until the block is left."""
+        """Yields the counts, for this thread alone until the block is left."""
         with self._lock:
             yield self._stats
 
     def snapshot(self, queued: int, users: int) -> EngineStats:
-        """A copy."""
+        """Returns a copy."""
         with self._lock:
             stats = self._stats
             return replace(
