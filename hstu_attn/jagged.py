@@ -19,6 +19,7 @@ but are never followed out of a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from .fx import Proxy, record_call
 
 __all__ = [
+    "JaggedParts",
     "add_position_time_embeddings",
     "concat_jagged",
     "deinterleave_jagged",
@@ -118,23 +120,10 @@ def concat_jagged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
         _check_like(f"parts[{number}] values", values, "parts[0] values", first)
         size = None if number == 0 else parts[0][1].shape[0]
         _check_offsets(f"parts[{number}] offsets", offsets, first.device, size)
-    bases = [0]
-    for values, _ in parts:
-        bases.append(bases[-1] + values.shape[0])
-    lengths, starts = _segments([offsets for _, offsets in parts])
-    sources = torch.stack(
-        [offsets[:-1] + base for (_, offsets), base in zip(parts, bases, strict=False)], dim=1
+    layout = JaggedParts(
+        [offsets for _, offsets in parts], [values.shape[0] for values, _ in parts]
     )
-    joined = _shifted(
-        torch.cat([values for values, _ in parts]),
-        (starts + lengths).flatten(),
-        (sources - starts).flatten(),
-        bases[-1],
-    )
-    offsets = parts[0][1]
-    for _, others in parts[1:]:
-        offsets = offsets + others
-    return joined, offsets
+    return layout.concat([values for values, _ in parts]), layout.offsets
 
 
 def split_jagged(
@@ -159,23 +148,106 @@ def split_jagged(
     if isinstance(values, Proxy):
         return record_call(split_jagged, (values,), **locals())
     _check_values("values", values)
-    if not len(parts_offsets):
-        raise ValueError("parts_offsets: expected at least one tensor, got none")
-    for number, offsets in enumerate(parts_offsets):
-        _check_offsets(
-            f"parts_offsets[{number}]", offsets, values.device, parts_offsets[0].shape[0]
-        )
     if totals is None:
         totals = [values.shape[0]] * len(parts_offsets)
-    if len(totals) != len(parts_offsets):
-        raise ValueError(f"totals: expected {len(parts_offsets)} numbers, got {len(totals)}")
-    for number, total in enumerate(totals):
-        _check_size(f"totals[{number}]", total)
-    _, starts = _segments(parts_offsets)
-    return [
-        _shifted(values, offsets[1:].long(), starts[:, part] - offsets[:-1], totals[part])
-        for part, offsets in enumerate(parts_offsets)
-    ]
+    layout = JaggedParts(parts_offsets, totals)
+    return [layout.part(values, number) for number in range(len(totals))]
+
+
+class JaggedParts:
+    """Joins and splits several tensors whose sequences have the same parts.
+
+    It finds the places of the rows once, where `concat_jagged` and `split_jagged` find them in each
+    call. It cannot be made in a `torch.fx.symbolic_trace`.
+
+    Args:
+        parts_offsets: of each part `(batch + 1,)` int32 or int64.
+        totals: how many rows each part has.
+
+    Raises:
+        ValueError: for no part, offsets that do not fit each other in shape, dtype or device, or
+            another number of `totals` than of parts.
+
+    Example:
+        >>> parts = JaggedParts([history_offsets, target_offsets], [len(history), len(targets)])
+        >>> x = parts.concat([history, targets])
+        >>> timestamps = parts.concat([history_timestamps, target_timestamps])
+        >>> of_targets = parts.part(stack(x, parts.offsets, max_seq_len), 1)
+    """
+
+    def __init__(self, parts_offsets: Sequence[Tensor], totals: Sequence[int]) -> None:
+        if not len(parts_offsets):
+            raise ValueError("parts_offsets: expected at least one tensor, got none")
+        first = parts_offsets[0]
+        for number, offsets in enumerate(parts_offsets):
+            _check_offsets(f"parts_offsets[{number}]", offsets, first.device, first.shape[0])
+        if len(totals) != len(parts_offsets):
+            raise ValueError(f"totals: expected {len(parts_offsets)} numbers, got {len(totals)}")
+        for number, total in enumerate(totals):
+            _check_size(f"totals[{number}]", total)
+        self._parts_offsets = parts_offsets
+        self._totals = totals
+        self._lengths, self._starts = _segments(parts_offsets)
+        self._sources: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def offsets(self) -> Tensor:
+        """Offsets `(batch + 1,)` of the joined sequences, the sum of those of the parts."""
+        offsets = self._parts_offsets[0]
+        for others in self._parts_offsets[1:]:
+            offsets = offsets + others
+        return offsets
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """Joins one tensor of each part, as `concat_jagged` does.
+
+        Args:
+            parts: `(totals[i], ...)` of each part.
+
+        Returns:
+            `(sum of totals, ...)`.
+
+        Raises:
+            ValueError: for parts that do not fit `totals`, or each other in shape, dtype or
+                device.
+        """
+        for number, values in enumerate(parts):
+            _check_values(f"parts[{number}]", values)
+            _check_like(f"parts[{number}]", values, "parts[0]", parts[0])
+        rows = [values.shape[0] for values in parts]
+        if rows != [*self._totals]:
+            raise ValueError(f"parts: expected tensors of {[*self._totals]} rows, got {rows}")
+        if self._sources is None:
+            bases = accumulate(self._totals[:-1], initial=0)
+            sources = torch.stack(
+                [
+                    offsets[:-1] + base
+                    for offsets, base in zip(self._parts_offsets, bases, strict=True)
+                ],
+                dim=1,
+            )
+            ends, shifts = self._starts + self._lengths, sources - self._starts
+            self._sources = _sources(ends.flatten(), shifts.flatten(), sum(self._totals))
+        return _take(torch.cat([*parts]), *self._sources)
+
+    def part(self, values: Tensor, number: int) -> Tensor:
+        """Takes one part out of joined sequences, as `split_jagged` does.
+
+        Args:
+            values: `(total, ...)`, the joined sequences.
+            number: of the part, from 0.
+
+        Returns:
+            `(totals[number], ...)`; rows past the last offset of the part are zeros.
+
+        Raises:
+            ValueError: for values without rows or on another device than the offsets.
+        """
+        offsets = self._parts_offsets[number]
+        _check_values("values", values)
+        _check_offsets(f"parts_offsets[{number}]", offsets, values.device)
+        shifts = self._starts[:, number] - offsets[:-1]
+        return _take(values, *_sources(offsets[1:].long(), shifts, self._totals[number]))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -468,14 +540,15 @@ def _segments(parts_offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return lengths, ends - lengths
 
 
-def _shifted(values: Tensor, ends: Tensor, shifts: Tensor, total: int) -> Tensor:
-    """Returns `(total, ...)`, where row `r` is `values[r + shifts[s]]`.
+def _sources(ends: Tensor, shifts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Returns the `rows` and `held` of `_take` that make `(total, ...)` of shifted segments.
 
-    `s` is the first segment that ends after row `r`; rows past the last segment are zeros.
+    Row `r` is read from `r + shifts[s]`, where `s` is the first segment that ends after row `r`;
+    rows past the last segment are not held.
     """
-    rows = torch.arange(total, device=values.device)
+    rows = torch.arange(total, device=ends.device)
     segments = torch.searchsorted(ends.contiguous(), rows, right=True)
-    return _take(values, rows + _of_sequence(shifts, segments), segments < shifts.shape[0])
+    return rows + _of_sequence(shifts, segments), segments < shifts.shape[0]
 
 
 def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor:

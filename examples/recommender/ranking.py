@@ -29,12 +29,7 @@ from torch import Tensor, nn
 from hstu_attn import HSTULayerConfig
 from hstu_attn.data import ACTIONS, unpack_actions
 from hstu_attn.distributed import ShardedEmbedding
-from hstu_attn.jagged import (
-    add_position_time_embeddings,
-    concat_jagged,
-    interleave_jagged,
-    split_jagged,
-)
+from hstu_attn.jagged import JaggedParts, add_position_time_embeddings, interleave_jagged
 from hstu_attn.layer import HSTUStack
 from recommender.checkpoint import write_state
 from recommender.ranking_data import CONTEXTS, RankingBatch
@@ -183,23 +178,24 @@ class RankingModel(nn.Module):
             }
         )
         history_items, targets = rows["item"].tensor_split([history_events])
-        history = interleave_jagged(
+        history, history_offsets = interleave_jagged(
             history_items,
             self.action(unpack_actions(batch.history_actions)),
             batch.history_offsets,
         )
         context_offsets = torch.arange(num_windows + 1, device=targets.device) * len(CONTEXTS)
         contexts = torch.stack([rows[name] for name in CONTEXTS], dim=1).flatten(0, 1)
-        x, offsets = concat_jagged(
-            [(contexts, context_offsets), history, (targets, batch.target_offsets)]
+        parts = JaggedParts(
+            [context_offsets, history_offsets, batch.target_offsets],
+            [len(contexts), len(history), len(targets)],
         )
-        num_targets = batch.target_offsets.diff()
+        offsets, num_targets = parts.offsets, batch.target_offsets.diff()
         x = add_position_time_embeddings(
-            x,
+            parts.concat([contexts, history, targets]),
             offsets,
             self.position,
             time_table=self.time,
-            timestamps=self._timestamps(batch, context_offsets),
+            timestamps=parts.concat(_timestamps(batch, num_targets)),
             query_timestamps=batch.request_timestamps,
             num_targets=num_targets,
             contextual_seq_len=len(CONTEXTS),
@@ -209,28 +205,22 @@ class RankingModel(nn.Module):
         x = self.stack(
             x.to(self.compute_dtype), offsets, self.config.max_rows, num_targets=num_targets
         )
-        parts = [context_offsets, history[1], batch.target_offsets]
-        states = split_jagged(x, parts, [len(contexts), len(history[0]), len(targets)])[2]
-        logits: Tensor = self.head(states.float())
+        logits: Tensor = self.head(parts.part(x, 2).float())
         return logits
 
-    def _timestamps(self, batch: RankingBatch, context_offsets: Tensor) -> Tensor:
-        """Returns the time of each row.
 
-        Contexts and candidates have the time of the request, because it is unknown when a candidate
-        was really looked at.
-        """
-        request = batch.request_timestamps
-        history = interleave_jagged(
-            batch.history_timestamps, batch.history_timestamps, batch.history_offsets
-        )
-        of_contexts = request.repeat_interleave(len(CONTEXTS))
-        of_targets = request.repeat_interleave(
-            batch.target_offsets.diff(), output_size=len(batch.target_items)
-        )
-        return concat_jagged(
-            [(of_contexts, context_offsets), history, (of_targets, batch.target_offsets)]
-        )[0]
+def _timestamps(batch: RankingBatch, num_targets: Tensor) -> list[Tensor]:
+    """Returns the times of the rows of contexts, of history and of candidates.
+
+    Contexts and candidates have the time of the request, because it is unknown when a candidate
+    was really looked at.
+    """
+    request = batch.request_timestamps
+    return [
+        request.repeat_interleave(len(CONTEXTS)),
+        batch.history_timestamps.repeat_interleave(2),
+        request.repeat_interleave(num_targets, output_size=len(batch.target_items)),
+    ]
 
 
 def task_labels(config: RankingConfig, actions: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
 from hstu_attn.jagged import (
+    JaggedParts,
     add_position_time_embeddings,
     concat_jagged,
     deinterleave_jagged,
@@ -69,6 +70,12 @@ def split_sized(
     return tuple(split_jagged(values, [a_offsets, b_offsets], [a.shape[0], b.shape[0]]))
 
 
+def several(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor) -> tuple[Tensor, ...]:
+    parts = JaggedParts([a_offsets, b_offsets], [a.shape[0], b.shape[0]])
+    first, second = parts.concat([a, b]), parts.concat([a[:, 0] * 2, b[:, 0]])
+    return first, second, parts.part(first * second[:, None], 1), parts.offsets
+
+
 def packed(dense: Tensor, offsets: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
     return (dense_to_jagged(dense, offsets, rows.shape[0]),)
 
@@ -101,6 +108,7 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Batch], Argu
     "concat": (concat, lambda b: (b.values, b.half, b.offsets, b.shorter)),
     "split": (split, lambda b: (b.pairs, b.offsets, b.shorter)),
     "split-sized": (split_sized, lambda b: (b.pairs, b.offsets, b.shorter, b.values, b.half)),
+    "several": (several, lambda b: (b.values, b.half, b.offsets, b.shorter)),
     "interleave": (interleave_jagged, lambda b: (b.values, b.others, b.offsets)),
     "deinterleave": (deinterleave_jagged, lambda b: (b.pairs, 2 * b.offsets)),
     "dense-to-jagged": (packed, lambda b: (b.dense, b.offsets, b.rows)),
@@ -252,10 +260,10 @@ def test_rows_of_no_sequence_give_nothing(function, arguments):
     poisoned = list(given)
     ends = [t[-1] for t in given if t.dtype == torch.int64 and t.shape == (len(lengths) + 1,)]
     end = int(sum(ends)) if function in (split, split_sized) else int(ends[0])
-    for n, t in enumerate(given[: 2 if function in (concat, interleave_jagged) else 1]):
+    for n, t in enumerate(given[: 2 if function in (concat, several, interleave_jagged) else 1]):
         if t.is_floating_point() and function is not packed:
             poisoned[n] = t.clone()
-            poisoned[n][int(ends[n]) if function is concat else end :] = math.nan
+            poisoned[n][int(ends[n]) if function in (concat, several) else end :] = math.nan
     results = []
     for tensors in (given, poisoned):
         leaves = [t.requires_grad_() for t in tensors if t.is_floating_point() and t.dim() > 1]
@@ -356,6 +364,12 @@ L = torch.zeros(6, dtype=torch.int64)
         ("totals", lambda: split_jagged(X, [O, O], [6])),
         (r"totals\[1\]", lambda: split_jagged(X, [O, O], [6, -1])),
         ("values", lambda: split_jagged(torch.tensor(1.0), [O])),
+        (r"parts_offsets\[1\]", lambda: JaggedParts([O, O.to("meta")], [6, 6])),
+        ("parts", lambda: JaggedParts([O, O], [6, 6]).concat([X])),
+        ("parts", lambda: JaggedParts([O, O], [6, 6]).concat([X, X[:5]])),
+        (r"parts\[1\]", lambda: JaggedParts([O, O], [6, 6]).concat([X, X.double()])),
+        ("values", lambda: JaggedParts([O], [6]).part(torch.tensor(1.0), 0)),
+        (r"parts_offsets\[0\]", lambda: JaggedParts([O], [6]).part(X.to("meta"), 0)),
         ("actions", lambda: interleave_jagged(X, X[:5], O)),
         ("actions", lambda: interleave_jagged(X, X.half(), O)),
         ("offsets", lambda: interleave_jagged(X, X, O.float())),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hstu_attn.jagged import (
+    JaggedParts,
     add_position_time_embeddings,
     concat_jagged,
     deinterleave_jagged,
@@ -61,10 +62,19 @@ def test_concat_and_split(parts):
     expected = [[row for rows in parts for row in rows] for parts in zip(*each, strict=True)]
     assert_packed(values, offsets, expected)
     all_offsets = [part_offsets for _, part_offsets in parts]
+    layout = JaggedParts(all_offsets, [rows.shape[0] for rows, _ in parts])
+    for tensors in ([rows for rows, _ in parts], [rows[:, 0].long() for rows, _ in parts]):
+        expected_rows, _ = concat_jagged(list(zip(tensors, all_offsets, strict=True)))
+        assert torch.equal(layout.concat(tensors), expected_rows)
+    assert torch.equal(layout.offsets, offsets)
     for split, totals in (
         (split_jagged(values, all_offsets), [values.shape[0]] * len(parts)),
         (
             split_jagged(values, all_offsets, [rows.shape[0] for rows, _ in parts]),
+            [rows.shape[0] for rows, _ in parts],
+        ),
+        (
+            [layout.part(values, n) for n in range(len(parts))],
             [rows.shape[0] for rows, _ in parts],
         ),
     ):
