@@ -92,7 +92,7 @@ class Worker:
     """A process that times the library of a checkout; a context manager.
 
     Args:
-        name: of the benchmark's module.
+        name: the name of the benchmark's module.
         arguments: its command line.
         checkout: the folder that has `hstu_attn` with its built library.
 

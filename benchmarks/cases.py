@@ -42,13 +42,13 @@ class Case:
         longest: see `shortest`.
         heads: attention heads.
         head_dim: width of a head of q, k and v.
-        dtype: of q, k, v, the output and the gradients.
+        dtype: the dtype of q, k, v, the output and the gradients.
         group: one of `GROUPS`, or the name of the benchmark.
         mask_name: one of `MASKS`, or "context + targets".
         bias_heads: heads of a dense bias; 0 for none.
         bias_gradient: whether the bias gets a gradient.
         deterministic: whether the backward has to repeat its bits.
-        passes: of "forward", "backward", "host" and "host with autograd".
+        passes: the passes to measure, of "forward", "backward", "host" and "host with autograd".
     """
 
     batch: int

@@ -23,7 +23,7 @@ def parser(
     """Returns the parser of `python -m benchmarks.<name>`; the benchmark adds its own options.
 
     Args:
-        name: of the module.
+        name: the name of the module.
         description: its docstring, which `--help` prints as it is.
         rounds: default of `--rounds`; None for a benchmark without rounds.
         cases: help of `--cases`; None for a benchmark of one case.

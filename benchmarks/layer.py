@@ -180,7 +180,7 @@ class Layers:
 
     Attributes:
         impl: its name.
-        config: of each layer.
+        config: the configuration of each layer.
         stack: the layers.
         call: the layers, compiled where the implementation is.
     """

@@ -74,7 +74,7 @@ class Load(Generic[T]):
     """The results of a number of requests in flight.
 
     Attributes:
-        seconds: of the measurement, without the warm-up.
+        seconds: the seconds of the measurement, without the warm-up.
         latencies: seconds of each request that was sent and answered within it.
         failed: requests that were answered otherwise.
         before: the snapshot at its start.
@@ -115,7 +115,7 @@ def keep_under_way(
             for its answer and says whether this is the one that was asked for.
         snapshot: what is read at the start and at the end of the measurement.
         concurrency: requests under way, each by a thread.
-        seconds: of the measurement.
+        seconds: the seconds of the measurement.
         warm_up: seconds before it, at most `seconds`.
 
     Raises:

@@ -22,7 +22,7 @@ class Request:
         head_dim: width of a head.
         history: events of each request, cached and new ones.
         new: events of each request that are not cached.
-        candidates: of each request.
+        candidates: the number of candidates of each request.
         batch: number of requests.
         page_size: tokens of a page.
         heads: attention heads.

@@ -90,7 +90,7 @@ def origin(command: str, commit: str | None = None, gpu: str | None = None) -> R
 
     Args:
         command: the command line.
-        commit: of this tree; None asks the repository.
+        commit: the commit of this tree; None asks the repository.
         gpu: the GPU's name; None for a benchmark of CPUs.
     """
     flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())

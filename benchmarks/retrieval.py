@@ -33,7 +33,7 @@ def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
     """Trains with the defaults of an example into a folder that is removed.
 
     Args:
-        name: of its script, such as "train_retrieval".
+        name: the name of its script, such as "train_retrieval".
 
     Returns:
         The metrics of each line of its table, and the seconds that it took.

@@ -59,7 +59,7 @@ class Variant:
         clock: the time of a call, in the unit of the benchmark.
         active: makes the context in which `make` and the calls run.
         calls: what `make` made.
-        times: of each round.
+        times: the times of each round.
         error: why the variant dropped out; empty where nothing failed.
     """
 
@@ -174,8 +174,8 @@ class Benchmark:
     """A benchmark, which `main` runs.
 
     Attributes:
-        name: of its module in this package.
-        parser: of `cli.parser`.
+        name: the name of its module in this package.
+        parser: the parser of `cli.parser`.
         measure: the records of a case, without what `describe` and `record.origin` say.
         cases: what there is to measure, by default one case, the benchmark's name. A case is a name
             or has a `name`, and may have a `group`; `--cases` chooses by them.

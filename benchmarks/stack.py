@@ -64,8 +64,8 @@ class Stack(Request):
     """A batch of equal requests to a stack of layers.
 
     Attributes:
-        layers: of the stack.
-        width: of the layers.
+        layers: the number of layers of the stack.
+        width: the width of a row.
         group: "stack", or `HOST_TIER`.
     """
 
@@ -172,7 +172,7 @@ class Users:
 
     Args:
         case: what they ask for.
-        device: of the cache and the stack.
+        device: the device of the cache and the stack.
 
     Attributes:
         cache: whose pages they share.

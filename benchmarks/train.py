@@ -306,7 +306,7 @@ def scaling(kept: Record, record: Record) -> float | None:
 
     Args:
         kept: the records of one GPU by case; a record of one GPU is added.
-        record: of any number of GPUs.
+        record: a record of any number of GPUs.
     """
     if record["gpus"] == 1:
         kept[record["case"]] = record

@@ -233,7 +233,7 @@ class RankingTrainer(Trainer[RankingBatch]):
     Args:
         options: the command line.
         data: the events.
-        weights: of the tasks' losses.
+        weights: the weights of the tasks' losses.
         device: where to train.
         processes: what is done together with other processes.
     """

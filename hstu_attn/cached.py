@@ -1,4 +1,4 @@
-"""What a cached forward of the layers is given: where its rows lie in the call and in a cache."""
+"""The rows of a cached forward: their places in the call and in a cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
     the call.
 
     Args:
-        config: of the layers.
+        config: the configuration of the layers.
         with_targets: whether calls have targets.
 
     Raises:
@@ -83,14 +83,14 @@ class StepTensors(NamedTuple):
     They are for `torch.export`, or for a cache that is kept elsewhere.
 
     Attributes:
-        kv_caches: of each layer `(num_pages, 2, page_size, heads, head_dim)`, as in `PagedKV`; or
-            all in one tensor, as in `PagedKVCache`.
+        kv_caches: the caches of each layer `(num_pages, 2, page_size, heads, head_dim)`, as in
+            `PagedKV`; or all in one tensor, as in `PagedKVCache`.
         page_offsets: int32 or int64 `(B + 1,)`, as in `PagedKV`; pages for what is written, too.
         page_ids: int32 or int64 `(page_offsets[-1],)`.
         last_page_lens: int32 or int64 `(B,)`, with what is written.
         cached_lens: int32 or int64 `(B,)` tokens of each user that stay as they are.
-        kv_scales: of each layer, or of all in one tensor, as in `PagedKV`, where the caches are of
-            float8_e4m3fn; else None.
+        kv_scales: the scales of each layer, or of all in one tensor, as in `PagedKV`, where the
+            caches are of float8_e4m3fn; else None.
     """
 
     kv_caches: Sequence[Tensor] | Tensor
@@ -109,7 +109,7 @@ class StepTensors(NamedTuple):
 
 
 class CachedRows:
-    """The rows that `HSTUStack.forward_cached` is given, beside an open step of a cache.
+    """The rows that `HSTUStack.forward_cached` takes, with an open step of a cache.
 
     Sequence `b` of the batch owns rows `seq_offsets[b]` to `seq_offsets[b + 1]`: the tokens of its
     user that the step writes, then targets, which are written nowhere. Nothing is copied to the

@@ -2,7 +2,7 @@
 
 `make_call` turns a mask, a batch's offsets and the options of `hstu_attention` into an
 `AttentionCall` once; `ops.attention` takes it for every layer, and the backward takes it again.
-What differs from layer to layer is passed beside it: q, k, v, the tensors of a bias, and pages.
+What differs from layer to layer is passed separately: q, k, v, the tensors of a bias, and pages.
 
 What a mask or a bias means is checked here and in the classes of mask.py and bias.py. Shapes,
 dtypes, devices and values are checked by the operator alone, in csrc/api/arguments.cpp.
@@ -29,7 +29,7 @@ __all__ = [
     "make_call",
 ]
 
-# rab, pos_weight and ts_weight: what gets a gradient beside q, k and v.
+# rab, pos_weight and ts_weight, which get gradients as q, k and v do.
 BiasTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_BIAS: BiasTensors = (None, None, None)
 

@@ -1,7 +1,7 @@
 """Says what this machine gets from hstu_attn, and checks it: `python -m hstu_attn.info`.
 
 It prints the versions, the kernels that each device gets and why, and for each device the time of
-one small forward beside torch's attention, after that forward has been compared with
+one small forward next to torch's attention, after that forward has been compared with
 `hstu_attn.reference`. The exit status is 0 if everything works that this machine should be able to
 do, else 1; then the last lines say what fails and what to do about it.
 """
@@ -43,7 +43,7 @@ class Failure(Exception):
 
 
 # ---------------------------------------------------------------------------------------------
-# What is there
+# The environment
 # ---------------------------------------------------------------------------------------------
 
 
@@ -95,7 +95,7 @@ def triton_version() -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# What should work, and does not
+# Checks
 # ---------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ __all__ = [
 
 
 # ---------------------------------------------------------------------------------------------
-# Where rows lie
+# Indices of rows
 # ---------------------------------------------------------------------------------------------
 
 
@@ -134,7 +134,7 @@ def split_jagged(
     Args:
         values: `(total, ...)`, of each sequence the rows of the first part, then those of the
             second, and so on.
-        parts_offsets: of each part `(batch + 1,)` int32 or int64.
+        parts_offsets: the offsets of each part `(batch + 1,)` int32 or int64.
         totals: how many rows each result has. None is `total` for each: only the device knows
             how many belong to a part, and it may be all.
 
@@ -337,7 +337,7 @@ def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
         total: rows of the result.
 
     Returns:
-        `(total, ...)`; what lies past the last offset, or past `max_len` in its sequence, is
+        `(total, ...)`; the part past the last offset, or past `max_len` in its sequence, is
         zeros.
 
     Raises:
@@ -368,7 +368,7 @@ def jagged_to_dense(values: Tensor, offsets: Tensor, max_len: int, fill: float =
         values: `(total, ...)`.
         offsets: `(batch + 1,)` int32 or int64.
         max_len: rows of each sequence in the result; what is longer is cut at its end.
-        fill: what stands behind shorter sequences, a number that the dtype of `values` has.
+        fill: the padding after shorter sequences, a number that the dtype of `values` has.
 
     Returns:
         `(batch, max_len, ...)`.
@@ -446,9 +446,9 @@ def add_position_time_embeddings(
         num_targets: `(batch,)` int32 or int64, the rows at the end of each sequence that are
             targets, two for each where they are interleaved with actions; None gives every row a
             position of its own.
-        contextual_seq_len: the first so many rows of every sequence are context, whose positions
-            have the first entries of the table to themselves; 0 if counted from the start, where
-            they always do.
+        contextual_seq_len: this many rows at the start of every sequence are context. Their
+            positions have the first entries of the table to themselves; 0 if counted from the
+            start, where they always do.
         count_from: `"end"`, so that a position says how recent a row is, or `"start"`.
         time_bucket: `f`, `"sqrt"` or the natural `"log"`.
         time_bucket_width: in the unit of the timestamps; 60 for seconds there.
@@ -512,7 +512,7 @@ def add_position_time_embeddings(
 
 
 # ---------------------------------------------------------------------------------------------
-# What these are made of
+# Helpers
 # ---------------------------------------------------------------------------------------------
 
 
@@ -577,7 +577,7 @@ def _in_order(offsets: Tensor, total: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# Checks of what the host knows
+# Checks on the host
 # ---------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ for Generative Recommendations" (arXiv 2402.17152, section 3). For the rows `x` 
 
     u, v, q, k = split(silu(linear(norm(x))))
     a = hstu_attention(q, k, v)
-    y = norm(a) * u                      optionally beside u and a
+    y = norm(a) * u                      optionally concatenated with u and a
     output = x + linear(dropout(y))
 
 `norm` is a layer norm or RMSNorm.
@@ -199,12 +199,12 @@ class HSTULayer(nn.Module):
                 leaves elapsed time out of it.
             row_timestamps: `(total,)` int64, the time at which each row is asked to predict;
                 None is the time of the next event in its sequence.
-            context: how the rows of the batch lie on the ranks of a group that shares its
-                sequences. Then `x` and the result are this rank's rows, and the other arguments
+            context: how the rows of the batch are distributed over the ranks of a group that shares
+                its sequences. Then `x` and the result are this rank's rows, and the other arguments
                 those of the whole sequences.
             call: what `attention_call` makes of the arguments from `seq_offsets` to
                 `row_timestamps`, for a stack that makes it once for all of its layers; those are
-                not read beside it.
+                not read with it.
 
         Returns:
             `(total, embedding_dim)` in the dtype of `x`.
@@ -212,7 +212,7 @@ class HSTULayer(nn.Module):
         Raises:
             ValueError: a shape or dtype that does not fit, `num_targets` or `num_contexts`
                 without causal attention, or `timestamps` where no table uses them.
-            NotImplementedError: a relative bias beside `context`.
+            NotImplementedError: a relative bias with `context`.
         """
         self._check(x)
         if context is not None:
@@ -264,8 +264,8 @@ class HSTULayer(nn.Module):
 
         Args:
             x: `(total, embedding_dim)`, of each sequence the rows to write, then the targets; in
-                the dtype of the cache, or any beside one of float8_e4m3fn.
-            rows: where these rows lie, and the open step of the cache.
+                the dtype of the cache, or any dtype with a float8_e4m3fn cache.
+            rows: where these rows are, and the open step of the cache.
             layer: the number of this layer in the cache, from 0.
             timestamps: `(total_k,)` int64 event times of cached and given rows together.
             row_timestamps: `(total,)` int64, as in `forward`.
@@ -295,7 +295,7 @@ class HSTULayer(nn.Module):
             )
             return ops.attention(q, k, v, call, bias, pages.arguments)
 
-        # The compiler fuses torch's functions by itself, and sees no steps of an operator here.
+        # The compiler fuses torch's functions, and sees no steps of an operator here.
         if self._is_fused(x) and not fused.is_traced(x):
             return fused.infer(x, self._weights(), self._seed(x), self._settings(), attend)
         return hstu_unit(x, self.config, self._steps(), attend)
@@ -387,7 +387,7 @@ class HSTULayer(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------
-# What the layers of a configuration share in a batch
+# The call that the layers of a batch share
 # ---------------------------------------------------------------------------------------------
 
 
@@ -489,7 +489,7 @@ def _times(
         if row_timestamps is not None:
             raise ValueError("row_timestamps: expected None without timestamps")
         return NO_TIMES
-    # What is no tensor is for the operator to refuse.
+    # The operator rejects anything that is not a tensor.
     is_tensor = isinstance(timestamps, Tensor)
     thresholds = default_thresholds_tensor(timestamps.device) if is_tensor else None
     return timestamps, row_timestamps, thresholds

@@ -34,11 +34,11 @@ class HSTULayerConfig:
         causal: each row sees itself and what came before it.
         target_aware: the last `num_targets` rows are candidates that do not see each other;
             False ignores `num_targets`.
-        target_group_size: candidates in such a group see each other causally.
+        target_group_size: candidates of a group of this size see each other causally.
         max_attn_len: how far back a row sees; 0 is no limit.
-        min_full_attn_seq_len: the last so many history rows see without that limit.
-        contextual_seq_len: the first so many rows of every sequence are context, seen by all rows
-            and seeing all history. A call may give `num_contexts` per sequence instead.
+        min_full_attn_seq_len: this many history rows at the end see without that limit.
+        contextual_seq_len: this many rows at the start of every sequence are context, seen by all
+            rows and seeing all history. A call may give `num_contexts` per sequence instead.
 
     Relative attention bias, learned:
         enable_relative_attention_bias: adds a bias by distance and, when a call gives
@@ -126,7 +126,7 @@ class HSTULayerConfig:
         self._require(
             "output_norm",
             self.output_norm == "layer_norm" or not self.use_group_norm,
-            "'layer_norm' beside use_group_norm",
+            "'layer_norm' with use_group_norm",
         )
         self._require("norm_eps", self.norm_eps > 0, "a positive number")
         activations = ("silu", "silu_u", "none")
@@ -138,7 +138,7 @@ class HSTULayerConfig:
         self._require(
             "concat_ua",
             not (self.concat_ua and (self.concat_u or self.concat_x)),
-            "False beside concat_u or concat_x",
+            "False with concat_u or concat_x",
         )
         if self.enable_relative_attention_bias:
             self._require(

@@ -55,7 +55,7 @@ class Mask:
         num_targets: int32 or int64 `(batch,)`: candidates, last in each sequence. A candidate sees
             what comes before the targets and, causally, its own group. Same window rule.
         target_group_size: candidates that see each other causally; at least 1.
-        min_full_attn_seq_len: with a window `(left, 0)`, the last so many positions before the
+        min_full_attn_seq_len: with a window `(left, 0)`, this many positions before the
             targets, and the targets, attend as if there were no window. 0 turns it off.
         row_spans: int32 `(total_q, 4)` or `(heads, total_q, 4)`: `a0, a1, b0, b1` of each query
             row, which sees `[a0, a1) U [b0, b1)`. Excludes every other field.
@@ -104,7 +104,7 @@ class Mask:
                 value = getattr(self, other)
                 came = "a tensor" if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
-                    f"{other}: expected its default beside {name}, which is the whole mask, "
+                    f"{other}: expected its default with {name}, which is the whole mask, "
                     f"got {came}"
                 )
         if self.row_spans is not None and self.func_causal:
@@ -118,12 +118,12 @@ class Mask:
         ):
             if lengths is not None and right != 0:
                 raise ValueError(
-                    f"{name}: expected window_size (-1, 0) or (left, 0) beside it, got "
+                    f"{name}: expected window_size (-1, 0) or (left, 0) with it, got "
                     f"window_size {(left, right)}"
                 )
         if self.min_full_attn_seq_len > 0 and (left < 0 or right != 0):
             raise ValueError(
-                "min_full_attn_seq_len: expected window_size (left, 0) with left >= 0 beside it, "
+                "min_full_attn_seq_len: expected window_size (left, 0) with left >= 0 with it, "
                 f"got window_size {(left, right)}"
             )
 

@@ -36,7 +36,8 @@ class PagedKV:
 
     Args:
         kv_cache: `(num_pages, 2, page_size, heads, head dim)`, index 0 keys, index 1 values; page
-            sizes 16, 32, 64, 128 and 256. Of the dtype of q, or float8_e4m3fn beside `kv_scales`.
+            sizes 16, 32, 64, 128 and 256. The dtype is that of q, or float8_e4m3fn with
+            `kv_scales`.
         page_offsets: `(batch + 1,)` offsets into `page_ids`. The serving name is `kv_indptr`.
         page_ids: `(page_offsets[batch],)` the pages of each sequence, in order; `kv_indices`.
         last_page_lens: `(batch,)` tokens in each sequence's last page, `(h - 1) % page_size + 1`,

@@ -424,9 +424,9 @@ def make_paged_batch(
 ) -> Batch:
     """Makes a paged batch, with numbers of cached, new history and candidate tokens per sequence.
 
-    Pages lie in random order; what no sequence owns is NaN, and so are the rows of k and v that the
-    operator must take from the pages instead. With `fp8` the cache is of float8_e4m3fn; what counts
-    as exact is what it holds.
+    Pages are in random order. Rows that no sequence owns are NaN, and so are the rows of k and v
+    that the operator must take from the pages instead. With `fp8` the cache is of float8_e4m3fn;
+    what counts as exact is what it holds.
     """
     lengths_q = [n + t for n, t in zip(new, targets, strict=True)]
     history = [c + n for c, n in zip(cached, new, strict=True)]

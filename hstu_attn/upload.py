@@ -59,7 +59,7 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 class Prefetcher(Generic[AnyBatch]):
     """Makes each batch and starts its copy to the device while the step before runs.
 
-    The copy is on a stream of its own, so on a GPU it goes on beside the kernels that have been
+    The copy is on a stream of its own, so on a GPU it overlaps with the kernels that have been
     queued by then; `take` lets the current stream wait for it, and the host for nothing.
 
     Args:

@@ -26,11 +26,11 @@ def plot_curves(
     """Draws the loss of each step, and the validation metrics beside those of the baselines.
 
     Args:
-        path: of the PNG, replaced as a whole.
-        losses: of each step, from the first.
+        path: the path of the PNG, replaced as a whole.
+        losses: the losses of each step, from the first.
         validation: metrics by step.
         baselines: validation metrics by name.
-        labels: of the metrics to draw, by their names.
+        labels: the labels of the metrics to draw, by their names.
         loss_label: what the loss is.
     """
     figure = Figure(figsize=(11, 4.2), layout="constrained")

@@ -50,7 +50,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replaces a file, once its new content is whole on the disk.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         write: writes the content into a file beside it.
 
     Raises:

@@ -159,10 +159,10 @@ class Trainer(ABC, Generic[AnyBatch]):
         processes: what is done together with other processes.
 
     Attributes:
-        losses: of each step made.
+        losses: the losses of each step made.
         validation: metrics by step.
         baselines: validation metrics of what the model is compared with, by name, for the picture.
-        best_quality: of the model in `best.pt`.
+        best_quality: the quality of the model in `best.pt`.
     """
 
     advice = "A lower --learning-rate or more --warmup-steps may help."

@@ -21,14 +21,14 @@ class RetrievalModel(nn.Module):
 
     Args:
         num_items: size of the catalogue.
-        config: of the layers; its `embedding_dim` is the width of the item embeddings. Times are
-            read where it has a table for them.
+        config: the configuration of the layers; its `embedding_dim` is the width of the item
+            embeddings. Times are read where it has a table for them.
         num_layers: how many layers.
         max_seq_len: no sequence is longer.
-        dropout_ratio: of the embedded inputs.
+        dropout_ratio: the dropout ratio of the embedded inputs.
         l2_normalize: compares by cosine; False compares by dot product, with the states
             layer-normalized.
-        compute_dtype: of the layers; embeddings and scores are fp32.
+        compute_dtype: the dtype of the layers; embeddings and scores are fp32.
     """
 
     def __init__(

@@ -97,11 +97,11 @@ def make_parser(
     """Returns a parser of the shared options, to which an example adds its own.
 
     Args:
-        documentation: of the example: its first paragraph, and below the options the rest, which
-            starts with commands as examples.
+        documentation: the documentation of the example: its first paragraph, and below the options
+            the rest, which starts with commands as examples.
         out: the default of `--out`.
         made_up_data: where the made-up data set lies.
-        defaults: of those options whose best value depends on the example.
+        defaults: the defaults of those options whose best value depends on the example.
     """
     description, _, examples = (documentation or "").partition("\n\n")
     parser = argparse.ArgumentParser(

@@ -62,7 +62,7 @@ class Processes:
 
         Args:
             model: on its device, its parameters fp32.
-            compute_dtype: of the layers.
+            compute_dtype: the dtype of the layers.
             ignored_modules: as in `hstu_attn.distributed.parallelize`.
         """
         return parallelize(

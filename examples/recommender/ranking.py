@@ -53,7 +53,7 @@ class RankingConfig:
     """What a `RankingModel` computes.
 
     Attributes:
-        sizes: of the embedding tables by feature: "item" and each of `CONTEXTS`.
+        sizes: the sizes of the embedding tables by feature: "item" and each of `CONTEXTS`.
         actions: the names of the bits of an action.
         tasks: those that are predicted.
         max_history: no history has more events.
@@ -61,7 +61,7 @@ class RankingConfig:
         dim: width of the embeddings and of the layers.
         heads: heads of a layer; each has `dim / heads`.
         layers: how many layers.
-        dropout: of the inputs, and in each layer.
+        dropout: the dropout ratio of the inputs, and in each layer.
         target_group_size: candidates in such a group see each other causally; 1 is none.
     """
 
@@ -105,7 +105,7 @@ class EmbeddingTables(nn.Module):
     Args:
         sizes: rows of each table, by feature.
         dim: width.
-        seed: of the initial rows.
+        seed: the seed of the initial rows.
         device: where the tables are made, on whose kind the initial rows depend; None is torch's
             default.
     """
@@ -139,7 +139,8 @@ class RankingModel(nn.Module):
 
     Args:
         config: sizes and widths.
-        compute_dtype: of the layers; embeddings and head are fp32, as are all parameters.
+        compute_dtype: the dtype of the layers; embeddings and head are fp32, as are all
+            parameters.
         embeddings: looks rows up by feature; None is `EmbeddingTables`.
     """
 
@@ -253,7 +254,7 @@ def save_ranking_model(
     """Writes the model in place of what was there.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         model: of which parts may be elsewhere.
         parameters: its whole state by the names that it has on one process; None is the model's.
         validation: what the model reached in validation, by name.

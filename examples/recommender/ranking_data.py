@@ -138,7 +138,7 @@ class RankingData:
     Attributes:
         actions: the names of the bits of an action.
         bits: `(num_events,)` uint8, what was done, as bits.
-        sizes: of the embedding tables that the features index, by name.
+        sizes: the sizes of the embedding tables that the features index, by name.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def check_ranking_batch(
 
     Args:
         batch: the batch.
-        sizes: of the embedding tables, by the names of the features.
+        sizes: the sizes of the embedding tables, by the names of the features.
         num_actions: how many bits an action has.
         max_rows: no sequence has more rows in the model.
 

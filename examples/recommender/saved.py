@@ -74,9 +74,9 @@ def load_model(
     """Reads what `save_model` has written.
 
     Args:
-        path: of the file.
-        device: of the model.
-        compute_dtype: of the layers; None is as in training.
+        path: the path of the file.
+        device: the device of the model.
+        compute_dtype: the dtype of the layers; None is as in training.
 
     Raises:
         OSError: the file cannot be read.

@@ -79,7 +79,7 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     """Parses the options; exits if one is wrong, or names a file that does not exist.
 
     Args:
-        documentation: of the program, for `--help`.
+        documentation: the documentation of the program, for `--help`.
         arguments: None is the command line.
     """
     parser = Parser(prog="serve.py", description=documentation, formatter_class=Formatter)

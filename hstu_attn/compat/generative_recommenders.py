@@ -67,22 +67,22 @@ def hstu_mha(
         contextual_seq_len: contextual tokens, first in each sequence; they see everything but the
             candidates. In a sequence whose tokens before the candidates are fewer than these, each
             row sees itself alone.
-        min_full_attn_seq_len: with `max_attn_len`, the last so many tokens of the history, and the
-            candidates, see everything before them.
+        min_full_attn_seq_len: with `max_attn_len`, this many tokens at the end of the history, and
+            the candidates, see everything before them.
         sort_by_length, kernel, enable_tma: hints about scheduling and the implementation. The
-            result does not depend on them: this library decides both by itself.
+            result does not depend on them: this library chooses both.
         attn_func: an arbitrary mask as FBGEMM defines it, int32 `(1 or heads, n, >= total)` with
             odd `n`: row `i` sees keys `[0, F0) U [F1, F2) U ...` of its sequence, as far as they
             are not after it. It is the whole mask: it has to contain what `num_targets` and
-            `contextual_seq_len` say, which are not used beside it, and excludes `max_attn_len`.
+            `contextual_seq_len` say, which are ignored with it, and excludes `max_attn_len`.
         scaling_seqlen: the scale is `1 / scaling_seqlen`; -1 means `max_seq_len`.
 
     Returns:
         `(total, heads, Dv)` of q's dtype.
 
     Raises:
-        ValueError: for `causal=False`, `dropout_pr > 0`, a negative length, `attn_func` beside
-            `max_attn_len`, `attn_scale` beside `scaling_seqlen`, and as `hstu_attn.hstu_attention`.
+        ValueError: for `causal=False`, `dropout_pr > 0`, a negative length, `attn_func` with
+            `max_attn_len`, `attn_scale` with `scaling_seqlen`, and as `hstu_attn.hstu_attention`.
     """
     if isinstance(q, Proxy):
         return record_call(hstu_mha, (q,), **locals())
@@ -97,7 +97,7 @@ def hstu_mha(
     if v.shape[0] != q.shape[0]:
         raise ValueError(f"v: expected the rows of q, {q.shape[0]}, got {v.shape[0]}")
     if attn_scale is not None and scaling_seqlen != -1:
-        raise ValueError(f"scaling_seqlen: expected -1 beside attn_scale, got {scaling_seqlen}")
+        raise ValueError(f"scaling_seqlen: expected -1 with attn_scale, got {scaling_seqlen}")
     return clamped_attention(
         q,
         k,
@@ -206,7 +206,7 @@ def _mask(
             raise ValueError(f"{name}: expected 0 or more, got {value}")
     if attn_func is not None:
         if max_attn_len > 0:
-            raise ValueError(f"max_attn_len: expected 0 beside attn_func, got {max_attn_len}")
+            raise ValueError(f"max_attn_len: expected 0 with attn_func, got {max_attn_len}")
         return Mask.from_func(attn_func, causal=True)
     num_contexts = None
     if contextual_seq_len > 0:

@@ -8,7 +8,7 @@
 Beside MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
 (`hstu_attn.data.kuairand`). `BalancedBatchSampler` divides batches among ranks by what they cost.
 
-It needs numpy and tqdm beside torch: `pip install hstu_attn[data]`.
+It needs numpy and tqdm in addition to torch: `pip install hstu_attn[data]`.
 """
 
 from .balance import AttentionCost, BalancedBatchSampler, balance, imbalance

@@ -34,12 +34,12 @@ class AmazonLayout:
     """One of the two layouts of ratings.
 
     Args:
-        name: stands in the manifest of the preprocessed log.
+        name: the name in the manifest of the preprocessed log.
         columns: in their order.
         user: the column of users.
         item: the column of items.
         has_header: whether the first line names the columns.
-        ticks_per_second: of the timestamps.
+        ticks_per_second: the ticks per second of the timestamps.
     """
 
     name: str

@@ -211,11 +211,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: `(n,)`, rows of each sequence, positive.
-        cost: of sequences by their lengths.
+        cost: the cost of sequences by their lengths.
         global_batch_size: sequences of a batch over all ranks.
         num_ranks: how many ranks there are.
         rank: this one.
-        seed: of the order; the order of an epoch depends on it and on the epoch alone.
+        seed: the seed of the order; the order of an epoch depends on it and on the epoch alone.
         equal_counts: the ranks' batches hold equally many sequences, but for one.
         drop_last: leaves out the last global batch of an epoch if it is smaller.
         shuffle: otherwise global batches are consecutive sequences.

@@ -167,7 +167,7 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
     Args:
         lengths: `(n,)`, rows of each sequence.
         tokens_per_batch: a batch has no more rows than this, but for a single longer sequence.
-        seed: of the order.
+        seed: the seed of the order.
     """
 
     def __init__(self, lengths: NDArray[np.int64], tokens_per_batch: int, seed: int) -> None:

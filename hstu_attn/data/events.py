@@ -1,8 +1,8 @@
 """Event logs on disk: who did what, how it was rated, and when, grouped by user in time order.
 
-A source is streamed once and turned into arrays, memory-mapped afterwards, beside a JSON
+A source is streamed once and turned into arrays, memory-mapped afterwards, with a JSON
 manifest with a fingerprint of the source and of the options. Opening the same source again maps
-the arrays; a changed source is read anew. The directory is written under another name and renamed,
+the arrays; a changed source is read again. The directory is written under another name and renamed,
 so it is either whole or absent.
 """
 
@@ -103,7 +103,7 @@ class EventLog:
         return _source_ids(self.item_ids, self.item_keys)
 
     def user_name(self, user: int) -> str:
-        """Returns the source's id of a user, as it stands there."""
+        """Returns the source's id of a user, as text."""
         return _name(self.user_ids, self.user_keys, user)
 
     def find_user(self, name: str) -> int | None:
@@ -160,12 +160,12 @@ def open_event_log(
         source: one of these, each also with a name that ends in .gz:
 
             * MovieLens `ratings.dat` or `ratings.csv`; titles are read from `movies.dat` or
-              `movies.csv` beside it. Malformed lines are left out and reported.
+              `movies.csv` next to it. Malformed lines are left out and reported.
             * Amazon reviews, ratings only, of 2018 or 2023
               (`hstu_attn.data.amazon`). A malformed line is an error.
             * KuaiRand's logs, one file or several, or the directory that holds them
               (`hstu_attn.data.kuairand`). A malformed line is an error.
-        cache_dir: where the preprocessed form goes; None is `hstu_cache` beside `source`.
+        cache_dir: where the preprocessed form goes; None is `hstu_cache` next to `source`.
         progress: shows a progress bar while reading.
         layout: "movielens", "amazon" or "kuairand"; None is told by the first line.
         only: keeps only the events with that action, for example "long_view", where the layout has

@@ -68,7 +68,7 @@ class KuaiRandLayout:
     """The layout of the logs.
 
     Args:
-        name: stands in the manifest of the preprocessed log.
+        name: the name in the manifest of the preprocessed log.
     """
 
     name: str = "kuairand"

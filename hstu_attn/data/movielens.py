@@ -32,10 +32,10 @@ class MovieLensLayout:
     """One of the two MovieLens layouts.
 
     Args:
-        name: stands in the manifest of the preprocessed log.
+        name: the name in the manifest of the preprocessed log.
         delimiter: between the fields of a line.
         header: the first line of the ratings file, or None where neither file has one.
-        titles_file: name of the file of titles, beside the ratings.
+        titles_file: name of the file of titles, next to the ratings.
         titles_encoding: its text encoding.
     """
 

@@ -48,7 +48,8 @@ def write_synthetic_amazon(
 
     Args:
         directory: made if absent.
-        year: of the layout. That of 2018 has no header, and all timestamps are at midnight.
+        year: the year of the layout. That of 2018 has no header, and all timestamps are at
+            midnight.
         num_users: reviewers.
         num_items: products; not every one need be reviewed.
         mean_events: reviews per user, on average; each has at least 20.

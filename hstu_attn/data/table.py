@@ -35,7 +35,7 @@ class Block:
     Attributes:
         path: the file.
         first_line: the number of the first line, from 1.
-        names: of the columns.
+        names: the names of the columns.
         data: the bytes of the lines.
         starts: `(lines, columns)`, where each field begins in `data`.
         stops: `(lines, columns)`, one past its end.
@@ -132,8 +132,8 @@ def read_table(
 
     Args:
         path: the file.
-        names: of all columns in their order; with a header, of those that it must name, in any
-            order and among others.
+        names: the names of all columns in their order; with a header, of those that it must name,
+            in any order and among others.
         has_header: whether the first line names the columns.
         progress: shows a progress bar.
 

@@ -5,8 +5,8 @@
     ...
     checkpoints.save(step, model, optimizer, sampler=sampler)
 
-`directory/step-000000001000/` is a checkpoint by `torch.distributed.checkpoint` (the model with
-its divided tables, and the optimizers' state, each rank writing what it owns), beside `run.pt` (the
+`directory/step-000000001000/` is a checkpoint by `torch.distributed.checkpoint` (the model with its
+divided tables, and the optimizers' state, each rank writing what it owns), next to `run.pt` (the
 step, and the position of whatever else is given) and `rank-00000.pt` .. (each rank's random
 generators). It is written under another name and gets its own when it is whole on the disk, so that
 a kill at any moment leaves the last whole one. All ranks see one directory, on machines apart by a
@@ -67,8 +67,8 @@ class Checkpoints:
     Args:
         directory: holds them; made if absent.
         keep: how many stay: the one just saved and the newest others.
-        group: of all ranks; its collectives are to work on the CPU (gloo, or "cpu:gloo,cuda:nccl").
-            None is the default group.
+        group: the group of all ranks; its collectives are to work on the CPU (gloo, or
+            "cpu:gloo,cuda:nccl"). None is the default group.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Checkpoints:
         Args:
             step: how many steps of the optimizers are done.
             model: plain, or made by `hstu_attn.distributed.parallelize`.
-            optimizers: of the model's parameters. Those of torchrec's tables are saved with them.
+            optimizers: the optimizers of the model's parameters. Those of torchrec's tables are
+                saved with them.
             others: what has `state_dict` and `load_state_dict`, as a sampler or a scheduler;
                 the states are small, of tensors and plain Python values, and the same on all ranks,
                 of which the first one's are written.
@@ -257,7 +258,7 @@ class Checkpoints:
             os.replace(final, replaced)
         os.replace(temporary, final)
         _sync_directory(self.directory)
-        # What was just saved stays, also beside those of later steps that a run has gone back from.
+        # The checkpoint just saved stays, even if later ones exist from which a run has gone back.
         others = [path for _, path in sorted(self._found().items()) if path != final]
         left = {final, *others[max(0, len(others) + 1 - self.keep) :]}
         self._remove(

@@ -1,8 +1,8 @@
 """Context parallelism: the rows of long sequences shared out over the ranks of a group.
 
 Each sequence of a packed batch is cut into `2 * world` chunks, and rank `r` holds chunks `r` and
-`2 * world - 1 - r` of it: a cheap one and a dear one under a causal mask, so that all ranks have
-the same work. Everything in a layer but attention goes row by row and needs nothing else. For
+`2 * world - 1 - r` of it. Under a causal mask one is cheap and one is expensive, so that all ranks
+have the same work. Everything in a layer but attention goes row by row and needs nothing else. For
 attention, keys and values travel around the ring of the ranks while each computes what its rows
 take from the ones at hand. HSTU attention (Zhai et al. 2024, "Actions Speak Louder than Words",
 arXiv 2402.17152, section 3.2) has no softmax, so the outputs for parts of the keys add up; they are
@@ -11,7 +11,7 @@ again, and their gradients after them.
 
 A rank's rows are a packed batch too: of each sequence its first chunk, then its second.
 
-    rows = ContextBatch(seq_offsets, max_seq_len, group)    what lies where; once for each batch
+    rows = ContextBatch(seq_offsets, max_seq_len, group)    where the rows are; once for each batch
     x = rows.shard(x)                                       this rank's rows
     x = stack(x, seq_offsets, max_seq_len, context=rows)    offsets are those of whole sequences
     loss = loss_of(x, rows.shard(labels))                   summed, or averaged over all rows
@@ -81,7 +81,7 @@ class ContextBatch:
         max_seq_len: no whole sequence is longer.
         group: the ranks that share the sequences; None means all. Without `torch.distributed`, one.
         sm_margin: streaming multiprocessors that attention leaves free on a GPU, for the
-            communication that goes on beside it.
+            communication that overlaps with it.
 
     Attributes:
         rank, world: this rank within the group, and the group's size.
@@ -182,7 +182,8 @@ class ContextBatch:
             q: `(local rows, heads, D)`, as for `hstu_attention`.
             k: `(local rows, heads, D)`.
             v: `(local rows, heads, Dv)`.
-            mask: of the whole packed batch; None means that rows see everything in their sequence.
+            mask: the mask of the whole packed batch; None means that rows see everything in their
+                sequence.
             bias: None.
             alpha: factor of the scores.
             scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means the batch's `max_seq_len`.

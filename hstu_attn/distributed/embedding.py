@@ -8,7 +8,7 @@ Rank `r` of `n` owns the rows `r * ceil(rows / n) ..`; the parameter is a `DTens
 lookup sends ids to their owners, and rows come back; the backward pass sends the rows' gradients to
 the owners.
 
-Ids are sent once however often a batch has them. That costs nothing beside the exchange itself:
+Ids are sent once however often a batch has them. That costs little compared to the exchange itself:
 ids are to be grouped by owner anyway, which is a sort, and the owners need to know on the host how
 many come, so that one copy to the host is there anyway. `ShardedEmbedding.route` does this
 part, which depends on ids alone, ahead of time.
@@ -65,13 +65,13 @@ class ShardedEmbedding(nn.Module):
     NOTE: the gradient is dense in the rows that a rank owns, as that of `nn.Embedding`.
 
     Args:
-        name: of the feature; errors name it.
+        name: the name of the feature; errors name it.
         num_embeddings: rows of the table.
         embedding_dim: width of a row.
         mesh: the ranks, one-dimensional. None is a table on this process alone, its parameter a
             plain tensor. Nothing is sent where there is one rank.
         std: deviation of the initial rows.
-        seed: of the initial rows.
+        seed: the seed of the initial rows.
         output_dtype: rows are sent and returned in it, and so are a rank's gradients; those of
             several ranks are summed in the table's dtype. None is the table's dtype.
         device: where the table is made; None is the mesh's device.

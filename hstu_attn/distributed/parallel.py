@@ -60,8 +60,8 @@ def parallelize(
         strategy: `"ddp"` keeps all parameters on every rank and reduces gradients;
             `"fsdp2"` divides parameters, gradients and optimizer state of each layer, and those
             of the rest of the model, among the ranks.
-        compute_dtype: of the HSTU layers; None is that of what they are given.
-        ignored_modules: modules inside the model that look after their gradients themselves, beside
+        compute_dtype: the dtype of the HSTU layers; None is that of what they are given.
+        ignored_modules: modules inside the model that reduce their own gradients, in addition to
             `ShardedEmbedding`.
         find_unused_parameters: under `"ddp"`, allows parameters that a step does not use on this
             rank. Under `"fsdp2"` all ranks are to use the same ones in a step.

@@ -102,9 +102,9 @@ def torchrec_embedding_collection(
     Args:
         tables: by feature, its number of rows and their width, which is the same for all.
         mesh: one-dimensional, the ranks; also where there is one.
-        optimizer: of the tables: `torch.optim.SGD`, `Adagrad` or, on GPUs, `Adam`, or one of
-            torchrec, as `torchrec.optim.RowWiseAdagrad`.
-        options: of the optimizer, as `lr`.
+        optimizer: the optimizer of the tables: `torch.optim.SGD`, `Adagrad` or, on GPUs, `Adam`, or
+            one of torchrec, as `torchrec.optim.RowWiseAdagrad`.
+        options: the options of the optimizer, such as `lr`.
         std: deviation of the initial rows, which depend on the number of ranks.
 
     Raises:

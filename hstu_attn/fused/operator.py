@@ -64,8 +64,8 @@ class Settings(NamedTuple):
         num_heads, hidden_dim, attention_dim, linear_activation, norm_eps: as in `HSTULayerConfig`.
         input_centered, output_centered: whether a norm is a layer norm; else it is RMSNorm.
         groups: in which attention's output is normalized: 1 or `num_heads`.
-        parts: of y: see `GateOptions`.
-        dropout: of y.
+        parts: the parts of y: see `GateOptions`.
+        dropout: the dropout ratio of y.
         recompute_norm, recompute_linear, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
         has_backward: whether anything is kept for a backward.
     """
@@ -190,9 +190,9 @@ class FusedSteps:
 
     Args:
         x: the rows, of which the device, dtype and width choose the implementation.
-        weights: of the layer.
-        seed: of dropout, int64 `(1,)`; None is no dropout.
-        settings: of the call.
+        weights: the weights of the layer.
+        seed: the seed of dropout, int64 `(1,)`; None is no dropout.
+        settings: the settings of the call.
 
     Attributes:
         kept: what the backward reads, by the names in `settings.kept`.
@@ -270,7 +270,7 @@ def infer(
     Args:
         x: `(total, embedding_dim)`, of one of the dtypes of attention.
         weights, settings: see there; `has_backward` is False.
-        seed: of dropout, int64 `(1,)`; None is no dropout.
+        seed: the seed of dropout, int64 `(1,)`; None is no dropout.
         attend: attention.
 
     Returns:
@@ -574,8 +574,8 @@ def hstu_layer(
     Args:
         x: `(total, embedding_dim)`, of one of the dtypes of attention.
         weights: the parameters.
-        call: of attention.
-        seed: of dropout, int64 `(1,)`; None is no dropout.
+        call: the call of attention.
+        seed: the seed of dropout, int64 `(1,)`; None is no dropout.
         settings: see there; `has_backward` is found here.
 
     Returns:

@@ -18,8 +18,8 @@ class GateOptions(NamedTuple):
     """The options of the gate of attention's output.
 
     Attributes:
-        groups: 1 normalizes all columns of a row together; more normalizes so many groups of
-            neighboring columns each by itself, with one weight and one bias for a group.
+        groups: 1 normalizes all columns of a row together; more normalizes that many groups of
+            neighboring columns separately, with one weight and one bias for a group.
         eps: added to the variance.
         parts: what the result holds side by side: "u"; "x", the attention output; "normed", the
             same normalized; and last, always, "gated", the product of "normed" and "u".

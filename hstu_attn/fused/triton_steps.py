@@ -33,8 +33,8 @@ class Form(NamedTuple):
     The values are the fastest on an H200 at 1024 columns: docs/kernels/layer.md.
 
     Attributes:
-        elements: of a tile.
-        warps: of a program.
+        elements: the elements of a tile.
+        warps: the warps of a program.
         programs: for each streaming multiprocessor, of a kernel that sums over rows.
         stages: tiles that such a program works on at once: one, and the loads of the others.
         rows_read: tensors that it reads, of as many elements as a tile.

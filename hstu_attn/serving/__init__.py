@@ -1,11 +1,11 @@
-"""Serving: what an inference server needs beside the operator (`pip install hstu_attn[serving]`).
+"""Serving: an inference server around the operator (`pip install hstu_attn[serving]`).
 
 Engine           scores for many users at once, on keys and values that it keeps
 ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
 GraphBuckets     the shapes that an engine captures in CUDA graphs
 EventStore       the users' latest events, from which an engine recomputes what is not cached
 PagedKVCache     the keys and values of many users in pages, under an LRU policy
-CachedRows       where the rows of `HSTUStack.forward_cached` lie; StepTensors, the tensors it needs
+CachedRows       where the rows of `HSTUStack.forward_cached` are; StepTensors, the tensors it needs
 ScoringStep      a step over cached rows as a function of tensors, to be exported
 check_cacheable  refuses layers whose keys and values cannot be cached
 """

@@ -30,7 +30,7 @@ class Request:
         exclude_seen: whether items of the user's history are left out of those.
         at: the time at which the model is asked; None is the time of the last event.
         submitted: by `time.monotonic`.
-        future: of the answer.
+        future: the future of the answer.
     """
 
     user: User

@@ -235,14 +235,14 @@ class PagedKVCache:
     those of the following layers are copied meanwhile.
 
     Args:
-        num_layers: layers of the model; one page id stands for that page of every layer.
+        num_layers: layers of the model; one page id names that page of every layer.
         num_pages: pages to share among the users.
         page_size: tokens of a page: 16, 32, 64, 128 or 256.
         heads: attention heads.
-        head_dim: of keys and of values.
-        dtype: of the cache. With float8_e4m3fn, rows of any floating dtype are kept in a byte an
-            element, and a scale for each row and head.
-        device: of the cache; None means torch's default device.
+        head_dim: the head dim of keys and of values.
+        dtype: the dtype of the cache. With float8_e4m3fn, rows of any floating dtype are kept in a
+            byte an element, and a scale for each row and head.
+        device: the device of the cache; None means torch's default device.
         evict: whether users in no open step lose their pages, the least recently used first, when a
             batch finds too few free ones. If not, that is an error.
         host_pages: pages of the same size in host memory, pinned if the device is a GPU (torch then

@@ -62,7 +62,7 @@ class Engine:
     sees the events of those before it. The answer is that of the model on the user's whole history
     (at most the latest `store.max_events` events, see `EventStore`), up to rounding.
 
-    What is cached is each event's keys and values, but the last event is computed anew by every
+    What is cached is each event's keys and values, but the last event is computed again by every
     request: its state is what candidates are compared with, and a relative bias by time lets it
     depend on when the user is asked or acts next. Evicted users are recomputed from their events.
 
@@ -72,7 +72,7 @@ class Engine:
     Args:
         model: its layers must be cacheable (`check_cacheable`) and in evaluation mode.
         cache: for this engine alone, and cleared. It has the model's number of layers, heads and
-            head dim and the dtype of its rows, lies on the model's device, and holds at least one
+            head dim and the dtype of its rows, is on the model's device, and holds at least one
             history of `max_events`.
         store: the users' events; None is an `EventStore` for 100000 users.
         max_batch_size: requests computed together, at most.

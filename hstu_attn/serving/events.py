@@ -72,7 +72,7 @@ def event_rows(
 class EventStore:
     """The latest events of recently served users, in memory. It is not thread-safe.
 
-    A model takes so many events and no more, and positions count from the first of them, so
+    A model takes a limited number of events, and positions count from the first of them, so
     dropping the oldest one shifts all others and makes whatever is cached of them useless. So they
     are dropped some at a time: a history that would be longer than `max_events` is cut to its
     latest `max_events - drop`, which then can grow again.

@@ -37,7 +37,7 @@ class ScoringStep(nn.Module):
     """The step that `Engine` computes: it writes new events to the cache and scores candidates.
 
     Args:
-        model: as for `Engine`.
+        model: as in `Engine`.
         max_seq_len: no user has more rows in a step. A longer history takes several steps, the
             first ones without candidates.
         max_key_len: no user has more events and candidates together.
@@ -90,8 +90,9 @@ class ScoringStep(nn.Module):
         where candidates are rows, the candidates; `total` rows in all.
 
         Args:
-            kv_caches: of each layer `(num_pages, 2, page_size, heads, head_dim)`, contiguous, in
-                the dtype in which the model embeds or float8_e4m3fn; written in place.
+            kv_caches: the caches of each layer `(num_pages, 2, page_size, heads, head_dim)`,
+                contiguous, in the dtype in which the model embeds or float8_e4m3fn; written in
+                place.
             page_offsets: int32 `(B + 1,)`, as in `PagedKV`, with pages for the new events.
             page_ids: int32 `(page_offsets[-1],)`.
             last_page_lens: int32 `(B,)`, with the new events.

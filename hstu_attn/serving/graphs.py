@@ -64,8 +64,8 @@ class StepLimits(NamedTuple):
 
     Attributes:
         requests: together in a step.
-        events: of a user.
-        candidates: of a request, where candidates are rows; else 0.
+        events: the number of events of a user.
+        candidates: the number of candidates of a request, where candidates are rows; else 0.
     """
 
     requests: int
@@ -83,7 +83,7 @@ class Shape(NamedTuple):
 
     Attributes:
         batch: requests; those that a batch lacks have no rows.
-        rows: of all together; those that a batch lacks belong to no request.
+        rows: the rows of all together; those that a batch lacks belong to no request.
         longest: rows of a request, at most. Kernels choose by it how many blocks share keys.
     """
 
@@ -108,11 +108,11 @@ class StackGraphs:
         stack: its parameters may change in place, but not move.
         kv_cache: as `PagedKVCache.kv_cache`.
         buckets: the shapes.
-        limits: of the steps.
+        limits: the limits of the steps.
         reads_times: whether the stack is given times.
         with_targets: whether candidates are rows.
         kv_scales: as `PagedKVCache.kv_scales`.
-        dtype: of the rows; None is that of the cache.
+        dtype: the dtype of the rows; None is that of the cache.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class StackGraphs:
 
         Args:
             step: an open one of the cache.
-            batch: of the same users.
+            batch: the batch of the same users.
             x: `(total, embedding_dim)`, the embedded rows.
 
         Raises:

@@ -22,7 +22,7 @@ class Returning:
     """The copies that bring a step's users back, layer by layer.
 
     Args:
-        device: of the cache.
+        device: the device of the cache.
         layers: an event for each layer, recorded when its copies are done; none on a CPU, where
             they are done when they have been made, and where there are no copies.
     """
@@ -68,13 +68,13 @@ class HostTier:
       to side alone, and torch is told that side reads the one that main filled.
 
     Args:
-        tensors: of the cache, each `(layers, device pages, ...)`, contiguous; a page of a layer has
-            a multiple of 8 bytes.
-        num_pages: of the host.
+        tensors: the tensors of the cache, each `(layers, device pages, ...)`, contiguous; a page of
+            a layer has a multiple of 8 bytes.
+        num_pages: the number of pages of the host.
 
     Attributes:
         lock: to hold from when the page table moves users until `move` has returned.
-        page_bytes: of one page in all layers and tensors.
+        page_bytes: the bytes of one page in all layers and tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor], num_pages: int) -> None:

@@ -397,11 +397,11 @@ def test_embedding_of_positions() -> None:
         ({"output_norm": None}, "output_norm: expected one of .*'rms_norm'.*, got None"),
         (
             {"output_norm": "rms_norm", "use_group_norm": True},
-            "output_norm: expected 'layer_norm' beside use_group_norm, got 'rms_norm'",
+            "output_norm: expected 'layer_norm' with use_group_norm, got 'rms_norm'",
         ),
         ({"norm_eps": 0.0}, "norm_eps: expected a positive number, got 0.0"),
         ({"output_dropout_ratio": 1.0}, "output_dropout_ratio: expected"),
-        ({"concat_ua": True, "concat_u": True}, "concat_ua: expected False beside"),
+        ({"concat_ua": True, "concat_u": True}, "concat_ua: expected False with"),
         ({"scaling_seqlen": 0}, "scaling_seqlen: expected -1 or positive, got 0"),
         ({"enable_relative_attention_bias": True}, "relative_bias_max_seq_len: expected"),
         ({**BIASED, "relative_bias_heads": 3}, "relative_bias_heads: expected a divisor"),
