@@ -443,7 +443,7 @@ class NinjaBuild(build_ext):
         if cuda:
             subprocess.run([sys.executable, str(ROOT / "tools/kernel_table.py"), str(folder)])
 
-        self.force = True  # a library of another configuration may lie there, and be newer
+        self.force = True  # a library of another configuration may be there, and be newer
         for ext in self.extensions:
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)

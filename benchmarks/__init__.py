@@ -1,13 +1,13 @@
 """Benchmarks. Each module that measures is run with `python -m benchmarks.<name>`.
 
-- attention: the kernels for GPUs beside Triton and softmax attention; `make bench-gpu`
+- attention: the kernels for GPUs against Triton and softmax attention; `make bench-gpu`
 - paged: attention over a paged KV cache, and with `--stack` a stack of layers (stack)
 - layer: a whole layer on a GPU, fused and composed, and what its kernels take
 - training_step: attention's share of a training step of the retrieval example, on a GPU
 - train: training steps of the ranking example on several GPUs
 - context: context parallel attention over several GPUs
-- cpu: the CPU kernels beside plain torch; `make bench-cpu`
-- cpu_limits: the CPU kernels by instruction set, beside a matrix product
+- cpu: the CPU kernels against plain torch; `make bench-cpu`
+- cpu_limits: the CPU kernels by instruction set, against a matrix product
 - cache: the host time of the operations of the paged KV cache
 - engine: the inference engine under load; serving: examples/serve.py under load, over loopback
 - retrieval, ranking: what the examples that train reach

@@ -97,7 +97,7 @@ class Worker:
         checkout: the folder that has `hstu_attn` with its built library.
 
     Attributes:
-        described: where the library lies, the GPU's name and the limits of `Run`.
+        described: the path of the library, the GPU's name and the limits of `Run`.
 
     Raises:
         ValueError: if there is no library in the checkout.

@@ -1,4 +1,4 @@
-"""The kernels for GPUs beside Triton and softmax attention.
+"""The kernels for GPUs against Triton and softmax attention.
 
     python -m benchmarks.attention --quick
     python -m benchmarks.attention --json attention.json

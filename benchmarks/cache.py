@@ -3,7 +3,7 @@
     python -m benchmarks.cache
     python -m benchmarks.cache --device cuda --batch 64 256 --new 1 --json cache.json
 
-A batch of random users with a history of the same length, each with so many new tokens, opens a
+A batch of random users with a history of the same length, each with some new tokens, opens a
 step and closes it; nothing is computed. Microseconds per user, medians of the rounds:
 
     step      `step(users, new_tokens)`, as numpy arrays

@@ -3,7 +3,7 @@
 - table: causal batches, and jagged ones with contextual tokens and targets
 - rab: a dense bias, with and without its gradient
 - deterministic: the backward that gives the same bits on every run
-- masks: others beside plain causal, by the tiles that a kernel has to work on
+- masks: masks other than plain causal, by the tiles that a kernel has to work on
 - latency: one short sequence
 - host: the time that a call takes of the host, on a sequence too short to keep a GPU busy
 """

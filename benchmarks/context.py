@@ -1,4 +1,4 @@
-"""Context parallel attention over the GPUs of a machine, beside one GPU.
+"""Context parallel attention over the GPUs of a machine, against one GPU.
 
     torchrun --nproc-per-node 8 -m benchmarks.context --json context.json
     python -m benchmarks.context --length 32768 --rounds 5

@@ -1,4 +1,4 @@
-"""The CPU kernels beside plain torch.
+"""The CPU kernels against plain torch.
 
     python -m benchmarks.cpu --quick
     python -m benchmarks.cpu --json cpu.json --threads 8
@@ -13,9 +13,9 @@ For jagged causal batches it times the forward (without gradients) and the backw
     compiled        the same under torch.compile, compiled for the batch; compiling is not counted
 
 Every one is first held against the fp64 reference. Then rounds are interleaved (in each, every
-implementation runs once, on the next of several input sets), and the median counts. A round beside
+implementation runs once, on the next of several input sets), and the median counts. A round during
 which other processes kept the machine busy is repeated, within patience. Freed memory is kept for
-the next call, for every implementation alike (see load.py). Beside the times stands the peak memory
+the next call, for every implementation alike (see load.py). Next to the times is the peak memory
 that a call needs (see memory.py); that of the backward includes the forward that it follows and
 what that has saved.
 """

@@ -137,7 +137,7 @@ def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
 
 
 def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load[EngineStats]:
-    """Keeps so many requests in flight."""
+    """Keeps `concurrency` requests in flight."""
 
     def connect(thread: int) -> Callable[[], bool]:
         rng = random.Random(f"{options.seed} {concurrency} {thread}")

@@ -30,7 +30,7 @@ _INT_MAX = 2**31 - 1
 def keep_freed_memory() -> None:
     """Makes malloc reuse freed memory instead of mapping fresh pages, as tuned allocators do.
 
-    Else large tensors are mapped anew by every call, and what is timed is how fast the system
+    Otherwise every call maps large tensors again, and what is timed is how fast the system
     clears their pages, which varies on virtual machines whose hosts take free memory back. Does
     nothing where malloc is not glibc's.
     """

@@ -4,7 +4,7 @@ The process runs the call twice. Before the second time it resets the kernel's r
 largest resident set (`/proc/self/clear_refs`), and afterwards reads how far that went beyond what
 was resident before. So everything counts that the call holds at once: its outputs, what it saves
 for the backward, and scratch that no allocator hook of torch would see; inputs, masks, libraries
-and threads do not. glibc is told to map each block of 64 KiB or more by itself, so that what has
+and threads do not. glibc is told to map each block of 64 KiB or more separately, so that what has
 been freed is neither resident nor used again unseen.
 """
 

@@ -7,7 +7,7 @@ Of benchmarks.attention, `roofline.png` sets TFLOP/s against FLOPs per byte that
 below what the same run's matrix product and copy allow, and `forward-backward-dD.png`, one for each
 head dim D, has a bar for each implementation of the cases of the table. Of benchmarks.train,
 `train-STRATEGY.png` shows the tokens/s per GPU by the number of GPUs, and of benchmarks.paged,
-`paged.png` each form beside what a request needs.
+`paged.png` each form and what a request needs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ SPIN = "spin_kernel"  # before each call, by Gpu.milliseconds
 
 
 def profile(path: Path, rounds: int, call: Callable[[], Any]) -> list[Event]:
-    """Profiles so many calls and returns the events; the Chrome trace goes to `path`."""
+    """Profiles `rounds` calls and returns the events; the Chrome trace goes to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profiler:
         for _ in range(rounds):

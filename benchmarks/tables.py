@@ -49,7 +49,7 @@ class Table:
 
 
 def _number(x: float | None, digits: int = 3) -> str:
-    """With so many significant digits, and never an exponent."""
+    """Formats with so many significant digits, and never an exponent."""
     if x is None:
         return "-"
     rounded = float(f"{x:.{digits}g}")
@@ -237,7 +237,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def speed(ours: File, theirs: File) -> list[str]:
-    """Returns what README.md says about speed: one shape, forward and backward, beside others.
+    """Returns what README.md says about speed: one shape, forward and backward, against others.
 
     Args:
         ours: the records of `attention`.
@@ -267,7 +267,7 @@ def speed(ours: File, theirs: File) -> list[str]:
 
 
 def peers(ours: File, theirs: File, cases: Sequence[str] = ()) -> Table:
-    """This library beside others on causal batches.
+    """Compares this library with others on causal batches.
 
     Args:
         ours: the records of `attention`.

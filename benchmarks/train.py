@@ -18,8 +18,8 @@ on the first ranks of the run; a step's time is that of the slowest rank, and th
 steps counts. FLOPs are those of the layers' products and of attention, 4 * L^2 / 2 for each head
 and column; the backward counts twice the forward of the products and 2.5 times that of attention.
 "share" is that of a product of two 8192 x 8192 matrices in bf16, which takes part in every step,
-and "MFU" that of what the GPU's data sheet says. "scaling" is the tokens/s per GPU beside those
-of one GPU alone in the same case, or, of strong scaling, the FLOPs.
+and "MFU" that of what the GPU's data sheet says. "scaling" is the tokens/s per GPU relative to
+those of one GPU alone in the same case, or, of strong scaling, the FLOPs.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def random_lengths(
 def random_batch(
     options: argparse.Namespace, lengths: Lengths, generator: np.random.Generator
 ) -> RankingBatch:
-    """Sequences of so many rows, of users and items drawn uniformly."""
+    """Makes sequences of the given `lengths`, of users and items drawn uniformly."""
     events = (lengths - len(CONTEXTS) - options.targets) // 2
     total, count = int(events.sum()), len(lengths)
 
@@ -302,7 +302,7 @@ def measure(run: Run, case: str) -> Iterator[Record]:
 
 
 def scaling(kept: Record, record: Record) -> float | None:
-    """Returns the record's speed beside that of one GPU alone, where this was measured before.
+    """Returns the record's speed relative to one GPU, if that was measured before.
 
     Args:
         kept: the records of one GPU by case; a record of one GPU is added.

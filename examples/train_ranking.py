@@ -8,7 +8,7 @@
     python examples/train_ranking.py --data Video_Games.csv.gz --out runs/games --no-baselines
 
 Data are KuaiRand's logs, whose tasks are its actions, MovieLens ratings or Amazon reviews, whose
-tasks are ratings of so many stars or more. Of each user the last events are for testing, those
+tasks are ratings of that many stars or more. Of each user the last events are for testing, those
 before them for validation, and the rest for training.
 
 A sequence is a request: contextual features, a history of items and actions by turns, and
@@ -18,7 +18,7 @@ candidate once an epoch. More of them make a pass cheaper for each, but the hist
 last ones. In the input candidates have neither their actions nor their times, so that nothing of
 what is predicted is seen.
 
-Evaluation is by AUC and normalized entropy of each task, beside rates of items and users. The
+Evaluation is by AUC and normalized entropy of each task, next to rates of items and users. The
 output directory holds the curves, also for TensorBoard, the metrics and checkpoints, from which a
 killed run continues exactly. A directory that holds a run is never written over: `--resume`
 continues the run, or with more `--epochs` trains a finished one on, and another `--out` starts a

@@ -7,10 +7,10 @@
     python examples/train_retrieval.py --data Video_Games.csv.gz --out runs/games --no-baselines
     python examples/train_retrieval.py --data KuaiRand-Pure/data --out runs/views --only long_view
 
-Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles beside them), Amazon
+Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles next to them), Amazon
 reviews (ratings only, of 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
 testing, the one before it for validation, and the rest for training (arXiv 2402.17152, section
-4.1.1). Training is by sampled softmax; evaluation ranks the whole catalogue and stands beside two
+4.1.1). Training is by sampled softmax; evaluation ranks the whole catalogue and compares with two
 baselines. The output directory holds the curves, the metrics and checkpoints, from which a killed
 run continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that
 holds a run is never written over: `--resume` continues the run, or with more `--epochs` trains a

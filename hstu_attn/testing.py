@@ -597,7 +597,7 @@ class _LeftToRight(torch.overrides.TorchFunctionMode):
         (summed,) = set(names_left) & set(names_right) - set(result)
         dim_left, dim_right = names_left.index(summed), names_right.index(summed)
         product = equation.replace(summed, "")
-        # Of nothing: zeros.
+        # A sum of nothing is zero.
         total = torch.einsum(equation, left.narrow(dim_left, 0, 0), right.narrow(dim_right, 0, 0))
         for a, b in zip(left.unbind(dim_left), right.unbind(dim_right), strict=True):
             total = total + torch.einsum(product, a, b)

@@ -93,7 +93,7 @@ class Prefetcher(Generic[AnyBatch]):
         result: Future[tuple[AnyBatch, AnyBatch]] = Future()
         try:
             batch = self._draw()
-            with torch.cuda.stream(self._stream):  # None changes no stream
+            with torch.cuda.stream(self._stream):  # a None stream changes nothing
                 result.set_result((batch, batch.to(self._device)))
         except Exception as error:
             result.set_exception(error)

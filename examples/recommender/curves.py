@@ -23,7 +23,7 @@ def plot_curves(
     labels: Mapping[str, str],
     loss_label: str,
 ) -> None:
-    """Draws the loss of each step, and the validation metrics beside those of the baselines.
+    """Draws the loss of each step, and the validation metrics next to those of the baselines.
 
     Args:
         path: the path of the PNG, replaced as a whole.

@@ -31,7 +31,7 @@ def naming(path: Path) -> Iterator[None]:
         found = _system_error(error)
         if found is None or (found is error and found.filename is not None):
             raise
-        # numpy's own error for a full disk has a text and no number.
+        # numpy's own error for a full disk has a text but no errno.
         number, text = found.errno or errno.EIO, found.strerror or str(found)
         raise OSError(number, text, str(found.filename or path)) from error
 
@@ -51,7 +51,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Args:
         path: the path of the file.
-        write: writes the content into a file beside it.
+        write: writes the content into a file next to it.
 
     Raises:
         OSError: it cannot be written; what was there before is unchanged.

@@ -100,7 +100,7 @@ def make_parser(
         documentation: the documentation of the example: its first paragraph, and below the options
             the rest, which starts with commands as examples.
         out: the default of `--out`.
-        made_up_data: where the made-up data set lies.
+        made_up_data: the path of the made-up data set.
         defaults: the defaults of those options whose best value depends on the example.
     """
     description, _, examples = (documentation or "").partition("\n\n")

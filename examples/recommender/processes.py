@@ -35,7 +35,7 @@ class Processes:
 
     Args:
         world: as `hstu_attn.distributed.run` gives it; by default this process alone.
-        strategy: whether every process has the whole model beside its tables (`"ddp"`) or its
+        strategy: whether every process has the whole model except its tables (`"ddp"`) or its
             layers are divided, too (`"fsdp2"`).
 
     Attributes:

@@ -39,7 +39,7 @@ Split = Literal["training", "validation", "test"]
 
 RATING_LEVELS = (2, 3, 4, 5)
 RATING_ACTIONS = tuple(f"rating_{level}" for level in RATING_LEVELS)
-"""Actions of data that have ratings: of at least so many stars."""
+"""Actions of data that have ratings: of at least this many stars."""
 
 CONTEXTS = ("user", "activity", "hour")
 """The contextual features of a window: the user; how many events they had before, by powers of two;
@@ -133,7 +133,7 @@ class RankingData:
         max_history: events before the candidates; older ones are left out.
         max_targets: candidates of a window in training.
         held_out: candidates of a window in validation and test.
-        user_buckets: users share so many embeddings, by a hash, if there are more users.
+        user_buckets: users share this many embeddings, by a hash, if there are more users.
 
     Attributes:
         actions: the names of the bits of an action.

@@ -23,7 +23,7 @@ class Scalars:
 
     Args:
         directory: holds the files; None writes nothing.
-        steps_done: a run continues after so many; 0 removes what the directory holds.
+        steps_done: a run continues after this many steps; 0 removes what the directory holds.
 
     Raises:
         OSError: the files cannot be written, here or in a method; it has the path.

@@ -92,7 +92,7 @@ _SCHEMAS = {
     ),
 }
 
-# What FBGEMM rounds the last dimension of rab up to, in elements.
+# FBGEMM rounds the last dimension of rab up to a multiple of this many elements.
 _RAB_ALIGNMENT = 8
 
 

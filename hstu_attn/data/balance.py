@@ -164,7 +164,7 @@ def _exchange(
         if gap < 2 or not parts[high]:
             return
         given = np.array(parts[high])
-        # What comes back: a sequence of the other rank or, where counts may differ, nothing.
+        # A sequence of the other rank comes back or, where counts may differ, nothing.
         back = np.array([*parts[low], *([-1] if may_move else [])], np.int64)
         if not len(back):
             return

@@ -391,7 +391,7 @@ class _Calls:
         num_second: int,
     ) -> None:
         self._found: dict[tuple[Any, ...], tuple[tuple[Tensor | None, ...], list[list[_Call]]]] = {}
-        # Not a cycle, so that the tensors of both are freed with the last use of the batch.
+        # There is no reference cycle, so both free their tensors with the last use of the batch.
         self.batch: ContextBatch = weakref.proxy(batch)
         self.max_chunk = -(-batch.max_seq_len // (2 * batch.world))
         self.slot_lengths = slot_lengths

@@ -108,7 +108,8 @@ class ShardedEmbedding(nn.Module):
         self.output_dtype = output_dtype
         self.num_ranks = 1 if mesh is None else mesh.size()
         rank = 0 if mesh is None else mesh.get_local_rank()
-        # As torch.chunk and therefore Shard(0) divide: the last ranks may own fewer rows, or none.
+        # Rows are divided as by torch.chunk and Shard(0): the last ranks may own fewer rows, or
+        # none.
         rows_per_rank = -(-num_embeddings // self.num_ranks)
         bounds = torch.arange(self.num_ranks + 1) * rows_per_rank
         bounds = bounds.clamp(max=num_embeddings)

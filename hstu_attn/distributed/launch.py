@@ -104,7 +104,7 @@ def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta
     )
     mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
     result = main(World(dist.get_rank(), local_rank, dist.get_world_size(), device, mesh))
-    # Only after success: a rank that fails must not wait here for the others.
+    # This runs only after success: a rank that fails must not wait here for the others.
     dist.destroy_process_group()
     # NOTE: a group ends with the last reference to it, of which models hold some in cycles. If its
     # threads ran on until Python ends, one that frees a tensor then would abort the process.

@@ -191,7 +191,7 @@ class ShardedSteps(ComposedSteps):
         ratio = self.config.output_dropout_ratio
         if not self.training or ratio == 0:
             return y
-        # On the CPU, so that the host does not wait for a GPU.
+        # It is on the CPU, so that the host does not wait for a GPU.
         seed = int(torch.randint(2**62, (), device="cpu"))
         generator = torch.Generator(y.device).manual_seed(seed + dist.get_rank(self.group))
         kept = torch.empty_like(y).bernoulli_(1 - ratio, generator=generator)

@@ -130,7 +130,7 @@ def torchrec_embedding_collection(
         )
         for name, (rows, width) in tables.items()
     ]
-    # Without memory until it is divided.
+    # The meta device allocates no memory until the tables are divided.
     collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
     apply_optimizer_in_backward(optimizer, collection.parameters(), dict(options))
     sharder = EmbeddingCollectionSharder()

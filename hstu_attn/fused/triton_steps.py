@@ -58,7 +58,7 @@ GATE_BACKWARD_AGAIN = GATE_BACKWARD._replace(programs=4)  # which also writes wh
 MAX_WARPS = 16
 # The elementwise kernels cut wider rows into such pieces.
 MAX_COLS = 1024
-# What the loads of a program may take of shared memory: every GPU since Ampere has as much.
+# Shared memory for the loads of a program (bytes); every GPU since Ampere has at least this much.
 MAX_STAGED_BYTES = 96 * 1024
 
 
@@ -184,7 +184,7 @@ def silu(z: Tensor, in_place: bool) -> Tensor:
 def activation_backward(gradient: Tensor, z: Tensor, activated: int, sums: bool) -> Tensor | None:
     if not activated and not sums:
         return None
-    # Without sums the columns that had no activation need no visit.
+    # Without sums, columns without an activation need no program.
     width = gradient.shape[1] if sums else activated
     tile = _summing_tile(z, width, ACTIVATION_BACKWARD, MAX_COLS)
     column_tiles = triton.cdiv(width, tile["COLS"])

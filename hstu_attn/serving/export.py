@@ -168,7 +168,8 @@ class ScoringStep(nn.Module):
             del wanted["key_times"], wanted["row_times"]
 
         pages, batch = Dim("pages"), Dim("batch")
-        # What a size stands for, and an example. These differ, so that none is taken for another.
+        # Each size and its example. The examples differ, so that torch.export keeps the sizes
+        # apart.
         sizes = {
             "batch": (batch, 3),
             "batch + 1": (batch + 1, 4),
