@@ -29,18 +29,24 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         The copies, contiguous. They are parts of one allocation, which lives as long as any of
         them.
     """
-    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    sizes = [size for tensor in tensors for size in (tensor.nbytes, -tensor.nbytes % ALIGNMENT)]
     together = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, tensor in zip(_parts(together, sizes, tensors), tensors, strict=True):
+    parts = _parts(together, sizes, tensors)
+    for part, tensor in zip(parts, tensors, strict=True):
         part.copy_(tensor)
+    if device.type == "cpu":
+        return parts
     return _parts(together.to(device, non_blocking=True), sizes, tensors)
 
 
 def _parts(together: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of bytes, of the shapes and dtypes of other tensors."""
+    """Returns views of bytes, of the shapes and dtypes of other tensors.
+
+    `sizes` are those of each tensor and of the padding after it, in bytes.
+    """
     return [
-        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(together.split(sizes), like, strict=True)
+        part.view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(together.split(sizes)[::2], like, strict=True)
     ]
 
 
