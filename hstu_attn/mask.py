@@ -118,12 +118,12 @@ class Mask:
         ):
             if lengths is not None and right != 0:
                 raise ValueError(
-                    f"{name}: expected window_size (-1, 0) or (left, 0) with it, got "
+                    f"{name}: expected window_size (-1, 0) or (left, 0), got "
                     f"window_size {(left, right)}"
                 )
         if self.min_full_attn_seq_len > 0 and (left < 0 or right != 0):
             raise ValueError(
-                "min_full_attn_seq_len: expected window_size (left, 0) with left >= 0 with it, "
+                "min_full_attn_seq_len: expected window_size (left, 0) with left >= 0, "
                 f"got window_size {(left, right)}"
             )
 
