@@ -469,7 +469,7 @@ def test_tasks_are_checked_without_baselines(
     spoiled.write_text("\n".join(re.sub(r"^(\d+::\d+)::\d", r"\1::5", line) for line in lines))
     run = arguments(train_ranking, spoiled, tmp_path / "run", "--no-baselines")
     assert train_ranking.main(run) == 1
-    assert "tasks must have both labels in the training events" in capsys.readouterr().err
+    assert "tasks: expected both labels in the training events" in capsys.readouterr().err
 
 
 def test_choices_are_those_of_the_library() -> None:
