@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import http.client
 import json
-import os
 import re
 import signal
 import socket
@@ -41,13 +39,13 @@ pytest.importorskip("fastapi")
 
 import serve  # noqa: E402
 import train_retrieval  # noqa: E402
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from recommender import serve_options  # noqa: E402
 from recommender.http import MAX_BODY_BYTES, MAX_CANDIDATES, MAX_ERRORS  # noqa: E402
 from recommender.saved import SavedModel, load_model  # noqa: E402
 from recommender.server import add_events, make_engine, make_server  # noqa: E402
 
 from hstu_attn.serving import Engine, EventStore  # noqa: E402
+from tests.helpers.http_client import Client, process  # noqa: E402
 
 LONGEST = 30
 CPU = torch.device("cpu")
@@ -78,71 +76,6 @@ def saved(checkpoint: Path) -> SavedModel:
 @pytest.fixture(scope="module")
 def log(ratings: Path) -> EventLog:
     return open_event_log(ratings)
-
-
-class Client:
-    """Speaks to a server; a connection for each request."""
-
-    def __init__(self, address: str) -> None:
-        self.host, port = address.removeprefix("http://").split(":")
-        self.port = int(port)
-
-    def send(
-        self, method: str, path: str, body: Any = None, headers: Any = None, **options: Any
-    ) -> tuple[int, Any, Any]:
-        """Status, headers and the decoded body."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
-        try:
-            if body is not None and not isinstance(body, bytes) and not hasattr(body, "__next__"):
-                body = json.dumps(body).encode()
-            headers = {"Content-Type": "application/json", **(headers or {})}
-            connection.request(method, path, body, headers, **options)
-            response = connection.getresponse()
-            text = response.read().decode()
-            is_json = response.headers.get_content_type() == "application/json"
-            if is_json:
-                return response.status, response.headers, json.loads(text) if text else None
-            return response.status, response.headers, text
-        finally:
-            connection.close()
-
-    def post(self, path: str, **body: Any) -> Any:
-        status, _, answer = self.send("POST", path, body)
-        assert status == 200, answer
-        return answer
-
-    def metrics(self) -> dict[str, float]:
-        """Values without labels, and HTTP answers by path and status."""
-        status, headers, text = self.send("GET", "/metrics")
-        assert status == 200
-        assert headers["Content-Type"].startswith("text/plain")
-        values = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                labels = ",".join(sample.labels.values())
-                values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-        return values
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """The server as its user starts it."""
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0", *arguments]
-    server = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stdout is not None
-        for line in server.stdout:
-            if found := re.search(r"^Serving .* at (http://\S+)$", line):
-                yield server, Client(found[1])
-                break
-        else:
-            raise AssertionError(server.stderr.read() if server.stderr else "")
-    finally:
-        server.kill()
-        server.communicate()
 
 
 @pytest.fixture(scope="module")
