@@ -173,8 +173,8 @@ void check_bias(const Arguments& args, ForwardParams& params) {
       fail("rab", join("a number of heads that divides ", heads), describe_shape(rab));
     }
     check_last_stride("rab", rab);
-    if (args.pos_weight) fail("pos_weight", "None beside rab", "a tensor");
-    if (args.ts_weight) fail("ts_weight", "None beside rab", "a tensor");
+    if (args.pos_weight) fail("pos_weight", "None with rab", "a tensor");
+    if (args.ts_weight) fail("ts_weight", "None with rab", "a tensor");
     params.rab = to_dense_bias(rab, dtype);
   }
   RelativeBias& bias = params.relative_bias;
@@ -186,8 +186,8 @@ void check_bias(const Arguments& args, ForwardParams& params) {
   }
   if (!args.ts_weight) return;
   bias.time = to_table("ts_weight", *args.ts_weight, args);
-  if (!args.timestamps) fail("timestamps", "a tensor beside ts_weight", "None");
-  if (!args.ts_thresholds) fail("ts_thresholds", "a tensor beside ts_weight", "None");
+  if (!args.timestamps) fail("timestamps", "a tensor with ts_weight", "None");
+  if (!args.ts_thresholds) fail("ts_thresholds", "a tensor with ts_weight", "None");
   const int64_t times = args.kv_cache ? -1 : args.k.size(0);
   bias.timestamps = to_times("timestamps", *args.timestamps, args, times, "(total_k)");
   bias.thresholds = to_times("ts_thresholds", *args.ts_thresholds, args, -1, "(thresholds)");
@@ -206,10 +206,10 @@ void check_cache_dtype(const TensorView& cache, const OptionalView& scales, cons
       fail("kv_cache", join("the dtype of ", whose, " (", describe_dtype(q), ") or float8_e4m3fn"),
            describe_dtype(cache));
     }
-    if (scales) fail("kv_scales", "None beside a kv_cache that is not float8_e4m3fn", "a tensor");
+    if (scales) fail("kv_scales", "None with a kv_cache that is not float8_e4m3fn", "a tensor");
     return;
   }
-  if (!scales) fail("kv_scales", "a tensor beside a float8_e4m3fn kv_cache", "None");
+  if (!scales) fail("kv_scales", "a tensor with a float8_e4m3fn kv_cache", "None");
   check_device("kv_scales", *scales, q, whose);
   check_dtype("kv_scales", *scales, ScalarType::Float, "float32");
   check_shape("kv_scales", *scales, {cache.size(0), 2, cache.size(2), cache.size(3)},
@@ -255,7 +255,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   for (const auto& [name, given] : {std::pair("page_offsets", args.page_offsets.has_value()),
                                     std::pair("page_ids", args.page_ids.has_value()),
                                     std::pair("last_page_lens", args.last_page_lens.has_value())}) {
-    if (args.kv_cache && !given) fail(name, "a tensor beside kv_cache", "None");
+    if (args.kv_cache && !given) fail(name, "a tensor with kv_cache", "None");
     if (!args.kv_cache && given) fail(name, "None without kv_cache", "a tensor");
   }
   if (!args.kv_cache) {
@@ -267,7 +267,7 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   params.paged.last_page_lens = to_index_prefix("last_page_lens", *args.last_page_lens, args.q,
                                                 params.batch.batch, "(batch)");
   if (args.v.size(2) != args.q.size(2)) {
-    fail("v", join("the head_dim of q beside kv_cache (", args.q.size(2), ")"),
+    fail("v", join("the head_dim of q with kv_cache (", args.q.size(2), ")"),
          describe_shape(args.v));
   }
 }
@@ -333,7 +333,7 @@ void to_params(const AppendArguments& args, AppendParams& params) {
   check_pages(args.kv_cache, args.kv_scales, args.page_offsets, args.page_ids, k, "k", batch,
               params.paged);
   if (params.paged.scales) {
-    check_range("k", head_dim, 1, 256, "a head_dim of at most 256 beside kv_scales");
+    check_range("k", head_dim, 1, 256, "a head_dim of at most 256 with kv_scales");
   }
 }
 
@@ -392,7 +392,7 @@ void check_lengths(const BatchParams& batch, const Arguments& args, int b) {
          std::to_string(targets));
   }
   if (batch.paged && targets > q) {
-    fail("num_targets", join("at most the query length (", q, ") beside kv_cache", at()),
+    fail("num_targets", join("at most the query length (", q, ") with kv_cache", at()),
          std::to_string(targets));
   }
 }
