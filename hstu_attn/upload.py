@@ -19,24 +19,33 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies tensors from the CPU to a device together, without waiting for the device.
 
     On a GPU it is one asynchronous copy on the current stream, from pinned memory that torch keeps
-    until the copy is done.
+    until the copy is done. On a CPU nothing is copied, as by `Tensor.to`.
 
     Args:
         tensors: on the CPU, of any shapes and dtypes.
-        device: where to; on a CPU the results are copies, too.
+        device: where to.
 
     Returns:
-        The copies, contiguous. They are parts of one allocation, which lives as long as any of
-        them.
+        On a GPU the copies, contiguous; they are parts of one allocation, which lives as long as
+        any of them. On a CPU `tensors`.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    together, sizes = pack(tensors, pinned=device.type == "cuda")
+    return _parts(together.to(device, non_blocking=True), sizes, tensors)
+
+
+def pack(tensors: Sequence[Tensor], pinned: bool = False) -> tuple[Tensor, list[int]]:
+    """Copies tensors into one allocation, each from a multiple of `ALIGNMENT` on.
+
+    Returns:
+        The bytes, and how many of them each tensor and the padding after it have.
     """
     sizes = [size for tensor in tensors for size in (tensor.nbytes, -tensor.nbytes % ALIGNMENT)]
-    together = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    parts = _parts(together, sizes, tensors)
-    for part, tensor in zip(parts, tensors, strict=True):
+    together = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    for part, tensor in zip(_parts(together, sizes, tensors), tensors, strict=True):
         part.copy_(tensor)
-    if device.type == "cpu":
-        return parts
-    return _parts(together.to(device, non_blocking=True), sizes, tensors)
+    return together, sizes
 
 
 def _parts(together: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from hstu_attn.data import JaggedBatch
-from hstu_attn.upload import ALIGNMENT, Prefetcher, upload
+from hstu_attn.upload import ALIGNMENT, Prefetcher, pack, upload
 
 GPU = [pytest.param("cuda", marks=pytest.mark.gpu(kernels=False))]
 
 
-@pytest.mark.parametrize("device", ["cpu", *GPU])
-def test_copies_of_any_shape_and_dtype_are_one_allocation(device):
-    tensors = [
+def some_tensors() -> list[Tensor]:
+    return [
         torch.randint(2**62, (3,)),
         torch.rand(5, 3, dtype=torch.float64).T,
         torch.randint(2, (7,)).bool(),
@@ -24,6 +23,27 @@ def test_copies_of_any_shape_and_dtype_are_one_allocation(device):
         torch.tensor(2.5),
         torch.randint(2**31, (9,), dtype=torch.int32),
     ]
+
+
+def test_packed_tensors_of_any_shape_and_dtype():
+    tensors = some_tensors()
+    together, sizes = pack(tensors)
+    assert together.data_ptr() % ALIGNMENT == 0
+    assert sum(sizes) == together.nbytes
+    for tensor, part in zip(tensors, together.split(sizes)[::2], strict=True):
+        assert part.storage_offset() % ALIGNMENT == 0
+        assert torch.equal(part.view(tensor.dtype).view(tensor.shape), tensor)
+
+
+def test_on_a_cpu_nothing_is_copied():
+    tensors = some_tensors()
+    for tensor, result in zip(tensors, upload(tensors, torch.device("cpu")), strict=True):
+        assert result is tensor
+
+
+@pytest.mark.parametrize("device", GPU)
+def test_copies_of_any_shape_and_dtype_are_one_allocation(device):
+    tensors = some_tensors()
     copies = upload(tensors, torch.device(device))
     for tensor, copy in zip(tensors, copies, strict=True):
         assert copy.device.type == device
