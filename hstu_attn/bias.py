@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +56,10 @@ class RelativeBias:
     This is the relative bias of Zhai et al. 2024 (arXiv 2402.17152, section 3.2) with no
     `(batch, heads, N, N)` tensor in memory. Either table may be left out.
 
+    `hstu_attention` multiplies the sum of score and bias by `alpha`. Tables trained where the bias
+    is added to `alpha` times the score must be divided by `alpha`; gradients are then those of the
+    divided tables.
+
     Attributes:
         pos_weight: `(1 or a divisor of heads, 2R - 1)`, fp32 or q's dtype.
         ts_weight: `(1 or a divisor of heads, buckets)`, fp32 or q's dtype; needs `timestamps`.
@@ -62,6 +68,7 @@ class RelativeBias:
             the event after the row (of the last event, for the last row).
         thresholds: int64, non-decreasing: `bucket(d)` counts the entries that are `<= d` and is
             clamped to the last bucket. Left out, it is `floor(ln(max(d, 1)) / 0.301)`, exactly.
+            `log_thresholds` and `sqrt_thresholds` make others.
 
     Raises:
         ValueError: if no table is given, or times without their table. Shapes, dtypes and whether
@@ -86,28 +93,86 @@ class RelativeBias:
                 if value is not None:
                     raise ValueError(f"{name}: expected None without ts_weight, got a tensor")
 
+    @staticmethod
+    def log_thresholds(
+        num_buckets: int,
+        increment: float = 1.0,
+        divisor: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Makes thresholds of logarithmic buckets.
+
+        With them `bucket(d)` is `ln(max(d, 1e-6) / increment) / divisor`, truncated and clamped to
+        `[0, num_buckets]`, for every int64 `d >= 0` as fp64 computes it. Increment 1 and divisor
+        0.301 are the default of this class.
+
+        Args:
+            num_buckets: the last bucket; `ts_weight` has one column more.
+            increment: the unit of time differences, such as 60.0 for minutes.
+            divisor: width of a bucket, in natural logarithms.
+            device: where the thresholds are made.
+
+        Returns:
+            int64 `(num_buckets,)`, non-decreasing; shorter where no int64 reaches the last buckets.
+
+        Raises:
+            ValueError: for a negative `num_buckets`, or an `increment` or `divisor` that is not
+                positive and finite.
+        """
+        _check_thresholds(num_buckets, increment, divisor)
+        found = _first_differences(
+            lambda d: math.log(max(float(d), 1e-6) / increment) / divisor, num_buckets
+        )
+        return torch.tensor(found, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def sqrt_thresholds(
+        num_buckets: int,
+        increment: float = 1.0,
+        divisor: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Makes thresholds of buckets of the square root.
+
+        With them `bucket(d)` is `sqrt(max(d, 1e-6) / increment) / divisor`, truncated and clamped
+        to `[0, num_buckets]`, for every int64 `d >= 0` as fp64 computes it. `divisor` is the width
+        of a bucket in square roots; the rest is as in `log_thresholds`.
+        """
+        _check_thresholds(num_buckets, increment, divisor)
+        found = _first_differences(
+            lambda d: math.sqrt(max(float(d), 1e-6) / increment) / divisor, num_buckets
+        )
+        return torch.tensor(found, dtype=torch.int64, device=device)
+
 
 Bias = DenseBias | RelativeBias
 
 
-def _log_bucket(difference: int) -> int:
-    return math.floor(math.log(float(max(difference, 1))) / BUCKET_LOG_WIDTH)
+def _first_differences(value: Callable[[int], float], num_buckets: int) -> tuple[int, ...]:
+    """Returns the smallest int64 `d >= 0` with `value(d) >= b`, for `b` from 1 to `num_buckets`.
+
+    `value` must not decrease. The list ends before the first `b` that no int64 reaches.
+    """
+    found: list[int] = []
+    for bucket in range(1, num_buckets + 1):
+        if value(_INT64_MAX) < bucket:
+            break
+        low = found[-1] if found else 0
+        found.append(bisect_left(range(_INT64_MAX), float(bucket), low, _INT64_MAX, key=value))
+    return tuple(found)
 
 
-def _first_difference_of_bucket(bucket: int) -> int:
-    low, high = 1, _INT64_MAX  # _log_bucket(low) < bucket <= _log_bucket(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _log_bucket(middle) >= bucket:
-            high = middle
-        else:
-            low = middle
-    return high
+def _check_thresholds(num_buckets: int, increment: float, divisor: float) -> None:
+    if num_buckets < 0:
+        raise ValueError(f"num_buckets: expected 0 or more, got {num_buckets}")
+    for name, number in (("increment", increment), ("divisor", divisor)):
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name}: expected a positive finite number, got {number}")
 
 
 # Computed once: bisection over 63 bits for each of 145 buckets takes a millisecond or two.
-_DEFAULT_THRESHOLDS = tuple(
-    _first_difference_of_bucket(bucket) for bucket in range(1, _log_bucket(_INT64_MAX) + 1)
+_DEFAULT_THRESHOLDS = _first_differences(
+    lambda d: math.log(float(max(d, 1))) / BUCKET_LOG_WIDTH, 1 << 10
 )
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from hstu_attn import DenseBias, RelativeBias
+from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention
 from hstu_attn.bias import default_bucket_thresholds, default_thresholds_tensor, time_bucket
 from hstu_attn.call import bias_times
 
@@ -45,6 +46,107 @@ def test_default_buckets_are_torchs_formula_for_every_small_difference():
     formula = (torch.log(difference.clamp(min=1).double()) / 0.301).floor().long()
     thresholds = default_thresholds_tensor(torch.device("cpu"))
     assert torch.equal(time_bucket(difference, thresholds, 10**6), formula)
+
+
+def public_buckets(difference: Tensor, function: str, num_buckets: int, *units: float) -> Tensor:
+    """The buckets of Meta's Triton kernel of 2024, in fp64: clamp, divide, function, truncate."""
+    increment, divisor = units
+    scaled = difference.double().clamp(min=1e-6) / increment
+    scaled = (scaled.log() if function == "log" else scaled.sqrt()) / divisor
+    return scaled.clamp(0, num_buckets).long()
+
+
+THRESHOLDS = {"log": RelativeBias.log_thresholds, "sqrt": RelativeBias.sqrt_thresholds}
+
+
+@pytest.mark.parametrize("num_buckets", [0, 7, 128, 2048])
+@pytest.mark.parametrize(
+    ("function", "increment", "divisor"),
+    [
+        ("log", 1.0, 1.0),
+        ("log", 60.0, 1.0),
+        ("log", 1.0, 0.301),
+        ("log", 0.301, 1.0),
+        ("log", 1e-3, 0.05),
+        ("sqrt", 1.0, 1.0),
+        ("sqrt", 60.0, 1.0),
+        ("sqrt", 3600.0, 0.7),
+        ("sqrt", 1e-6, 10.0),
+    ],
+)
+def test_thresholds_of_the_public_functions(function, num_buckets, increment, divisor):
+    thresholds = THRESHOLDS[function](num_buckets, increment, divisor)
+    assert thresholds.dtype == torch.int64
+    assert len(thresholds) <= num_buckets
+    assert thresholds.diff().ge(0).all()
+    near = (thresholds[:, None] + torch.arange(-2, 3)).flatten()
+    powers = 2 ** torch.arange(63)
+    some = torch.randint(INT64_MAX, (1000,))
+    difference = torch.cat([torch.arange(200_000), near, powers, powers - 1, some])
+    difference = difference[difference >= 0]  # also where INT64_MAX was passed
+    wanted = public_buckets(difference, function, num_buckets, increment, divisor)
+    found = time_bucket(difference, thresholds, num_buckets + 1)
+    assert torch.equal(found, wanted)
+    end = torch.tensor([INT64_MAX])
+    last = int(public_buckets(end, function, num_buckets, increment, divisor))
+    assert int(time_bucket(end, thresholds, num_buckets + 1)) == last == len(thresholds)
+
+
+def test_thresholds_of_the_square_root_of_minutes():
+    found = RelativeBias.sqrt_thresholds(100, increment=60.0)
+    assert torch.equal(found, 60 * torch.arange(1, 101) ** 2)
+
+
+def test_the_default_is_a_list_of_logarithms():
+    found = RelativeBias.log_thresholds(1000, divisor=0.301)
+    assert tuple(found.tolist()) == default_bucket_thresholds()
+
+
+@pytest.mark.parametrize("make", THRESHOLDS.values())
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("num_buckets", (-1,)),
+        ("increment", (3, 0.0)),
+        ("increment", (3, -1.0)),
+        ("divisor", (3, 1.0, 0.0)),
+        ("divisor", (3, 1.0, math.inf)),
+        ("divisor", (3, 1.0, math.nan)),
+    ],
+)
+def test_units_that_make_no_thresholds(make, name, arguments):
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {arguments[-1]}"):
+        make(*arguments)
+
+
+@pytest.mark.gpu_missing("relative bias")
+def test_a_bias_added_after_alpha_has_tables_divided_by_alpha(device):
+    """Scores as in Meta's Triton kernel of 2024: `alpha * q k + bias`, with buckets of its kind."""
+    length, heads, dim, alpha = 9, 2, 8, 0.25
+    q, k, v = torch.randn(3, length, heads, dim, dtype=torch.float64)
+    pos_weight, ts_weight = torch.randn(1, 2 * length - 1), torch.randn(1, 21)
+    times = torch.randint(1, 5000, (length,)).cumsum(0)
+    row_times = torch.cat([times[1:], times[-1:]])
+    buckets = public_buckets(row_times[:, None] - times, "sqrt", 20, 60.0, 1.0)
+    position = torch.arange(length)
+    bias = pos_weight[0, position - position[:, None] + length - 1] + ts_weight[0, buckets]
+    scores = alpha * torch.einsum("ihd,jhd->hij", q, k) + bias
+    weights = (scores * scores.sigmoid()).tril() / length
+    wanted = torch.einsum("hij,jhd->ihd", weights, v)
+
+    thresholds = RelativeBias.sqrt_thresholds(20, 60.0, device=device)
+    tables = (pos_weight.to(device) / alpha, ts_weight.to(device) / alpha)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    found = hstu_attention(
+        *(x.to(device, dtype) for x in (q, k, v)),
+        cu_seqlens_q=torch.tensor([0, length], device=device),
+        max_seqlen_q=length,
+        mask=Mask.causal(),
+        bias=RelativeBias(*tables, times.to(device), None, thresholds),
+        alpha=alpha,
+    )
+    tolerance = 1e-6 if device == "cpu" else 0.05
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_the_last_bucket_takes_the_rest():
