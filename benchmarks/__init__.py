@@ -8,7 +8,6 @@
 - context: context parallel attention over several GPUs
 - cpu: the CPU kernels against plain torch; `make bench-cpu`
 - cpu_limits: the CPU kernels by instruction set, against a matrix product
-- cache: the host time of the operations of the paged KV cache
 - engine: the inference engine under load; serving: examples/serve.py under load, over loopback
 - retrieval, ranking: what the examples that train reach
 - report: writes the tables of README.md and docs/ from stored results; plots: draws them

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,8 @@ _add = PARSER.add_argument
 _add("--quick", action="store_true", help="two tiny cases, to see that it runs")
 _add("--threads", type=int, help="of the kernels (default: torch's)")
 _add("--seconds", type=float, default=3, help="more rounds of a case until then (default: 3)")
-_add("--patience", type=float, default=10, metavar="SECONDS",
-     help="for which rounds beside other work are repeated, per case (default: 10)")  # fmt: skip
+_add("--patience", type=float, default=10, metavar="SECONDS", help="for which a case repeats "
+     "rounds that other work disturbed (default: 10)")  # fmt: skip
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -55,9 +56,9 @@ from .cases import Inputs
 from .load import CpuUse, keep_freed_memory
 from .memory import peak_mib
 from .record import Record, rounded
-from .runner import Benchmark, Call, Run, Variant
+from .runner import Benchmark, Call, Run, Variant, clocked, take_turns
 
-__all__ = ["BENCHMARK", "DIRECTIONS", "Case", "figures", "main", "run_once"]
+__all__ = ["BENCHMARK", "DIRECTIONS", "Case", "figures", "main", "milliseconds", "sizes"]
 
 DIRECTIONS = ("forward", "backward")
 PADDED = ("padded", "compiled")
@@ -136,137 +137,115 @@ def check(case: Case, name: str, results: Sequence[Tensor], exact: Sequence[Tens
 # ---------------------------------------------------------------------------------------------
 
 
-def run_once(
-    attention: plain_torch.Attention, inputs: Inputs
-) -> tuple[dict[str, float], list[Tensor]]:
-    """Returns the milliseconds of each direction, and the results."""
+def milliseconds(direction: str, attention: plain_torch.Attention, inputs: Inputs) -> float:
+    """Times one pass; the forward that a backward follows is not timed."""
     leaves = inputs.leaves()
+    if direction == "forward":
+        return clocked(functools.partial(torch.no_grad()(attention), *leaves))
+    out = attention(*leaves)
+    return clocked(lambda: torch.autograd.grad(out, leaves, inputs.dout))
+
+
+def variants(run: Run, case: Case) -> list[Variant]:
+    """Returns the passes of each implementation, or, for `--against`, of this library."""
+    torch.set_num_threads(run.options.threads or torch.get_num_threads())
+
+    @functools.cache
+    def input_sets() -> list[Inputs]:
+        return [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
+
+    @functools.cache
+    def exact() -> list[Tensor]:
+        return exact_results(case, input_sets()[0])
+
+    @functools.cache
+    def checked(name: str) -> plain_torch.Attention:
+        attention = plain_torch.make(name, case)
+        first = input_sets()[0]
+        out = torch.no_grad()(attention)(first.q, first.k, first.v)
+        check(case, name, [out, *plain_torch.gradients(attention, first)], exact())
+        return attention
+
+    def make(name: str, direction: str) -> list[Call]:
+        attention = checked(name)
+        return [functools.partial(milliseconds, direction, attention, x) for x in input_sets()]
+
+    names = measured_names(case)
+    return [
+        Variant(name, direction, functools.partial(make, name, direction), lambda call: call())
+        for direction in DIRECTIONS
+        for name in (names[:1] if run.options.against else names)
+    ]
+
+
+def measured_names(case: Case) -> list[str]:
+    """Returns the implementations, this library first, without those that need too much memory."""
+    too_large = plain_torch.padded_bytes(case) > PADDED_LIMIT
+    return [name for name in plain_torch.NAMES if not (too_large and name in PADDED)]
+
+
+def time_quiet_rounds(every: Sequence[Variant], case: Case, options: argparse.Namespace) -> None:
+    """Times rounds until enough have passed in which other processes left the machine idle.
+
+    After `patience` seconds without enough of them, the others count as well.
+    """
+    quiet = 0
+    disturbed: list[list[float]] = [[] for _ in every]
     start = time.perf_counter()
-    with torch.no_grad():
-        out = attention(inputs.q, inputs.k, inputs.v)
-    forward = time.perf_counter() - start
-
-    recorded = attention(*leaves)
-    start = time.perf_counter()
-    gradients = torch.autograd.grad(recorded, leaves, inputs.dout)
-    backward = time.perf_counter() - start
-    return {"forward": 1e3 * forward, "backward": 1e3 * backward}, [out, *gradients]
-
-
-def time_case(
-    case: Case, names: Sequence[str], options: argparse.Namespace
-) -> dict[str, dict[str, list[float]]]:
-    """Returns the milliseconds of every valid round, by implementation and direction."""
-    input_sets = [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
-    exact = exact_results(case, input_sets[0])
-    attentions = {}
-    for name in names:
-        attentions[name] = plain_torch.make(name, case)
-        check(case, name, run_once(attentions[name], input_sets[0])[1], exact)
-    del exact
-    for attention in attentions.values():  # warm-up
-        run_once(attention, input_sets[-1])
-
-    rounds: list[dict[str, dict[str, float]]] = []
-    disturbed: list[dict[str, dict[str, float]]] = []
-    start = time.perf_counter()
-    while len(rounds) < MOST_ROUNDS:
+    for number in itertools.count():
         elapsed = time.perf_counter() - start
-        if len(rounds) >= options.rounds and elapsed > options.seconds:
+        if quiet == MOST_ROUNDS or (quiet >= options.rounds and elapsed > options.seconds):
             break
-        if elapsed > options.patience and len(rounds) + len(disturbed) >= options.rounds:
+        if elapsed > options.patience and number >= options.rounds:
             break
-        number = len(rounds) + len(disturbed)
-        first = number % len(names)
         before = CpuUse.now()
-        round_ = {
-            name: run_once(attentions[name], input_sets[number % INPUT_SETS])[0]
-            for name in (*names[first:], *names[:first])
-        }
+        take_turns(every, 1, first=number)
         if before.others_since() <= OTHERS_ALLOWED:
-            rounds.append(round_)
-        else:
-            disturbed.append(round_)
-            time.sleep(0.5)
-    if len(rounds) < options.rounds:
-        print(f"{case.name}: {len(disturbed)} rounds beside other work, which count", flush=True)
-        rounds += disturbed
-    return {
-        name: {direction: [r[name][direction] for r in rounds] for direction in DIRECTIONS}
-        for name in names
-    }
+            quiet += 1
+            continue
+        for variant, times in zip(every, disturbed, strict=True):
+            times += variant.times[quiet:]
+            del variant.times[quiet:]
+        time.sleep(0.5)
+    if quiet < options.rounds:
+        print(f"{case.name}: other work disturbed {number - quiet} rounds, which count", flush=True)
+        for variant, times in zip(every, disturbed, strict=True):
+            variant.times += times
 
 
-def figures(case: batches.Case, direction: str, ms: Sequence[float], skipped: str = "") -> Record:
-    """Returns the fields of a CPU kernel's record that describe the rounds of a pass."""
-    ordered = sorted(ms)
-    median = ordered[len(ordered) // 2] if ordered else None
-    return {
-        "batch": case.batch,
-        "shortest": case.shortest,
-        "longest": case.longest,
-        "heads": case.heads,
-        "head_dim": case.head_dim,
-        "dtype": case.dtype_name,
-        "pass": direction,
-        "ms": rounded(median),
-        "fastest_ms": rounded(ordered[0] if ordered else None),
-        "rounds": len(ordered),
-        "gflops": rounded(median and case.flops(direction == "backward") / median / 1e6),
-        "skipped": skipped,
-    }
+def sizes(case: batches.Case) -> Record:
+    """Returns the fields of a CPU kernel's record that describe the batch."""
+    names = ("batch", "shortest", "longest", "heads", "head_dim")
+    return {**{name: getattr(case, name) for name in names}, "dtype": case.dtype_name}
+
+
+def figures(case: batches.Case, variant: Variant) -> Record:
+    """Returns the figures of a pass, with its GFLOP/s."""
+    found = {"pass": variant.direction, "impl": variant.impl, **variant.figures()}
+    if variant.error:
+        return found
+    flops = case.flops(variant.direction == "backward")
+    return {**found, "gflops": rounded(flops / variant.median / 1e6)}
 
 
 def measure(run: Run, case: Case) -> Iterator[Record]:
     """Measures both passes of each implementation."""
-    torch.set_num_threads(run.options.threads or torch.get_num_threads())
-    names = list(plain_torch.NAMES)
-    needed = plain_torch.padded_bytes(case)
-    skipped = {}
-    if needed > PADDED_LIMIT:
-        skipped = dict.fromkeys(PADDED, f"its score matrices take {needed / 1e9:.0f} GB")
-        names = [name for name in names if name not in PADDED]
-    times = time_case(case, names, run.options)
+    every = variants(run, case)
+    for variant in every:
+        variant.attempt(variant.prepare)
+    time_quiet_rounds(every, case, run.options)
+    names = measured_names(case)
     memory = peak_mib(case, names)
-    for direction in DIRECTIONS:
-        for name in plain_torch.NAMES:
-            ms = times[name][direction] if name in times else []
-            peak = memory[name][direction] if memory and name in times else None
-            found = figures(case, direction, ms, skipped.get(name, ""))
-            lengths = super(Case, case).name
-            yield {"case": lengths, "impl": name, **found, "peak_mib": rounded(peak)}
-
-
-def variants(run: Run, case: Case) -> list[Variant]:
-    """Returns this library's forward and backward, for `--against`."""
-    torch.set_num_threads(run.options.threads or torch.get_num_threads())
-
-    @functools.cache
-    def prepared() -> tuple[plain_torch.Attention, list[Inputs]]:
-        inputs = [Inputs.random(case, seed) for seed in range(INPUT_SETS)]
-        attention = plain_torch.make("hstu_attn", case)
-        check(case, "hstu_attn", run_once(attention, inputs[0])[1], exact_results(case, inputs[0]))
-        return attention, inputs
-
-    def make(direction: str) -> list[Call]:
-        attention, inputs = prepared()
-        if direction == "forward":
-            return [torch.no_grad()(functools.partial(attention, x.q, x.k, x.v)) for x in inputs]
-        leaves = [x.leaves() for x in inputs]
-        return [
-            functools.partial(torch.autograd.grad, attention(*x), x, each.dout, retain_graph=True)
-            for x, each in zip(leaves, inputs, strict=True)
-        ]
-
-    def milliseconds(call: Call) -> float:
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-
-    return [
-        Variant("hstu_attn", direction, functools.partial(make, direction), milliseconds)
-        for direction in DIRECTIONS
-    ]
+    shared = {"case": super(Case, case).name, **sizes(case)}
+    for variant in every:
+        peak = memory[variant.impl][variant.direction] if memory else None
+        yield {**shared, **figures(case, variant), "peak_mib": rounded(peak), "skipped": ""}
+    gigabytes = plain_torch.padded_bytes(case) / 1e9
+    nothing = {"ms": None, "peak_mib": None, "error": ""}
+    skipped = f"its score matrices take {gigabytes:.0f} GB"
+    for name in plain_torch.NAMES:
+        for direction in () if name in names else DIRECTIONS:
+            yield {**shared, "impl": name, "pass": direction, **nothing, "skipped": skipped}
 
 
 BENCHMARK = Benchmark("cpu", PARSER, measure, cases, variants, needs_gpu=False)

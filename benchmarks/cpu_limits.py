@@ -4,17 +4,17 @@
     python -m benchmarks.cpu_limits --rounds 21 --json cpu_limits.json
 
 For 8 sequences of 1024 tokens, causal, it times every instruction set that this processor has
-(HSTU_ATTN_CPU_ISA), and head dims from 32 to 256 for the best one. Beside them stands torch's own
-product of two 2048 x 2048 matrices of the same dtype: what the machine does where nothing but
-multiplying is asked for.
+(HSTU_ATTN_CPU_ISA), and head dims from 32 to 256 for the best one. They are compared with torch's
+product of two 2048 x 2048 matrices of the same dtype, which is what the machine does where it only
+multiplies.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 
 from . import cli
 
@@ -27,9 +27,9 @@ import torch
 
 from .baselines import plain_torch
 from .cases import Case, Inputs
-from .cpu import DIRECTIONS, figures, run_once
+from .cpu import DIRECTIONS, figures, milliseconds, sizes
 from .record import Record
-from .runner import Benchmark, Run
+from .runner import Benchmark, Call, Run, Variant, clocked, environment, take_turns
 from .tables import MATMUL
 
 __all__ = ["BENCHMARK", "main"]
@@ -44,68 +44,53 @@ MATMUL_SIZE = 2048
 def available_levels(dtype: torch.dtype) -> list[str]:
     """Returns the levels that have a kernel of their own for the dtype, on this processor."""
     case = Case(1, 8, 8, heads=1, head_dim=8, dtype=dtype)
-    inputs = Inputs.random(case, 0)
+    inputs, attention = Inputs.random(case, 0), plain_torch.make("hstu_attn", case)
     found = []
     for level in LEVELS:
         if level in BF16_LEVELS and dtype != torch.bfloat16:
             continue
-        os.environ[VARIABLE] = level
-        try:
-            run_once(plain_torch.make("hstu_attn", case), inputs)
+        with environment(VARIABLE, level), suppress(ValueError):
+            attention(inputs.q, inputs.k, inputs.v)
             found.append(level)
-        except ValueError:
-            pass
-        finally:
-            del os.environ[VARIABLE]
     return found
 
 
-def _time_matmul(dtype: torch.dtype) -> Callable[[], dict[str, float]]:
-    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(dtype) for _ in range(2))
+def product(dtype: torch.dtype) -> Variant:
+    """Returns torch's matrix product."""
 
-    def run() -> dict[str, float]:
-        start = time.perf_counter()
-        torch.mm(a, b)
-        return {"forward": 1e3 * (time.perf_counter() - start)}
+    def make() -> list[Call]:
+        a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(dtype) for _ in range(2))
+        return [partial(torch.mm, a, b)]
 
-    return run
+    return Variant(MATMUL, "forward", make, clocked)
 
 
-def _time_kernel(case: Case, level: str) -> Callable[[], dict[str, float]]:
-    inputs = Inputs.random(case, 0)
-    attention = plain_torch.make("hstu_attn", case)
+def kernel(case: Case, level: str, direction: str) -> Variant:
+    """Returns a pass of this library's kernels of an instruction set."""
 
-    def run() -> dict[str, float]:
-        os.environ[VARIABLE] = level
-        try:
-            return run_once(attention, inputs)[0]
-        finally:
-            del os.environ[VARIABLE]
+    def make() -> list[Call]:
+        attention = plain_torch.make("hstu_attn", case)
+        return [partial(milliseconds, direction, attention, Inputs.random(case, 0))]
 
-    return run
+    active = partial(environment, VARIABLE, level)
+    return Variant(level, direction, make, lambda call: float(call()), active)
 
 
 def measure(run: Run, dtype_name: str) -> Iterator[Record]:
     """Measures all records of a dtype in interleaved rounds."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     levels = available_levels(dtype)
-    by_dim = {head_dim: Case(8, 1024, 1024, 4, head_dim, dtype) for head_dim in HEAD_DIMS}
-    runs = {(MATMUL, MATMUL_SIZE): _time_matmul(dtype)}
-    for head_dim, case in by_dim.items():
+    # As many FLOPs as the product has.
+    every = [(Case(1, MATMUL_SIZE, MATMUL_SIZE, 1, MATMUL_SIZE, dtype), product(dtype))]
+    for head_dim in HEAD_DIMS:
+        case = Case(8, 1024, 1024, 4, head_dim, dtype)
         for level in levels if head_dim in (64, 128) else levels[-1:]:
-            runs[level, head_dim] = _time_kernel(case, level)
-    by_dim[MATMUL_SIZE] = Case(1, MATMUL_SIZE, MATMUL_SIZE, 1, MATMUL_SIZE, dtype)  # as many FLOPs
-    times: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in runs}
-    for round_ in range(run.options.rounds + 1):
-        for key, call in runs.items():
-            elapsed = call()
-            if round_ > 0:  # the first one warms up
-                times[key].append(elapsed)
-    for (name, head_dim), rounds in times.items():
-        case = by_dim[head_dim]
-        for direction in DIRECTIONS if name != MATMUL else ("forward",):
-            found = figures(case, direction, [ms[direction] for ms in rounds])
-            yield {"case": case.name, "impl": name, **found}
+            every += [(case, kernel(case, level, direction)) for direction in DIRECTIONS]
+    for _, variant in every:
+        variant.attempt(variant.prepare)
+    take_turns([variant for _, variant in every], run.options.rounds)
+    for case, variant in every:
+        yield {"case": case.name, **sizes(case), **figures(case, variant)}
 
 
 BENCHMARK = Benchmark(

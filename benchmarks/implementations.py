@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ import hstu_attn
 from hstu_attn.testing import Batch, check_against_reference
 
 from .cases import Case
+from .runner import environment
 
 __all__ = ["Implementation", "Prepared", "is_installed", "make"]
 
@@ -61,20 +61,9 @@ class Implementation:
     def __init__(self, name: str, function: Callable[..., Tensor], arch: str | None = None):
         self.name, self.function, self.arch = name, function, arch
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """The context in which its calls and their backward run."""
-        if self.arch is None:
-            yield
-            return
-        before = os.environ.get(ARCH_VARIABLE)
-        os.environ[ARCH_VARIABLE] = self.arch
-        try:
-            yield
-        finally:
-            del os.environ[ARCH_VARIABLE]
-            if before is not None:
-                os.environ[ARCH_VARIABLE] = before
+    def active(self) -> AbstractContextManager[None]:
+        """Returns the context in which its calls and their backward run."""
+        return environment(ARCH_VARIABLE, self.arch) if self.arch else nullcontext()
 
     def takes(self, case: Case) -> bool:
         """Returns whether the implementation supports the case."""

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,17 +58,9 @@ def _measure(case: Case, names: Sequence[str]) -> dict[str, dict[str, float]]:
     found = {}
     for name in names:
         attention = plain_torch.make(name, case)
-
-        def forward(attention: plain_torch.Attention = attention) -> torch.Tensor:
-            with torch.no_grad():
-                return attention(inputs.q, inputs.k, inputs.v)
-
-        def backward(attention: plain_torch.Attention = attention) -> tuple[torch.Tensor, ...]:
-            leaves = inputs.leaves()
-            out = attention(*leaves)
-            return (out, *torch.autograd.grad(out, leaves, inputs.dout))
-
-        found[name] = {"forward": peak_growth(forward), "backward": peak_growth(backward)}
+        forward = partial(torch.no_grad()(attention), *inputs.leaves())
+        both = partial(plain_torch.gradients, attention, inputs)
+        found[name] = {"forward": peak_growth(forward), "backward": peak_growth(both)}
     return found
 
 

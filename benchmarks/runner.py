@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +26,17 @@ from .gpu import Gpu
 from .record import BASELINES, Record, origin, rounded, write_records
 from .tables import text
 
-__all__ = ["Benchmark", "Call", "Run", "Variant", "explain", "name_of", "take_turns"]
+__all__ = [
+    "Benchmark",
+    "Call",
+    "Run",
+    "Variant",
+    "clocked",
+    "environment",
+    "explain",
+    "name_of",
+    "take_turns",
+]
 
 WARM_UP = 2
 T = TypeVar("T")
@@ -40,6 +52,26 @@ def explain(failure: BaseException) -> str:
     """Returns the type and the first line of an error."""
     lines = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {lines[0]}"[:300]
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def clocked(call: Call) -> float:
+    """Returns the milliseconds that a call takes on the host."""
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -111,19 +143,22 @@ class Variant:
         }
 
 
-def take_turns(variants: Sequence[Variant], rounds: int, before: Call | None = None) -> None:
+def take_turns(
+    variants: Sequence[Variant], rounds: int, before: Call | None = None, first: int = 0
+) -> None:
     """Times all variants, which have been prepared, in interleaved rounds.
 
     Args:
         variants: those that failed are left out.
         rounds: in each, every variant runs once.
         before: called before each round.
+        first: number of the first round, which decides who begins and on which input set.
     """
-    for number in range(rounds):
+    for number in range(first, first + rounds):
         if before:
             before()
-        first = number % max(1, len(variants))
-        for variant in (*variants[first:], *variants[:first]):
+        begins = number % max(1, len(variants))
+        for variant in (*variants[begins:], *variants[:begins]):
             variant.attempt(variant.time, number)
 
 

@@ -118,9 +118,9 @@ def _cpu_row(records: File) -> list[str]:
     def speedup(over: Sequence[str]) -> str:
         ratios = []
         for direction in directions:
-            others = [found[name, direction]["ms"] for name in over]
-            fastest = min(ms for ms in others if ms is not None)
-            ratios.append(f"{fastest / found['hstu_attn', direction]['ms']:.1f}")
+            own, *others = (found[name, direction]["ms"] for name in ("hstu_attn", *over))
+            measured = [ms for ms in others if ms]
+            ratios.append(f"{min(measured) / own:.1f}" if own and measured else "-")
         return " / ".join(ratios)
 
     return [
@@ -519,22 +519,12 @@ def engine(files: Sequence[File]) -> list[Table]:
     return [_table(columns, records) for records in files]
 
 
-def cache(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each file, in microseconds per user."""
-    times = {"step_us": "step", "step_p95_us": "p95", "engine_us": "engine"}
-    columns: Cells = {
-        "case": lambda r: str(r["case"]),
-        **_numbers(**times, engine_p95_us="p95 of engine"),
-    }
-    return [_table(columns, records) for records in files]
-
-
 # ---------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[Sequence[File]], list[Table]]] = {
     make.__name__: make
     for make in (
-        *(attention, cache, context, cpu, cpu_limits, engine, layer, paged, ranking, retrieval),
+        *(attention, context, cpu, cpu_limits, engine, layer, paged, ranking, retrieval),
         *(serving, stack, train, training_step),
     )
 }

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import hstu_attn
 
-from ..cases import Case
+from ..cases import Case, Inputs
 
-__all__ = ["NAMES", "Attention", "make", "padded_bytes"]
+__all__ = ["NAMES", "Attention", "gradients", "make", "padded_bytes"]
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -27,6 +27,13 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def make(name: str, case: Case) -> Attention:
     """Returns one of `NAMES` for the batch of `case`."""
     return _MAKERS[name](case)
+
+
+def gradients(attention: Attention, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Computes the gradients of q, k and v."""
+    leaves = inputs.leaves()
+    out = attention(*leaves)
+    return torch.autograd.grad(out, leaves, inputs.dout)
 
 
 def padded_bytes(case: Case) -> int:

@@ -141,7 +141,8 @@ def test_implementations_of_the_cpu_benchmark_are_checked(name):
     case = cpu.Case(3, 5, 40, heads=2, head_dim=8, dtype=torch.float32)
     inputs = Inputs.random(case, seed=1)
     exact = cpu.exact_results(case, inputs)
-    cpu.check(case, name, cpu.run_once(plain_torch.make(name, case), inputs)[1], exact)
+    gradients = plain_torch.gradients(plain_torch.make(name, case), inputs)
+    cpu.check(case, name, [exact[0], *gradients], exact)
     wrong = [exact[0], exact[1], exact[2] * 1.001, exact[3]]
     with pytest.raises(AssertionError, match="dk has a relative error of"):
         cpu.check(case, "wrong", wrong, exact)

@@ -15,7 +15,6 @@ import torch
 
 from benchmarks import (
     attention,
-    cache,
     cpu,
     cpu_limits,
     engine,
@@ -41,7 +40,7 @@ STEP = "--batch 2 --length 24 --heads 2 --head-dim 8 --rounds 3 --commit abc"
 def run(main, tmp_path, arguments, status=0, failing=()):
     """The records of a run, which is in a file and becomes tables."""
     path = tmp_path / "records.json"
-    gpu = [] if main in (cpu.main, cpu_limits.main, cache.main, engine.main) else [FakeGpu()]
+    gpu = [] if main in (cpu.main, cpu_limits.main, engine.main) else [FakeGpu()]
     assert main([*arguments.split(), "--json", str(path)], *gpu) == status
     records = read_records(path)
     assert all(record.keys() >= ORIGIN for record in records)
@@ -242,16 +241,6 @@ def test_the_training_step_is_that_of_the_example():
     assert training_step.width(ours) == theirs.dim
     first = theirs.learning_rate / theirs.warmup_steps
     assert first == pytest.approx(training_step.LEARNING_RATE)
-
-
-def test_cache(monkeypatch, tmp_path):
-    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
-    monkeypatch.setattr(cache, "HISTORIES", ((40, 16),))
-    records = run(cache.main, tmp_path, "--device cpu --batch 3 64 --new 2 --rounds 5")
-    assert [r["batch"] for r in records] == [3, 64]
-    for r in records:
-        assert 0 < r["step_us"] <= r["step_p95_us"]
-        assert 0 < r["engine_us"] <= r["engine_p95_us"]
 
 
 def test_engine(tmp_path):
