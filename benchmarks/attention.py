@@ -38,12 +38,7 @@ PARSER = cli.parser(
 PARSER.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="(default: 64 128 256)")
 PARSER.add_argument(
     "--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, triton, flash2, cudnn "
-    "(default: all, with the architecture of --arch)",
-)  # fmt: skip
-PARSER.add_argument("--arch", default="80", help="of the second implementation (default: 80)")
-PARSER.add_argument(
-    "--tile", nargs=2, type=int, default=(128, 128), metavar=("ROWS", "KEYS"),
-    help="tile by which the executed tiles of masks are counted (default: 128 128)",
+    "(default: hstu_attn, hstu_attn_sm80 and the baselines)",
 )  # fmt: skip
 PARSER.add_argument("--quick", action="store_true", help="two cases of the table, D 64 and 128")
 
@@ -61,6 +56,8 @@ from .runner import Benchmark, Call, Run, Variant, take_turns
 __all__ = ["BENCHMARK", "INPUT_SETS", "main", "make_implementations"]
 
 INPUT_SETS = 3
+OURS = ("hstu_attn", "hstu_attn_sm80")
+TILE = (128, 128)  # rows and keys of the tiles by which masks are counted
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
@@ -76,8 +73,7 @@ def impl_names(options: argparse.Namespace) -> Sequence[str]:
     if options.impls:
         names: Sequence[str] = options.impls
         return names
-    ours = ("hstu_attn", f"hstu_attn_sm{options.arch}")
-    return ours if options.against else (*ours, *BASELINES)
+    return OURS if options.against else (*OURS, *BASELINES)
 
 
 @functools.cache
@@ -141,7 +137,7 @@ def call_of(direction: str, prepared: Prepared) -> Call:
 def measure(run: Run, case: Case) -> Iterator[Record]:
     """Yields a record of each pass by each implementation."""
     gpu = run.the_gpu()
-    tiles = case.executed_tiles(*run.options.tile) if case.group == "masks" else None
+    tiles = case.executed_tiles(*TILE) if case.group == "masks" else None
     every = variants(run, case)
     for direction in case.passes:
         chosen = [variant for variant in every if variant.direction == direction]

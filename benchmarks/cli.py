@@ -7,6 +7,7 @@ parses the command line, before it imports more. So `--help` and a wrong option 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["parser"]
@@ -19,6 +20,8 @@ def parser(
     rounds: int | None = None,
     cases: str | None = None,
     against: bool = False,
+    trace: str | None = None,
+    concurrency: Sequence[int] = (),
 ) -> argparse.ArgumentParser:
     """Returns the parser of `python -m benchmarks.<name>`; the benchmark adds its own options.
 
@@ -28,6 +31,8 @@ def parser(
         rounds: default of `--rounds`; None for a benchmark without rounds.
         cases: help of `--cases`; None for a benchmark of one case.
         against: whether it compares two builds of the library (`against.py`).
+        trace: what `--trace` stores a trace of; None for a benchmark without traces.
+        concurrency: default of `--concurrency`, for a benchmark that loads an engine.
     """
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
@@ -45,4 +50,12 @@ def parser(
     if against:
         text = "time this library and that of the built checkout DIR by turns; print the ratios"
         add("--against", type=Path, metavar="DIR", help=text)
+    if trace is not None:
+        text = f"store Chrome traces of {trace}, each with its name before the suffix of FILE"
+        add("--trace", type=Path, metavar="FILE", help=text)
+    if concurrency:
+        default = " ".join(map(str, concurrency))
+        add("--seconds", type=float, default=10.0, help="of each concurrency (default: 10)")
+        add("--concurrency", type=int, nargs="+", default=concurrency, metavar="REQUESTS",
+            help=f"requests in flight (default: {default})")  # fmt: skip
     return made

@@ -28,8 +28,6 @@ _add = PARSER.add_argument
 _add("--length", type=int, default=131072, help="tokens of the sequence (default: 131072)")
 _add("--heads", type=int, default=4, help="heads (default: 4)")
 _add("--head-dim", type=int, default=128, help="width of a head (default: 128)")
-_add("--sm-margin", type=int, default=0, help="streaming multiprocessors that attention leaves "
-     "to the transfers (default: 0)")  # fmt: skip
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -57,8 +55,8 @@ LARGEST_ERROR = 1e-2  # of the norm; the roundings to bf16 of 8 ranks come to ab
 
 def describe(run: Run) -> Record:
     """Returns the sizes of the sequence."""
-    names = ("heads", "head_dim", "sm_margin")
-    return {**{name: getattr(run.options, name) for name in names}, "dtype": "bfloat16"}
+    options = run.options
+    return {"heads": options.heads, "head_dim": options.head_dim, "dtype": "bfloat16"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ def measure(run: Run, name: str) -> Iterator[Record]:
         return hstu_attention(q, k, v, mask=mask, alpha=alpha, **lengths)
 
     found = time_alone(whole, inputs, rounds, world)
-    context = ContextBatch(offsets, case.longest, sm_margin=run.options.sm_margin)
+    context = ContextBatch(offsets, case.longest)
 
     def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return context.attention(q, k, v, mask=mask, alpha=alpha)

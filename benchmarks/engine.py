@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from . import cli
 
-PARSER = cli.parser("engine", __doc__)
+PARSER = cli.parser("engine", __doc__, concurrency=(1, 8, 32, 64))
 SIZES = {"layers": 8, "width": 512, "heads": 4, "head_dim": 128, "history": 2048}
 SIZES |= {"candidates": 128, "users": 256, "max_batch_size": 32}
 _add = PARSER.add_argument
@@ -30,10 +30,6 @@ for _name, _default in SIZES.items():
     _option = f"--{_name.replace('_', '-')}"
     _add(_option, type=int, default=_default, help=f"(default: {_default})")
 _add("--device", help="(default: cuda where there is a GPU, otherwise cpu)")
-_add("--seconds", type=float, default=10.0, help="of each concurrency (default: 10)")
-_add("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], metavar="REQUESTS",
-     help="under way at a time (default: 1 8 32 64)")  # fmt: skip
-_add("--seed", type=int, default=0, help="(default: 0)")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -103,7 +99,7 @@ class Ranking(nn.Module):
 def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
     """Makes an engine with all users' histories in its cache."""
     options = run.options
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(0)
     store = EventStore(options.users, longest(options))
     shortest = max(1, int(SHORTEST * options.history))
     for user, length in enumerate(rng.integers(shortest, options.history + 1, options.users)):
@@ -140,8 +136,8 @@ def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load
     """Keeps `concurrency` requests in flight."""
 
     def connect(thread: int) -> Callable[[], bool]:
-        rng = random.Random(f"{options.seed} {concurrency} {thread}")
-        some = np.random.default_rng([options.seed, concurrency, thread])
+        rng = random.Random(f"{concurrency} {thread}")
+        some = np.random.default_rng([concurrency, thread])
 
         def send() -> bool:
             event = (rng.randrange(ITEMS), 10**6)
@@ -173,7 +169,7 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     counts = [getattr(options, name) for name in SIZES]
     if options.seconds <= 0 or min(*counts, *options.concurrency) < 1:
         PARSER.error("--seconds and all counts must be positive")
-    torch.manual_seed(options.seed)
+    torch.manual_seed(0)
     model = Ranking(options).to(run.device, torch.bfloat16).eval()
     with ExitStack() as stack:
         engines = []

@@ -35,10 +35,8 @@ import gc
 import re
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from . import cli
@@ -53,10 +51,8 @@ IMPLS: dict[str, dict[str, Any]] = {
     "compiled": {"fused": False},
 }
 
-PARSER = cli.parser("layer", __doc__, rounds=21)
+PARSER = cli.parser("layer", __doc__, rounds=21, trace="each implementation")
 _add = PARSER.add_argument
-_add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
-     "beside FILE, with its name before the suffix")  # fmt: skip
 _add("--impls", nargs="+", default=list(IMPLS), choices=IMPLS, metavar="NAME",
      help=f"of {', '.join(IMPLS)} (default: all)")  # fmt: skip
 _add("--batch", type=int, default=32, help="sequences (default: 32)")
@@ -77,7 +73,7 @@ from torch import Tensor
 from hstu_attn import HSTULayerConfig
 from hstu_attn.layer import HSTUStack
 
-from .gpu import MATMUL_FLOPS, PEAK_TFLOPS, Gpu
+from .gpu import MATMUL_FLOPS, PEAK_TFLOPS
 from .profile import Event, on_gpu, profile, short_name
 from .record import Record, rounded
 from .runner import Benchmark, Call, Run, Variant, take_turns
@@ -115,12 +111,12 @@ def describe(run: Run) -> Record:
 # ---------------------------------------------------------------------------------------------
 
 
-def layer_flops(config: HSTULayerConfig, batch: int, length: int) -> dict[str, float]:
+def layer_flops(config: HSTULayerConfig, lengths: Sequence[int]) -> dict[str, float]:
     """Returns the FLOPs of a layer by pass; the module's text has the formula."""
-    products = 2 * batch * length * config.embedding_dim
+    products = 2 * sum(lengths) * config.embedding_dim
     products *= sum(config.split_sizes) + config.output_features
     widths = config.attention_dim + config.hidden_dim
-    attention = 2 * batch * length**2 / 2 * config.num_heads * widths
+    attention = float(sum(length**2 for length in lengths)) * config.num_heads * widths
     return {FORWARD: products + attention, BOTH: 3 * products + 3.5 * attention}
 
 
@@ -277,7 +273,7 @@ def measure(run: Run, name: str) -> Iterator[Record]:
     matmul, products = gpu.matmul(), []
     take_turns(every, options.rounds, lambda: products.append(gpu.milliseconds(matmul)))
     matmul_tflops = MATMUL_FLOPS / statistics.median(products) / 1e9
-    flops = layer_flops(config, options.batch, options.length)
+    flops = layer_flops(config, options.batch * [options.length])
     for forward, both in zip(every[::2], every[1::2], strict=True):
         gc.collect()
         gpu.release()
@@ -300,25 +296,13 @@ def measure(run: Run, name: str) -> Iterator[Record]:
                     **memory,
                 }
             yield record
-        events = both.attempt(profiled, both, gpu, options.trace)
+        call = functools.partial(gpu.milliseconds, *both.calls)
+        events = both.attempt(profile, PROFILED_ROUNDS, call, options.trace, both.impl)
         if events is not None:
-            rows = options.batch * options.length
-            found = kernel_record(checked(both.impl), rows, run.limits["copy_tbps"], events)
-            yield {
-                "case": case,
-                "impl": both.impl,
-                "matmul_tflops": rounded(matmul_tflops),
-                **found,
-            }
-
-
-def profiled(variant: Variant, gpu: Gpu, wanted: Path | None) -> list[Event]:
-    """Profiles some more rounds; the Chrome trace is stored next to the requested file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = wanted or Path(folder, "trace.json")
-        path = path.with_stem(f"{path.stem}-{variant.impl}")
-        call = functools.partial(gpu.milliseconds, variant.calls[0])
-        return on_gpu(profile(path, PROFILED_ROUNDS, call))
+            rows, copy_tbps = options.batch * options.length, run.limits["copy_tbps"]
+            found = kernel_record(checked(both.impl), rows, copy_tbps, on_gpu(events))
+            shared = {"case": case, "impl": both.impl, "matmul_tflops": rounded(matmul_tflops)}
+            yield {**shared, **found}
 
 
 BENCHMARK = Benchmark("layer", PARSER, measure, describe=describe)

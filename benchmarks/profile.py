@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -11,28 +12,33 @@ from typing import Any
 
 import torch
 
-__all__ = ["Event", "busy_ms", "kernels_of", "on_gpu", "profile", "read_events", "short_name"]
+__all__ = ["Event", "busy_ms", "kernels_of", "on_gpu", "profile", "short_name"]
 
 Event = dict[str, Any]  # of a Chrome trace
 ON_GPU = ("kernel", "gpu_memset", "gpu_memcpy")
 SPIN = "spin_kernel"  # before each call, by Gpu.milliseconds
 
 
-def profile(path: Path, rounds: int, call: Callable[[], Any]) -> list[Event]:
-    """Profiles `rounds` calls and returns the events; the Chrome trace goes to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def profile(rounds: int, call: Callable[[], Any], trace: Path | None, name: str) -> list[Event]:
+    """Profiles `rounds` calls; returns the events that have a duration.
+
+    Args:
+        rounds: the number of calls.
+        call: what is profiled.
+        trace: the value of `--trace`; a Chrome trace is stored next to it.
+        name: what the file's name has before its suffix.
+    """
     with torch.profiler.profile() as profiler:
         for _ in range(rounds):
             call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(path))
-    return read_events(path)
-
-
-def read_events(path: Path) -> list[Event]:
-    """Returns the events of a Chrome trace that have a duration."""
-    events: list[Event] = json.loads(path.read_text())["traceEvents"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder, "trace.json")
+        path = path.with_stem(f"{path.stem}-{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        events: list[Event] = json.loads(path.read_text())["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 

@@ -25,15 +25,11 @@ from pathlib import Path
 
 from . import cli
 
-PARSER = cli.parser("serving", __doc__)
+PARSER = cli.parser("serving", __doc__, concurrency=(1, 8, 32))
 MODEL, DATA = "runs/retrieval/best.pt", "runs/synthetic-movielens/ratings.dat"
 _add = PARSER.add_argument
 _add("--model", type=Path, default=Path(MODEL), help=f"(default: {MODEL})")
 _add("--data", type=Path, default=Path(DATA), help=f"(default: {DATA})")
-_add("--seconds", type=float, default=10.0, help="of each concurrency (default: 10)")
-_add("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="REQUESTS",
-     help="under way at a time (default: 1 8 32)")  # fmt: skip
-_add("--seed", type=int, default=0, help="(default: 0)")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -87,14 +83,12 @@ def counts(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", text, re.MULTILINE)}
 
 
-def drive(
-    port: int, log: EventLog, concurrency: int, seconds: float, seed: int
-) -> Load[dict[str, float]]:
+def drive(port: int, log: EventLog, concurrency: int, seconds: float) -> Load[dict[str, float]]:
     """Keeps that many requests under way."""
     users, items = log.source_user_ids, log.source_item_ids
 
     def connect(thread: int) -> Callable[[], bool]:
-        rng = random.Random(f"{seed} {concurrency} {thread}")
+        rng = random.Random(f"{concurrency} {thread}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
 
         def send() -> bool:
@@ -132,7 +126,7 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     log = open_event_log(options.data)
     with running_server(options.model.resolve(), options.data.resolve()) as port:
         for concurrency in options.concurrency:
-            load = drive(port, log, concurrency, options.seconds, options.seed)
+            load = drive(port, log, concurrency, options.seconds)
             change = {name: load.after[name] - load.before[name] for name in load.before}
             batches = change["hstu_engine_batch_size_count"]
             hits, *others = (change[name] for name in TOKENS)

@@ -30,15 +30,12 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from . import cli
 
-PARSER = cli.parser("train", __doc__, cases="equal, weak or strong")
+PARSER = cli.parser("train", __doc__, cases="equal, weak or strong", trace="a step of each case")
 _add = PARSER.add_argument
 _add("--rounds", "--steps", type=int, default=12, help="timed steps (default: 12)")
-_add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of a step of each case "
-     "beside FILE, with the case and the number of GPUs before the suffix")  # fmt: skip
 _add("--strategy", default="ddp", choices=["ddp", "fsdp2"], help="(default: ddp)")
 _add("--batch", type=int, default=32, help="sequences on one GPU (default: 32)")
 _add("--length", type=int, default=4096, help="tokens of a sequence where all are equal; else the "
@@ -49,7 +46,6 @@ _add("--users", type=int, default=100_000, help="rows of their table (default: 1
 _add("--dim", type=int, default=1024, help="width of the layers (default: 1024)")
 _add("--heads", type=int, default=4, help="of each, dim / heads wide (default: 4)")
 _add("--layers", type=int, default=8, help="HSTU layers (default: 8)")
-_add("--dropout", type=float, default=0.0, help="in the model (default: 0)")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -61,7 +57,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hstu_attn import HSTULayerConfig
 from hstu_attn.data.balance import AttentionCost, balance, imbalance
 from hstu_attn.distributed import (
     ShardedEmbeddings,
@@ -74,6 +69,7 @@ from hstu_attn.distributed import (
 
 from . import ranks
 from .gpu import MATMUL_FLOPS, PEAK_TFLOPS
+from .layer import BOTH, layer_flops
 from .profile import profile
 from .record import ROOT, Record, rounded
 from .runner import Benchmark, Run
@@ -83,7 +79,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from recommender.ranking import RankingConfig, RankingModel, task_labels
 from recommender.ranking_data import CONTEXTS, RankingBatch
 
-__all__ = ["BENCHMARK", "main", "random_batch", "step_flops"]
+__all__ = ["BENCHMARK", "main", "random_batch"]
 
 Lengths = NDArray[np.int64]
 
@@ -118,17 +114,8 @@ def model_config(options: argparse.Namespace) -> RankingConfig:
         dim=options.dim,
         heads=options.heads,
         layers=options.layers,
-        dropout=options.dropout,
+        dropout=0.0,
     )
-
-
-def step_flops(config: HSTULayerConfig, num_layers: int, lengths: Lengths) -> float:
-    """Forward and backward of the layers: see above."""
-    products = 2.0 * lengths.sum() * config.embedding_dim
-    products *= sum(config.split_sizes) + config.output_features
-    widths = config.attention_dim + config.hidden_dim
-    attention = float(np.square(lengths, dtype=np.float64).sum()) * config.num_heads * widths
-    return float(num_layers * (3 * products + 3.5 * attention))
 
 
 def random_lengths(
@@ -236,7 +223,7 @@ def measure_on(run: Run, case: str, balanced: bool, mesh: DeviceMesh | None) -> 
         lengths = random_lengths(options, case, count, shared)
         parts = divide(lengths, cost, num_ranks, balanced)
         batches.append(random_batch(options, lengths[parts[rank]], own).to(device))
-        flops.append(step_flops(layer, options.layers, lengths))
+        flops.append(options.layers * layer_flops(layer, lengths.tolist())[BOTH])
         tokens.append(int(lengths.sum()))
         unevenness.append(imbalance(cost(lengths), parts))
     matmul = gpu.matmul() if gpu else None
@@ -273,8 +260,7 @@ def measure_on(run: Run, case: str, balanced: bool, mesh: DeviceMesh | None) -> 
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if gpu else None,
     }
     if options.trace and rank == 0:
-        path = options.trace.with_stem(f"{options.trace.stem}-{case}-{num_ranks}")
-        profile(path, 1, lambda: training.step(batches[0]))
+        profile(1, lambda: training.step(batches[0]), options.trace, f"{case}-{num_ranks}")
     elif options.trace:
         training.step(batches[0])
     return record

@@ -20,11 +20,9 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -32,23 +30,15 @@ from . import cli
 
 IMPLS = ("hstu_attn", "hstu_attn_sm80", "triton")
 
-PARSER = cli.parser("training_step", __doc__, rounds=21)
+PARSER = cli.parser("training_step", __doc__, rounds=21, trace="each implementation")
 _add = PARSER.add_argument
-_add("--trace", type=Path, metavar="FILE", help="write the Chrome trace of each implementation "
-     "beside FILE, with its name before the suffix")  # fmt: skip
 _add("--impls", nargs="+", default=IMPLS, metavar="NAME", help="hstu_attn, hstu_attn_smNN, triton "
      f"(default: {', '.join(IMPLS)})")  # fmt: skip
 _add("--batch", type=int, default=8, help="histories in a step (default: 8)")
 _add("--length", type=int, default=4096, help="events of each (default: 4096)")
-_add("--items", type=int, default=10000, help="size of the catalogue (default: 10000)")
-_add("--dim", type=int, help="width of the embeddings (default: heads times head dim)")
 _add("--layers", type=int, default=2, help="HSTU layers (default: 2)")
 _add("--heads", type=int, default=2, help="heads of each (default: 2)")
 _add("--head-dim", type=int, default=32, help="width of a head (default: 32)")
-_add("--dropout", type=float, default=0.2, help="of inputs and in each layer (default: 0.2)")
-_add("--negatives", type=int, default=256, help="of the loss (default: 256)")
-_add("--temperature", type=float, default=0.1, help="of the loss (default: 0.1)")
-_add("--clip-norm", type=float, default=1.0, help="largest gradient norm (default: 1)")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -76,9 +66,11 @@ __all__ = ["BENCHMARK", "Training", "main"]
 # Both autograd functions of attention are called this: ops.py and triton_hstu.py.
 FUNCTIONS = {"attention forward": "_Attention", "attention backward": "_AttentionBackward"}
 PROFILED_STEPS = 3
-LEARNING_RATE = 4e-5  # of the example's first step
-BETAS = (0.9, 0.98)
+ITEMS = 10000
 SECONDS = 3600  # between two events
+# The example's defaults; the learning rate is that of its first step.
+DROPOUT, NEGATIVES, TEMPERATURE, CLIP_NORM = 0.2, 256, 0.1, 1.0
+LEARNING_RATE, BETAS = 4e-5, (0.9, 0.98)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -89,7 +81,7 @@ SECONDS = 3600  # between two events
 def random_histories(options: argparse.Namespace, device: str) -> JaggedBatch:
     """Histories of one length, whose items are drawn uniformly."""
     shape = (options.batch, options.length + 1)
-    items = torch.randint(options.items, shape, device=device)
+    items = torch.randint(ITEMS, shape, device=device)
     times = SECONDS * torch.arange(options.length + 1, device=device).expand(shape)
     return JaggedBatch(
         users=torch.arange(options.batch, device=device),
@@ -108,24 +100,23 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
         torch.manual_seed(0)
-        self.options = options
         config = HSTULayerConfig.research(
-            embedding_dim=width(options),
+            embedding_dim=options.heads * options.head_dim,
             num_heads=options.heads,
             linear_dim=options.head_dim,
             attention_dim=options.head_dim,
             max_sequence_len=options.length,
-            linear_dropout_rate=options.dropout,
+            linear_dropout_rate=DROPOUT,
             enable_relative_attention_bias=False,
         )
         # A fused layer has attention inside, where no other implementation can take its place.
         config = replace(config, fused=False)
         self.model = RetrievalModel(
-            options.items,
+            ITEMS,
             config,
             options.layers,
             options.length,
-            options.dropout,
+            DROPOUT,
             compute_dtype=self.dtype,
         ).to(device)
         self.optimizer = torch.optim.AdamW(
@@ -135,17 +126,11 @@ class Training:
 
     def step(self) -> Tensor:
         """Runs one step; returns its loss."""
-        options, batch = self.options, self.batch
-        loss = sampled_softmax_loss(
-            self.model,
-            self.model(batch),
-            batch.target_items,
-            options.negatives,
-            options.temperature,
-        )
+        states, targets = self.model(self.batch), self.batch.target_items
+        loss = sampled_softmax_loss(self.model, states, targets, NEGATIVES, TEMPERATURE)
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
         return loss.detach()
 
@@ -155,16 +140,11 @@ class Training:
 # ---------------------------------------------------------------------------------------------
 
 
-def width(options: argparse.Namespace) -> int:
-    """Of the embeddings."""
-    return int(options.dim or options.heads * options.head_dim)
-
-
 def describe(run: Run) -> Record:
     """Returns the sizes of the model."""
     names = ("layers", "heads", "head_dim")
     sizes = {name: getattr(run.options, name) for name in names}
-    return {"dim": width(run.options), **sizes, "dtype": "bfloat16"}
+    return {"dim": sizes["heads"] * sizes["head_dim"], **sizes, "dtype": "bfloat16"}
 
 
 def layer_attention(implementation: Implementation) -> Callable[..., Tensor]:
@@ -214,15 +194,12 @@ def measure(run: Run, name: str) -> Iterator[Record]:
     for variant in every:
         variant.attempt(variant.prepare)
     take_turns(every, options.rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        for variant in every:
-            path = options.trace or Path(folder, "trace.json")
-            path = path.with_stem(f"{path.stem}-{variant.impl}")
-            step = functools.partial(gpu.milliseconds, *variant.calls)
-            events = variant.attempt(profile, path, PROFILED_STEPS, step)
-            found = variant.attempt(step_records, variant, events)
-            for record in found or [{"pass": "step", **variant.figures()}]:
-                yield {"case": case.name, "impl": variant.impl, **record}
+    for variant in every:
+        step = functools.partial(gpu.milliseconds, *variant.calls)
+        events = variant.attempt(profile, PROFILED_STEPS, step, options.trace, variant.impl)
+        found = variant.attempt(step_records, variant, events)
+        for record in found or [{"pass": "step", **variant.figures()}]:
+            yield {"case": case.name, "impl": variant.impl, **record}
 
 
 def step_records(variant: Variant, events: Sequence[Event]) -> list[Record]:

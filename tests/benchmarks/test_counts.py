@@ -8,12 +8,11 @@ import math
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import against, cpu, layer, train
+from benchmarks import against, cpu, layer
 from benchmarks.baselines import plain_torch
 from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases
 from benchmarks.memory import peak_growth
@@ -92,10 +91,9 @@ def test_flops_of_layers_are_those_of_a_count():
         forward = counter.get_total_flops()
         output.sum().backward()
         both = counter.get_total_flops()
-    found = layer.layer_flops(config, batch, length)
+    found = layer.layer_flops(config, batch * [length])
     attention = 2 * batch * 2 * (8 + 16) * length**2 / 2
     assert found == {layer.FORWARD: forward + attention, layer.BOTH: both + 3.5 * attention}
-    assert train.step_flops(config, 2, np.full(batch, length)) == 2 * found[layer.BOTH]
 
 
 def test_bytes_of_the_fused_layers_kernels():

@@ -176,7 +176,7 @@ def test_layer(monkeypatch, tmp_path):
         "gate_backward": 20,
     }
     events = layer.PROFILED_ROUNDS * [kernel(us, 1, name) for name, us in names.items()]
-    monkeypatch.setattr(layer, "profile", lambda path, rounds, call: events)
+    monkeypatch.setattr(layer, "profile", lambda *arguments: events)
     records = run(layer.main, tmp_path, f"{STEP} --dim 16 --impls fused fused_recompute composed")
     assert [r["pass"] for r in records] == 3 * [layer.FORWARD, layer.BOTH, "kernels"]
     for r in records:
@@ -195,8 +195,8 @@ def test_training_step(monkeypatch, tmp_path):
     made = {"hstu_attn::hstu_varlen_fwd": 300, "hstu_attn::hstu_varlen_bwd": 700, "aten::mm": 50}
     profile = training_step.profile
 
-    def with_kernels(path, rounds, call):
-        events = profile(path, rounds, call)
+    def with_kernels(*arguments):
+        events = profile(*arguments)
         kernels = [
             {**kernel(made[e["name"]], e["args"]["External id"], e["name"]), "ts": 1000 * n}
             for n, e in enumerate(events)
@@ -205,7 +205,7 @@ def test_training_step(monkeypatch, tmp_path):
         return [*events, *kernels]
 
     monkeypatch.setattr(training_step, "profile", with_kernels)
-    sizes = "--items 50 --layers 2 --negatives 8 --impls hstu_attn"
+    sizes = "--layers 2 --impls hstu_attn"
     found = {r["pass"]: r for r in run(training_step.main, tmp_path, f"{STEP} {sizes}")}
     assert found["attention forward"]["ms"] == pytest.approx(2 * 0.3)
     assert found["attention backward"]["ms"] == pytest.approx(2 * 0.7)
@@ -236,9 +236,10 @@ def test_the_training_step_is_that_of_the_example():
     import train_retrieval
 
     ours, theirs = training_step.PARSER.parse_args([]), train_retrieval.parse_arguments([])
-    for name in ("heads", "layers", "dropout", "negatives", "temperature", "clip_norm"):
-        assert getattr(ours, name) == getattr(theirs, name)
-    assert training_step.width(ours) == theirs.dim
+    assert (ours.heads, ours.layers) == (theirs.heads, theirs.layers)
+    assert ours.heads * ours.head_dim == theirs.dim
+    for name in ("dropout", "negatives", "temperature", "clip_norm"):
+        assert getattr(training_step, name.upper()) == getattr(theirs, name)
     first = theirs.learning_rate / theirs.warmup_steps
     assert first == pytest.approx(training_step.LEARNING_RATE)
 
