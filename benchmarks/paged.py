@@ -68,7 +68,7 @@ def cases(options: argparse.Namespace) -> Sequence[Any]:
     """Returns the requests, or the cases of a stack."""
     if options.stack:
         if options.against:
-            PARSER.error("--against: expected no --stack beside it")
+            PARSER.error("--against: expected no --stack with it")
         from . import stack
 
         return stack.CASES

@@ -29,17 +29,16 @@ if __name__ == "__main__":
 from .record import RESULTS, ROOT, read_records
 from .tables import TABLES, File, peers, speed
 
-__all__ = ["DOCUMENTS", "NOTHING", "render", "stored", "tables"]
+__all__ = ["DOCUMENTS", "render"]
 
-NOTHING = "No results are stored."
 SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")  # the cases of other libraries in README.md
 SHOWN = {"attention": "table", "stack": "host tier"}  # the group that documents show
 
 
-def stored(benchmark: str, folder: Path = RESULTS) -> list[File]:
+def stored(benchmark: str) -> list[File]:
     """Returns the records of each stored file that belong to a benchmark and to the shown group."""
     group = SHOWN.get(benchmark)
-    files = [read_records(path) for path in sorted(folder.glob("*/*.json"))]
+    files = [read_records(path) for path in sorted(RESULTS.glob("*/*.json"))]
     chosen = [
         [r for r in file if r["benchmark"] == benchmark and (not group or r["group"] == group)]
         for file in files
@@ -47,14 +46,13 @@ def stored(benchmark: str, folder: Path = RESULTS) -> list[File]:
     return [records for records in chosen if records]
 
 
-def tables(*benchmarks: str, folder: Path = RESULTS) -> list[str]:
+def tables(*benchmarks: str) -> list[str]:
     """Renders the tables of stored results as Markdown."""
-    made = [x for each in benchmarks for x in TABLES[each](stored(each, folder))]
-    lines = [line for table in made for line in (*table.markdown(), "")]
-    return lines[:-1] or [NOTHING]
+    made = [x for each in benchmarks for x in TABLES[each](stored(each))]
+    return [line for table in made for line in (*table.markdown(), "")][:-1]
 
 
-def beside_others(*cases: str) -> list[str]:
+def with_others(*cases: str) -> list[str]:
     """Renders the table that compares this library with others on an H200 as Markdown."""
     [ours], [theirs] = stored("attention"), stored("peers")
     return peers(ours, theirs, cases).markdown()
@@ -68,11 +66,11 @@ def speed_lines() -> list[str]:
 
 # What stands between marks in each document, by the marks' name.
 DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
-    ROOT / "README.md": {"speed": speed_lines, "peers": partial(beside_others, *SUMMARY)},
+    ROOT / "README.md": {"speed": speed_lines, "peers": partial(with_others, *SUMMARY)},
     ROOT / "docs/performance.md": {
         "cpu": partial(tables, "cpu"),
         "gpu": partial(tables, "attention"),
-        "peers": beside_others,
+        "peers": with_others,
         "step": partial(tables, "training_step"),
     },
     ROOT / "docs/quickstart/training.md": {

@@ -215,7 +215,7 @@ class Benchmark:
         cases: what there is to measure, by default one case, the benchmark's name. A case is a name
             or has a `name`, and may have a `group`; `--cases` chooses by them.
         variants: what `--against` compares of a case; None where it compares nothing.
-        describe: what every record of the run says besides its origin.
+        describe: what every record of the run says in addition to its origin.
         needs_gpu: whether there must be a GPU; otherwise the option `--device`, where there is
             one, says whether it is used.
     """

@@ -261,7 +261,7 @@ def speed(ours: File, theirs: File) -> list[str]:
         f"{_number(backward['ms'])} ms backward ({backward['tflops']:.0f}): {' and '.join(faster)} "
         f"times as fast as torch's FlashAttention-2 at the same shape, {' and '.join(rates)} times "
         "the",
-        "TFLOP/s of the fastest of the [other HSTU kernels](#beside-other-libraries) "
+        "TFLOP/s of the fastest of the [other HSTU kernels](#comparison-with-other-libraries) "
         f"({forward['date']}, commit {forward['commit'][:7]}).",
     ]
 

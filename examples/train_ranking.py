@@ -93,7 +93,7 @@ def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
         "--strategy",
         choices=get_args(Strategy),
         default="ddp",
-        help="each has all parameters beside the tables, or a part of them",
+        help="whether a rank has all parameters outside the tables (ddp), or a part",
     )
     many.add_argument(
         "--tables",

@@ -125,7 +125,7 @@ def make_parser(
         "--only", choices=ACTIONS, help="events with this action alone, where the data have actions"
     )
     files.add_argument(
-        "--cache-dir", type=Path, help="preprocessed data go here; None is beside the data"
+        "--cache-dir", type=Path, help="of the preprocessed data; None is next to --data"
     )
     files.add_argument(
         "--out", type=Path, default=Path(out), help="curves, metrics, checkpoints, TensorBoard"

@@ -91,7 +91,7 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
         "--data", type=Path, help="what users did before: a file or directory of the training data"
     )
     parser.add_argument(
-        "--cache-dir", type=Path, help="preprocessed data go here; None is beside the data"
+        "--cache-dir", type=Path, help="of the preprocessed data; None is next to --data"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=number(0, 65535), default=8000, help="0 is any that is free")

@@ -5,7 +5,7 @@
     sampler = BatchSampler(windows.lengths, tokens_per_batch=8192, seed=0)
     batch = jagged_batch(log, windows.take(next(sampler)))
 
-Beside MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
+Besides MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
 (`hstu_attn.data.kuairand`). `BalancedBatchSampler` divides batches among ranks by what they cost.
 
 It needs numpy and tqdm in addition to torch: `pip install hstu_attn[data]`.

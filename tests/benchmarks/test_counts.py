@@ -96,19 +96,6 @@ def test_flops_of_layers_are_those_of_a_count():
     assert found == {layer.FORWARD: forward + attention, layer.BOTH: both + 3.5 * attention}
 
 
-def test_bytes_of_the_fused_layers_kernels():
-    config = HSTULayerConfig(embedding_dim=10, num_heads=2, hidden_dim=3, attention_dim=4)
-    found = layer.step_bytes(config, 7)
-    assert found == {
-        "layer_norm": 14 * 20,
-        "layer_norm_backward": 14 * 40,
-        "silu": 14 * 2 * 28,
-        "activation_backward": 14 * 3 * 28,
-        "gate": 14 * 3 * 6,
-        "gate_backward": 14 * 5 * 6,
-    }
-
-
 def test_kernels_belong_to_the_function_that_launched_them():
     def operator(name, start, duration, number, thread=1):
         times = {"ts": start, "dur": duration, "tid": thread}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,21 +25,6 @@ def world() -> World:
     rank, number = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (number,))
     return World(rank, rank, number, torch.device("cpu"), mesh)
-
-
-@pytest.mark.parametrize("case", ["equal", "weak"])
-def test_batches_are_whole(case):
-    from recommender.ranking_data import check_ranking_batch  # benchmarks.train says where it is
-
-    options, generator = train.PARSER.parse_args(TRAIN), np.random.default_rng(3)
-    lengths = train.random_lengths(options, case, 50, generator)
-    assert lengths.max() <= (40 if case == "equal" else 80)
-    assert (len(set(lengths)) == 1) == (case == "equal")
-    batch = train.random_batch(options, lengths, generator)
-    config = train.model_config(options)
-    check_ranking_batch(batch, config.sizes, len(config.actions), config.max_rows)
-    rows = 3 + 2 * batch.history_offsets.diff() + batch.target_offsets.diff()
-    assert rows.tolist() == lengths.tolist()
 
 
 def _train(path: str, *arguments: str) -> int:
@@ -107,10 +91,3 @@ def test_a_wrong_result_fails(monkeypatch, capsys):
     monkeypatch.setattr(context.ContextBatch, "attention", wrong)
     assert context.BENCHMARK.main(CONTEXT, world=world()) == 1
     assert "expected differences of at most 0.01, got out 0.05" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("module", [context, train])
-def test_without_a_gpu_it_says_so(module, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="expected NVIDIA GPUs and a CUDA build of torch"):
-        module.main([])
