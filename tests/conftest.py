@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: the seed, the device, and what GPUs are missing or miss."""
+"""Fixtures and hooks of the whole suite: the seed, the device, and what the GPU kernels lack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(torch.get_num_threads() // workers, 4)))
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # counts when triton is first imported
+        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is first imported
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -55,13 +55,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 # What the GPU kernels do not have yet
 # ---------------------------------------------------------------------------------------------
 
-# A test marked gpu_missing(feature) must fail on a GPU, and by this message alone.
+# A test marked gpu_missing(feature) must fail on a GPU, and with this message.
 _REFUSALS = {"relative bias": "the relative bias is not built for GPUs"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases whose parameter `bias` names a relative bias; other tests carry the mark."""
-    from hstu_attn.testing import BIAS_NAMES  # only now, since TRITON_INTERPRET comes first
+    """Marks the cases whose parameter `bias` names a relative bias; other tests have the mark
+    already.
+    """
+    from hstu_attn.testing import BIAS_NAMES  # imports triton, so TRITON_INTERPRET must be set
 
     relative = {name for name in BIAS_NAMES if not name.startswith("rab")}
     for item in items:
@@ -73,14 +75,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A strict expected failure, as `xfail(strict=True)`, that holds the error to its message."""
+    """Treats `gpu_missing` as `xfail(strict=True)` does, and compares the error's message."""
     missing = pyfuncitem.get_closest_marker("gpu_missing")
     if missing is None or pyfuncitem.get_closest_marker("gpu") is None:
         return (yield)
     (feature,) = missing.args
     try:
         yield
-    except RuntimeError as error:  # NotImplementedError is one, and direct callers get the base
+    except RuntimeError as error:  # direct callers of an operator do not get NotImplementedError
         if _REFUSALS[feature] not in str(error):
             raise
         pytest.xfail(f"GPU kernels have no {feature}")
@@ -102,7 +104,7 @@ def _seed(request: pytest.FixtureRequest) -> None:
 
 
 def hash_of(text: str) -> int:
-    """A hash that is the same in every process."""
+    """Returns a hash that is the same in every process."""
     value = 0
     for byte in text.encode():
         value = (value * 1000003 + byte) % 2**63
@@ -111,13 +113,15 @@ def hash_of(text: str) -> int:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """For tests that compare gradients of two calls bit for bit; always so on a CPU."""
+    """Makes gradients bitwise repeatable, for tests that compare two calls; on a CPU they always
+    are.
+    """
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-# A GPU of compute capability 9.0 runs the kernels of both folders, and every test by both.
+# A GPU of compute capability 9.0 runs every test twice, with the kernels of sm90 and of sm80.
 _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 _ARCHS = ["sm90", "sm80"] if _HOPPER else ["sm80"]
 
@@ -130,7 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU kernels that a test runs."""
+    """Chooses the GPU kernels that a test runs."""
     if arch := getattr(request, "param", None):
         monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", arch.removeprefix("sm"))
 
@@ -139,7 +143,7 @@ def _arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     params=["cpu", *(pytest.param(f"cuda-{arch}", marks=pytest.mark.gpu) for arch in _ARCHS)]
 )
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test that asks for a device runs on the CPU and on a GPU."""
+    """Runs a test on the CPU and on a GPU, with the kernels of each architecture."""
     name, _, arch = str(request.param).partition("-sm")
     if arch:
         monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", arch)

@@ -1,4 +1,4 @@
-"""What the figures of benchmarks are made of: FLOPs, bytes, pairs, tiles, kernels and ratios."""
+"""Tests of the figures of benchmarks: FLOPs, bytes, pairs, tiles, kernels and ratios."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_flops_and_bytes_of_requests(new, candidates):
 
 
 def test_flops_of_layers_are_those_of_a_count():
-    """Against torch's own count of the products, and half of the pairs of attention."""
+    """Products are compared with torch's own count, and attention has half of all pairs."""
     config = HSTULayerConfig(
         embedding_dim=24, num_heads=2, hidden_dim=16, attention_dim=8, concat_u=True, fused=False
     )
@@ -144,7 +144,7 @@ def test_peak_memory_of_a_known_call():
 
 
 def test_variants_take_turns():
-    """Another one goes first in each round, and each goes through its input sets."""
+    """In each round another variant goes first, and each goes through its input sets."""
     called = []
 
     def variant(name):
@@ -181,7 +181,7 @@ def test_a_worker_answers():
 
 
 def test_ratios_of_two_libraries():
-    """Of neighboring visits, so that a slow drift of both cancels out."""
+    """The ratios are those of neighboring visits, so that a slow drift of both cancels out."""
     fast, slow = ("hstu_attn", "forward"), ("hstu_attn", "backward")
     visits = [
         ({fast: 1.0 * drift, slow: 3.0}, {fast: 2.0 * drift, slow: 2.0}) for drift in (1, 3, 10)

@@ -1,6 +1,6 @@
-"""A small run of each benchmark from its command line to its records, tables and plots.
+"""Tests that run each benchmark once, from its command line to its records, tables and plots.
 
-A `FakeGpu` stands in for the GPU. What the figures are made of is tested in test_counts.py.
+A `FakeGpu` stands in for the GPU. `test_counts.py` tests the figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP = "--batch 2 --length 24 --heads 2 --head-dim 8 --rounds 3 --commit abc"
 
 
 def run(main, tmp_path, arguments, status=0, failing=()):
-    """The records of a run, which is in a file and becomes tables."""
+    """Runs a benchmark and prints its tables; returns the records of its file."""
     path = tmp_path / "records.json"
     gpu = [] if main in (cpu.main, cpu_limits.main, engine.main) else [FakeGpu()]
     assert main([*arguments.split(), "--json", str(path)], *gpu) == status
@@ -50,7 +50,7 @@ def run(main, tmp_path, arguments, status=0, failing=()):
 
 @pytest.fixture
 def small_cases(monkeypatch):
-    """Tiny cases of every kind in the place of the real ones."""
+    """Replaces the cases of `benchmarks.attention` by tiny ones of every kind."""
     cases = [
         replace(SMALL, mask_name="causal", shortest=40),
         SMALL,
@@ -62,7 +62,7 @@ def small_cases(monkeypatch):
 
 
 def kernel(us, operator, name):
-    """A kernel as in a Chrome trace."""
+    """Returns a kernel's event as it is in a Chrome trace."""
     arguments = {"External id": operator, "correlation": 1}
     return {"cat": "kernel", "name": name, "ts": 0, "dur": us, "args": arguments}
 
@@ -127,7 +127,7 @@ def test_stack(monkeypatch, tmp_path):
     *scored, back = run(paged.main, tmp_path, "--stack --rounds 3")
     assert [r["impl"] for r in scored] == ["cached", "graph", "recompute"]
     assert {r["benchmark"] for r in (*scored, back)} == {"stack"}
-    pages = 3 * 3 * 16 * (2 * 2) * (2 * 64) * 2  # three a user; layers, keys and values; bf16
+    pages = 3 * 3 * 16 * (2 * 2) * (2 * 64) * 2  # pages, rows, layers x (k, v), heads x D, bytes
     assert back["bytes_from_host"] == back["bytes_to_host"] == pages == scoring.page_bytes
     assert back["returning_us"] <= back["with_evictions_us"]
     assert back["from_host_gbps"] == pytest.approx(pages / back["copies_us"] / 1e3, 1e-2)
@@ -177,7 +177,7 @@ def test_layer(monkeypatch, tmp_path):
 
 
 def test_training_step(monkeypatch, tmp_path):
-    """Each operator of a profile of the CPU gets a kernel that a GPU might have run."""
+    """The test adds a kernel to the profile for each operator that a GPU would have run one for."""
     made = {"hstu_attn::hstu_varlen_fwd": 300, "hstu_attn::hstu_varlen_bwd": 700, "aten::mm": 50}
     profile = training_step.profile
 
@@ -198,7 +198,7 @@ def test_training_step(monkeypatch, tmp_path):
     assert found["attention forward"]["kernels"] == {"hstu_attn::hstu_varlen_fwd": 0.6}
     products = found["step"]["busy_ms"] - 2.0
     assert products == pytest.approx(0.05 * round(products / 0.05), abs=1e-3)
-    assert products >= 3 * 4 * 0.05 - 1e-3  # of the layers' linears, at least
+    assert products >= 3 * 4 * 0.05 - 1e-3  # at least those of the layers' linears
 
 
 def test_another_attention_in_the_layers_of_a_step(monkeypatch):

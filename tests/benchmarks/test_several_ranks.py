@@ -1,4 +1,4 @@
-"""benchmarks.train and benchmarks.context on two ranks of a CPU."""
+"""Tests of `benchmarks.train` and `benchmarks.context` on two ranks of a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTEXT = "--length 300 --heads 2 --head-dim 16 --rounds 3 --commit abc".split()
 
 
 def world() -> World:
-    """This rank among all of the process group."""
+    """Returns this rank's `World`, with all ranks of the process group."""
     if not dist.is_initialized():
         return World(0, 0, 1, torch.device("cpu"), None)
     rank, number = dist.get_rank(), dist.get_world_size()
@@ -28,7 +28,9 @@ def world() -> World:
 
 
 def _train(path: str, *arguments: str) -> int:
-    """By a clock that does not depend on the machine: 10 ms a step on rank 0, 20 on rank 1."""
+    """Runs `benchmarks.train` with a made-up clock: a step takes 10 ms on rank 0 and 20 on rank
+    1.
+    """
     here = world()
     with pytest.MonkeyPatch.context() as patch:
         time = lambda clock, call: call() is None or 10.0 * (1 + here.rank)  # noqa: E731

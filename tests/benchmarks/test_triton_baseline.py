@@ -1,4 +1,6 @@
-"""The Triton baseline of the benchmarks: without a GPU through Triton's interpreter, in fp32."""
+"""Tests of the Triton baseline of the benchmarks; without a GPU in Triton's interpreter, in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_what_the_kernels_do_not_take():
 @pytest.mark.parametrize("dim", triton_hstu.HEAD_DIMS)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_configuration(direction, dim, monkeypatch):
-    """The configurations that the tuner may choose, with lengths around their tiles."""
+    """Every configuration that the tuner may choose is right for lengths around its tiles."""
     by_dim = {
         "forward": triton_hstu.FORWARD_CONFIGS,
         "backward": triton_hstu.BACKWARD_CONFIGS,

@@ -1,4 +1,4 @@
-"""Dividing a batch among ranks: against brute force, properties, and what it gains."""
+"""Tests of dividing a batch among ranks: against brute force, by properties, and by its gain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loads_of(costs: np.ndarray, parts: list[np.ndarray]) -> list[int]:
 
 
 def best_load(costs: list[int], num_ranks: int, equal_counts: bool) -> int:
-    """The largest load of the best division of all."""
+    """Returns the largest load of the best of all divisions."""
     counts_wanted = sorted(
         len(costs) // num_ranks + (rank < len(costs) % num_ranks) for rank in range(num_ranks)
     )
@@ -54,7 +54,9 @@ def test_against_brute_force(number: int, num_ranks: int, equal_counts: bool) ->
 
 
 def test_the_worst_case_of_longest_first() -> None:
-    """Its bound of 4/3 - 1/(3 m) is met by these costs; exchanging mends it."""
+    """These costs meet the bound of 4/3 - 1/(3 m) of longest-first; exchanges find a better
+    division.
+    """
     costs = np.array([5, 5, 4, 4, 3, 3, 3])
     assert max(loads_of(costs, balance(costs, 3))) == 9
 
@@ -76,7 +78,7 @@ def test_properties(costs: list[int], num_ranks: int, equal_counts: bool, seed: 
         counts = [len(part) for part in parts]
         assert max(counts) - min(counts) <= 1
     else:
-        # A bound that any division by the least loaded rank keeps.
+        # Giving each item to the least loaded rank never exceeds this bound.
         largest = max(costs, default=0)
         assert max(loads_of(array, parts)) <= sum(costs) / num_ranks + largest
     again = balance(array.copy(), num_ranks, equal_counts=equal_counts, seed=seed)
@@ -114,7 +116,7 @@ def test_pairs_are_those_that_the_mask_shows(causal: bool, max_attn_len: int) ->
 def test_cost_of_a_layer() -> None:
     config = HSTULayerConfig(embedding_dim=32, num_heads=2, hidden_dim=8, attention_dim=16)
     forward = AttentionCost.of_layer(config, training=False)
-    # u, v of 8 and q, k of 16 for each of two heads; the output reads 2 x 8.
+    # Two heads have u, v of width 8 and q, k of width 16; the output linear reads 2 x 8 columns.
     assert forward.per_row == 2 * 32 * (2 * (8 + 8 + 16 + 16) + 2 * 8)
     assert forward.per_pair == 2 * 2 * (16 + 8)
     training = AttentionCost.of_layer(config)
@@ -129,7 +131,7 @@ def test_cost_of_a_layer() -> None:
 
 
 def test_gain_over_dealing_in_turn() -> None:
-    """The numbers in the text of hstu_attn.data.balance and in docs/quickstart/training.md."""
+    """The gains are those that `hstu_attn.data.balance` and docs/quickstart/training.md state."""
     generator = np.random.default_rng(0)
     cost = AttentionCost.of_layer(CONFIG)
     ratios = []
@@ -218,7 +220,9 @@ def test_global_batches_are_those_of_any_number_of_ranks(number: int) -> None:
 
 
 def test_continues_where_it_was() -> None:
-    """Through the end of an epoch, by a loader that draws ahead, and with other ranks."""
+    """Resuming works across the end of an epoch, with a loader that prefetches, and on other
+    ranks.
+    """
     sampler = sampler_of(1)
     steps, states = [], []
     while len(steps) < 25:

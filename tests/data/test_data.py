@@ -1,4 +1,4 @@
-"""Reading MovieLens files, the preprocessed form, the split and the batches."""
+"""Tests of reading MovieLens files, of the preprocessed form, the split and the batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVENTS = [  # user, item, rating, timestamp, in no order
     (7, 10, 3, 100),
     (3, 20, 2, 200),
     (7, 40, 1, 400),
-    (3, 30, 5, 200),  # the same second as the event before it: keeps the file's order
+    (3, 30, 5, 200),  # equal times keep the order of the file
     (7, 20, 4, 200),
     (9, 20, 4, 200),  # a user with too few events
 ]
@@ -111,7 +111,7 @@ def test_malformed_lines_are_reported_and_counted(tmp_path: Path) -> None:
     )
     assert described[3:-1] == [f"  {entry}" for entry in report[:10]]
     assert described[-1] == f"  ... and {len(bad) + 1 - 10} more"
-    # They are still reported when nothing is read anew.
+    # They are reported as well when the preprocessed form is read.
     assert open_event_log(path).describe() == log.describe()
 
 
@@ -161,7 +161,7 @@ def test_preprocesses_once_and_again_when_the_source_changes(tmp_path: Path) -> 
     assert second.num_events == first.num_events + 1
     assert second.manifest["content"] != first.manifest["content"]
     assert len(list(tmp_path.glob("hstu_cache/*"))) == 1
-    assert first.items.tolist() == [0, 1, 2, 0, 1, 2, 3]  # still mapped
+    assert first.items.tolist() == [0, 1, 2, 0, 1, 2, 3]  # the old form can still be read
 
     os.utime(tmp_path / "movies.dat", ns=(0, 0))
     assert open_event_log(path).manifest["content"] == second.manifest["content"]
@@ -196,7 +196,9 @@ def test_cache_directory_may_be_shared(tmp_path: Path) -> None:
 
 
 def make_log(tmp_path: Path, counts: list[int]) -> EventLog:
-    """A log in which user u has `counts[u]` events, at times and on items all different."""
+    """Returns a log in which user u has `counts[u]` events, all at different times on different
+    items.
+    """
     lines, event = [], 0
     for user, count in enumerate(counts):
         for _ in range(count):
@@ -227,7 +229,7 @@ def test_leave_one_out(tmp_path: Path) -> None:
     assert windows.lengths.min() > 0
     assert windows.lengths.max() == max_seq_len
     batch = jagged_batch(log, windows)
-    # Each training event but the first of a user is a target exactly once, and nothing else is.
+    # The targets are exactly the training events, without the first of each user, once each.
     assert sorted(batch.target_items.tolist()) == sorted(
         item for events in history for item in events[1:-2]
     )
@@ -239,7 +241,7 @@ def test_leave_one_out(tmp_path: Path) -> None:
 
 def test_batches_hold_each_sequence_once_an_epoch_and_keep_the_budget() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 500)
-    lengths[7] = 1000  # longer than the budget: alone in its batch
+    lengths[7] = 1000  # longer than the budget, so its batch has no other sequence
     sampler = BatchSampler(lengths, tokens_per_batch=400, seed=1)
     orders = []
     for epoch in range(2):
@@ -251,7 +253,7 @@ def test_batches_hold_each_sequence_once_an_epoch_and_keep_the_budget() -> None:
         sums = np.array([lengths[batch].sum() for batch in batches])
         assert len(batches) < 1.25 * lengths.sum() / 400
         assert np.median(sums) > 300
-        # Sequences of a batch are about as long as each other.
+        # The lengths within a batch differ little.
         spread = np.mean([np.ptp(lengths[batch]) for batch in batches])
         assert spread < 0.2 * np.ptp(np.delete(lengths, 7))
     assert (orders[0] != orders[1]).any()

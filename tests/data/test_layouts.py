@@ -1,4 +1,6 @@
-"""Reading Amazon reviews and KuaiRand's logs, their made-up forms, and telling layouts apart."""
+"""Tests of reading Amazon reviews and KuaiRand's logs, of their made-up forms, and of telling
+layouts apart.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ AMAZON = [  # user, item, rating, day; in no order
     ("AB", "B000000001", "4.0", 1),
     ("AZ", "B000000001", "3.0", 1),
     ("AB", "0000000002", "2.0", 2),
-    ("AB", "B000000003", "1.0", 2),  # the same day as the event before it: keeps the file's order
+    ("AB", "B000000003", "1.0", 2),  # equal days keep the order of the file
     ("AZ", "0000000002", "4.0", 2),
     ("AC", "0000000002", "4.0", 2),  # a user with too few events
 ]
@@ -73,7 +75,7 @@ def write_kuairand(directory: Path) -> list[Path]:
     files = {
         "log_standard_4_08_to_4_21_1k.csv": [
             kuairand_line(4, 70, start + 900, is_click=1, long_view=1, play_time_ms=12_345, tab=14),
-            kuairand_line(4, 60, start + 100, is_click=1, is_like=1),  # the same second, before
+            kuairand_line(4, 60, start + 100, is_click=1, is_like=1),  # before the line above
             kuairand_line(2, 60, start, is_hate=1),
         ],
         "log_standard_4_22_to_5_08_1k.csv": [
@@ -151,7 +153,7 @@ def test_reads_kuairand(tmp_path: Path) -> None:
     assert log.columns["tab"].tolist() == [0, 0, 0, 0, 14, 0]
     assert (log.find_user("4"), log.find_user("3"), log.find_user("AB")) == (1, None, None)
 
-    # The directory is the same as its files; a batch has what is known and what is to be learnt.
+    # A directory reads as its files do; a batch has the inputs and the targets.
     assert open_event_log(tmp_path).manifest["content"] == log.manifest["content"]
     batch = jagged_batch(log, held_out_windows(log, "test", 10)).to(torch.device("cpu"))
     assert batch.actions is not None
@@ -170,7 +172,7 @@ def test_keeps_only_events_with_an_action(tmp_path: Path) -> None:
     assert whole.num_events > log.num_events + log.manifest["dropped_events"] == clicks
     left_out = f"Left out: {whole.num_events - clicks:,} events without is_click"
     assert left_out in log.describe()
-    # Both forms lie side by side.
+    # The preprocessed forms of both lie next to each other.
     assert len(list(tmp_path.glob("hstu_cache/*"))) == 2
     with pytest.raises(ValueError, match=r"only: expected one of is_click, .*got 'is_click_'"):
         open_event_log(paths, only="is_click_")
@@ -218,7 +220,7 @@ def test_synthetic_kuairand(tmp_path: Path, compress: bool) -> None:
     }
     assert 0.4 < rate["is_click"] < 0.95
     assert 0.01 < rate["is_like"] < rate["long_view"] <= rate["is_click"]
-    # The definition of long_view: 18 seconds, or to the end.
+    # long_view means that 18 seconds were watched, or all of a shorter video.
     played, duration = log.columns["play_time_ms"], log.columns["duration_ms"]
     long_view = (log.columns["actions"] >> ACTIONS.index("long_view") & 1).astype(bool)
     assert (long_view == (played >= np.minimum(duration, 18_000))).all()
@@ -227,7 +229,7 @@ def test_synthetic_kuairand(tmp_path: Path, compress: bool) -> None:
 
 
 def check_round_trip(log: EventLog, histories: dict[str, list[str]]) -> None:
-    """The log has these users with these items, oldest first, all by their names."""
+    """Checks that the log has these users with these items, oldest first, by their names."""
     items = log.item_ids.astype(str) if log.item_keys is None else log.item_keys.astype(str)
     read = {
         log.user_name(user): items[log.items[start:end]].tolist()
@@ -244,7 +246,7 @@ def group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def numbered(names: Iterable[object]) -> list[int]:
-    """Numbers in the order in which names are first seen."""
+    """Numbers names in the order in which they are first seen."""
     numbers: dict[object, int] = {}
     return [numbers.setdefault(name, len(numbers)) for name in names]
 
@@ -351,7 +353,9 @@ def test_refuses_logs(tmp_path: Path) -> None:
 
 
 def read_line_by_line(text: bytes) -> list[tuple[bytes, int, float]] | int:
-    """Key, whole number and rating of each line, or the number of the first malformed line."""
+    """Parses each line by itself: key, whole number, rating; or the number of the first
+    malformed line.
+    """
     rows = []
     for number, line in enumerate(text.removesuffix(b"\n").split(b"\n") if text else [], start=1):
         fields = re.fullmatch(rb"([!#-+\--~]{1,64}),(\d{1,18}),(\d+(?:\.\d*)?)\r?", line)
@@ -364,7 +368,7 @@ def read_line_by_line(text: bytes) -> list[tuple[bytes, int, float]] | int:
 def test_reads_what_a_reader_of_single_lines_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random tables, most of them with one byte put in or changed."""
+    """Tables are random, and most have one byte inserted or changed."""
     generator = random.Random(0)
     path = tmp_path / "table.csv"
     outcomes = set()
@@ -393,7 +397,7 @@ def test_reads_what_a_reader_of_single_lines_reads(
                 rows += zip(*(column.tolist() for column in columns), strict=True)
         except ValueError as error:
             line = int(str(error).removeprefix(f"{path}:").split(":")[0])
-            # Of a block the columns are checked one after the other: another line may come first.
+            # A block's columns are checked one after another, so the error may name a later line.
             assert isinstance(expected, int)
             assert expected <= line
         else:
@@ -439,7 +443,7 @@ def test_a_named_layout_needs_no_telling_name(tmp_path: Path) -> None:
 
 def test_repeated_items_are_told(tmp_path: Path) -> None:
     log = open_event_log(write_kuairand(tmp_path))
-    # The user 4 watches 60, 70 and 60 again; the user 2 watches 60, 70 and 80.
+    # User 4 watches 60, 70 and 60 again; user 2 watches 60, 70 and 80.
     assert train_retrieval.share_of_repeats(log) == 0.5
     assert train_retrieval.share_of_repeats(open_event_log(write_amazon(tmp_path, 2023))) == 0
 

@@ -1,4 +1,4 @@
-"""Tensors in one copy to a device, and batches that are made while the step before runs."""
+"""Tests of copying tensors to a device in one copy, and of making batches while a step runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_batch_without_actions():
 
 @dataclass(frozen=True)
 class Numbers:
-    """A batch."""
+    """A batch of two tensors and a count."""
 
     values: Tensor
     absent: Tensor | None = None
@@ -111,7 +111,7 @@ def test_one_batch_is_made_ahead():
 
 @pytest.mark.gpu(kernels=False)
 def test_copies_go_on_beside_kernels_and_stay_whole():
-    """The host drops each batch while kernels that read it have not begun, and makes the next."""
+    """The host drops each batch before the kernels that read it have begun, and makes the next."""
     device, count = torch.device("cuda"), 2**18
     numbers = iter(range(1, 100))
     prefetcher = Prefetcher(lambda: Numbers(torch.full((count,), next(numbers))), device)
@@ -131,7 +131,7 @@ def test_a_copy_does_not_wait_for_the_kernels_queued_before():
     device = torch.device("cuda")
     prefetcher = Prefetcher(lambda: Numbers(torch.arange(1000)), device)
     for _ in range(2):
-        prefetcher.take()  # memory is allocated
+        prefetcher.take()  # allocates memory
         prefetcher.start()
     torch.cuda.synchronize()
     prefetcher.take()

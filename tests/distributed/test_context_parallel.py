@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share sequences compute what one process computes of them."""
+"""Tests of context parallelism: ranks that share sequences compute what one process does."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_chosen_rows_of_a_mask_and_a_range_of_its_keys(name):
             expected = torch.zeros(width, dtype=torch.bool)
             seen = whole[row - start, int(first[n]) : int(first[n] + count[n])]
             expected[int(shift[n]) : int(shift[n]) + len(seen)] = seen
-            # Keys past the sequence's end are for the operator to leave out.
+            # The operator ignores keys past the sequence's end.
             end = int(shift[n]) + len(seen)
             found = by_row[n] & (torch.arange(width) < end)
             assert torch.equal(found, expected), (head, n)
@@ -122,14 +122,14 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def _whole(batch: Batch, dout: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of the operator in one process."""
+    """Returns the output and the gradients of the operator in one process."""
     leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
     out = hstu_attention(*leaves, **batch.options())
     return dict(zip(NAMES, (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
 
 
 def _shared(batch: Batch, dout: Tensor, context: ContextBatch) -> dict[str, Tensor]:
-    """The same, of which each rank computes its rows."""
+    """Returns the rows of this rank of output and gradients, computed by all ranks."""
     leaves = [context.shard(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
     out = context.attention(
         *leaves, mask=batch.mask, alpha=batch.alpha, scaling_seqlen=batch.scaling_seqlen
@@ -139,7 +139,7 @@ def _shared(batch: Batch, dout: Tensor, context: ContextBatch) -> dict[str, Tens
 
 
 def _in_double(batch: Batch) -> Batch:
-    """The same batch on the CPU, in fp64."""
+    """Returns the batch on the CPU, in fp64."""
 
     def on_cpu(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.cpu()
@@ -203,7 +203,7 @@ def test_gpus_compute_what_one_process_does(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# Around it
+# Gathering, refusals and layers
 # ---------------------------------------------------------------------------------------------
 
 
@@ -220,7 +220,7 @@ def _check_gather() -> None:
     starts = seq_offsets[:-1].repeat_interleave(torch.tensor(LENGTHS))
     assert torch.equal(context.positions, context.shard(numbers - starts))
     assert context.offsets[-1] == len(context.rows)
-    # Rank r takes r + 1 times its weights from every row.
+    # Rank r weights the gradient of each row by r + 1, and gather adds up the ranks' gradients.
     weights = torch.randn_like(x)
     local.requires_grad_()
     ((rank + 1) * weights * context.gather(local)).sum().backward()
@@ -230,7 +230,7 @@ def _check_gather() -> None:
 
 
 def _check_calls_alone() -> None:
-    """A group that is not all ranks, the one-off function, and the order of the sums."""
+    """Checks a group of some ranks, the function for a single call, and the order of sums."""
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     group = groups[dist.get_rank() % 2]
     batch = make_batch([50, 3], mask="causal", dtype=torch.float32)
@@ -254,7 +254,7 @@ def _check_calls_alone() -> None:
 
 
 def _check_skipping() -> None:
-    """No call for a chunk of keys that the local rows do not see."""
+    """Checks that no operator call is made for chunks of keys that no local row sees."""
     lengths = [70, 0, 131]
     for name in ("local-left", "local-target", "context", "spans", "func-5"):
         mask = make_mask(name, lengths)
@@ -280,7 +280,7 @@ def _check_skipping() -> None:
 
 
 def _check_layers_share_calls() -> None:
-    """Contextual rows that the configuration counts are found once for all layers."""
+    """Checks that contextual rows that the configuration counts are found once for all layers."""
     config = HSTULayerConfig(
         embedding_dim=8, num_heads=2, hidden_dim=8, attention_dim=8, contextual_seq_len=2
     )
@@ -360,7 +360,7 @@ def _check_around() -> None:
     _check_refusals()
     widths = {"embedding_dim": 16, "num_heads": 2, "hidden_dim": 8, "attention_dim": 8}
     _check_training(HSTULayerConfig.stu(**widths, output_dropout_ratio=0.0, max_attn_len=9))
-    # Fused where the whole sequences are on one rank.
+    # With one rank the layer is fused, since the rank has whole sequences.
     fused = HSTULayerConfig(**widths, target_aware=False, scaling_seqlen=40, fused=True)
     _check_training(fused)
 

@@ -1,4 +1,4 @@
-"""Checkpoints on any number of ranks, and what a killed writer leaves."""
+"""Tests of checkpoints on any number of ranks, and of directories that killed writers leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def part_of_run(run: Run, directory: str, number: int) -> tuple[Any, dict[str, T
     checkpoints = Checkpoints(directory)
     step = checkpoints.load(training.model, training.optimizer, sampler=training.sampler) or 0
     for group in training.optimizer.param_groups:
-        group["lr"] *= 0.5 if step else 1  # so that it is seen whether groups' options come back
+        group["lr"] *= 0.5 if step else 1  # shows whether the options of groups are restored
     results = training.steps(number)
     checkpoints.save(step + number, training.model, training.optimizer, sampler=training.sampler)
     return results, training.parameters(), training.sampler.state_dict()
@@ -46,7 +46,7 @@ def part_of_run(run: Run, directory: str, number: int) -> tuple[Any, dict[str, T
     ],
 )
 def test_continues_on_other_ranks(backend: str, parts: list[Any], tmp_path: Path) -> None:
-    """In parts of 3 steps, of which 4 make an epoch, as one rank in one directory does."""
+    """A run in parts of 3 steps, with 4 steps an epoch, equals one run of one rank."""
     seed = int(torch.randint(2**31, ()))
     # GPUs have no kernels for fp32.
     dtype, tolerance = (None, 2e-5) if backend == "gloo" else (torch.bfloat16, 0.05)
@@ -77,7 +77,7 @@ def without_a_break(run: Run) -> tuple[Any, dict[str, Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
 def test_a_break_changes_nothing(num_ranks: int, strategy: Any, tmp_path: Path) -> None:
-    """Bit for bit, on the same ranks."""
+    """A run that is interrupted and continued on as many ranks has the same bits."""
     run = Run(strategy, data_seed=int(torch.randint(2**31, ())))
     straight = run_ranks(num_ranks, without_a_break, run)
     first = run_ranks(num_ranks, part_of_run, run, str(tmp_path), 3)
@@ -93,7 +93,7 @@ def draw() -> list[float]:
 
 
 def random_numbers(directory: str) -> tuple[list[float], list[float]]:
-    """What is drawn after a checkpoint, and again after it was loaded."""
+    """Returns numbers drawn after a checkpoint is saved, and again after it is loaded."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(rank)
     random.seed(rank)
@@ -113,7 +113,7 @@ def test_random_generators(num_ranks: int, tmp_path: Path) -> None:
 
 
 def newest(directory: Path) -> int:
-    """The step of the newest checkpoint, of which all is right."""
+    """Returns the step of the newest checkpoint, after all of its contents have been checked."""
     model = model_of(0)
     step = Checkpoints(directory).load(model)
     assert step is not None
@@ -123,8 +123,10 @@ def newest(directory: Path) -> int:
 
 @pytest.mark.slow
 def test_killed_writers(tmp_path: Path) -> None:
-    """At each moment of the writing, and while a checkpoint takes the place of one of its step."""
-    moments = [  # the moment, in which call, the steps, and the step that is then the newest
+    """Writers are killed at each moment of writing, also while a checkpoint replaces an older
+    one.
+    """
+    moments = [  # the moment, the call, the steps saved, and the newest step afterwards
         ("before the tensors", 3, [1, 2, 3], 2),
         ("before the metadata", 3, [1, 2, 3], 2),
         ("before a name", 2, [1, 2], 1),
@@ -134,7 +136,7 @@ def test_killed_writers(tmp_path: Path) -> None:
         ("before a name", 4, [1, 2, 3], 3),
         ("after a name", 4, [1, 2, 3], 3),
     ]
-    # Its processes are copies of one that has imported torch.
+    # The forkserver imports torch once, and its processes are copies.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hstu_attn.distributed.checkpoint"])
     for number, (moment, call, steps, _) in enumerate(moments):
@@ -146,7 +148,7 @@ def test_killed_writers(tmp_path: Path) -> None:
     for number, (*_, expected) in enumerate(moments):
         directory = tmp_path / str(number)
         assert newest(directory) == expected, moments[number]
-        # It goes on as if nothing had been.
+        # Training continues as if the writer had not been killed.
         checkpoints = Checkpoints(directory)
         for step in (expected, 7):
             checkpoints.save(step, model_of(step))
@@ -183,7 +185,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 class OfAnotherRun:
-    """Refuses any state."""
+    """Loads no state, as an object of another run."""
 
     def state_dict(self) -> dict[str, int]:
         return {"run": 1}
@@ -236,8 +238,9 @@ def steps_of_parts(model: Any, optimizer: torch.optim.Optimizer, used: list[int]
 
 
 def break_after(directory: str, first: list[int]) -> list[list[Tensor]]:
-    """Parameters after steps of parts of a model: without a checkpoint, with one after the first
-    steps, and continued from that."""
+    """Returns the parameters of a model after some steps: without a checkpoint, with one after
+    the first steps, and continued from that checkpoint.
+    """
     runs = [two_parts() for _ in range(3)]
     for run in runs[:2]:
         steps_of_parts(*run, first)
@@ -264,7 +267,7 @@ def test_parameters_without_a_step_have_no_state(
 
 
 def load_what_one_cannot(directory: str, name: str) -> tuple[str, bool]:
-    """The error of each rank, and whether anything was loaded."""
+    """Returns this rank's error and whether anything was loaded."""
     checkpoints = Checkpoints(directory)
     path = checkpoints.save(1, model_of(1))
     read, model = torch.load, model_of(0)
@@ -304,7 +307,7 @@ def test_what_was_just_saved_stays(keep: int, tmp_path: Path) -> None:
 
 
 def test_cleared_beside_what_a_killed_writer_left(tmp_path: Path) -> None:
-    """One that was killed while it wrote a step of which there was a checkpoint."""
+    """The leftovers of a writer that was killed while it replaced a checkpoint are removed."""
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.save(1, model_of(1))
     left = path.with_name(f"{path.name}.writing")

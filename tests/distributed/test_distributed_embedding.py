@@ -1,4 +1,4 @@
-"""A table whose rows are divided among ranks, against `nn.Embedding` on all ranks' ids."""
+"""Tests of a table whose rows are divided among ranks, against `nn.Embedding` on all ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mesh_of(backend: str) -> object:
 def lookup(
     backend: str, table: Tensor, ids: list[Tensor], factors: list[Tensor], options: dict
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Looks up a rank's ids, and takes the gradient of a weighted sum of their rows."""
+    """Looks up a rank's ids, and computes the gradient of a weighted sum of their rows."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = device_type(backend)
     embedding = ShardedEmbedding("item", *table.shape, mesh_of(backend), device=device, **options)
@@ -40,7 +40,7 @@ def lookup(
     full, full_gradient = embedding.weight.detach(), gradient
     if isinstance(full, DTensor):
         full, full_gradient = full.full_tensor(), gradient.full_tensor()
-    # Routed ahead, it is the same.
+    # A lookup that is routed ahead of time gives the same rows.
     again = embedding(embedding.route(ids[rank].to(device)))
     same = torch.equal(again, rows)
     return rows.detach().cpu(), full.cpu(), full_gradient.cpu(), same
@@ -53,8 +53,9 @@ def lookup(
 def test_against_one_table(
     backend: str, num_ranks: int, num_rows: int, lengths: tuple[int, ...]
 ) -> None:
-    """Rows and gradients, with ids many times in a batch, ranks without ids, and a last rank that
-    owns fewer rows than the others, or none."""
+    """Rows and gradients are equal with repeated ids, with ranks without ids, and with a last
+    rank that owns fewer rows than the others, or none.
+    """
     table = torch.randn(num_rows, WIDTH)
     ids = [torch.randint(num_rows, (length,)) for length in lengths[:num_ranks]]
     factors = [torch.randn(len(part), WIDTH) for part in ids]
@@ -74,7 +75,7 @@ def test_against_one_table(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_shapes_and_dtypes(backend: str, num_ranks: int) -> None:
-    """Ids of two dimensions, and rows that are sent in bf16."""
+    """Ids may have two dimensions, and rows may be sent in bf16."""
     table = torch.randn(ROWS, WIDTH)
     ids = [torch.randint(ROWS, (4, 5), dtype=torch.int32) for _ in range(num_ranks)]
     factors = [torch.randn(4, 5, WIDTH).bfloat16().float() for _ in range(num_ranks)]
@@ -91,7 +92,9 @@ def test_shapes_and_dtypes(backend: str, num_ranks: int) -> None:
 
 
 def continued(directory: str, load: bool) -> Tensor:
-    """A step on a table of which the last rank has no row, with a checkpoint before or after."""
+    """Runs a step on a table of which the last rank has no row, with a checkpoint before or
+    after.
+    """
     embedding = ShardedEmbedding("item", 4, WIDTH, mesh_of("gloo"), std=1.0)
     optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
     checkpoints = Checkpoints(directory)
@@ -123,7 +126,7 @@ def initial_rows(backend: str, name: str, seed: int, rows: int) -> Tensor:
 
 
 def test_initial_rows_do_not_depend_on_the_number_of_ranks() -> None:
-    rows = 9001  # more than two blocks, and odd
+    rows = 9001  # an odd number of rows in more than two blocks
     (one,) = run_ranks(1, initial_rows, "gloo", "item", 3, rows)
     for number in (2, 3):
         for many in run_ranks(number, initial_rows, "gloo", "item", 3, rows):
@@ -140,7 +143,7 @@ def what_is_refused(ids: list[Tensor]) -> str:
     embedding = ShardedEmbedding("item", ROWS, WIDTH, mesh_of("gloo"))
     with pytest.raises(ValueError, match="item ids") as caught:
         embedding(ids[rank])
-    # The group is still of use.
+    # The group can still be used.
     assert embedding(torch.tensor([ROWS - 1])).shape == (1, WIDTH)
     return str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Runs under torchrun: that they end as they should, and soon where a rank fails."""
+"""Tests of runs under torchrun: they end as they should, and soon after a rank fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def torchrun(how: str, directory: Path, device: str) -> tuple[int, str, float]:
-    """The exit code, what was printed, and the seconds from a rank's failure to the end."""
+    """Returns the exit code, the output, and the seconds from a rank's failure to the end."""
     script = ROOT / "tests/helpers/launched.py"
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     if device == "cpu":
@@ -64,8 +64,9 @@ def test_ends_well(where: str, tmp_path: Path) -> None:
 
 
 def test_no_thread_outlives_the_run(tmp_path: Path) -> None:
-    """Not those of a group that a model holds in a cycle: one of them that frees a tensor while
-    Python ends aborts the process."""
+    """No thread is left, even of a group that a model holds in a reference cycle: if such a
+    thread frees a tensor while Python ends, the process aborts.
+    """
     code, printed, _ = torchrun("cycle", tmp_path, "cpu")
     assert code == 0, printed
     for rank in range(2):
@@ -74,7 +75,7 @@ def test_no_thread_outlives_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_rank_that_raises_ends_the_run(where: str, tmp_path: Path) -> None:
-    """The other one sleeps, and is ended; the error is shown as that of rank 1."""
+    """The other rank sleeps and is ended; the error is shown as that of rank 1."""
     skip_without_gpus(where)
     code, printed, seconds = torchrun("raise", tmp_path, where)
     assert code != 0

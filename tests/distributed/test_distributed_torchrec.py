@@ -1,4 +1,4 @@
-"""Tables by torchrec, against plain ones on all ranks' ids; where torchrec is installed."""
+"""Tests of torchrec's tables against plain tables on all ranks' ids; they need torchrec."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Scored(nn.Module):
 
 
 def step(backend: str, ids: list[dict[str, Tensor]], weight: Tensor) -> tuple[object, ...]:
-    """One step of SGD under DDP: rows before, rows of all ids after, and the linear's gradient."""
+    """Runs a step of SGD under DDP; returns rows before, rows of all ids after, and the linear's
+    gradient.
+    """
     device = device_type(backend)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     mine = {name: part.to(device) for name, part in ids[dist.get_rank()].items()}
@@ -99,8 +101,8 @@ def test_against_plain_tables(backend: str, lengths: tuple[tuple[int, int], ...]
 def part_of_run(
     backend: str, directory: str, ids: Tensor, weight: Tensor, steps: int
 ) -> list[float]:
-    """The losses of the steps after the newest checkpoint, and another checkpoint after them."""
-    torch.manual_seed(len(ids))  # initial rows are drawn by torch's default generator
+    """Returns the losses of the steps after the newest checkpoint, and saves another one."""
+    torch.manual_seed(len(ids))  # torch's default generator draws the initial rows
     device = device_type(backend)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     # fbgemm has no Adam for CPUs.
@@ -125,7 +127,9 @@ def part_of_run(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_continues_on_other_ranks(backend: str, tmp_path: Path) -> None:
-    """With the rows and with what the fused optimizer has summed; all ranks have the same ids."""
+    """A checkpoint restores the rows and the state of the fused optimizer; all ranks have the
+    same ids.
+    """
     arguments = torch.randint(7, (20,)), torch.randn(2, 4)
     straight = run_ranks(
         2, part_of_run, backend, str(tmp_path / "straight"), *arguments, 4, backend=backend

@@ -1,4 +1,4 @@
-"""A step is the same on one rank and on several, under each strategy."""
+"""Tests that a training step is the same on one rank and on several, with each strategy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_training_is_that_of_one_rank(strategy: Any, number: int, dtype: torch.d
     (one,) = run_ranks(1, train, run, STEPS)
     many = run_ranks(number, train, run, STEPS)
     assert one["losses"][-1] < 0.97 * one["losses"][0]
-    assert min(one["norms"]) > run.max_norm  # so clipping acts in every step
+    assert min(one["norms"]) > run.max_norm  # every step is clipped
     for rank in many:
         close(rank["losses"], one["losses"], run)
         close(rank["norms"], one["norms"], run, factor=10)
@@ -74,7 +74,7 @@ def test_bf16_layers_keep_fp32_parameters(strategy: Any, number: int, backend: s
 
 
 def dtypes_in_layers(strategy: Any) -> list[tuple[torch.dtype, torch.dtype]]:
-    """Of the weights and the rows that each layer has when it computes."""
+    """Returns the dtypes of the weights and the rows of each layer when it computes."""
     training = Training(Run(strategy, compute_dtype=torch.bfloat16))
     seen: list[tuple[torch.dtype, torch.dtype]] = []
 
@@ -99,7 +99,7 @@ def test_layers_gather_weights_in_bf16() -> None:
 
 
 def sharding(strategy: Any) -> tuple[dict[str, tuple[int, ...]], int, list[int]]:
-    """Shapes of what rank 0 holds of each parameter, and of each of the optimizer's groups."""
+    """Returns the shapes of rank 0's parts of each parameter and of each group of the optimizer."""
     training = Training(Run(strategy))
     training.steps(1)
     local = {
@@ -148,7 +148,7 @@ def test_global_mean() -> None:
 
 
 def clipped(gradients: list[torch.Tensor], max_norm: float) -> tuple[float, list[torch.Tensor]]:
-    """Clips one plain gradient, one that is divided and one that is a DTensor, but whole."""
+    """Clips the gradients of a plain parameter, a sharded DTensor and a replicated DTensor."""
     placements: list[Any] = [None, Shard(0), Replicate()]
     parameters = []
     for gradient, placement in zip(gradients, placements, strict=True):

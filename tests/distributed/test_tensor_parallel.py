@@ -1,4 +1,6 @@
-"""Tensor parallelism: ranks that share the heads of a layer compute what the whole layer does."""
+"""Tests of tensor parallelism: ranks that share the heads of a layer compute what one layer
+does.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,16 @@ CONFIGS = [
 
 
 def _randomise(module: nn.Module) -> None:
-    """No parameter keeps a value that hides a mistake, such as a norm's weight of one."""
+    """Draws all parameters, so that none has a value that hides a mistake, such as a norm weight
+    of 1.
+    """
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
 
 
 def _step(stack: nn.Module, x: Tensor, *arguments: Any, **options: Any) -> dict[str, Tensor]:
-    """The result and all gradients of a loss."""
+    """Returns the result and all gradients of a loss."""
     x = x.detach().requires_grad_()
     stack.zero_grad(set_to_none=True)
     out = stack(x, *arguments, **options)
@@ -124,7 +128,7 @@ def _check_layer() -> None:
 
 
 def _check_large_mean() -> None:
-    """A variance that is small beside the mean survives in fp32."""
+    """Checks that a variance that is small against the mean survives in fp32."""
     layer = HSTULayer(replace(BASE, norm_eps=1e-12))
     made = shard_heads(layer, dist.group.WORLD)
     attention = 1000 + torch.randn(5, BASE.num_heads, BASE.hidden_dim, dtype=torch.float64)
@@ -151,7 +155,7 @@ def test_two_ranks_compute_what_one_does():
 
 
 def _check_both() -> None:
-    """Two ranks for the heads, two for the rows."""
+    """Checks a mesh of two ranks for the heads and two for the rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
     stack = HSTUStack(BASE, 2, dtype=torch.float64)
     _randomise(stack)
@@ -180,8 +184,9 @@ def test_heads_and_rows_shared_out_at_once():
 
 
 def _check_clipping() -> None:
-    """The norm is that of whole layers, and the same on all ranks, so that what all hold stays so;
-    with rows of the parameters divided over two of four ranks, too."""
+    """Checks that the gradient norm is that of whole layers and is equal on all ranks, also
+    where two of four ranks divide the rows of parameters.
+    """
     torch.manual_seed(5)
     stack = HSTUStack(BASE, 2, dtype=torch.float64)
     x = torch.randn(sum(LENGTHS), BASE.embedding_dim, dtype=torch.float64)
@@ -213,8 +218,9 @@ def test_gradients_are_clipped_by_the_norm_of_whole_layers():
 
 
 def _dropped() -> tuple[Tensor, Tensor, Tensor]:
-    """What was dropped of what the output linear reads, what that was scaled by, and a number drawn
-    afterwards."""
+    """Returns the mask of dropout before the output linear, its scale, and a number drawn
+    afterwards.
+    """
     torch.manual_seed(7)
     config = replace(BASE, output_dropout_ratio=0.25, norm_affine=False)
     layer = shard_heads(HSTULayer(config), dist.group.WORLD)
@@ -241,6 +247,6 @@ def test_ranks_of_one_seed_drop_other_columns():
     (first, scales, after), (second, _, after_second) = run_ranks(2, _dropped)
     assert first.float().mean() == pytest.approx(0.25, abs=0.02)
     torch.testing.assert_close(scales, torch.full_like(scales, 1 / 0.75))
-    # Independent, so that both drop a place as often as chance has it.
+    # The masks are independent, so both ranks drop an element with the product of their rates.
     assert (first & second).float().mean() == pytest.approx(0.25**2, abs=0.02)
-    assert after == after_second  # dropout outside of the layers is alike
+    assert after == after_second  # dropout outside of the layers is equal on both ranks
