@@ -60,9 +60,7 @@ _REFUSALS = {"relative bias": "the relative bias is not built for GPUs"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases whose parameter `bias` names a relative bias; other tests have the mark
-    already.
-    """
+    """Marks cases whose parameter `bias` names a relative bias; other tests carry the mark."""
     from hstu_attn.testing import BIAS_NAMES  # imports triton, so TRITON_INTERPRET must be set
 
     relative = {name for name in BIAS_NAMES if not name.startswith("rab")}
@@ -113,9 +111,7 @@ def hash_of(text: str) -> int:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Makes gradients bitwise repeatable, for tests that compare two calls; on a CPU they always
-    are.
-    """
+    """Makes gradients bitwise repeatable for tests that compare two calls, as on a CPU."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -28,9 +28,7 @@ def world() -> World:
 
 
 def _train(path: str, *arguments: str) -> int:
-    """Runs `benchmarks.train` with a made-up clock: a step takes 10 ms on rank 0 and 20 on rank
-    1.
-    """
+    """Runs `benchmarks.train` by a made-up clock: a step takes 10 ms on rank 0, 20 on rank 1."""
     here = world()
     with pytest.MonkeyPatch.context() as patch:
         time = lambda clock, call: call() is None or 10.0 * (1 + here.rank)  # noqa: E731

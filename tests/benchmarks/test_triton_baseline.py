@@ -1,6 +1,4 @@
-"""Tests of the Triton baseline of the benchmarks; without a GPU in Triton's interpreter, in
-fp32.
-"""
+"""Tests of the benchmarks' Triton baseline; without a GPU in Triton's interpreter, in fp32."""
 
 from __future__ import annotations
 

@@ -54,9 +54,7 @@ def test_against_brute_force(number: int, num_ranks: int, equal_counts: bool) ->
 
 
 def test_the_worst_case_of_longest_first() -> None:
-    """These costs meet the bound of 4/3 - 1/(3 m) of longest-first; exchanges find a better
-    division.
-    """
+    """These costs meet longest-first's bound of 4/3 - 1/(3 m); exchanges divide them better."""
     costs = np.array([5, 5, 4, 4, 3, 3, 3])
     assert max(loads_of(costs, balance(costs, 3))) == 9
 
@@ -220,9 +218,7 @@ def test_global_batches_are_those_of_any_number_of_ranks(number: int) -> None:
 
 
 def test_continues_where_it_was() -> None:
-    """Resuming works across the end of an epoch, with a loader that prefetches, and on other
-    ranks.
-    """
+    """Resuming works across an epoch's end, with a loader that prefetches, and on other ranks."""
     sampler = sampler_of(1)
     steps, states = [], []
     while len(steps) < 25:

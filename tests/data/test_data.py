@@ -196,9 +196,7 @@ def test_cache_directory_may_be_shared(tmp_path: Path) -> None:
 
 
 def make_log(tmp_path: Path, counts: list[int]) -> EventLog:
-    """Returns a log in which user u has `counts[u]` events, all at different times on different
-    items.
-    """
+    """Returns a log in which user u has `counts[u]` events; all times and items differ."""
     lines, event = [], 0
     for user, count in enumerate(counts):
         for _ in range(count):

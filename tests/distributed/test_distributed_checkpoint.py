@@ -123,9 +123,7 @@ def newest(directory: Path) -> int:
 
 @pytest.mark.slow
 def test_killed_writers(tmp_path: Path) -> None:
-    """Writers are killed at each moment of writing, also while a checkpoint replaces an older
-    one.
-    """
+    """Writers are killed at each moment, also while a checkpoint replaces an older one."""
     moments = [  # the moment, the call, the steps saved, and the newest step afterwards
         ("before the tensors", 3, [1, 2, 3], 2),
         ("before the metadata", 3, [1, 2, 3], 2),

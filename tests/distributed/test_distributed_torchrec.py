@@ -42,9 +42,7 @@ class Scored(nn.Module):
 
 
 def step(backend: str, ids: list[dict[str, Tensor]], weight: Tensor) -> tuple[object, ...]:
-    """Runs a step of SGD under DDP; returns rows before, rows of all ids after, and the linear's
-    gradient.
-    """
+    """Runs a step of SGD under DDP; returns rows before and after, and the linear's gradient."""
     device = device_type(backend)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     mine = {name: part.to(device) for name, part in ids[dist.get_rank()].items()}
@@ -127,9 +125,7 @@ def part_of_run(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_continues_on_other_ranks(backend: str, tmp_path: Path) -> None:
-    """A checkpoint restores the rows and the state of the fused optimizer; all ranks have the
-    same ids.
-    """
+    """Rows and the fused optimizer's state are restored; all ranks have the same ids."""
     arguments = torch.randint(7, (20,)), torch.randn(2, 4)
     straight = run_ranks(
         2, part_of_run, backend, str(tmp_path / "straight"), *arguments, 4, backend=backend

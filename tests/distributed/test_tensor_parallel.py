@@ -1,6 +1,4 @@
-"""Tests of tensor parallelism: ranks that share the heads of a layer compute what one layer
-does.
-"""
+"""Tests of tensor parallelism: ranks that share a layer's heads compute what one layer does."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ CONFIGS = [
 
 
 def _randomise(module: nn.Module) -> None:
-    """Draws all parameters, so that none has a value that hides a mistake, such as a norm weight
-    of 1.
-    """
+    """Draws all parameters, since a norm weight of 1 or a bias of 0 would hide mistakes."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
@@ -218,9 +214,7 @@ def test_gradients_are_clipped_by_the_norm_of_whole_layers():
 
 
 def _dropped() -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the mask of dropout before the output linear, its scale, and a number drawn
-    afterwards.
-    """
+    """Returns which inputs of the output linear were dropped, their scale, and a later draw."""
     torch.manual_seed(7)
     config = replace(BASE, output_dropout_ratio=0.25, norm_affine=False)
     layer = shard_heads(HSTULayer(config), dist.group.WORLD)

@@ -1,5 +1,6 @@
-"""The limits of the example's HTTP connections, over raw sockets: a request must arrive in time,
-and no more connections are open than there may be."""
+"""Tests of the limits of the example's HTTP connections, over raw sockets: a request must arrive
+in time, and only so many connections may be open.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ uvicorn = pytest.importorskip("uvicorn")
 from recommender.connections import LimitedHTTP  # noqa: E402
 
 ARRIVAL_TIMEOUT = 0.4
-PATIENCE = 10.0  # seconds in which the server must have closed a connection
+PATIENCE = 10.0  # seconds within which the server must close a connection
 WHOLE = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
 HEAD = WHOLE[:-2]
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers /echo with the body, /slow late, and anything else 404 without reading its body."""
+    """Answers /echo with the body, /slow after a delay, and other paths with 404 before reading
+    a body.
+    """
     status, body = 404, b"absent"
     if scope["path"] != "/absent":
         status, body = 200, b""
@@ -47,7 +50,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 @contextmanager
 def running(max_connections: int = 100) -> Iterator[int]:
-    """The port of a server of the application."""
+    """Runs a server of the application; yields its port."""
     protocol = functools.partial(
         LimitedHTTP, arrival_timeout=ARRIVAL_TIMEOUT, max_connections=max_connections
     )
@@ -75,12 +78,12 @@ def connect(port: int) -> socket.socket:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """What still comes until the server closes the connection."""
+    """Reads until the server closes the connection."""
     return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
 def answer(connection: socket.socket) -> bytes:
-    """One answer, whose connection stays open."""
+    """Reads one answer and leaves the connection open."""
     received = b""
     while not received.endswith((b"\r\n\r\nhi", b"\r\n\r\nabsent")):
         part = connection.recv(4096)
@@ -183,7 +186,7 @@ def test_no_more_connections_than_there_may_be() -> None:
 
 
 def first_accepted(port: int) -> bytes:
-    """The first answer other than 503, of a connection of its own."""
+    """Connects until an answer is not 503; returns that answer."""
     limit = time.monotonic() + PATIENCE
     while time.monotonic() < limit:
         with connect(port) as connection:

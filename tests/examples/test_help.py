@@ -1,5 +1,6 @@
-"""The help of every example and benchmark: it comes without importing torch, and its commands are
-ones that the program takes."""
+"""Tests of the help of every example and benchmark: it comes without importing torch, and the
+program accepts the commands in it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-# What takes long to import; the package itself imports torch.
+# These take long to import; hstu_attn imports torch.
 HEAVY = {"hstu_attn", "matplotlib", "numpy", "tensorboard", "torch", "triton", "uvicorn"}
 
 
 def programs() -> list[str]:
-    """As they are called: a path, or "-m" and a module."""
+    """Returns the programs as they are called: a path, or "-m" and a module."""
     found = []
     for directory in ("examples", "benchmarks"):
         for path in sorted((ROOT / directory).glob("*.py")):
@@ -29,7 +30,7 @@ def programs() -> list[str]:
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Its output, and on the standard error, among other things, what it imported."""
+    """Runs a program; the standard error also lists what it imported."""
     return subprocess.run(
         [sys.executable, "-X", "importtime", *program.split(), *arguments],
         cwd=ROOT,
@@ -40,7 +41,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def imported(result: subprocess.CompletedProcess[str]) -> set[str]:
-    """The packages that a program imported."""
+    """Returns the packages that a program imported."""
     names = re.findall(r"^import time:.*\| +(\S+)$", result.stderr, re.MULTILINE)
     assert "argparse" in names
     return {name.split(".")[0] for name in names}
@@ -55,7 +56,7 @@ def test_help_comes_at_once_with_examples(program: str) -> None:
     result = run(program, "--help")
     assert result.returncode == 0, result.stderr
     assert not imported(result) & HEAVY
-    # The commands, of which one may go on in the next line.
+    # A command may continue on the next line.
     text = result.stdout.replace("\\\n", " ")
     usage = set(re.findall(r"--[a-z][a-z-]*", text.split("\n\n")[0]))
     commands = re.findall(rf"^ +(?:python|torchrun) .*{re.escape(program)}.*$", text, re.MULTILINE)
@@ -64,7 +65,7 @@ def test_help_comes_at_once_with_examples(program: str) -> None:
         words = shlex.split(command, comments=True)
         last = program.split()[-1]
         given = words[words.index(last) + 1 :]
-        # It has taken the values before it comes to --help, and has said what options there are.
+        # The parser reads the values before it reads --help, and the usage lists the options.
         tried = run(program, *given, "--help")
         assert tried.returncode == 0, tried.stderr
         assert {word for word in given if word.startswith("--")} <= usage

@@ -1,4 +1,4 @@
-"""The ranking model of the examples, its data and its metrics."""
+"""Tests of the examples' ranking model, its data and its metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Such small tensors gain nothing from more, and wait for them where a machine is busy."""
+    """Such small tensors gain nothing from more threads, and wait for them on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,7 +67,7 @@ def data(log: EventLog) -> RankingData:
 
 
 def small_model(data: RankingData, **changes: Any) -> RankingModel:
-    """With weights large enough that every input matters."""
+    """Makes a model with weights so large that every input matters."""
     settings: dict[str, Any] = {"tasks": ("is_click", "long_view"), "dim": 16, "heads": 2}
     settings.update(layers=2, max_history=9, max_targets=4, sizes=data.sizes, actions=data.actions)
     model = RankingModel(RankingConfig(**{**settings, **changes})).eval()
@@ -83,7 +83,7 @@ def small_model(data: RankingData, **changes: Any) -> RankingModel:
 @pytest.mark.parametrize("values", [3, 10_000])
 def test_auc_against_all_pairs(values: int) -> None:
     labels = torch.rand(300).numpy() < 0.3
-    scores = torch.randint(values, (300,)).double().numpy()  # of 3 values most pairs are tied
+    scores = torch.randint(values, (300,)).double().numpy()  # with 3 values most pairs are tied
     true, false = scores[labels][:, None], scores[~labels]
     expected = ((true > false) + 0.5 * (true == false)).mean()
     assert auc(labels, scores) == pytest.approx(expected, abs=1e-12)
@@ -106,7 +106,7 @@ def test_normalized_entropy() -> None:
     assert normalized_entropy(labels, logits) == pytest.approx(loss / entropy, rel=1e-12)
     always = np.full(500, math.log(rate / (1 - rate)))
     assert normalized_entropy(labels, always) == pytest.approx(1.0, rel=1e-12)
-    # Sure and right or sure and wrong, where exp() would overflow or round a probability to 1.
+    # The logits are so large that exp() overflows or a probability rounds to 1.
     sure = np.where(labels, 2000.0, -2000.0)
     assert normalized_entropy(labels, sure) == 0.0
     assert normalized_entropy(labels, -sure) == pytest.approx(2000 / entropy, rel=1e-12)
@@ -187,7 +187,7 @@ def test_splits_are_by_time_and_disjoint(data: RankingData) -> None:
         runs = [np.arange(a, b) for a, b in zip(windows.requests, windows.ends, strict=True)]
         candidates[split] = np.concatenate(runs).tolist()
     together = sorted(event for events in candidates.values() for event in events)
-    assert together == list(range(data.log.num_events))  # each once, over all splits
+    assert together == list(range(data.log.num_events))  # each event is in one split, once
     assert sorted(candidates["training"]) == data.training_events().tolist()
     for start, end in zip(data.log.offsets[:-1], data.log.offsets[1:], strict=True):
         of_user = [
@@ -351,7 +351,7 @@ def test_ranks_share_each_batch() -> None:
 
 
 def spoilt_log(log: EventLog, events: np.ndarray[Any, Any], **columns: Any) -> EventLog:
-    """A copy of the log with other values in some events."""
+    """Copies the log with other values in some events."""
     copy = object.__new__(EventLog)
     copy.__dict__.update(log.__dict__)
     copy.columns = dict(log.columns)
@@ -368,13 +368,14 @@ def spoilt_log(log: EventLog, events: np.ndarray[Any, Any], **columns: Any) -> E
 @pytest.mark.parametrize("split", ["training", "test"])
 @pytest.mark.parametrize("group", [1, 2])
 def test_nothing_of_the_future_is_seen(data: RankingData, split: Split, group: int) -> None:
-    """The logits of a candidate do not change with its own action, nor with anything of the events
-    after it, by a single bit; they do with what came before."""
+    """A candidate's logits depend, to the bit, neither on its own action nor on later events;
+    they do depend on earlier events.
+    """
     model = small_model(data, target_group_size=group)
     log = data.log
     windows = data.windows(split)
     windows = windows.take(np.flatnonzero(windows.requests - windows.starts >= 4))
-    # One of each user: the future of a window is the history of the user's next.
+    # One window of each user: its future is the history of the next.
     windows = windows.take(np.unique(windows.users, return_index=True)[1])
 
     def logits(changed: EventLog) -> Tensor:
@@ -413,7 +414,7 @@ def test_nothing_of_the_future_is_seen(data: RankingData, split: Split, group: i
     assert differs(windows.requests - 1, actions=flipped).all()
     assert differs(windows.starts, items=another).all()
     assert differs(windows.requests, items=another)[offsets[:-1]].all()  # the candidate itself
-    # Within a group, and only there, a candidate sees the one before it.
+    # A candidate sees the one before it in its group, and none outside.
     second = (windows.ends - windows.requests) > 1
     seen = differs(windows.requests[second], items=another)[(offsets[:-1] + 1)[second]]
     assert seen.all() if group == 2 else not seen.any()

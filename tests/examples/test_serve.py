@@ -1,5 +1,6 @@
-"""The server of the example over a socket: the model of a short training run, each path, and each
-way to be refused."""
+"""Tests of the example's server over a socket, with the model of a short training run: each
+path, and each reason for which a request is refused.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def client(checkpoint: Path, ratings: Path) -> Iterator[Client]:
 
 
 def whole(saved: SavedModel, items: np.ndarray, times: np.ndarray, at: int) -> Tensor:
-    """The scores of all items by the model without a cache, after events on items by their ids."""
+    """Returns the scores of all items after events on `items` (ids), computed without a cache."""
     indices = torch.from_numpy(np.searchsorted(saved.item_ids, items))
     known = torch.tensor(times.astype(np.int64))
     later = torch.cat([known[1:], torch.tensor([at])])
@@ -96,7 +97,7 @@ def whole(saved: SavedModel, items: np.ndarray, times: np.ndarray, at: int) -> T
 
 
 def history(log: EventLog, user: int, longest: int = LONGEST) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of items and times of a user's latest events."""
+    """Returns the item ids and the times of a user's latest events."""
     number = int(np.flatnonzero(log.user_ids == user)[0])
     start, end = log.offsets[number : number + 2]
     latest = slice(max(start, end - longest), end)
@@ -193,7 +194,7 @@ def test_many_at_once(client: Client, saved: SavedModel, log: EventLog) -> None:
 
 @pytest.fixture(scope="module")
 def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Path, EventLog]]:
-    """A server of a model of Amazon reviews, with its model and data; ids are text there."""
+    """Runs a server of a model of Amazon reviews, where ids are text; yields all three."""
     ratings = write_synthetic_amazon(tmp_path_factory.mktemp("amazon"), 2023, 40, 100, 20)
     out = tmp_path_factory.mktemp("amazon-run")
     assert train_retrieval.main([*TRAINING, "--data", str(ratings), "--out", str(out)]) == 0
@@ -354,7 +355,7 @@ def test_large_bodies(client: Client) -> None:
 
 
 class SlowServer:
-    """The server within this process, whose model waits until it may go on."""
+    """A server in this process whose model waits until it is released."""
 
     def __init__(self, checkpoint: Path, *arguments: str) -> None:
         options = serve_options.parse_arguments(None, ["--model", str(checkpoint), *arguments])
@@ -434,7 +435,7 @@ def test_overload_is_said_at_once_and_passes(checkpoint: Path) -> None:
 
 
 def done_within(futures: list[Any], count: int) -> list[Any]:
-    """The first `count` that are done."""
+    """Returns the first `count` futures that are done."""
     limit = time.monotonic() + 10
     while time.monotonic() < limit:
         done = [future for future in futures if future.done()]
@@ -476,7 +477,7 @@ def test_after_closing_it_is_unavailable(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_answers_what_has_arrived(checkpoint: Path) -> None:
-    """Requests wait for a batch that never fills; they are answered before the server ends."""
+    """The requests wait for a batch that never fills; the server answers them before it ends."""
     arguments = ("--max-wait-ms", "1500", "--max-batch-size", "64")
     with (
         process("--model", str(checkpoint), *arguments) as (server, client),
@@ -525,7 +526,7 @@ def test_help_shows_how_to_start_it_without_torch() -> None:
 
 
 def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The server's program where importing torch or numpy is an error."""
+    """Runs the server's program where importing torch or numpy is an error."""
     program = (
         "import sys; sys.modules.update(torch=None, numpy=None); "
         "import serve; sys.exit(serve.main(sys.argv[1:]))"
@@ -593,7 +594,7 @@ def test_nothing_is_left_to_full_garbage_collections(
 
 
 def test_answers_do_not_wait_for_the_client() -> None:
-    """Without Nagle's algorithm, which asyncio turns off where it sees the protocol."""
+    """The socket says that it is TCP, which asyncio needs to turn Nagle's algorithm off."""
     with serve.listen_later("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 

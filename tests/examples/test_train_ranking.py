@@ -1,4 +1,4 @@
-"""The ranking example: a run that learns, runs that are killed, and runs that stop."""
+"""Tests of the ranking example: a run that learns, runs that are killed, and runs that stop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZE = {"num_users": 40, "num_items": 100, "mean_events": 24}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Such small tensors gain nothing from more, and wait for them where a machine is busy."""
+    """Such small tensors gain nothing from more threads, and wait for them on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +59,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def curves(directory: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard reads: the points of each curve, each step once."""
+    """Returns the points of each curve, as TensorBoard reads them; each step occurs once."""
     accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     accumulator.Reload()
     found = {}
@@ -94,7 +94,7 @@ def test_a_run_from_end_to_end(
     assert list(history["validation"]) == ["8", "16", "24"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    # The model that did best is whole in its file.
+    # The file of the best model holds the whole model.
     model = load_ranking_model(out / "best.pt", torch.device("cpu"))
     assert model.compute_dtype == torch.bfloat16
     assert model.config.tasks == ("long_view", "is_click")
@@ -118,7 +118,7 @@ def test_a_run_from_end_to_end(
         for name, value in metrics.items():
             assert shown[f"validation/{name}"][int(step)] == pytest.approx(value, rel=1e-6)
 
-    # A finished run is only reported again.
+    # A finished run is only reported.
     assert train_ranking.main([*arguments, "--resume"]) == 0
     assert f"Continuing after step {STEPS} of {STEPS}" in capsys.readouterr().out
     assert json.loads((out / "metrics.json").read_text()) == rows
@@ -131,8 +131,9 @@ def test_a_run_from_end_to_end(
 
 @pytest.mark.slow
 def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
-    """What users do depends on a mood that changes now and then: only what they did last tells it,
-    while rates of items tell nothing and those of users little."""
+    """Users act by a mood that changes now and then. Only their latest actions tell it; rates of
+    items tell nothing, and those of users little.
+    """
     generator = random.Random(torch.initial_seed())
     lines = []
     for user in range(250):
@@ -218,7 +219,7 @@ def test_steps_written_again_are_shown_once(tmp_path: Path) -> None:
         for step in range(steps_done + 1, last + 1):
             scalars.write("train", {"loss": step + offset}, step)
         scalars.close()
-        time.sleep(1.1)  # files are read in the order of the second in their names
+        time.sleep(1.1)  # TensorBoard orders files by the second in their names
     expected = [*range(1, 7), 107, *range(208, 213)]
     assert curves(directory)["train/loss"] == dict(enumerate(expected, start=1))
     Scalars(directory, 0).close()
@@ -257,7 +258,7 @@ def test_a_nan_loss_stops_and_spoils_nothing(
     state = newest_checkpoint(tmp_path)
     assert all(parameter.isfinite().all() for parameter in state["model"].values())
 
-    # With the cause gone, the run goes on from there.
+    # Once the cause is removed, the run continues from there.
     monkeypatch.setattr(train_ranking, "ranking_loss", ranking_loss)
     arguments = [*SMALL, *logs, "--out", str(tmp_path), "--resume"]
     assert train_ranking.main(arguments) == 0
@@ -275,7 +276,7 @@ def test_a_malformed_batch_stops(
     def spoilt(data: RankingData, windows: Any) -> RankingBatch:
         nonlocal drawn
         batch = batch_of(data, windows)
-        if len(windows) == 8:  # of a training step
+        if len(windows) == 8:  # the batch of a training step
             drawn += 1
             batch.target_items[2] += data.log.num_items * (drawn == 5)
         return batch
@@ -332,7 +333,7 @@ def test_gradients_are_clipped_where_they_are_finite() -> None:
 
 
 def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) -> None:
-    """Added up: the losses of a batch that ranks share are sums over its candidates."""
+    """The ranks' gradients add up to those of one process, as losses are sums."""
     arguments = [*SMALL, *logs, "--dropout", "0", "--out", str(tmp_path)]
     options = train_ranking.parse_arguments(arguments)
     data = RankingData(open_event_log([Path(path) for path in logs[1:]]), 12, 6, 3, 1000)

@@ -1,4 +1,6 @@
-"""The ranking example on several ranks: as on one, killed, continued and stopped."""
+"""Tests of the ranking example on several ranks: it computes what one rank does, and can be
+killed, continued and stopped.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ SMALL = [
     *("--checkpoint-every", "6", "--warmup-steps", "5", "--learning-rate", "3e-3"),
     *("--dropout", "0", "--tasks", "is_click", "long_view=0.5"),
 ]
-ROWS = 100  # of an evaluation batch, of which there are then several
+ROWS = 100  # rows of an evaluation batch, so that there are several batches
 
 # Two runs whose sums are in another order differ by fp32 rounding, which AdamW carries on from step
 # to step; a wrong weight of a rank's part shows in the third digit.
@@ -52,13 +54,13 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def on_ranks(
     number: int, arguments: list[str], out: Path, *more: Any, **named: Any
 ) -> list[Result]:
-    """The example on so many ranks, or this process alone."""
+    """Runs the example on this many ranks, or in this process alone."""
     return run_ranks(number, train, [*arguments, "--out", str(out)], *more, **named)
 
 
 @pytest.fixture(scope="module")
 def one(logs: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process made."""
+    """Returns the result of the run of one process."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("one")
     (result,) = on_ranks(1, [*logs, "--device", "cpu"], out)
@@ -67,7 +69,7 @@ def one(logs: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_run(out: Path, other: Path) -> None:
-    """Losses and metrics but for rounding."""
+    """Compares losses and metrics up to rounding."""
     assert history(out)["losses"] == pytest.approx(history(other)["losses"], **TOLERANCE)
     steps, expected_steps = history(out)["validation"], history(other)["validation"]
     tables = [(steps, expected_steps), (metrics(out), metrics(other))]
@@ -75,7 +77,7 @@ def assert_same_run(out: Path, other: Path) -> None:
         assert table.keys() == expected.keys()
         for label, row in expected.items():
             for name, number in row.items():
-                # A difference in the last digit of a logit may turn a few pairs over.
+                # A difference in the last digit of a logit may change the order of a few pairs.
                 tolerance = {"abs": 2e-3} if name.startswith("auc") else TOLERANCE
                 assert table[label][name] == pytest.approx(number, **tolerance), (label, name)
 
@@ -102,7 +104,7 @@ def test_two_ranks_are_as_one(
     assert "Test: the last events" in first.printed
     assert second == Result("", None)
 
-    # The saved model is that of one process.
+    # The saved model equals that of one process.
     models = [load_ranking_model(out / "best.pt", CPU) for out in (tmp_path, one)]
     for (name, parameter), expected in zip(
         models[0].named_parameters(), models[1].parameters(), strict=True
@@ -130,13 +132,13 @@ def test_ranks_start_from_the_same_values(logs: list[str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_metrics_of_ranks_are_those_of_one(strategy: str, logs: list[str], one: Path) -> None:
-    """Bit for bit, for the same model and the same batches, however many ranks share them."""
+    """The metrics of a model on the same batches have the same bits on any number of ranks."""
     arguments = [*logs, "--out", str(one), "--device", "cpu", "--strategy", strategy]
     best = str(one / "best.pt")
     ((expected, rows),) = run_ranks(1, evaluate, arguments, best, ROWS)
     assert rows == 101
     whole = metrics(one)["HSTU"]
-    assert expected == pytest.approx(whole, rel=1e-5)  # of batches of other sizes
+    assert expected == pytest.approx(whole, rel=1e-5)  # the batches have other sizes
     for number in (2, 3):
         results = run_ranks(number, evaluate, arguments, best, ROWS)
         assert [found for found, _ in results] == [expected] * number
@@ -147,7 +149,7 @@ def test_metrics_of_ranks_are_those_of_one(strategy: str, logs: list[str], one: 
 def test_continues_on_other_ranks(
     strategy: str, logs: list[str], one: Path, tmp_path: Path
 ) -> None:
-    """From 2 ranks to 1, to 3 and to 2."""
+    """The run goes from 2 ranks to 1, to 3 and back to 2."""
     arguments = [*logs, "--device", "cpu", "--strategy", strategy]
     for number, step in ((2, 9), (1, 17), (3, 25), (2, None)):
         spoilt = None if step is None else (0, step - done(tmp_path))
@@ -158,7 +160,7 @@ def test_continues_on_other_ranks(
 
 
 def test_ranks_pass_over_a_checkpoint_together(logs: list[str], one: Path, tmp_path: Path) -> None:
-    """Also where one of them alone cannot read its part."""
+    """All ranks skip a checkpoint, even if only one of them cannot read its part."""
     arguments = [*logs, "--device", "cpu"]
     on_ranks(2, arguments, tmp_path, "gloo", (0, 15))
     assert done(tmp_path) == 12
@@ -188,14 +190,14 @@ def test_nan_on_a_rank_stops_all(logs: list[str], tmp_path: Path) -> None:
     assert 0 < len(saved["batch"]["contexts"]) < 8
     assert not (tmp_path / "bad-batch-0.pt").exists()
     assert Checkpoints(tmp_path / "checkpoints").steps() == [6]
-    # With the cause gone, the run goes on from there.
+    # Once the cause is removed, the run continues from there.
     first, _ = on_ranks(2, [*logs, "--device", "cpu", "--resume"], tmp_path)
     assert first.error is None
     assert "Continuing after step 6 of 32" in first.printed
 
 
 def test_ranks_refuse_a_directory_together(logs: list[str], one: Path, tmp_path: Path) -> None:
-    """Without `--resume`, and with it where the options differ: all say the same, none waits."""
+    """All ranks refuse a start without `--resume`, or with other options, by the same message."""
     arguments = [*logs, "--device", "cpu"]
     out = Path(shutil.copytree(one, tmp_path / "run"))
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -211,7 +213,7 @@ def test_ranks_refuse_a_directory_together(logs: list[str], one: Path, tmp_path:
 
 
 def test_ranks_train_a_finished_run_on(logs: list[str], one: Path, tmp_path: Path) -> None:
-    """On 2 ranks, the run of one."""
+    """Two ranks train the finished run of one rank on."""
     out = Path(shutil.copytree(one, tmp_path / "run"))
     more = ["--resume", "--steps", str(STEPS + 8)]
     first, _ = on_ranks(2, [*logs, "--device", "cpu", *more], out)
@@ -249,14 +251,14 @@ def test_tables_of_torchrec(logs: list[str], tmp_path: Path) -> None:
     assert first.error is None
     losses = history(tmp_path)["losses"]
     assert sum(losses[-8:]) < 0.97 * sum(losses[:8])
-    # The best model is one that a single process loads, and that ranks load, whatever they had.
+    # A single process can load the best model, and so can ranks that have other weights.
     best, expected = str(tmp_path / "best.pt"), metrics(tmp_path)["HSTU"]
     there = ["--out", str(tmp_path / "other"), "--seed", "1"]
     ((alone, _),) = run_ranks(1, evaluate, [*logs, "--device", "cpu", *there], best, 10**6)
     assert alone == pytest.approx(expected, rel=1e-5)
     for found, _ in run_ranks(2, evaluate, [*arguments, *there], best, 10**6):
         assert found == pytest.approx(expected, rel=1e-5)
-    # And a run is continued, its rates too.
+    # The run is continued, with its learning rates.
     again = tmp_path / "again"
     on_ranks(2, arguments, again, "gloo", (0, 20))
     results = on_ranks(2, [*arguments, "--resume"], again)
@@ -285,7 +287,7 @@ def torchrun(arguments: list[str], **named: Any) -> subprocess.Popen[str]:
 
 
 def ranks_of(run: subprocess.Popen[str]) -> list[int]:
-    """The processes that torchrun has started."""
+    """Returns the processes that torchrun has started."""
     found = []
     for children in Path(f"/proc/{run.pid}/task").glob("*/children"):
         found += [int(pid) for pid in children.read_text().split()]
@@ -293,8 +295,9 @@ def ranks_of(run: subprocess.Popen[str]) -> list[int]:
 
 
 def kill_after_a_checkpoint(run: subprocess.Popen[str], out: Path, whole_run: bool) -> list[int]:
-    """SIGKILL to a rank, or to all and torchrun, a moment after the first checkpoint. Returns the
-    ranks' processes."""
+    """Sends SIGKILL to a rank, or to all and torchrun, just after the first checkpoint; returns
+    the ranks' processes.
+    """
     while not done(out):
         assert run.poll() is None
         time.sleep(0.01)
@@ -308,7 +311,7 @@ def kill_after_a_checkpoint(run: subprocess.Popen[str], out: Path, whole_run: bo
 
 
 def test_killed_under_torchrun(logs: list[str], one: Path, tmp_path: Path) -> None:
-    """All of a run at once, in the middle of a step or of a checkpoint."""
+    """All processes of a run are killed at once, during a step or a checkpoint."""
     out = tmp_path / "run"
     arguments = [*logs, "--out", str(out), "--device", "cpu"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -343,11 +346,13 @@ def test_a_rank_that_is_killed_ends_the_run(logs: list[str], tmp_path: Path) -> 
 def test_bf16_on_ranks_is_as_on_one(
     strategy: str, backend: str, logs: list[str], tmp_path: Path
 ) -> None:
-    """1, 2 and 4 GPUs, as many as there are, by NCCL; 2 processes of a CPU.
+    """The runs are on 1, 2 and 4 GPUs, as many as there are, by NCCL, or on 2 processes of a
+    CPU.
 
-    bf16 keeps 8 bits: sums in another order differ by up to 2^-8 of an activation. A loss is a mean
-    over some forty candidates with independent errors, and a later step has those of earlier ones
-    in its weights: so 1 percent in a step's loss, and 0.3 percent in the mean of all steps.
+    bf16 keeps 8 bits: sums in another order differ by up to 2^-8 of an activation. A loss is a
+    mean over some forty candidates with independent errors, and the weights of a later step
+    carry the errors of earlier ones. The bounds are therefore 1 % for a step's loss, and 0.3 %
+    for the mean of all steps.
     """
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

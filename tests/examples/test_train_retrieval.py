@@ -1,5 +1,6 @@
-"""The retrieval example: metrics and baselines against brute force, a run from end to end, and runs
-that are killed."""
+"""Tests of the retrieval example: metrics and baselines against brute force, a run from end to
+end, and runs that are killed.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def histories(log: EventLog) -> list[list[int]]:
 
 
 def ranking(scores: Tensor) -> list[int]:
-    """Items, best first."""
+    """Returns the items, best first."""
     return sorted(range(len(scores)), key=scores.tolist().__getitem__, reverse=True)
 
 
@@ -111,7 +112,7 @@ def test_ranks_of_ties_and_nan() -> None:
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_evaluation_against_brute_force(log: EventLog, split: Any, exclude_seen: bool) -> None:
     table = torch.randn(log.num_users, log.num_items)
-    max_seq_len = 10  # shorter than the histories: what was seen before still counts as seen
+    max_seq_len = 10  # shorter than the histories; items before it still count as seen
 
     def scorer(batch: JaggedBatch) -> Tensor:
         return table[batch.users]
@@ -220,7 +221,7 @@ def test_a_run_from_end_to_end(
     assert list(history["validation"]) == ["8", "16", "24"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    # The model that did best is whole in its file, with its catalogue.
+    # The file of the best model holds the whole model and its catalog.
     saved = load_model(out / "best.pt", torch.device("cpu"))
     log = open_event_log(ratings)
     assert (saved.item_ids == log.item_ids).all()
@@ -236,7 +237,7 @@ def test_a_run_from_end_to_end(
     assert asdict(metrics) == rows["HSTU"]
     assert saved.model.compute_dtype == torch.bfloat16
 
-    # A finished run is only reported again.
+    # A finished run is only reported.
     assert train_retrieval.main([*arguments, "--resume"]) == 0
     assert "Continuing after step 24 of 24" in capsys.readouterr().out
     assert json.loads((out / "metrics.json").read_text()) == rows
@@ -345,7 +346,7 @@ def test_refuses_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 def test_damaged_checkpoints(
     ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run continues from the newest that can be read."""
+    """A run continues from the newest checkpoint that can be read."""
     arguments = [*SMALL, "--data", str(ratings), "--out", str(tmp_path)]
     assert train_retrieval.main(arguments) == 0
     last, previous = (tmp_path / "checkpoints" / f"step-{step:012d}" for step in (24, 20))

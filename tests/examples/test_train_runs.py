@@ -1,5 +1,6 @@
-"""What the training examples keep of a run, whatever is typed again: nothing is replaced, a
-finished run is trained on, and what cannot be done is said before it costs anything."""
+"""Tests of what the training examples keep when a command is repeated: no run is replaced, a
+finished run is trained on, and a wrong command fails before it costs anything.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def arguments(example: ModuleType, ratings: Path, out: Path, *more: str) -> list
 
 @pytest.fixture(scope="module")
 def finished_runs(ratings: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished run of each example; to be copied."""
+    """Makes a finished run of each example, for tests to copy."""
     torch.set_num_threads(1)
     found = {}
     for name, module in MODULES.items():
@@ -84,7 +85,7 @@ def finished(example: ModuleType, finished_runs: dict[str, Path], tmp_path: Path
 
 
 def files(directory: Path) -> Files:
-    """All that a directory holds."""
+    """Returns the contents of a directory's files."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -114,7 +115,7 @@ def test_a_directory_with_a_run_is_refused(
     ratings: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also one of which something alone is left."""
+    """A directory is refused even if only one part of a run is left in it."""
     if left is not None:
         for path in finished.iterdir():
             if path.name != left:
@@ -127,7 +128,7 @@ def test_a_directory_with_a_run_is_refused(
     assert "Add --resume to continue that run" in error
     assert "name another --out" in error
     assert files(finished) == before
-    if left not in (None, "checkpoints"):  # nothing is there to continue from
+    if left not in (None, "checkpoints"):  # there is nothing to continue from
         assert example.main(arguments(example, ratings, finished, "--resume")) == 1
         error = capsys.readouterr().err
         assert f"--resume: expected {finished} to hold a checkpoint; got {left} alone" in error
@@ -141,7 +142,7 @@ def test_an_interrupt_leaves_a_run_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C at the first step of a run that is trained on, and while its data are read."""
+    """Ctrl-C leaves a run as it was, at the first further step and while data are read."""
     before = files(finished)
     again = arguments(example, ratings, finished, "--resume", "--steps", "30")
 
@@ -164,8 +165,9 @@ def test_an_interrupt_leaves_a_run_as_it_was(
 def test_a_start_that_made_nothing_is_no_run(
     example: ModuleType, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was stopped before it trained is started anew, also with other options, and finds
-    its baselines anew."""
+    """A run that was stopped before it trained starts anew, also with other options, and
+    computes its baselines anew.
+    """
     run = arguments(example, ratings, tmp_path / "run")
     with monkeypatch.context() as patched:
         patched.setattr(example.Trainer, "run", fail)
@@ -183,7 +185,7 @@ def test_a_start_that_made_nothing_is_no_run(
 def test_best_changes_only_for_a_better_one(
     ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the best model is newer than what the run continues from."""
+    """The best model may be newer than the checkpoint from which the run continues."""
     out = tmp_path / "run"
     run = arguments(train_retrieval, ratings, out, "--no-baselines", "--eval-every", "3")
     by_step = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.2, 15: 0.1, 18: 0.4, 21: 0.2, 24: 0.3}
@@ -211,7 +213,7 @@ def test_best_changes_only_for_a_better_one(
         arguments_of = [*run, "--checkpoint-every", every]
         assert train_retrieval.main(arguments_of) == 130
         done = max(Checkpoints(out / "checkpoints").steps(), default=0)
-        assert done == (4 if every == "4" else 0)  # and the best is of step 6
+        assert done == (4 if every == "4" else 0)  # and the best model is that of step 6
         kept.clear()
         stop_after = 17
         assert train_retrieval.main([*arguments_of, "--resume"]) == 130
@@ -243,7 +245,7 @@ def test_a_full_disk_is_said_with_the_path(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The system says so when a file is put on the disk; the run continues once there is room."""
+    """The error comes when a file is moved to its place; the run continues once there is room."""
     out = tmp_path / "run"
     run = arguments(train_retrieval, ratings, out)
     sync, full = os.fsync, True
@@ -268,7 +270,7 @@ def test_a_full_disk_is_said_with_the_path(
 def test_a_full_disk_for_preprocessed_data(
     example: ModuleType, ratings: Path, tmp_path: Path
 ) -> None:
-    """No limit of the disk, but one that the system has for every file: the same to a program."""
+    """The system's limit of a file's size stands for a full disk; the error is the same."""
     cache = tmp_path / "cache"
     program = [sys.executable, str(EXAMPLES / f"{example.__name__}.py")]
     result = subprocess.run(
@@ -300,7 +302,7 @@ def test_a_full_disk_keeps_the_former_best(
 
     monkeypatch.setattr(torch, "save", save_half)
     state = torch.load(finished / "best.pt", weights_only=True)
-    worst = 1e9 if example is train_ranking else -1e9  # of an entropy, or of a hit rate
+    worst = 1e9 if example is train_ranking else -1e9  # the worst entropy, or the worst hit rate
     state["validation"] = dict.fromkeys(state["validation"], worst)
     with (finished / "best.pt").open("wb") as file:
         save(state, file)
@@ -313,7 +315,7 @@ def test_a_full_disk_keeps_the_former_best(
 
 @pytest.mark.slow
 def test_the_curves_of_tensorboard_say_where_the_disk_is_full(tmp_path: Path) -> None:
-    """Their writer is a thread, which has nothing to add."""
+    """TensorBoard's writer is a thread, whose error adds no text of its own."""
     program = (
         "from pathlib import Path\n"
         "from recommender.scalars import Scalars\n"
@@ -456,14 +458,14 @@ def test_a_run_with_other_data_is_refused_before_baselines_are_tuned(
         assert files(finished) == before
         for name in without:
             if (finished / name).exists():
-                shutil.rmtree(finished / name)  # the empty one that checkpoints would go to
+                shutil.rmtree(finished / name)  # the empty folder for checkpoints
             (tmp_path / name).rename(finished / name)
 
 
 def test_tasks_are_checked_without_baselines(
     ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A task that was always done cannot be learned."""
+    """A task with only positive labels cannot be learned."""
     spoiled = tmp_path / "ratings.dat"
     lines = ratings.read_text("latin-1").splitlines()
     spoiled.write_text("\n".join(re.sub(r"^(\d+::\d+)::\d", r"\1::5", line) for line in lines))
@@ -473,7 +475,7 @@ def test_tasks_are_checked_without_baselines(
 
 
 def test_choices_are_those_of_the_library() -> None:
-    """The command line has them by itself, since it is parsed before torch is imported."""
+    """The command line repeats the choices, because it is parsed before torch is imported."""
     assert options.LAYOUT_NAMES == LAYOUT_NAMES
     assert options.ACTIONS == ACTIONS
 
@@ -489,13 +491,14 @@ def test_a_finished_run_is_trained_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """At the learning rates that the longer run has, and exactly the same where it is interrupted
-    on the way; but not to fewer steps."""
+    """A longer run has its own learning rates and gives the same results if it is interrupted; a
+    shorter one is refused.
+    """
     longer = 36
     first = json.loads((finished / "history.json").read_text())
     continued = finished.with_name("interrupted")
     shutil.copytree(finished, continued)
-    monkeypatch.setattr(example, "measure_baselines", fail)  # which the run has found already
+    monkeypatch.setattr(example, "measure_baselines", fail)  # the run has its baselines already
     run = arguments(example, ratings, finished, "--resume", "--steps", str(longer))
     assert example.main(run) == 0
     assert f"Continuing after step {STEPS} of {longer}" in capsys.readouterr().out
@@ -511,7 +514,7 @@ def test_a_finished_run_is_trained_on(
     ]
     assert learning_rates(finished) == pytest.approx(expected, rel=1e-5)
     rows = json.loads((finished / "metrics.json").read_text())
-    assert len(rows) > 1  # the baselines are in it
+    assert len(rows) > 1  # the report has the baselines
 
     stopped_at = STEPS + 6
     trainer = {"train_retrieval": "RetrievalTrainer", "train_ranking": "RankingTrainer"}
@@ -565,7 +568,7 @@ def test_baselines_show_a_total_and_can_be_left_out(
     assert name == "HSTU"
     losses = json.loads((out / "history.json").read_text())["losses"]
 
-    # The same run finds them later, and then once.
+    # The same run computes them later, once.
     total = EVALUATIONS[example.__name__]
     assert example.main([*run, "--resume"]) == 0
     assert f"{total}/{total} [" in capsys.readouterr().err
@@ -575,7 +578,7 @@ def test_baselines_show_a_total_and_can_be_left_out(
         assert example.main([*run, "--resume", *more]) == 0
         assert "baselines: " not in capsys.readouterr().err
         assert json.loads((out / "metrics.json").read_text()) == rows
-    # They do not take part in the training.
+    # They do not change the training.
     whole = arguments(example, ratings, tmp_path / "whole")
     assert example.main(whole) == 0
     assert json.loads((tmp_path / "whole" / "history.json").read_text())["losses"] == losses

@@ -1,4 +1,4 @@
-"""What the checkpoint directories of a run hold."""
+"""Readers of the checkpoint directories of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hstu_attn.distributed import Checkpoints
 
 
 def newest_checkpoint(out: Path) -> dict[str, Any]:
-    """The tensors of an example's newest checkpoint, whole: "model" and "optimizers"."""
+    """Returns the tensors of an example's newest checkpoint, gathered: "model" and "optimizers"."""
     checkpoints = Checkpoints(out / "checkpoints")
     path = checkpoints.directory / f"step-{max(checkpoints.steps()):012d}"
     together = out / "together.pt"

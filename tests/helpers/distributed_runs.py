@@ -1,7 +1,7 @@
 """Processes that run functions of tests together, as ranks of a process group.
 
-They are started once for all tests that ask for as many of them; a test sends them a function that
-can be imported and its arguments, and gets what each rank returned.
+They are started once for all tests that use the same number of them. A test sends them a
+function that can be imported and its arguments, and gets what each rank returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 
 class RankPool:
-    """`number` processes, each a rank of the default process group; with NCCL each has a GPU."""
+    """Processes that each are a rank of the default process group; with NCCL each has a GPU."""
 
     def __init__(self, number: int, backend: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -45,11 +45,10 @@ class RankPool:
             self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What each rank returns of `function(*arguments)`; torch's generators of all ranks are
-        seeded alike before.
+        """Returns what each rank returns of `function(*arguments)`, with generators of one seed.
 
         Raises:
-            RuntimeError: a rank failed; the text is its trace. The pool is of no use then.
+            RuntimeError: if a rank failed; the text is its trace. The pool cannot be used then.
         """
         seed = int(torch.randint(2**31, ()))
         for pipe in self.pipes:
@@ -105,8 +104,9 @@ _pools: dict[tuple[int, str], RankPool] = {}
 def run_ranks(
     number: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """What each of `number` ranks returns of `function(*arguments)`. One rank is this process,
-    without a process group. Skips the test where NCCL has too few GPUs."""
+    """Returns what each of `number` ranks returns of `function(*arguments)`. One rank is this
+    process, without a process group. Skips the test where NCCL has too few GPUs.
+    """
     if number == 1:
         return [function(*arguments)]
     if backend == "nccl" and torch.cuda.device_count() < number:
@@ -133,7 +133,7 @@ def device_type(backend: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """Returns a TCP port of this machine on which nobody listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

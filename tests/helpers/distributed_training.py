@@ -1,4 +1,4 @@
-"""A small recommender and its training loop, run by one rank or by several."""
+"""A small recommender and its training loop, for one rank or several."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = HSTULayerConfig.research(
 
 @dataclass(frozen=True)
 class Run:
-    """How a run is computed; picklable."""
+    """The options of a run; picklable."""
 
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     backend: str = "gloo"
@@ -48,7 +48,7 @@ class Run:
 
 
 class SmallModel(nn.Module):
-    """Tells the class of the next item, which is its number modulo the number of classes."""
+    """Predicts the class of the next item, its number modulo the number of classes."""
 
     def __init__(self, mesh: DeviceMesh | None, run: Run) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def sequences(seed: int) -> list[Tensor]:
 
 
 class Training:
-    """All that a run consists of, on this rank."""
+    """The model, the optimizer and the data of a run on this rank."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -83,7 +83,7 @@ class Training:
         if dist.is_initialized():
             rank, num_ranks = dist.get_rank(), dist.get_world_size()
             self.mesh = init_device_mesh(device_type(run.backend), (num_ranks,))
-        # Ranks but the first start from other numbers, which are to be overwritten.
+        # Ranks other than the first start with other weights, which must be overwritten.
         torch.manual_seed(run.data_seed + rank)
         self.model = parallelize(
             SmallModel(self.mesh, run), self.mesh, run.strategy, compute_dtype=run.compute_dtype
@@ -101,7 +101,7 @@ class Training:
         )
 
     def step(self, indices: list[int]) -> tuple[float, float]:
-        """One step on these sequences; the loss, and the norm of the gradients."""
+        """Runs a step on these sequences; returns the loss and the norm of the gradients."""
         device = device_type(self.run.backend)
         parts = [self.sequences[index] for index in indices]
         lengths = torch.tensor([0] + [len(part) - 1 for part in parts])
@@ -117,7 +117,7 @@ class Training:
         return loss.item(), norm.item()
 
     def steps(self, number: int) -> list[tuple[float, float]]:
-        """The next steps of the run."""
+        """Runs the next steps; returns their losses and norms."""
         results: list[tuple[float, float]] = []
         while len(results) < number:
             for indices in self.sampler:
@@ -128,7 +128,7 @@ class Training:
         return results
 
     def parameters(self) -> dict[str, Tensor]:
-        """All parameters, whole and on the CPU."""
+        """Returns all parameters, gathered on the CPU."""
         return {
             name.removeprefix("module."): whole(parameter)
             for name, parameter in self.model.named_parameters()
@@ -141,7 +141,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(run: Run, number: int) -> dict[str, Any]:
-    """The losses, norms and parameters of a run of `number` steps."""
+    """Returns the losses, norms and parameters of a run of `number` steps."""
     training = Training(run)
     losses, norms = zip(*training.steps(number), strict=True)
     return {"losses": losses, "norms": norms, "parameters": training.parameters()}

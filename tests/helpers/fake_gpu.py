@@ -1,4 +1,4 @@
-"""The CPU in the place of a GPU, for benchmarks."""
+"""A CPU in the place of a GPU, for tests of benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gpu import Gpu
 
 
 class FakeGpu(Gpu):
-    """Runs what it is given on the CPU and makes up what only a GPU could tell."""
+    """Runs calls on the CPU and makes up what only a GPU can measure."""
 
     device = "cpu"
 

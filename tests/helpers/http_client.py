@@ -1,4 +1,4 @@
-"""The example's server as a process, and a client of it."""
+"""The example's server in a process of its own, and a client of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.paths import EXAMPLES
 
 
 class Client:
-    """Speaks to a server; a connection for each request."""
+    """A client that opens a connection for each request."""
 
     def __init__(self, address: str) -> None:
         self.host, port = address.removeprefix("http://").split(":")
@@ -27,7 +27,7 @@ class Client:
     def send(
         self, method: str, path: str, body: Any = None, headers: Any = None, **options: Any
     ) -> tuple[int, Any, Any]:
-        """Status, headers and the decoded body."""
+        """Returns the status, the headers and the decoded body."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
         try:
             if body is not None and not isinstance(body, bytes) and not hasattr(body, "__next__"):
@@ -49,7 +49,7 @@ class Client:
         return answer
 
     def metrics(self) -> dict[str, float]:
-        """Values without labels, and HTTP answers by path and status."""
+        """Returns the metrics without labels, and the counts of answers by path and status."""
         status, headers, text = self.send("GET", "/metrics")
         assert status == 200
         assert headers["Content-Type"].startswith("text/plain")
@@ -63,7 +63,7 @@ class Client:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """The server as its user starts it."""
+    """Runs the server as a user starts it."""
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0", *arguments]
     server = subprocess.Popen(

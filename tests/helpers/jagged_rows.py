@@ -1,4 +1,4 @@
-"""Packed sequences of rows, and what they hold as lists, for the tests of hstu_attn.jagged."""
+"""Packed sequences of rows, and their rows as lists, for the tests of `hstu_attn.jagged`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def rows_of(total: int, dtype: torch.dtype = torch.float64, width: int = WIDTH) 
 
 
 def sequences(values: Tensor, offsets: Tensor) -> list[list[Any]]:
-    """The rows of each sequence, as lists."""
+    """Returns the rows of each sequence, as lists."""
     return [values[start:end].tolist() for start, end in pairwise(offsets.tolist())]
 
 
 def assert_packed(values: Tensor, offsets: Tensor, expected: list[list[Any]]) -> None:
-    """The sequences, and zeros past them."""
+    """Asserts that a tensor has these sequences, and zeros past them."""
     assert offsets.tolist() == to_offsets([len(rows) for rows in expected]).tolist()
     assert sequences(values, offsets) == expected
     assert not values[int(offsets[-1]) :].any()

@@ -23,8 +23,7 @@ def model_of(step: int) -> nn.Linear:
 
 
 class Killer:
-    """Replaces a function by one that ends the process, before or after it does its work, in the
-    call of a number."""
+    """Replaces a function by one that ends the process at its n-th call, before or after it."""
 
     def __init__(self, owner: Any, name: str, call: int, after: bool = False) -> None:
         self.original = getattr(owner, name)
@@ -47,7 +46,7 @@ class Killer:
 
 
 def save_and_die(directory: Path, moment: str, call: int, steps: list[int]) -> None:
-    """Saves checkpoints of these steps, and kills this process in a call of what a moment names."""
+    """Saves checkpoints of these steps, and kills this process at the given moment."""
     torch.set_num_threads(1)
     if moment == "before the tensors":
         Killer(FileSystemWriter, "write_data", call)

@@ -1,4 +1,4 @@
-"""What the two public HSTU libraries mean by their masks, as plain loops over rows and columns.
+"""The masks of the two public HSTU libraries, as plain loops over rows and columns.
 
 `hstu_attn.mask` is compared with these: the two share no code.
 """
@@ -17,10 +17,11 @@ def fbgemm_mask(
     window: tuple[int, int] = (-1, -1),
     group: int = 1,
 ) -> Tensor:
-    """FBGEMM: tokens are `contexts`, then `history`, then `targets`, which come in groups.
+    """Returns FBGEMM's mask: tokens are `contexts`, then `history`, then `targets`, which come
+    in groups.
 
-    Everything starts from the causal triangle or the band. Contextual rows are then opened up to
-    the targets, and target rows closed to the targets of earlier groups.
+    It starts from the causal triangle or the band. Contextual rows then also see everything up
+    to the targets, and target rows no longer see the targets of earlier groups.
     """
     length = contexts + history + targets
     first_target = contexts + history
@@ -41,7 +42,7 @@ def fbgemm_mask(
 
 
 def func_mask(bounds: list[int], row_position: int | None, length: int) -> list[bool]:
-    """FBGEMM's arbitrary mask of one row: `bounds` are F0, F1, ...; optionally causal."""
+    """Returns FBGEMM's arbitrary mask of a row: `bounds` are F0, F1, ...; optionally causal."""
     seen = [j < bounds[0] for j in range(length)]
     for n in range(1, len(bounds) // 2 + 1):
         for j in range(length):
@@ -60,13 +61,14 @@ def meta_mask(
     contextual: int = 0,
     min_full: int = 0,
 ) -> Tensor:
-    """Meta's generative-recommenders: every token gets a rank, and ranks are compared.
+    """Returns the mask of Meta's generative-recommenders: every token gets a rank, and ranks are
+    compared.
 
-    The contextual tokens share the first rank, history tokens count up from there, and all targets
-    share the rank after the history.
-    A row sees itself and every token of lower rank, as far back as `max_attn_len`, unless it is
-    among the last `min_full` ranks before the targets. Rows of the first rank also see every token
-    of a rank below the last one, if there are contextual tokens at all.
+    The contextual tokens share the first rank, history tokens count up from there, and all
+    targets share the rank after the history. A row sees itself and every token of lower rank, as
+    far back as `max_attn_len`, unless it is among the last `min_full` ranks before the targets.
+    Rows of the first rank also see every token of a rank below the last one, if there are
+    contextual tokens at all.
     """
     last_rank = length
     ranks = list(range(length))

@@ -1,4 +1,4 @@
-"""Runs of the ranking example on one rank or on several, in processes that tests have started."""
+"""Functions that run the ranking example as ranks, in processes that tests have started."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.helpers.distributed_runs import device_type
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank printed, and what stopped it."""
+    """What a rank printed, and the error that stopped it."""
 
     printed: str
     error: str | None
 
 
 def this_world(backend: str = "gloo") -> World:
-    """This process among the ranks of the default group."""
+    """Returns the `World` of this process."""
     kind = device_type(backend)
     if not dist.is_initialized():
         return World(0, 0, 1, torch.device(kind), None)
@@ -50,10 +50,10 @@ def train(
     """Runs the example on this rank.
 
     Args:
-        arguments: of the command line.
-        backend: of the process group.
+        arguments: the command line.
+        backend: that of the process group.
         spoilt: the rank and the step whose loss is NaN.
-        rows: of an evaluation batch.
+        rows: the number of rows of an evaluation batch.
     """
     world = this_world(backend)
     losses = 0
@@ -79,7 +79,7 @@ def train(
 
 
 def make_trainer(arguments: Sequence[str]) -> train_ranking.RankingTrainer:
-    """The trainer of a run on this rank, of two tasks."""
+    """Makes the trainer of a run of two tasks on this rank."""
     world = this_world()
     options = train_ranking.parse_arguments(list(arguments))
     processes = train_ranking.Processes(world, options.strategy)
@@ -91,7 +91,7 @@ def make_trainer(arguments: Sequence[str]) -> train_ranking.RankingTrainer:
 
 
 def evaluate(arguments: Sequence[str], path: str, rows: int) -> tuple[dict[str, float], int]:
-    """The test metrics of a saved model, and how many rows of the items' table this rank has."""
+    """Returns a saved model's test metrics, and how many rows of the item table this rank has."""
     trainer = make_trainer(arguments)
     trainer.load_best(Path(path))
     kept = train_ranking.EVALUATION_ROWS
@@ -101,12 +101,12 @@ def evaluate(arguments: Sequence[str], path: str, rows: int) -> tuple[dict[str, 
     finally:
         train_ranking.EVALUATION_ROWS = kept
     tables = dict(trainer.model.named_parameters())
-    table = tables.get("embeddings.tables.item.weight", torch.empty(0))  # torchrec's has another
+    table = tables.get("embeddings.tables.item.weight", torch.empty(0))  # torchrec has another
     return metrics, len(table.to_local() if isinstance(table, DTensor) else table)
 
 
 def initial_state(arguments: Sequence[str]) -> dict[str, Tensor]:
-    """The whole state of the model before the first step, on the first rank."""
+    """Returns the gathered state of the model before the first step, on the first rank."""
     trainer = make_trainer(arguments)
     return dict(trainer.processes.whole_state(trainer.model))
 

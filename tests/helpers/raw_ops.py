@@ -13,14 +13,14 @@ from hstu_attn.testing import Batch
 
 ops = torch.ops.hstu_attn
 
-# What a bad argument raises here: the type is lost on the way from C++ in newer releases of torch.
+# A bad argument raises one of these: newer releases of torch lose the type of a C++ exception.
 BAD_ARGUMENT = ValueError if TorchVersion(torch.__version__) < (2, 15) else RuntimeError
 
 _PAGED = ("kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales")
 
 
 def arguments(batch: Batch, *, paged: bool) -> dict[str, Any]:
-    """Everything that the forward is called with; `paged` for the ops that have those arguments."""
+    """Returns all arguments of the forward; `paged` adds those of the paged operators."""
     options = batch.options()
     bias, pages = options.pop("bias"), options.pop("paged_kv")
     result = {

@@ -1,5 +1,6 @@
-"""What the tests of serving share: small models of both kinds, which can be made to fail, and what
-an engine should answer for them."""
+"""Helpers of the tests of serving: small models of both kinds, which can be made to fail, and
+the answers that an engine should give for them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from hstu_attn.serving import Engine, Event, PagedKVCache, Rows
 from hstu_attn.testing import assert_matches
 
 ITEMS, LONGEST, LAYERS, HEADS, DIM = 60, 40, 2, 2, 16
-POISON = ITEMS - 1  # computing this item fails in the last layer
-SPOILT = ITEMS - 2  # this item as a candidate scores NaN
+POISON = ITEMS - 1  # the last layer fails where this item is computed
+SPOILT = ITEMS - 2  # the score of this item as a candidate is NaN
 
 RESEARCH = HSTULayerConfig.research(
     embedding_dim=24, num_heads=HEADS, linear_dim=DIM, attention_dim=DIM, max_sequence_len=LONGEST
@@ -49,7 +50,7 @@ RANKING = {
 
 
 def marked(*names: str) -> list[Any]:
-    """The names as parameters of a test; the mark says which models no GPU kernel can compute."""
+    """Returns the names as test parameters, with a mark on what no GPU kernel can compute."""
     relative_bias = pytest.mark.gpu_missing("relative bias")
     configs = {**RETRIEVAL, **RANKING}
     return [
@@ -58,7 +59,7 @@ def marked(*names: str) -> list[Any]:
     ]
 
 
-COMPUTED = threading.local()  # whether POISON is among what a thread computes
+COMPUTED = threading.local()  # whether the thread computes POISON
 
 
 class Boom(Exception):
@@ -66,14 +67,14 @@ class Boom(Exception):
 
 
 def strengthen(model: torch.nn.Module) -> None:
-    """Weights with which a stale row makes a difference."""
+    """Enlarges the weights, so that a stale row changes the scores."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_((1.0 if "weight" in name else 0.3) * torch.randn_like(parameter) * 0.3)
 
 
 class RankingModel(nn.Module):
-    """Embeds items, positions and what users did with them; scores each candidate by its state."""
+    """Embeds items, positions and actions; scores each candidate by its state."""
 
     candidates_are_rows = True
 
@@ -99,7 +100,7 @@ class RankingModel(nn.Module):
 
     @torch.no_grad()
     def whole(self, events: np.ndarray, candidates: list[int], at: int) -> Tensor:
-        """The scores of one user's candidates without a cache, `(len(candidates),)`."""
+        """Returns the scores `(len(candidates),)` of a user's candidates without a cache."""
         n, m = len(events), len(candidates)
         items, times, actions = torch.from_numpy(events).T.contiguous()
         listed = torch.tensor(candidates, dtype=torch.int64)
@@ -115,7 +116,7 @@ class RankingModel(nn.Module):
 
 
 class Retrieval(ServedRetrieval):
-    """The example's model, which fails where POISON is computed and spoils the score of SPOILT."""
+    """The retrieval example's model, which fails at POISON and scores SPOILT as NaN."""
 
     def embed(self, rows: Any) -> Tensor:
         COMPUTED.poison = bool((rows.items == POISON).any())
@@ -135,7 +136,7 @@ class Retrieval(ServedRetrieval):
 
 
 class Ranking(RankingModel):
-    """The same of the ranking model."""
+    """The ranking model, which fails at POISON and scores SPOILT as NaN."""
 
     def embed(self, rows: Any) -> Tensor:
         COMPUTED.poison = bool((rows.items == POISON).any())
@@ -192,7 +193,7 @@ class Gate:
 
 
 class Histories:
-    """What an engine should know of each user, and what it should answer."""
+    """The events that an engine should have of each user, and the scores that it should return."""
 
     def __init__(self, model: Any, drop: int = LONGEST // 8) -> None:
         self.model, self.drop = model, drop
@@ -206,7 +207,7 @@ class Histories:
     def expect(
         self, user: int, events: Sequence[Event], candidates: list[int], at: int | None
     ) -> Tensor:
-        """The scores; stores the events."""
+        """Stores the events; returns the expected scores."""
         after = self.events[user] = self.after(user, events)
         if at is None:
             at = int(after[-1, 1]) if len(after) else 0
@@ -219,12 +220,14 @@ def assert_close(scores: Tensor, expected: Tensor) -> None:
 
 
 def on_device(model: Any, device: str) -> Any:
-    """The model there; one of retrieval anew, for it keeps tensors that are not its module's."""
+    """Returns the model on the device; a retrieval model is made anew, since it has tensors that
+    its module does not move.
+    """
     return Retrieval(model.model.to(device)) if isinstance(model, Retrieval) else model.to(device)
 
 
 def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
-    """The same weights, computed in another dtype on the CPU."""
+    """Returns a model of the same weights that computes in another dtype on the CPU."""
     other = make_model(name, dtype)
     inner = (lambda served: served.model) if name in RETRIEVAL else lambda served: served
     inner(other).load_state_dict(inner(model).state_dict())
@@ -232,7 +235,7 @@ def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
 
 
 def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) -> None:
-    """With a cache, about as far from the exact scores as without one."""
+    """Checks that scores with a cache are about as near to the exact ones as scores without it."""
     model = make_model(name, dtype)
     plain, exact = (Histories(twin(name, model, d)) for d in (dtype, torch.float64))
     rng = random.Random(0)

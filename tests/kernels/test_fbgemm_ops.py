@@ -158,8 +158,9 @@ def backward(
 
 
 class Wrapper(torch.autograd.Function):
-    """The raw operators as the public libraries wrap them: what the forward returns as rab goes to
-    the backward."""
+    """The raw operators as the public libraries wrap them: the returned rab goes to the
+    backward.
+    """
 
     @staticmethod
     def forward(

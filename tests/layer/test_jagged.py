@@ -37,8 +37,9 @@ Arguments = tuple[Any, ...]
 
 
 class Batch:
-    """Arguments for given lengths: rows past the last offset, and empty tensors that only have a
-    size."""
+    """Arguments for given lengths, with rows past the last offset; some tensors only give a
+    size.
+    """
 
     def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32, extra: int = 2):
         self.total = sum(lengths) + extra

@@ -1,4 +1,4 @@
-"""What the build promises: one library for any CPython and torch >= 2.10, whole distributions."""
+"""Tests of the build: one library for any CPython and torch >= 2.10, and complete distributions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_library_needs_the_stable_interface_alone() -> None:
 
 
 def test_symbol_check_sees_what_is_foreign() -> None:
-    # The other library is built for one CPython, so there must be something to say.
+    # The other library is built for one CPython, so there must be an error.
     (host_module,) = LIBRARY.parent.glob("_host*.so")
     found = check_symbols.problems(host_module)
     assert any(line.startswith("Py") and "stable interface" in line for line in found), found
@@ -40,7 +40,7 @@ def test_symbol_check_sees_a_search_path(tmp_path: Path) -> None:
     assert "looks for libraries in /opt/x" in check_symbols.problems(library)
 
 
-# What nvcc 13.0 -Xptxas=-v says, with other figures.
+# The output of nvcc 13.0 -Xptxas=-v, with other numbers.
 PTXAS_LOG = """\
 ptxas info    : 11 bytes gmem, 88 bytes cmem[4]
 ptxas info    : Compiling entry function '_ZN4hstu5firstEv' for 'sm_80'
@@ -126,7 +126,7 @@ def test_the_first_error_stops_the_build_and_is_said_last(tmp_path: Path) -> Non
 
 @pytest.fixture
 def build_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A build with default settings on a machine without a GPU."""
+    """Simulates a build with default settings on a machine without a GPU."""
     for name in [name for name in os.environ if name.startswith("HSTU_ATTN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(setup.shutil, "which", lambda name: None)
@@ -168,7 +168,7 @@ def test_the_build_writes_its_kernels_from_the_lists(
         "template ForwardKernel paged_forward<96, DType::kFloat16>();\n\n"
         "}  // namespace hstu::sm90\n"
     )
-    # What has not changed keeps its time, so that ninja does not compile it again.
+    # An unchanged file keeps its time, so that ninja does not compile it again.
     os.utime(source, (1, 1))
     ninja.write(tmp_path)
     assert source.stat().st_mtime == 1
@@ -206,7 +206,7 @@ def test_the_build_says_what_it_compiles(
     everything = set(setup.CSRC.rglob("*.cu"))
     assert {source.path for source in sources if not source.text} == everything
     written = [source.name for source in sources if source.text]
-    assert len(set(written)) == objects  # the slow half has an object for each dtype on many cores
+    assert len(set(written)) == objects  # on many cores the slow half has an object for each dtype
     assert [s.seconds for s in sources] == sorted((s.seconds for s in sources), reverse=True)
     minutes = max(sum(s.seconds for s in sources) / compilers, sources[0].seconds) / 60
     assert setup.announcement() == (

@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: each suffices for what it is named after."""
+"""Tests of the extras of pyproject.toml: each suffices for its purpose."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tom
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
-# These are imported where a GPU is used, with the triton that a CUDA build of torch brings.
+# These are imported only on a GPU, with the triton that a CUDA build of torch brings.
 FOR_GPUS = re.compile(r"\.triton_")
 SERVER = re.compile(r"recommender\.(connections|http|serve|server|serve_options|served)$")
 
 
 def modules(folder: Path, root: Path = ROOT) -> list[str]:
-    """The names of the modules below a folder."""
+    """Returns the names of the modules below a folder."""
     paths = sorted(path.relative_to(root).with_suffix("") for path in folder.rglob("*.py"))
     names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
     return [name for name in names if not FOR_GPUS.search(name) and "__main__" not in name]
@@ -50,7 +50,7 @@ WHAT_IT_IS_FOR = {
 
 @cache
 def needed(requirement: str) -> frozenset[str]:
-    """The installed distributions that a requirement brings, itself included, by their names."""
+    """Returns the installed distributions that a requirement brings, itself included, by name."""
     parsed = Requirement(requirement)
     if parsed.marker and not parsed.marker.evaluate({"extra": ""}):
         return frozenset()

@@ -1,4 +1,4 @@
-"""The modules of the package import each other in one direction, and by relative imports."""
+"""Tests that the modules of the package import each other in one direction, by relative imports."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ SOURCES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def imported_by(name: str) -> set[str]:
-    """The modules of the package that a module names in its imports: at its top, in functions, and
-    for the type checker alone."""
+    """Returns the modules of the package that a module imports: at its top, in functions, and
+    for the type checker alone.
+    """
     path = SOURCES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()

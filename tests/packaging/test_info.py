@@ -1,4 +1,4 @@
-"""`python -m hstu_attn.info`: what it reports is so, and each failure says what to do."""
+"""Tests of `python -m hstu_attn.info`: its report is true, and each failure names its remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUILD = {
     "runtime": "13000",
     "driver": "13010",
 }
-# Bounds for the printed error, relative to the largest value: 16 roundings, and 4.
+# Bounds of the printed error relative to the largest value: 16 eps of fp32, and 4 of bf16.
 FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2**-19, 2**-5
 H200 = [("NVIDIA H200", "580.65.06")]
 REINSTALL_CUDA = (
@@ -34,14 +34,14 @@ REINSTALL_CUDA = (
 
 
 def lines_of(out: str) -> dict[str, str]:
-    """The report as a dict; "FAILED" and "OK" hold its last lines."""
+    """Returns the report as a dict; "FAILED" and "OK" hold its last lines."""
     found = dict(re.split(r":\s+", line, maxsplit=1) for line in out.splitlines())
     assert len(found) == len(out.splitlines()), out
     return found
 
 
 def check_forward(line: str, tolerance: float) -> None:
-    """A line about a forward: both times are positive, and the relative error is small."""
+    """Checks a line about a forward: both times are positive, and the relative error is small."""
     number = r"(\d[\d.e+-]*)"
     match = re.match(
         rf"{number} us, torch's (?:flash )?attention {number} us \(causal, .*\); "
@@ -152,7 +152,7 @@ runpy.run_module("hstu_attn.info", run_name="__main__")
 @pytest.mark.slow
 @pytest.mark.parametrize("checkout", [True, False], ids=["in a checkout", "installed"])
 def test_a_missing_library(tmp_path, checkout):
-    """As from a checkout's folder after `pip install .`, where Python imports the sources."""
+    """Python imports the sources without a library, as in a checkout after `pip install .`."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "hstu_attn", ignore=ignored)
     if checkout:
@@ -182,7 +182,7 @@ def test_a_library_that_does_not_load(tmp_path):
 
 @pytest.mark.usefixtures("_no_gpu")
 def test_a_library_of_an_older_checkout(capsys, monkeypatch):
-    (host_module,) = PACKAGE.glob("_host*.so")  # it has none of the functions
+    (host_module,) = PACKAGE.glob("_host*.so")  # a library without the operators
     monkeypatch.setattr(ops, "LIBRARY_PATH", host_module)
     assert info.main() == 1
     failure = lines_of(capsys.readouterr().out)["FAILED"]
@@ -191,7 +191,7 @@ def test_a_library_of_an_older_checkout(capsys, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------
-# GPUs that there are not
+# Made-up GPUs
 # ---------------------------------------------------------------------------------------------
 
 
@@ -236,7 +236,7 @@ def test_hidden_gpus_are_no_failure(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """`gpu_kernels` of a made-up GPU and a made-up build."""
+    """Calls `gpu_kernels` for a made-up GPU and a made-up build."""
 
     def call(capability: tuple[int, int], build: dict[str, str], gpu: str = "arch 80") -> str:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
@@ -349,13 +349,13 @@ def test_what_nvidia_smi_says(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------
-# GPUs that there are
+# Real GPUs
 # ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_the_report_of_a_gpu(capfd, monkeypatch):
-    """With the kernels that the fixture forces, then with those that the library chooses."""
+    """The report is right with the kernels that the fixture forces, and by default."""
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
     forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
     major, minor = torch.cuda.get_device_capability()

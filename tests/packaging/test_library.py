@@ -1,4 +1,4 @@
-"""The operators as the dispatcher knows them: schemas, fake kernels, autograd, opcheck."""
+"""Tests of the operators in the dispatcher: schemas, fake kernels, autograd, opcheck."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_opcheck_forward(mask, bias):
     torch.library.opcheck(LIBRARY.hstu_varlen_fwd.default, (), arguments)
 
 
-# NOTE: torch compares the arguments that an operator must leave alone, but none of e4m3.
+# NOTE: torch compares the arguments that an operator must not change, and cannot compare e4m3.
 FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -162,7 +162,7 @@ def test_lengths_are_symbolic_and_the_python_order_is_the_schemas():
 
 @pytest.mark.parametrize(("mask", "bias"), CASES, ids=IDS)
 def test_the_operator_itself_has_gradients(mask, bias):
-    """Both routes of gradients, the eager function's and the operator's, are the same numbers."""
+    """The eager function's gradients and the operator's are equal."""
     batch = batch_of(mask, bias, requires_grad=True)
     dout = dout_of(batch)
     eager = run(hstu_attention, batch, dout)
@@ -175,7 +175,7 @@ def test_the_operator_itself_has_gradients(mask, bias):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "rab"])
 def test_gradients_of_one_input_alone(wanted):
-    """The same numbers; without a gradient of rab, the order of their sums may be another."""
+    """One gradient alone has the same values; without that of rab the order of sums may differ."""
     batch = batch_of("causal", "rab-1-head")
     dout = dout_of(batch)
     expected = run(hstu_attention, batch, dout)[f"d{wanted}"]
@@ -264,7 +264,7 @@ def test_autocast_leaves_dtypes_alone():
 
 
 def test_fake_tensors_have_the_shapes_of_real_ones():
-    """An eager call under FakeTensorMode: what tools that estimate memory do."""
+    """Eager calls work under FakeTensorMode, which tools that estimate memory use."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     batch = batch_of("context-target", "position-time")
@@ -286,7 +286,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
 
 @pytest.mark.slow
 def test_import_needs_torch_alone():
-    """With everything but torch and its own needs hidden, the operator runs."""
+    """The operator runs where all packages except torch and its dependencies are hidden."""
     import subprocess
     import sys
 
@@ -317,7 +317,7 @@ def test_public_names():
 
 
 def test_docstring_example():
-    """The example of `hstu_attention`, as it stands there."""
+    """The example in the docstring of `hstu_attention` runs as it is."""
     source = hstu_attention.__doc__.split("Example:")[1]
     lines = [line.strip()[4:] for line in source.splitlines() if line.strip()[:3] in (">>>", "...")]
     scope = {"torch": torch, "hstu_attention": hstu_attention, "Mask": hstu_attn.Mask}

@@ -1,4 +1,4 @@
-"""tools/make_venv.py: which build of torch it asks pip for, and what it says meanwhile."""
+"""Tests of tools/make_venv.py: which build of torch it asks pip for, and what it prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from tools import make_venv
 
-pytest.importorskip("pip")  # of the environment that runs the tests
+pytest.importorskip("pip")  # pip of the environment that runs the tests
 
 CONSTRAINTS = make_venv.ROOT / "constraints.txt"
 (PINNED,) = (
@@ -31,7 +31,9 @@ CONSTRAINTS = make_venv.ROOT / "constraints.txt"
 
 @pytest.fixture(scope="module")
 def indexes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The address and the folder of two package indexes: `pypi` has torch, `cpu` its CPU build."""
+    """Serves two package indexes, `pypi` with torch and `cpu` with its CPU build; yields
+    addresses and folders.
+    """
     folder = tmp_path_factory.mktemp("indexes")
     for index, version in (("pypi", PINNED), ("cpu", f"{PINNED}+cpu")):
         made = folder / index / "torch"
@@ -64,7 +66,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def installed(address: str, target: Path, *options: str, **environment: str) -> str:
-    """The version of torch that pip installs from the index `pypi`, with these options."""
+    """Returns the version of torch that pip installs from the index `pypi` with these options."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     clean |= {"PIP_CONFIG_FILE": os.devnull, "NO_PROXY": "127.0.0.1", **environment}
     command = [
@@ -107,7 +109,7 @@ def test_the_size_is_said_where_the_cpu_build_cannot_be_reached(
     path: str,
 ) -> None:
     address, folder = indexes
-    with socket.socket() as unused:  # bound and not listening: connections are refused
+    with socket.socket() as unused:  # it is bound and does not listen, so connections are refused
         unused.bind(("127.0.0.1", 0))
         there = address + path if path else f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setattr(make_venv, "TORCH_CPU_INDEX", there)
@@ -115,7 +117,7 @@ def test_the_size_is_said_where_the_cpu_build_cannot_be_reached(
     said = capsys.readouterr().out
     assert f"expected an answer from {there}" in said
     assert "a download of some 2.6 GiB" in said
-    # A CPU build that pip is configured to find is taken all the same.
+    # A CPU build that pip's configuration finds is taken as well.
     links = str(folder / "cpu/torch")
     assert installed(address, tmp_path, PIP_FIND_LINKS=links) == f"{PINNED}+cpu"
 

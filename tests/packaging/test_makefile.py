@@ -1,4 +1,4 @@
-"""`make` alone: it lists the targets, and starts nothing."""
+"""Tests that `make` alone lists the targets and starts nothing."""
 
 from __future__ import annotations
 

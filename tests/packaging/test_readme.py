@@ -1,5 +1,6 @@
-"""README.md, CONTRIBUTING.md and docs/: code and commands run as they are typed, tables are those
-of the stored results, and the names of files and of identifiers lead to something."""
+"""Tests of README.md, CONTRIBUTING.md and docs/: code and commands run as they are written,
+tables are those of the stored results, and the files and identifiers that they name exist.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tools import draw_masks
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [*ROOT.glob("*.md"), ROOT / "third_party/README.md", *DOCS]
-# docs/distributed.md shows the outline of a program; all other code is complete.
+# docs/distributed.md has the outline of a program; all other code is complete.
 COMPLETE = [page for page in TEXTS if page.name != "distributed.md"]
 
 
@@ -35,7 +36,7 @@ def name_of(page: Path) -> str:
 
 
 def found_in(pages: list[Path], pattern: str) -> dict[str, tuple[Path, str]]:
-    """Each different match of a pattern, and the first page that it is in."""
+    """Returns each different match of a pattern with the first page that has it."""
     found: dict[str, tuple[Path, str]] = {}
     for page in pages:
         for match in re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL):
@@ -50,7 +51,7 @@ def commands_of(block: str) -> list[str]:
 PYTHON = list(found_in(COMPLETE, r"^```python\n(.*?)^```$").values())
 SHELL = list(found_in(COMPLETE, r"^```sh\n(.*?)^```$").values())
 COMMANDS = [command for _, block in SHELL for command in commands_of(block)]
-# Commands within the text, such as `python -m benchmarks.paged`.
+# Commands within sentences, such as `python -m benchmarks.paged`.
 INLINE = [
     command.replace("\n", " ") for command in found_in(COMPLETE, r"`((?:python|make) [^`]+)`")
 ]
@@ -66,7 +67,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """This tree as after `make install`, where .venv is the environment of this process."""
+    """Returns this tree as it is after `make install`; .venv is this process's environment."""
     for name in ("Makefile", "benchmarks", "csrc", "examples", "hstu_attn"):
         (tmp_path / name).symlink_to(ROOT / name)
     programs = tmp_path / ".venv/bin"
@@ -117,7 +118,7 @@ def test_a_python_block_runs_by_itself(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It prints what the comments after its calls of print say, and its tensors are finite."""
+    """A block prints what the comments after its calls of print say, and its tensors are finite."""
     if "hstu_attn.serving" in block:
         pytest.importorskip("hstu_attn._host", reason="_host has not been built")
     monkeypatch.chdir(tmp_path)
@@ -153,7 +154,7 @@ def test_the_first_example_is_right() -> None:
 
 
 def test_every_command_is_one_that_is_tested() -> None:
-    """Only these programs are called, and the environment is active where they need it."""
+    """The commands call only these programs, and the environment is active where they need it."""
     assert COMMANDS
     for _, block in SHELL:
         active = False
@@ -162,7 +163,7 @@ def test_every_command_is_one_that_is_tested() -> None:
             if first in ("python", "tensorboard", "torchrun") or line.startswith("TORCH=$(python"):
                 assert active, line
             elif first == "pip" or line.startswith("python3 -m venv "):
-                active = True  # an environment of the reader's own
+                active = True  # the reader has an environment
             else:
                 known = (".", "make", "curl", "g++", "./score", "cuobjdump")
                 assert first in known or first.startswith(".venv/bin/"), line
@@ -199,7 +200,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("words", dict.fromkeys(w for w in OPTIONS if "FILE" not in w))
 def test_a_program_takes_these_options(words: str) -> None:
-    """It has taken the values before it comes to --help."""
+    """The parser reads the values before it reads --help."""
     run(sys.executable, *shlex.split(words, comments=True), "--help", cwd=ROOT)
 
 
@@ -288,7 +289,7 @@ def test_the_tables_are_those_of_the_results(path: Path) -> None:
 
 
 def record(file: str, **wanted: object) -> dict[str, Any]:
-    """The first stored record with these values."""
+    """Returns the first stored record with these values."""
     records = json.loads((ROOT / f"benchmarks/results/h200/{file}.json").read_text())
     return next(r for r in records if all(r.get(name) == x for name, x in wanted.items()))
 
@@ -357,7 +358,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings of a page."""
+    """Returns the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -377,7 +378,7 @@ def test_links_and_pictures_lead_to_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if "log" not in page.parts], ids=name_of)
 def test_the_sources_that_are_named_exist(page: Path) -> None:
-    """Paths below the folders of the repository, and names of C++ files in backticks."""
+    """These are paths below the repository's folders, and names of C++ files in backticks."""
     text = re.sub(r"\[[^]]+\]\(https?://[^)]+\)", "", page.read_text())
     paths = re.findall(r"(?<![\w/.-])((?:csrc|hstu_attn|tests|tools|examples)/[\w/.-]*\w)", text)
     built = ("hstu_attn/_C.abi3.so",)
@@ -390,7 +391,7 @@ def test_the_sources_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", TEXTS, ids=name_of)
 def test_an_identifier_is_in_the_file_that_is_said_to_hold_it(page: Path) -> None:
-    """Wherever the text says "`name` in [file](path)"."""
+    """The pattern is "`name` in [file](path)"."""
     said = re.findall(r"`([\w:]+)`\s+in\s+\[[^\]]+\]\(([^)#]+)\)", page.read_text())
     for name, path in said:
         text = (page.parent / path).read_text()
@@ -447,7 +448,7 @@ SHOWN = re.findall(r"^::: (\S+)$", API, re.MULTILINE)
 
 
 def shown_object(path: str) -> Any:
-    """The module, or the member of a module, that an API page shows."""
+    """Returns the module, or the member of a module, that an API page shows."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:

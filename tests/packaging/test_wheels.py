@@ -1,4 +1,4 @@
-"""The check against other torch headers, and the tool that builds wheels for other systems."""
+"""Tests of the check against other torch headers and of the tool that builds wheels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools import build_wheels, check_headers
 def test_header_check_sees_a_macro_that_is_too_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # Two releases of torch: the macro of the newer one is missing in the older one.
+    # In these two releases of torch, the older one lacks the macro of the newer one.
     for version, text in ("old", ""), ("new", "#define STABLE_TORCH_ERROR_CODE_CHECK(call) (call)"):
         header = tmp_path / version / "torch/include/torch/csrc/stable/macros.h"
         header.parent.mkdir(parents=True)
@@ -38,7 +38,7 @@ def test_header_check_sees_a_macro_that_is_too_new(
     assert "STABLE_TORCH_ERROR_CODE_CHECK" in capfd.readouterr().out
 
 
-# What tools/manylinux.S puts in the place of newer functions: each is called, and does its work.
+# The program calls each function that tools/manylinux.S has in the place of a newer one.
 USES_NEW_SYMBOLS = """\
 #include <cmath>
 #include <exception>
@@ -113,7 +113,7 @@ def test_library_for_old_systems(tmp_path: Path) -> None:
     versions = subprocess.run(
         ["readelf", "--version-info", str(library)], check=True, capture_output=True, text=True
     ).stdout
-    # The newest of glibc 2.28 and of gcc 8's libstdc++.
+    # The newest symbol versions of glibc 2.28 and of gcc 8's libstdc++.
     for name, newest in ("GLIBC", (2, 28)), ("GLIBCXX", (3, 4, 25)), ("CXXABI", (1, 3, 11)):
         asked = re.findall(rf"Name: {name}_([\d.]+)", versions)
         assert max(tuple(map(int, version.split("."))) for version in asked) <= newest, name
