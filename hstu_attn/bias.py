@@ -14,6 +14,7 @@ __all__ = [
     "Bias",
     "DenseBias",
     "RelativeBias",
+    "bias_of_heads",
     "default_bucket_thresholds",
     "default_thresholds_tensor",
     "time_bucket",
@@ -198,6 +199,32 @@ def default_thresholds_tensor(device: torch.device) -> Tensor:
         thresholds = torch.tensor(_DEFAULT_THRESHOLDS, dtype=torch.int64, device=device)
         _thresholds_by_device[device] = thresholds
     return thresholds
+
+
+def bias_of_heads(
+    table: Tensor | None, heads: int, first: int, count: int, dim: int = 0
+) -> Tensor | None:
+    """Returns the part of a bias tensor that some heads of a call use.
+
+    Args:
+        table: the tensor, with a divisor of `heads` along `dim`; or None.
+        heads: of the whole call.
+        first: the first of the heads.
+        count: how many there are, one after the other.
+        dim: the dimension of the heads.
+
+    Returns:
+        a tensor for a call of `count` heads: a view, or a copy where heads that share an entry are
+        divided unevenly.
+    """
+    if table is None:
+        return None
+    sharing = heads // table.shape[dim]
+    entry, last = first // sharing, (first + count - 1) // sharing
+    if entry == last or (first % sharing == 0 and count % sharing == 0):
+        return table.narrow(dim, entry, last + 1 - entry)
+    number = torch.arange(first, first + count, device=table.device)
+    return table.index_select(dim, number // sharing)
 
 
 def time_bucket(difference: Tensor, thresholds: Tensor, num_buckets: int) -> Tensor:

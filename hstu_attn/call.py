@@ -27,6 +27,7 @@ __all__ = [
     "bias_tensors",
     "bias_times",
     "make_call",
+    "mask_of",
 ]
 
 # rab, pos_weight and ts_weight, which get gradients as q, k and v do.
@@ -154,6 +155,21 @@ def make_call(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         sm_margin,
         strict,
+    )
+
+
+def mask_of(call: AttentionCall) -> Mask:
+    """Returns the mask of a call, whose tensors are those of the mask that it was made of."""
+    is_arbitrary = call.row_spans is not None or call.func is not None
+    return Mask(
+        (-1, -1) if is_arbitrary else (call.window_left, call.window_right),
+        call.num_contexts,
+        call.num_targets,
+        call.target_group_size,
+        call.min_full_attn_seq_len,
+        call.row_spans,
+        call.func,
+        func_causal=call.func is not None and call.window_right == 0,
     )
 
 

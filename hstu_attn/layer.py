@@ -21,7 +21,6 @@ Sequences are packed: `x` is `(total, embedding_dim)`, and sequence `b` owns the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ops
-from .bias import RelativeBias, default_thresholds_tensor
+from .bias import default_thresholds_tensor
 from .cached import CachedRows
 from .call import NO_BIAS, NO_TIMES, AttentionCall, BiasTensors, Times, make_call
 from .fused import operator as fused
@@ -53,21 +52,10 @@ class ContextBatch(Protocol):
     `hstu_attn.distributed.ContextBatch` implements it.
     """
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Mask | None = None,
-        bias: object = None,
-        alpha: float = 1.0,
-        scaling_seqlen: int = -1,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors
     ) -> Tensor:
-        """Computes `hstu_attention` of the whole sequences, for this rank's rows."""
-
-    def constant(self, number: int) -> Tensor:
-        """Returns an int32 `(batch,)` tensor of a number, one for all layers."""
+        """Computes `ops.attention` of the whole sequences, whose call this is, for local rows."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -212,13 +200,8 @@ class HSTULayer(nn.Module):
         Raises:
             ValueError: a shape or dtype that does not fit, `num_targets` or `num_contexts`
                 without causal attention, or `timestamps` where no table uses them.
-            NotImplementedError: a relative bias with `context`.
         """
         self._check(x)
-        if context is not None:
-            return self._forward_context(
-                x, seq_offsets, num_targets, num_contexts, timestamps, row_timestamps, context
-            )
         if call is None:
             call = attention_call(
                 self.config,
@@ -230,11 +213,13 @@ class HSTULayer(nn.Module):
                 row_timestamps,
             )
         bias = self._bias(call.timestamps is not None)
-        if self._is_fused(x):
+        if context is None and self._is_fused(x):
             weights = self._weights(*bias[1:])
             return fused.hstu_layer(x, weights, call, self._seed(x), self._settings())
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if context is not None:
+                return context.attend(q, k, v, call, bias)
             return ops.attention(q, k, v, call, bias)
 
         return hstu_unit(x, self.config, self._steps(), attend)
@@ -299,29 +284,6 @@ class HSTULayer(nn.Module):
         if self._is_fused(x) and not fused.is_traced(x):
             return fused.infer(x, self._weights(), self._seed(x), self._settings(), attend)
         return hstu_unit(x, self.config, self._steps(), attend)
-
-    def _forward_context(
-        self,
-        x: Tensor,
-        seq_offsets: Tensor,
-        num_targets: Tensor | None,
-        num_contexts: Tensor | None,
-        timestamps: Tensor | None,
-        row_timestamps: Tensor | None,
-        context: ContextBatch,
-    ) -> Tensor:
-        config = self.config
-        _times(config, timestamps, row_timestamps)
-        mask = _mask(config, seq_offsets, num_targets, num_contexts, context.constant)
-        bias = None if self.position_weight is None else RelativeBias(self.position_weight)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            alpha, scaling_seqlen = config.alpha, config.scaling_seqlen
-            return context.attention(
-                q, k, v, mask=mask, bias=bias, alpha=alpha, scaling_seqlen=scaling_seqlen
-            )
-
-        return hstu_unit(x, config, self._steps(), attend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, alpha={self.config.alpha:.4g}"
@@ -442,9 +404,8 @@ def _mask(
     seq_offsets: Tensor,
     num_targets: Tensor | None,
     num_contexts: Tensor | None,
-    constant: Callable[[int], Tensor] | None = None,
 ) -> Mask:
-    """Makes the mask of a batch; `constant` makes an int32 `(batch,)` tensor of a number."""
+    """Makes the mask of a batch."""
     if not config.target_aware:
         num_targets = None
     if not config.causal:
@@ -455,11 +416,9 @@ def _mask(
         reach = config.max_attn_len or -1
         return Mask.local(reach, reach)
     if num_contexts is None and config.contextual_seq_len > 0:
-        number = config.contextual_seq_len
-        if constant is None:
-            num_contexts = torch.full_like(seq_offsets[1:], number, dtype=torch.int32)
-        else:
-            num_contexts = constant(number)
+        num_contexts = torch.full_like(
+            seq_offsets[1:], config.contextual_seq_len, dtype=torch.int32
+        )
     if config.max_attn_len == 0:
         return Mask.causal(
             num_contexts=num_contexts,
@@ -534,7 +493,7 @@ class HSTUStack(nn.Module):
         Arguments, result and errors are those of `HSTULayer.forward`.
         """
         inputs = (seq_offsets, max_seq_len, num_targets, num_contexts, timestamps, row_timestamps)
-        call = attention_call(self.config, *inputs) if context is None else None
+        call = attention_call(self.config, *inputs)
         for layer in self.layers:
             x = layer(x, *inputs, context, call)
         return x

@@ -7,7 +7,8 @@ attention, keys and values travel around the ring of the ranks while each comput
 take from the ones at hand. HSTU attention (Zhai et al. 2024, "Actions Speak Louder than Words",
 arXiv 2402.17152, section 3.2) has no softmax, so the outputs for parts of the keys add up; they are
 added in fp32, in the order of the ring, and rounded once. The backward sends keys and values around
-again, and their gradients after them.
+again, and their gradients after them. With a bias, ranks exchange rows for heads instead:
+context_heads.py.
 
 A rank's rows are a packed batch too: of each sequence its first chunk, then its second.
 
@@ -25,6 +26,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -33,10 +35,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..call import AttentionCall, make_call
-from ..interface import hstu_attention
+from ..bias import Bias
+from ..call import AttentionCall, BiasTensors, bias_tensors, bias_times, make_call, mask_of
 from ..mask import Mask, clip_to_keys, sees_anything, select_rows
+from .context_heads import attend_by_heads
 from .context_rows import (
+    MaskMemo,
     Shard,
     chunk_bounds,
     locate_rows,
@@ -135,20 +139,12 @@ class ContextBatch:
         # Where each local row is in the shard that travels.
         self.slots = slot_offsets[sequence] + number + into_second
         self.calls = _Calls(self, shard, slot_lengths, slot_offsets, sequence, num_second)
+        self.masks = MaskMemo()
         self._slot_offsets = slot_offsets
-        self._constants: dict[int, Tensor] = {}
 
     def shard(self, x: Tensor) -> Tensor:
         """Returns this rank's rows of `x` `(total, ...)`, differentiably."""
         return x.index_select(0, self.rows)
-
-    def constant(self, number: int) -> Tensor:
-        """Returns an int32 `(batch,)` tensor of a number; layers share it, and so their masks."""
-        if number not in self._constants:
-            self._constants[number] = torch.full_like(
-                self.seq_offsets[1:], number, dtype=torch.int32
-            )
-        return self._constants[number]
 
     def gather(self, local: Tensor) -> Tensor:
         """Returns the rows of all ranks, `(total, ...)`, from each rank's `(local rows, ...)`.
@@ -156,11 +152,15 @@ class ContextBatch:
         Differentiable: a row's gradient is the sum over the ranks of what each has for it.
         """
         self._check_rows("local", local)
-        padded = local.new_zeros((self.num_slots, *local.shape[1:]))
-        padded = padded.index_copy(0, self.slots, local)
+        padded = self.to_slots(local)
         if self.world > 1:
             padded = cast(Tensor, _AllGather.apply(padded, self.group, self.world))
-        return padded.index_select(0, self._gather_index())
+        return padded.index_select(0, self.gather_index)
+
+    def to_slots(self, local: Tensor) -> Tensor:
+        """Returns `(slots, ...)`, the same number on every rank, with the local rows in theirs."""
+        padded = local.new_zeros((self.num_slots, *local.shape[1:]))
+        return padded.index_copy(0, self.slots, local)
 
     def attention(
         self,
@@ -169,7 +169,7 @@ class ContextBatch:
         v: Tensor,
         *,
         mask: Mask | None = None,
-        bias: object = None,
+        bias: Bias | Tensor | None = None,
         alpha: float = 1.0,
         scaling_seqlen: int = -1,
     ) -> Tensor:
@@ -178,30 +178,50 @@ class ContextBatch:
         Gradients of k and v take in what the rows of all ranks contribute, so that every rank must
         call the backward too. Equal inputs give bitwise equal results if they do in the operator.
 
+        With a bias, each rank gets all rows of a part of the heads, instead of keys and values in
+        a ring: see `context_heads`.
+
         Args:
             q: `(local rows, heads, D)`, as for `hstu_attention`.
             k: `(local rows, heads, D)`.
             v: `(local rows, heads, Dv)`.
             mask: the mask of the whole packed batch; None means that rows see everything in their
                 sequence.
-            bias: None.
-            alpha: factor of the scores.
+            bias: as for `hstu_attention` of the whole sequences, with the times of all rows and the
+                tensors of all heads. Gradients of its tensors are those of what this rank
+                computes; their sum over the group is the whole gradient.
+            alpha: factor of the biased scores.
             scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means the batch's `max_seq_len`.
 
         Returns:
-            `(local rows, heads, Dv)` of q's dtype. The operator rounds each part of a sum to that
-            dtype, and the parts, one or two for each rank, are added in fp32: in bf16 under a
-            causal mask the relative error was 2.35e-3 on one rank, and 2.9e-3 on eight.
+            `(local rows, heads, Dv)` of q's dtype. Without a bias, the operator rounds each part of
+            a sum to that dtype, and the parts, one or two for each rank, are added in fp32: in bf16
+            under a causal mask the relative error was 2.35e-3 on one rank, and 2.9e-3 on eight.
 
         Raises:
-            NotImplementedError: with a bias.
             ValueError: for q, k or v of another number of rows or of different dtypes; and as
                 `hstu_attention`.
         """
-        if bias is not None:
-            raise NotImplementedError(
-                f"bias: expected None under context parallelism, got {type(bias).__name__}"
-            )
+        call = make_call(
+            self.seq_offsets,
+            self.max_seq_len,
+            mask=mask,
+            times=bias_times(bias),
+            alpha=alpha,
+            scaling_seqlen=scaling_seqlen,
+        )
+        return self.attend(q, k, v, call, bias_tensors(bias))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors
+    ) -> Tensor:
+        """Computes `attention` for a call of the whole sequences, which layers share.
+
+        Args:
+            q, k, v: as in `attention`.
+            call: what `make_call` makes of the whole sequences. `sm_margin` is that of this batch.
+            bias: `(rab, pos_weight, ts_weight)`.
+        """
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             self._check_rows(name, tensor)
             if tensor.dim() != 3 or tensor.dtype != q.dtype:
@@ -209,30 +229,17 @@ class ContextBatch:
                     f"{name}: expected {q.dtype} (local rows, heads, width), got {tensor.dtype} "
                     f"{tuple(tensor.shape)}"
                 )
-        mask = Mask.full() if mask is None else mask
-        if not isinstance(mask, Mask):
-            raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
-        length = self.max_seq_len if scaling_seqlen == -1 else scaling_seqlen
         if self.world == 1:
-            return hstu_attention(
-                q,
-                k,
-                v,
-                cu_seqlens_q=self.seq_offsets,
-                max_seqlen_q=self.max_seq_len,
-                mask=mask,
-                alpha=alpha,
-                scaling_seqlen=scaling_seqlen,
-                sm_margin=self.sm_margin,
-            )
-        plan = self.calls.of_mask(mask)
-        factors = (alpha, length or 1, self.sm_margin)
+            return ops.attention(q, k, v, call._replace(sm_margin=self.sm_margin), bias)
+        if any(tensor is not None for tensor in bias):
+            return attend_by_heads(self, q, k, v, call, bias)
+        plan = self.calls.of_mask(mask_of(call))
+        length = call.max_seqlen_q if call.scaling_seqlen == -1 else call.scaling_seqlen
+        factors = (call.alpha, length or 1, self.sm_margin)
         return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, factors))
 
     def shift(self, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
         """Starts to send a tensor to the next rank of the ring and to receive the previous rank's.
-
-        Both tensors have the same size.
 
         Both tensors have the same size.
         """
@@ -260,8 +267,9 @@ class ContextBatch:
                 f"{self.world}, got shape {tuple(tensor.shape)}"
             )
 
-    def _gather_index(self) -> Tensor:
-        """Returns where each row of the packed batch is in the shards of all ranks."""
+    @cached_property
+    def gather_index(self) -> Tensor:
+        """int64 `(total,)`: where each row of the packed batch is in the slots of all ranks."""
         sequence, position = locate_rows(self.seq_offsets.to(torch.int64), self.total)
         chunks = 2 * self.world
         # The first chunks have a row more than the others.
@@ -390,7 +398,6 @@ class _Calls:
         sequence: Tensor,
         num_second: int,
     ) -> None:
-        self._found: dict[tuple[Any, ...], tuple[tuple[Tensor | None, ...], list[list[_Call]]]] = {}
         # There is no reference cycle, so both free their tensors with the last use of the batch.
         self.batch: ContextBatch = weakref.proxy(batch)
         self.max_chunk = -(-batch.max_seq_len // (2 * batch.world))
@@ -417,13 +424,7 @@ class _Calls:
 
     def of_mask(self, mask: Mask) -> list[list[_Call]]:
         """Returns the calls for each rank's shard, found once for the layers that share a mask."""
-        tensors = (mask.num_contexts, mask.num_targets, mask.row_spans, mask.func)
-        numbers = (mask.target_group_size, mask.min_full_attn_seq_len, mask.func_causal)
-        key = (tuple(mask.window_size), *numbers, *map(id, tensors))
-        if key not in self._found:
-            # The tensors are kept, so that no other gets the identity of one.
-            self._found[key] = tensors, self._find(mask)
-        return self._found[key][1]
+        return self.batch.masks.get(mask, self._find)
 
     def _find(self, mask: Mask) -> list[list[_Call]]:
         world = self.batch.world
@@ -445,9 +446,6 @@ class _Calls:
 
         The chunks of a sequence are in this order: first of the lower rank, first of the higher,
         second of the higher, second of the lower.
-
-        The order is: first chunk of the lower rank, first of the higher, second of the higher,
-        second of the lower.
         """
         if source == self.batch.rank:
             offsets, most = self.batch.offsets, 2 * self.max_chunk

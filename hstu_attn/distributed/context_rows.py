@@ -6,13 +6,27 @@ of it: under a causal mask a cheap one and an expensive one, so that all ranks h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Shard", "chunk_bounds", "locate_rows", "shard_index", "shard_rows", "to_offsets"]
+from ..mask import Mask
+
+__all__ = [
+    "MaskMemo",
+    "Shard",
+    "chunk_bounds",
+    "locate_rows",
+    "shard_index",
+    "shard_rows",
+    "to_offsets",
+]
+
+_Found = TypeVar("_Found")
 
 
 def chunk_bounds(seq_offsets: Tensor, world: int) -> Tensor:
@@ -101,3 +115,23 @@ def shard_rows(x: Tensor, seq_offsets: Tensor, rank: int, world: int) -> Tensor:
         ValueError: for a rank that the group does not have.
     """
     return x.index_select(0, shard_index(seq_offsets, rank, world))
+
+
+class MaskMemo:
+    """Keeps what is found of a mask, for the layers that share its tensors."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, tuple[Any, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, mask: Mask, find: Callable[[Mask], _Found], *key: Hashable) -> _Found:
+        """Returns `find(mask)`, which is called once for equal `key`, settings and tensors."""
+        tensors = (mask.num_contexts, mask.num_targets, mask.row_spans, mask.func)
+        numbers = (mask.target_group_size, mask.min_full_attn_seq_len, mask.func_causal)
+        place = (*key, tuple(mask.window_size), *numbers, *map(id, tensors))
+        if place not in self._found:
+            # The tensors are kept, so that no other gets the identity of one.
+            self._found[place] = tensors, find(mask)
+        return cast(_Found, self._found[place][1])

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..bias import bias_of_heads
 from ..call import BiasTensors
 from ..layer import HSTULayer
 from ..layer_config import HSTULayerConfig
@@ -145,11 +146,9 @@ class TensorParallelHSTULayer(HSTULayer):
         if table is None:
             return None
         table = _same_on_all(table, self.group)
-        if table.shape[0] == 1:
-            return table
-        heads_per_row = self.full_config.num_heads // table.shape[0]
-        head = self.first_head + torch.arange(self.config.num_heads, device=table.device)
-        return table.index_select(0, head // heads_per_row)
+        return bias_of_heads(
+            table, self.full_config.num_heads, self.first_head, self.config.num_heads
+        )
 
 
 class ShardedSteps(ComposedSteps):

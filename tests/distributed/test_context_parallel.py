@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hstu_attn import Mask, hstu_attention
+from hstu_attn import Mask, RelativeBias, hstu_attention
 from hstu_attn.distributed.context_parallel import (
     ContextBatch,
     chunk_bounds,
@@ -118,24 +119,34 @@ def test_chosen_rows_of_a_mask_and_a_range_of_its_keys(name):
 # ---------------------------------------------------------------------------------------------
 
 
-NAMES = ("out", "dq", "dk", "dv")
+ROWS = ("out", "q", "k", "v")  # what is divided among the ranks
 
 
-def _whole(batch: Batch, dout: Tensor) -> dict[str, Tensor]:
-    """Returns the output and the gradients of the operator in one process."""
-    leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
-    out = hstu_attention(*leaves, **batch.options())
-    return dict(zip(NAMES, (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
+def _results(batch: Batch, dout: Tensor, context: ContextBatch | None = None) -> dict[str, Tensor]:
+    """Returns output and gradients: of the operator in one process, or of a rank's rows.
 
-
-def _shared(batch: Batch, dout: Tensor, context: ContextBatch) -> dict[str, Tensor]:
-    """Returns the rows of this rank of output and gradients, computed by all ranks."""
-    leaves = [context.shard(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
-    out = context.attention(
-        *leaves, mask=batch.mask, alpha=batch.alpha, scaling_seqlen=batch.scaling_seqlen
-    )
-    gradients = torch.autograd.grad(out, leaves, context.shard(dout))
-    return dict(zip(NAMES, (out, *gradients), strict=True))
+    Gradients of a bias are summed over the ranks, in fp32 or wider.
+    """
+    tensors = {name: x.detach() for name, x in batch.differentiable().items()}
+    if context is not None:
+        tensors |= {name: context.shard(tensors[name]) for name in ("q", "k", "v")}
+        dout = context.shard(dout)
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    made = batch.with_tensors(leaves)
+    qkv = made.q, made.k, made.v
+    if context is None:
+        out = hstu_attention(*qkv, **made.options())
+    else:
+        names = ("mask", "bias", "alpha", "scaling_seqlen")
+        out = context.attention(*qkv, **{name: getattr(made, name) for name in names})
+    gradients = dict(zip(leaves, torch.autograd.grad(out, [*leaves.values()], dout), strict=True))
+    for name in gradients:
+        if context is None or name in ROWS:
+            continue
+        whole = gradients[name].to(torch.promote_types(gradients[name].dtype, torch.float32))
+        dist.all_reduce(whole, group=context.group)
+        gradients[name] = whole.to(gradients[name].dtype)
+    return {"out": out, **gradients}
 
 
 def _in_double(batch: Batch) -> Batch:
@@ -144,40 +155,58 @@ def _in_double(batch: Batch) -> Batch:
     def on_cpu(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.cpu()
 
-    of_mask = ("num_contexts", "num_targets", "row_spans", "func")
+    def tensors_on_cpu(value: Any) -> Any:
+        if not isinstance(value, (Mask, RelativeBias)):
+            return value
+        tensors = {n: x for n, x in vars(value).items() if isinstance(x, Tensor)}
+        return replace(value, **{name: on_cpu(x) for name, x in tensors.items()})
+
+    double = batch.with_tensors({n: x.double().cpu() for n, x in batch.differentiable().items()})
     return replace(
-        batch.with_tensors({n: x.double().cpu() for n, x in batch.differentiable().items()}),
-        mask=replace(batch.mask, **{n: on_cpu(getattr(batch.mask, n)) for n in of_mask}),
-        cu_seqlens_q=batch.cu_seqlens_q.cpu(),
-        cu_seqlens_k=batch.cu_seqlens_k.cpu(),
+        double,
+        mask=tensors_on_cpu(double.mask),
+        bias=tensors_on_cpu(double.bias),
+        cu_seqlens_q=on_cpu(batch.cu_seqlens_q),
+        cu_seqlens_k=on_cpu(batch.cu_seqlens_k),
     )
 
 
 def _check_masks(
-    names: list[str], lengths: list[int], dtypes: list[torch.dtype], device: str = "cpu"
+    names: list[str],
+    lengths: list[int],
+    dtypes: list[torch.dtype],
+    device: str = "cpu",
+    bias: str | None = None,
+    heads: int = 2,
 ) -> None:
     for name in names:
         for dtype in dtypes:
             batch = make_batch(
                 lengths,
+                heads=heads,
                 dim=16,
                 dim_v=8,
                 dtype=dtype,
                 device=device,
                 mask=name,
+                bias=bias,
                 alpha=0.4,
                 scaling_seqlen=(-1, 18)[int(torch.randint(2, ()))],
             )
             dout = torch.randn_like(batch.v)
             context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
-            same_dtype_reference = _whole(batch, dout)
-            exact = _whole(_in_double(batch), dout.double().cpu())
+            same_dtype_reference = _results(batch, dout)
+            exact = _results(_in_double(batch), dout.double().cpu())
             rows = context.rows.cpu()
-            for key, found in _shared(batch, dout, context).items():
-                label = f"{name}, {dtype}, rank {context.rank}: {key}"
-                assert found.dtype == dtype, label
+            for key, found in _results(batch, dout, context).items():
+                label = f"{name}, {bias}, {heads} heads, {dtype}, rank {context.rank}: {key}"
+                assert found.dtype == batch.differentiable().get(key, batch.q).dtype, label
+                of_rank = rows if key in ROWS else slice(None)
                 assert_matches(
-                    label, found.cpu(), exact[key][rows], same_dtype_reference[key].cpu()[rows]
+                    label,
+                    found.cpu(),
+                    exact[key][of_rank].double(),
+                    same_dtype_reference[key].cpu()[of_rank],
                 )
 
 
@@ -190,6 +219,47 @@ def test_two_ranks_compute_what_one_does():
 def test_four_ranks_compute_what_one_does():
     names = ["causal", "full", "local-left", "context-target", "spans-by-head", "func-5-causal"]
     run_ranks(4, _check_masks, names, [0, 131, 1, 3, 7, 6, 64], [torch.float64])
+
+
+def _check_biases(
+    biases: list[str],
+    all_heads: list[int],
+    masks: list[str],
+    lengths: list[int],
+    dtypes: list[torch.dtype],
+    device: str = "cpu",
+) -> None:
+    for bias in biases:
+        for heads in all_heads:
+            _check_masks(masks, lengths, dtypes, device, bias, heads)
+
+
+BIASED = ["rab", "rab-1-head", "position", "time", "position-time-fp32", "position-row-time"]
+
+
+def test_two_ranks_compute_biases_of_whole_sequences():
+    """Checks equal and unequal numbers of heads on the ranks, and one head that both share."""
+    masks = ["full", "context-target", "spans-by-head", "func-5-causal"]
+    lengths = [0, 1, 3, 37, 8]
+    run_ranks(2, _check_biases, BIASED, [1, 2, 3], masks, lengths, [torch.float64])
+    some = ["rab-fp32", "position-time-fp32"]
+    run_ranks(2, _check_biases, some, [4], ["local-target"], lengths, [torch.bfloat16])
+    run_ranks(2, _check_biases, BIASED[-1:], [2], list(MASK_NAMES), LENGTHS, [torch.float64])
+
+
+def test_four_ranks_compute_biases_of_whole_sequences():
+    masks, lengths = ["causal", "local", "func-9-by-head"], [0, 61, 1, 3, 18]
+    some = ["rab-1-head", "position-row-time"]
+    run_ranks(4, _check_biases, some, [1, 2, 3, 6], masks, lengths, [torch.float64])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", ["rab", "rab-1-head", "position-time-fp32"])
+def test_gpus_compute_biases_of_whole_sequences(bias):
+    masks, lengths = ["causal", "context-target", "spans-by-head"], [0, 1, 3, 700, 129]
+    run_ranks(
+        2, _check_biases, [bias], [1, 4], masks, lengths, [torch.bfloat16], "cuda", backend="nccl"
+    )
 
 
 @pytest.mark.gpu
@@ -237,11 +307,11 @@ def _check_calls_alone() -> None:
     context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q, group)
     assert context.world == 2
     dout = torch.randn_like(batch.v)
-    whole, found = _whole(batch, dout), _shared(batch, dout, context)
-    for name in NAMES:
+    whole, found = _results(batch, dout), _results(batch, dout, context)
+    for name in ROWS:
         torch.testing.assert_close(found[name], context.shard(whole[name]))
-    again = _shared(batch, dout, context)
-    assert all(torch.equal(found[name], again[name]) for name in NAMES)
+    again = _results(batch, dout, context)
+    assert all(torch.equal(found[name], again[name]) for name in ROWS)
     alone = context_parallel_attention(
         *map(context.shard, (batch.q, batch.k, batch.v)),
         cu_seqlens=batch.cu_seqlens_q,
@@ -294,14 +364,12 @@ def _check_layers_share_calls() -> None:
     found = stack(context.shard(x), seq_offsets, max(LENGTHS), context=context)
     wanted = context.shard(stack(x, seq_offsets, max(LENGTHS)))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert len(context.calls._found) == 1
+    assert len(context.masks) == 1
 
 
 def _check_refusals() -> None:
     context = ContextBatch(offsets([6, 5]), 6)
     q = torch.zeros(len(context.rows), 2, 8)
-    with pytest.raises(NotImplementedError, match=r"bias: expected None under context"):
-        context.attention(q, q, q, bias=torch.zeros(2, 1, 6, 6))
     with pytest.raises(ValueError, match=r"k: expected the .* rows of rank"):
         context.attention(q, q[1:], q)
     with pytest.raises(ValueError, match=r"v: expected torch.float32 .* got torch.float64"):
@@ -310,11 +378,16 @@ def _check_refusals() -> None:
         context.attention(q, q, q, mask="causal")
     with pytest.raises(ValueError, match=r"local: expected the .* rows of rank"):
         context.gather(q[1:])
-    config = HSTULayerConfig.research(
-        embedding_dim=8, num_heads=2, linear_dim=8, attention_dim=8, max_sequence_len=6
-    )
-    with pytest.raises(NotImplementedError, match=r"bias: .* got RelativeBias"):
-        HSTUStack(config, 1)(torch.zeros(len(q), 8), context.seq_offsets, 6, context=context)
+    for name, bias in (
+        ("rab", torch.zeros(2, 3, 6, 6)),
+        ("pos_weight", RelativeBias(torch.zeros(3, 5))),
+        ("ts_weight", RelativeBias(None, torch.zeros(3, 5), torch.zeros(11, dtype=torch.int64))),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}: expected .* heads that divides 2"):
+            context.attention(q, q, q, bias=bias)
+    times = torch.zeros(len(q), dtype=torch.int64)  # not those of the whole sequences
+    with pytest.raises(ValueError, match=r"timestamps: expected shape \(total_k\) = \(11\)"):
+        context.attention(q, q, q, bias=RelativeBias(None, torch.zeros(2, 5), times))
 
 
 def _check_training(config: HSTULayerConfig) -> None:
@@ -324,28 +397,35 @@ def _check_training(config: HSTULayerConfig) -> None:
     stack = HSTUStack(config, 2, dtype=torch.float64)
     x = torch.randn(sum(lengths), config.embedding_dim, dtype=torch.float64, requires_grad=True)
     wanted = torch.randn_like(x)
-    out = stack(x, seq_offsets, max(lengths), targets)
+    times = None
+    if config.enable_relative_attention_bias:
+        times = torch.randint(10**6, (len(x),)).cumsum(0)
+    arguments = (seq_offsets, max(lengths), targets, None, times)
+    out = stack(x, *arguments)
     (out - wanted).square().mean().backward()
     expected = {name: p.grad for name, p in stack.named_parameters()}
     stack.zero_grad(set_to_none=True)
 
     context = ContextBatch(seq_offsets, max(lengths))
     local = context.shard(x.detach()).requires_grad_()
-    found = stack(local, seq_offsets, max(lengths), targets, context=context)
+    found = stack(local, *arguments, context=context)
     torch.testing.assert_close(found, context.shard(out))
+    assert len(context.masks) == 1
     ((found - context.shard(wanted)).square().sum() / x.numel()).backward()
     torch.testing.assert_close(local.grad, context.shard(x.grad))
     for name, parameter in stack.named_parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
-        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+        # The operator sums the gradients of tables in fp32.
+        close = {"rtol": 1e-5, "atol": 1e-6} if name.endswith(("n_weight", "e_weight")) else {}
+        torch.testing.assert_close(parameter.grad, expected[name], **close, msg=name)
 
 
 def _check_nothing() -> None:
     for lengths in ([], [0, 0]):
         batch = make_batch(lengths, mask="causal")
         context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
-        assert _shared(batch, batch.v, context)["dk"].shape == (0, 2, 32)
+        assert _results(batch, batch.v, context)["k"].shape == (0, 2, 32)
         assert context.gather(batch.q).shape == batch.q.shape
         context = ContextBatch(batch.cu_seqlens_q, 0)
         assert context.attention(batch.q, batch.k, batch.v).shape == (0, 2, 32)
@@ -363,6 +443,10 @@ def _check_around() -> None:
     # With one rank the layer is fused, since the rank has whole sequences.
     fused = HSTULayerConfig(**widths, target_aware=False, scaling_seqlen=40, fused=True)
     _check_training(fused)
+    for heads in (1, 2):
+        biased = {"enable_relative_attention_bias": True, "relative_bias_heads": heads}
+        config = HSTULayerConfig(**widths, **biased, relative_bias_max_seq_len=30, num_buckets=40)
+        _check_training(config)
 
 
 def test_rows_groups_refusals_and_training():
@@ -373,8 +457,8 @@ def test_one_rank_is_the_operator():
     batch = make_batch([7, 0, 30], mask="context-target", dtype=torch.float64)
     dout = torch.randn_like(batch.v)
     context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
-    whole, found = _whole(batch, dout), _shared(batch, dout, context)
-    assert all(torch.equal(found[name], whole[name]) for name in NAMES)
+    whole, found = _results(batch, dout), _results(batch, dout, context)
+    assert all(torch.equal(found[name], whole[name]) for name in ROWS)
     assert torch.equal(context.gather(batch.q), batch.q)
 
 

@@ -150,33 +150,45 @@ def test_two_ranks_compute_what_one_does():
     run_ranks(2, _check_all)
 
 
-def _check_both() -> None:
+def _check_both(config: HSTULayerConfig) -> None:
     """Checks a mesh of two ranks for the heads and two for the rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
-    stack = HSTUStack(BASE, 2, dtype=torch.float64)
+    stack = HSTUStack(config, 2, dtype=torch.float64)
     _randomise(stack)
-    seq_offsets, longest = offsets(LENGTHS), max(LENGTHS)
-    x = torch.randn(sum(LENGTHS), BASE.embedding_dim, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(sum(LENGTHS), config.embedding_dim, dtype=torch.float64, requires_grad=True)
+    times = torch.arange(len(x)) * 100 if config.enable_relative_attention_bias else None
+    arguments = (offsets(LENGTHS), max(LENGTHS), None, None, times)
     weights = torch.randn_like(x)
-    out = stack(x, seq_offsets, longest)
+    out = stack(x, *arguments)
     (out * weights).sum().backward()
     expected = {name: p.grad for name, p in stack.named_parameters()}
 
     shard_heads(stack, mesh["heads"])
-    context = ContextBatch(seq_offsets, longest, mesh.get_group("rows"))
+    context = ContextBatch(*arguments[:2], mesh.get_group("rows"))
     local = context.shard(x.detach()).requires_grad_()
-    found = stack(local, seq_offsets, longest, context=context)
+    found = stack(local, *arguments, context=context)
     (found * context.shard(weights)).sum().backward()
+    # The operator sums the gradients of tables in fp32.
+    close = {"rtol": 1e-5, "atol": 1e-5} if times is not None else {}
     torch.testing.assert_close(found, context.shard(out))
     torch.testing.assert_close(local.grad, context.shard(x.grad))
     for name, wanted in shard_state_dict(stack, expected).items():
         gradient = stack.get_parameter(name).grad
         dist.all_reduce(gradient, group=mesh.get_group("rows"))
-        torch.testing.assert_close(gradient, wanted, msg=name)
+        torch.testing.assert_close(gradient, wanted, msg=name, **close)
 
 
-def test_heads_and_rows_shared_out_at_once():
-    run_ranks(4, _check_both)
+@pytest.mark.parametrize("heads", [None, 1, 2, 4])
+def test_heads_and_rows_shared_out_at_once(heads):
+    config = BASE
+    if heads is not None:
+        config = replace(
+            BASE,
+            enable_relative_attention_bias=True,
+            relative_bias_max_seq_len=9,
+            relative_bias_heads=heads,
+        )
+    run_ranks(4, _check_both, config)
 
 
 def _check_clipping() -> None:

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention
-from hstu_attn.bias import default_bucket_thresholds, default_thresholds_tensor, time_bucket
+from hstu_attn.bias import (
+    bias_of_heads,
+    default_bucket_thresholds,
+    default_thresholds_tensor,
+    time_bucket,
+)
 from hstu_attn.call import bias_times
 
 INT64_MAX = 2**63 - 1
@@ -164,6 +169,19 @@ def test_calls_have_the_default_thresholds():
     own = torch.tensor([1, 10])
     bias = RelativeBias(None, torch.zeros(1, 3), torch.zeros(3, dtype=torch.int64), None, own)
     assert bias_times(bias)[2] is own
+
+
+@pytest.mark.parametrize("entries", [1, 2, 3, 6])
+@pytest.mark.parametrize(("first", "count"), [(0, 6), (0, 3), (3, 3), (2, 2), (1, 4), (5, 1)])
+def test_the_part_of_a_table_that_some_heads_use(entries, first, count):
+    table = torch.randn(2, entries, 5)
+    part = bias_of_heads(table, 6, first, count, dim=1)
+    assert count % part.shape[1] == 0
+    whole = table.repeat_interleave(6 // entries, 1)[:, first : first + count]
+    assert torch.equal(part.repeat_interleave(count // part.shape[1], 1), whole)
+    if (first, count) == (0, 6):
+        assert part.shape == table.shape
+        assert part.data_ptr() == table.data_ptr()
 
 
 TIMES = torch.zeros(4, dtype=torch.int64)
