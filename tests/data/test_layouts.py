@@ -1,6 +1,4 @@
-"""Tests of reading Amazon reviews and KuaiRand's logs, of their made-up forms, and of telling
-layouts apart.
-"""
+"""Tests of reading Amazon reviews and KuaiRand's logs, made-up ones too, and of their layouts."""
 
 from __future__ import annotations
 
@@ -353,9 +351,7 @@ def test_refuses_logs(tmp_path: Path) -> None:
 
 
 def read_line_by_line(text: bytes) -> list[tuple[bytes, int, float]] | int:
-    """Parses each line by itself: key, whole number, rating; or the number of the first
-    malformed line.
-    """
+    """Parses line by line: key, whole number, rating; or the number of the first malformed line."""
     rows = []
     for number, line in enumerate(text.removesuffix(b"\n").split(b"\n") if text else [], start=1):
         fields = re.fullmatch(rb"([!#-+\--~]{1,64}),(\d{1,18}),(\d+(?:\.\d*)?)\r?", line)

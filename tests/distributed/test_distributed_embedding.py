@@ -92,7 +92,7 @@ def test_shapes_and_dtypes(backend: str, num_ranks: int) -> None:
 
 
 def continued(directory: str, load: bool) -> Tensor:
-    """Runs a step on a table of which the last rank has no row; saves before, or loads."""
+    """Runs a step where the last rank has no row; loads a checkpoint before or saves one after."""
     embedding = ShardedEmbedding("item", 4, WIDTH, mesh_of("gloo"), std=1.0)
     optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
     checkpoints = Checkpoints(directory)

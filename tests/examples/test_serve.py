@@ -194,7 +194,7 @@ def test_many_at_once(client: Client, saved: SavedModel, log: EventLog) -> None:
 
 @pytest.fixture(scope="module")
 def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Path, EventLog]]:
-    """Runs a server of a model of Amazon reviews, where ids are text; yields all three."""
+    """Serves a model of Amazon reviews, where ids are text; yields client, model and log."""
     ratings = write_synthetic_amazon(tmp_path_factory.mktemp("amazon"), 2023, 40, 100, 20)
     out = tmp_path_factory.mktemp("amazon-run")
     assert train_retrieval.main([*TRAINING, "--data", str(ratings), "--out", str(out)]) == 0

@@ -295,9 +295,7 @@ def ranks_of(run: subprocess.Popen[str]) -> list[int]:
 
 
 def kill_after_a_checkpoint(run: subprocess.Popen[str], out: Path, whole_run: bool) -> list[int]:
-    """Sends SIGKILL to a rank, or to all and torchrun, just after the first checkpoint; returns
-    the ranks' processes.
-    """
+    """Kills a rank, or all and torchrun, just after the first checkpoint; returns the ranks."""
     while not done(out):
         assert run.poll() is None
         time.sleep(0.01)

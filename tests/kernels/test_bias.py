@@ -1,4 +1,4 @@
-"""Bucket thresholds, and the dense and relative bias objects."""
+"""Tests of bucket thresholds, and of the dense and relative bias objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INT64_MAX = 2**63 - 1
 
 
 def research_bucket(difference: int) -> int:
-    """The formula of the public research HSTU, in fp64."""
+    """Returns buckets by the formula of the public research HSTU, in fp64."""
     return math.floor(math.log(float(max(abs(difference), 1))) / 0.301)
 
 
@@ -54,7 +54,7 @@ def test_default_buckets_are_torchs_formula_for_every_small_difference():
 
 
 def public_buckets(difference: Tensor, function: str, num_buckets: int, *units: float) -> Tensor:
-    """The buckets of Meta's Triton kernel of 2024, in fp64: clamp, divide, function, truncate."""
+    """Returns buckets by Meta's Triton kernel of 2024, in fp64: clamp, divide, map, truncate."""
     increment, divisor = units
     scaled = difference.double().clamp(min=1e-6) / increment
     scaled = (scaled.log() if function == "log" else scaled.sqrt()) / divisor
@@ -88,7 +88,7 @@ def test_thresholds_of_the_public_functions(function, num_buckets, increment, di
     powers = 2 ** torch.arange(63)
     some = torch.randint(INT64_MAX, (1000,))
     difference = torch.cat([torch.arange(200_000), near, powers, powers - 1, some])
-    difference = difference[difference >= 0]  # also where INT64_MAX was passed
+    difference = difference[difference >= 0]  # differences beyond INT64_MAX have wrapped around
     wanted = public_buckets(difference, function, num_buckets, increment, divisor)
     found = time_bucket(difference, thresholds, num_buckets + 1)
     assert torch.equal(found, wanted)
@@ -126,7 +126,7 @@ def test_units_that_make_no_thresholds(make, name, arguments):
 
 @pytest.mark.gpu_missing("relative bias")
 def test_a_bias_added_after_alpha_has_tables_divided_by_alpha(device):
-    """Scores as in Meta's Triton kernel of 2024: `alpha * q k + bias`, with buckets of its kind."""
+    """The scores are those of Meta's Triton kernel of 2024, `alpha * q k + bias`."""
     length, heads, dim, alpha = 9, 2, 8, 0.25
     q, k, v = torch.randn(3, length, heads, dim, dtype=torch.float64)
     pos_weight, ts_weight = torch.randn(1, 2 * length - 1), torch.randn(1, 21)

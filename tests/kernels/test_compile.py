@@ -1,4 +1,4 @@
-"""`torch.compile`, `torch.export` and AOTInductor, forward and backward, with dynamic sizes."""
+"""Tests of `torch.compile`, `torch.export` and AOTInductor with dynamic sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hstu_attn.testing import offsets
 
 HEADS, DIM = 2, 16
 ALPHA = 0.25
-# Other totals, batch sizes and maximum lengths each; the first is what is compiled for. Its sizes
+# Totals, batch sizes and maximum lengths all differ; the first is what is compiled for. Its sizes
 # differ from the 4 of a row span, which the compiler would take for the same number.
 BATCHES = ([5, 70, 3, 11, 6], [40, 9], [1, 2, 3, 20, 88, 4])
 
@@ -50,7 +50,7 @@ def qkv(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     return leaf(total, HEADS, DIM), leaf(total, HEADS, DIM), leaf(total, HEADS, DIM)
 
 
-# Each case: a function to compile, and its arguments for given lengths.
+# A case has a function to compile, and makes its arguments for given lengths.
 
 
 def composed(q, k, v, cu_seqlens, longest, contexts, targets):
@@ -194,7 +194,7 @@ def leaves_of(arguments: Arguments) -> list[Tensor]:
 
 
 def assert_same(compiled: Callable[..., Tensor], function: Any, arguments: Arguments) -> None:
-    """Forward and gradients, bit for bit: the same kernels run."""
+    """Asserts that outputs and gradients have the same bits, since the same kernels run."""
     leaves = leaves_of(arguments)
     out, expected = compiled(*arguments), function(*arguments)
     assert torch.equal(out, expected)
@@ -208,7 +208,7 @@ def assert_same(compiled: Callable[..., Tensor], function: Any, arguments: Argum
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compile_with_dynamic_sizes(name):
-    """One graph, no break, and no second compilation for other sizes."""
+    """There is one graph without a break, and no second compilation for other sizes."""
     function, arguments = CASES[name]
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     assert_same(compiled, function, arguments(BATCHES[0]))
@@ -218,7 +218,7 @@ def test_compile_with_dynamic_sizes(name):
 
 
 def test_compile_without_being_told_that_sizes_are_dynamic():
-    """The second batch makes sizes dynamic; from the third on nothing is compiled."""
+    """The second batch makes sizes dynamic, and nothing is compiled from the third on."""
     compiled = torch.compile(composed, fullgraph=True, backend="aot_eager")
     for lengths in BATCHES[:2]:
         assert_same(compiled, composed, composed_arguments(lengths))
@@ -227,7 +227,7 @@ def test_compile_without_being_told_that_sizes_are_dynamic():
 
 
 class Block(torch.nn.Module):
-    """A layer around the operator: what a user compiles."""
+    """A layer around the operator, as a user compiles it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def block_arguments(lengths: list[int]) -> Arguments:
 
 @pytest.mark.slow
 def test_compile_with_inductor():
-    """Generated code around the operator, for three batches of other sizes."""
+    """Inductor's code around the operator is right for three batches of other sizes."""
     block = Block()
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
     parameters = list(block.parameters())
@@ -281,7 +281,7 @@ def test_compile_with_inductor():
 
 
 class Fixed(torch.nn.Module):
-    """A block whose maximum length is a number of the model, as a server has it."""
+    """A block whose maximum length is a number of the model, as in a server."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The accuracy of silu and of sums that docs/kernels/cpu.md states, on every instruction set."""
+"""Tests of the accuracy that docs/kernels/cpu.md states, on every instruction set."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from hstu_attn import DenseBias, hstu_attention
 
 LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
-# One rounding of the output; in fp32, where X is large, that of the exponent counts instead.
+# The output is rounded once; in fp32 the rounding of the exponent of large X counts more.
 ALLOWED = {torch.float32: 2.0**-17, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 def silu(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One sequence for each X, of one query and one key: q is 0, v is 1, and X is the bias."""
+    """Computes silu(X) by attention: X is the bias of one query and one key, q is 0 and v is 1."""
     count = x.shape[0]
     q, v = torch.zeros(count, 1, 8, dtype=dtype), torch.ones(count, 1, 8, dtype=dtype)
     bias = DenseBias(x.view(count, 1, 1, 1))
@@ -23,7 +23,7 @@ def silu(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An instruction set, which the kernels use from here on."""
+    """Sets the instruction set of the kernels."""
     monkeypatch.setenv("HSTU_ATTN_CPU_ISA", request.param)
     try:
         silu(torch.zeros(1), torch.float32)
@@ -37,7 +37,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_the_relative_error_of_silu(dtype):
-    """It is relative: as small for strongly negative X, where silu is next to 0."""
+    """The relative error is as small for strongly negative X, where silu is near 0."""
     lowest = -14 if dtype == torch.float16 else -87  # below, silu is a subnormal number
     x = torch.cat([torch.empty(20000).uniform_(lowest, 40), torch.linspace(-9, -7, 2001)])
     found = silu(x, dtype).double()
@@ -49,10 +49,10 @@ def test_the_relative_error_of_silu(dtype):
 
 @pytest.mark.usefixtures("level")
 def test_a_long_sum_is_made_of_partial_sums():
-    """Over 256 dims, in fp32: one chain of all would have an error of 3.6 half ulps."""
+    """In fp32 over 256 dims, one chain of sums would have an error of 3.6 half ulps."""
     q, k = (torch.rand(1024, 1, 256) for _ in range(2))
     v, offsets = torch.ones(1024, 1, 8), torch.arange(1025)
     found = hstu_attention(q, k, v, cu_seqlens_q=offsets, max_seqlen_q=1)[:, 0, 0].double()
-    exact = (q.double() * k.double()).sum((1, 2))  # silu of so large a number is the number
+    exact = (q.double() * k.double()).sum((1, 2))  # silu(x) is x for so large an x
     error = ((found - exact) / exact).square().mean().sqrt().item()
     assert error <= 2 * 2.0**-24

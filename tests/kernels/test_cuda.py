@@ -1,7 +1,7 @@
-"""What the CUDA kernels compute, in the cases that only they can get wrong.
+"""Tests of the CUDA kernels in the cases that only they can get wrong.
 
-The tests that both devices share have a `device` parameter; here are the sizes at which tiles,
-shared memory and 32-bit offsets matter. All of it needs a GPU.
+The tests that both devices share have a `device` parameter. Here are the sizes at which tiles,
+shared memory and 32-bit offsets matter. All of them need a GPU.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
 DENSE_BIASES = (None, "rab", "rab-1-head", "rab-fp32", "rab-strided")
 SMALL_MEMORY = "101376"  # bytes a block may use on GPUs of compute capability 8.6, 8.9 and 12.0
-ALL_BUT_ONE = 2**31 - 1  # an sm_margin that leaves one multiprocessor
+ALL_BUT_ONE = 2**31 - 1  # the sm_margin that leaves one multiprocessor
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 
 T = TypeVar("T")
 
 
 def on_gpu(value: T) -> T:
-    """A batch, a mask or a bias with its tensors on the GPU."""
+    """Moves the tensors of a batch, a mask or a bias to the GPU."""
     if isinstance(value, torch.Tensor):
         return value.cuda()
     if is_dataclass(value):
@@ -55,7 +55,7 @@ def random_dout(batch: Batch) -> torch.Tensor:
 
 
 def check(batch: Batch, **extra: Any) -> None:
-    """Both ways of summing in the backward."""
+    """Checks a batch with both orders of summation in the backward."""
     check_against_reference(hstu_attention, batch, **extra)
     check_against_reference(hstu_attention, batch, deterministic=True, **extra)
 
@@ -68,7 +68,7 @@ def check(batch: Batch, **extra: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_a_scale_for_each_row(dim, dtype):
-    """As small as the inverse of a long length, which fp16 has few bits for."""
+    """The scales are as small as the inverse of a long length, for which fp16 has few bits."""
     lengths = [300, 0, 70, 129]
     batch = make_batch(
         lengths,
@@ -120,7 +120,7 @@ def test_lengths_around_tiles(dim, dtype):
 
 
 def _masks_and_biases() -> list[object]:
-    """Every mask with two biases; head dims, dtypes and delta-q go round."""
+    """Returns every mask with two biases; head dims, dtypes and delta-q alternate."""
     cases: list[object] = []
     for m, mask in enumerate(MASK_NAMES):
         for n in range(2):
@@ -153,7 +153,7 @@ def test_windows_wider_than_tiles(window):
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("window", [-1, 150], ids=["causal", "window"])
 def test_candidates_over_several_tiles(window, dim):
-    """Whole tiles of targets, which see the history and their group but not each other."""
+    """Targets fill whole tiles; they see the history and their group but not each other."""
     lengths = [600, 300, 5]
     mask = Mask(
         (window, 0),
@@ -170,7 +170,7 @@ def test_candidates_over_several_tiles(window, dim):
 @pytest.mark.parametrize("fp32", [False, True], ids=["same-dtype", "fp32"])
 def test_heads_that_share_a_bias_head(bias_heads, fp32, dtype):
     batch = make_batch([200, 33], heads=6, dim=64, dtype=dtype, device="cuda", mask="causal")
-    # Rows of odd length in a larger tensor: no two begin alike.
+    # The rows are of odd length in a larger tensor, so each starts at another alignment.
     rab = torch.empty(2, bias_heads, 203, 211, device="cuda").uniform_(-1, 1)
     rab = rab.to(torch.float32 if fp32 else dtype)[:, :, 1:201, 5:205]
     check(batch.with_bias(DenseBias(rab)))
@@ -178,7 +178,7 @@ def test_heads_that_share_a_bias_head(bias_heads, fp32, dtype):
 
 @pytest.mark.parametrize("n", range(len(MASK_NAMES)), ids=MASK_NAMES)
 def test_aligned_bias(n):
-    """One that copies of whole tiles can take; what lies outside the sequences is never used."""
+    """Copies of whole tiles can read this bias; what lies outside the sequences is never used."""
     lengths_k = [704, 300, 0, 129]
     lengths_q = [int(torch.randint(length + 1, ())) for length in lengths_k] if n % 2 else None
     dtype = DTYPES[n // 2 % 2]
@@ -250,7 +250,7 @@ def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
         mask="context-target",
         bias=bias,
     )
-    # With one multiprocessor left, the forward has a list of work, too.
+    # With one multiprocessor left, the forward also has a list of work tiles.
     sm_margin = ALL_BUT_ONE if deterministic else 0
     check_small_batch(batch, deterministic=deterministic, sm_margin=sm_margin)
 
@@ -264,12 +264,14 @@ def test_masks_given_by_row(mask, deterministic):
 
 
 def check_small_batch(batch: Batch, **options: object) -> None:
-    """The reference runs on the CPU, so that a sanitizer sees these kernels alone."""
+    """Checks a batch with the reference on the CPU, so that a sanitizer sees these kernels
+    alone.
+    """
     dout = random_dout(batch)
     actual = run(hstu_attention, on_gpu(batch), dout.cuda(), **options)
     if os.environ.get("SANITIZER_TOOL") == "initcheck":
-        # NOTE: it does not see what TMA writes from shared memory by a tensor map, as the gradient
-        # of a bias on compute capability 9.0, and takes it for uninitialized when it is read.
+        # NOTE: initcheck does not see what TMA writes by a tensor map, such as the gradient of a
+        # bias on compute capability 9.0, and reports it as uninitialized when it is read.
         actual.pop("drab", None)
     exact = run(reference.hstu_attention, batch, dout, torch.float64)
     same_dtype_reference = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
@@ -280,7 +282,7 @@ def check_small_batch(batch: Batch, **options: object) -> None:
 @pytest.mark.parametrize("bias", [None, "rab"])
 @pytest.mark.parametrize("mask", MASK_NAMES)
 def test_with_and_without_a_list_of_work(mask, bias):
-    """Where all tiles of rows run at once there is none; the same tiles give the same bits."""
+    """A forward without a list of work tiles has the bits of one with a list."""
     batch = make_batch(
         [300, 0, 129, 1, 64], device="cuda", dtype=torch.bfloat16, mask=mask, bias=bias
     )
@@ -301,7 +303,7 @@ def test_with_and_without_a_list_of_work(mask, bias):
 def check_sequences(
     batch: Batch, dout: torch.Tensor, result: dict[str, torch.Tensor], first: int, last: int
 ) -> None:
-    """Compare sequences `first` to `last` (exclusive), of a batch too large for the reference."""
+    """Compares sequences `first` to `last` (exclusive) of a batch too large for the reference."""
     begin_q, end_q = batch.cu_seqlens_q[[first, last]].tolist()
     begin_k, end_k = batch.cu_seqlens_k[[first, last]].tolist()
     rows, keys = slice(begin_q, end_q), slice(begin_k, end_k)
@@ -338,7 +340,7 @@ def test_thousands_of_tiny_sequences():
 def _silu_gradients_of_keys(
     batch: Batch, dout: torch.Tensor, keys: slice, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """dK and dV of some keys of one causal sequence, from all the rows that see them."""
+    """Returns dK and dV of some keys of a causal sequence, from all rows that see them."""
     q, do = (x[keys.start :, 0].to(dtype) for x in (batch.q, dout))
     k, v = (x[keys, 0].to(dtype).requires_grad_() for x in (batch.k, batch.v))
     scores = torch.nn.functional.silu(batch.alpha * (q @ k.T)) / batch.scaling_seqlen
@@ -449,8 +451,8 @@ def test_tensors_that_16_byte_copies_cannot_take(name, kind):
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
 def test_out_ops_write_their_part_of_a_buffer(monkeypatch, bias, aligned):
-    """Every output lies in a larger buffer of NaN; whether 16-byte stores reach it or not."""
-    if bias and not aligned:  # which the kernels of sm90 leave to those of sm80, whose bits differ
+    """Each output is part of a larger buffer of NaN; 16-byte stores fit into it, or do not."""
+    if bias and not aligned:  # sm80's kernels take these calls, and their bits differ
         monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", "80")
     batch = make_batch(
         [70, 0, 200], heads=2, dim=40, dim_v=64, dtype=DTYPES[0], device="cuda", bias=bias

@@ -1,4 +1,4 @@
-"""Calls on a GPU: streams, graphs, determinism, offsets that lie, and what is refused."""
+"""Tests of calls on a GPU: streams, graphs, determinism, wrong offsets, and errors."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_calls_do_not_wait(request, bias, mask, deterministic):
     request.getfixturevalue("forbidden_syncs")
     torch.cuda._sleep(10**9)
     run(hstu_attention, batch, dout, deterministic=deterministic)
-    # NOTE: torch sees its own synchronizations alone; this sees any.
+    # NOTE: the fixture sees only torch's own synchronizations; this sees any.
     assert not torch.cuda.current_stream().query(), "the calls waited for the GPU"
 
 
 def test_memory_of_a_call_is_not_handed_to_another_stream():
-    """The workspace is free for reuse on its own stream alone, while the kernels still run."""
+    """Only the call's own stream may reuse the workspace while the kernels run."""
     batch = make_batch([2000, 900], heads=4, dim=64, device="cuda", dtype=BF16, mask="causal")
     dout = random_dout(batch)
     expected = run(hstu_attention, batch, dout, deterministic=True)
@@ -85,13 +85,13 @@ def test_memory_of_a_call_is_not_handed_to_another_stream():
 @pytest.mark.parametrize("bias", [None, "rab"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_a_graph_serves_other_lengths(dim, bias):
-    """Captured once, replayed with other offsets, targets and contents in the same buffers."""
+    """A captured graph is replayed with other offsets, targets and contents of its buffers."""
     total, longest = 1200, 600
     capture_lengths = [longest, 200, 0, 400]
     batch = make_batch(
         capture_lengths, dim=dim, device="cuda", dtype=BF16, mask="target", bias=bias
     )
-    batch.cu_seqlens_q = batch.cu_seqlens_k  # one buffer
+    batch.cu_seqlens_q = batch.cu_seqlens_k  # the same tensor
     batch.scaling_seqlen = longest
     dout = random_dout(batch)
 
@@ -157,7 +157,7 @@ def test_sm_margin_changes_no_result(dim):
 
 
 # ---------------------------------------------------------------------------------------------
-# Offsets and counts that lie
+# Wrong offsets and counts
 # ---------------------------------------------------------------------------------------------
 
 LIES = {
@@ -171,9 +171,11 @@ LIES = {
 
 
 def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer: int = 1) -> None:
-    """Offsets, used lengths and counts that fit no tensor: what lies around the outputs stays.
+    """Checks that a call with wrong offsets, lengths and counts writes nothing around the
+    outputs.
 
-    `longer` is by how much, and if it is not 1, the mask has a window of a few tiles.
+    `longer` multiplies the lengths and the offsets; if it is not 1, the mask has a window of a
+    few tiles.
     """
     lengths = [longer * length for length in (70, 30, 30)]
     batch = make_batch(lengths, dim=dim, device="cuda", dtype=BF16, mask="causal", bias=bias)
@@ -219,7 +221,7 @@ def test_lying_offsets_touch_nothing_else(lie, dim, bias):
 
 @pytest.mark.parametrize("lie", LIES)
 def test_lying_offsets_do_not_hang_a_deterministic_backward(lie):
-    """Its blocks wait for one another. In a process of its own, which can be ended."""
+    """The backward's blocks wait for one another. It runs in a process that the test can end."""
     script = (
         "from tests.kernels.test_cuda_calls import lying_call\n"
         "for dim in (64, 256):\n"
@@ -294,7 +296,7 @@ def test_what_is_not_built_yet():
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_rows_before_the_first_key(mask):
-    """Where only the GPU knows that there are more queries than keys, the first see nothing."""
+    """If only the GPU knows that there are more queries than keys, the first see nothing."""
     batch = make_batch([200, 200], [150, 100], dim=64, device="cuda", dtype=BF16, mask=mask)
     batch = replace(
         batch, k=batch.k[:240], v=batch.v[:240], cu_seqlens_k=offsets([200, 40], "cuda")
@@ -334,7 +336,7 @@ def test_a_forced_architecture(monkeypatch):
 
 
 def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
-    """Those of sm90, where a GPU has them and they can take the call."""
+    """The line names sm90's kernels where the GPU has them and they can take the call."""
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
     forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
     plain = make_batch([72], device="cuda", dtype=BF16, mask="causal")
@@ -361,7 +363,7 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
 
 
 def test_backward_on_another_thread_than_the_forward():
-    """autograd's own thread has not set a device yet when the first backward comes."""
+    """autograd's thread has not set a device when the first backward comes."""
     script = (
         "import torch\n"
         "from hstu_attn import hstu_attention\n"

@@ -1,4 +1,4 @@
-"""What the functions of the public libraries accept beyond `hstu_attention`, on every device."""
+"""Tests of what the public libraries' functions accept beyond `hstu_attention`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ Attention = Callable[..., Tensor]
 
 
 def varlen(**lies: Any) -> Attention:
-    """`hstu_attn_varlen_func`, called like `hstu_attention` but for the arguments given here."""
+    """Returns `hstu_attn_varlen_func` as a function with the arguments of `hstu_attention`; the
+    arguments given here replace some.
+    """
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         mask, bias, paged = options["mask"], options["bias"], options["paged_kv"]
@@ -79,12 +81,12 @@ def refuse(name: str, function: Attention, batch: Batch) -> None:
 # More queries than keys
 # ---------------------------------------------------------------------------------------------
 
-# NOTE: rows of a bias of 136 entries are aligned to 16 bytes, which the kernels for sm90 ask for.
+# NOTE: rows of a bias of 136 entries are aligned to 16 bytes, as sm90's kernels need them.
 QUERIES, KEYS = [70, 9, 200, 4, 1], [70, 5, 136, 0, 1]
 
 
 def check_rows_in_front(results: dict[str, Tensor], queries: list[int], keys: list[int]) -> None:
-    """They stand before the first key: their output and their gradient are exactly 0."""
+    """Checks that rows before the first key have an output and a gradient of exactly 0."""
     begin = 0
     for q_len, k_len in zip(queries, keys, strict=True):
         front = slice(begin, begin + max(0, q_len - k_len))
@@ -117,7 +119,7 @@ def test_more_queries_than_keys_in_fbgemm_calls(device, mask, bias):
 
 
 def test_rows_in_front_leave_the_others_as_they_are():
-    """Without them, the sequence has as many queries as keys, and the same results."""
+    """Without the rows in front, the sequence has as many queries as keys and the same results."""
     queries, keys = [9, 6], [5, 6]
     batch = make_batch(keys, queries, dtype=torch.float64, mask="causal")
     visible = torch.arange(15) >= 4
@@ -134,7 +136,7 @@ def test_rows_in_front_leave_the_others_as_they_are():
 
 
 def test_packed_tensor_with_more_queries_than_keys(device):
-    """Rows of one tensor, which queries and keys divide into other sequences."""
+    """Queries and keys are rows of one tensor, divided into different sequences."""
     queries, keys = [30, 2, 8], [9, 2, 29]
     batch = make_batch(keys, queries, dtype=BF16, device=device, mask="causal")
 
@@ -159,7 +161,7 @@ def test_packed_tensor_with_more_queries_than_keys(device):
 # ---------------------------------------------------------------------------------------------
 
 LENGTHS = [0, 2, 70, 9]
-# What the counts are called with, and what they mean.
+# The counts as passed, and what they mean.
 TARGETS, POSSIBLE_TARGETS = [7, 3, 100, -2], [0, 2, 70, 0]
 FEW_TARGETS = [7, 3, 5, -2], [0, 2, 5, 0]
 CONTEXTS, POSSIBLE_CONTEXTS = [3, -1, -(2**31), 2], [0, 0, 0, 2]
@@ -194,7 +196,7 @@ def test_counts_that_hstu_attention_refuses(name, value):
 
 @pytest.mark.parametrize("contexts", [0, 2])
 def test_meta_calls_of_emptied_sequences(device, contexts):
-    """Stochastic depth empties sequences and leaves the counts of their targets."""
+    """Stochastic depth empties sequences and keeps their counts of targets."""
     targets, possible = [7, 3, 5, 0], [0, 2, 5, 0]
     batch = make_batch(LENGTHS, dtype=BF16, device=device, scaling_seqlen=80)
 
@@ -210,7 +212,7 @@ def test_meta_calls_of_emptied_sequences(device, contexts):
             contextual_seq_len=contexts,
         )
 
-    # A sequence of fewer tokens than contexts falls apart: each row sees itself alone.
+    # In a sequence with fewer tokens than contexts, each row sees itself alone.
     kept = [0, 0, contexts, contexts]
     mask = Mask.causal(num_contexts=ints(kept, device), num_targets=ints(possible, device))
     batch = replace(batch, mask=mask, max_seqlen_q=80, max_seqlen_k=80)
@@ -218,7 +220,7 @@ def test_meta_calls_of_emptied_sequences(device, contexts):
 
 
 def test_negative_targets_of_meta_calls():
-    """-2 targets are none, and do not make a sequence of 2 tokens long enough for 3 contexts."""
+    """A count of -2 means no targets, and a sequence of 2 tokens still has no 3 contexts."""
     q, k, v = torch.randn(3, 11, 2, 16).unbind(0)
     outputs = [
         hstu_mha(9, 0.3, q, k, v, offsets([2, 9]), num_targets=counts, contextual_seq_len=3)
@@ -262,7 +264,7 @@ def test_max_seqlen_k_must_be_right_without_pages_and_beside_a_bias():
 
 @pytest.mark.parametrize("targets", [[9, 90], [-1, 3]], ids=["more-than-rows", "negative"])
 def test_targets_of_paged_calls_are_at_most_the_rows(device, targets):
-    """Targets are rows of q: with more of them, all rows are targets."""
+    """Targets are rows of q; if the count is larger, all rows are targets."""
     possible = [min(max(0, count), rows) for count, rows in zip(targets, (6, 4), strict=True)]
     new = [rows - count for count, rows in zip(possible, (6, 4), strict=True)]
     batch = make_paged_batch([40, 16], new, possible, dtype=BF16, device=device)
@@ -270,7 +272,7 @@ def test_targets_of_paged_calls_are_at_most_the_rows(device, targets):
 
 
 def test_paged_sequences_that_read_no_page_need_none(device):
-    """Emptied sequences keep their counts, and `(0 - 1) % page_size + 1` as the last page's."""
+    """Emptied sequences keep their counts of targets, and 16 as length of the last page."""
     batch = make_paged_batch([40, 0, 0], [3, 0, 0], [5, 0, 4], dtype=BF16, device=device)
     full = (batch.paged_kv.last_page_lens - 1) % 16 + 1
     assert full.tolist()[1:] == [16, 16]
@@ -295,7 +297,7 @@ def test_pages_that_do_not_match_the_lengths_are_refused():
 
 
 def with_larger_tables(pages: PagedKV) -> PagedKV:
-    """The same pages in buffers of a larger batch, full of what an earlier one left."""
+    """Returns the same pages in larger buffers, which have another batch's values at their ends."""
 
     def extended(values: Tensor, count: int) -> Tensor:
         return torch.cat([values, values.new_full((count,), 2**31 - 1)])
@@ -422,7 +424,7 @@ def test_checked_calls_on_a_gpu_clamp_the_same(monkeypatch):
 
 
 def by_columns(x: Tensor) -> Tensor:
-    """The same values, the last dimension's 8 or more elements apart."""
+    """Returns the same values with the last dimension's elements 8 or more apart."""
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
@@ -474,7 +476,7 @@ def test_what_is_no_tensor_is_named():
 
 
 # ---------------------------------------------------------------------------------------------
-# By every way to the kernels
+# Every way to the kernels
 # ---------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Eager calls beside torch's modes, tracers and threads, and the references that they keep."""
+"""Tests of eager calls: torch's modes, tracers and threads, and the references that calls keep."""
 
 from __future__ import annotations
 

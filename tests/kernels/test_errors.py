@@ -1,4 +1,4 @@
-"""Bad input: a ValueError with the argument's name, what was expected and what came."""
+"""Tests of bad input: a ValueError names the argument, what was expected and the value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def good() -> dict[str, Any]:
-    """Arguments that work; every test spoils one of them."""
+    """Returns arguments that work, of which each test changes one."""
     batch = make_batch(LENGTHS, heads=HEADS, dim=DIM, mask="causal")
     return {"q": batch.q, "k": batch.k, "v": batch.v, **batch.options()}
 
@@ -58,7 +58,7 @@ RAB = torch.zeros(3, 2, LONGEST, LONGEST)
 SPANS = torch.zeros(TOTAL, 4, dtype=torch.int32)
 FUNC = torch.zeros(1, 3, TOTAL, dtype=torch.int32)
 
-# Name in the message, and what is changed.
+# The name in the message, and the changed arguments.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # q, k, v
     "q-missing": ("q", {"q": None}),
@@ -218,7 +218,7 @@ def test_bad_argument_of_a_call_that_records_gradients(name, changes):
 
 
 # ---------------------------------------------------------------------------------------------
-# What the mask object cannot say, said to the operator itself
+# Masks that only a direct call of the operator can have
 # ---------------------------------------------------------------------------------------------
 
 RAW_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -262,7 +262,7 @@ def test_bad_argument_of_the_operator(name, changes):
     ],
 )
 def test_masks_without_a_meaning_do_no_harm(changes):
-    """`Mask` refuses them; a direct call of the operator is left to say which rows see what."""
+    """`Mask` refuses these; a direct call of the operator gives finite results."""
     batch = make_batch(LENGTHS, heads=HEADS, dim=DIM, mask="causal")
     out = raw_ops.forward(batch, **changes)
     assert torch.isfinite(out).all()
@@ -280,7 +280,7 @@ OUT = torch.zeros(TOTAL, HEADS, DIM)
 )
 def test_bad_output(out):
     batch = make_batch(LENGTHS, heads=HEADS, dim=DIM, mask="causal")
-    in_python = out.device == META  # by the fake kernel
+    in_python = out.device == META  # the fake kernel checks it
     error = ValueError if in_python else raw_ops.BAD_ARGUMENT
     with pytest.raises(error, match=r"out: expected .*got "):
         raw_ops.forward_out(batch, out)
@@ -357,7 +357,7 @@ def fbgemm_call(**changes: Any) -> torch.Tensor:
 
 
 def test_cuda_tensors_without_cuda_kernels(monkeypatch):
-    """The check that stands before the operator: no GPU is needed to fail it."""
+    """The check before the operator raises, for which no GPU is needed."""
 
     class OnCuda(torch.Tensor):
         is_cuda = True
@@ -385,7 +385,7 @@ def test_a_broken_library_says_how_to_build_it(tmp_path):
 
 
 def test_types_of_errors_that_a_release_of_torch_loses():
-    """What a call raises does not depend on how torch passes errors on."""
+    """The type of an error does not depend on how torch passes C++ exceptions on."""
 
     def raising(text):
         def op():
@@ -475,7 +475,7 @@ def test_nothing_is_written_after_a_failed_check():
 
 @pytest.mark.gpu
 def test_offsets_on_the_gpu_are_clamped():
-    """Without HSTU_ATTN_CHECK=1 offsets are not read by the host: nonsense must stay harmless."""
+    """Without HSTU_ATTN_CHECK=1 the host does not read offsets, and wrong ones must be harmless."""
     batch = make_batch([70, 30], dtype=torch.bfloat16, device="cuda", mask="causal")
     for wrong in ([0, 500, 100], [-5, 70, 100], [0, 70, 10**9], [100, 70, 0]):
         offsets = torch.tensor(wrong, dtype=torch.int32, device="cuda")

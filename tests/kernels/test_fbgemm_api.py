@@ -1,4 +1,4 @@
-"""FBGEMM's two functions: its documented call, its argument order, and its rules."""
+"""Tests of FBGEMM's two functions: the documented call, the argument order, and the rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 def positional(batch: Batch, **changes: Any) -> list[Any]:
-    """All arguments of the varlen function in FBGEMM's order, defaults included."""
+    """Returns all arguments of the varlen function in FBGEMM's order, with defaults."""
     values = {
         "q": batch.q,
         "k": batch.k,
@@ -74,7 +74,7 @@ def test_the_order_of_the_arguments():
 def padded_formula(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], visible: Tensor, alpha: float, scale: float
 ) -> Tensor:
-    """The formula with one padded matrix for the whole batch."""
+    """Computes the formula with a padded matrix for the whole batch."""
     batch, longest = len(lengths), max(lengths)
     padded = []
     for x in (q, k, v):
@@ -89,13 +89,13 @@ def padded_formula(
 
 
 def assert_near(out: Tensor, expected: Tensor) -> None:
-    """As near as bf16 scores and results are."""
+    """Asserts that results differ as little as rounding to bf16 explains."""
     assert expected.abs().max() > 0
     assert (out.detach().double().cpu() - expected).abs().max() <= 0.01 * expected.abs().max()
 
 
 def test_the_documented_call():
-    """A call as FBGEMM's README and tests make it, unchanged but for the import."""
+    """The call is as in FBGEMM's README and tests, except for the import."""
     heads, head_dim = 2, 64
     contexts, histories, targets = [2, 0, 3], [9, 4, 1], [4, 3, 5]
     lengths = [c + h + t for c, h, t in zip(contexts, histories, targets, strict=True)]
@@ -170,7 +170,7 @@ def test_positional_calls_equal_ours(device, mask):
 
 
 def test_short_positional_calls():
-    """FBGEMM's README leaves everything after `scaling_seqlen` out."""
+    """FBGEMM's README omits everything after `scaling_seqlen`."""
     batch = make_batch([30, 7], dtype=BF16, alpha=1.0)
     assert torch.equal(hstu_attn_varlen_func(*positional(batch)[:10]), ours(batch))
     assert torch.equal(hstu_attn_varlen_func(*positional(batch)[:12]), ours(batch))
@@ -275,7 +275,7 @@ def test_has_drab_without_rab():
 @pytest.mark.parametrize("pairs", [0, 1, 2, 4])
 @pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
 def test_func_ignores_contexts_and_targets(device, pairs, causal):
-    """With (-1, 0) it is intersected with causal, in both directions."""
+    """With window (-1, 0), `func` is intersected with causal, in both directions."""
     lengths = [23, 40]
     batch = make_batch(lengths, dtype=BF16, device=device, mask="context-target")
     rows, n = sum(lengths), 2 * pairs + 1
@@ -329,7 +329,7 @@ def test_contexts_and_targets_need_a_causal_window():
 
 
 def test_max_seqlen_q_may_be_above_max_seqlen_k():
-    """Sequences may have more queries than keys: tests/kernels/test_drop_in.py."""
+    """The maximum may be larger; for more queries than keys see tests/kernels/test_drop_in.py."""
     batch = make_batch([4])
     with pytest.raises(ValueError, match="max_seqlen_q"):
         ours(batch, max_seqlen_q=5, max_seqlen_k=4)

@@ -1,4 +1,4 @@
-"""FBGEMM's raw operators: its schemas, its calls, the numbers, and how they live beside FBGEMM."""
+"""Tests of FBGEMM's raw operators: schemas, calls, numbers, and loading them with FBGEMM itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 fbgemm = torch.ops.fbgemm
 VERSIONS = ["80", "90"]
 
-# What the files hstu_ops_gpu.cpp of pytorch/FBGEMM, fbgemm_gpu/experimental/hstu/src, declare.
+# The declarations of hstu_ops_gpu.cpp in pytorch/FBGEMM, fbgemm_gpu/experimental/hstu/src.
 SEQUENCES = [
     *("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "Tensor? seqused_q", "Tensor? seqused_k"),
     *("int max_seqlen_q", "int max_seqlen_k", "int scaling_seqlen=-1"),
@@ -121,7 +121,7 @@ def code_of(dtype: torch.dtype) -> int:
 
 
 def forward(version: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """All arguments by position, as FBGEMM's Python functions and recsys-examples pass them."""
+    """Passes all arguments by position, as FBGEMM's Python functions and recsys-examples do."""
     qkv = (batch.q, batch.k, batch.v)
     last = (rab_of(batch), batch.mask.func)
     if version == "90":
@@ -158,9 +158,7 @@ def backward(
 
 
 class Wrapper(torch.autograd.Function):
-    """The raw operators as the public libraries wrap them: the returned rab goes to the
-    backward.
-    """
+    """The raw operators as public libraries wrap them: the returned rab goes to the backward."""
 
     @staticmethod
     def forward(
@@ -227,8 +225,9 @@ def test_causal_func_and_seqused(device, version):
 
 @pytest.mark.parametrize("reused", [False, True], ids=["exact", "reused-buffers"])
 def test_paged(device, reused):
-    """Also as NVIDIA's paged inference layer calls it: with the page tables of the largest batch,
-    and the longest new sequence for the longest of all keys."""
+    """NVIDIA's paged inference layer calls it with the page tables of the largest batch, and
+    with the longest new sequence as the longest of all keys.
+    """
     batch = make_paged_batch([20, 0, 33], [3, 5, 1], [2, 0, 4], dtype=BF16, device=device)
     max_seqlen_k = batch.max_seqlen_q if reused else batch.max_seqlen_k
     lengths = sequences(replace(batch, max_seqlen_k=max_seqlen_k))
@@ -250,7 +249,7 @@ def test_paged(device, reused):
 
 
 def test_calls_of_the_public_libraries(device):
-    """The forward as NVIDIA's fused layer calls it, which leaves the last arguments out."""
+    """NVIDIA's fused layer omits the last arguments of the forward."""
     batch = make_batch([30, 0, 70], dtype=BF16, device=device, mask="context-target")
     with torch.no_grad():
         expected = hstu_attn_varlen_func(
@@ -284,13 +283,13 @@ def test_gradients_are_written_where_they_belong(device, deterministic, version)
     assert torch.equal(drab, drab_again)
     assert drab.shape == rab.shape
     assert torch.equal(wide[:, 0], torch.full_like(wide[:, 0], 7.0))
-    # One of them alone, as padded as the forward returns it.
+    # Only dk is given, and rab is padded, as the forward returns it.
     _, padded = forward(version, batch)
     assert padded.shape[-1] == 72
     assert torch.equal(padded[..., :70], rab)
     assert not padded[..., 70:].any()
     dk = torch.full_like(batch.k, 7.0)
-    # Where drab is stored, dS is rounded after it has been scaled, so other calls have other bits.
+    # A call that stores drab rounds dS after scaling it, so that others have other bits.
     *fresh, _ = backward(version, batch, dout, rab, False)
     dq, returned, dv, drab = backward(version, batch, dout, padded, False, (None, dk, None))
     assert returned.data_ptr() == dk.data_ptr()
@@ -302,7 +301,7 @@ def test_gradients_are_written_where_they_belong(device, deterministic, version)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("longest", [8, 9], ids=["aligned", "padded"])
 def test_the_returned_rab_is_a_copy(version, longest):
-    """The schema promises new tensors, which compiled code relies on."""
+    """The schema promises new tensors, on which compiled code relies."""
     batch = make_batch([longest], dtype=BF16, mask="causal", bias="rab")
     _, rab = forward(version, batch)
     assert torch.equal(rab[..., :longest], batch.bias.rab)
@@ -311,7 +310,7 @@ def test_the_returned_rab_is_a_copy(version, longest):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_calls_outside_an_autograd_function(version):
-    """Inputs that require gradients change nothing, and the backward runs on what was returned."""
+    """Inputs that require gradients change nothing, and the backward takes what was returned."""
     batch = make_batch([9], dtype=BF16, mask="causal", bias="rab")
     expected, _ = forward(version, batch)
     wanted = backward(version, batch, expected, rab_of(batch), True)
@@ -324,7 +323,7 @@ def test_calls_outside_an_autograd_function(version):
 
 
 def test_clamped_as_the_python_function(device, deterministic):
-    """An emptied sequence keeps its count of targets; rows before the first key see nothing."""
+    """An emptied sequence keeps its count of targets, and rows before the first key see nothing."""
     q, k, v = (torch.randn(rows, 2, 32, dtype=BF16, device=device) for rows in (9, 12, 12))
     offsets_q, offsets_k, targets = (
         torch.tensor(values, dtype=torch.int32, device=device)
@@ -349,7 +348,7 @@ def test_clamped_as_the_python_function(device, deterministic):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_other_strides(version, device):
-    """As the Python function, the operators copy what has no contiguous last dimension."""
+    """Like the Python function, the operators copy tensors with a strided last dimension."""
     batch = make_batch([30, 7], dtype=BF16, device=device, mask="causal")
     turned = {name: getattr(batch, name).mT.contiguous().mT for name in "qkv"}
     out, _ = forward(version, batch)
@@ -397,7 +396,7 @@ def named(name: str, batch: Batch, **changes: Any) -> Any:
 
 
 def test_how_many_arguments_fp8_has():
-    """By FBGEMM's declarations; the test that follows refuses each of them."""
+    """FBGEMM declares this many; the next test checks that each is refused."""
     assert len(FP8_ARGUMENTS) == 8 + 14
 
 
@@ -519,7 +518,7 @@ def test_a_traced_backward_into_given_tensors_is_refused():
 
 
 # ---------------------------------------------------------------------------------------------
-# Beside FBGEMM
+# With FBGEMM installed
 # ---------------------------------------------------------------------------------------------
 
 
@@ -563,7 +562,7 @@ def test_nothing_is_registered_without_the_import():
 
 @pytest.mark.slow
 def test_operators_of_fbgemm_stay():
-    """Where one of the four is there already, it is left alone and the others are added."""
+    """An operator that exists already stays, and the others are added."""
     run(
         "import torch\n"
         "own = torch.library.Library('fbgemm', 'FRAGMENT')\n"
@@ -578,7 +577,7 @@ def test_operators_of_fbgemm_stay():
 
 @pytest.mark.slow
 def test_in_place_of_the_package_hstu():
-    """The imports of TorchEasyRec and recsys-examples, unchanged."""
+    """The imports of TorchEasyRec and recsys-examples work unchanged."""
     run(
         "import hstu_attn, hstu_attn.compat.fbgemm as ours\n"
         "ours.install_as_hstu()\n"

@@ -1,5 +1,4 @@
-"""Serving over a float8_e4m3fn cache: what is kept, on the device and on the host, and what is
-computed over it."""
+"""Tests of serving with a float8_e4m3fn cache: what it holds, and what is computed from it."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ def make_cache(num_pages: int, device: str = "cpu", **options: Any) -> PagedKVCa
 
 
 def kept(x: Tensor) -> Tensor:
-    """What a cache keeps of rows."""
+    """Returns rows as a cache returns them after quantization."""
     return dequantize_rows(*quantize_rows(x))
 
 
 def held(cache: PagedKVCache, layer: int, ids: list[int], length: int) -> Tensor:
-    """`(2, length, heads, dim)` of a user."""
+    """Returns a user's keys and values `(2, length, heads, dim)`."""
     assert cache.kv_scales is not None
     whole = dequantize_rows(cache.kv_cache[layer], cache.kv_scales[layer])[ids]
     return whole.transpose(0, 1).flatten(1, 2)[:, :length]
@@ -48,7 +47,7 @@ def held(cache: PagedKVCache, layer: int, ids: list[int], length: int) -> Tensor
 @pytest.mark.parametrize("host_pages", [0, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_steps(device: str, dtype: torch.dtype, host_pages: int) -> None:
-    """Elements and scales are those of what was appended, wherever a user has been meanwhile."""
+    """Elements and scales are those of the appended rows, also after a user was on the host."""
     rng = random.Random(torch.initial_seed())
     cache = make_cache(9, device, host_pages=host_pages)
     written: dict[int, Tensor] = {}  # (layers, 2, tokens, heads, dim)
@@ -105,7 +104,7 @@ def test_other_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cached_layers(device: str, dtype: torch.dtype) -> None:
-    """Targets over an e4m3 cache are those over a plain one of the same values."""
+    """Targets over an e4m3 cache equal those over a plain cache of the same values."""
     if device != "cpu" and dtype != torch.bfloat16:
         pytest.skip("a GPU has no kernels of this dtype")
     config = HSTULayerConfig(
@@ -136,7 +135,7 @@ def test_cached_layers(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("host_pages", [0, 40])
 @pytest.mark.parametrize("name", marked(*RETRIEVAL, *RANKING))
 def test_engines(name: str, host_pages: int, device: str) -> None:
-    """With graphs and without; scores are near those over a plain cache."""
+    """The scores, with graphs and without, are near those over a plain cache."""
     dtype = torch.bfloat16
     model = on_device(make_model(name, dtype), device)
     rng = random.Random(torch.initial_seed())

@@ -1,5 +1,6 @@
-"""`torch.fx.symbolic_trace`: each public function is one node of the graph, and the graph computes
-what the traced code does."""
+"""Tests of `torch.fx.symbolic_trace`: each public function is one node of the graph, and the
+graph computes what the traced code does.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-# Each case: the function that has to be one node, code that calls it, and arguments of the code.
+# A case has the function that must be one node, code that calls it, and the code's arguments.
 
 
 def own_attention(q, k, v, cu_seqlens, targets, pos_weight):
@@ -237,7 +238,7 @@ CASES: dict[
     ),
 }
 
-# What else a graph may have: objects among the arguments, and what the code itself computes.
+# A graph may also have objects among the arguments, and what the code itself computes.
 BESIDE = {Mask, DenseBias, RelativeBias, PagedKV}
 BESIDE |= {operator.getitem, operator.mul, operator.add, operator.sub, getattr}
 
@@ -264,7 +265,7 @@ def test_one_node(name):
 
 
 def test_errors_come_when_the_graph_runs():
-    """What a proxy stands for is checked by the call that the graph makes."""
+    """The graph's call, not the trace, checks the value that a proxy stands for."""
     traced = torch.fx.symbolic_trace(own_attention)
     *others, _, table = CASES["own"][2]()
     with pytest.raises(ValueError, match=r"^num_targets: expected int32 or int64, got float32"):
@@ -281,7 +282,7 @@ def test_errors_come_when_the_graph_runs():
 
 
 class Layer(nn.Module):
-    """Tables are parameters and pages are buffers, and the appended rows are read afterwards."""
+    """A layer with tables as parameters and pages as buffers; it reads the appended rows."""
 
     def __init__(self, cache: Tensor) -> None:
         super().__init__()
@@ -306,7 +307,7 @@ class Layer(nn.Module):
 
 
 def test_appending_stays_in_the_graph():
-    """It has no result that anything uses; yet dead code elimination leaves it."""
+    """Nothing uses the result of the append, and dead code elimination keeps it."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, cache, *tables = paged_arguments()
     k, v = torch.randn_like(k), torch.randn_like(v)
     layer = Layer(cache.clone())
@@ -326,7 +327,7 @@ def test_appending_stays_in_the_graph():
 
 
 def test_a_trace_of_a_compiled_call():
-    """What is recorded may be compiled as a whole."""
+    """A trace may be compiled as a whole."""
     torch._dynamo.reset()
     _, code, make_arguments = CASES["varlen"]
     traced = torch.fx.symbolic_trace(code)

@@ -1,4 +1,4 @@
-"""`mask.h` and `scheduler.h`, through `_host`, against `hstu_attn.mask`."""
+"""Tests of `mask.h` and `scheduler.h`, through `_host`, against `hstu_attn.mask`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _host = pytest.importorskip("hstu_attn._host", reason="_host has not been built"
 
 
 class Case(NamedTuple):
-    """One sequence under one mask: as C++ and as Python see it."""
+    """A sequence and its mask, in C++ and in Python."""
 
     host: _host.Mask
     visible: torch.Tensor
@@ -35,7 +35,7 @@ def composed_case(
     group: int,
     min_full: int,
 ) -> Case:
-    """A mask in closed form; what cannot be composed with its window is left out."""
+    """Draws a mask in closed form, without the fields that cannot be combined with its window."""
     if window[1] != 0:
         contexts = targets = min_full = 0
     if window[0] < 0:
@@ -73,7 +73,7 @@ def composed_cases(draw: st.DrawFn, longest: int = 40) -> Case:
 
 @st.composite
 def arbitrary_cases(draw: st.DrawFn, longest: int = 20) -> Case:
-    """Row spans or func of up to nine bounds, out of order and out of range now and then."""
+    """Draws row spans, or func of up to nine bounds, sometimes out of order or out of range."""
     k_len = draw(st.integers(0, longest))
     q_len = draw(st.integers(0, k_len))
     bound = st.integers(-3, k_len + 3)
@@ -105,7 +105,7 @@ def has_spans(case: Case) -> bool:
 
 
 def covered(pairs: list[tuple[int, int]], size: int) -> list[int]:
-    """The numbers in a list of half-open ranges, which must be in order, disjoint and in range."""
+    """Returns the numbers in half-open ranges, which must be in order, disjoint and in range."""
     flat = [bound for pair in pairs for bound in pair]
     assert flat == sorted(flat)
     assert all(begin < end for begin, end in pairs)
@@ -168,7 +168,7 @@ def test_row_bits_of_a_long_row():
 @settings(max_examples=400)
 @given(case=cases, tile_rows=tile_sizes, tile_keys=tile_sizes)
 def test_tiles_are_classified(case, tile_rows, tile_keys):
-    """Exactly; but a tile of a func of five or more bounds may be called partial anyway."""
+    """The class is exact, except that a tile of a func of five or more bounds may be partial."""
     q_len = case.visible.shape[0]
     kinds = tile_kinds(case.visible, tile_rows, tile_keys)
     for m in range(kinds.shape[0]):
@@ -195,7 +195,7 @@ def test_summaries_are_never_wrong(case, tile_rows, tile_keys):
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (3, 0), (2, 1)])
 def test_rows_before_the_first_key(window_size):
-    """They see nothing, and no tile that holds one is full."""
+    """These rows see nothing, and no tile with one of them is full."""
     q_len, k_len = 13, 6
     host = _host.Mask(q_len, k_len, window_size=window_size)
     seen = torch.zeros(q_len, k_len, dtype=torch.bool)
@@ -214,7 +214,7 @@ def test_rows_before_the_first_key(window_size):
 
 
 def test_summaries_find_what_rows_share():
-    """A prefix and a window: every tile is told exactly."""
+    """With a prefix and a window, the class of every tile is exact."""
     spans = [[0, min(r + 1, 8), max(r - 20, 8), r + 1] for r in range(64)]
     host = _host.Mask(64, 64, row_spans=spans)
     told = {0: 0, 1: 0, 2: 0}
@@ -258,7 +258,7 @@ def test_tile_lists_of_arbitrary_masks(case, tile_rows, tile_keys):
 @settings(max_examples=300)
 @given(case=composed_cases(), data=st.data())
 def test_intervals_are_exact(case, data):
-    """Keys that some row of a range sees, and rows that see some key of a range."""
+    """The intervals have exactly the keys that some row sees, and the rows that see some key."""
     q_len, k_len = case.visible.shape
     r0 = data.draw(st.integers(0, q_len))
     r1 = data.draw(st.integers(r0, q_len))
@@ -298,9 +298,9 @@ def schedule(
 
 
 def cost(visible: torch.Tensor, tile: int) -> int:
-    """Tiles of a chunk, in each tile of rows counted from the first key that one of them sees.
+    """Returns the tiles of a chunk, counted in each tile of rows from its first visible key.
 
-    The windows of the schedule's tests show one interval of keys to a tile of rows.
+    A tile of rows in the tests of the schedule sees one interval of keys.
     """
     total = 0
     for rows in visible.split(tile):
@@ -352,7 +352,7 @@ def test_every_row_is_worked_on_once_longest_first(
     if not backward:
         assert costs == sorted(costs, reverse=True)
         return
-    # Backward, a chunk of keys comes after the earlier chunks of its sequence and head, and moves
+    # In a backward, a chunk of keys follows the earlier chunks of its sequence and head, and moves
     # up for a later chunk that costs more.
     order = {}
     for place, (b, head, begin, _) in enumerate(work):

@@ -1,4 +1,4 @@
-"""`hstu_attn.mask` against the public libraries' definitions, and what it refuses."""
+"""Tests of `hstu_attn.mask` against the public libraries' definitions, and of its errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.public_masks import fbgemm_mask, func_mask, meta_mask
 
 
 def composed(window: tuple[int, int], contexts: int, targets: int, group: int) -> Mask:
-    """A mask of one sequence."""
+    """Returns a mask of one sequence."""
     one_sided = window[1] == 0
     return Mask(
         window,
@@ -35,7 +35,7 @@ def composed(window: tuple[int, int], contexts: int, targets: int, group: int) -
 
 
 def spans_to_dense(spans: torch.Tensor, k_len: int) -> torch.Tensor:
-    """Row spans, one key at a time."""
+    """Returns the dense mask of row spans, computed key by key."""
     rows = [
         [any(begin <= j < end for begin, end in ((a0, a1), (b0, b1))) for j in range(k_len)]
         for a0, a1, b0, b1 in spans.tolist()
@@ -143,7 +143,7 @@ def test_every_combination_is_metas(length, targets, max_attn_len, contextual, m
 def semi_local_mask(
     length: int, left: int, prefix: int, contexts: int, targets: int, group: int
 ) -> torch.Tensor:
-    """Semi-local attention of one sequence, said pair by pair."""
+    """Returns the semi-local mask of one sequence, computed pair by pair."""
     history = max(length - targets, 0)
     contexts = min(contexts, history)
 
@@ -189,8 +189,9 @@ def test_semi_local_by_pairs(data, left, prefix, group):
 
 
 def test_semi_local_is_the_published_equation():
-    """Rows counted from the end, `M[i, j] = 1` where `L - K1 <= i + j <= L`, or where `j <= K2` and
-    `j <= L - i`, with keys counted from 1 (arXiv 2602.16986)."""
+    """With rows counted from the end and keys from 1, `M[i, j] = 1` where `L - K1 <= i + j <=
+    L`, or where `j <= K2` and `j <= L - i` (arXiv 2602.16986).
+    """
     length, k1, k2 = 11, 3, 2
     wanted = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
@@ -211,7 +212,7 @@ def test_semi_local_without_a_window_that_ends_is_causal():
 
 
 def test_semi_local_reads_no_data():
-    """Tensors without data suffice, so that nothing can be copied to the host."""
+    """Tensors without data suffice, so nothing can be copied to the host."""
     ends = torch.empty(4, dtype=torch.int64, device="meta")
     counts = torch.empty(3, dtype=torch.int32, device="meta")
     mask = Mask.semi_local(2, 3, ends, 50, num_contexts=counts, num_targets=counts)

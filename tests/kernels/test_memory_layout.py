@@ -1,4 +1,4 @@
-"""Strides, preallocated outputs, rows that hold garbage, and what is never touched."""
+"""Tests of strides, preallocated outputs, rows that hold garbage, and memory around tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random_dout(batch: Batch) -> torch.Tensor:
 
 
 def strided_batch(device: str, **options: object) -> Batch:
-    """q, k and v as slices of one `(total, heads * (2 * Dv + 2 * D))` buffer: u, v, q, k."""
+    """Returns a batch of slices of a buffer `(total, heads * (2 * Dv + 2 * D))` of u, v, q, k."""
     heads, dim, dim_v, lengths = 3, 32, 40, [70, 0, 9]
     batch = make_batch(
         lengths, heads=heads, dim=dim, dim_v=dim_v, dtype=BF16, device=device, **options
@@ -69,7 +69,7 @@ def test_heads_before_rows(device):
 
 
 def test_one_head_of_q_and_k_for_all(device):
-    """Heads of stride 0."""
+    """The heads of q and k have stride 0."""
     batch = make_batch([40], heads=4, dtype=BF16, device=device, mask="causal")
     shared = replace(batch, q=batch.q[:, :1].expand(-1, 4, -1), k=batch.k[:, :1].expand(-1, 4, -1))
     check_against_reference(hstu_attention, shared)
@@ -126,7 +126,7 @@ def test_rab_of_any_stride(device, steps):
 
 
 def test_one_rab_for_every_sequence_and_head(device):
-    """A rab of stride 0; its gradient is of the expanded shape, and autograd sums it."""
+    """A rab of stride 0 has a gradient of the expanded shape, which autograd sums."""
     batch = make_batch([21, 17], heads=4, dtype=BF16, device=device, mask="causal")
     one = torch.randn(1, 1, 21, 21, dtype=BF16, device=device)
     check_against_reference(hstu_attention, batch.with_bias(DenseBias(one.expand(2, 2, 21, 21))))
@@ -147,7 +147,7 @@ def test_out_ops_write_everything_and_nothing_else(deterministic, device, bias, 
     dout = random_dout(batch)
     expected = run(hstu_attention, batch, dout)
 
-    # Every output lies in a larger buffer of NaN, of which only the output may change.
+    # Every output is part of a larger buffer of NaN, of which nothing else may change.
     buffers: dict[str, torch.Tensor] = {}
 
     def room(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ def test_seqused_against_the_reference(device, bias):
 
 
 def test_rows_of_no_sequence_are_zero(deterministic, device):
-    """The offsets may begin after 0 and end before the total."""
+    """The first offset may be above 0 and the last below the total."""
     batch = make_batch([30, 20], dtype=BF16, device=device, mask="causal")
     dout = random_dout(batch)
     expected = run(hstu_attention, batch, dout)
@@ -383,7 +383,7 @@ def test_a_sequence_does_not_depend_on_its_batch(device):
 
 
 def test_offsets_beyond_two_to_the_31_elements():
-    """Rows far apart in memory: strides and offsets are 64-bit. Nothing of the gap is touched."""
+    """Rows may be far apart, as strides and offsets are 64-bit; nothing between is touched."""
     rows, heads, dim = 8, 2, 32
     stride = 2**29
     # Untouched pages of an anonymous mapping cost nothing.
@@ -434,7 +434,7 @@ def test_more_than_two_to_the_31_elements():
 def test_cpu_results_that_no_cache_holds_equal_those_of_parts(
     level: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors of more than 8 MB are stored past the caches, where rows are aligned."""
+    """Tensors of more than 8 MB are stored past the caches if rows are aligned."""
     monkeypatch.setenv("HSTU_ATTN_CPU_ISA", level)
     count, length, heads = 640, 32, 2
     shape = (count * length, heads, head_dim)

@@ -1,4 +1,4 @@
-"""Meta's `hstu_mha` and `delta_hstu_mha`: their documented call, and their mask in every case."""
+"""Tests of Meta's `hstu_mha` and `delta_hstu_mha`: the documented call, and every mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def formula(
     attn_scale: Tensor | None = None,
     **mask: int,
 ) -> Tensor:
-    """One sequence after another in plain PyTorch, with the mask of `public_masks`."""
+    """Computes one sequence after another in plain PyTorch, with the mask of `public_masks`."""
     outputs = []
     start = 0
     for b, length in enumerate(lengths):
@@ -79,7 +79,7 @@ def test_signatures():
 
 
 def test_the_documented_call():
-    """A call as Meta's library makes it in its layers, unchanged but for the import."""
+    """The call is as in the layers of Meta's library, except for the import."""
     lengths, targets = [30, 12, 45], [4, 1, 9]
     q, k, v = inputs(lengths)
     out = hstu_mha(
@@ -197,8 +197,9 @@ def test_attn_scale(shape, dtype):
 
 
 def semi_local(lengths: list[int], targets: list[int], window: int, prefix: int) -> Tensor:
-    """`func` `(3, rows)`: a row of the history sees the first `prefix` tokens and the last `window`
-    up to itself; a target sees the history, without itself."""
+    """Returns `func` `(3, rows)`: a row of the history sees the first `prefix` tokens and the
+    last `window` up to itself; a target sees the history, without itself.
+    """
     columns = []
     for length, count in zip(lengths, targets, strict=True):
         history = length - count
@@ -211,8 +212,7 @@ def semi_local(lengths: list[int], targets: list[int], window: int, prefix: int)
 
 
 def test_a_semi_local_call():
-    """A call as TorchEasyRec makes it for semi-local attention, unchanged but for the import. What
-    each row sees is said once more, by loops."""
+    """The call is as in TorchEasyRec except for the import; loops repeat what each row sees."""
     lengths, targets, window, prefix = [30, 0, 12, 45], [4, 0, 1, 9], 5, 3
     q, k, v = inputs(lengths)
     func = semi_local(lengths, targets, window, prefix)
@@ -250,7 +250,7 @@ def test_a_semi_local_call():
 @pytest.mark.parametrize("heads", [1, 2], ids=["one-for-all", "each-head"])
 @pytest.mark.parametrize("pairs", [0, 1, 2])
 def test_attn_func(device, dtype, heads, pairs):
-    """An arbitrary mask is intersected with causal, which both functions always are."""
+    """An arbitrary mask is intersected with causal, which both functions always apply."""
     batch = make_batch([23, 0, 40], dtype=dtype, device=device)
     func = torch.randint(0, 41, (heads, 2 * pairs + 1, 63), dtype=torch.int32, device=device)
     batch = replace(batch, mask=Mask.from_func(func, causal=True), scaling_seqlen=17)

@@ -1,4 +1,4 @@
-"""The operator, forward and backward, against the fp64 reference under the tolerance rule."""
+"""Tests of the operator, forward and backward, against the fp64 reference and its tolerance."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CHUNK = 512
 
 
 def for_device(device: str, dtype: torch.dtype) -> torch.dtype:
-    """GPU kernels have no fp32 and fp64; there the 16-bit types take their place."""
+    """Returns a 16-bit type in place of fp32 and fp64, which GPU kernels do not have."""
     if device == "cpu":
         return dtype
     return {torch.float32: torch.bfloat16, torch.float64: torch.float16}.get(dtype, dtype)
 
 
 def _product() -> list[object]:
-    """Every mask with every bias; dtype, head dims and delta-q go round so that all pairs occur."""
+    """Returns every mask with every bias; all pairs of dtype, head dims and delta-q occur."""
     cases: list[object] = []
     for m, mask in enumerate(MASK_NAMES):
         for b, bias in enumerate((None, *BIAS_NAMES)):
@@ -115,7 +115,7 @@ def test_one_long_sequence_among_short_ones(device, bias):
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_long_sums(device, mask):
-    """Errors must not pile up over thousands of terms more than they do in PyTorch."""
+    """Over thousands of terms, errors grow no faster than in PyTorch."""
     dtype = for_device(device, torch.float32)
     check_against_reference(
         hstu_attention, make_batch([2000], heads=1, dtype=dtype, device=device, mask=mask)
@@ -197,7 +197,7 @@ def test_nothing_to_do(device, lengths, bias):
 @pytest.mark.parametrize("tokens", [False, True], ids=["history", "contexts-and-targets"])
 @pytest.mark.parametrize("delta", [False, True], ids=["all-rows", "last-rows"])
 def test_semi_local(device, delta, tokens, dtype):
-    """A window of 40 keys and the first 20 of each sequence, some shorter than both."""
+    """The mask has a window of 40 keys and a prefix of 20; some sequences are shorter than both."""
     lengths_k = [300, 0, 1, 35, 130]
     lengths_q = [70, 0, 1, 35, 129] if delta else lengths_k
     counts = {
@@ -297,7 +297,7 @@ def test_alpha(device, alpha, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("factor", [30.0, 3e3, 1e8])
 def test_huge_inputs(device, dtype, factor):
-    """Scores far beyond where exp overflows."""
+    """Scores are far beyond the overflow of exp."""
     batch = make_batch([70], dim=64, dtype=for_device(device, dtype), device=device, mask="causal")
     batch.q, batch.k = batch.q * factor, batch.k * factor
     result = check_against_reference(hstu_attention, batch)
@@ -306,7 +306,7 @@ def test_huge_inputs(device, dtype, factor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_silu_of_strongly_negative_scores(device, dtype):
-    """Around -8 silu is 0.3 % of its argument: an error beyond 2^-12 |x| would show."""
+    """Around -8 silu is 0.3 % of its argument, so an error beyond 2^-12 |x| would show."""
     size = 256
     batch = make_batch(
         [size], heads=1, dim=8, dtype=for_device(device, dtype), device=device, alpha=1.0
@@ -315,7 +315,7 @@ def test_silu_of_strongly_negative_scores(device, dtype):
     x = torch.linspace(-12, -4, size * size, dtype=torch.float32, device=device)
     batch = batch.with_bias(DenseBias(x.view(1, 1, size, size)))
     batch.scaling_seqlen = 1
-    # Row i sees key i alone, whose value is 1: the output is one silu.
+    # Row i sees only key i, whose value is 1, so the output is one silu.
     position = torch.arange(size, dtype=torch.int32, device=device)
     zero = torch.zeros_like(position)
     batch.mask = Mask.from_row_spans(torch.stack([position, position + 1, zero, zero], 1))
@@ -324,9 +324,9 @@ def test_silu_of_strongly_negative_scores(device, dtype):
     x = batch.bias.rab[0, 0].diagonal().double()
     exact = x * torch.sigmoid(x)
     rounding = torch.finfo(batch.q.dtype).eps
-    # P is rounded once before the product with V, the output once after.
+    # P is rounded once before the product with V, and the output once after it.
     assert ((silu - exact).abs() <= 2**-12 * x.abs() + rounding * exact.abs()).all()
-    # One tanh.approx is exactly -1 from about x = -8 on.
+    # tanh.approx is exactly -1 below about x = -8.
     assert (silu <= 0 if device == "cuda" else silu < 0).all()
 
 
@@ -359,7 +359,7 @@ def test_gradcheck(mask, bias):
 
 
 def test_gradcheck_of_the_tables():
-    """Their gradients are fp32, so the comparison is a little wider."""
+    """Gradients of the tables are fp32, so the tolerance is a little wider."""
     batch = make_batch([9, 5], [7, 5], heads=2, dim=8, dtype=torch.float64, mask="causal")
     times = torch.randint(0, 1000, (14,))
     tables = (
@@ -381,7 +381,7 @@ def test_gradcheck_of_the_tables():
 
 @pytest.mark.gpu
 def test_work_is_queued_on_the_current_stream(deterministic):
-    """Inputs that only a side stream has written are seen, forward and backward."""
+    """Inputs that only a side stream has written are read, forward and backward."""
     batch = make_batch([300, 70], dtype=torch.bfloat16, device="cuda", mask="context-target")
     dout = torch.randn_like(batch.v)
     expected = run(hstu_attention, batch, dout)
@@ -430,7 +430,7 @@ print("all as in the reference")
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
 def test_instruction_set(isa):
-    """The variable caps the instruction set; what the machine lacks falls back to what it has."""
+    """The variable limits the instruction set; one that the machine lacks falls back to another."""
     result = subprocess.run(
         [sys.executable, "-c", _ISA_SCRIPT, str(torch.initial_seed() % 2**31)],
         cwd=ROOT,

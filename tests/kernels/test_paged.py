@@ -1,4 +1,4 @@
-"""A paged KV cache against the reference, and against the same keys without pages."""
+"""Tests of a paged KV cache against the reference, and against the same keys without pages."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_relative_bias(device, fp8):
 
 @with_and_without_fp8
 def test_history_without_a_token_has_no_page(device, fp8):
-    """h = 0: nothing cached, nothing new, and candidates that see only themselves."""
+    """The history is empty (h = 0), and candidates see only themselves."""
     batch = make_paged_batch(
         [0, 40], [0, 2], [5, 3], page_size=16, dtype=BF16, device=device, fp8=fp8
     )
@@ -203,7 +203,7 @@ def test_index_dtypes_mix(device):
 
 @with_and_without_fp8
 def test_a_cache_that_is_a_slice(device, fp8):
-    """One layer of a cache of many layers."""
+    """The cache is one layer of a cache of many layers."""
     batch = make_paged_batch(
         [90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
     )
@@ -252,13 +252,13 @@ def test_gradients_are_refused(device, fp8):
 # Many tiles, on a GPU
 # ---------------------------------------------------------------------------------------------
 
-# On Hopper, blocks share the keys of rows where a call's shape has few of them: as a cluster, or,
-# where they are too many for that, through device memory. Tiles of 128 rows in a call's shape:
+# On Hopper, blocks share the keys of a tile of rows if the shape of a call has few tiles: as a
+# cluster, or as splits through device memory. These are numbers of tiles of 128 rows.
 TILES = {"8 blocks": 10, "4 blocks": 30, "splits": 50, "two splits": 80, "1 block": 132}
 
 
 def with_tiles(batch: Batch, blocks: str) -> Batch:
-    """With more rows, by its shape, so that there are `TILES` of rows and heads."""
+    """Returns the batch with a `max_seqlen_q` that gives `TILES` tiles of rows and heads."""
     items = len(batch.cu_seqlens_q[1:]) * batch.q.shape[1]
     longest = max(TILES[blocks] // items * 128, batch.max_seqlen_q)
     return replace(
@@ -275,7 +275,7 @@ def with_tiles(batch: Batch, blocks: str) -> Batch:
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_many_tiles(dim, page_size, blocks, fp8):
-    """Histories that end in the middle of tiles and pages, and at their ends."""
+    """Histories end in the middle of tiles and pages, and at their ends."""
     batch = make_paged_batch(
         [1500, 0, 512, 700, 129],
         [37, 150, 0, 1, 3],
@@ -305,11 +305,11 @@ def test_every_paged_kernel(dim, blocks, with_bias, dtype, fp8):
 def batch_for_kernel(
     dim: int, blocks: str, with_bias: bool, dtype: torch.dtype, fp8: bool
 ) -> Batch:
-    is_split = "split" in blocks  # which needs keys enough
+    is_split = "split" in blocks  # splits need enough keys
     batch = make_paged_batch(
         [2500 if is_split else 300, 40],
         [37, 70],
-        [0, 0] if with_bias else [80, 9],  # a bias beside targets runs sm80
+        [0, 0] if with_bias else [80, 9],  # a bias with targets runs sm80
         page_size=32,
         dim=dim,
         dtype=dtype,
@@ -318,7 +318,7 @@ def batch_for_kernel(
     )
     batch = with_tiles(batch, blocks)
     if with_bias:
-        batch.max_seqlen_k += -batch.max_seqlen_k % 8  # TMA reads rows of whole 16 bytes
+        batch.max_seqlen_k += -batch.max_seqlen_k % 8  # TMA needs rows of a multiple of 16 bytes
         shape = (2, 1, batch.max_seqlen_k, batch.max_seqlen_k)
         batch = batch.with_bias(DenseBias(torch.randn(shape, device="cuda", dtype=dtype)))
     return batch
@@ -329,7 +329,7 @@ def batch_for_kernel(
 @pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
-    """Else the tests of a form of kernel would not be tests of it."""
+    """Otherwise the tests of a form of kernel would run another one."""
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
         pytest.skip("sm80 has one form")
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:
@@ -355,7 +355,7 @@ def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
 @with_and_without_fp8
 @pytest.mark.gpu
 def test_rows_that_no_sequence_has(fp8):
-    """A call in splits with a buffer that is far too large: it ends, and they are zero."""
+    """In a call with splits and a far too large buffer, the rows of no sequence are zero."""
     batch = batch_for_kernel(64, "two splits", False, BF16, fp8)
     expected = run(hstu_attention, batch)["out"]
     larger = 100_000
@@ -372,7 +372,7 @@ def test_rows_that_no_sequence_has(fp8):
 @pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", [64, 256])
 def test_a_request_gets_the_same_bits_beside_others(dim, blocks, fp8):
-    """In a batch of the same shape: with other users, as in a captured step."""
+    """A request has the same bits with other users in a batch of the same shape."""
     cached, new, targets = [1500, 700, 129, 3000], [37, 1, 3, 100], [150, 70, 190, 64]
     batch = make_paged_batch(
         cached,
@@ -415,7 +415,7 @@ def test_a_request_gets_the_same_bits_beside_others(dim, blocks, fp8):
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", TILES)
 def test_a_captured_step_serves_other_users(blocks):
-    """Appending and attending, replayed with other lengths, pages and values in the buffers."""
+    """A captured append and attention are replayed with other lengths, pages and values."""
     shapes = [([300, 90], [30, 5], [70, 20]), ([0, 700], [60, 1], [0, 64])]
     batches = []
     for cached, new, targets in shapes:
@@ -470,7 +470,7 @@ def test_a_captured_step_serves_other_users(blocks):
     with torch.cuda.graph(graph):
         captured = step()
     for batch in (*batches, batches[0]):
-        batch.k.uniform_(-1, 1)  # new history is not NaN: it is appended
+        batch.k.uniform_(-1, 1)  # new history is appended, so it is not NaN
         batch.v.uniform_(-1, 1)
         fill(batch)
         graph.replay()
@@ -502,7 +502,7 @@ def test_a_captured_step_serves_other_users(blocks):
     ],
 )
 def test_lying_tables_stay_in_bounds(name, index, value, blocks, fp8):
-    """Kernels read nothing outside of the tensors and write nothing but the output."""
+    """Kernels read nothing outside the tensors and write only the output."""
     batch = make_paged_batch(
         [90, 300],
         [30, 13],

@@ -1,4 +1,4 @@
-"""`append_paged_kv`: new keys and values into the pages of a cache."""
+"""Tests of `append_paged_kv`, which writes new keys and values into the pages of a cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ FP8 = torch.float8_e4m3fn
 
 
 def append_batch(device, page_size=16, heads=2, dim=32, dtype=BF16, index=torch.int32):
-    """`(k, v, pages, arguments, expected cache)`: sequences with and without cached, new and target
-    rows, in a cache of pages that are in no order."""
+    """Returns `(k, v, pages, arguments, expected cache)`: sequences with and without cached, new
+    and target rows, in a cache whose pages are in random order.
+    """
     cached, new, targets = [5, 0, 40, 16, 7], [20, 17, 0, 1, 3], [3, 0, 9, 2, 1]
     rows = [n + t for n, t in zip(new, targets, strict=True)]
     counts = [-(-(c + n) // page_size) for c, n in zip(cached, new, strict=True)]
@@ -64,7 +65,7 @@ def test_append(device, page_size, index):
 )
 @pytest.mark.parametrize("dim", [8, 20, 256])
 def test_append_of_views(device, dtype, dim):
-    """Rows of one buffer, and a layer of a cache of many; also rows that are not aligned."""
+    """Rows are views of one buffer, aligned or not, and the cache is a layer of many."""
     k, v, pages, arguments, expected = append_batch(device, heads=3, dim=dim, dtype=dtype)
     buffer = torch.full((k.shape[0], 2, 3, dim + 5), float("nan"), dtype=dtype, device=device)
     buffer[:, 0, :, 1:-4], buffer[:, 1, :, 1:-4] = k, v
@@ -78,7 +79,7 @@ def test_append_of_views(device, dtype, dim):
 
 
 def test_append_then_attend(device):
-    """What has been appended is what attention reads."""
+    """Attention reads what was appended."""
     batch = make_paged_batch([90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device)
     pages = batch.paged_kv
     expected = run(hstu_attention, batch)["out"]
@@ -117,7 +118,7 @@ def test_append_then_attend(device):
     ],
 )
 def test_append_of_what_does_not_fit(device, name, index, value):
-    """An error where the host knows; on a GPU no page of others is written."""
+    """On the host it is an error; on a GPU no page of other users is written."""
     k, v, pages, arguments, expected = append_batch(device)
     tensors = {"page_ids": pages.page_ids, "page_offsets": pages.page_offsets, **arguments}
     tensors[name][index] = value
@@ -177,13 +178,13 @@ DTYPES = pytest.mark.parametrize(
 
 
 def quantized(pages: PagedKV) -> PagedKV:
-    """The same pages in e4m3."""
+    """Returns the pages quantized to e4m3."""
     elements, scales = quantize_rows(pages.kv_cache)
     return PagedKV(elements, pages.page_offsets, pages.page_ids, pages.last_page_lens, scales)
 
 
 def same_bits(pages: PagedKV, expected: torch.Tensor) -> bool:
-    """Whether the pages hold what rows of a plain cache are quantized to, NaN wherever it is."""
+    """Returns whether the pages equal the quantized rows of a plain cache, NaN included."""
     elements, scales = quantize_rows(expected.to(pages.kv_cache.device))
     held = dequantize_rows(pages.kv_cache, pages.kv_scales)
     wanted = dequantize_rows(elements, scales)
@@ -216,7 +217,7 @@ def test_append_quantizes(device, dtype, dim):
 @DTYPES
 @pytest.mark.parametrize("dim", [8, 20, 256])
 def test_append_quantizes_views(device, dtype, dim):
-    """Rows of one buffer, and a layer of a cache of many; also rows that are not aligned."""
+    """Rows are views of one buffer, aligned or not, and the cache is a layer of many."""
     if refused_on_gpu(device, dtype):
         dtype = BF16
     k, v, pages, arguments, expected = append_batch(device, heads=3, dim=dim, dtype=dtype)
@@ -237,7 +238,7 @@ def test_append_quantizes_views(device, dtype, dim):
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 1e3, 1e30])
 def test_quantized_rows_are_near(device, magnitude):
-    """Half a step of three bits of mantissa, or of the smallest numbers of a row."""
+    """The error is at most half a step of e4m3's mantissa, or of a row's smallest numbers."""
     k, v, pages, arguments, expected = append_batch(device, dim=64)
     k, v, expected = k * magnitude, v * magnitude, expected * magnitude
     k[:, 0] *= torch.logspace(-6, 0, 64, device=device).to(BF16)
@@ -259,7 +260,7 @@ def test_quantized_rows_are_near(device, magnitude):
 
 
 def test_rows_of_zeros_nan_and_infinity(device):
-    """They stay in their row and head: NaN and infinity as NaN, beside what the rest is worth."""
+    """NaN and infinity become NaN and change no other row or head; zeros stay zeros."""
     k, v, pages, arguments, _ = append_batch(device, dim=32)
     k, v = k.clone(), v.clone()
     plain = PagedKV(
@@ -278,7 +279,7 @@ def test_rows_of_zeros_nan_and_infinity(device):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 def test_append_quantized_then_attend(device, dtype):
-    """Attention over what has been quantized is that over a plain cache of the same values."""
+    """Attention over an e4m3 cache equals that over a plain cache of the same values."""
     cached, new, targets = [90, 3], [30, 13], [5, 0]
     batch = make_paged_batch(
         cached, new, targets, page_size=32, dim=64, dtype=dtype, device=device, fp8=True

@@ -1,4 +1,4 @@
-"""What a call with a paged KV cache refuses."""
+"""Tests of what a call with a paged KV cache refuses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def refuse(batch: Batch, name: str) -> None:
     ],
 )
 def test_bad_caches_are_refused(name, arguments):
-    """By the attention, and all but `last_page_lens` by the append before it, too."""
+    """Attention refuses them, and so does the append, except for `last_page_lens`."""
     pages = {"kv_cache": CACHE, "page_offsets": INTS, "page_ids": INTS, "last_page_lens": INTS[:2]}
     paged_kv = PagedKV(**{**pages, **arguments})
     x, cu_seqlens = torch.zeros(0, 2, 32), INTS

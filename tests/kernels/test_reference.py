@@ -1,4 +1,4 @@
-"""The reference against the formula, one score at a time in Python numbers."""
+"""Tests of the reference against the formula, one score at a time in Python numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def entry(values: torch.Tensor | None, b: int) -> int:
 
 
 def by_hand(batch: Batch) -> torch.Tensor:
-    """Sections 'forward', 'rab' and 'relative bias' of the definition, with loops."""
+    """Computes the formulas 'forward', 'rab' and 'relative bias' of the definition by loops."""
     out = torch.zeros(batch.q.shape[0], batch.q.shape[1], batch.v.shape[2], dtype=torch.float64)
     heads = batch.q.shape[1]
     for b in range(batch.cu_seqlens_q.shape[0] - 1):
@@ -162,7 +162,7 @@ def test_fewer_keys_in_pages_equal_all_keys_packed():
 
 @pytest.mark.parametrize("bias", [None, "rab-1-head", "position-time"])
 def test_gradients_are_those_of_the_formula(bias):
-    """Against the closed form of the backward: dX = M dP s (1 + X (1 - s))."""
+    """Gradients are compared with the closed form dX = M dP s (1 + X (1 - s))."""
     batch = make_batch([7], [5], dim=8, dtype=torch.float64, mask="causal", bias=bias, alpha=0.6)
     dout = torch.randn(5, 2, 8, dtype=torch.float64)
     actual = run(reference.hstu_attention, batch, dout)

@@ -1,4 +1,4 @@
-"""`sm90/split_heuristic.h`, through `_host`: how many splits the keys of a call have."""
+"""Tests of `sm90/split_heuristic.h`, through `_host`: how many splits the keys of a call have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 _host = pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 
-NO_LIMIT = 2**31 - 1  # keys of the only split
+NO_LIMIT = 2**31 - 1  # keys of a split where there is only one
 
 
 def test_example_of_the_comment():
@@ -49,7 +49,7 @@ def test_invalid_blocks():
 
 
 def longest_block(lengths: list[int], blocks: int) -> int:
-    """When the last block ends, if each takes the next work tile as soon as it has ended one."""
+    """Returns when the last block ends if each takes the next work tile as soon as it is idle."""
     ends = [0] * blocks
     for length in lengths:
         heapq.heapreplace(ends, ends[0] + length)

@@ -1,4 +1,4 @@
-"""`hstu_attn.testing`: the rule fails what it must, the poison is seen, the inputs are varied."""
+"""Tests of `hstu_attn.testing`: the bound finds errors, the poison is seen, inputs are varied."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_result_within_the_rule_passes_and_one_beyond_fails():
     ids=["scaled", "shifted", "zero", "one-nan"],
 )
 def test_a_wrong_implementation_is_found(spoil):
-    """A function whose output or one of whose gradients is spoilt."""
+    """The check fails for a function with a wrong output or a wrong gradient."""
     batch = make_batch([20, 7], mask="causal", bias="rab")
     check_against_reference(reference.hstu_attention, batch)
 
@@ -159,7 +159,7 @@ def test_batch_row_spans_of_an_empty_batch():
 
 
 def test_the_rule_does_not_hang_on_the_order_of_a_sum():
-    """With a few rows a matrix product sums in lanes, and is closer than from left to right."""
+    """With a few rows a matrix product sums in lanes, and is nearer than one in order."""
     for _ in range(40):
         batch = make_batch([100, 60], [2, 4], dim=256, dim_v=8, dtype=torch.float32, mask="no-left")
         check_against_reference(hstu_attention, batch)

@@ -1,4 +1,4 @@
-"""The layer with a cache of keys and values against the layer without one, step after step."""
+"""Tests of the layer with a cache of keys and values against the layer without one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def packed(parts: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_histories_that_grow(name: str) -> None:
-    """Each user's last row is written again: its time is that of what came next."""
+    """Each step writes a user's last row again, with the time of the event after it."""
     config = CASES[name]
     stack = make_stack(config, torch.float64)
     timed = config.enable_relative_attention_bias
@@ -117,7 +117,7 @@ def test_histories_that_grow(name: str) -> None:
 
 
 def test_a_row_whose_time_changed_is_stale_unless_it_is_written_again() -> None:
-    """What `rewritten` is for."""
+    """`rewritten` writes a row whose time has changed."""
     stack = make_stack(RESEARCH, torch.float64)
     x, times = torch.randn(4, 24).double(), torch.tensor([0, 10, 20, 10**6])
     with torch.no_grad():

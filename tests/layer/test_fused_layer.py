@@ -1,5 +1,6 @@
-"""The fused HSTU layer against the composed one, on the CPU by its steps in plain torch and by its
-Triton kernels in Triton's interpreter, and on a GPU."""
+"""Tests of the fused HSTU layer against the composed one: on the CPU by its steps in plain torch
+and by its Triton kernels in Triton's interpreter, and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +46,14 @@ DROPPING = replace(STU, output_dropout_ratio=0.3)
 
 
 def with_config(layer: HSTULayer, **changes: Any) -> HSTULayer:
-    """The layer with its very parameters, computed in another way."""
+    """Returns a layer with the same parameters and another configuration."""
     other = copy.copy(layer)
     other.config = replace(layer.config, **changes)
     return other
 
 
 def run(layer: HSTULayer, inputs: dict[str, Any], cotangent: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient, by name; gradients that there are none of are left out."""
+    """Returns the output and every gradient by name, without those that do not exist."""
     x = inputs["x"].detach().requires_grad_()
     leaves = {"x": x, **dict(layer.named_parameters())}
     output = layer(**{**inputs, "x": x})
@@ -77,7 +78,7 @@ def test_fused_is_composed(name, recompute):
     cotangent = torch.randn_like(inputs["x"])
     composed = run(with_config(layer, fused=False), inputs, cotangent)
     fused = run(with_config(layer, fused=True, **recompute), inputs, cotangent)
-    # The gradients of a bias' tables come in fp32.
+    # The gradients of bias tables are fp32.
     tables = {n for n in composed if n.endswith(("position_weight", "time_weight"))}
     assert_all_close(
         {n: fused[n] for n in fused if n not in tables},
@@ -112,7 +113,7 @@ def test_gradients_by_differences(changes):
 @pytest.mark.parametrize("frozen", [["uvqk"], ["output"], ["input_norm", "uvqk", "output"]])
 @pytest.mark.parametrize("config", [DROPPING, RMS_STU], ids=["layer norms", "rms norms, no bias"])
 def test_frozen_weights(config, frozen, compiled, recompute, monkeypatch):
-    """They cost no product, and change no other gradient."""
+    """Frozen weights cost no product, and change no other gradient."""
     torch._dynamo.reset()
     layer = HSTULayer(replace(config, fused=True, **recompute))
     x, offsets, longest, targets = compiled_inputs([5, 30, 3])
@@ -173,8 +174,8 @@ def test_empty_batches(device):
 def test_bf16_rows_and_fp32_weights(config):
     """Rounding errors are at most the composed layer's, and twice those for any one element.
 
-    Compared are root mean squares over many layers: the largest of a few errors is now and then
-    more than twice that of the same formula in the same dtype with other roundings.
+    Root mean squares over many layers are compared, because the largest of a few errors is
+    sometimes more than twice that of the same formula with other roundings.
     """
     errors: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for _ in range(256):
@@ -244,7 +245,7 @@ def test_autocast_changes_nothing(x_dtype):
 @pytest.mark.parametrize("config", [DROPPING, replace(DROPPING, fused=True)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(config, use_reentrant):
-    """Also of the composed layer; the second forward drops what the first did."""
+    """Checkpointing works for both layers; the second forward drops what the first did."""
     stack = HSTUStack(config, 2).double()
     inputs = make_inputs(config, {"num_targets"}, torch.float64)
     rest = list(inputs.values())[1:]
@@ -269,7 +270,7 @@ def test_activation_checkpointing(config, use_reentrant):
 def sharded_gradients(
     config: HSTULayerConfig, checkpointed: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of every weight: by the ranks of a group that divides the weights, and by one process."""
+    """Returns all gradients, by ranks that divide the weights and by one process."""
     stack, inputs = HSTUStack(config, 2), make_inputs(config, {"num_targets"}, torch.float32)
     stack(**inputs).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in stack.named_parameters()}
@@ -291,7 +292,7 @@ def sharded_gradients(
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_sharded_weights(checkpointed):
-    """FSDP2 frees the weights after the forward, which the backward reads again."""
+    """FSDP2 frees the weights after the forward, and the backward reads them again."""
     config = replace(STU, fused=True, output_dropout_ratio=0.0, norm_eps=1e-2, **RECOMPUTE)
     for gradients in run_ranks(2, sharded_gradients, config, checkpointed):
         for actual, expected in gradients.values():
@@ -353,12 +354,12 @@ def test_dropout_keeps_the_mean():
 
 
 # ---------------------------------------------------------------------------------------------
-# What is kept
+# Memory that the forward keeps
 # ---------------------------------------------------------------------------------------------
 
 
 def kept_bytes(layer: HSTULayer, inputs: dict[str, Any]) -> int:
-    """Of what the forward saves for the backward, but for arguments and parameters."""
+    """Returns the bytes that the forward saves, without arguments and parameters."""
     given = {t.data_ptr() for t in (*inputs.values(), *layer.parameters()) if torch.is_tensor(t)}
     sizes: dict[int, int] = {}
 
@@ -396,7 +397,7 @@ def test_flags_save_what_they_promise(activation):
         chosen = dict(zip(saved, flags, strict=True))
         other = with_config(layer, **chosen)
         wanted = always + sum(saved[name] for name, flag in chosen.items() if not flag)
-        assert kept_bytes(other, inputs) == row * wanted + 8  # and the seed
+        assert kept_bytes(other, inputs) == row * wanted + 8  # 8 bytes of the seed
         torch.manual_seed(2)
         results.append(run(other, inputs, cotangent))
     for result in results[1:]:
@@ -404,7 +405,7 @@ def test_flags_save_what_they_promise(activation):
 
 
 def test_saved_configurations_load():
-    """One that was saved before there were these fields, and one with them."""
+    """Configurations load that were saved before these fields existed, and with them."""
     new = {"fused", *RECOMPUTE, *RMS_NORMS}
     old = {name: value for name, value in asdict(STU).items() if name not in new}
     assert HSTULayerConfig(**old) == STU
@@ -425,7 +426,7 @@ def test_a_layer_is_fused_by_default_on_gpus_alone():
 
 
 def operator_arguments(config: HSTULayerConfig, names: set[str]) -> tuple[Any, ...]:
-    """What a layer that records gradients gives the operator."""
+    """Returns the operator's arguments from a layer that records gradients."""
     layer, inputs = make_layer(config, torch.float32), make_inputs(config, names, torch.float32)
     seen: list[tuple[Any, ...]] = []
 
@@ -452,7 +453,7 @@ def operator_arguments(config: HSTULayerConfig, names: set[str]) -> tuple[Any, .
 @pytest.mark.parametrize("columns_first", [False, True])
 def test_operators_are_well_formed(config, names, columns_first):
     arguments = operator_arguments(config, names)
-    if columns_first:  # what the operators give out is contiguous nevertheless
+    if columns_first:  # the operators' outputs are contiguous all the same
         x, *rest = arguments
         arguments = (x.detach().t().contiguous().t().requires_grad_(), *rest)
     forward = torch.ops.hstu_attn.hstu_layer_forward.default
@@ -466,7 +467,7 @@ def test_operators_are_well_formed(config, names, columns_first):
 
 
 def test_tensors_without_data(monkeypatch):
-    """Fake ones reach no step, and their shapes are known all the same."""
+    """Fake tensors reach no step, and their shapes are known."""
     config = replace(DROPPING, fused=True)
     shape = (12, config.embedding_dim)
 
@@ -493,7 +494,7 @@ def compiled_inputs(lengths: list[int]) -> tuple[Any, ...]:
 
 
 def test_compiled_stack():
-    """One operator a layer, with other sizes from the same graph."""
+    """The graph has one operator for each layer, and serves other sizes."""
     torch._dynamo.reset()
     stack = HSTUStack(replace(DROPPING, fused=True, recompute_gate=True), 2)
     parameters = list(stack.parameters())

@@ -1,4 +1,4 @@
-"""The fused HSTU layer by its Triton kernels: in Triton's interpreter, and on a GPU."""
+"""Tests of the fused HSTU layer with its Triton kernels, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.layer.test_layer import (
 )
 
 # ---------------------------------------------------------------------------------------------
-# By the Triton kernels
+# In Triton's interpreter
 # ---------------------------------------------------------------------------------------------
 
 
@@ -117,11 +117,11 @@ def gpu_inputs(config: HSTULayerConfig, names: set[str], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_on_a_gpu(name, dtype, recompute):
     config, names = GPU_CASES[name]
-    # A norm of almost equal numbers would enlarge rounding errors by any factor.
+    # A norm of almost equal numbers would magnify rounding errors without limit.
     layer = HSTULayer(replace(config, norm_eps=1.0), device="cuda")
     double = with_config(copy.deepcopy(layer).cpu().double(), fused=False)
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    # A weight for each head is too few numbers to compare their largest errors: of several batches.
+    # A weight per head is too few numbers to compare largest errors, so several batches count.
     for _ in range(8 if config.use_group_norm else 1):
         inputs = gpu_inputs(config, names, dtype)
         assert layer._is_fused(inputs["x"])
@@ -141,7 +141,7 @@ def test_on_a_gpu(name, dtype, recompute):
 
 @pytest.mark.gpu
 def test_dropout_on_a_gpu(deterministic):
-    """Rows and gradients are those of the steps in plain torch, with the same mask."""
+    """Rows and gradients equal those of the steps in plain torch with the same mask."""
     layer = HSTULayer(replace(GPU_STU, output_dropout_ratio=0.3, norm_eps=1.0), device="cuda")
     inputs = gpu_inputs(GPU_STU, {"num_targets"}, torch.bfloat16)
     cotangent = torch.randn_like(inputs["x"])

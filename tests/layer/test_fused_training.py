@@ -41,7 +41,7 @@ LEARNING_RATE = 2e-3
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and for how long."""
+    """The model and the length of a training."""
 
     device: str
     dtype: torch.dtype
@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Such small tensors gain nothing from more, and wait for them where a machine is busy."""
+    """Such small tensors gain nothing from more threads, and wait for them on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,7 +79,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> RankingData:
 
 
 def make_model(data: RankingData, case: Case) -> RankingModel:
-    """On the CPU, in fp32, without dropout."""
+    """Makes the model on the CPU, in fp32, without dropout."""
     config = RankingConfig(
         sizes=data.sizes,
         actions=data.actions,
@@ -96,7 +96,7 @@ def make_model(data: RankingData, case: Case) -> RankingModel:
 def copy_of(
     start: RankingModel, dtype: torch.dtype, device: str, fused: bool, **changes: Any
 ) -> RankingModel:
-    """The same model with other layers; `changes` are of their configuration."""
+    """Returns the same model with other layers; `changes` are fields of their configuration."""
     model = RankingModel(start.config, dtype)
     model.load_state_dict(start.state_dict())
     layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
@@ -107,7 +107,7 @@ def copy_of(
 
 
 def draw(data: RankingData, steps: int) -> list[NDArray[np.int64]]:
-    """Indices of the windows of each step's batch."""
+    """Returns the indices of the windows of each step's batch."""
     lengths = data.windows("training").lengths
     seed = int(torch.randint(2**31, ()))
     sampler = BalancedBatchSampler(
@@ -133,7 +133,7 @@ def losses_of(
     batches: Sequence[NDArray[np.int64]],
     learning_rate: float = LEARNING_RATE,
 ) -> Tensor:
-    """Of each step of a training."""
+    """Returns the loss of each step of a training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     windows = data.windows("training")
     losses = []
@@ -164,7 +164,7 @@ def separation(curves: Tensor, others: Tensor) -> Tensor:
 
 @torch.no_grad()
 def off_by_a_rounding(model: RankingModel, dtype: torch.dtype) -> RankingModel:
-    """The model with each weight off by up to one rounding."""
+    """Returns the model with each weight changed by up to one rounding."""
     for parameter in model.parameters():
         parameter.mul_(1 + torch.finfo(dtype).eps / 2 * (2 * torch.rand_like(parameter) - 1))
     return model
@@ -190,7 +190,7 @@ def test_losses_are_those_of_composed_layers(case: Case, data: RankingData) -> N
     assert separation(composed, wrong).max() > SEPARATED, separation(composed, wrong)
     assert composed[:, -WINDOW:].mean() < 0.97 * composed[:, :WINDOW].mean()
     if case.dtype == torch.float32:
-        # AdamW divides gradients by their size: rounding counts fully where they are near 0.
+        # AdamW divides gradients by their size, so that rounding counts most where they are near 0.
         torch.testing.assert_close(fused.mean(0), composed.mean(0), rtol=1e-4, atol=0)
 
 
@@ -223,7 +223,7 @@ def step_gradients(case: Case, data: RankingData) -> tuple[Gradients, ...]:
             *((case.dtype, case.device, False, i) for i in (indices, indices[::-1], rolled)),
         )
         for way, (dtype, device, fused, order) in zip(found, ways, strict=True):
-            # A norm of almost equal numbers would enlarge rounding errors by any factor.
+            # A norm of almost equal numbers would magnify rounding errors without limit.
             model = copy_of(start, dtype, device, fused, norm_eps=1.0)
             mean_loss(model, data.batch(windows.take(order))).backward()
             for name, parameter in model.named_parameters():
@@ -234,7 +234,7 @@ def step_gradients(case: Case, data: RankingData) -> tuple[Gradients, ...]:
 
 
 def gain(name: str, gradients: Gradients, exact: Gradients) -> tuple[float, float]:
-    """How much too large gradients are, as a fraction, and the standard error over the draws."""
+    """Returns by which fraction gradients are too large, and the standard error over the draws."""
     factors = torch.stack(
         [
             (one.double() * other.double()).sum() / other.double().square().sum()
@@ -255,7 +255,7 @@ def test_gradients_of_a_step(case: Case, data: RankingData) -> None:
     fused, exact, *composed = step_gradients(case, data)
     for name in exact:
         actual, expected = torch.stack(fused[name]), torch.stack(exact[name])
-        if case.dtype == torch.float32:  # the two differ by the rounding of sums
+        if case.dtype == torch.float32:  # they differ by the rounding of sums
             atol = 1e-5 * expected.abs().max().item()
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=atol, msg=name)
             continue

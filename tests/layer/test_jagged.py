@@ -1,5 +1,6 @@
-"""What stands around the layers, whatever the numbers are (those: test_jagged_numbers.py): no copy
-to the host, no graph break, zeros past the last offset, nothing read out of bounds."""
+"""Tests of jagged operations apart from their numbers (test_jagged_numbers.py): no copy to the
+host, no graph break, zeros past the last offset, and no read out of bounds.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,12 @@ Arguments = tuple[Any, ...]
 
 
 # ---------------------------------------------------------------------------------------------
-# Every function, as it is compiled, exported and differentiated
+# Every function, compiled, exported and differentiated
 # ---------------------------------------------------------------------------------------------
 
 
 class Batch:
-    """Arguments for given lengths, with rows past the last offset; some tensors only give a
-    size.
-    """
+    """Arguments for given lengths, with rows past the last offset; some only give a size."""
 
     def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32, extra: int = 2):
         self.total = sum(lengths) + extra
@@ -117,7 +116,7 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Batch], Argu
     "places": (places, lambda b: (b.offsets, b.rows)),
     "embeddings": (embedded, lambda b: (b.values, *b.tables, b.offsets, b.times, b.targets)),
 }
-# The first is what is compiled for; sizes that are equal by chance would count as one.
+# The first is what is compiled for; the compiler would take equal sizes for the same number.
 LENGTHS = ([5, 9, 3, 0, 13, 6], [20, 9], [1, 2, 3, 21, 0, 14, 4])
 
 every_function = pytest.mark.parametrize(("function", "arguments"), CASES.values(), ids=CASES)
@@ -138,7 +137,7 @@ def differentiable(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 @every_function
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_with_dynamic_sizes(function, arguments):
-    """One graph, no break, and no second compilation for other sizes; the same numbers."""
+    """There is one graph without a break or a second compilation, with the same numbers."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for n, lengths in enumerate(LENGTHS):
         given = arguments(Batch(lengths))
@@ -159,7 +158,7 @@ def test_compile_with_dynamic_sizes(function, arguments):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_with_inductor():
-    """Generated code for the whole way from parts to rows for a layer, forward and backward."""
+    """Inductor compiles the way from parts to a layer's rows, forward and backward."""
 
     def call(batch: Batch) -> Tensor:
         history, offsets = interleave_jagged(batch.values, batch.others, batch.offsets)
@@ -199,7 +198,7 @@ def test_compile_with_inductor():
 
 @every_function
 def test_export(function, arguments):
-    """With dynamic sizes; the program computes other batches, too."""
+    """An exported program with dynamic sizes computes other batches."""
 
     class Module(torch.nn.Module):
         def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -223,7 +222,7 @@ def test_export(function, arguments):
 
 @every_function
 def test_nothing_is_copied_to_the_host(function, arguments):
-    """Tensors without data have no number that could be asked for; sizes come out all the same."""
+    """Tensors without data have no numbers to copy, and all sizes are known."""
     given = arguments(Batch(LENGTHS[0]))
     real = function(*given)
     with FakeTensorMode() as mode:
@@ -255,7 +254,7 @@ def test_gradients(function, arguments):
 
 @every_function
 def test_rows_of_no_sequence_give_nothing(function, arguments):
-    """NaN past the last offset changes neither results nor gradients, and gets none."""
+    """NaN past the last offset changes neither results nor gradients, and has no gradient."""
     lengths = [3, 0, 4]
     given = arguments(Batch(lengths))
     poisoned = list(given)
@@ -284,7 +283,7 @@ def test_rows_of_no_sequence_give_nothing(function, arguments):
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("extra", [0, 3])
 def test_empty(lengths, extra):
-    """No sequence, or none with a row; gradients flow all the same."""
+    """There is no sequence, or none with a row, and gradients still flow."""
     offsets = to_offsets(lengths)
     values = rows_of(extra).requires_grad_()
     dense = torch.randn(len(lengths), 4, WIDTH, requires_grad=True)
@@ -318,7 +317,7 @@ WRONG_OFFSETS = ([2, 4, 6], [0, 5, 3], [-7, -3, 9], [0, 2**40, 2**50], [9, 9, 9]
 
 @pytest.mark.parametrize("numbers", WRONG_OFFSETS, ids=str)
 def test_wrong_offsets_stay_in_bounds(numbers):
-    """On a CPU an index out of bounds raises."""
+    """Wrong offsets stay in bounds; on a CPU an index out of bounds raises."""
     offsets = torch.tensor(numbers)
     values, right = rows_of(6), torch.tensor([0, 3, 6])
     concat_jagged([(values, offsets), (values, right)])
@@ -476,7 +475,7 @@ def test_fbgemm_gives_the_same(shape, dtype, offsets_dtype, monkeypatch):
 @pytest.mark.gpu(kernels=False)
 @every_function
 def test_on_a_gpu_in_a_graph(function, arguments):
-    """Captured once, replayed for other lengths; a synchronization would raise."""
+    """A graph is captured once and replayed for other lengths; a synchronization would raise."""
     first, second = (arguments(Batch(lengths, extra=extra)) for lengths, extra in
                      (([5, 9, 3, 0], 2), ([2, 9, 1, 4], 3)))  # fmt: skip
     given = [t.cuda() for t in first]

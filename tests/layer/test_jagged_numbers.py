@@ -1,4 +1,4 @@
-"""What stands around the layers, against loops over plain lists."""
+"""Tests of jagged operations and embeddings against loops over plain lists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.helpers.jagged_rows import WIDTH, assert_packed, rows_of, sequences, 
 
 @st.composite
 def batches(draw: st.DrawFn, parts: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Parts of the same sequences, with rows past the last offset that hold NaN."""
+    """Draws parts of the same sequences, with NaN in the rows past the last offset."""
     size = draw(st.integers(0, 5))
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
     found = []
@@ -130,7 +130,7 @@ def plain_embedding(
     time_bucket_width: float = 60.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Row by row, as the public code counts."""
+    """Computes the embedding row by row, with the indices of the public code."""
     out = torch.zeros_like(x)
     for b, (start, end) in enumerate(pairwise(offsets.tolist())):
         high = end - start - (0 if num_targets is None else int(num_targets[b]))
@@ -152,7 +152,7 @@ def plain_embedding(
     batches(),
     st.sampled_from(["start", "end"]),
     st.sampled_from(["sqrt", "log"]),
-    st.sampled_from([59.7311, 0.3703]),  # no age is near a bucket's bound
+    st.sampled_from([59.7311, 0.3703]),  # chosen so that no age is near a bucket's bound
     st.sampled_from([0, 2]),
     st.booleans(),
     st.booleans(),
@@ -180,7 +180,7 @@ def test_position_and_time(batch, count_from, time_bucket, width, contexts, targ
 
 
 def test_positions_of_the_public_code():
-    """Two contextual rows, four of history, two targets: the entries that its models learned."""
+    """The rows have two contextual tokens, four of history and two targets."""
     table = torch.arange(10.0)[:, None]
 
     def entries(**options: Any) -> list[int]:
@@ -196,10 +196,10 @@ def test_positions_of_the_public_code():
 
 
 def test_bounds_of_time_buckets():
-    """At the first second of a bucket, and one before it."""
+    """The times are the first second of a bucket and the second before it."""
     table, zeros = torch.arange(6.0)[:, None], torch.zeros(1, 1)
     ages = [0, 59, 60, 239, 240, 539, 540, 10**9]
-    timestamps = 10**9 - torch.tensor([*ages, -5])  # the last row is in the future of the query
+    timestamps = 10**9 - torch.tensor([*ages, -5])  # the last row is later than the query
     entries = add_position_time_embeddings(
         torch.zeros(9, 1),
         torch.tensor([0, 9]),
@@ -214,7 +214,7 @@ def test_bounds_of_time_buckets():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
 def test_dtypes_and_shapes(dtype, shape, device):
-    """Everything that moves rows does so for any dtype and any sizes behind the first."""
+    """Functions that move rows take any dtype and any trailing sizes."""
     lengths = [3, 0, 2]
     offsets = to_offsets(lengths).to(device)
     values = torch.randint(0, 2, (6, *shape), device=device).to(dtype)
@@ -235,7 +235,7 @@ def test_dtypes_and_shapes(dtype, shape, device):
 
 
 def test_embeddings_take_the_dtype_of_the_rows():
-    """Tables of fp32 beside rows of bf16: their sum is rounded once, then added."""
+    """With fp32 tables and bf16 rows, the tables' sum is rounded once and then added."""
     x, offsets = rows_of(7, torch.bfloat16), to_offsets([3, 4])
     table, times = rows_of(9, torch.float32), rows_of(4, torch.float32)
     timestamps = torch.zeros(7, dtype=torch.int64)

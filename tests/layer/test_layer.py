@@ -1,5 +1,4 @@
-"""The HSTU layer against a plain restatement, one sequence at a time in fp64, and what must hold
-whatever the numbers are."""
+"""Tests of the HSTU layer against a plain one in fp64, sequence by sequence, and its properties."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
 
 
 def make_inputs(config: HSTULayerConfig, names: set[str], dtype: torch.dtype) -> dict[str, Any]:
-    """A call of the layer on the lengths above."""
+    """Returns the arguments of a call of the layer on the lengths above."""
     lengths = torch.tensor(LENGTHS)
     total = int(lengths.sum())
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -104,7 +103,7 @@ def make_inputs(config: HSTULayerConfig, names: set[str], dtype: torch.dtype) ->
 
 
 def make_layer(config: HSTULayerConfig, dtype: torch.dtype = torch.float64) -> HSTULayer:
-    """A layer whose every parameter is random."""
+    """Returns a layer whose parameters are all random."""
     layer = HSTULayer(config, dtype=dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -113,7 +112,7 @@ def make_layer(config: HSTULayerConfig, dtype: torch.dtype = torch.float64) -> H
 
 
 def visible(config: HSTULayerConfig, i: int, j: int, length: int, c: int, targets: int) -> bool:
-    """Whether row i of a sequence sees key j, said pair by pair."""
+    """Returns whether row i of a sequence sees key j."""
     history = length - targets
     window = config.max_attn_len
     if not config.causal:
@@ -133,7 +132,7 @@ def visible(config: HSTULayerConfig, i: int, j: int, length: int, c: int, target
 
 
 def plain_bias(layer: HSTULayer, head: int, i: int, j: int, gap: int | None) -> Tensor:
-    """The relative bias between row i and key j of a head; `gap` in seconds."""
+    """Returns the relative bias of row i and key j in a head; `gap` in seconds."""
     config = layer.config
     assert layer.position_weight is not None
     table = head * config.relative_bias_heads // config.num_heads
@@ -169,7 +168,7 @@ def plain_layer(
     timestamps: Tensor | None = None,
     row_timestamps: Tensor | None = None,
 ) -> Tensor:
-    """The layer without dropout, sequence by sequence and head by head."""
+    """Computes the layer without dropout, sequence by sequence and head by head."""
     config, results = layer.config, []
     heads, hidden, attention = config.num_heads, config.hidden_dim, config.attention_dim
     for b, (start, end) in enumerate(pairwise(seq_offsets)):
@@ -244,7 +243,7 @@ def test_layer_computes_what_it_says(name: str) -> None:
     output, expected = layer(**inputs), plain_layer(layer, **inputs)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
     cotangent = torch.randn_like(output)
-    # Without timestamps the time table has no part in the result.
+    # Without timestamps the time table does not change the result.
     gradients = torch.autograd.grad(output, leaves, cotangent, allow_unused=True)
     expected_gradients = torch.autograd.grad(expected, leaves, cotangent, allow_unused=True)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
@@ -256,7 +255,7 @@ def test_layer_computes_what_it_says(name: str) -> None:
     "config", [RESEARCH, STU, replace(STU, use_group_norm=True), replace(STU, **RMS_NORMS)]
 )
 def test_layer_follows_the_dtype_of_its_input(config: HSTULayerConfig, dtype: torch.dtype) -> None:
-    # A norm of almost equal numbers would enlarge rounding errors by any factor.
+    # A norm of almost equal numbers would magnify rounding errors without limit.
     config = replace(config, norm_eps=1.0)
     layer = make_layer(config, torch.float32)
     inputs = make_inputs(config, set(), dtype)
@@ -449,7 +448,7 @@ def test_public_names_and_settings() -> None:
 
 
 def test_parameters_of_a_layer_with_rms_norms() -> None:
-    """No norm and no linear but the output's has a bias, in the state or among the gradients."""
+    """Only the output linear has a bias, in the state and among the gradients."""
     assert HSTULayerConfig(**asdict(RMS_STU)) == RMS_STU
     layer = HSTULayer(RMS_STU, dtype=torch.float64)
     names = ["input_norm.weight", "uvqk.weight", "output_norm.weight", "output.weight"]
@@ -467,7 +466,7 @@ def test_parameters_of_a_layer_with_rms_norms() -> None:
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_norms_are_torchs(eps: float) -> None:
-    """What the first linear reads is `torch.nn.functional`'s norm of the rows."""
+    """The first linear reads `torch.nn.functional`'s norm of the rows."""
     x = 3 + torch.randn(9, 24, dtype=torch.float64)
     for kind, function in (("layer_norm", F.layer_norm), ("rms_norm", F.rms_norm)):
         config = replace(BASE, input_norm=kind, norm_eps=eps, linear_activation="none")

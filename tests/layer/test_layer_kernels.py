@@ -1,4 +1,4 @@
-"""The Triton kernels of the fused layer, through Triton's interpreter, against plain torch."""
+"""Tests of the fused layer's Triton kernels, in Triton's interpreter, against plain torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def close(actual: Tensor | None, expected: Tensor | None) -> None:
 
 @contextmanager
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So few that each has several tiles, of which the last is not whole."""
+    """Runs so few programs that each has several tiles, of which the last is partial."""
     with monkeypatch.context() as patch:
         for name in ("LAYER_NORM", "SILU", "GATE"):
             form = getattr(triton_steps, name)
@@ -58,7 +58,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=interpreter)])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Each implementation, held to torch's own functions and autograd."""
+    """Returns each implementation, to be compared with torch's own functions and autograd."""
     if request.param == "torch":
         yield torch_steps
     else:
@@ -76,7 +76,7 @@ def test_layer_norm(steps, rows, width, affine, centered):
     if centered:
         expected = F.layer_norm(x, (width,), weight, bias, EPS)
     else:
-        # A mean that is large beside the deviation tells the norms apart.
+        # A mean much larger than the deviation tells the norms apart.
         x = (3 + x.detach()).requires_grad_()
         expected = F.rms_norm(x, (width,), weight, EPS)
     close(steps.layer_norm(x.detach(), weight, bias, EPS, centered), expected)
@@ -143,7 +143,7 @@ def plain_gate(
     options: GateOptions,
     kept: Tensor | None,
 ) -> Tensor:
-    """By torch's own norms; `kept` is by how much dropout multiplies."""
+    """Computes the gate with torch's norms; `kept` is the factor of dropout."""
     columns = attention.shape[1]
     if options.groups > 1:
         grouped = attention.unflatten(1, (options.groups, columns // options.groups))
@@ -167,7 +167,7 @@ def test_gate(steps, parts, groups, centered, dropout):
     options = GateOptions(groups, EPS, parts, dropout, centered)
     for (rows, width), affine in product([(0, 8), (1, 8), (7, 20)], [False, True]):
         columns = groups * width
-        # As in the layer, u and its gradient are slices.
+        # u and its gradient are slices, as in the layer.
         attention, u = leaf(rows, columns), leaf(rows, columns + 8)
         size = groups if groups > 1 else columns
         weight, bias = parameter(affine, size), parameter(affine and centered, size)
@@ -207,7 +207,7 @@ def test_wide_rows_and_fp64_go_to_torch():
 
 
 def test_bits_of_dropout_are_philox():
-    """Against the known answers of Philox4x32-7 at zero and at all ones."""
+    """The bits equal the known answers of Philox4x32-7 at zero and at all ones."""
     zero, ones = torch.zeros((), dtype=torch.int64), torch.tensor(2**32 - 1)
     words = torch_steps._philox(zero, [zero] * 4)
     assert [int(w) for w in words] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
@@ -224,7 +224,7 @@ def test_dropout_keeps_its_share_everywhere():
     for dims in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
         shares = kept.mean(dim=dims)
         count = kept.numel() / shares.numel()
-        # Of 4000 rows the farthest may be 5 deviations away, once in a thousand seeds.
+        # The farthest of 4000 rows is 5 deviations away once in a thousand seeds.
         assert (shares - (1 - ratio)).abs().max() < 5 * deviation / count**0.5
     flat = kept.flatten(1) - kept.mean()
     neighbors = (flat[:, 1:] * flat[:, :-1]).mean() / deviation**2
@@ -241,7 +241,7 @@ GPU_SHAPES = [(1, 64), (4097, 1024), (1000, 520), (131072, 1024), (70, 8192)]
 
 
 def assert_rounded_once(actual: Tensor | None, expected: Tensor | None) -> None:
-    """`expected` is what plain torch says of the same rows in fp64."""
+    """Asserts that results are `expected`, the same rows by plain torch in fp64, rounded once."""
     assert (actual is None) == (expected is None)
     if actual is None or expected is None:
         return

@@ -1,5 +1,6 @@
-"""The serving engine: whatever arrives in whatever order, answers are those of the model without a
-cache on what had been stored by then, and what fails leaves nothing behind."""
+"""Tests of the serving engine: its answers are those of the model without a cache on the events
+stored by then, and failures leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ SOME_SHAPES = GraphBuckets(batch_sizes=(2, 5), row_counts=(8, 24, 40))  # smalle
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The tests' threads and the engine's are enough."""
+    """The threads of the tests and of the engine are enough."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -89,8 +90,9 @@ class Sent:
     ],
 )
 def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
-    """Threads send requests for users in common. A user's requests are noted in the order in which
-    they arrive; later they are answered again, one after the other and without a cache."""
+    """Threads send requests for common users. Each user's requests are recorded in order of
+    arrival, and later answered again one by one without a cache.
+    """
     model = make_model(name)
     cache = make_cache(12)  # four full histories
     users, per_thread = 15, 150
@@ -174,7 +176,7 @@ def test_fp32(name: str) -> None:
 
 
 def test_a_stale_row_would_be_seen() -> None:
-    """The last row's time is that of the next request or event: with another one, scores change."""
+    """The last row's time is that of the next request or event; another time changes the scores."""
     model = make_model("retrieval")
     events = np.array(some_events(random.Random(0), 0, 9), np.int64)
     now, later = (model.whole(events, [1, 2, 3], at) for at in (10**6, 10**8))
@@ -195,7 +197,7 @@ def test_a_stale_row_would_be_seen() -> None:
 
 @dataclass
 class Held:
-    """An engine whose worker computes user 0's request until the gate is opened."""
+    """An engine whose worker waits in user 0's request until the gate is opened."""
 
     engine: Engine
     gate: Gate
@@ -266,7 +268,7 @@ def test_overload_is_refused_at_once(hold: Callable[..., Held]) -> None:
     with pytest.raises(OverloadedError, match=r"expected fewer than 2 .*\(max_queue\), got 2"):
         held.engine.score(3, [(1, 1)], [1])
     assert held.engine.stats().rejected == 1
-    assert waiting[0].cancel()  # makes room
+    assert waiting[0].cancel()  # cancelling makes room in the queue
     waiting.append(held.engine.submit_score(4, [(1, 1)], [1]))
     held.gate.opened.set()
     assert all(future.result(10) is not None for future in waiting[1:])
@@ -378,7 +380,7 @@ def test_a_failure_keeps_what_was_cached() -> None:
         request = (7, long, [1, 2], None)
         assert_close(engine.score(*request[:3]), histories.expect(*request))
         before = cache.stats()
-        with pytest.raises(Boom):  # this one would shorten the history
+        with pytest.raises(Boom):  # this request would shorten the history
             engine.score(7, [(POISON, 10**7)], [1])
         assert cache.stats() == before
         hits = engine.stats().hit_tokens

@@ -1,7 +1,8 @@
-"""Captured graphs of an engine's steps: which shapes batches are padded to, that neither padding
-nor replaying changes an answer, and that what cannot be captured harms nobody.
+"""Tests of captured graphs of an engine's steps: to which shapes batches are padded, that
+neither padding nor replaying changes an answer, and that a failed capture changes no answer.
 
-Without a GPU nothing is captured, and the same calls run on the same padded buffers."""
+Without a GPU nothing is captured, and the same calls run on the same padded buffers.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ from tests.helpers.serving_models import (
 )
 
 MODELS = ["retrieval, no bias", "ranking", "ranking, window"]  # that GPUs can compute
-Batch = list[tuple[int, list[Any], list[int]]]  # of each request the user, events and candidates
+Batch = list[tuple[int, list[Any], list[int]]]  # user, events and candidates of each request
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A list that grows with each call that is captured."""
+    """Returns a list that grows with each captured call."""
     calls: list[Any] = []
     capture_on = graphs.capture_on
 
@@ -60,12 +61,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def uncaptured(device: torch.device) -> Callable[[Any], Any]:
-    """Instead of `capture_on`: the padded buffers without a graph."""
+    """Replaces `capture_on`: the call runs on the padded buffers without a graph."""
     return lambda call: call
 
 
 def serve(engine: Engine, batch: Batch) -> list[Tensor]:
-    """The requests in one batch, by this thread while the engine's own has nothing to do."""
+    """Serves the requests in one batch on this thread, while the engine's own is idle."""
     requests = [
         Request(user, event_rows(events, "events"), np.array(listed, np.int64), 0, False, None, 0.0)
         for user, events, listed in batch
@@ -76,7 +77,7 @@ def serve(engine: Engine, batch: Batch) -> list[Tensor]:
 
 
 class Comparison:
-    """Answers of engines beside exact ones: they must be about as near as the last engine's."""
+    """Compares engines' answers with exact ones; all must be about as near as the last engine's."""
 
     def __init__(self, name: str, model: Any) -> None:
         self.histories = Histories(twin(name, model, torch.float64))
@@ -98,7 +99,7 @@ class Comparison:
 
 
 def traffic(turns: int, actions: int, seed: int = 0) -> Iterator[Batch]:
-    """Batches of 1 to 8 requests, most with few rows, by 12 users who come again."""
+    """Makes batches of 1 to 8 requests, most with few rows, by 12 users who return."""
     rng = random.Random(f"{torch.initial_seed()} {seed}")
     for turn in range(turns):
         users = rng.sample(range(12), rng.randint(1, 8))
@@ -133,7 +134,7 @@ def test_a_batch_takes_the_smallest_shape_that_holds_it() -> None:
     assert of(3, 64, 62) == Shape(4, 64, 64)
     assert of(17, 64, 4) == of(20, 64, 4) == Shape(20, 64, 64)
     assert of(21, 64, 4) is None
-    # Longer requests than others in the batch have a graph of their own, where tiles may differ.
+    # A batch with a longer request has another graph, since its tiles may differ.
     assert of(4, 512, 128) == Shape(4, 512, 128)
     assert of(4, 512, 129) == Shape(4, 512, 512)
     assert of(2, 1000, 512) == Shape(2, 1024, 512)
@@ -177,7 +178,7 @@ def test_bf16(name: str, graphs: bool | GraphBuckets, device: str) -> None:
 def test_replays_are_the_padded_calls_bit_for_bit(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With NaN in all buffers and pages before they are written."""
+    """All buffers and pages hold NaN before they are written."""
     dtype = torch.bfloat16
     model = make_model(name, dtype)
     comparison = Comparison(name, model)
@@ -220,7 +221,7 @@ def test_padded_answers_are_right(name: str) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_tables_are_copied_once(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the cache's step where no graph is; else the padded ones alone."""
+    """Without a graph the tables of the cache's step are copied, otherwise only the padded ones."""
     made = 0
     copy_tables = CacheStep.upload
 
@@ -238,7 +239,7 @@ def test_tables_are_copied_once(graphs: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_users_who_return_from_the_host(device: str) -> None:
-    """On a GPU without a graph, for their rows come layer by layer."""
+    """Users who return are computed without a graph, because their rows come layer by layer."""
     dtype = torch.bfloat16
     model = make_model("ranking", dtype)
     comparison = Comparison("ranking", model)
@@ -314,7 +315,7 @@ def test_batches_without_a_shape_are_computed_all_the_same() -> None:
 def test_what_cannot_be_captured_is_computed_without_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one warning for each shape."""
+    """There is one warning for each shape."""
 
     def broken(device: torch.device) -> Callable[[Any], Any]:
         def capture(call: Any) -> Any:
@@ -346,7 +347,7 @@ def test_what_cannot_be_captured_is_computed_without_a_graph(
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:graphs")
 def test_a_capture_that_fails_half_way_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layer waits for the GPU, which a graph cannot."""
+    """The last layer synchronizes with the GPU, which a graph cannot record."""
     dtype = torch.bfloat16
     model = make_model("ranking", dtype)
     comparison = Comparison("ranking", model)

@@ -1,5 +1,6 @@
-"""The host tier of the paged KV cache: who is where, that copies are waited for where they must be,
-and what it saves an engine. Random operations against a model are in test_paged_cache_model.py."""
+"""Tests of the paged KV cache's host tier: where users are, that copies are waited for, and what
+the tier saves. Random operations against a model are in test_paged_cache_model.py.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ PAGE_BYTES = LAYERS * 2 * PAGE * HEADS * DIM * 8
 
 
 def places(cache: PagedKVCache) -> dict[int, str]:
-    """Where the tokens of users are."""
+    """Returns where the tokens of users are."""
     table, found = cache._table, {}
     for user in USERS:
         tiers = (table.pages(user), "device"), (table.host_pages(user), "host")
@@ -144,7 +145,7 @@ def test_a_step_that_fails_leaves_its_users_on_the_host(layers):
 
 @pytest.mark.parametrize("what", ["move", "_bring_back", "_take_away"])
 def test_where_copies_fail_only_the_evicted_are_lost(what, monkeypatch):
-    """As where memory for a buffer is short."""
+    """A copy fails, for instance because there is no memory for its buffer."""
     cache = make_cache(3, host_pages=8)
     fill(cache, _1=40, _2=20, _3=16)
     fill(cache, _4=1)
@@ -228,7 +229,7 @@ def test_pages_of_any_dtype(dtype):
 
 
 class LateStream(TorchDispatchMode):
-    """A side stream whose copies are made when something waits for them, and no sooner."""
+    """A side stream that makes its copies only when something waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +246,7 @@ class LateStream(TorchDispatchMode):
         return len(self.waiting)
 
     def wait_stream(self, stream: MainStream) -> None:
-        """All that the other one had to do is done."""
+        """Does nothing, because the main stream's work is already done."""
 
     def run(self, event: int) -> None:
         for copy in self.waiting[self.done : event]:
@@ -254,7 +255,7 @@ class LateStream(TorchDispatchMode):
 
 
 class MainStream:
-    """Does everything at once."""
+    """A stream that does its work immediately."""
 
     def __init__(self, side: LateStream) -> None:
         self.wait_event = side.run
@@ -265,7 +266,7 @@ class MainStream:
 
 @contextmanager
 def late_copies(cache: PagedKVCache) -> Iterator[LateStream]:
-    """What a slow bus does to a cache, on the CPU."""
+    """Simulates a slow bus on the CPU."""
     side = LateStream()
     main = MainStream(side)
     assert cache._host_tier is not None
@@ -279,7 +280,7 @@ def late_copies(cache: PagedKVCache) -> Iterator[LateStream]:
 
 
 def device_rows(layer: int, tokens: list[int], device: str) -> torch.Tensor:
-    """`paged_caches.rows`, computed on the device."""
+    """Computes `paged_caches.rows` on the device."""
     on_host = torch.tensor(tokens, dtype=torch.int64)
     if device == "cuda" and tokens:
         on_host = on_host.pin_memory()
@@ -290,8 +291,8 @@ def device_rows(layer: int, tokens: list[int], device: str) -> torch.Tensor:
 
 
 def use_at_random(cache: PagedKVCache, device: str, steps: int, pause: Callable[[], None]) -> None:
-    """Steps that check, without waiting for the device, the cached rows of each layer when they
-    come to it, and that fail now and then; in the end all rows are checked, and those on the host.
+    """Runs steps that check the cached rows of each layer without waiting for the device, and
+    that sometimes fail. In the end it checks all rows, also those on the host.
     """
     rng = random.Random(torch.initial_seed())
     tokens: dict[int, list[int]] = {}
@@ -307,7 +308,7 @@ def use_at_random(cache: PagedKVCache, device: str, steps: int, pause: Callable[
                for n, user in enumerate(users)}  # fmt: skip
         fresh += 150
         for user in users:
-            if len(cached[user]) > 40:  # three of these have room
+            if len(cached[user]) > 40:  # there is room for three of these
                 cache.free([user])
                 cached[user] = []
         pause()
@@ -342,7 +343,7 @@ def use_at_random(cache: PagedKVCache, device: str, steps: int, pause: Callable[
 
 
 def check_everything(cache: PagedKVCache) -> None:
-    """Each row is that of its own user's tokens: in every layer, the same increasing ones."""
+    """Checks that each row is that of its own user's token, in every layer."""
     for user in USERS:
         length = int(cache.lookup([user])[0])
         for pages, ids in (
@@ -357,7 +358,7 @@ def check_everything(cache: PagedKVCache) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_copies_are_waited_for(seed):
-    """Copies that come as late as they may; at once they are made in the test below."""
+    """The copies are made as late as possible; the next test makes them at once."""
     torch.manual_seed(torch.initial_seed() + seed)
     cache = make_cache(12, host_pages=9)
     with late_copies(cache):
@@ -373,13 +374,13 @@ def test_copies_of_a_layer_are_not_waited_for_by_those_before_it():
             assert side.done == 0
             for layer in range(LAYERS):
                 step.paged_kv(layer)
-                # Of user 1 to the host; then back, of each layer to a buffer and to its pages.
+                # User 1 goes to the host, then comes back: each layer to a buffer and to its pages.
                 assert side.done == LAYERS + 2 * (layer + 1)
     check_everything(cache)
 
 
 def test_copies_that_fail_half_way_are_waited_for(monkeypatch):
-    """Pages that are filled are given back, and must not be filled later."""
+    """Copies that failed half way are waited for, lest they fill released pages later."""
     cache = make_cache(2, host_pages=4)
     with late_copies(cache) as side:
         fill(cache, _1=20, _2=20)
@@ -393,7 +394,7 @@ def test_copies_that_fail_half_way_are_waited_for(monkeypatch):
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(kernels=False))]
 )
 def test_random_steps(device):
-    """On a GPU with either stream held up now and then, so that the other one is early."""
+    """On a GPU either stream is delayed now and then, so that the other one is early."""
     cache = make_cache(12, device, host_pages=9)
     rng = random.Random(torch.initial_seed())
 
@@ -420,7 +421,7 @@ def test_the_host_does_not_wait_for_the_gpu():
                     step.append(layer, *torch.zeros((2, len(step.slots), HEADS, DIM), **like))
 
     like = {"dtype": torch.int64, "device": "cuda"}
-    for warm in (False, True):  # the first time it takes what memory it needs, which may wait
+    for warm in (False, True):  # the first run allocates memory, which may wait
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9)  # half a second or more
         before = time.monotonic()
@@ -440,7 +441,7 @@ def test_the_host_does_not_wait_for_the_gpu():
 
 @pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
 def test_an_engine_recomputes_less(name):
-    """More users than the device has room for: with a host tier their events are computed once."""
+    """More users than fit on the device: with a host tier their events are computed once."""
     model = serving_models.make_model(name)
     recomputed = {}
     for host_pages in (0, 24):

@@ -1,5 +1,6 @@
-"""The paged KV cache of serving: threads, what is promised case by case, attention. Random
-operations are in test_paged_cache_model.py, the cases of the host tier in test_host_tier.py."""
+"""Tests of the paged KV cache: threads, case by case, and attention. Random operations are in
+test_paged_cache_model.py, the cases of the host tier in test_host_tier.py.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ from tests.helpers.paged_caches import (
 
 @pytest.mark.parametrize("host_pages", [0, 12])
 def test_threads(host_pages):
-    """Threads fight for users and pages; of each user, what is cached is what was appended."""
+    """Threads compete for users and pages, and each user's cached rows are those appended."""
     cache = make_cache(24, host_pages=host_pages)
-    written: dict[int, list[int]] = {}  # a user's entry is touched in a step of that user alone
+    written: dict[int, list[int]] = {}  # only a step of a user writes the user's entry
     failures: list[BaseException] = []
     steps = [0] * 4
 
@@ -70,7 +71,7 @@ def test_threads(host_pages):
             except ValueError as error:
                 if "no open step" not in str(error):
                     failures.append(error)
-                time.sleep(1e-4)  # for the thread whose step it is to end it
+                time.sleep(1e-4)  # lets the thread with the step end it
             except BaseException as error:
                 failures.append(error)
             if rng.random() < 0.1:
@@ -100,7 +101,7 @@ def test_threads(host_pages):
 
 
 # ---------------------------------------------------------------------------------------------
-# What is promised, case by case
+# Case by case
 # ---------------------------------------------------------------------------------------------
 
 
@@ -331,8 +332,7 @@ def test_bad_sizes_are_refused(sizes, message):
     ("page_size", "num_pages", "host_pages"), [(16, 10, 0), (64, 4, 0), (16, 10, 12)]
 )
 def test_growing_histories_against_dense_attention(device, page_size, num_pages, host_pages):
-    """Steps over two layers; pages run short, so that users return to find nothing cached, or to
-    have it brought back."""
+    """Pages are short, so that returning users are not cached, or are brought back."""
     heads, dim, dtype = 2, 32, torch.bfloat16
     sizes = (LAYERS, num_pages, page_size, heads, dim)
     cache = PagedKVCache(*sizes, dtype, device, host_pages=host_pages)
@@ -347,7 +347,7 @@ def test_growing_histories_against_dense_attention(device, page_size, num_pages,
         users = rng.sample(range(8), 2)
         targets = [rng.choice([0, 1, 7]) for _ in users]
         for user in users:
-            if history[user].shape[2] > 60:  # with more, two might have no room
+            if history[user].shape[2] > 60:  # longer histories might leave no room for two
                 cache.free([user])
                 history[user] = none
             history[user] = torch.cat([history[user], random_rows(rng.randrange(14))], 2)

@@ -1,5 +1,6 @@
-"""The paged KV cache of serving: random operations, and after each a comparison with a model of who
-has how many pages where, and with every row that was written."""
+"""Tests of the paged KV cache by random operations, each followed by a comparison with a model
+of the users' pages and with every row that was written.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ class OpenStep(NamedTuple):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """The model: the tokens of each user, and the users in no open step, on the device and on the
-    host, least recently used first."""
+    """The model: the tokens of each user, and the users in no open step on the device and on the
+    host, least recently used first.
+    """
 
     @initialize(num_pages=st.integers(1, 14), host_pages=st.none() | st.integers(0, 16))
     def start(self, num_pages: int, host_pages: int | None) -> None:
@@ -77,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.num_pages - self.size(set(self.tokens) - set(self.on_host))
 
     def returning(self) -> dict[int, int]:
-        """The users on their way back, with the pages that they have on the host."""
+        """The users who are being brought back, with their pages on the host."""
         return {user: pages_of(len(s.cached[user])) for s in self.open for user in s.returning}
 
     def free_host_pages(self) -> int:
@@ -149,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.open.append(OpenStep(manager, step, cached, new, returning, *befores, written))
 
     def make_room(self, missing: int, candidates: list[int], returning_pages: int) -> None:
-        """Evicts: to the host, if there is room but for what returns, the latest users first."""
+        """Evicts users; the latest go to the host, as far as it has room besides what returns."""
         evicted: list[int] = []
         while self.size(evicted) < missing:
             evicted.append(candidates[len(evicted)])
@@ -200,7 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
         step = self.open.pop(which % len(self.open))
         assert not step.manager.__exit__(Boom, Boom(), None)  # the exception goes on
         for user, cached in step.cached.items():
-            # What was written again stays so, but on the host it never was.
+            # Rows that were written again keep the new values; the host never had them.
             latest = self.tokens[user] if step.written else cached
             self.tokens[user] = (cached if user in step.returning else latest)[: len(cached)]
             assert self.cache._table.pages(user) == step.pages_before[user]
@@ -296,7 +298,7 @@ def test_random_operations_against_a_model():
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_pages", "host_pages"), [(7, None), (7, 0), (7, 6), (12, 30)])
 def test_many_operations_against_a_model(num_pages, host_pages):
-    """The same for longer, and with more steps that find users."""
+    """The test runs longer, with more steps that find users in the cache."""
     rng = random.Random(torch.initial_seed())
     machine = CacheMachine()
     machine.start(num_pages, host_pages)

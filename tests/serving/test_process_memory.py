@@ -1,6 +1,6 @@
-"""The memory of the process does not grow with the number of calls, nor with the square of N.
+"""Tests that the memory of the process grows neither with the number of calls nor with N^2.
 
-Nor do results depend on what it held before.
+Results do not depend on the contents of fresh memory either.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import textwrap
 
 import pytest
 
-# Resident memory after a number of calls, in a process of its own. Outputs are smaller than what
-# glibc maps separately and larger than what it keeps in thread caches: the sizes at which a leak or
-# a fragmented heap would show.
+# Prints resident memory after a number of calls. Outputs are smaller than the blocks that
+# glibc maps separately and larger than those of its thread caches, so that a leak or
+# a fragmented heap shows.
 _LOOP = """
 import resource, torch
 from hstu_attn import hstu_attention
@@ -94,7 +94,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_no_matrix_of_n_by_n():
-    """At length 20000 one fp32 matrix of scores would take 1526 MiB, the results take 10."""
+    """At length 20000 one fp32 matrix of scores would take 1526 MiB; the results take 10."""
     result = subprocess.run(
         [sys.executable, "-c", _LONG.replace("LENGTH", "20000")],
         capture_output=True,
@@ -120,7 +120,7 @@ for length in (16, 48, 112):  # whole vectors, half a tile of AMX
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scratch_may_hold_anything(dtype):
-    """glibc fills new memory with bytes of 0x7f: huge numbers, which make NaN if they are read."""
+    """glibc fills new memory with bytes of 0x7f, which are huge numbers and give NaN if read."""
     result = subprocess.run(
         [sys.executable, "-c", _FINITE.replace("DTYPE", dtype)],
         env={**os.environ, "MALLOC_PERTURB_": "128"},

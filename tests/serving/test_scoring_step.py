@@ -1,5 +1,6 @@
-"""A scoring step as a function of tensors: as written, exported, and packaged, in Python and in C++
-without Python."""
+"""Tests of a scoring step as a function of tensors: as written, exported, and packaged, in
+Python and in C++ without Python.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ from tests.helpers.serving_models import (
 )
 
 PAGES, PAGE_SIZE = 40, 16
-# Of each step the users' new events and candidates. Sizes differ, down to one row and no candidate;
-# users come again, with and without new events, beside new ones.
+# The users' new events and candidates in each step. Sizes go down to one row and no candidate, and
+# users return, with and without new events, together with new users.
 TRAFFIC: list[dict[int, tuple[int, int]]] = [
     {7: (20, 3), 8: (1, 5), 9: (16, 0)},
     {9: (5, 4), 7: (0, 2)},
@@ -54,8 +55,9 @@ TRAFFIC: list[dict[int, tuple[int, int]]] = [
 
 
 class Step(NamedTuple):
-    """What comes with a step: arguments of `PagedKVCache.step`, the inputs after the page tables,
-    and the scores without a cache."""
+    """A step's arguments of `PagedKVCache.step`, its inputs after the page tables, and the
+    scores without a cache.
+    """
 
     users: list[int]
     new_tokens: list[int]
@@ -79,7 +81,7 @@ def make_step(model: Any) -> ScoringStep:
 
 
 def traffic(model: Any) -> Iterator[Step]:
-    """Each user's last row is written again, as by an engine."""
+    """Makes steps in which each user's last row is written again, as an engine does."""
     rng = random.Random(torch.initial_seed())
     whole = Retrieval.whole if isinstance(model, ServedRetrieval) else RankingModel.whole
     histories: dict[int, np.ndarray] = {}
@@ -122,7 +124,7 @@ def traffic(model: Any) -> Iterator[Step]:
 def run(
     call: Any, steps: list[Step], dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores and what they should be, over one cache."""
+    """Returns the scores of steps over one cache, and the expected scores."""
     cache = PagedKVCache(LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, dtype, "cpu")
     scales = {} if cache.kv_scales is None else {"kv_scales": cache.kv_scales.unbind()}
     for step in steps:
@@ -145,7 +147,7 @@ def assert_close(scores: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["retrieval", *RANKING])
 def test_scores_are_those_of_whole_histories(name: str) -> None:
-    """As written, and as a graph for any sizes, which writes the cache that it is given."""
+    """The step computes them as written and as a graph for any sizes, which writes its cache."""
     model = make_model(name)
     step, steps = make_step(model), list(traffic(model))
     for scores, expected in run(step, steps):
@@ -158,7 +160,7 @@ def test_scores_are_those_of_whole_histories(name: str) -> None:
 
 
 def test_an_e4m3_cache() -> None:
-    """The graph writes elements and scales, and scores as the step itself does."""
+    """The graph writes elements and scales, and gives the scores of the step itself."""
     model, dtype = make_model("ranking, times"), torch.float8_e4m3fn
     step, steps = make_step(model), list(traffic(model))
     program = step.export(PAGE_SIZE, dtype)
@@ -174,7 +176,7 @@ def test_an_e4m3_cache() -> None:
 
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Step]]:
-    """A package that takes every input, and steps for it."""
+    """Makes a package that takes every input, and steps for it."""
     model = make_model("ranking, times")
     path = tmp_path_factory.mktemp("package") / "step.pt2"
     program = make_step(model).export(PAGE_SIZE)
@@ -199,7 +201,7 @@ def test_a_package_writes_the_cache_without_copying_it(packaged: tuple[str, list
 
 @pytest.mark.slow
 def test_a_package_runs_without_python(packaged: tuple[str, list[Step]], tmp_path: Path) -> None:
-    """The documented command builds the example; the pages are those of its own table."""
+    """The documented command builds the example, which has its own page table."""
     text = (ROOT / "docs/quickstart/serving.md").read_text().replace("\\\n", "")
     build = next(line for line in text.splitlines() if line.startswith("g++ "))
     torch_dir = Path(torch.__file__).parent
