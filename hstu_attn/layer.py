@@ -239,9 +239,6 @@ class HSTULayer(nn.Module):
         It writes the keys and values of the new history to the cache. It is for inference: there
         are no gradients.
 
-        It writes the keys and values of the new history to the cache. It is for inference: there
-        are no gradients.
-
         The result is that of the same rows in `forward` of the whole sequences, if what is
         cached came from the same model. A row's output depends on its row time, which is by default
         the time of the next event: write a row again (`rewritten` of the cache's step) where that

@@ -178,8 +178,6 @@ class HSTULayerConfig:
         """The numbers of columns of u, v, q and k, in this order, in the first linear's output.
 
         Within each, the columns of a head are contiguous, and the heads follow one another.
-
-        Within each, the columns of a head are contiguous, and the heads follow one another.
         """
         hidden, attention = self.num_heads * self.hidden_dim, self.num_heads * self.attention_dim
         return hidden, hidden, attention, attention

@@ -266,6 +266,9 @@ void check_paged(const Arguments& args, ForwardParams& params) {
               params.batch, params.paged);
   params.paged.last_page_lens = to_index_prefix("last_page_lens", *args.last_page_lens, args.q,
                                                 params.batch.batch, "(batch)");
+  if (params.relative_bias.timestamps) {  // kernels read no key past total_k
+    params.batch.total_k = std::min(params.batch.total_k, args.timestamps->size(0));
+  }
   if (args.v.size(2) != args.q.size(2)) {
     fail("v", join("the head_dim of q with kv_cache (", args.q.size(2), ")"),
          describe_shape(args.v));
@@ -423,17 +426,17 @@ void check_page_values(const ForwardParams& params, int b, int64_t cached) {
 
 void check_values(const ForwardParams& params, const Arguments& args) {
   const BatchParams& batch = params.batch;
+  if (batch.paged && params.relative_bias.timestamps &&
+      args.timestamps->size(0) < batch.cu_seqlens_k[batch.batch]) {
+    fail("timestamps", join("a time for each of ", batch.cu_seqlens_k[batch.batch], " keys"),
+         describe_shape(*args.timestamps));
+  }
   check_offsets("cu_seqlens_q", batch.cu_seqlens_q, batch.batch, batch.total_q, "total_q");
   check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k,
                 batch.paged ? "the keys of all pages and rows" : "total_k");
   if (batch.paged) {
     check_offsets("page_offsets", params.paged.page_offsets, batch.batch, args.page_ids->size(0),
                   "the number of page_ids");
-  }
-  if (batch.paged && params.relative_bias.timestamps &&
-      args.timestamps->size(0) < batch.cu_seqlens_k[batch.batch]) {
-    fail("timestamps", join("a time for each of ", batch.cu_seqlens_k[batch.batch], " keys"),
-         describe_shape(*args.timestamps));
   }
   for (int b = 0; b < batch.batch; ++b) {
     check_lengths(batch, args, b);

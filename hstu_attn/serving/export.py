@@ -144,9 +144,6 @@ class ScoringStep(nn.Module):
         The graph takes the arguments of `forward` by name, or in that order where there are no
         names, without those that this model does not need. It writes the caches in place.
 
-        The graph takes the arguments of `forward` by name, or in that order where there are no
-        names, without those that this model does not need. It writes the caches in place.
-
         A package that `torch._inductor.aoti_compile_and_package` makes of it trusts the shapes and
         dtypes of its inputs. With `AOTI_RUNTIME_CHECK_INPUTS=1` in the environment it checks them,
         and then refuses sizes below 2 as well.

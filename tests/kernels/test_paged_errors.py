@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hstu_attn import PagedKV, append_paged_kv, hstu_attention
+from hstu_attn import PagedKV, RelativeBias, append_paged_kv, hstu_attention
 from hstu_attn.testing import Batch, make_paged_batch, run
 
 FP8 = torch.float8_e4m3fn
@@ -72,6 +72,17 @@ def test_bad_caches_are_refused(name, arguments):
     if name != "last_page_lens":
         with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
             append_paged_kv(x, x, paged_kv, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+
+
+@pytest.mark.parametrize("missing", [1, 64])
+def test_every_key_has_a_time(missing):
+    batch = make_paged_batch([40, 16], [3, 0], [5, 2])
+    keys = int(batch.cu_seqlens_k[-1])
+    times = torch.zeros(keys, dtype=torch.int64)
+    run(hstu_attention, batch.with_bias(RelativeBias(None, torch.zeros(1, 4), times)))
+    few = batch.with_bias(RelativeBias(None, torch.zeros(1, 4), times[missing:].clone()))
+    with pytest.raises(ValueError, match=rf"timestamps: expected a time for each of {keys} keys"):
+        run(hstu_attention, few)
 
 
 def test_pages_that_do_not_fit_the_lengths_are_refused():

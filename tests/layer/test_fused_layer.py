@@ -116,7 +116,7 @@ def test_frozen_weights(config, frozen, compiled, recompute, monkeypatch):
     """Frozen weights cost no product, and change no other gradient."""
     torch._dynamo.reset()
     layer = HSTULayer(replace(config, fused=True, **recompute))
-    x, offsets, longest, targets = compiled_inputs([5, 30, 3])
+    x, offsets, longest, targets, *_ = compiled_inputs([5, 30, 3])
     x.requires_grad_()
     products: list[torch.Size] = []
     weight_gradient = operator._weight_gradient
@@ -487,16 +487,24 @@ def test_tensors_without_data(monkeypatch):
         assert differentiated("cpu").shape == shape
 
 
-def compiled_inputs(lengths: list[int]) -> tuple[Any, ...]:
+def compiled_inputs(lengths: list[int], config: HSTULayerConfig = STU) -> tuple[Any, ...]:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     targets = torch.tensor([length // 3 for length in lengths])
-    return torch.randn(sum(lengths), STU.embedding_dim), offsets, max(lengths), targets
+    x = torch.randn(sum(lengths), config.embedding_dim)
+    times = None
+    if config.enable_relative_attention_bias:
+        times = torch.randint(10**6, (len(x),)).cumsum(0)
+    return x, offsets, max(lengths), targets, None, times
 
 
-def test_compiled_stack():
+COMPILED = pytest.mark.parametrize("config", [DROPPING, RESEARCH], ids=["stu", "research"])
+
+
+@COMPILED
+def test_compiled_stack(config):
     """The graph has one operator for each layer, and serves other sizes."""
     torch._dynamo.reset()
-    stack = HSTUStack(replace(DROPPING, fused=True, recompute_gate=True), 2)
+    stack = HSTUStack(replace(config, fused=True, recompute_gate=True), 2)
     parameters = list(stack.parameters())
     counts: list[int] = []
 
@@ -509,7 +517,7 @@ def test_compiled_stack():
 
     compiled = torch.compile(stack, fullgraph=True, dynamic=True, backend=backend)
     for n, lengths in enumerate(([5, 70, 3, 11, 6], [40, 9], [1, 2, 3, 20, 88, 4])):
-        inputs = compiled_inputs(lengths)
+        inputs = compiled_inputs(lengths, config)
         results = []
         for model in (compiled, stack):
             torch.manual_seed(4)
@@ -524,9 +532,10 @@ def test_compiled_stack():
     torch._dynamo.reset()
 
 
-def test_exported_layer():
-    layer = HSTULayer(replace(STU, fused=True)).eval()
-    inputs = compiled_inputs([5, 70, 3])
+@COMPILED
+def test_exported_layer(config):
+    layer = HSTULayer(replace(config, fused=True)).eval()
+    inputs = compiled_inputs([5, 70, 3], config)
     with torch.no_grad():
         program = torch.export.export(layer, inputs)
         called = [n for n in program.graph.nodes if "hstu_attn" in str(n.target)]
