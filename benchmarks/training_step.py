@@ -127,7 +127,8 @@ class Training:
     def step(self) -> Tensor:
         """Runs one step; returns its loss."""
         states, targets = self.model(self.batch), self.batch.target_items
-        loss = sampled_softmax_loss(self.model, states, targets, NEGATIVES, TEMPERATURE)
+        losses = sampled_softmax_loss(self.model, states, targets, NEGATIVES, TEMPERATURE)
+        loss = losses.mean()
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)

@@ -39,7 +39,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from recommender.options import Options, Strategy, make_parser, open_data, parse
+from recommender.options import (
+    Options,
+    Strategy,
+    choose_device,
+    make_parser,
+    open_data,
+    parse,
+)
 
 SYNTHETIC_DATA = Path("runs/synthetic-kuairand")
 
@@ -118,7 +125,7 @@ import torch
 from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
 from recommender.files import write_json
-from recommender.loop import Trainer, named_device, progress_bar, seed_everything
+from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.processes import Processes
 from recommender.ranking import (
     EmbeddingTables,
@@ -147,7 +154,6 @@ from recommender.ranking_metrics import (
 )
 from torch import Tensor, nn
 
-from hstu_attn import ops
 from hstu_attn.data import ACTIONS, AttentionCost, BalancedBatchSampler
 from hstu_attn.data.synthetic_layouts import write_synthetic_kuairand
 from hstu_attn.distributed import (
@@ -165,13 +171,6 @@ CPU = torch.device("cpu")
 EVALUATION_ROWS = 32768
 TABLES, TORCHREC_TABLES = "embeddings.tables.", "embeddings.collection.embeddings."
 DEFAULT_TASKS = {"is_click", "long_view", "is_like", "rating_4", "rating_5"}
-
-
-def choose_device(name: str) -> torch.device:
-    """Returns the named device; "auto" is a GPU that has kernels, otherwise the CPU."""
-    if name != "auto":
-        return named_device(name)
-    return torch.device("cuda" if torch.cuda.is_available() and ops.has_cuda_kernels() else "cpu")
 
 
 def task_weights(chosen: list[str] | None, actions: tuple[str, ...]) -> dict[str, float]:
@@ -284,12 +283,9 @@ class RankingTrainer(Trainer[RankingBatch]):
         check_ranking_batch(batch, config.sizes, len(config.actions), config.max_rows)
         return batch
 
-    def loss(self, batch: RankingBatch) -> Tensor:
+    def losses_of(self, batch: RankingBatch) -> tuple[Tensor, Tensor]:
         labels = task_labels(self.config, batch.target_actions)
-        return ranking_loss(self.trained(batch), labels, self.weights)
-
-    def count(self, batch: RankingBatch) -> int:
-        return len(batch.target_items)
+        return ranking_loss(self.trained(batch), labels, self.weights), batch.target_offsets
 
     def evaluate(self, split: Split) -> dict[str, float]:
         """Returns the model's metrics."""

@@ -26,7 +26,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from recommender.options import NOT_PART_OF_THE_RUN, Options, make_parser, open_data, parse
+from recommender.options import (
+    NOT_PART_OF_THE_RUN,
+    Options,
+    choose_device,
+    make_parser,
+    open_data,
+    parse,
+)
 
 SYNTHETIC_DATA = Path("runs/synthetic-movielens")
 
@@ -88,12 +95,12 @@ from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
 from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
 from recommender.files import write_json
-from recommender.loop import Trainer, named_device, progress_bar, seed_everything
+from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.saved import load_model, save_model
 from torch import Tensor
 
-from hstu_attn import HSTULayerConfig, RelativeBias, hstu_attention
+from hstu_attn import HSTULayerConfig
 from hstu_attn.data import (
     BatchSampler,
     EventLog,
@@ -108,31 +115,8 @@ from hstu_attn.data.synthetic import write_synthetic_movielens
 Split = Literal["validation", "test"]
 
 CPU = torch.device("cpu")
-EVALUATION_TOKENS = 16384
+EVALUATION_TOKENS = {"cpu": 2**14, "cuda": 2**17}
 LABELS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
-
-
-def choose_device(name: str) -> torch.device:
-    """Returns the named device; "auto" is a GPU that can train the model, otherwise the CPU."""
-    if name != "auto":
-        return named_device(name)
-    if torch.cuda.is_available():
-        if has_relative_bias(torch.device("cuda")):
-            return torch.device("cuda")
-        print("Training on the CPU: hstu_attn has no kernels with a relative bias for the GPU")
-    return CPU
-
-
-def has_relative_bias(device: torch.device) -> bool:
-    """Returns whether attention with the model's relative bias is built for the device."""
-    q = torch.zeros(1, 1, 32, dtype=torch.bfloat16, device=device)
-    offsets = torch.tensor([0, 1], device=device)
-    bias = RelativeBias(torch.zeros(1, 1, device=device))
-    try:
-        hstu_attention(q, q, q, cu_seqlens_q=offsets, max_seqlen_q=1, bias=bias)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def share_of_repeats(log: EventLog) -> float:
@@ -150,7 +134,7 @@ def evaluate_split(
         scorer,
         log,
         held_out_windows(log, split, options.max_seq_len),
-        tokens_per_batch=EVALUATION_TOKENS,
+        tokens_per_batch=EVALUATION_TOKENS[device.type],
         exclude_seen=not options.keep_seen,
         device=device,
     )
@@ -229,18 +213,15 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         check_batch(batch, self.log.num_items)
         return batch
 
-    def loss(self, batch: JaggedBatch) -> Tensor:
-        mean = sampled_softmax_loss(
+    def losses_of(self, batch: JaggedBatch) -> tuple[Tensor, Tensor]:
+        losses = sampled_softmax_loss(
             self.model,
             self.trained(batch),
             batch.target_items,
             self.retrieval.negatives,
             self.retrieval.temperature,
         )
-        return mean * batch.total
-
-    def count(self, batch: JaggedBatch) -> int:
-        return batch.total
+        return losses, batch.seq_offsets
 
     def evaluate(self, split: Split) -> Metrics:
         """Returns the model's metrics."""

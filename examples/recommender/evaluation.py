@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from hstu_attn.data import EventLog, JaggedBatch, Windows, consecutive_batches, jagged_batch
+from hstu_attn.upload import upload
 
 __all__ = ["Metrics", "Scorer", "evaluate", "mask_seen", "metrics_of_ranks", "ranks_of_targets"]
+
+SCORES_PER_BATCH = 2**27  # fp32, of which some copies are made
 
 Scorer = Callable[[JaggedBatch], Tensor]
 """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
@@ -60,19 +63,18 @@ def metrics_of_ranks(ranks: Tensor) -> Metrics:
 
 
 def mask_seen(scores: Tensor, log: EventLog, windows: Windows) -> Tensor:
-    """Sets scores `(batch, num_items)` to -inf for the items that each user has seen.
+    """Returns scores `(batch, num_items)` with -inf for the items that each user has seen.
 
     These are the items of all events before the window's last one, including those before the
     window.
     """
-    starts, ends = log.offsets[windows.users], windows.ends - 1
-    rows = np.repeat(np.arange(len(windows)), ends - starts)
-    items = np.concatenate([log.items[start:end] for start, end in zip(starts, ends, strict=True)])
-    indices = torch.from_numpy(rows), torch.from_numpy(items.astype(np.int64))
-    return scores.index_put(
-        tuple(index.to(scores.device) for index in indices),
-        torch.tensor(float("-inf"), device=scores.device),
-    )
+    starts = log.offsets[windows.users]
+    counts = windows.ends - 1 - starts
+    first = np.cumsum(counts) - counts
+    items = log.items[np.arange(counts.sum()) + np.repeat(starts - first, counts)]
+    places = np.repeat(np.arange(len(windows)) * log.num_items, counts) + items
+    (on_device,) = upload([torch.from_numpy(places)], scores.device)
+    return scores.flatten().index_fill(0, on_device, float("-inf")).view_as(scores)
 
 
 @torch.no_grad()
@@ -87,16 +89,20 @@ def evaluate(
 ) -> Metrics:
     """Ranks the last target of each window among all items.
 
+    On a GPU the host waits once, at the end.
+
     Args:
         scorer: scores the items.
         log: the events.
         windows: one per user, as `hstu_attn.data.held_out_windows` makes them.
-        tokens_per_batch: rows scored at a time.
+        tokens_per_batch: rows scored at a time; fewer where the catalogue is large.
         exclude_seen: leaves out of the ranking what the user did before.
         device: where to score.
     """
     ranks = []
-    for indices in consecutive_batches(windows.lengths, tokens_per_batch):
+    users = max(1, SCORES_PER_BATCH // log.num_items)
+    batches = consecutive_batches(windows.lengths, tokens_per_batch)
+    for indices in (part for x in batches for part in np.split(x, range(users, len(x), users))):
         chosen = windows.take(indices)
         batch = jagged_batch(log, chosen).to(device)
         scores = scorer(batch)

@@ -15,7 +15,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from hstu_attn.capture import CapturedStep
 from hstu_attn.data import SamplerState
 from hstu_attn.distributed import Checkpoints, parameter_groups
 from hstu_attn.distributed.torchrec_tables import TorchrecTables
@@ -43,12 +44,12 @@ __all__ = [
     "Batches",
     "Trainer",
     "TrainingError",
-    "named_device",
     "progress_bar",
     "seed_everything",
 ]
 
 SHOWN_NAMES = 5
+READ_EVERY = 50  # steps; a captured one waits for the device only then
 
 
 class TrainingError(RuntimeError):
@@ -61,6 +62,9 @@ class Batch(Prefetched, Protocol):
     @property
     def total(self) -> int:
         """Rows of the batch."""
+
+    def padded(self: AnyBatch) -> AnyBatch:
+        """Appends what belongs to no sequence, so that few shapes occur."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -99,11 +103,6 @@ class Position:
         """The epoch of the batch."""
         return self._state["epoch"]
 
-    @property
-    def batch(self) -> int:
-        """The number of the batch in its epoch, from 1."""
-        return self._state["batch"]
-
     def state_dict(self) -> SamplerState:
         return self._state
 
@@ -117,21 +116,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
-
-
-def named_device(name: str) -> torch.device:
-    """Returns the device of that name, such as "cpu" or "cuda:1".
-
-    Raises:
-        ValueError: this machine does not have it.
-    """
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device: expected one of this machine, where torch sees {torch.cuda.device_count()} "
-            f"GPUs; got {name}"
-        )
-    return device
 
 
 def progress_bar(
@@ -148,8 +132,32 @@ def progress_bar(
     )
 
 
+@dataclass(frozen=True)
+class Made(Generic[AnyBatch]):
+    """A step that has been made, of which the host has not read the numbers.
+
+    Attributes:
+        numbers: on the device, `(3,)` fp32: the loss, the norm of its gradient, and the sum of the
+            loss over the batch of this process.
+        batch: on the CPU.
+        position: after the batch.
+        learning_rate: that of the step.
+        started: when the host began it, by `time.perf_counter`.
+    """
+
+    numbers: Tensor
+    batch: AnyBatch
+    position: SamplerState
+    learning_rate: float
+    started: float
+
+
 class Trainer(ABC, Generic[AnyBatch]):
     """A run: the model, its optimizer, the position in the data, and what has been measured.
+
+    With `--graph`, which is the default on a GPU that one process uses, steps are captured in CUDA
+    graphs. They include the update, so a step whose loss is not finite is seen only after the next
+    ones have been made; from that step on, updates change nothing.
 
     Args:
         options: the command line.
@@ -159,10 +167,11 @@ class Trainer(ABC, Generic[AnyBatch]):
         processes: what is done together with other processes.
 
     Attributes:
-        losses: the losses of each step made.
+        losses: the losses of the steps that have been read.
         validation: metrics by step.
         baselines: validation metrics of what the model is compared with, by name, for the picture.
         best_quality: the quality of the model in `best.pt`.
+        seconds: how long steps and validations have taken.
     """
 
     advice = "A lower --learning-rate or more --warmup-steps may help."
@@ -181,7 +190,13 @@ class Trainer(ABC, Generic[AnyBatch]):
         self.identity = {**options.identity(), **identity}
         self.processes = processes or Processes()
         self.device = next(model.parameters()).device
-        self.prefetcher = Prefetcher(self.draw, self.device)
+        is_graph = options.graph
+        if is_graph is None:
+            is_graph = self.device.type == "cuda" and self.processes.mesh is None
+        elif is_graph and self.processes.mesh is not None:
+            raise ValueError("--graph: expected one process, got several of torchrun")
+        self.captured = CapturedStep(self._whole_step, self.device) if is_graph else None
+        self.prefetcher = Prefetcher(self._draw, self.device)
         tables = [module for module in model.modules() if isinstance(module, TorchrecTables)]
         self.trained = self.processes.prepare(model, options.compute_dtype(self.device), tables)
         self.optimizer = torch.optim.AdamW(
@@ -189,10 +204,19 @@ class Trainer(ABC, Generic[AnyBatch]):
             lr=options.learning_rate,
             betas=(0.9, 0.98),
             weight_decay=options.weight_decay,
+            fused=True if is_graph else None,
+            capturable=is_graph and self.device.type == "cuda",
         )
+        # What captured steps read: the learning rate, and 1 from the first step on that failed.
+        self.rate = torch.zeros((), device=self.device)
+        self.has_failed = torch.zeros((), device=self.device)
+        if is_graph:  # a fused optimizer changes nothing where this is 1
+            self.optimizer.found_inf = self.has_failed  # type: ignore[attr-defined]
         self.optimizers = [self.optimizer, *(table.fused_optimizer for table in tables)]
         self.steps = options.steps or options.epochs * batches.batches_per_epoch
         self.losses: list[float] = []
+        self.unread: list[Made[AnyBatch]] = []
+        self.seconds = {"training": 0.0, "validation": 0.0}
         self.validation: dict[int, dict[str, float]] = {}
         self.baselines: Mapping[str, Mapping[str, float]] = {}
         self.best_quality = -math.inf
@@ -212,12 +236,11 @@ class Trainer(ABC, Generic[AnyBatch]):
         """
 
     @abstractmethod
-    def loss(self, batch: AnyBatch) -> Tensor:
-        """Returns the sum of the loss over what `count` counts, a scalar."""
+    def losses_of(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+        """Returns the losses of rows or candidates `(n,)`, and their offsets `(batch + 1,)`.
 
-    @abstractmethod
-    def count(self, batch: AnyBatch) -> int:
-        """Returns how many rows or candidates of the batch have a loss."""
+        Those past the last offset belong to no sequence, and do not count.
+        """
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
@@ -251,7 +274,7 @@ class Trainer(ABC, Generic[AnyBatch]):
     @property
     def step(self) -> int:
         """Steps made so far."""
-        return len(self.losses)
+        return len(self.losses) + len(self.unread)
 
     def start(self) -> None:
         """Continues the run in the directory if `--resume` is given, otherwise starts one.
@@ -267,7 +290,12 @@ class Trainer(ABC, Generic[AnyBatch]):
             made_with = self.processes.from_first(read_json(out / RUN))
             if made_with and (problem := difference(made_with, self.identity, out)):
                 raise TrainingError(problem)
+            implementation = {
+                name: self.optimizer.param_groups[0][name] for name in ("fused", "capturable")
+            }
             self._resume()
+            for group in self.optimizer.param_groups:  # a checkpoint has those of the run before
+                group.update(implementation)
         if made_with is None and self.processes.is_first:
             (out / BASELINES).unlink(missing_ok=True)  # of a run that was stopped before it trained
             write_json(out / RUN, self.identity)
@@ -303,10 +331,18 @@ class Trainer(ABC, Generic[AnyBatch]):
         """
         is_first = self.processes.is_first
         self.scalars = Scalars(self.options.out / "tensorboard" if is_first else None, self.step)
+        first = self.step
         try:
             self._run()
         finally:
             self.scalars.close()
+        if self.step > first:
+            seconds = self.seconds["training"]
+            print(
+                f"{self.step - first:,} steps in {seconds:.1f} s "
+                f"({(self.step - first) / seconds:.1f} a second), "
+                f"validation in {self.seconds['validation']:.1f} s"
+            )
         self.processes.wait()  # until the first process has written its last
         self.load_best(self.best)
 
@@ -317,11 +353,15 @@ class Trainer(ABC, Generic[AnyBatch]):
             while self.step < self.steps:
                 self._train_step()
                 last = self.step == self.steps
+                validates = last or self.step % options.eval_every == 0
+                saves = last or self.step % options.checkpoint_every == 0
+                if validates or saves or self.step % READ_EVERY == 0:
+                    self._read()
                 bar.update()
                 bar.set_postfix(epoch=self.position.epoch, loss=self._recent_loss(), refresh=False)
-                if last or self.step % options.eval_every == 0:
+                if validates:
                     self._validate(bar)
-                if last or self.step % options.checkpoint_every == 0:
+                if saves:
                     self._save()
                     if is_first and not last:  # the example draws the last, after the metrics
                         self.plot(options.out / "curves.png")
@@ -330,28 +370,85 @@ class Trainer(ABC, Generic[AnyBatch]):
         started = time.perf_counter()
         self.trained.train()
         learning_rate = self._learning_rate()
+        batch, on_device = self._take()
+        if self.captured is None:
+            self._set_learning_rate(learning_rate)
+            numbers = self._gradients(on_device)
+        else:
+            self.rate.fill_(learning_rate)
+            numbers = self.captured(on_device)
+        if self.step + 1 < self.steps:
+            self.prefetcher.start()  # while the device computes what has been queued
+        made = Made(numbers, batch, self.position.state_dict(), learning_rate, started)
+        self.unread.append(made)
+        if self.captured is None:
+            self._read()
+            self.optimizer.step()
+
+    def _gradients(self, batch: AnyBatch) -> Tensor:
+        """Computes clipped gradients; returns the `numbers` of `Made`."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        local, count = self.loss(batch)
+        loss = self.processes.mean(local, count)
+        loss.backward()
+        norm = self.processes.clip_gradients(self.trained, self.options.clip_norm)
+        return torch.stack([number.detach() for number in (loss, norm.to(loss), local)])
+
+    def _whole_step(self, batch: AnyBatch) -> Tensor:
+        """Makes a step on the device alone; returns the `numbers` of `Made`.
+
+        From the first step on whose loss or gradient is not finite, the weights stay as they are.
+        """
+        numbers = self._gradients(batch)
+        is_bad = ~numbers.isfinite().all()
+        self.has_failed.copy_(torch.maximum(self.has_failed, is_bad.to(self.has_failed)))
+        self._set_learning_rate(self.rate)
+        self.optimizer.step()
+        return numbers
+
+    def loss(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the loss over a batch, and how many rows or candidates have one.
+
+        Both are scalars on the device.
+        """
+        losses, offsets = self.losses_of(batch)
+        count = offsets[-1]
+        past = torch.arange(len(losses), device=losses.device) >= count
+        return losses.masked_fill(past, 0.0).sum(), count
+
+    def _set_learning_rate(self, learning_rate: float | Tensor) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
-            optimizer.zero_grad()
-        batch, on_device = self._take()
-        local = self.loss(on_device)
-        loss = self.processes.mean(local, self.count(batch))
-        loss.backward()
-        norm = self.processes.clip_gradients(self.trained, self.options.clip_norm)
-        if self.step + 1 < self.steps:
-            self.prefetcher.start()  # while the device computes what has been queued
-        numbers = {"loss": loss.item(), "gradient_norm": norm.item()}
-        if not all(map(math.isfinite, numbers.values())):  # which is so on all processes or on none
-            # A loss that is not finite comes from some of them; a gradient's norm may be anyone's.
-            is_here = math.isfinite(numbers["loss"]) or not local.isfinite()
-            problem = self._what_is_not_finite(batch, numbers) if is_here else None
-            self.processes.stop(problem, TrainingError)
-        self.optimizer.step()
-        self.losses.append(numbers["loss"])
-        numbers["learning_rate"] = learning_rate
-        numbers["tokens_per_second"] = batch.total / (time.perf_counter() - started)
-        self.scalars.write("train", numbers, self.step)
+
+    def _read(self) -> None:
+        """Waits for the device, and records the steps that have been made since.
+
+        Raises:
+            TrainingError: the loss of one of them is not finite.
+        """
+        if not self.unread:
+            return
+        rows = torch.stack([made.numbers for made in self.unread]).tolist()
+        seconds = time.perf_counter() - self.unread[0].started
+        self.seconds["training"] += seconds
+        tokens_per_second = sum(made.batch.total for made in self.unread) / seconds
+        unread, self.unread = self.unread, []
+        for made, (loss, norm, local) in zip(unread, rows, strict=True):
+            numbers = {"loss": loss, "gradient_norm": norm}
+            if not all(map(math.isfinite, numbers.values())):  # so on all processes or on none
+                # A loss that is not finite comes from some of them, a gradient's norm from anyone.
+                is_here = math.isfinite(loss) or not math.isfinite(local)
+                problem = self._what_is_not_finite(made, numbers) if is_here else None
+                self.processes.stop(problem, TrainingError)
+            self.losses.append(loss)
+            numbers["learning_rate"] = made.learning_rate
+            numbers["tokens_per_second"] = tokens_per_second
+            self.scalars.write("train", numbers, len(self.losses))
+
+    def _draw(self) -> AnyBatch:
+        return self.draw() if self.captured is None else self.draw().padded()
 
     def _take(self) -> tuple[AnyBatch, AnyBatch]:
         """Takes the next batch; returns it on the CPU and on the device."""
@@ -360,7 +457,8 @@ class Trainer(ABC, Generic[AnyBatch]):
         try:
             return self.prefetcher.take()
         except ValueError as error:
-            raise TrainingError(f"malformed batch {self._where()}: {error}") from error
+            where = self._where(self.step, self.position.state_dict())
+            raise TrainingError(f"malformed batch {where}: {error}") from error
 
     def _learning_rate(self) -> float:
         """Returns the learning rate of the next step: linear warm-up times a cosine over all steps.
@@ -373,10 +471,12 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _recent_loss(self) -> str:
         recent = self.losses[-50:]
-        return f"{sum(recent) / len(recent):.4f}"
+        return f"{sum(recent) / len(recent):.4f}" if recent else "not read yet"
 
     def _validate(self, bar: tqdm[Any]) -> None:
+        started = time.perf_counter()
         metrics = self.validate()
+        self.seconds["validation"] += time.perf_counter() - started
         if self.quality(metrics) >= self.best_quality:
             self.save_best(self.best, metrics)
             self.best_quality = self.quality(metrics)
@@ -388,18 +488,21 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     # --- where something is wrong -----------------------------------------------------------------
 
-    def _where(self) -> str:
+    def _where(self, steps_before: int, position: SamplerState) -> str:
         return (
-            f"at step {self.step + 1} (epoch {self.position.epoch}, batch {self.position.batch}, "
+            f"at step {steps_before + 1} (epoch {position['epoch']}, batch {position['batch']}, "
             f"seed {self.options.seed})"
         )
 
-    def _what_is_not_finite(self, batch: AnyBatch, numbers: dict[str, float]) -> str:
-        """Writes the batch to a file, and says where it is and what else is known."""
+    def _what_is_not_finite(self, made: Made[AnyBatch], numbers: dict[str, float]) -> str:
+        """Writes the batch of a step to a file, and says where it is and what else is known."""
+        steps_before, batch = len(self.losses), made.batch
+        if self.captured is not None:  # whose gradients are those of a later step by now
+            self._gradients(batch.to(self.device))
         number = f"-{self.processes.rank}" if self.processes.num_ranks > 1 else ""
         path = self.options.out / f"bad-batch{number}.pt"
         tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        write_state(path, {"step": self.step + 1, **numbers, "batch": tensors})
+        write_state(path, {"step": steps_before + 1, **numbers, "batch": tensors})
         named = {
             name.removeprefix("module."): parameter  # which DDP puts before it
             for name, parameter in self.trained.named_parameters()
@@ -408,9 +511,10 @@ class Trainer(ABC, Generic[AnyBatch]):
         gradients = _not_finite({name: parameter.grad for name, parameter in named.items()})
         return (
             f"the loss is {numbers['loss']} and the norm of its gradient "
-            f"{numbers['gradient_norm']} {self._where()}. Not finite are the weights of {weights} "
-            f"and the gradients of {gradients}. The batch is in {path}; nothing was saved after "
-            f"the last good checkpoint in {self.options.out}. {self.advice}"
+            f"{numbers['gradient_norm']} {self._where(steps_before, made.position)}. Not finite "
+            f"are the weights of {weights} and the gradients of {gradients}. The batch is in "
+            f"{path}; nothing was saved after the last good checkpoint in {self.options.out}. "
+            f"{self.advice}"
         )
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -481,6 +585,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _save(self) -> None:
         self.scalars.flush()
+        self._set_learning_rate(self._learning_rate())  # no tensor, so that any run continues it
         with naming(self.checkpoints.directory):
             self.checkpoints.save(
                 self.step, self.trained, self.optimizer, run=self, sampler=self.position

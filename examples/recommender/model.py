@@ -93,7 +93,7 @@ def sampled_softmax_loss(
     num_negatives: int,
     temperature: float,
 ) -> Tensor:
-    """Returns the mean cross-entropy of each row's next item against sampled negatives.
+    """Returns the cross-entropy of each row's next item against sampled negatives.
 
     The negatives are drawn uniformly and shared by all rows of the batch. A negative that is a
     row's target is ignored in that row.
@@ -106,7 +106,7 @@ def sampled_softmax_loss(
         temperature: divides the scores.
 
     Returns:
-        A scalar.
+        `(total,)` fp32.
     """
     num_items = model.item_embedding.num_embeddings
     negatives = torch.randint(num_items, (num_negatives,), device=states.device)
@@ -114,4 +114,4 @@ def sampled_softmax_loss(
     negative = states @ model.item_vectors(negatives).T
     negative = negative.masked_fill(target_items[:, None] == negatives, float("-inf"))
     logits = torch.cat([positive, negative], dim=1) / temperature
-    return F.cross_entropy(logits, torch.zeros_like(target_items))
+    return F.cross_entropy(logits, torch.zeros_like(target_items), reduction="none")

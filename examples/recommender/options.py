@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hstu_attn.data import EventLog, LayoutName
 
-__all__ = ["Options", "Strategy", "make_parser", "open_data", "parse"]
+__all__ = ["Options", "Strategy", "choose_device", "make_parser", "open_data", "parse"]
 
 Strategy: TypeAlias = Literal["ddp", "fsdp2"]
 
@@ -34,7 +34,7 @@ ACTIONS = (
 # These options may differ when a run is continued; the loop checks steps and epochs.
 NOT_PART_OF_THE_RUN = (
     *("data", "layout", "only", "cache_dir", "out", "resume", "device", "checkpoint_every"),
-    *("steps", "epochs", "no_baselines"),
+    *("steps", "epochs", "no_baselines", "graph"),
 )
 POSITIVE = (
     *("steps", "epochs", "learning_rate", "clip_norm", "layers", "eval_every", "checkpoint_every"),
@@ -56,6 +56,7 @@ class Options(argparse.Namespace):
     seed: int
     device: str
     bf16: bool
+    graph: bool | None
     steps: int | None
     epochs: int
     dim: int
@@ -163,6 +164,12 @@ def make_parser(
     running.add_argument(
         "--bf16", action="store_true", help="compute the layers in bfloat16; always so on cuda"
     )
+    running.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="capture training steps in CUDA graphs, for batches padded to few shapes; None is on "
+        "a GPU that a single process uses",
+    )
     running.add_argument("--eval-every", type=int, default=300, help="steps between validations")
     running.add_argument("--checkpoint-every", type=int, default=300, help="steps between saves")
     running.add_argument(
@@ -211,6 +218,28 @@ def _require(
 ) -> None:
     if not holds:
         parser.error(f"--{name.replace('_', '-')} must {what}, got {getattr(options, name)}")
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the named device; "auto" is a GPU that has kernels, otherwise the CPU.
+
+    Raises:
+        ValueError: this machine does not have it.
+    """
+    import torch
+
+    from hstu_attn import ops
+
+    if name == "auto":
+        has_gpu = torch.cuda.is_available() and ops.has_cuda_kernels()
+        return torch.device("cuda" if has_gpu else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device: expected one of this machine, where torch sees {torch.cuda.device_count()} "
+            f"GPUs; got {name}"
+        )
+    return device
 
 
 def open_data(

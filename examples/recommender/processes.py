@@ -73,7 +73,7 @@ class Processes:
             ignored_modules=ignored_modules,
         )
 
-    def mean(self, local_sum: Tensor, count: int) -> Tensor:
+    def mean(self, local_sum: Tensor, count: int | Tensor) -> Tensor:
         """Returns the mean over all processes' rows of a sum over the `count` rows of this one."""
         return global_mean(local_sum, count, self.mesh)
 

@@ -29,7 +29,12 @@ from torch import Tensor, nn
 from hstu_attn import HSTULayerConfig
 from hstu_attn.data import ACTIONS, unpack_actions
 from hstu_attn.distributed import ShardedEmbedding
-from hstu_attn.jagged import JaggedParts, add_position_time_embeddings, interleave_jagged
+from hstu_attn.jagged import (
+    JaggedParts,
+    add_position_time_embeddings,
+    interleave_jagged,
+    jagged_ids,
+)
 from hstu_attn.layer import HSTUStack
 from recommender.checkpoint import write_state
 from recommender.ranking_data import CONTEXTS, RankingBatch
@@ -196,7 +201,7 @@ class RankingModel(nn.Module):
             offsets,
             self.position,
             time_table=self.time,
-            timestamps=parts.concat(_timestamps(batch, num_targets)),
+            timestamps=parts.concat(_timestamps(batch)),
             query_timestamps=batch.request_timestamps,
             num_targets=num_targets,
             contextual_seq_len=len(CONTEXTS),
@@ -210,28 +215,29 @@ class RankingModel(nn.Module):
         return logits
 
 
-def _timestamps(batch: RankingBatch, num_targets: Tensor) -> list[Tensor]:
+def _timestamps(batch: RankingBatch) -> list[Tensor]:
     """Returns the times of the rows of contexts, of history and of candidates.
 
     Contexts and candidates have the time of the request, because it is unknown when a candidate
     was really looked at.
     """
     request = batch.request_timestamps
+    windows = jagged_ids(batch.target_offsets, len(batch.target_items)).clamp(max=len(request) - 1)
     return [
         request.repeat_interleave(len(CONTEXTS)),
         batch.history_timestamps.repeat_interleave(2),
-        request.repeat_interleave(num_targets, output_size=len(batch.target_items)),
+        request[windows],
     ]
 
 
 def task_labels(config: RankingConfig, actions: Tensor) -> Tensor:
     """Returns which tasks' actions were done, `(n, tasks)` fp32 zeros and ones, of bits `(n,)`."""
-    columns = [config.actions.index(task) for task in config.tasks]
-    return unpack_actions(actions)[:, columns]
+    labels = unpack_actions(actions).unbind(1)
+    return torch.stack([labels[config.actions.index(task)] for task in config.tasks], dim=1)
 
 
 def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Binary cross-entropy, the sum over candidates of the weighted sum over tasks.
+    """Returns the binary cross-entropy of each candidate, a weighted sum over tasks.
 
     Args:
         logits: `(targets, tasks)` fp32.
@@ -239,10 +245,9 @@ def ranking_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         weights: `(tasks,)` fp32.
 
     Returns:
-        A scalar.
+        `(targets,)` fp32.
     """
-    losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    return losses.sum(dim=0) @ weights
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="none") @ weights
 
 
 def save_ranking_model(

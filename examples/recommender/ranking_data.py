@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hstu_attn.capture import pad_offsets, pad_rows, padded_size
 from hstu_attn.data import ACTIONS, BalancedBatchSampler, EventLog, SamplerState
 from hstu_attn.data.batches import require_each
 from hstu_attn.upload import upload
@@ -87,7 +88,8 @@ class RankingBatch:
     """Packed windows.
 
     Window `b` owns the events `history_offsets[b] .. history_offsets[b + 1]` and the candidates
-    `target_offsets[b] .. target_offsets[b + 1]`.
+    `target_offsets[b] .. target_offsets[b + 1]`. Events and candidates past the last offset, as
+    `padded` appends them, belong to no window.
 
     Attributes:
         contexts: `(batch, len(CONTEXTS))` int64.
@@ -113,12 +115,33 @@ class RankingBatch:
 
     @property
     def total(self) -> int:
-        """Rows of the batch in the model."""
-        return self.contexts.numel() + 2 * len(self.history_items) + len(self.target_items)
+        """How many rows the windows have in the model; on a GPU the host waits for it."""
+        of_windows = 2 * self.history_offsets[-1] + self.target_offsets[-1]
+        return self.contexts.numel() + int(of_windows)
 
     def to(self, device: torch.device) -> RankingBatch:
         """Returns the batch on another device, by one copy that the host does not wait for."""
         return RankingBatch(*upload([getattr(self, field.name) for field in fields(self)], device))
+
+    def padded(self) -> RankingBatch:
+        """Appends windows without events, and events of no window, so that few shapes occur.
+
+        The number of windows becomes a power of two, and those of events and of candidates a
+        `hstu_attn.capture.padded_size`.
+        """
+        windows = padded_size(len(self.contexts), 1)
+        events, targets = padded_size(len(self.history_items)), padded_size(len(self.target_items))
+        return RankingBatch(
+            contexts=pad_rows(self.contexts, windows),
+            history_offsets=pad_offsets(self.history_offsets, windows),
+            history_items=pad_rows(self.history_items, events),
+            history_actions=pad_rows(self.history_actions, events),
+            history_timestamps=pad_rows(self.history_timestamps, events),
+            request_timestamps=pad_rows(self.request_timestamps, windows),
+            target_offsets=pad_offsets(self.target_offsets, windows),
+            target_items=pad_rows(self.target_items, targets),
+            target_actions=pad_rows(self.target_actions, targets),
+        )
 
 
 class RankingData:

@@ -122,13 +122,14 @@ def evaluate_ranking(
     """
     processes = processes or Processes()
     batches = list(consecutive_batches(windows.lengths, rows_per_batch))
-    found: list[tuple[FloatArray, NDArray[np.bool_]]] = []
+    scored: list[tuple[Tensor, NDArray[np.bool_]]] = []
     for start in range(0, len(batches), processes.num_ranks):
         number = start + processes.rank
         batch = data.batch(windows.take(batches[min(number, len(batches) - 1)]))
-        logits = scorer(batch.to(device)).double().cpu().numpy()
+        logits = scorer(batch.to(device)).double()
         if number < len(batches):
-            found.append((logits, data.labels(batch.target_actions.numpy(), tasks)))
+            scored.append((logits, data.labels(batch.target_actions.numpy(), tasks)))
+    found = [(logits.cpu().numpy(), labels) for logits, labels in scored]
     by_rank = processes.gather(found)
     metrics = {}
     if by_rank:

@@ -70,8 +70,9 @@ def number(
 def device(text: str) -> str:
     """Returns a converter to devices."""
     name, _, index = text.partition(":")
-    if text != "cpu" and not (name == "cuda" and (index.isdecimal() or text == name)):
-        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N; got {text!r}")
+    is_cuda = name == "cuda" and (index.isdecimal() or text == name)
+    if text not in ("auto", "cpu") and not is_cuda:
+        raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or cuda:N; got {text!r}")
     return text
 
 
@@ -96,9 +97,14 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=number(0, 65535), default=8000, help="0 is any that is free")
     parser.add_argument(
-        "--device", type=device, default="cpu", help="cpu, or cuda where it has the kernels"
+        "--device",
+        type=device,
+        default="auto",
+        help="auto is cuda where it has the kernels, otherwise cpu",
     )
-    parser.add_argument("--bf16", action="store_true", help="compute the layers in bfloat16")
+    parser.add_argument(
+        "--bf16", action="store_true", help="compute the layers in bfloat16; always so on cuda"
+    )
     parser.add_argument("--cache-mib", type=count, default=256, help="for keys and values")
     parser.add_argument(
         "--page-size", type=int, choices=PAGE_SIZES, default=32, help="events in a cache page"

@@ -16,6 +16,7 @@ from hstu_attn.data import EventLog, open_event_log
 from hstu_attn.serving import Engine, EventStore, PagedKVCache
 from recommender.connections import LimitedHTTP
 from recommender.http import MAX_CANDIDATES, make_app
+from recommender.options import choose_device
 from recommender.saved import SavedModel, load_model
 from recommender.serve_options import ServeOptions
 from recommender.served import ServedRetrieval
@@ -41,8 +42,9 @@ def make_engine(options: ServeOptions, saved: SavedModel) -> Engine:
             f"--cache-mib: expected at least {-(-needed * page_bytes // 2**20)}, which holds a "
             f"history of {served.max_history} events; got {options.cache_mib}"
         )
+    device = saved.model.item_embedding.weight.device
     cache = PagedKVCache(
-        layers, pages, options.page_size, config.num_heads, config.dqk, dtype, options.device
+        layers, pages, options.page_size, config.num_heads, config.dqk, dtype, device
     )
     store = EventStore(options.max_users, served.max_history)
     if options.data is not None:
@@ -102,10 +104,9 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once uvicorn is done
         signal.signal(number, lambda *_: sys.exit(0))
-    if options.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected cpu, since torch sees no GPU; got {options.device}")
-    dtype = torch.bfloat16 if options.bf16 else None
-    saved = load_model(options.model, torch.device(options.device), dtype)
+    device = choose_device(options.device)
+    dtype = torch.bfloat16 if options.bf16 or device.type == "cuda" else None
+    saved = load_model(options.model, device, dtype)
     with make_engine(options, saved) as engine:
         server = make_server(options, engine, saved)
         # A full garbage collection walks over every object of torch and of the users' events, and
@@ -114,5 +115,5 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
         gc.freeze()
         listener.listen()
         address = f"http://{options.host}:{listener.getsockname()[1]}"
-        print(f"Serving {options.model} at {address}", flush=True)
+        print(f"Serving {options.model} on {device.type} at {address}", flush=True)
         server.run(sockets=[listener])

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..capture import pad_offsets, pad_rows, padded_size
 from ..upload import upload
 from .events import EventLog
 from .kuairand import ACTIONS
@@ -33,7 +34,8 @@ BATCHES_PER_POOL = 16
 class JaggedBatch:
     """Packed sequences of events and the event that follows each of them.
 
-    Sequence `b` owns the rows `seq_offsets[b] .. seq_offsets[b + 1]`.
+    Sequence `b` owns the rows `seq_offsets[b] .. seq_offsets[b + 1]`. Rows past the last offset, as
+    `padded` appends them, belong to no sequence.
 
     Attributes:
         users: `(batch,)` int64, indices into the log's users.
@@ -59,14 +61,29 @@ class JaggedBatch:
 
     @property
     def total(self) -> int:
-        """How many rows the batch has."""
-        return len(self.items)
+        """How many rows the sequences have; on a GPU the host waits for it."""
+        return int(self.seq_offsets[-1])
 
     def to(self, device: torch.device) -> JaggedBatch:
         """Copies the batch to another device by one copy that the host does not wait for."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return replace(self, **dict(zip(given, upload([*given.values()], device), strict=True)))
+
+    def padded(self) -> JaggedBatch:
+        """Appends empty sequences, and rows that are in no sequence, so that few shapes occur.
+
+        The number of sequences becomes a power of two, and that of rows a `padded_size`.
+        """
+        sequences = padded_size(len(self.users), 1)
+        rows = {
+            field.name: pad_rows(tensor, padded_size(len(tensor)))
+            for field in fields(self)
+            if (tensor := getattr(self, field.name)) is not None
+        }
+        rows["users"] = pad_rows(self.users, sequences)
+        rows["seq_offsets"] = pad_offsets(self.seq_offsets, sequences)
+        return JaggedBatch(**rows)
 
 
 def jagged_batch(log: EventLog, windows: Windows) -> JaggedBatch:

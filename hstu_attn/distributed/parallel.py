@@ -217,7 +217,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
         squares.append(square)
     norm = torch.stack(squares).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    factor = torch.where(norm.isfinite(), factor, 1.0)
+    factor = factor.masked_fill(~norm.isfinite(), 1.0)
     for part in every:
         part.mul_(factor.to(part.device))
     return norm

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -15,16 +14,14 @@ import torch
 from torch import Tensor
 
 from ..cached import CachedRows, StepTensors
+from ..capture import Call, capture_on
 from ..layer import HSTUStack
 from .batch import Batch
 from .cache import CacheStep
 
 __all__ = ["GraphBuckets", "Shape", "StackGraphs", "StepLimits"]
 
-Call = Callable[[], None]
-
 _TILE_ROWS = 128  # to the kernels, no sequence has fewer rows
-_WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -261,59 +258,6 @@ class StackGraphs:
                     stacklevel=2,
                 )
         return self._replays[shape]
-
-
-# --- capturing -----------------------------------------------------------------------------------
-
-
-def capture_on(device: torch.device) -> Callable[[Call], Call]:
-    """Returns a function that captures a call: on a GPU in a graph, elsewhere the call itself."""
-    return CudaCapture(device) if device.type == "cuda" else lambda call: call
-
-
-class CudaCapture:
-    """Captures calls in CUDA graphs, which share memory: they must be replayed on one stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._failed: list[torch.cuda.CUDAGraph] = []
-
-    def __call__(self, call: Call) -> Call:
-        """Runs the call a few times, and captures it.
-
-        Raises:
-            RuntimeError: for what cannot be captured; what the call raises.
-        """
-        graph = torch.cuda.CUDAGraph()
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            with torch.cuda.stream(self._side):  # torch.cuda.graph does not leave it if it fails
-                for _ in range(_WARM_UPS):
-                    call()
-                # NOTE: other threads may use the GPU meanwhile, for whatever cannot be captured.
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-                ):
-                    call()
-        except BaseException:
-            self._end_failed(graph)
-            raise
-        finally:
-            self._side.synchronize()  # before anyone writes the buffers that the call reads
-        return graph.replay
-
-    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends the pool of a failed capture.
-
-        NOTE: torch before 2.12 does not end the pool of an invalidated capture: it would keep freed
-        memory that two streams have used, and ask the graph which stream it captures.
-        """
-        self._failed.append(graph)
-        with suppress(RuntimeError):  # the pool has ended: the call failed, and not the capture
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
 
 
 # --- arithmetic ----------------------------------------------------------------------------------

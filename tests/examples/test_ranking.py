@@ -466,10 +466,10 @@ def test_loss_and_labels(data: RankingData) -> None:
     weights = torch.tensor([0.3, 2.0])
     probabilities = logits.double().sigmoid()
     likelihood = torch.where(labels.bool(), probabilities, 1 - probabilities)
-    expected = -(likelihood.log() @ weights.double()).sum()
-    loss = ranking_loss(logits, labels, weights)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    loss.backward()
+    expected = -(likelihood.log() @ weights.double())
+    losses = ranking_loss(logits, labels, weights)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+    losses.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name

@@ -505,7 +505,7 @@ def test_wrong_options_are_refused_before_torch_is_imported(checkpoint: Path) ->
             (["--timeout", "nan"], "--timeout: expected a number from 0.001 to 3600; got 'nan'"),
             (["--cache-mib", "0"], "--cache-mib: expected a whole number from 1 to"),
             (["--max-connections", "0"], "--max-connections: expected a whole number from 1 to"),
-            (["--device", "gpu"], "--device: expected cpu, cuda or cuda:N; got 'gpu'"),
+            (["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'gpu'"),
             (["--model", "absent.pt"], "--model: expected a file that train_retrieval.py saved"),
             (["--data", "absent.dat"], "--data: expected a file or directory; got absent.dat"),
             (["--port", str(port)], f"got 127.0.0.1 and {port} (Address already in use)"),
@@ -552,10 +552,9 @@ def test_what_cannot_be_served_is_said_in_a_line(
         error = capsys.readouterr().err
         assert error.startswith(f"error: {path} is not a model that train_retrieval.py has saved")
         assert error.count("\n") == 1
-    usual = ["--port", "0", "--model", str(checkpoint)]
-    if not torch.cuda.is_available():
-        assert serve.main([*usual, "--device", "cuda"]) == 1
-        assert "--device: expected cpu, since torch sees no GPU" in capsys.readouterr().err
+    usual = ["--port", "0", "--model", str(checkpoint), "--device", "cpu"]
+    assert serve.main([*usual, "--device", "cuda:99"]) == 1
+    assert "--device: expected one of this machine, where torch sees " in capsys.readouterr().err
     amazon = write_synthetic_amazon(tmp_path, 2018, 10, 100, 20)
     assert serve.main([*usual, "--data", str(amazon)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -587,7 +586,8 @@ def test_nothing_is_left_to_full_garbage_collections(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(uvicorn.Server, "run", run)
     try:
-        assert serve.main(["--port", "0", "--model", str(checkpoint)]) == 0
+        usual = ["--port", "0", "--model", str(checkpoint), "--device", "cpu"]
+        assert serve.main(usual) == 0
     finally:
         gc.unfreeze()
     assert frozen[0] > 50 * tracked[0]

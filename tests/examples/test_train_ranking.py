@@ -343,20 +343,18 @@ def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) ->
         weights = {"is_click": 1.0, "long_view": 0.3}
         return train_ranking.RankingTrainer(options, data, weights, torch.device("cpu"), processes)
 
-    def gradient(run: train_ranking.RankingTrainer, loss: Tensor) -> Tensor:
+    def gradient(run: train_ranking.RankingTrainer, batch: RankingBatch) -> tuple[Tensor, Tensor]:
+        loss, count = run.loss(batch)
         grads = torch.autograd.grad(loss, list(run.model.parameters()))
-        return torch.cat([grad.flatten() for grad in grads])
+        return torch.cat([grad.flatten() for grad in grads]), count
 
     alone, ranks = trainer(0, 1), [trainer(rank, 3) for rank in range(3)]
     for _ in range(3):
         whole = alone.draw()
-        expected = gradient(alone, alone.loss(whole))
-        shares = [run.draw() for run in ranks]
-        counts = [run.count(share) for run, share in zip(ranks, shares, strict=True)]
-        assert sum(counts) == alone.count(whole)
-        total = sum(
-            gradient(run, run.loss(share)) for run, share in zip(ranks, shares, strict=True)
-        )
+        expected, count = gradient(alone, whole)
+        shares = [gradient(run, run.draw()) for run in ranks]
+        assert sum(int(part) for _, part in shares) == int(count)
+        total = torch.stack([part for part, _ in shares]).sum(dim=0)
         torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -32,7 +32,7 @@ from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.saved import load_model
 from torch import Tensor
 
-from hstu_attn import HSTULayerConfig
+from hstu_attn import HSTULayerConfig, ops
 from hstu_attn.data import EventLog, JaggedBatch, held_out_windows, jagged_batch, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.distributed import Checkpoints
@@ -74,19 +74,15 @@ def brute_force_metrics(rankings: list[list[int]], targets: list[int]) -> Metric
     )
 
 
-def test_auto_trains_where_the_relative_bias_is_built(monkeypatch):
-    assert train_retrieval.has_relative_bias(torch.device("cpu"))
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("pos_weight: the relative bias is not built for GPUs")
-
-    monkeypatch.setattr(train_retrieval, "hstu_attention", refuse)
-    assert not train_retrieval.has_relative_bias(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(train_retrieval, "has_relative_bias", lambda device: device.type == "cpu")
-    assert train_retrieval.choose_device("auto") == torch.device("cpu")
-    monkeypatch.setattr(train_retrieval, "has_relative_bias", lambda device: True)
-    assert train_retrieval.choose_device("auto") == torch.device("cuda")
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_auto_is_a_gpu_with_kernels(
+    has_gpu: bool, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(ops, "has_cuda_kernels", lambda: has_kernels)
+    expected = "cuda" if has_gpu and has_kernels else "cpu"
+    assert train_retrieval.choose_device("auto") == torch.device(expected)
 
 
 def test_metrics_against_brute_force() -> None:
@@ -182,7 +178,7 @@ def test_sampled_softmax_loss(log: EventLog, l2_normalize: bool) -> None:
     states = torch.randn(40, 16)
     targets = torch.randint(7, (40,))
     torch.manual_seed(0)
-    loss = sampled_softmax_loss(model, states, targets, num_negatives=9, temperature=0.5)
+    found = sampled_softmax_loss(model, states, targets, num_negatives=9, temperature=0.5)
     torch.manual_seed(0)
     negatives = torch.randint(7, (9,)).tolist()
     table = model.item_embedding.weight
@@ -193,7 +189,7 @@ def test_sampled_softmax_loss(log: EventLog, l2_normalize: bool) -> None:
         candidates = [target, *(item for item in negatives if item != target)]
         logits = table[candidates] @ state / 0.5
         losses.append(logits.logsumexp(0) - logits[0])
-    torch.testing.assert_close(loss, torch.stack(losses).mean())
+    torch.testing.assert_close(found, torch.stack(losses))
 
 
 def test_a_run_from_end_to_end(

@@ -63,9 +63,10 @@ class Client:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """Runs the server as a user starts it."""
+    """Runs the server as a user starts it, on the CPU."""
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0", *arguments]
+    command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0"]
+    command += ["--device", "cpu", *arguments]
     server = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -124,7 +124,7 @@ def mean_loss(model: RankingModel, batch: RankingBatch) -> Tensor:
     batch = batch.to(model.position.device)
     labels = task_labels(model.config, batch.target_actions)
     weights = torch.tensor([1.0, 0.5], device=labels.device)
-    return ranking_loss(model(batch), labels, weights) / len(labels)
+    return ranking_loss(model(batch), labels, weights).mean()
 
 
 def losses_of(

@@ -1,0 +1,205 @@
+"""CUDA graphs of calls and of training steps, whose kernels are then launched together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .upload import AnyBatch
+
+__all__ = ["CapturedStep", "CudaCapture", "capture_on", "pad_offsets", "pad_rows", "padded_size"]
+
+Call = Callable[[], None]
+
+_WARM_UPS = 2
+_SIZES_PER_OCTAVE = 8
+
+
+# ---------------------------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------------------------
+
+
+def capture_on(device: torch.device, warm_ups: int = _WARM_UPS) -> Callable[[Call], Call]:
+    """Returns a function that captures a call: on a GPU in a graph, elsewhere the call itself."""
+    return CudaCapture(device, warm_ups) if device.type == "cuda" else lambda call: call
+
+
+class CudaCapture:
+    """Captures calls in CUDA graphs, which share memory: they must be replayed on one stream.
+
+    Args:
+        device: the GPU, with its index.
+        warm_ups: how often a call runs before it is captured.
+    """
+
+    def __init__(self, device: torch.device, warm_ups: int = _WARM_UPS) -> None:
+        self._device = device
+        self._warm_ups = warm_ups
+        self._side = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    def __call__(self, call: Call) -> Call:
+        """Runs the call `warm_ups` times, and captures it.
+
+        Raises:
+            RuntimeError: for what cannot be captured; what the call raises.
+        """
+        graph = torch.cuda.CUDAGraph()
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._side):  # torch.cuda.graph does not leave it if it fails
+                for _ in range(self._warm_ups):
+                    call()
+                # NOTE: other threads may use the GPU meanwhile, for whatever cannot be captured.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+                ):
+                    call()
+        except BaseException:
+            self._end_failed(graph)
+            raise
+        finally:
+            self._side.synchronize()  # before anyone writes the buffers that the call reads
+        return graph.replay
+
+    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends the pool of a failed capture.
+
+        NOTE: torch before 2.12 does not end the pool of an invalidated capture: it would keep freed
+        memory that two streams have used, and ask the graph which stream it captures.
+        """
+        self._failed.append(graph)
+        with suppress(RuntimeError):  # the pool has ended: the call failed, and not the capture
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+# ---------------------------------------------------------------------------------------------
+# Training steps
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Graph(Generic[AnyBatch]):
+    """The graph of one shape of batch.
+
+    Attributes:
+        inputs: the batch that `replay` reads.
+        replay: makes a step.
+        output: holds the tensor that `replay` writes.
+    """
+
+    inputs: AnyBatch
+    replay: Call
+    output: list[Tensor]
+
+
+class CapturedStep(Generic[AnyBatch]):
+    """Makes training steps by CUDA graphs, one for each shape of batch.
+
+    A graph launches the kernels of a whole step at once, so that a small model does not wait for
+    the host. It reads its batch from tensors of its own, to which each batch is copied. The first
+    batch of a shape makes its step without a graph: kernels are compiled, and the optimizer makes
+    its state, which must be outside of the graph. The second batch of a shape captures the graph.
+    Where that fails, a warning says why, and all further steps are made without graphs.
+
+    On a CPU there are no graphs, but the step runs on the tensors to which batches are copied.
+
+    Args:
+        step: makes a step with a batch: forward, backward, and the update of the parameters. It
+            must not wait for the device, and what differs from step to step must be in tensors on
+            the device, as the learning rate of an optimizer with `capturable=True`.
+        device: where the batches are.
+
+    Example:
+        >>> step = CapturedStep(make_step, device)
+        >>> for batch in batches:                         # of few shapes: see `padded_size`
+        ...     learning_rate.fill_(schedule(number))     # the optimizer's, on the device
+        ...     losses.append(step(batch.to(device)))
+        >>> print(torch.stack(losses).tolist())           # the host waits here
+    """
+
+    def __init__(self, step: Callable[[AnyBatch], Tensor], device: torch.device) -> None:
+        self._step = step
+        self._capture = capture_on(device, warm_ups=0)
+        self._graphs: dict[tuple[Any, ...], _Graph[AnyBatch] | None] = {}
+        self._has_failed = False
+
+    def __call__(self, batch: AnyBatch) -> Tensor:
+        """Makes a step; returns what `step` returns, in a tensor that later steps leave alone."""
+        shape = tuple(
+            (name, tensor.shape, tensor.dtype) for name, tensor in _tensors(batch).items()
+        )
+        if shape not in self._graphs or self._has_failed:
+            self._graphs[shape] = None
+            return self._step(batch)
+        graph = self._graphs[shape]
+        if graph is None:
+            graph = self._graphs[shape] = self._capture_for(batch)
+            if graph is None:
+                return self._step(batch)
+        torch._foreach_copy_([*_tensors(graph.inputs).values()], [*_tensors(batch).values()])
+        graph.replay()
+        return graph.output[0].clone()
+
+    def _capture_for(self, batch: AnyBatch) -> _Graph[AnyBatch] | None:
+        inputs = replace(batch, **{name: x.clone() for name, x in _tensors(batch).items()})
+        output: list[Tensor] = []
+
+        def call() -> None:
+            output[:] = [self._step(inputs)]
+
+        try:
+            return _Graph(inputs, self._capture(call), output)
+        except Exception as error:
+            self._has_failed = True
+            warnings.warn(
+                f"steps are made without CUDA graphs, which could not be captured: {error!r}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """Returns the tensors of a dataclass by the names of its fields."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# ---------------------------------------------------------------------------------------------
+# Batches of few shapes
+# ---------------------------------------------------------------------------------------------
+
+
+def padded_size(count: int, sizes_per_octave: int = _SIZES_PER_OCTAVE) -> int:
+    """Returns the next of few sizes, so that batches padded to them have few shapes.
+
+    Args:
+        count: 0 or more.
+        sizes_per_octave: how many sizes there are between one power of two and the next.
+
+    Returns:
+        At least `count`, and less than `count * (1 + 1 / sizes_per_octave) + 1`.
+    """
+    step = max(1, (1 << max(count - 1, 0).bit_length()) // (2 * sizes_per_octave))
+    return -(-count // step) * step
+
+
+def pad_rows(rows: Tensor, size: int) -> Tensor:
+    """Appends zeros to `rows` `(n, ...)` up to `size` of them."""
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, size - len(rows)))
+
+
+def pad_offsets(offsets: Tensor, num_sequences: int) -> Tensor:
+    """Appends empty sequences to `offsets` `(batch + 1,)` up to `num_sequences` of them."""
+    return torch.cat([offsets, offsets[-1:].expand(num_sequences + 1 - len(offsets))])
