@@ -391,6 +391,8 @@ def train(options: RankingOptions, world: World) -> None:
             "--device must be auto, cuda or cpu where torchrun gives each process its own, got "
             f"{options.device}"
         )
+    if options.graph and world.mesh is not None:
+        raise ValueError("--graph needs a single process, got several that torchrun has started")
     if options.tables == "torchrec" and world.mesh is None:
         raise ValueError("--tables torchrec needs processes that torchrun has started")
     task_weights(options.tasks, (*ACTIONS, *RATING_ACTIONS))  # of any data

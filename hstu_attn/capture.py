@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -110,7 +109,6 @@ class CapturedStep(Generic[AnyBatch]):
     the host. It reads its batch from tensors of its own, to which each batch is copied. The first
     batch of a shape makes its step without a graph: kernels are compiled, and the optimizer makes
     its state, which must be outside of the graph. The second batch of a shape captures the graph.
-    Where that fails, a warning says why, and all further steps are made without graphs.
 
     On a CPU there are no graphs, but the step runs on the tensors to which batches are copied.
 
@@ -132,26 +130,27 @@ class CapturedStep(Generic[AnyBatch]):
         self._step = step
         self._capture = capture_on(device, warm_ups=0)
         self._graphs: dict[tuple[Any, ...], _Graph[AnyBatch] | None] = {}
-        self._has_failed = False
 
     def __call__(self, batch: AnyBatch) -> Tensor:
-        """Makes a step; returns what `step` returns, in a tensor that later steps leave alone."""
+        """Makes a step; returns what `step` returns, in a tensor that later steps leave alone.
+
+        Raises:
+            RuntimeError: the step cannot be captured.
+        """
         shape = tuple(
             (name, tensor.shape, tensor.dtype) for name, tensor in _tensors(batch).items()
         )
-        if shape not in self._graphs or self._has_failed:
+        if shape not in self._graphs:
             self._graphs[shape] = None
             return self._step(batch)
         graph = self._graphs[shape]
         if graph is None:
             graph = self._graphs[shape] = self._capture_for(batch)
-            if graph is None:
-                return self._step(batch)
         torch._foreach_copy_([*_tensors(graph.inputs).values()], [*_tensors(batch).values()])
         graph.replay()
         return graph.output[0].clone()
 
-    def _capture_for(self, batch: AnyBatch) -> _Graph[AnyBatch] | None:
+    def _capture_for(self, batch: AnyBatch) -> _Graph[AnyBatch]:
         inputs = replace(batch, **{name: x.clone() for name, x in _tensors(batch).items()})
         output: list[Tensor] = []
 
@@ -160,14 +159,10 @@ class CapturedStep(Generic[AnyBatch]):
 
         try:
             return _Graph(inputs, self._capture(call), output)
-        except Exception as error:
-            self._has_failed = True
-            warnings.warn(
-                f"steps are made without CUDA graphs, which could not be captured: {error!r}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return None
+        except Exception as error:  # after which torch's generator for the GPU may not go on
+            raise RuntimeError(
+                f"step: expected one that a CUDA graph can capture, got {error!r}"
+            ) from error
 
 
 def _tensors(batch: Any) -> dict[str, Tensor]:

@@ -193,8 +193,6 @@ class Trainer(ABC, Generic[AnyBatch]):
         is_graph = options.graph
         if is_graph is None:
             is_graph = self.device.type == "cuda" and self.processes.mesh is None
-        elif is_graph and self.processes.mesh is not None:
-            raise ValueError("--graph: expected one process, got several of torchrun")
         self.captured = CapturedStep(self._whole_step, self.device) if is_graph else None
         self.prefetcher = Prefetcher(self._draw, self.device)
         tables = [module for module in model.modules() if isinstance(module, TorchrecTables)]

@@ -1,0 +1,249 @@
+"""Training steps of both examples in CUDA graphs, and on a CPU the same steps without graphs: what
+they compute, how a run continues, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import train_ranking
+import train_retrieval
+from recommender import loop
+from recommender.loop import Trainer, TrainingError
+from recommender.processes import ALONE, Processes
+from recommender.ranking_data import RankingData
+from torch import Tensor
+
+from hstu_attn import capture
+from hstu_attn.data import open_event_log
+from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.distributed import Checkpoints
+
+STEPS = 20
+SMALL = [
+    *("--dim", "16", "--layers", "1", "--steps", str(STEPS), "--eval-every", "10"),
+    *("--checkpoint-every", "10", "--warmup-steps", "5", "--dropout", "0", "--no-baselines"),
+]
+OF_EXAMPLE = {
+    "train_retrieval": ["--max-seq-len", "30", "--tokens-per-batch", "256", "--negatives", "32"],
+    "train_ranking": ["--history", "12", "--targets", "6", "--tasks", "rating_4", "rating_5"],
+}
+MODULES = {"train_retrieval": train_retrieval, "train_ranking": train_ranking}
+GPU = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def ratings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_synthetic_movielens(tmp_path_factory.mktemp("data"), 50, 120, 25)
+
+
+@pytest.fixture(params=list(MODULES))
+def example(request: pytest.FixtureRequest) -> ModuleType:
+    return MODULES[request.param]
+
+
+@pytest.fixture
+def train(example: ModuleType, ratings: Path) -> Callable[..., int]:
+    """Runs the example with a directory and more arguments; returns its status."""
+
+    def run(out: Path, *more: str) -> int:
+        own = OF_EXAMPLE[example.__name__]
+        paths = ["--data", str(ratings), "--out", str(out)]
+        status: int = example.main([*SMALL, *own, *paths, *more])
+        return status
+
+    return run
+
+
+def history(out: Path) -> tuple[list[float], list[list[float]]]:
+    """The losses of a run, and its validations without their names."""
+    found = json.loads((out / "history.json").read_text())
+    return found["losses"], [list(metrics.values()) for metrics in found["validation"].values()]
+
+
+def make_trainer(
+    example: ModuleType, ratings: Path, out: Path, device: str, *more: str
+) -> Trainer[Any]:
+    own = OF_EXAMPLE[example.__name__]
+    arguments = [*SMALL, *own, "--out", str(out), "--device", device, *more]
+    options = example.parse_arguments(arguments)
+    log = open_event_log(ratings)
+    if example is train_retrieval:
+        return train_retrieval.RetrievalTrainer(options, log, torch.device(device))
+    data = RankingData(log, options.history, options.targets, options.held_out, 1000)
+    weights = {"rating_4": 1.0, "rating_5": 0.5}
+    return train_ranking.RankingTrainer(options, data, weights, torch.device(device), Processes())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_padding_changes_neither_loss_nor_gradients(
+    example: ModuleType, ratings: Path, tmp_path: Path, device: str
+) -> None:
+    trainer = make_trainer(example, ratings, tmp_path, device, "--no-graph")
+    parameters = dict(trainer.trained.named_parameters())
+    added = 0
+    for seed in range(4):
+        batch = trainer.draw()
+        padded = batch.padded()
+        added += len(padded.target_items) - len(batch.target_items)
+        found = []
+        for each in (batch, padded):
+            torch.manual_seed(seed)  # for the negatives
+            loss, count = trainer.loss(each.to(trainer.device))
+            trainer.optimizer.zero_grad()
+            loss.backward()
+            gradients = {name: parameter.grad for name, parameter in parameters.items()}
+            found.append((loss, count, gradients))
+        atol = 1e-5 if device == "cpu" else 1e-2
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=atol)
+    assert added > 0
+
+
+def test_a_run_of_graphs_has_the_same_curves(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU: the padded steps, with the fused optimizer and numbers that are read late."""
+    for name in ("--graph", "--no-graph"):
+        assert train(tmp_path / name, "--device", "cpu", name) == 0
+        assert f"{STEPS} steps in " in capsys.readouterr().out
+    losses, validations = history(tmp_path / "--graph")
+    expected_losses, expected = history(tmp_path / "--no-graph")
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    for metrics, of_expected in zip(validations, expected, strict=True):
+        assert metrics == pytest.approx(of_expected, rel=1e-3)
+    assert losses[-1] != losses[-2]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_an_interrupted_run_continues(
+    example: ModuleType,
+    train: Callable[..., int],
+    tmp_path: Path,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With dropout: the generators of random numbers continue too."""
+    arguments = ["--graph", "--device", device, "--dropout", "0.2"]
+    assert train(tmp_path / "whole", *arguments) == 0
+    kinds = {"train_retrieval": "RetrievalTrainer", "train_ranking": "RankingTrainer"}
+    kind = getattr(example, kinds[example.__name__])
+    draw = kind.draw
+
+    def stop(self: Any) -> Any:
+        if self.step == 13:
+            raise KeyboardInterrupt
+        return draw(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "draw", stop)
+        assert train(tmp_path / "stopped", *arguments) == 130
+    assert max(Checkpoints(tmp_path / "stopped" / "checkpoints").steps()) == 10
+    assert train(tmp_path / "stopped", *arguments, "--resume") == 0
+    losses, validations = history(tmp_path / "stopped")
+    expected_losses, expected = history(tmp_path / "whole")
+    if device == "cpu":
+        assert (losses, validations) == (expected_losses, expected)
+    else:
+        assert losses == pytest.approx(expected_losses, rel=2e-3)
+
+
+@pytest.mark.parametrize("first", ["--graph", "--no-graph"])
+def test_a_run_continues_with_or_without_graphs(
+    first: str, train: Callable[..., int], tmp_path: Path
+) -> None:
+    """Checkpoints hold nothing that only one kind of step could read."""
+    then = "--no-graph" if first == "--graph" else "--graph"
+    whole, changed = tmp_path / "whole", tmp_path / "changed"
+    assert train(whole, "--device", "cpu", "--no-graph") == 0
+    assert train(whole, "--device", "cpu", "--no-graph", "--resume", "--steps", "30") == 0
+    assert train(changed, "--device", "cpu", first) == 0
+    assert train(changed, "--device", "cpu", then, "--resume", "--steps", "30") == 0
+    losses, _ = history(changed)
+    assert len(losses) == 30
+    assert losses == pytest.approx(history(whole)[0], rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(
+    example: ModuleType, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps after it, which have been made before it is seen, do not update the weights."""
+    monkeypatch.setattr(Trainer, "_learning_rate", lambda _: 1e-3)
+    expected = make_trainer(example, ratings, tmp_path / "good", "cpu", "--graph")
+    for _ in range(6):
+        expected._train_step()
+
+    rare = ["--eval-every", str(STEPS), "--checkpoint-every", str(STEPS)]
+    trainer = make_trainer(example, ratings, tmp_path / "bad", "cpu", "--graph", *rare)
+    losses_of, calls = trainer.losses_of, 0
+
+    def spoilt(batch: Any) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        losses, offsets = losses_of(batch)
+        return losses * (math.nan if calls == 7 else 1), offsets
+
+    monkeypatch.setattr(trainer, "losses_of", spoilt)
+    trainer.start()
+    message = r"the loss is nan .* at step 7 \(epoch \d+, batch \d+, seed 0\).*bad-batch\.pt"
+    with pytest.raises(TrainingError, match=message):
+        trainer.run()
+    assert calls > STEPS
+    assert len(trainer.losses) == 6
+    assert torch.load(tmp_path / "bad" / "bad-batch.pt", weights_only=True)["step"] == 7
+    for found, parameter in zip(
+        trainer.trained.parameters(), expected.trained.parameters(), strict=True
+    ):
+        assert torch.equal(found, parameter)
+    assert not Checkpoints(tmp_path / "bad" / "checkpoints").steps()
+
+
+def test_several_processes_have_no_graphs() -> None:
+    options = train_ranking.parse_arguments(["--graph", "--device", "cpu"])
+    world: Any = replace(ALONE, mesh=object())
+    with pytest.raises(ValueError, match="--graph needs a single process"):
+        train_ranking.train(options, world)
+
+
+@GPU
+def test_captured_steps_are_those_that_are_called(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same padded batches, with dropout: a graph draws the random numbers of the calls."""
+    arguments = ["--device", "cuda", "--dropout", "0.2"]
+    assert train(tmp_path / "captured", *arguments) == 0  # --graph is the default
+    monkeypatch.setattr(capture, "capture_on", lambda *_, **__: lambda call: call)
+    assert train(tmp_path / "called", *arguments) == 0
+    losses, validations = history(tmp_path / "captured")
+    expected_losses, expected = history(tmp_path / "called")
+    assert losses == pytest.approx(expected_losses, rel=2e-3)
+    for metrics, of_expected in zip(validations, expected, strict=True):
+        assert metrics == pytest.approx(of_expected, rel=0.05, abs=0.02)
+
+
+@GPU
+def test_a_gpu_has_graphs_by_default(example: ModuleType, ratings: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(example, ratings, tmp_path, "cuda")
+    assert trainer.captured is not None
+    trainer.steps = 12
+    for _ in range(trainer.steps):
+        trainer._train_step()
+    graphs = trainer.captured._graphs
+    assert sum(graph is not None for graph in graphs.values()) >= 1
+    assert len(graphs) <= 6
+    assert loop.READ_EVERY > 12
+    assert len(trainer.unread) == 12  # the host has waited for nothing
