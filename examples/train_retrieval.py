@@ -93,7 +93,7 @@ from recommender.baselines import (
 )
 from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
-from recommender.evaluation import Metrics, Scorer, evaluate, mask_seen
+from recommender.evaluation import Evaluation, Metrics, Scorer, seen_items, without_seen
 from recommender.files import write_json
 from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
@@ -126,26 +126,30 @@ def share_of_repeats(log: EventLog) -> float:
     return float((np.add.reduceat(on_last_item, log.offsets[:-1], dtype=np.int64) > 1).mean())
 
 
-def evaluate_split(
-    scorer: Scorer, log: EventLog, split: Split, options: RetrievalOptions, device: torch.device
-) -> Metrics:
-    """Returns metrics of a scorer on the events held out for validation or test."""
-    return evaluate(
-        scorer,
-        log,
-        held_out_windows(log, split, options.max_seq_len),
-        tokens_per_batch=EVALUATION_TOKENS[device.type],
-        exclude_seen=not options.keep_seen,
-        device=device,
-    )
+def make_evaluations(
+    log: EventLog, options: RetrievalOptions, device: torch.device
+) -> dict[Split, Evaluation]:
+    """Returns the evaluations on the events held out for validation and for test."""
+    splits: tuple[Split, ...] = ("validation", "test")
+    return {
+        split: Evaluation(
+            log,
+            held_out_windows(log, split, options.max_seq_len),
+            tokens_per_batch=EVALUATION_TOKENS[device.type],
+            exclude_seen=not options.keep_seen,
+            device=device,
+        )
+        for split in splits
+    }
 
 
 def measure_baselines(log: EventLog, options: RetrievalOptions) -> BaselineMetrics:
     """Returns the metrics of popularity and of the co-occurrence that is best in validation."""
+    evaluations = make_evaluations(log, options, CPU)
     with progress_bar("baselines", NUM_CANDIDATES + 3, "evaluation") as bar:
 
         def measure(scorer: Scorer, split: Split) -> dict[str, float]:
-            metrics = evaluate_split(scorer, log, split, options, CPU)
+            metrics = evaluations[split](scorer)
             bar.update()
             return asdict(metrics)
 
@@ -205,6 +209,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         self.retrieval = options
         self.log = log
         self.windows = training_windows(log, options.max_seq_len)
+        self.evaluations = make_evaluations(log, options, device)
         batches = BatchSampler(self.windows.lengths, options.tokens_per_batch, options.seed)
         super().__init__(options, self.model, batches, {"data content": log.manifest["content"]})
 
@@ -226,7 +231,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
     def evaluate(self, split: Split) -> Metrics:
         """Returns the model's metrics."""
         self.model.eval()
-        return evaluate_split(self.model.scores, self.log, split, self.retrieval, self.device)
+        return self.evaluations[split](self.model.scores)
 
     def validate(self) -> dict[str, float]:
         return asdict(self.evaluate("validation"))
@@ -283,7 +288,7 @@ def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10)
     window = held_out_windows(log, "test", options.max_seq_len).take(np.array([user]))
     scores = trainer.model.scores(jagged_batch(log, window).to(trainer.device))
     if not options.keep_seen:
-        scores = mask_seen(scores, log, window)
+        scores = without_seen(scores, seen_items(log, window).to(scores.device))
     end = int(window.ends[0]) - 1
     watched = [log.titles[item] for item in log.items[max(end - count, log.offsets[user]) : end]]
     recommended = scores[0].topk(min(count, log.num_items)).indices.tolist()

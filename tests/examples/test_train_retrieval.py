@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 import train_retrieval
+from recommender import evaluation
 from recommender.baselines import CoOccurrence, Popularity, co_occurrence_candidates
 from recommender.evaluation import (
+    Evaluation,
     Metrics,
-    evaluate,
     metrics_of_ranks,
     ranks_of_targets,
 )
@@ -106,21 +107,32 @@ def test_ranks_of_ties_and_nan() -> None:
 
 @pytest.mark.parametrize("exclude_seen", [True, False])
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_evaluation_against_brute_force(log: EventLog, split: Any, exclude_seen: bool) -> None:
+@pytest.mark.parametrize("limit", [None, "KEPT_ROWS", "SCORES_PER_BATCH"])
+def test_evaluation_against_brute_force(
+    log: EventLog,
+    split: Any,
+    exclude_seen: bool,
+    limit: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     table = torch.randn(log.num_users, log.num_items)
     max_seq_len = 10  # shorter than the histories; items before it still count as seen
 
     def scorer(batch: JaggedBatch) -> Tensor:
         return table[batch.users]
 
-    metrics = evaluate(
-        scorer,
+    if limit is not None:
+        monkeypatch.setattr(evaluation, limit, 3 * log.num_items)
+    evaluate = Evaluation(
         log,
         held_out_windows(log, split, max_seq_len),
         tokens_per_batch=64,
         exclude_seen=exclude_seen,
         device=torch.device("cpu"),
     )
+    metrics = evaluate(scorer)
+    assert evaluate(scorer) == metrics  # of batches that are kept, or made again
+    assert (evaluate._kept is None) == (limit == "KEPT_ROWS")
     rankings, targets = [], []
     for user, events in enumerate(histories(log)):
         end = len(events) - (1 if split == "test" else 2)
@@ -222,15 +234,14 @@ def test_a_run_from_end_to_end(
     log = open_event_log(ratings)
     assert (saved.item_ids == log.item_ids).all()
     assert saved.titles == log.titles
-    metrics = evaluate(
-        saved.model.scores,
+    evaluate = Evaluation(
         log,
         held_out_windows(log, "test", 30),
         tokens_per_batch=16384,
         exclude_seen=True,
         device=torch.device("cpu"),
     )
-    assert asdict(metrics) == rows["HSTU"]
+    assert asdict(evaluate(saved.model.scores)) == rows["HSTU"]
     assert saved.model.compute_dtype == torch.bfloat16
 
     # A finished run is only reported.
