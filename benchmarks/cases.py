@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hstu_attn import DenseBias, Mask
-from hstu_attn.mask import TileKind, batch_row_spans, dense_mask, tile_kinds
+from hstu_attn.mask import batch_row_spans, dense_mask
+from hstu_attn.mask_tiles import TileKind, tile_kinds
 from hstu_attn.testing import Batch, make_batch
 
 __all__ = ["GROUPS", "HEAD_DIMS", "QUICK", "Case", "Inputs", "attention_cases"]

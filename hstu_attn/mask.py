@@ -13,7 +13,6 @@ targets (candidates), and `h = k_len - T` is the first target.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +20,17 @@ from torch import Tensor
 
 __all__ = [
     "Mask",
-    "TileKind",
     "batch_row_spans",
     "clip_to_keys",
     "dense_mask",
-    "kv_tiles",
-    "q_tiles",
+    "key_range",
+    "mask_heads",
+    "packed_intervals",
     "row_intervals",
     "row_spans",
     "sees_anything",
     "select_rows",
-    "tile_kinds",
+    "visible_keys",
 ]
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -358,10 +357,62 @@ def row_intervals(
     q_length, k_length, contexts, targets = (
         torch.tensor(value, device=device) for value in (q_len, k_len, num_contexts, num_targets)
     )
+    return packed_intervals(
+        mask, first_row + row, row, q_length, k_length, contexts, targets, head=head
+    )
+
+
+def packed_intervals(
+    mask: Mask,
+    packed_row: Tensor,
+    row: Tensor,
+    q_len: Tensor,
+    k_len: Tensor,
+    contexts: Tensor,
+    targets: Tensor,
+    *,
+    head: int = 0,
+) -> Tensor:
+    """Returns the key intervals of given rows of any sequences, as `row_intervals` does.
+
+    All tensors are int64, `(rows,)` or of a shape that broadcasts to it.
+
+    Args:
+        mask: the mask of the batch.
+        packed_row: where the rows are in the packed queries, and in `row_spans` or `func`.
+        row: the rows within their sequences; one at or past `q_len` sees nothing.
+        q_len, k_len: query rows and keys of the rows' sequences.
+        contexts, targets: their contextual tokens and candidates.
+        head: as for `row_intervals`.
+    """
     if not mask.is_arbitrary:
-        return _closed_form_spans(mask, row, q_length, k_length, contexts, targets)
-    intervals = _arbitrary_intervals(mask, first_row + row, row + (k_len - q_len), head)
-    return _clip(intervals, row + (k_len - q_len), row, q_length, k_length)
+        return _closed_form_spans(mask, row, q_len, k_len, contexts, targets)
+    position = row + (k_len - q_len)
+    intervals = _arbitrary_intervals(mask, packed_row, position, head)
+    return _clip(intervals, position, row, q_len, k_len)
+
+
+def key_range(mask: Mask, first: int, end: int) -> tuple[int, int | None]:
+    """Returns a range of positions that holds every key which the rows of a range of positions see.
+
+    Args:
+        mask: the mask of a batch.
+        first, end: positions `[first, end)` of rows, in any sequence.
+
+    Returns:
+        the first position, 0 or more, and the one past the last, None for that of the sequence.
+    """
+    left, right = (-1, 0 if mask.func_causal else -1) if mask.is_arbitrary else mask.window_size
+    sees_all = (mask.num_contexts, mask.num_targets) != (None, None) or mask.min_full_attn_seq_len
+    begin = 0 if left < 0 or sees_all else max(0, first - left)
+    return begin, None if right < 0 or mask.num_contexts is not None else end + right
+
+
+def mask_heads(mask: Mask) -> int:
+    """Returns how many heads have a mask of their own: 1 if all heads share it."""
+    if mask.row_spans is not None and mask.row_spans.dim() == 3:
+        return mask.row_spans.shape[0]
+    return 1 if mask.func is None else mask.func.shape[0]
 
 
 def _arbitrary_intervals(mask: Mask, packed_row: Tensor, position: Tensor, head: int) -> Tensor:
@@ -461,15 +512,20 @@ def batch_row_spans(
     # A row of no sequence is given the length 0, of which it is past the end.
     q_len = torch.where(inside, lengths_q[sequence], 0)
     k_len = lengths_k[sequence]
-    if mask.is_arbitrary:
-        position = row + (k_len - q_len)
-        intervals = _arbitrary_intervals(mask, packed_row, position, head)
-        return _as_spans(_clip(intervals, position, row, q_len, k_len))
     zeros = torch.zeros(batch, dtype=torch.int64, device=device)
     contexts = zeros if mask.num_contexts is None else mask.num_contexts.to(torch.int64)
     targets = zeros if mask.num_targets is None else mask.num_targets.to(torch.int64)
     return _as_spans(
-        _closed_form_spans(mask, row, q_len, k_len, contexts[sequence], targets[sequence])
+        packed_intervals(
+            mask,
+            packed_row,
+            row,
+            q_len,
+            k_len,
+            contexts[sequence],
+            targets[sequence],
+            head=head,
+        )
     )
 
 
@@ -498,17 +554,12 @@ def select_rows(mask: Mask, seq_offsets: Tensor, rows: Tensor, total_q: int) -> 
             position = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
             func = torch.minimum(func, (position + 1).to(torch.int32))
         return Mask.from_func(func)
-    heads = 1
-    if mask.func is not None:
-        heads = mask.func.shape[0]
-    elif mask.row_spans is not None and mask.row_spans.dim() == 3:
-        heads = mask.row_spans.shape[0]
     spans = [
         batch_row_spans(mask, seq_offsets, seq_offsets, total_q=total_q, head=head)
-        for head in range(heads)
+        for head in range(mask_heads(mask))
     ]
     chosen = [of_head.index_select(0, rows) for of_head in spans]
-    return Mask.from_row_spans(chosen[0] if heads == 1 else torch.stack(chosen))
+    return Mask.from_row_spans(chosen[0] if len(chosen) == 1 else torch.stack(chosen))
 
 
 def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor) -> Mask:
@@ -574,55 +625,19 @@ def dense_mask(
         first_row=first_row,
         head=head,
     )
-    column = torch.arange(k_len, device=intervals.device)
-    visible = torch.zeros((q_len, k_len), dtype=torch.bool, device=intervals.device)
-    for begin, end in zip(*intervals.permute(2, 1, 0).unbind(0), strict=True):
-        visible |= (column >= begin[:, None]) & (column < end[:, None])
-    return visible
+    return visible_keys(intervals, torch.arange(k_len, device=intervals.device))
 
 
-# ---------------------------------------------------------------------------------------------
-# Tiles
-# ---------------------------------------------------------------------------------------------
+def visible_keys(intervals: Tensor, column: Tensor) -> Tensor:
+    """Returns bool `(..., keys)`: whether a key is in any of the intervals of a row.
 
-
-class TileKind(IntEnum):
-    """What a kernel does with a tile: skip it, mask its elements, or take it whole."""
-
-    EMPTY = 0
-    PARTIAL = 1
-    FULL = 2
-
-
-def tile_kinds(visible: Tensor, tile_q: int, tile_k: int) -> Tensor:
-    """Returns the `TileKind` of each tile of a dense mask, int8 `(q tiles, k tiles)`.
-
-    A tile that reaches past the last key is never full. Rows past the last one do not count.
+    Args:
+        intervals: `(..., m, 2)`, half-open.
+        column: `(keys,)` the keys' numbers.
     """
-    q_len, k_len = visible.shape
-    tiles_q, tiles_k = -(-q_len // tile_q), -(-k_len // tile_k)
-    padded = visible.new_zeros((tiles_q * tile_q, tiles_k * tile_k))
-    padded[:q_len, :k_len] = visible
-    seen = padded.view(tiles_q, tile_q, tiles_k, tile_k).sum((1, 3))
-    rows = torch.full((tiles_q, 1), tile_q, dtype=torch.int64, device=visible.device)
-    if tiles_q:
-        rows[-1] = q_len - (tiles_q - 1) * tile_q
-    return (seen > 0).to(torch.int8) + (seen == rows * tile_k).to(torch.int8)
-
-
-def kv_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
-    """Returns for each row tile the key tiles that it needs, in order: the forward's tile lists."""
-    kinds = tile_kinds(visible, tile_q, tile_k)
-    return [
-        [(n, TileKind(kind)) for n, kind in enumerate(row) if kind != TileKind.EMPTY]
-        for row in kinds.tolist()
-    ]
-
-
-def q_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
-    """Returns for each tile of keys the row tiles that it needs, in order: the backward's lists."""
-    kinds = tile_kinds(visible, tile_q, tile_k)
-    return [
-        [(m, TileKind(kind)) for m, kind in enumerate(column) if kind != TileKind.EMPTY]
-        for column in kinds.t().tolist()
-    ]
+    shape = (*intervals.shape[:-2], column.shape[0])
+    visible = torch.zeros(shape, dtype=torch.bool, device=intervals.device)
+    for interval in intervals.unbind(-2):
+        begin, end = interval[..., :1], interval[..., 1:]
+        visible |= (column >= begin) & (column < end)
+    return visible

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hstu_attn import Mask
-from hstu_attn.mask import TileKind, dense_mask, kv_tiles, q_tiles, row_spans, tile_kinds
+from hstu_attn.mask import dense_mask, row_spans
+from hstu_attn.mask_tiles import TileKind, kv_tiles, q_tiles, tile_kinds
 
 _host = pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 

@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from hstu_attn import Mask
 from hstu_attn.compat.generative_recommenders import _mask as meta_arguments_to_mask
 from hstu_attn.mask import (
-    TileKind,
     batch_row_spans,
     dense_mask,
-    kv_tiles,
-    q_tiles,
+    key_range,
+    mask_heads,
     row_intervals,
     row_spans,
-    tile_kinds,
 )
+from hstu_attn.mask_tiles import TileKind, kv_tiles, q_tiles, tile_kinds
 from hstu_attn.testing import MASK_NAMES, make_mask, offsets
 from tests.helpers.public_masks import fbgemm_mask, func_mask, meta_mask
 
@@ -323,6 +322,28 @@ def test_counts_past_the_sequence_are_clamped():
     mask = Mask.causal(num_contexts=torch.tensor([9]), num_targets=torch.tensor([1]))
     visible = dense_mask(mask, 4, 4, num_contexts=9, num_targets=1)
     assert torch.equal(visible, fbgemm_mask(3, 0, 1, window=(-1, 0)))
+
+
+@given(st.data(), st.sampled_from(MASK_NAMES), st.integers(0, 30), st.integers(0, 30))
+def test_key_range_holds_what_the_rows_see(data, name, q_len, k_len):
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    q_len, k_len = min(q_len, k_len), max(q_len, k_len)
+    mask = make_mask(name, [k_len], [q_len])
+    counts = {
+        count: 0 if getattr(mask, count) is None else int(getattr(mask, count)[0])
+        for count in ("num_contexts", "num_targets")
+    }
+    first = data.draw(st.integers(0, q_len))
+    end = data.draw(st.integers(first, q_len))
+    ahead = k_len - q_len
+    begin, last = key_range(mask, first + ahead, end + ahead)
+    heads = range(mask_heads(mask))
+    for visible in (dense_mask(mask, q_len, k_len, **counts, head=head) for head in heads):
+        columns = visible[first:end].any(0).nonzero()
+        assert (columns >= begin).all()
+        assert last is None or (columns < last).all()
+    if first < end and last is not None and mask.window_size[0] >= 0:
+        assert last - begin <= end - first + sum(mask.window_size) or any(counts.values())
 
 
 def test_wide_func_has_no_row_spans():
