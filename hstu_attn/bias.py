@@ -18,6 +18,7 @@ __all__ = [
     "default_bucket_thresholds",
     "default_thresholds_tensor",
     "time_bucket",
+    "time_difference",
 ]
 
 # Width of a time bucket in units of ln(seconds), as in the public research HSTU.
@@ -225,6 +226,15 @@ def bias_of_heads(
         return table.narrow(dim, entry, last + 1 - entry)
     number = torch.arange(first, first + count, device=table.device)
     return table.index_select(dim, number // sharing)
+
+
+def time_difference(times: Tensor, others: Tensor) -> Tensor:
+    """Returns `|times - others|` of int64; a difference beyond the largest int64 becomes that.
+
+    Every threshold is at most the largest int64, so this does not change the bucket.
+    """
+    difference = torch.maximum(times, others) - torch.minimum(times, others)
+    return difference.masked_fill_(difference < 0, _INT64_MAX)
 
 
 def time_bucket(difference: Tensor, thresholds: Tensor, num_buckets: int) -> Tensor:

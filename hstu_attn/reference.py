@@ -9,8 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor, time_bucket
-from .mask import Mask, dense_mask
+from .bias import (
+    Bias,
+    DenseBias,
+    RelativeBias,
+    default_thresholds_tensor,
+    time_bucket,
+    time_difference,
+)
+from .mask import Mask, dense_mask, mask_heads
 from .paged import PagedKV, dequantize_rows
 
 __all__ = ["hstu_attention"]
@@ -113,11 +120,6 @@ def _entry(values: Tensor | None, b: int) -> int:
 
 def _visible(mask: Mask, q_len: int, k_len: int, b: int, targets: int, begin_q: int) -> Tensor:
     """Returns bool `(heads or 1, q_len, k_len)`."""
-    heads = 1
-    if mask.row_spans is not None and mask.row_spans.dim() == 3:
-        heads = mask.row_spans.shape[0]
-    elif mask.func is not None:
-        heads = mask.func.shape[0]
     return torch.stack(
         [
             dense_mask(
@@ -129,7 +131,7 @@ def _visible(mask: Mask, q_len: int, k_len: int, b: int, targets: int, begin_q: 
                 first_row=begin_q,
                 head=head,
             )
-            for head in range(heads)
+            for head in range(mask_heads(mask))
         ]
     )
 
@@ -189,9 +191,8 @@ def _relative_bias(
         thresholds = bias.thresholds
         if thresholds is None:
             thresholds = default_thresholds_tensor(times.device)
-        bucket = time_bucket(
-            (row_times[:, None] - times[None, :]).abs(), thresholds, bias.ts_weight.shape[1]
-        )
+        difference = time_difference(row_times[:, None], times[None, :])
+        bucket = time_bucket(difference, thresholds, bias.ts_weight.shape[1])
         weights = bias.ts_weight.to(compute_dtype)[:, bucket]
         total = total + weights.repeat_interleave(heads // weights.shape[0], 0)
     return total
