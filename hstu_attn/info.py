@@ -258,8 +258,9 @@ def cuda_build(build: dict[str, str]) -> str:
         f"is for CUDA {cuda_version(build['driver'])}" if build["driver"] != "0" else "is absent"
     )
     return (
-        f"{build['archs']} for {build['dtypes']}, head dims up to {build['head_dims']}; built with "
-        f"CUDA {cuda_version(build['runtime'])}; the driver {driver}"
+        f"{build['archs']} for {build['dtypes']}, head dims up to {build['head_dims']}, and "
+        "torch's functions for float32 and float64; built with CUDA "
+        f"{cuda_version(build['runtime'])}; the driver {driver}"
     )
 
 

@@ -61,8 +61,10 @@ def hstu_attention(
     in the output and in every gradient, and what they hold does not matter.
 
     Args:
-        q: `(total_q, heads, D)`, bf16 or fp16; also fp32 and fp64 on CPU. `D` is a multiple of 8 up
-            to 256. q, k and v may be strided views, with the last dimension contiguous.
+        q: `(total_q, heads, D)`, bf16, fp16, fp32 or fp64. `D` is a multiple of 8 up to 256. A GPU
+            computes fp32 and fp64 by torch's functions, and fp32 with TF32 products where
+            `torch.backends.cuda.matmul.allow_tf32` permits them. q, k and v may be strided views,
+            with the last dimension contiguous.
         k: `(total_k, heads, D)`, q's dtype.
         v: `(total_k, heads, Dv)`, q's dtype; `Dv` may differ from `D`.
         cu_seqlens_q: int32 or int64 `(batch + 1,)`: offsets of the sequences in q, from 0 up.

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from . import composed
 from .call import NO_BIAS, AttentionCall, BiasTensors
 
 __all__ = [
@@ -113,6 +114,7 @@ def register() -> None:
         "hstu_attn::hstu_varlen_fwd", _fwd_gradients, setup_context=_save_for_gradients
     )
     torch.library.register_autograd("hstu_attn::hstu_varlen_bwd", _no_second_gradients)
+    composed.register()
     _has_cuda_kernels = torch._C._dispatch_has_kernel_for_dispatch_key(
         "hstu_attn::hstu_varlen_fwd", "CUDA"
     )
@@ -233,6 +235,9 @@ def _call(op: Callable[..., _Result], *args: Any) -> _Result:
 
 
 def _raise_what_is_meant(error: RuntimeError) -> None:
+    # NOTE: csrc/api/cuda/composed.cpp. What Python raises does not pass through the stable ABI.
+    if "hstu_attn::composed_" in str(error) and (failure := composed.take_failure()):
+        raise failure from None
     # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
     _, marker, text = str(error).partition("NotImplementedError: ")
     if marker:

@@ -19,7 +19,10 @@ STABLE_SYMBOL = re.compile(r"(aoti_torch|torch)_\w+")
 RUNTIME_SYMBOL = re.compile(r".+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
 # Weak by the compiler's doing: hooks of tools that are seldom there.
 COMPILER_SYMBOL = re.compile(r"_ITM_\w+|__gmon_start__")
-WEAK_SYMBOLS = {"aoti_torch_get_current_cuda_stream"}
+WEAK_SYMBOLS = {
+    "aoti_torch_get_current_cuda_stream",
+    "torch_exception_get_what_without_backtrace",
+}
 
 RUNTIME_LIBRARY = re.compile(r"(ld-linux.*|lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+))\.so\.\d+")
 TORCH_LIBRARY = "libtorch.so"  # it leads to the libraries that hold torch's symbols:

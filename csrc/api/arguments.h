@@ -55,18 +55,37 @@ struct Arguments {
   bool strict;
   OptionalView kv_cache, page_offsets, page_ids, last_page_lens, kv_scales;
 
-  // Reads the arguments in the order of the schema: each `in.read(x)` gives the next one.
+  // Reads the arguments: each `in.read(x)` gives the next one.
   template <typename Reader>
   Arguments(Reader& in, bool has_paged) {
-    const auto read = [&in](auto&... values) { (in.read(values), ...); };
-    read(q, k, v, rab, pos_weight, ts_weight);
-    read(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k);
-    read(scaling_seqlen, attn_scale, alpha);
-    read(num_contexts, num_targets, target_group_size, window_left, window_right);
-    read(min_full_attn_seq_len, row_spans, func);
-    read(timestamps, row_timestamps, ts_thresholds);
-    read(quant_mode, q_descale, k_descale, v_descale, deterministic, sm_margin, strict);
-    if (has_paged) read(kv_cache, page_offsets, page_ids, last_page_lens, kv_scales);
+    for_each([&in](auto& value) { in.read(value); }, has_paged);
+  }
+
+  // Calls `function(argument)` in the order of the schema.
+  template <typename Function>
+  void for_each(Function function, bool has_paged) {
+    visit(*this, function, has_paged);
+  }
+  template <typename Function>
+  void for_each(Function function, bool has_paged) const {
+    visit(*this, function, has_paged);
+  }
+
+ private:
+  template <typename Self, typename Function>
+  static void visit(Self& self, Function function, bool has_paged) {
+    const auto call = [&function](auto&... values) { (function(values), ...); };
+    call(self.q, self.k, self.v, self.rab, self.pos_weight, self.ts_weight);
+    call(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k);
+    call(self.seqused_q, self.seqused_k, self.scaling_seqlen, self.attn_scale, self.alpha);
+    call(self.num_contexts, self.num_targets, self.target_group_size);
+    call(self.window_left, self.window_right, self.min_full_attn_seq_len);
+    call(self.row_spans, self.func);
+    call(self.timestamps, self.row_timestamps, self.ts_thresholds);
+    call(self.quant_mode, self.q_descale, self.k_descale, self.v_descale);
+    call(self.deterministic, self.sm_margin, self.strict);
+    if (!has_paged) return;
+    call(self.kv_cache, self.page_offsets, self.page_ids, self.last_page_lens, self.kv_scales);
   }
 };
 

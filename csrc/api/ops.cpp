@@ -163,12 +163,7 @@ void bwd_out(StableIValue* stack, uint64_t, uint64_t) {
   in.read(dout);
   const Arguments args(in, false);
   Gradients gradients;
-  in.read_written(gradients.dq);
-  in.read_written(gradients.dk);
-  in.read_written(gradients.dv);
-  in.read_written(gradients.drab);
-  in.read_written(gradients.dpos_weight);
-  in.read_written(gradients.dts_weight);
+  gradients.for_each([&in](auto& gradient) { in.read_written(gradient); });
   BackwardParams params;
   to_params(args, params);
   DeviceOps::check(args, params);
@@ -186,6 +181,26 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   if (params.batch.batch > 0 && params.batch.total_q > 0) DeviceOps::append(args, params);
 }
 
+// What composed_fwd and composed_bwd (hstu_attn/composed.py) are in a program without Python: they
+// take what they are given, and return that they have computed nothing.
+void no_composed_fwd(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const Arguments args(in, true);
+  TensorView out;
+  in.read(out);
+  stack[0] = from(false);
+}
+
+void no_composed_bwd(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  TensorView dout;
+  in.read(dout);
+  const Arguments args(in, false);
+  Gradients gradients;
+  gradients.for_each([&in](auto& gradient) { in.read(gradient); });
+  stack[0] = from(false);
+}
+
 }  // namespace
 }  // namespace hstu
 
@@ -198,6 +213,10 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.def("hstu_varlen_bwd_out(Tensor dout, " HSTU_CALL_SCHEMA
         ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
+  m.def("composed_fwd(" HSTU_CALL_SCHEMA HSTU_PAGED_SCHEMA ", Tensor(a!) out) -> bool");
+  m.def("composed_bwd(Tensor dout, " HSTU_CALL_SCHEMA
+        ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
+        "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> bool");
   m.def(
       "append_paged_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor page_offsets, "
       "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets, "
@@ -212,6 +231,11 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.impl("append_paged_kv", hstu::append<hstu::DeviceOps>)
 
 STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CPU, m) { HSTU_REGISTER(CpuOps); }
+// The kernels that Python registers for a device take precedence over these.
+STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CompositeExplicitAutograd, m) {
+  m.impl("composed_fwd", hstu::no_composed_fwd);
+  m.impl("composed_bwd", hstu::no_composed_bwd);
+}
 #if defined(USE_CUDA)
 STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CUDA, m) { HSTU_REGISTER(CudaOps); }
 #endif

@@ -9,6 +9,23 @@ namespace hstu {
 struct Gradients {
   TensorView dq, dk, dv;
   OptionalView drab, dpos_weight, dts_weight;
+
+  // Calls `function(gradient)` in the order of the schema.
+  template <typename Function>
+  void for_each(Function function) {
+    visit(*this, function);
+  }
+  template <typename Function>
+  void for_each(Function function) const {
+    visit(*this, function);
+  }
+
+ private:
+  template <typename Self, typename Function>
+  static void visit(Self& self, Function function) {
+    function(self.dq), function(self.dk), function(self.dv);
+    function(self.drab), function(self.dpos_weight), function(self.dts_weight);
+  }
 };
 
 // The operators on a GPU (cuda/ops.cpp). CpuOps in ops.cpp has the same functions for the CPU.

@@ -52,7 +52,7 @@ def hstu_mha(
     Args:
         max_seq_len: longest sequence, in tokens.
         alpha: factor of the scores, before silu.
-        q: `(total, heads, D)`, bf16 or fp16; also fp32 and fp64 on CPU.
+        q: `(total, heads, D)`, bf16, fp16, fp32 or fp64.
         k: like q.
         v: `(total, heads, Dv)`.
         seq_offsets: `(batch + 1,)` int32 or int64 offsets of the sequences.

@@ -278,15 +278,6 @@ def test_checked_calls_name_the_lie(monkeypatch, argument, values):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dtypes_that_are_not_built(dtype):
-    batch = make_batch([9], device="cuda", dtype=dtype)
-    for needs_gradient in (False, True):
-        batch.q.requires_grad_(needs_gradient)
-        with pytest.raises(NotImplementedError, match=r"^q: on a GPU bfloat16 and float16 are"):
-            hstu_attention(batch.q, batch.k, batch.v, **batch.options())
-
-
 def test_what_is_not_built_yet():
     batch = make_batch([9], device="cuda", dtype=BF16, mask="causal")
     tables = torch.zeros(2, 9, device="cuda", requires_grad=True)

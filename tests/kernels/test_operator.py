@@ -28,7 +28,7 @@ CHUNK = 512
 
 
 def for_device(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns a 16-bit type in place of fp32 and fp64, which GPU kernels do not have."""
+    """Returns a 16-bit type for fp32 and fp64, which no GPU kernel has: see test_composed.py."""
     if device == "cpu":
         return dtype
     return {torch.float32: torch.bfloat16, torch.float64: torch.float16}.get(dtype, dtype)

@@ -271,7 +271,8 @@ def test_which_kernels_and_why(kernels, monkeypatch, capability, build, arch, fo
 
 
 def test_what_the_build_holds():
-    start = "sm80 sm90 for bfloat16 and float16, head dims up to 32, 64, 128, 256; "
+    start = "sm80 sm90 for bfloat16 and float16, head dims up to 32, 64, 128, 256, and "
+    start += "torch's functions for float32 and float64; "
     assert info.cuda_build(BUILD) == f"{start}built with CUDA 13.0; the driver is for CUDA 13.1"
     no_driver = info.cuda_build(BUILD | {"runtime": "12080", "driver": "0"})
     assert no_driver == f"{start}built with CUDA 12.8; the driver is absent"

@@ -12,6 +12,7 @@
 #include "../../dispatch.h"
 #include "../../environment.h"
 #include "../stable_tensor.h"
+#include "composed.h"
 
 // NOTE: this is a weak symbol, because only libtorch_cuda defines it, and this library must also
 // load with a torch for CPUs.
@@ -28,12 +29,13 @@ cudaStream_t current_stream(int device_index) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// Whether torch's functions compute the call, and no kernel of this library.
+bool is_composed(const ForwardParams& params) {
+  return params.dtype == DType::kFloat32 || params.dtype == DType::kFloat64;
+}
+
 void check_built(const Arguments& args, const ForwardParams& params) {
-  if (params.dtype != DType::kBFloat16 && params.dtype != DType::kFloat16) {
-    throw NotImplemented("q: on a GPU bfloat16 and float16 are built, got " +
-                         describe_dtype(args.q));
-  }
-  if (params.relative_bias) {
+  if (params.relative_bias && !is_composed(params)) {
     throw NotImplemented(std::string(args.pos_weight ? "pos_weight" : "ts_weight") +
                          ": the relative bias is not built for GPUs, only rab is");
   }
@@ -203,6 +205,7 @@ void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParam
     fill_with_zeros(out);
     return;
   }
+  if (is_composed(params)) return composed_forward(args, out);
   AlignedCopies copies;
   copies.inputs(args, params);
   copies.output(out, params.out);
@@ -220,6 +223,7 @@ void CudaOps::backward(const Arguments& args, const TensorView& dout, const Grad
     if (gradients.drab) fill_with_zeros(*gradients.drab);
     return;
   }
+  if (is_composed(params)) return composed_backward(args, dout, gradients);
   AlignedCopies copies;
   copies.inputs(args, params);
   copies.input(dout, params.dout);

@@ -1,0 +1,74 @@
+// The composition is in Python, where torch's functions are called by names that every version has;
+// torch's stable ABI has few of them. It hangs behind the operators, and not before them in Python,
+// so that their schemas, fake kernels and gradients serve compiled and exported calls as well.
+#include "composed.h"
+
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../../common/not_implemented.h"
+#include "../../environment.h"
+#include "../stable_tensor.h"
+
+// NOTE: torch 2.13 and later have this function; before, torch prints the text of an exception.
+extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
+
+namespace hstu {
+namespace {
+
+// Writes the arguments of a call through the dispatcher, in the order of the schema.
+class StackWriter {
+ public:
+  void write(const TensorView& tensor) { put(as_tensor(tensor)); }
+  void write(const OptionalView& tensor) {
+    put(tensor ? std::optional<Tensor>(as_tensor(*tensor)) : std::nullopt);
+  }
+  template <typename Number>
+  void write(const Number& number) {
+    put(number);
+  }
+
+  // Calls the operator, which returns whether it has computed anything. `pass` is what it computes.
+  void call(const char* name, const char* pass, const TensorView& q) {
+    if (environment::prints_choice()) {
+      std::fprintf(stderr, "hstu_attn: %s by torch's functions\n", pass);
+    }
+    if (torch_call_dispatcher(name, "", stack_.data(), TORCH_ABI_VERSION) != TORCH_SUCCESS) {
+      const auto what = torch_exception_get_what_without_backtrace;
+      throw std::runtime_error(std::string(name) + ": " + (what ? what() : "failed, as printed"));
+    }
+    if (torch::stable::detail::to<bool>(stack_[0])) return;
+    throw NotImplemented("q: on a GPU " + describe_dtype(q) +
+                         " is computed by Python's hstu_attn, which this program does not import; "
+                         "bfloat16 and float16 are built");
+  }
+
+ private:
+  template <typename T>
+  void put(const T& value) {
+    stack_.push_back(torch::stable::detail::from(value));
+  }
+
+  std::vector<StableIValue> stack_;
+};
+
+}  // namespace
+
+void composed_forward(const Arguments& args, const TensorView& out) {
+  StackWriter stack;
+  args.for_each([&stack](const auto& value) { stack.write(value); }, true);
+  stack.write(out);
+  stack.call("hstu_attn::composed_fwd", args.kv_cache ? "paged forward" : "forward", args.q);
+}
+
+void composed_backward(const Arguments& args, const TensorView& dout, const Gradients& gradients) {
+  StackWriter stack;
+  stack.write(dout);
+  args.for_each([&stack](const auto& value) { stack.write(value); }, false);
+  gradients.for_each([&stack](const auto& gradient) { stack.write(gradient); });
+  stack.call("hstu_attn::composed_bwd", "backward", args.q);
+}
+
+}  // namespace hstu
