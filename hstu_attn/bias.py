@@ -191,14 +191,19 @@ def default_bucket_thresholds() -> tuple[int, ...]:
 _thresholds_by_device: dict[torch.device, Tensor] = {}
 
 
+@torch.compiler.assume_constant_result
 def default_thresholds_tensor(device: torch.device) -> Tensor:
-    """Returns `default_bucket_thresholds` as int64 on `device`, made once for each device."""
-    if torch.compiler.is_compiling():
-        return torch.tensor(_DEFAULT_THRESHOLDS, dtype=torch.int64, device=device)
+    """Returns `default_bucket_thresholds` as int64 on `device`, made once for each device.
+
+    Graphs of the compiler hold it on its device. If they held a list, each call would copy that
+    from the host, and `torch.compile` would not capture them as CUDA graphs.
+    """
     thresholds = _thresholds_by_device.get(device)
     if thresholds is None:
         thresholds = torch.tensor(_DEFAULT_THRESHOLDS, dtype=torch.int64, device=device)
-        _thresholds_by_device[device] = thresholds
+        # A tensor that torch.export traces, or one without data, is for this call alone.
+        if type(thresholds) is Tensor and not torch.compiler.is_compiling():
+            _thresholds_by_device[device] = thresholds
     return thresholds
 
 

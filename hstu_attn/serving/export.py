@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from ..bias import default_thresholds_tensor
 from ..cached import CachedRows, StepTensors
 from ..paged import check_page_size
 from .model import Rows, ServedModel, check_model, row_dtype
@@ -158,6 +159,8 @@ class ScoringStep(nn.Module):
         check_page_size(page_size)  # the exported operators would find it out in the first call
         stack, config = self.model.stack, self.model.stack.config
         device = next(stack.parameters()).device
+        if self.model.reads_times:
+            default_thresholds_tensor(device)  # so that the graph has them on the device
         wanted = dict(_VECTORS)
         if not self.model.candidates_are_rows:
             del wanted["num_targets"]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention
 from hstu_attn.bias import (
@@ -161,6 +162,13 @@ def test_the_last_bucket_takes_the_rest():
 def test_thresholds_are_made_once_for_each_device():
     device = torch.device("cpu")
     assert default_thresholds_tensor(device) is default_thresholds_tensor(device)
+
+
+def test_thresholds_without_data_are_not_kept():
+    device = torch.device("cpu", 3)
+    with FakeTensorMode():
+        assert isinstance(default_thresholds_tensor(device), FakeTensor)
+    assert torch.equal(default_thresholds_tensor(device), torch.tensor(default_bucket_thresholds()))
 
 
 def test_calls_have_the_default_thresholds():

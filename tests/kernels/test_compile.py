@@ -18,6 +18,7 @@ from hstu_attn import (
     hstu_attn_qkvpacked_func,
     hstu_attn_varlen_func,
 )
+from hstu_attn.bias import default_bucket_thresholds
 from hstu_attn.compat.generative_recommenders import delta_hstu_mha, hstu_mha
 from hstu_attn.testing import offsets
 
@@ -215,6 +216,35 @@ def test_compile_with_dynamic_sizes(name):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in BATCHES[1:]:
             assert_same(compiled, function, arguments(lengths))
+
+
+def test_graphs_hold_the_default_thresholds():
+    """A graph with a list would copy it from the host in each call."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    arguments = relative_arguments([5, 3])
+    with torch.no_grad():
+        found = torch.compile(relative, fullgraph=True, backend=backend)(*arguments)
+        assert torch.equal(found, relative(*arguments))
+    (graph,) = graphs
+    assert torch.tensor not in [node.target for node in graph.graph.nodes]
+    held = [*graph.buffers()]
+    wanted = torch.tensor(default_bucket_thresholds())
+    assert [torch.equal(x, wanted) for x in held] == [True]
+
+    class Module(torch.nn.Module):
+        def forward(self, *arguments: Any) -> Tensor:
+            return relative(*arguments)
+
+    with torch.no_grad():
+        program = torch.export.export(Module(), arguments)
+    assert [torch.equal(x, wanted) for x in program.constants.values()] == [True]
+    copies = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten._to_copy.default)
+    assert not {node.target for node in program.graph.nodes} & {*copies}
 
 
 def test_compile_without_being_told_that_sizes_are_dynamic():
