@@ -72,6 +72,7 @@ def kernel(us, operator, name):
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_attention(small_cases, tmp_path):
     records = run(attention.main, tmp_path, "--rounds 2 --impls hstu_attn flash2 --commit abc")
     assert {r["group"] for r in records} == {"table", "rab", "masks", "host"}
@@ -155,6 +156,7 @@ def test_cpu_limits(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layer(monkeypatch, tmp_path):
     names = {
         "void hstu::(anonymous namespace)::forward<true>(hstu::Params)": 400,
@@ -230,6 +232,7 @@ def test_the_training_step_is_that_of_the_example():
     assert first == pytest.approx(training_step.LEARNING_RATE)
 
 
+@pytest.mark.slow
 def test_engine(tmp_path):
     pytest.importorskip("hstu_attn._host", reason="_host has not been built")
     sizes = "--layers 2 --width 32 --heads 2 --head-dim 16 --history 40 --candidates 5 --users 6"

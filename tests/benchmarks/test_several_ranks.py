@@ -36,7 +36,8 @@ def _train(path: str, *arguments: str) -> int:
         return train.BENCHMARK.main([*TRAIN, *arguments, "--json", path], world=here)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_training(strategy, tmp_path):
     path = tmp_path / "train.json"
     assert run_ranks(2, _train, str(path), "--strategy", strategy) == [0, 0]

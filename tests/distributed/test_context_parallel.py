@@ -249,6 +249,7 @@ def test_two_ranks_compute_biases_of_whole_sequences():
     run_ranks(2, _check_biases, BIASED[-1:], [2], list(MASK_NAMES), LENGTHS, [torch.float64])
 
 
+@pytest.mark.slow
 def test_four_ranks_compute_biases_of_whole_sequences():
     masks, lengths = ["causal", "local", "func-9-by-head"], [0, 61, 1, 3, 18]
     some = ["rab-1-head", "position-row-time"]

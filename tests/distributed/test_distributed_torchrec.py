@@ -123,6 +123,7 @@ def part_of_run(
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_continues_on_other_ranks(backend: str, tmp_path: Path) -> None:
     """Rows and the fused optimizer's state are restored; all ranks have the same ids."""

@@ -29,7 +29,9 @@ class RankPool:
     """Processes that each are a rank of the default process group; with NCCL each has a GPU."""
 
     def __init__(self, number: int, backend: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        # The forkserver imports torch once for all ranks; CUDA does not survive a fork.
+        context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+        context.set_forkserver_preload(["hstu_attn.distributed", __name__])
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         store = os.path.join(self.directory.name, "store")
         self.pipes: list[Connection] = []

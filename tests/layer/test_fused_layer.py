@@ -170,7 +170,13 @@ def test_empty_batches(device):
         assert all(not p.grad.any() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("config", [STU, RMS_STU], ids=["layer norms", "rms norms"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(STU, id="layer norms"),
+        pytest.param(RMS_STU, id="rms norms", marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_rows_and_fp32_weights(config):
     """Rounding errors are at most the composed layer's, and twice those for any one element.
 

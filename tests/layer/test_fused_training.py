@@ -49,14 +49,12 @@ class Case:
     steps: int
 
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     pytest.param(Case("cpu", torch.float32, 32, 40), id="cpu-fp32"),
     pytest.param(Case("cpu", torch.bfloat16, 32, 40), id="cpu-bf16"),
-    pytest.param(
-        Case("cuda", torch.bfloat16, 256, 200),
-        id="cuda-bf16",
-        marks=[pytest.mark.gpu, pytest.mark.slow],
-    ),
+    pytest.param(Case("cuda", torch.bfloat16, 256, 200), id="cuda-bf16", marks=pytest.mark.gpu),
 ]
 
 
@@ -170,7 +168,6 @@ def off_by_a_rounding(model: RankingModel, dtype: torch.dtype) -> RankingModel:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_composed_layers(case: Case, data: RankingData) -> None:
     start = make_model(data, case)
@@ -198,7 +195,7 @@ Gradients = dict[str, list[Tensor]]
 
 
 def step_gradients(case: Case, data: RankingData) -> tuple[Gradients, ...]:
-    """Each parameter's gradients for `DRAWS` models and batches.
+    """Returns each parameter's gradients for `DRAWS` models and batches.
 
     Args:
         case: what is computed with fused layers.
@@ -246,7 +243,7 @@ def gain(name: str, gradients: Gradients, exact: Gradients) -> tuple[float, floa
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_a_step(case: Case, data: RankingData) -> None:
-    """Each parameter's gradients, by the rule of `hstu_attn.testing` over all draws together.
+    """Bounds the errors of gradients as `hstu_attn.testing` does, over all draws together.
 
     The exact gradients are those of composed layers in fp32, the references those of composed
     layers in bf16. An error common to all elements, which that rule would not see, is held below
