@@ -2,8 +2,8 @@
 
     python -m benchmarks.ranking --json ranking.json
 
-The example is run as `make ranking` runs it, with its made-up data, into a folder of its own. There
-is one record for each line of its table.
+The example is run as `make ranking` runs it, with its made-up data, on the CPU and into a folder of
+its own. There is one record for each line of its table.
 """
 
 from __future__ import annotations

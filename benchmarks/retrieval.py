@@ -2,8 +2,8 @@
 
     python -m benchmarks.retrieval --json retrieval.json
 
-The example is run as `make demo` runs it, with its made-up data, into a folder of its own. There is
-one record for each line of its table; `seconds` is the time of the whole run.
+The example is run as `make demo` runs it, with its made-up data, on the CPU and into a folder of
+its own. There is one record for each line of its table; `seconds` is the time of the whole run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["BENCHMARK", "main", "run_example"]
 
 
 def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
-    """Trains with the defaults of an example into a folder that is removed.
+    """Trains with the defaults of an example on the CPU, into a folder that is removed.
 
     Args:
         name: the name of its script, such as "train_retrieval".
@@ -41,7 +41,8 @@ def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         script = str(ROOT / f"examples/{name}.py")
-        subprocess.run([sys.executable, script, "--out", folder], check=True, cwd=ROOT)
+        arguments = ["--device", "cpu", "--out", folder]
+        subprocess.run([sys.executable, script, *arguments], check=True, cwd=ROOT)
         seconds = time.perf_counter() - start
         return json.loads(Path(folder, "metrics.json").read_text()), seconds
 

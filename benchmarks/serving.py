@@ -3,11 +3,12 @@
     python -m benchmarks.serving
     python -m benchmarks.serving --concurrency 1 64 --seconds 30 --json serving.json
 
-Starts `examples/serve.py` as a process of its own, on this machine, and drives it over loopback by
-as many threads as requests are to be under way; each sends its next one when it has its answer. A
-request brings one new event of a random user of the data, and asks for the best 10 items that the
-user has not seen. The threads and the server share the processors, so the server alone would be
-faster. `others` are the processors that other work kept busy in the second before the start.
+Starts `examples/serve.py` as a process of its own, on the CPU of this machine, and drives it over
+loopback by as many threads as requests are to be under way; each sends its next one when it has its
+answer. A request brings one new event of a random user of the data, and asks for the best 10 items
+that the user has not seen. The threads and the server share the processors, so the server alone
+would be faster. `others` are the processors that other work kept busy in the second before the
+start.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def running_server(model: Path, data: Path, arguments: Sequence[str] = ()) -> It
         RuntimeError: it does not start.
     """
     files = ["--model", str(model), "--data", str(data)]
-    command = [sys.executable, str(SERVER), "--port", "0", *files, *arguments]
+    command = [sys.executable, str(SERVER), "--port", "0", "--device", "cpu", *files, *arguments]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

@@ -50,6 +50,7 @@ __all__ = [
 
 SHOWN_NAMES = 5
 READ_EVERY = 50  # steps; a captured one waits for the device only then
+DRAW_EVERY = 30.0  # seconds; the curves are drawn after a checkpoint
 
 
 class TrainingError(RuntimeError):
@@ -330,6 +331,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         is_first = self.processes.is_first
         self.scalars = Scalars(self.options.out / "tensorboard" if is_first else None, self.step)
         first = self.step
+        self.drawn = -math.inf
         try:
             self._run()
         finally:
@@ -362,7 +364,12 @@ class Trainer(ABC, Generic[AnyBatch]):
                 if saves:
                     self._save()
                     if is_first and not last:  # the example draws the last, after the metrics
-                        self.plot(options.out / "curves.png")
+                        self._draw_curves()
+
+    def _draw_curves(self) -> None:
+        if time.monotonic() - self.drawn > DRAW_EVERY:
+            self.plot(self.options.out / "curves.png")
+            self.drawn = time.monotonic()
 
     def _train_step(self) -> None:
         started = time.perf_counter()
