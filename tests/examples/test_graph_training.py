@@ -20,6 +20,7 @@ from recommender.loop import Trainer, TrainingError
 from recommender.processes import ALONE, Processes
 from recommender.ranking_data import RankingData
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hstu_attn import capture
 from hstu_attn.data import open_event_log
@@ -112,6 +113,33 @@ def test_padding_changes_neither_loss_nor_gradients(
         atol = 1e-5 if device == "cpu" else 1e-2
         torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=atol)
     assert added > 0
+
+
+class Operators(TorchDispatchMode):
+    """Collects the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_operator_of_a_step_waits_for_the_device(
+    example: ModuleType, ratings: Path, tmp_path: Path
+) -> None:
+    """Or copies a constant of the host to it: neither can be captured."""
+    trainer = make_trainer(example, ratings, tmp_path, "cpu", "--dropout", "0.2")
+    trainer._gradients(trainer.draw().padded())  # whatever is made once
+    batch = trainer.draw().padded()
+    with Operators() as operators:
+        trainer._gradients(batch)
+    assert {"hstu_attn::hstu_varlen_fwd", "hstu_attn::hstu_varlen_bwd"} <= operators.names
+    waiting = {"_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave.Tensor"}
+    waiting |= {"_unique2", "equal", "lift_fresh"}
+    assert not {f"aten::{name}" for name in waiting} & operators.names
 
 
 def test_a_run_of_graphs_has_the_same_curves(
