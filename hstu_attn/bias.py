@@ -16,7 +16,7 @@ __all__ = [
     "RelativeBias",
     "bias_of_heads",
     "default_bucket_thresholds",
-    "default_thresholds_tensor",
+    "thresholds_tensor",
     "time_bucket",
     "time_difference",
 ]
@@ -188,22 +188,27 @@ def default_bucket_thresholds() -> tuple[int, ...]:
     return _DEFAULT_THRESHOLDS
 
 
-_thresholds_by_device: dict[torch.device, Tensor] = {}
+_thresholds: dict[tuple[torch.device, tuple[int, ...] | None], Tensor] = {}
 
 
 @torch.compiler.assume_constant_result
-def default_thresholds_tensor(device: torch.device) -> Tensor:
-    """Returns `default_bucket_thresholds` as int64 on `device`, made once for each device.
+def thresholds_tensor(device: torch.device, values: tuple[int, ...] | None = None) -> Tensor:
+    """Returns thresholds as int64 on `device`, made once for each device and each list.
 
-    Graphs of the compiler hold it on its device. If they held a list, each call would copy that
-    from the host, and `torch.compile` would not capture them as CUDA graphs.
+    Graphs of the compiler hold the tensor on its device. If they held a list, each call would copy
+    that from the host, and `torch.compile` would not capture them as CUDA graphs.
+
+    Args:
+        device: of the tensor.
+        values: the thresholds; None is `default_bucket_thresholds`.
     """
-    thresholds = _thresholds_by_device.get(device)
+    thresholds = _thresholds.get((device, values))
     if thresholds is None:
-        thresholds = torch.tensor(_DEFAULT_THRESHOLDS, dtype=torch.int64, device=device)
+        numbers = _DEFAULT_THRESHOLDS if values is None else values
+        thresholds = torch.tensor(numbers, dtype=torch.int64, device=device)
         # A tensor that torch.export traces, or one without data, is for this call alone.
         if type(thresholds) is Tensor and not torch.compiler.is_compiling():
-            _thresholds_by_device[device] = thresholds
+            _thresholds[device, values] = thresholds
     return thresholds
 
 

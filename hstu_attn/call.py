@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .bias import Bias, DenseBias, RelativeBias, default_thresholds_tensor
+from .bias import Bias, DenseBias, RelativeBias, thresholds_tensor
 from .mask import Mask
 
 __all__ = [
@@ -198,7 +198,7 @@ def bias_times(bias: Bias | Tensor | None) -> Times:
         return NO_TIMES
     thresholds = bias.thresholds
     if thresholds is None:
-        thresholds = default_thresholds_tensor(bias.ts_weight.device)
+        thresholds = thresholds_tensor(bias.ts_weight.device)
     return bias.timestamps, bias.row_timestamps, thresholds
 
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ops
-from .bias import default_thresholds_tensor
+from .bias import thresholds_tensor
 from .cached import CachedRows
 from .call import NO_BIAS, NO_TIMES, AttentionCall, BiasTensors, Times, make_call
 from .fused import operator as fused
@@ -447,7 +447,7 @@ def _times(
         return NO_TIMES
     # The operator rejects anything that is not a tensor.
     is_tensor = isinstance(timestamps, Tensor)
-    thresholds = default_thresholds_tensor(timestamps.device) if is_tensor else None
+    thresholds = thresholds_tensor(timestamps.device, config.time_thresholds) if is_tensor else None
     return timestamps, row_timestamps, thresholds
 
 

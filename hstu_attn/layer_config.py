@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 __all__ = ["HSTULayerConfig"]
@@ -45,8 +46,10 @@ class HSTULayerConfig:
             `timestamps`, one by elapsed time.
         relative_bias_max_seq_len: distances at or beyond it share one entry.
         relative_bias_heads: 1 shares the tables over all heads; otherwise a divisor of num_heads.
-        num_buckets: the elapsed time falls into `num_buckets + 1` logarithmic buckets; 0 has no
-            time table.
+        num_buckets: the elapsed time falls into `num_buckets + 1` buckets; 0 has no time table.
+        time_thresholds: the elapsed times, non-decreasing, at which a next bucket begins, as in
+            `RelativeBias`: `tuple(RelativeBias.sqrt_thresholds(128, 60.0).tolist())` has buckets of
+            the square root of minutes. None is the logarithm of seconds over 0.301.
 
     Norms, of `x` before the first linear and of the attention output after it:
         input_norm: `"layer_norm"`, or `"rms_norm"`, which divides a row by the root of its mean
@@ -99,6 +102,7 @@ class HSTULayerConfig:
     relative_bias_max_seq_len: int = 0
     relative_bias_heads: int = 1
     num_buckets: int = 128
+    time_thresholds: tuple[int, ...] | None = None
     input_norm: Norm = "layer_norm"
     output_norm: Norm = "layer_norm"
     norm_affine: bool = True
@@ -148,6 +152,14 @@ class HSTULayerConfig:
                 "relative_bias_heads",
                 self.relative_bias_heads > 0 and self.num_heads % self.relative_bias_heads == 0,
                 f"a divisor of num_heads = {self.num_heads}",
+            )
+        thresholds = self.time_thresholds
+        if thresholds is not None:
+            rising = all(a <= b for a, b in pairwise((0, *thresholds)))
+            self._require(
+                "time_thresholds",
+                isinstance(thresholds, tuple) and rising,
+                "a tuple of non-negative, non-decreasing integers",
             )
         if not self.causal:
             self._require(

@@ -13,7 +13,7 @@ from .bias import (
     Bias,
     DenseBias,
     RelativeBias,
-    default_thresholds_tensor,
+    thresholds_tensor,
     time_bucket,
     time_difference,
 )
@@ -190,7 +190,7 @@ def _relative_bias(
             row_times = torch.cat([times[1:], times[-1:]])[rows[:, 0]]
         thresholds = bias.thresholds
         if thresholds is None:
-            thresholds = default_thresholds_tensor(times.device)
+            thresholds = thresholds_tensor(times.device)
         difference = time_difference(row_times[:, None], times[None, :])
         bucket = time_bucket(difference, thresholds, bias.ts_weight.shape[1])
         weights = bias.ts_weight.to(compute_dtype)[:, bucket]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ..bias import default_thresholds_tensor
+from ..bias import thresholds_tensor
 from ..cached import CachedRows, StepTensors
 from ..paged import check_page_size
 from .model import Rows, ServedModel, check_model, row_dtype
@@ -160,7 +160,8 @@ class ScoringStep(nn.Module):
         stack, config = self.model.stack, self.model.stack.config
         device = next(stack.parameters()).device
         if self.model.reads_times:
-            default_thresholds_tensor(device)  # so that the graph has them on the device
+            # Made here, they are on the device in the graph.
+            thresholds_tensor(device, config.time_thresholds)
         wanted = dict(_VECTORS)
         if not self.model.candidates_are_rows:
             del wanted["num_targets"]

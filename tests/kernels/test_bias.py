@@ -15,7 +15,7 @@ from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention
 from hstu_attn.bias import (
     bias_of_heads,
     default_bucket_thresholds,
-    default_thresholds_tensor,
+    thresholds_tensor,
     time_bucket,
 )
 from hstu_attn.call import bias_times
@@ -29,7 +29,7 @@ def research_bucket(difference: int) -> int:
 
 
 def bucket_of(difference: int, num_buckets: int = 10**6) -> int:
-    thresholds = default_thresholds_tensor(torch.device("cpu"))
+    thresholds = thresholds_tensor(torch.device("cpu"))
     return int(time_bucket(torch.tensor([difference]), thresholds, num_buckets))
 
 
@@ -50,7 +50,7 @@ def test_default_buckets_are_the_formula_on_both_sides_of_every_threshold():
 def test_default_buckets_are_torchs_formula_for_every_small_difference():
     difference = torch.arange(200_000)
     formula = (torch.log(difference.clamp(min=1).double()) / 0.301).floor().long()
-    thresholds = default_thresholds_tensor(torch.device("cpu"))
+    thresholds = thresholds_tensor(torch.device("cpu"))
     assert torch.equal(time_bucket(difference, thresholds, 10**6), formula)
 
 
@@ -161,19 +161,19 @@ def test_the_last_bucket_takes_the_rest():
 
 def test_thresholds_are_made_once_for_each_device():
     device = torch.device("cpu")
-    assert default_thresholds_tensor(device) is default_thresholds_tensor(device)
+    assert thresholds_tensor(device) is thresholds_tensor(device)
 
 
 def test_thresholds_without_data_are_not_kept():
     device = torch.device("cpu", 3)
     with FakeTensorMode():
-        assert isinstance(default_thresholds_tensor(device), FakeTensor)
-    assert torch.equal(default_thresholds_tensor(device), torch.tensor(default_bucket_thresholds()))
+        assert isinstance(thresholds_tensor(device), FakeTensor)
+    assert torch.equal(thresholds_tensor(device), torch.tensor(default_bucket_thresholds()))
 
 
 def test_calls_have_the_default_thresholds():
     bias = RelativeBias(None, torch.zeros(1, 8), torch.zeros(3, dtype=torch.int64))
-    assert bias_times(bias)[2] is default_thresholds_tensor(torch.device("cpu"))
+    assert bias_times(bias)[2] is thresholds_tensor(torch.device("cpu"))
     own = torch.tensor([1, 10])
     bias = RelativeBias(None, torch.zeros(1, 3), torch.zeros(3, dtype=torch.int64), None, own)
     assert bias_times(bias)[2] is own

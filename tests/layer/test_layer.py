@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hstu_attn import RelativeBias
 from hstu_attn.layer import (
     HSTULayer,
     HSTULayerConfig,
@@ -25,6 +26,7 @@ LENGTHS = (7, 0, 1, 12, 5)
 MAX_SEQ_LEN = 12
 TARGETS = (2, 0, 0, 4, 5)
 BASE = HSTULayerConfig(embedding_dim=24, num_heads=4, hidden_dim=16, attention_dim=8)
+ROOTS = tuple(RelativeBias.sqrt_thresholds(20, 3600.0).tolist())
 BIASED: dict[str, Any] = {"enable_relative_attention_bias": True, "relative_bias_max_seq_len": 6}
 RMS_NORMS: dict[str, Any] = {"input_norm": "rms_norm", "output_norm": "rms_norm"}
 RESEARCH = HSTULayerConfig.research(
@@ -79,6 +81,9 @@ CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
     "window, targets": (replace(BASE, max_attn_len=3), {"num_targets"}),
     "bias of several heads": (replace(BASE, **BIASED, relative_bias_heads=2), {"timestamps"}),
     "bias, few buckets": (replace(BASE, **BIASED, num_buckets=7), {"timestamps", "num_targets"}),
+    "bias, buckets of roots": (
+        replace(BASE, **BIASED, num_buckets=20, time_thresholds=ROOTS), {"timestamps"}
+    ),
 }  # fmt: skip
 
 
@@ -140,7 +145,10 @@ def plain_bias(layer: HSTULayer, head: int, i: int, j: int, gap: int | None) -> 
     bias = layer.position_weight[table, min(max(j - i, -reach), reach) + reach]
     if gap is not None:
         assert layer.time_weight is not None
-        bucket = math.floor(math.log(max(abs(gap), 1)) / 0.301)
+        if config.time_thresholds == ROOTS:
+            bucket = math.floor(math.sqrt(abs(gap) / 3600))
+        else:
+            bucket = math.floor(math.log(max(abs(gap), 1)) / 0.301)
         bias = bias + layer.time_weight[table, min(bucket, config.num_buckets)]
     return bias
 
@@ -404,6 +412,9 @@ def test_embedding_of_positions() -> None:
         ({"scaling_seqlen": 0}, "scaling_seqlen: expected -1 or positive, got 0"),
         ({"enable_relative_attention_bias": True}, "relative_bias_max_seq_len: expected"),
         ({**BIASED, "relative_bias_heads": 3}, "relative_bias_heads: expected a divisor"),
+        ({**BIASED, "time_thresholds": [1, 2]}, "time_thresholds: expected a tuple"),
+        ({**BIASED, "time_thresholds": (1, 3, 2)}, "time_thresholds: expected a tuple .* non-decr"),
+        ({**BIASED, "time_thresholds": (-1, 3)}, "time_thresholds: expected a tuple of non-neg"),
         ({"causal": False, "contextual_seq_len": 2}, "causal: expected True"),
     ],
 )
