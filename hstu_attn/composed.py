@@ -125,28 +125,29 @@ def backward(dout: Tensor, *args: Any) -> None:
             sigmoid = torch.sigmoid(x)
             weights = x.mul_(sigmoid)
             # The derivative of x * s is s * (1 + x * (1 - s)) = s + x * s * (1 - s).
-            ds = torch.addcmul(sigmoid, weights, 1 - sigmoid)
-            ds.mul_(torch.matmul(scaled_dout, group.v[:, :, keys].transpose(2, 3)))
-            ds.mul_(call.alpha).masked_fill_(hidden, 0)
+            dx = torch.addcmul(sigmoid, weights, 1 - sigmoid)
+            dx.mul_(torch.matmul(scaled_dout, group.v[:, :, keys].transpose(2, 3)))
+            dx.masked_fill_(hidden, 0)
             weights.masked_fill_(hidden, 0)
             group_dv[:, :, keys] += torch.matmul(weights.transpose(2, 3), scaled_dout)
-            group_dk[:, :, keys] += torch.matmul(ds.transpose(2, 3), chunk.q)
-            result = torch.matmul(ds, group.k[:, :, keys])
+            group_dk[:, :, keys] += torch.matmul(dx.transpose(2, 3), chunk.scaled_q)
+            result = torch.matmul(dx, group.k[:, :, keys]).mul_(call.alpha)
             dq_rows.index_copy_(0, chunk.packed_rows, _to_rows(result))
             if drab is not None:
-                drab.index_put_(chunk.rab_index, _sum_heads(ds, drab.shape[1]).to(drab.dtype))
+                values = _sum_heads(dx, drab.shape[1]) * call.alpha
+                drab.index_put_(chunk.rab_index, values.to(drab.dtype))
             if dpos is not None:
-                dpos.add(ds, chunk)
+                dpos.add(dx, chunk)
             if dts is not None:
-                dts.add(ds, chunk.buckets)
+                dts.add(dx, chunk.buckets)
         dk_rows.index_copy_(0, group.packed_keys, _to_rows(group_dk))
         dv_rows.index_copy_(0, group.packed_keys, _to_rows(group_dv))
     for gradient, rows in ((dq, dq_rows), (dk, dk_rows), (dv, dv_rows)):
         gradient.copy_(rows[:-1])
     if dpos is not None:
-        dpos.store()
+        dpos.store(call.alpha)
     if dts is not None:
-        dts.store()
+        dts.store(call.alpha)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -334,7 +335,7 @@ class _Chunk:
 
     Attributes:
         keys: those key slots.
-        q: `(sequences, heads, rows, head dim)`, 0 in empty slots.
+        scaled_q: `(sequences, heads, rows, head dim)`: alpha times q, 0 in empty slots.
         packed_rows: `(sequences * rows,)`: the row of q in each slot, or total_q if empty.
         lowest_distance: slot of the first key minus slot of the last row.
     """
@@ -351,7 +352,7 @@ class _Chunk:
         self.packed_row = group.packed_row[:, self.rows]
         total_q = group.inputs.q.shape[0]
         self.packed_rows = self.packed_row.masked_fill(self.is_empty, total_q).flatten()
-        self.q = self.rows_of(group.inputs.q)
+        self.scaled_q = self.rows_of(group.inputs.q).mul_(group.inputs.call.alpha)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Returns the chunk's rows of `(total_q, heads, head dim)`."""
@@ -360,7 +361,7 @@ class _Chunk:
     @cached_property
     def hidden(self) -> Tensor:
         """`(sequences, 1 or heads, rows, keys)`: whether the mask hides a key from a row."""
-        column = torch.arange(self.keys.start, self.keys.stop, device=self.q.device)
+        column = torch.arange(self.keys.start, self.keys.stop, device=self.scaled_q.device)
         return visible_keys(self.group.intervals[:, :, self.rows], column).logical_not_()
 
     @property
@@ -370,27 +371,28 @@ class _Chunk:
         if call.attn_scale is None:
             length = call.max_seqlen_q if call.scaling_seqlen == -1 else call.scaling_seqlen
             return 1 / length
-        scale = call.attn_scale.to(self.q.dtype).flatten()
+        scale = call.attn_scale.to(self.scaled_q.dtype).flatten()
         if scale.shape[0] == 1:
             return scale
         return scale[self.packed_row.clamp(min=0)][:, None, :, None]
 
     def scores(self) -> Tensor:
         """Returns alpha times the biased scores, `(sequences, heads, rows, keys)`."""
-        scores = torch.matmul(self.q, self.group.k[:, :, self.keys].transpose(2, 3))
+        scores = torch.matmul(self.scaled_q, self.group.k[:, :, self.keys].transpose(2, 3))
         for bias in self._biases():
-            scores.unflatten(1, (bias.shape[1], -1)).add_(bias[:, :, None])
-        return scores.mul_(self.group.inputs.call.alpha)
+            by_head = scores.unflatten(1, (bias.shape[1], -1))
+            by_head.add_(bias[:, :, None], alpha=self.group.inputs.call.alpha)
+        return scores
 
     def _biases(self) -> Iterator[Tensor]:
         """Yields biases `(sequences or 1, bias heads, rows, keys)`."""
         _, _, _, rab, pos_weight, ts_weight, *_ = self.group.inputs
         if rab is not None:
-            yield rab[self.rab_index].to(self.q.dtype)
+            yield rab[self.rab_index].to(self.scaled_q.dtype)
         if pos_weight is not None:
             yield self._position_bias(pos_weight)
         if ts_weight is not None:
-            weights = ts_weight.to(self.q.dtype)[:, self.buckets]
+            weights = ts_weight.to(self.scaled_q.dtype)[:, self.buckets]
             yield weights.transpose(0, 1)
 
     @cached_property
@@ -417,7 +419,7 @@ class _Chunk:
         reach = pos_weight.shape[1] // 2
         first = self.lowest_distance
         distance = torch.arange(first, first + rows + keys - 1, device=pos_weight.device)
-        weights = pos_weight.to(self.q.dtype)[:, distance.clamp(-reach, reach) + reach]
+        weights = pos_weight.to(self.scaled_q.dtype)[:, distance.clamp(-reach, reach) + reach]
         return weights.unfold(1, keys, 1).flip(1)[None]
 
     @cached_property
@@ -446,14 +448,14 @@ class _Chunk:
 
 
 class _PositionGradient:
-    """The gradient of the position table: sums of dS over its diagonals."""
+    """The gradient of the position table: sums of dX over its diagonals, times alpha."""
 
     def __init__(self, dpos_weight: Tensor, dtype: torch.dtype) -> None:
         self.result = dpos_weight
         self.sums = torch.zeros(dpos_weight.shape, dtype=dtype, device=dpos_weight.device)
 
-    def add(self, ds: Tensor, chunk: _Chunk) -> None:
-        by_head = _sum_heads(ds.sum(0, keepdim=True), self.sums.shape[0])[0]
+    def add(self, dx: Tensor, chunk: _Chunk) -> None:
+        by_head = _sum_heads(dx.sum(0, keepdim=True), self.sums.shape[0])[0]
         heads, rows, keys = by_head.shape
         # With `rows` columns more, a row that is read one element short begins one element later
         # than the row before it. So the diagonals become columns.
@@ -470,12 +472,12 @@ class _PositionGradient:
             begin = first + low + reach
             self.sums[:, begin : begin + high - low] += diagonals[:, low:high]
 
-    def store(self) -> None:
-        self.result.copy_(self.sums)
+    def store(self, alpha: float) -> None:
+        self.result.copy_(self.sums * alpha)
 
 
 class _TimeGradient:
-    """The gradient of the time table: sums of dS over the scores of a bucket.
+    """The gradient of the time table: sums of dX over the scores of a bucket, times alpha.
 
     Scores are sorted by their buckets. Then the sum of a bucket, in `_PARTS` parts, is one of
     consecutive elements: no atomic addition is needed, and few scores are added one by one.
@@ -485,19 +487,19 @@ class _TimeGradient:
         self.result = dts_weight
         self.sums = torch.zeros(dts_weight.shape, dtype=dtype, device=dts_weight.device)
 
-    def add(self, ds: Tensor, buckets: Tensor) -> None:
+    def add(self, dx: Tensor, buckets: Tensor) -> None:
         heads, count = self.sums.shape
         by_bucket, order = torch.sort(buckets.flatten(), stable=True)
-        edges = torch.arange(count + 1, dtype=torch.int32, device=ds.device)
+        edges = torch.arange(count + 1, dtype=torch.int32, device=dx.device)
         bounds = torch.searchsorted(by_bucket, edges)
-        parts = torch.arange(_PARTS, device=ds.device)
+        parts = torch.arange(_PARTS, device=dx.device)
         begins = bounds[:-1, None] + bounds.diff()[:, None] * parts // _PARTS
         offsets = torch.cat([begins.flatten(), bounds[-1:]])
-        for head, values in enumerate(_sum_heads(ds, heads).unbind(1)):
+        for head, values in enumerate(_sum_heads(dx, heads).unbind(1)):
             sums = torch.segment_reduce(
                 values.flatten()[order], "sum", offsets=offsets, unsafe=True, initial=0
             )
             self.sums[head] += sums.view(count, _PARTS).sum(1)
 
-    def store(self) -> None:
-        self.result.copy_(self.sums)
+    def store(self, alpha: float) -> None:
+        self.result.copy_(self.sums * alpha)
