@@ -91,6 +91,7 @@ def test_attention(small_cases, tmp_path):
     assert drawn == {"roofline.png", "forward-backward-d16.png"}
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_the_others(small_cases, monkeypatch, tmp_path):
     """A wrong result is not timed, and a failure of this library is one of the run."""
     make, broken = implementations.make, "hstu_attn_sm99"

@@ -157,6 +157,7 @@ def test_a_run_of_graphs_has_the_same_curves(
     assert losses[-1] != losses[-2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_an_interrupted_run_continues(
     example: ModuleType,
@@ -190,6 +191,7 @@ def test_an_interrupted_run_continues(
         assert losses == pytest.approx(expected_losses, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["--graph", "--no-graph"])
 def test_a_run_continues_with_or_without_graphs(
     first: str, train: Callable[..., int], tmp_path: Path

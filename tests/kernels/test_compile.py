@@ -247,6 +247,7 @@ def test_graphs_hold_the_default_thresholds():
     assert not {node.target for node in program.graph.nodes} & {*copies}
 
 
+@pytest.mark.slow
 def test_compile_without_being_told_that_sizes_are_dynamic():
     """The second batch makes sizes dynamic, and nothing is compiled from the third on."""
     compiled = torch.compile(composed, fullgraph=True, backend="aot_eager")

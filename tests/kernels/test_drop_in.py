@@ -497,6 +497,7 @@ def with_gradients(function: Attention, arguments: tuple[Tensor, ...]) -> list[T
     return [out, *torch.autograd.grad(out, arguments[:3], torch.ones_like(out))]
 
 
+@pytest.mark.slow
 def test_compiled_and_exported_calls_clamp_the_same():
     arguments = lying_arguments()
     expected = with_gradients(lying_call, arguments)

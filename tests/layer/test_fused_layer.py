@@ -170,13 +170,8 @@ def test_empty_batches(device):
         assert all(not p.grad.any() for p in layer.parameters())
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(STU, id="layer norms"),
-        pytest.param(RMS_STU, id="rms norms", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [STU, RMS_STU], ids=["layer norms", "rms norms"])
 def test_bf16_rows_and_fp32_weights(config):
     """Rounding errors are at most the composed layer's, and twice those for any one element.
 
@@ -506,6 +501,7 @@ def compiled_inputs(lengths: list[int], config: HSTULayerConfig = STU) -> tuple[
 COMPILED = pytest.mark.parametrize("config", [DROPPING, RESEARCH], ids=["stu", "research"])
 
 
+@pytest.mark.slow
 @COMPILED
 def test_compiled_stack(config):
     """The graph has one operator for each layer, and serves other sizes."""

@@ -102,6 +102,7 @@ extern "C" const char* problem(int n, double x) {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tools/manylinux.S is for x86-64")
 def test_library_for_old_systems(tmp_path: Path) -> None:
     source, library = tmp_path / "uses.cpp", tmp_path / "uses.so"

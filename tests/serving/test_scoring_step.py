@@ -145,7 +145,10 @@ def assert_close(scores: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["retrieval", *RANKING])
+@pytest.mark.parametrize(
+    "name",
+    ["retrieval", *(pytest.param(name, marks=pytest.mark.slow) for name in RANKING)],
+)
 def test_scores_are_those_of_whole_histories(name: str) -> None:
     """The step computes them as written and as a graph for any sizes, which writes its cache."""
     model = make_model(name)
