@@ -295,6 +295,7 @@ def context_parallel_attention(
     cu_seqlens: Tensor,
     max_seqlen: int,
     mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
     alpha: float = 1.0,
     scaling_seqlen: int = -1,
     group: dist.ProcessGroup | None = None,
@@ -309,7 +310,7 @@ def context_parallel_attention(
         v: `(local rows, heads, Dv)`.
         cu_seqlens: `(batch + 1,)` int32 or int64, the offsets of the whole sequences.
         max_seqlen: no whole sequence is longer.
-        mask, alpha, scaling_seqlen: as for `hstu_attention` of the whole sequences.
+        mask, bias, alpha, scaling_seqlen: as for `hstu_attention` of the whole sequences.
         group: the ranks that share the sequences; None means all.
 
     Returns:
@@ -319,7 +320,7 @@ def context_parallel_attention(
         ValueError: as `ContextBatch` and its `attention`.
     """
     return ContextBatch(cu_seqlens, max_seqlen, group).attention(
-        q, k, v, mask=mask, alpha=alpha, scaling_seqlen=scaling_seqlen
+        q, k, v, mask=mask, bias=bias, alpha=alpha, scaling_seqlen=scaling_seqlen
     )
 
 

@@ -306,24 +306,26 @@ def _check_calls_alone() -> None:
     """Checks a group of some ranks, the function for a single call, and the order of sums."""
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     group = groups[dist.get_rank() % 2]
-    batch = make_batch([50, 3], mask="causal", dtype=torch.float32)
-    context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q, group)
-    assert context.world == 2
-    dout = torch.randn_like(batch.v)
-    whole, found = _results(batch, dout), _results(batch, dout, context)
-    for name in ROWS:
-        torch.testing.assert_close(found[name], context.shard(whole[name]))
-    again = _results(batch, dout, context)
-    assert all(torch.equal(found[name], again[name]) for name in ROWS)
-    alone = context_parallel_attention(
-        *map(context.shard, (batch.q, batch.k, batch.v)),
-        cu_seqlens=batch.cu_seqlens_q,
-        max_seqlen=batch.max_seqlen_q,
-        mask=batch.mask,
-        alpha=batch.alpha,
-        group=group,
-    )
-    assert torch.equal(alone, found["out"])
+    for bias in (None, "rab", "position-time"):
+        batch = make_batch([50, 3], mask="causal", dtype=torch.float32, bias=bias)
+        context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q, group)
+        assert context.world == 2
+        dout = torch.randn_like(batch.v)
+        whole, found = _results(batch, dout), _results(batch, dout, context)
+        for name in ROWS:
+            torch.testing.assert_close(found[name], context.shard(whole[name]))
+        again = _results(batch, dout, context)
+        assert all(torch.equal(found[name], again[name]) for name in found)
+        alone = context_parallel_attention(
+            *map(context.shard, (batch.q, batch.k, batch.v)),
+            cu_seqlens=batch.cu_seqlens_q,
+            max_seqlen=batch.max_seqlen_q,
+            mask=batch.mask,
+            bias=batch.bias,
+            alpha=batch.alpha,
+            group=group,
+        )
+        assert torch.equal(alone, found["out"])
 
 
 def _check_skipping() -> None:
