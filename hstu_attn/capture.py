@@ -18,7 +18,7 @@ __all__ = ["CapturedStep", "CudaCapture", "capture_on", "pad_offsets", "pad_rows
 Call = Callable[[], None]
 
 _WARM_UPS = 2
-_SIZES_PER_OCTAVE = 8
+_SIZES_PER_OCTAVE = 4
 
 
 # ---------------------------------------------------------------------------------------------
