@@ -65,6 +65,7 @@ def test_mask_and_bias(device, small_chunks, mask, name):
         check_against_reference(attention_of(device), batch)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**31),
@@ -281,6 +282,7 @@ def test_without_python_nothing_is_computed():
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "rab-1-head", "rab"])
 @pytest.mark.parametrize("mask", ["context-target", "min-full-context-target", "func-5"])
 def test_gradcheck(device, small_chunks, mask, name):

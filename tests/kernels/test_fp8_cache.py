@@ -132,6 +132,7 @@ def test_cached_layers(device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_pages", [0, 40])
 @pytest.mark.parametrize("name", marked(*RETRIEVAL, *RANKING))
 def test_engines(name: str, host_pages: int, device: str) -> None:

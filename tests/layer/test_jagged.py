@@ -196,6 +196,7 @@ def test_compile_with_inductor():
             torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @every_function
 def test_export(function, arguments):
     """An exported program with dynamic sizes computes other batches."""

@@ -97,6 +97,7 @@ def test_opcheck_backward(mask, bias, wanted):
     torch.library.opcheck(LIBRARY.hstu_varlen_bwd.default, (), arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "bias"), CASES, ids=IDS)
 def test_opcheck_backward_out(mask, bias):
     batch = batch_of(mask, bias)
