@@ -10,8 +10,9 @@ within heads.)
     stack = shard_heads(stack, init_device_mesh("cuda", (8,)))
 
 Then every rank calls the stack with the same rows and gets the same result. Parameters that all
-ranks hold (the input norm, the output bias, the tables of the relative bias) get the same, whole
-gradient on each, and the shards of the others theirs: nothing is left to be synchronized.
+ranks hold (the input norm, the output bias, tables of a relative bias whose heads the ranks do not
+divide) get the same, whole gradient on each, and the shards of the others theirs: nothing is left
+to be synchronized.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class TensorParallelHSTULayer(HSTULayer):
 
     Attributes:
         full_config: the configuration of the whole layer.
+        divides_tables: whether the tables of a relative bias are divided among the ranks; else each
+            rank holds whole ones.
 
     Raises:
         ValueError: where the ranks do not divide the number of heads.
@@ -108,11 +111,15 @@ class TensorParallelHSTULayer(HSTULayer):
                 f"num_heads: expected a multiple of the {world} ranks, got {config.num_heads}"
             )
         heads = config.num_heads // world
-        super().__init__(replace(config, num_heads=heads, relative_bias_heads=1), device="meta")
+        divides_tables = config.relative_bias_heads % world == 0
+        tables = config.relative_bias_heads // world if divides_tables else 1
+        local_config = replace(config, num_heads=heads, relative_bias_heads=tables)
+        super().__init__(local_config, device="meta")
         self.full_config = config
+        self.divides_tables = divides_tables
         self.group = group
         self.first_head = rank * heads
-        parts = _partition(config)
+        parts = _partition(config, world)
         for name, parameter in layer.named_parameters():
             local = parameter.detach()
             local = _part_of(local, *parts[name], rank, world) if name in parts else local.clone()
@@ -142,9 +149,9 @@ class TensorParallelHSTULayer(HSTULayer):
         return None, self._local_table(pos_weight), self._local_table(ts_weight)
 
     def _local_table(self, table: Tensor | None) -> Tensor | None:
-        """Returns the part of a table that this rank's heads use; all ranks hold all of it."""
-        if table is None:
-            return None
+        """Returns the part of a table that this rank's heads use."""
+        if table is None or self.divides_tables:
+            return table
         table = _same_on_all(table, self.group)
         return bias_of_heads(
             table, self.full_config.num_heads, self.first_head, self.config.num_heads
@@ -312,7 +319,7 @@ def _sum_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def _partition(config: HSTULayerConfig) -> dict[str, tuple[int, Sequence[int]]]:
+def _partition(config: HSTULayerConfig, world: int) -> dict[str, tuple[int, Sequence[int]]]:
     """Describes the parameters that are divided among the ranks.
 
     Returns for each the dimension, and the sizes of the parts along it; each part is divided by
@@ -320,13 +327,17 @@ def _partition(config: HSTULayerConfig) -> dict[str, tuple[int, Sequence[int]]]:
     """
     width = config.num_heads * config.hidden_dim
     normed = config.num_heads if config.use_group_norm else width
-    return {
+    divided: dict[str, tuple[int, Sequence[int]]] = {
         "uvqk.weight": (0, config.split_sizes),
         "uvqk.bias": (0, config.split_sizes),
         "output_norm.weight": (0, (normed,)),
         "output_norm.bias": (0, (normed,)),
         "output.weight": (1, (width,) * (config.output_features // width)),
     }
+    if config.relative_bias_heads % world == 0:
+        tables = (0, (config.relative_bias_heads,))
+        divided |= {"position_weight": tables, "time_weight": tables}
+    return divided
 
 
 def _part_of(whole: Tensor, dim: int, sizes: Sequence[int], rank: int, world: int) -> Tensor:
@@ -346,7 +357,8 @@ def _sharded(module: nn.Module) -> dict[str, tuple[TensorParallelHSTULayer, int,
     for name, layer in module.named_modules():
         if isinstance(layer, TensorParallelHSTULayer):
             prefix = f"{name}." if name else ""
-            for of_layer, (dim, sizes) in _partition(layer.full_config).items():
+            world = dist.get_world_size(layer.group)
+            for of_layer, (dim, sizes) in _partition(layer.full_config, world).items():
                 found[prefix + of_layer] = (layer, dim, sizes)
     return found
 

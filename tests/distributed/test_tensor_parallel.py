@@ -104,6 +104,20 @@ def _check_config(config: HSTULayerConfig, dtype: torch.dtype) -> None:
     )
 
 
+def _check_divided_tables() -> None:
+    """Checks that ranks hold the heads of tables that they use, where they can be divided."""
+    for heads, held in ((1, 1), (2, 1), (4, 2)):
+        biased = {"enable_relative_attention_bias": True, "relative_bias_heads": heads}
+        layer = HSTULayer(replace(BASE, **biased, relative_bias_max_seq_len=9))
+        made = shard_heads(layer, dist.group.WORLD)
+        first = dist.get_rank() * held if heads > 1 else 0
+        for table, whole in (
+            (made.position_weight, layer.position_weight),
+            (made.time_weight, layer.time_weight),
+        ):
+            assert torch.equal(table, whole[first : first + held])
+
+
 def _check_layer() -> None:
     group = dist.group.WORLD
     layer = HSTULayer(BASE).eval()
@@ -142,6 +156,7 @@ def _check_all() -> None:
         _check_config(config, torch.float64)
     _check_config(BASE, torch.float32)
     _check_config(replace(BASE, output_norm="rms_norm"), torch.float32)
+    _check_divided_tables()
     _check_layer()
     _check_large_mean()
 
