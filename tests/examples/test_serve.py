@@ -120,6 +120,21 @@ def test_scores_of_a_user_of_the_data(client: Client, saved: SavedModel, log: Ev
         assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.gpu
+def test_scores_of_a_gpu(checkpoint: Path, ratings: Path, saved: SavedModel, log: EventLog) -> None:
+    """They are those of the model in fp32, but for the rounding of layers in bf16."""
+    items, times = history(log, 3, LONGEST)
+    at = int(times[-1]) + 3600
+    expected = whole(saved, items, times, at)
+    arguments = ["--model", str(checkpoint), "--data", str(ratings), "--device", "cuda"]
+    with process(*arguments, "--timeout", "60") as (_, client):  # the first compiles kernels
+        for _ in range(3):  # computed, cached, and by a graph
+            answer = client.post("/score", user=3, candidates=saved.item_ids.tolist(), time=at)
+            found = torch.tensor(answer["scores"])
+            torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
+            assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > 0.99
+
+
 def test_events_are_remembered(client: Client, saved: SavedModel) -> None:
     items, times = saved.item_ids[[3, 1, 4, 1, 5]], np.array([10, 99, 10**4, 10**6, 10**6])
     for start, end in ((0, 1), (1, 3), (3, 5)):

@@ -28,7 +28,7 @@ class Client:
         self, method: str, path: str, body: Any = None, headers: Any = None, **options: Any
     ) -> tuple[int, Any, Any]:
         """Returns the status, the headers and the decoded body."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
             if body is not None and not isinstance(body, bytes) and not hasattr(body, "__next__"):
                 body = json.dumps(body).encode()
