@@ -1,8 +1,8 @@
 """HSTU attention composed of torch's functions: what fp32 and fp64 get on a GPU.
 
 `register` makes `forward` and `backward` the kernels of two operators with the schemas of
-`hstu_varlen_fwd_out` and `hstu_varlen_bwd_out`. csrc/api/composed.cpp calls them through the
-dispatcher, after it has checked the arguments, so that autograd, `torch.compile`, `torch.export`
+`hstu_varlen_fwd_out` and `hstu_varlen_bwd_out`. csrc/api/cuda/composed.cpp calls them through the
+dispatcher, after C++ has checked the arguments, so that autograd, `torch.compile`, `torch.export`
 and direct callers reach them by the same operators as any kernel. Products are those of
 `torch.matmul`, so `torch.backends.cuda.matmul.allow_tf32` and
 `torch.set_float32_matmul_precision` apply to them.
@@ -399,8 +399,10 @@ class _Chunk:
     def rab_index(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The indices of the scores in a dense bias.
 
-        The numbers of empty slots are negative. Modulo the size, these are positions after the end
-        of the sequence, of which each is that of one slot alone. Hence no element is written twice.
+        Consecutive slots have consecutive positions, no more of them than the bias has rows, and
+        those of the first empty slots are negative. Modulo the size, no two slots have the same
+        position, and that of an empty slot is none of the sequence's rows or keys. So the gradient
+        of each score is written to an element of its own, and empty slots write zeros.
         """
         group, rab = self.group, self.group.inputs.rab
         assert rab is not None

@@ -128,6 +128,20 @@ def test_gradients_are_repeatable(dtype, kind):
 
 
 @gpu
+@with_dtypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_switch_for_deterministic_algorithms(monkeypatch, deterministic, dtype, kind):
+    """It refuses functions whose sums may vary; products need the variable."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    batch = make_batch([90, 30], dtype=dtype, device="cuda", mask="context-target", bias=kind)
+    check_against_reference(hstu_attention, batch)
+    dout = random_dout(batch)
+    expected = run(hstu_attention, batch, dout)
+    for name, value in run(hstu_attention, batch, dout).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@gpu
 def test_table_gradients_take_no_sequential_path():
     """Scores that are all of one bucket take about as long as scores of all buckets."""
     batch = make_batch([1500] * 4, heads=1, device="cuda", mask="causal", bias="time")
