@@ -1,6 +1,5 @@
 """The kernels for GPUs against Triton and softmax attention.
 
-    python -m benchmarks.attention --quick
     python -m benchmarks.attention --json attention.json
     python -m benchmarks.attention --cases masks "4 x 8192" --head-dims 128
     python -m benchmarks.attention --against ../old --impls hstu_attn
@@ -40,7 +39,6 @@ PARSER.add_argument(
     "--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, triton, flash2, cudnn "
     "(default: hstu_attn, hstu_attn_sm80 and the baselines)",
 )  # fmt: skip
-PARSER.add_argument("--quick", action="store_true", help="two cases of the table, D 64 and 128")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -48,7 +46,7 @@ if __name__ == "__main__":
 from hstu_attn.testing import Batch
 
 from . import implementations
-from .cases import HEAD_DIMS, QUICK, Case, attention_cases
+from .cases import HEAD_DIMS, Case, attention_cases
 from .implementations import Implementation, Prepared
 from .record import BASELINES, Record, rounded
 from .runner import Benchmark, Call, Run, Variant, take_turns
@@ -62,10 +60,7 @@ TILE = (128, 128)  # rows and keys of the tiles by which masks are counted
 
 def cases(options: argparse.Namespace) -> list[Case]:
     """Returns the cases of the head dims that were asked for."""
-    found = attention_cases(tuple(options.head_dims or HEAD_DIMS))
-    if options.quick:
-        found = [c for c in found if c.group == "table" and c.name in QUICK and c.head_dim <= 128]
-    return found
+    return attention_cases(tuple(options.head_dims or HEAD_DIMS))
 
 
 def impl_names(options: argparse.Namespace) -> Sequence[str]:

@@ -21,7 +21,7 @@ from hstu_attn.mask import batch_row_spans, dense_mask
 from hstu_attn.mask_tiles import TileKind, tile_kinds
 from hstu_attn.testing import Batch, make_batch
 
-__all__ = ["GROUPS", "HEAD_DIMS", "QUICK", "Case", "Inputs", "attention_cases"]
+__all__ = ["GROUPS", "HEAD_DIMS", "Case", "Inputs", "attention_cases"]
 
 HEADS, BIAS_HEADS = 4, 4
 HEAD_DIMS = (64, 128, 256)
@@ -267,7 +267,6 @@ _MAKERS = {
     "host": _host,
 }
 GROUPS = tuple(_MAKERS)
-QUICK = ("16 x 2048", "32 x 1024..4096, context + targets")
 
 
 def attention_cases(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Case]:

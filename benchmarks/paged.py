@@ -1,6 +1,5 @@
 """Attention over a paged KV cache, for inference.
 
-    python -m benchmarks.paged --quick
     python -m benchmarks.paged --json paged.json
     python -m benchmarks.paged --stack --json paged_stack.json
     python -m benchmarks.paged --against ../old --json ratios.json
@@ -41,7 +40,6 @@ PARSER.add_argument(
     "--head-dims", type=int, nargs="+", default=[64, 128, 256], metavar="D",
     help="(default: 64 128 256)",
 )  # fmt: skip
-PARSER.add_argument("--quick", action="store_true", help="history 4096 at batch 1 and 8 alone")
 PARSER.add_argument("--stack", action="store_true", help="a stack of layers instead")
 
 if __name__ == "__main__":
@@ -72,11 +70,7 @@ def cases(options: argparse.Namespace) -> Sequence[Any]:
         from . import stack
 
         return stack.CASES
-    found = requests(options.head_dims)
-    if options.quick:
-        usual = [r for r in found if (r.history, r.new, r.candidates) == (4096, 128, 256)]
-        found = [r for r in usual if r.batch <= 8 and r.page_size == 128]
-    return found
+    return requests(options.head_dims)
 
 
 # ---------------------------------------------------------------------------------------------

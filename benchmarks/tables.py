@@ -83,12 +83,11 @@ def _cpu_origin(records: File) -> str:
     )
 
 
-def _gpu_origin(record: Record, *, command: bool = True) -> str:
-    said = (
+def _gpu_origin(record: Record) -> str:
+    return (
         f"{record['gpu'] or record['cpu']}, torch {record['torch']}, CUDA {record['cuda']}, Triton "
-        f"{record['triton']}, {record['date']}, commit {record['commit']}"
+        f"{record['triton']}, {record['date']}, commit {record['commit']}: `{record['command']}`"
     )
-    return f"{said}: `{record['command']}`" if command else said
 
 
 def by(records: Iterable[Record], *names: str) -> list[File]:
@@ -219,12 +218,9 @@ def attention(files: Sequence[File]) -> list[Table]:
         ours = [impl for impl in impls if impl not in BASELINES]
         over = [f"{impl} over {other}" for impl in ours for other in COMPARED]
         rows = [_attention_row(each, impls, passes) for each in by(records, "case", "head_dim")]
-        before = (
-            f"{_gpu_origin(first, command=False)}; the matrix product runs at "
-            f"{_number(first['matmul_tflops'])} TFLOP/s:"
-        )
+        product = f"The matrix product runs at {_number(first['matmul_tflops'])} TFLOP/s."
         header = ["sequences x lengths", "D", *impls, *over]
-        tables.append(Table(header, rows, before, f"`{first['command']}`"))
+        tables.append(Table(header, rows, f"{product} {_gpu_origin(first)}:"))
     return tables
 
 
@@ -423,10 +419,9 @@ def paged(files: Sequence[File]) -> list[Table]:
                 ]
             )
         before = (
-            f"{first['gpu']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
-            f"product {_number(first['matmul_tflops'])} TFLOP/s, copy {first['copy_tbps']} TB/s, "
-            f"appending 256 MB {first['append_tbps']} TB/s; "
-            f"microseconds; `{first['command']}`:"
+            f"Microseconds; product {_number(first['matmul_tflops'])} TFLOP/s, copy "
+            f"{first['copy_tbps']} TB/s, appending 256 MB {first['append_tbps']} TB/s. "
+            f"{_gpu_origin(first)}:"
         )
         tables.append(Table(header, rows, before))
     return tables
@@ -456,9 +451,7 @@ def stack(files: Sequence[File]) -> list[Table]:
         before = (
             f"Users who return from host memory, in a step of {first['layers']} layers of "
             f"{first['heads']} heads of {first['head_dim']}, as the head of "
-            "`benchmarks/stack.py` explains. "
-            f"{first['gpu']}, torch {first['torch']}, {first['date']}, commit {first['commit']}; "
-            f"milliseconds; `{first['command']}`:"
+            f"`benchmarks/stack.py` explains; milliseconds. {_gpu_origin(first)}:"
         )
         tables.append(Table(header, rows, before))
     return tables
