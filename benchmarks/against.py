@@ -76,9 +76,9 @@ def serve(benchmark: Benchmark, run: Run, requests: TextIO, answers: TextIO) -> 
 
 
 def work() -> None:
-    """The program of a worker: `benchmarks.NAME` with the options that follow, over a pipe."""
+    """Runs a worker's program: `benchmarks.NAME` with the options that follow, over a pipe."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not mix with answers
     name, *arguments = sys.argv[1:]
     benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
     run = benchmark.start(benchmark.parser.parse_args(arguments), None)
@@ -197,7 +197,7 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """Lines with the geometric mean of the ratios by implementation and pass, and the slowest."""
+    """Returns the geometric means of the ratios by implementation and pass, as lines."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(f"{record['impl']}, {record['pass']}", []).append(record)

@@ -55,7 +55,7 @@ __all__ = ["BENCHMARK", "INPUT_SETS", "main", "make_implementations"]
 
 INPUT_SETS = 3
 OURS = ("hstu_attn", "hstu_attn_sm80")
-TILE = (128, 128)  # rows and keys of the tiles by which masks are counted
+TILE = (128, 128)  # rows and keys of a tile, for the count of a mask's tiles
 
 
 def cases(options: argparse.Namespace) -> list[Case]:

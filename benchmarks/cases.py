@@ -29,7 +29,7 @@ TABLE_LENGTHS = ((32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16384))
 MASKS = ("causal", "context", "targets", "local", "row spans", "func")
 LATENCY_LENGTHS = (64, 128, 256, 512)
 CONTEXTS, TARGETS = 8, 64
-WINDOW, PREFIX = 1 / 4, 1 / 16  # of the longest sequence; the prefix is of the given masks
+WINDOW, PREFIX = 1 / 4, 1 / 16  # fractions of the longest sequence; only given masks have a prefix
 SMALL = (1, 67, 300)  # lengths of the batch that is checked
 
 
@@ -98,7 +98,7 @@ class Case:
 
     @property
     def is_dense_causal(self) -> bool:
-        """Whether softmax attention on a dense batch has the same shape."""
+        """Returns whether softmax attention on a dense batch has the same shape."""
         plain = self.mask_name == "causal" and not self.bias_heads and not self.deterministic
         return plain and self.shortest == self.longest
 
@@ -183,7 +183,7 @@ class Case:
                 0 if counts is None else int(counts[n])
                 for counts in (mask.num_contexts, mask.num_targets)
             )
-            key = (length, contexts, targets)  # the given masks are those of equal sequences
+            key = (length, contexts, targets)  # given masks have equal sequences
             if key not in counted:
                 visible = dense_mask(
                     mask, length, length,
@@ -214,7 +214,7 @@ class Inputs:
         return cls(*tensors)
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as fresh tensors that require a gradient and share the memory."""
+        """Returns q, k and v as new tensors that require a gradient and share the memory."""
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
         return q, k, v
 

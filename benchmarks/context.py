@@ -50,7 +50,7 @@ __all__ = ["BENCHMARK", "RESULTS", "main"]
 PASSES = ("forward", "backward")
 RESULTS = ("out", "dq", "dk", "dv")
 WARM_UP = 3
-LARGEST_ERROR = 1e-2  # of the norm; the roundings to bf16 of 8 ranks come to about 4e-3
+LARGEST_ERROR = 1e-2  # of the norm; rounding to bf16 on 8 ranks gives about 4e-3
 
 
 def describe(run: Run) -> Record:

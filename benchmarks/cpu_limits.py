@@ -36,7 +36,7 @@ __all__ = ["BENCHMARK", "main"]
 
 VARIABLE = "HSTU_ATTN_CPU_ISA"
 LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")  # ascending, as csrc/cpu/select.cpp
-BF16_LEVELS = ("avx512bf16", "amx")  # without them, these levels are the one before
+BF16_LEVELS = ("avx512bf16", "amx")  # for fp32 these run the level before
 HEAD_DIMS = (32, 64, 128, 256)
 MATMUL_SIZE = 2048
 
@@ -80,7 +80,7 @@ def measure(run: Run, dtype_name: str) -> Iterator[Record]:
     """Measures all records of a dtype in interleaved rounds."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     levels = available_levels(dtype)
-    # As many FLOPs as the product has.
+    # This causal case has as many FLOPs as the product.
     every = [(Case(1, MATMUL_SIZE, MATMUL_SIZE, 1, MATMUL_SIZE, dtype), product(dtype))]
     for head_dim in HEAD_DIMS:
         case = Case(8, 1024, 1024, 4, head_dim, dtype)

@@ -49,10 +49,10 @@ __all__ = ["BENCHMARK", "Ranking", "main", "make_engine"]
 
 ITEMS = 10_000
 PAGE_SIZE = 64
-SHORTEST = 0.5  # of the histories, of the longest one
+SHORTEST = 0.5  # length of the shortest history, as a fraction of the longest
 WARM_UP_SECONDS = 1.0
 FILL_BATCH = 16
-KINDS = ("hit_tokens", "new_tokens", "recomputed_tokens")  # of the tokens of events
+KINDS = ("hit_tokens", "new_tokens", "recomputed_tokens")  # how the tokens of events were found
 
 
 def describe(run: Run) -> Record:
@@ -191,11 +191,11 @@ def measure(run: Run, case: str) -> Iterator[Record]:
                     "graphs": graphs,
                     "concurrency": concurrency,
                     **load.figures(),
-                    # Requests that the engine computed together.
+                    # The number of requests that the engine computed together.
                     "mean_batch": rounded(changes["completed"] / batches),
-                    # Of the batches, those that a graph computed.
+                    # The fraction of the batches that a graph computed.
                     "graph_share": rounded(changes["graph_batches"] / batches),
-                    # Of the tokens of events, those that the cache had.
+                    # The fraction of the events' tokens that the cache had.
                     "hit_share": rounded(
                         changes["hit_tokens"] / sum(changes[kind] for kind in KINDS)
                     ),

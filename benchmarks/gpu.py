@@ -17,7 +17,7 @@ MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 COPY_BYTES = 2**30
 # Dense bf16, by the data sheets; an "NVIDIA H200 NVL" is another.
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
-HOST_CALLS = 20  # far fewer than what a stream queues before it makes the host wait
+HOST_CALLS = 20  # far fewer than a stream queues before the host must wait
 
 
 class Gpu:

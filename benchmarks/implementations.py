@@ -83,7 +83,7 @@ class Implementation:
             tensors[name] = tensor.detach().requires_grad_(wanted)
         options = self._options(case)
         leaves, dout = tuple(tensors.values()), torch.randn_like(batch.v)
-        if batch.bias is None:  # as directly as a user calls it, for the sake of the host's time
+        if batch.bias is None:  # the host's time is that of a user's call
             call = functools.partial(self.function, **batch.options(), **options)
             return Prepared(call, leaves, dout)
 
@@ -98,7 +98,7 @@ class Implementation:
 
 
 class Triton(Implementation):
-    """The baseline."""
+    """The Triton baseline."""
 
     def __init__(self) -> None:
         from .baselines import triton_hstu

@@ -58,7 +58,7 @@ from .runner import Benchmark, Call, Run, Variant, take_turns
 
 __all__ = ["BENCHMARK", "main"]
 
-CACHE_BYTES = 2**27  # input sets together hold more: twice an H200's L2 cache
+CACHE_BYTES = 2**27  # input sets hold more together; twice an H200's L2 cache
 APPEND = Request(128, history=2048, new=2048, candidates=64, batch=64)  # 256 MB of new events
 
 
@@ -180,7 +180,7 @@ def variants(bench: Run, request: Request) -> list[Variant]:
         "recompute": variant(
             "recompute",
             lambda batch: functools.partial(paged, recomputed(batch, request)),
-            count=2,  # which are large enough
+            count=2,  # two are large enough
         ),
     }
     if not request.new:

@@ -173,7 +173,7 @@ def training(records: Sequence[Record], path: Path) -> None:
     kinds = dict.fromkeys((r["case"], r["division"]) for r in records)
     for case, division in kinds:
         line = [r for r in records if (r["case"], r["division"]) == (case, division)]
-        # One GPU alone is where each line begins.
+        # Each line begins at one GPU.
         start = "weak" if case == "strong" else case
         alone = [r for r in records if (r["case"], r["gpus"]) == (start, 1)]
         points = [*(alone if line[0]["gpus"] > 1 else []), *line]

@@ -55,7 +55,7 @@ def kernels_of(function: str, events: Sequence[Event]) -> list[Event]:
         RuntimeError: if there was no call, or nothing ran for one.
     """
     operators = [event for event in events if event.get("cat") == "cpu_op"]
-    launched: dict[int, list[Event]] = {}  # by the operator that was at work
+    launched: dict[int, list[Event]] = {}  # by the operator that launched them
     for event in events:
         if event.get("cat") in ON_GPU and (operator := _operator_id(event)):
             launched.setdefault(operator, []).append(event)

@@ -1,4 +1,4 @@
-"""What benchmarks of several GPUs share: waiting for all ranks, sums over them, and time."""
+"""Helpers of benchmarks of several GPUs: waiting for all ranks, sums over them, and time."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ BASELINES = ("triton", "flash2", "cudnn")  # implementations that are not this l
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 
-# Instruction sets that make a difference to the kernels, by their names in /proc/cpuinfo.
+# Instruction sets that the kernels use, by their names in /proc/cpuinfo.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 _SOURCES = ("csrc", "hstu_attn", "benchmarks/*.py", "setup.py")
 

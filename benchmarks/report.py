@@ -64,7 +64,7 @@ def speed_lines() -> list[str]:
     return speed(ours, theirs)
 
 
-# What stands between marks in each document, by the marks' name.
+# The text between marks in each document, by the marks' name.
 DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "README.md": {"speed": speed_lines, "peers": partial(with_others, *SUMMARY)},
     ROOT / "docs/performance.md": {

@@ -56,7 +56,7 @@ def explain(failure: BaseException) -> str:
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable meanwhile."""
+    """Sets an environment variable inside the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes."""
+        """Returns whether this process prints and writes."""
         return self.world is None or self.world.rank == 0
 
     def the_gpu(self) -> Gpu:
@@ -315,7 +315,7 @@ class Benchmark:
 
 
 def print_origin(record: Record) -> None:
-    """A few lines on the machine and the software."""
+    """Prints a few lines on the machine and the software."""
     lines = [
         f"hstu_attn {record['hstu_attn']} ({record['commit']}), torch {record['torch']}, "
         f"Python {record['python']}, {record['date']}",

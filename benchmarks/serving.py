@@ -55,10 +55,10 @@ def describe(run: Run) -> Record:
 
 @contextmanager
 def running_server(model: Path, data: Path, arguments: Sequence[str] = ()) -> Iterator[int]:
-    """The server, as its port; ended by SIGTERM.
+    """Runs the server and ends it by SIGTERM; yields its port.
 
     Raises:
-        RuntimeError: it does not start.
+        RuntimeError: if it does not start.
     """
     files = ["--model", str(model), "--data", str(data)]
     command = [sys.executable, str(SERVER), "--port", "0", "--device", "cpu", *files, *arguments]
@@ -76,7 +76,7 @@ def running_server(model: Path, data: Path, arguments: Sequence[str] = ()) -> It
 
 
 def counts(port: int) -> dict[str, float]:
-    """The server's metrics that have no labels."""
+    """Returns the server's metrics that have no labels."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
@@ -85,7 +85,7 @@ def counts(port: int) -> dict[str, float]:
 
 
 def drive(port: int, log: EventLog, concurrency: int, seconds: float) -> Load[dict[str, float]]:
-    """Keeps that many requests under way."""
+    """Keeps `concurrency` requests in flight for `seconds`."""
     users, items = log.source_user_ids, log.source_item_ids
 
     def connect(thread: int) -> Callable[[], bool]:
@@ -113,7 +113,7 @@ def drive(port: int, log: EventLog, concurrency: int, seconds: float) -> Load[di
 
 
 def other_work() -> float:
-    """Processors that other processes keep busy, over a second."""
+    """Returns how many processors other processes keep busy, over a second."""
     before = CpuUse.now()
     time.sleep(1)
     return before.others_since()
@@ -135,9 +135,9 @@ def measure(run: Run, case: str) -> Iterator[Record]:
                 "concurrency": concurrency,
                 **load.figures(),
                 "failed": load.failed,  # answers other than 200
-                # Requests that the engine computed together.
+                # The number of requests that the engine computed together.
                 "mean_batch": rounded(change["hstu_engine_batch_size_sum"] / batches),
-                # Of the tokens of events, those that the cache had.
+                # The fraction of the events' tokens that the cache had.
                 "hit_share": rounded(hits / (hits + sum(others))),
             }
 

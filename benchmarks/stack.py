@@ -55,7 +55,7 @@ from .runner import WARM_UP, Call, Run, Variant, take_turns
 __all__ = ["CASES", "HOST_TIER", "Stack", "Users", "measure", "measure_returning"]
 
 HOST_TIER = "host tier"  # the group of users who return from host memory
-GROUPS = 3  # of users, each a batch; one is away, and the host has room for it and for another
+GROUPS = 3  # batches of users; one is away, and the host has room for it and for another
 DTYPE = torch.bfloat16
 
 
@@ -97,7 +97,7 @@ class Stack(Request):
 
 
 SCORING = Stack(256, history=4096, new=128, candidates=256, batch=8)
-# The same bytes, and ever more to recompute.
+# These cases have the same bytes, and more and more to recompute.
 CASES = (
     SCORING,
     *(replace(SCORING, history=4096 * n, batch=8 // n, group=HOST_TIER) for n in (1, 4, 8)),
@@ -201,7 +201,7 @@ class Users:
         )
         batches = [range(n * case.batch, (n + 1) * case.batch) for n in range(GROUPS)]
         self._turns: Iterator[range] = itertools.cycle(batches)
-        self._before: dict[range, Tensor] = {}  # outputs of users who have never been away
+        self._before: dict[range, Tensor] = {}  # outputs of users before they were ever away
         for users in batches:
             self._fill(users)
             self._before[users] = self.score(users)
@@ -228,7 +228,7 @@ class Users:
             return self._stack.forward_cached(self._x, rows)
 
     def bring_back(self, users: range) -> None:
-        """A step in which nothing is computed."""
+        """Opens and closes a step in which nothing is computed."""
         with self.cache.step(users, [0] * self.case.batch):
             pass
 
@@ -242,7 +242,7 @@ class Users:
         return result
 
     def check(self) -> None:
-        """Each batch when it returns, and as a resident one again.
+        """Checks each batch when it returns, and again when it is resident.
 
         Raises:
             AssertionError: if the outputs are not those from before it went away, or users are not
@@ -266,7 +266,7 @@ def _offsets(counts: Tensor) -> Tensor:
 def _check_moves(
     before: CacheStats, after: CacheStats, case: Stack, *, steps: int, returning: int
 ) -> None:
-    """Whether so many steps found their users, so many of these on the host, and moved them."""
+    """Checks how many users the steps have found, where, and how many bytes they moved."""
     changes = {
         "hits": steps * case.batch,
         "host_hits": returning * case.batch,
@@ -281,7 +281,7 @@ def _check_moves(
 
 
 def _microseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Of a call, until the current stream is done, and until the whole device is."""
+    """Times a call until the current stream is done, and until the whole device is."""
     is_gpu = device == "cuda"
     if is_gpu:
         torch.cuda.synchronize()
@@ -346,5 +346,5 @@ def measure_returning(case: Stack, device: str, rounds: int) -> Record:
 
 
 def _rate(moved: int, us: float, device: str) -> float | None:
-    """None on a CPU, where the copies of both directions are one call's."""
+    """Returns GB/s; None on a CPU, where one call copies in both directions."""
     return rounded(moved / us / 1e3) if device == "cuda" else None

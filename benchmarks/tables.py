@@ -19,7 +19,7 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a paragraph before it and one behind it, where they are not empty."""
+    """A table, with a paragraph before it if `before` is not empty, and after it likewise."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -27,12 +27,12 @@ class Table:
     after: str = ""
 
     def markdown(self) -> list[str]:
-        """Lines of Markdown."""
+        """Returns lines of Markdown."""
         rule = ["---" if n < 1 else "---:" for n in range(len(self.header))]
         return self._lines(f"| {' | '.join(cells)} |" for cells in (self.header, rule, *self.rows))
 
     def text(self) -> list[str]:
-        """Lines with aligned columns, the first one flush left and the others right."""
+        """Returns lines with aligned columns, the first one flush left and the others right."""
         rows = [self.header, *self.rows]
         widths = [max(len(row[n]) for row in rows) for n in range(len(self.header))]
         return self._lines(
@@ -66,7 +66,7 @@ def _table(columns: Cells, records: File, before: str = "", after: str = "") -> 
 
 
 def _numbers(**columns: str) -> Cells:
-    """Columns with the numbers of fields, by the fields' names; the values are their headers."""
+    """Returns columns with the numbers of fields; arguments map a field to its column's header."""
     return {
         header: lambda record, field=field: _number(record[field])  # type: ignore[misc]
         for field, header in columns.items()
@@ -172,7 +172,7 @@ def cpu_limits(files: Sequence[File]) -> list[Table]:
 # The kernels for GPUs
 # ---------------------------------------------------------------------------------------------
 
-COMPARED = ("triton", "flash2")  # baselines that each of this library's columns is compared with
+COMPARED = ("triton", "flash2")  # baselines with which this library is compared
 
 
 def _attention_row(records: File, impls: Sequence[str], passes: Sequence[str]) -> list[str]:
@@ -317,7 +317,7 @@ def training_step(files: Sequence[File]) -> list[Table]:
 
 
 def layer(files: Sequence[File]) -> list[Table]:
-    """For each file a table of the passes, and of one layer one of the fused layer's kernels."""
+    """Returns for each file a table of the passes and, for one layer, one of its kernels."""
     tables = []
     for records in files:
         first = records[0]
@@ -428,7 +428,7 @@ def paged(files: Sequence[File]) -> list[Table]:
 
 
 def stack(files: Sequence[File]) -> list[Table]:
-    """For each file, a table of steps whose users return from host memory."""
+    """Returns for each file a table of steps whose users return from host memory."""
     header = [
         *("history", "batch", *(name.replace("_", " ") for name in HOST_TIER_TIMES)),
         *("from host, GB/s", "to host, GB/s", "hidden", "recompute"),

@@ -86,9 +86,9 @@ Lengths = NDArray[np.int64]
 CASES = ("equal", "weak", "strong")
 ACTIONS = ("is_click", "is_like", "long_view")
 WARM_UP = 3
-BATCHES = 4  # that take turns
-SIGMA = 0.6  # of the logarithm of a length
-SECONDS = 3600  # between two events
+BATCHES = 4  # batches that take turns
+SIGMA = 0.6  # standard deviation of the logarithm of a length
+SECONDS = 3600  # seconds between two events
 CLIP_NORM = 1.0
 
 
@@ -104,7 +104,7 @@ def describe(run: Run) -> Record:
 
 
 def model_config(options: argparse.Namespace) -> RankingConfig:
-    """Of the example's model."""
+    """Returns the configuration of the example's model."""
     return RankingConfig(
         sizes={"item": options.items, "user": options.users, "activity": 32, "hour": 24},
         actions=ACTIONS,
@@ -216,7 +216,8 @@ def measure_on(run: Run, case: str, balanced: bool, mesh: DeviceMesh | None) -> 
     training = Training(options, mesh, device)
     layer = training.config.layer
     cost = AttentionCost.of_layer(layer)
-    shared, own = np.random.default_rng(1), np.random.default_rng(2 + rank)  # lengths, the rest
+    # The first generator makes the lengths, alike on all ranks, and the second all else.
+    shared, own = np.random.default_rng(1), np.random.default_rng(2 + rank)
     count = options.batch * (1 if case == "strong" else num_ranks)
     batches, flops, tokens, unevenness = [], [], [], []
     for _ in range(BATCHES):
@@ -276,10 +277,10 @@ def measure(run: Run, case: str) -> Iterator[Record]:
             every = list(range(size))
             meshes[size] = None if size == 1 else DeviceMesh(world.device.type, every)
         if case == "strong" and size == 1:
-            continue  # it is what "weak" is
+            continue  # it equals the case "weak"
         for balanced in (True, False) if case != "equal" and size > 1 else (True,):
             if world.rank < size:
-                gc.collect()  # the model of the case before, which counts as this one's memory
+                gc.collect()  # frees the model of the case before
                 record = measure_on(run, case, balanced, meshes[size])
                 yield {**record, "scaling": scaling(run.kept, record)}
                 if run.gpu:

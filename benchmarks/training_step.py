@@ -63,11 +63,11 @@ from recommender.model import RetrievalModel, sampled_softmax_loss
 
 __all__ = ["BENCHMARK", "Training", "main"]
 
-# Both autograd functions of attention are called this: ops.py and triton_hstu.py.
+# The autograd functions of attention have this name in ops.py and in triton_hstu.py.
 FUNCTIONS = {"attention forward": "_Attention", "attention backward": "_AttentionBackward"}
 PROFILED_STEPS = 3
 ITEMS = 10000
-SECONDS = 3600  # between two events
+SECONDS = 3600  # seconds between two events
 # The example's defaults; the learning rate is that of its first step.
 DROPOUT, NEGATIVES, TEMPERATURE, CLIP_NORM = 0.2, 256, 0.1, 1.0
 LEARNING_RATE, BETAS = 4e-5, (0.9, 0.98)
@@ -79,7 +79,7 @@ LEARNING_RATE, BETAS = 4e-5, (0.9, 0.98)
 
 
 def random_histories(options: argparse.Namespace, device: str) -> JaggedBatch:
-    """Histories of one length, whose items are drawn uniformly."""
+    """Makes histories of one length, whose items are drawn uniformly."""
     shape = (options.batch, options.length + 1)
     items = torch.randint(ITEMS, shape, device=device)
     times = SECONDS * torch.arange(options.length + 1, device=device).expand(shape)
@@ -109,7 +109,7 @@ class Training:
             linear_dropout_rate=DROPOUT,
             enable_relative_attention_bias=False,
         )
-        # A fused layer has attention inside, where no other implementation can take its place.
+        # In a fused layer no other implementation can take the place of attention.
         config = replace(config, fused=False)
         self.model = RetrievalModel(
             ITEMS,
@@ -149,9 +149,9 @@ def describe(run: Run) -> Record:
 
 
 def layer_attention(implementation: Implementation) -> Callable[..., Tensor]:
-    """What layers call in place of `hstu_attn.ops.attention`, for causal masks without a bias."""
+    """Returns the replacement of `hstu_attn.ops.attention`, for causal masks without a bias."""
     if implementation.function is hstu_attention:
-        return ops.attention  # as it is: a stack prepares its call once
+        return ops.attention  # unchanged, as a stack prepares its call once
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors

@@ -1,1 +1,1 @@
-"""What the kernels are compared with: HSTU attention in Triton and in plain torch."""
+"""Baselines that the kernels are compared with: HSTU attention in Triton and in plain torch."""

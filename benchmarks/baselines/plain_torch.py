@@ -61,7 +61,7 @@ def _hstu_attn(case: Case) -> Attention:
 
 
 def _causal_weights(case: Case) -> Tensor:
-    """1/N where a row sees a key, else 0: the mask and the scale in one factor."""
+    """Returns 1/N where a row sees a key and 0 elsewhere: the mask and the scale in one factor."""
     longest = max(case.lengths)
     return (torch.ones(longest, longest).tril() / longest).to(case.dtype)
 
@@ -119,7 +119,7 @@ def _compiled(case: Case) -> Attention:
 
     It is compiled at its first calls, without and with gradients.
     """
-    torch._dynamo.reset()  # a function is compiled only so often before torch gives up on it
+    torch._dynamo.reset()  # torch compiles a function only a limited number of times
     compiled: Attention = torch.compile(_padded(case), dynamic=False)
     return compiled
 

@@ -29,8 +29,8 @@ def config(rows: int, keys: int, warps: int, stages: int, tma: bool) -> triton.C
     return triton.Config(tiles, num_warps=warps, num_stages=stages)
 
 
-# By head dim, for 16-bit inputs on Hopper: of a few dozen that were compiled for it, those that fit
-# into its shared memory and spill the fewest registers.
+# Configurations by head dim, for 16-bit inputs on Hopper: of a few dozen that were compiled, those
+# that fit into its shared memory and spill the fewest registers.
 FORWARD_CONFIGS = {
     32: [
         config(128, 64, 4, 3, False),
@@ -85,7 +85,7 @@ BACKWARD_CONFIGS = {
         config(64, 64, 8, 1, False),
     ],
 }
-FP32_CONFIG = config(32, 32, 4, 1, False)  # not tuned: fp32 is here to be compared
+FP32_CONFIG = config(32, 32, 4, 1, False)  # not tuned; fp32 is for comparisons of results
 HEAD_DIMS = tuple(FORWARD_CONFIGS)
 
 

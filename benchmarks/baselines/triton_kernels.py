@@ -64,7 +64,7 @@ def _sequence(offsets, num_contexts, num_targets, batch):
 def _source(
     pointer, begin, head, stride, length, DIM: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr
 ):
-    """The rows of one sequence and head, from which `_tile` takes `TILE` at a time."""
+    """Returns the rows of one sequence and head, from which `_tile` takes `TILE` at a time."""
     rows = pointer + begin * stride + head * DIM
     if TMA:
         return tl.make_tensor_descriptor(rows, [length, DIM], [stride, 1], [TILE, DIM])
@@ -143,7 +143,7 @@ def forward(
     stride_out,
     half_alpha,
     scale,
-    length_bucket,  # read by the tuner alone
+    length_bucket,  # only the tuner reads it
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -242,7 +242,7 @@ def _backward_step(
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    if DIM > ROWS:  # the longer side first, as the tensor cores' instructions want it
+    if DIM > ROWS:  # tensor cores need the longer side first
         dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION)) * dq_scale
     else:
         dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * dq_scale
@@ -276,7 +276,7 @@ def backward(
     stride_dv,
     half_alpha,
     scale,
-    length_bucket,  # read by the tuner alone
+    length_bucket,  # only the tuner reads it
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -311,7 +311,7 @@ def backward(
     else:
         all_see = length
         some_see = length
-        if first_key >= history:  # targets alone, which nobody else sees
+        if first_key >= history:  # only targets, which other rows do not see
             some_see = tl.minimum(end_key, length)
     for first_row in tl.range(all_see, length, ROWS):
         dk_sum, dv_sum = _backward_step(
