@@ -12,7 +12,9 @@ of the ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -57,13 +59,6 @@ class _Part:
     number: int  # its number among the ranks with the same heads
     ranks: int  # how many ranks have these heads
 
-    @classmethod
-    def of(cls, rank: int, heads: int, world: int) -> _Part:
-        first = rank * heads // world
-        count = max((rank + 1) * heads // world - first, 1)
-        same = [other for other in range(world) if other * heads // world == first]
-        return cls(first, count, same.index(rank), len(same))
-
     @property
     def end(self) -> int:
         """The head after the last of its heads."""
@@ -72,6 +67,21 @@ class _Part:
     def serves(self, rank: int) -> bool:
         """Returns whether it computes the rows that `rank` holds."""
         return rank % self.ranks == self.number
+
+
+@lru_cache
+def _parts(heads: int, world: int) -> tuple[_Part, ...]:
+    """Returns the part of each rank."""
+    firsts = [rank * heads // world for rank in range(world + 1)]
+    return tuple(
+        _Part(
+            first,
+            max(firsts[rank + 1] - first, 1),
+            number=rank - firsts.index(first),
+            ranks=firsts[:world].count(first),
+        )
+        for rank, first in enumerate(firsts[:world])
+    )
 
 
 def attend_by_heads(
@@ -91,19 +101,20 @@ def attend_by_heads(
         `(local rows, heads, Dv)` of q's dtype.
 
     Raises:
-        ValueError: for bias tensors whose heads do not divide those of q; and as `hstu_attention`.
+        ValueError: for bias tensors whose heads do not divide those of q, or a mask of other heads;
+            and as `hstu_attention`.
     """
     heads = q.shape[1]
-    parts = [_Part.of(rank, heads, batch.world) for rank in range(batch.world)]
+    parts = _parts(heads, batch.world)
     mine = parts[batch.rank]
-    # An error is raised here on all ranks, before any waits for another.
+    # Errors of bias and mask are raised on all ranks, before any waits for another.
     own_bias = _bias_of_part(bias, heads, mine)
-    whole_q = cast(Tensor, _RowsToHeads.apply(q, batch, parts, True))
-    kv = cast(Tensor, _RowsToHeads.apply(torch.cat([k, v], -1), batch, parts, False))
-    whole_k, whole_v = kv.split([k.shape[2], v.shape[2]], -1)
     mask = batch.masks.get(
         mask_of(call), lambda mask: _mask_of_part(batch, mask, heads, mine), heads
     )
+    whole_q = cast(Tensor, _RowsToHeads.apply(q, batch, parts, True))
+    kv = cast(Tensor, _RowsToHeads.apply(torch.cat([k, v], -1), batch, parts, False))
+    whole_k, whole_v = kv.split([k.shape[2], v.shape[2]], -1)
     out = ops.attention(
         whole_q,
         whole_k,
@@ -149,10 +160,13 @@ def _mask_of_part(batch: ContextBatch, mask: Mask, heads: int, part: _Part) -> M
 
     Those rows of q are zero, and nobody reads their outputs; the mask saves their time.
     """
-    if mask.row_spans is not None and mask.row_spans.dim() == 3:
-        mask = replace(mask, row_spans=mask.row_spans[part.first : part.end])
-    elif mask.func is not None and mask.func.shape[0] == heads:
-        mask = replace(mask, func=mask.func[part.first : part.end])
+    for name in ("row_spans", "func"):
+        tensor = getattr(mask, name)
+        if tensor is None or tensor.dim() != 3 or (name == "func" and tensor.shape[0] == 1):
+            continue
+        if tensor.shape[0] != heads:
+            raise ValueError(f"{name}: expected {heads} heads, got shape {tuple(tensor.shape)}")
+        mask = replace(mask, **{name: tensor[part.first : part.end]})
     if part.ranks == 1:
         return mask
     rows = torch.arange(batch.total, device=batch.seq_offsets.device)
@@ -177,7 +191,7 @@ class _RowsToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, batch: ContextBatch, parts: list[_Part], served_only: bool
+        ctx: Any, x: Tensor, batch: ContextBatch, parts: Sequence[_Part], served_only: bool
     ) -> Tensor:
         ctx.rest = batch, parts, served_only, x.shape[1]
         return _to_heads(x, batch, parts, served_only)
@@ -193,7 +207,9 @@ class _HeadsToRows(torch.autograd.Function):
     """Makes `(local rows, heads, width)` of each rank's `(total, heads of that rank, width)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, batch: ContextBatch, parts: list[_Part], heads: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, batch: ContextBatch, parts: Sequence[_Part], heads: int
+    ) -> Tensor:
         ctx.rest = batch, parts
         return _to_rows(x, batch, parts, True, heads)
 
@@ -204,7 +220,7 @@ class _HeadsToRows(torch.autograd.Function):
         return _to_heads(gradient, batch, parts, True), None, None, None
 
 
-def _to_heads(x: Tensor, batch: ContextBatch, parts: list[_Part], served_only: bool) -> Tensor:
+def _to_heads(x: Tensor, batch: ContextBatch, parts: Sequence[_Part], served_only: bool) -> Tensor:
     mine, slots = parts[batch.rank], batch.to_slots(x)
     shape = (batch.num_slots, mine.count, x.shape[2])
     arrived = _exchange(
@@ -220,7 +236,7 @@ def _to_heads(x: Tensor, batch: ContextBatch, parts: list[_Part], served_only: b
 
 
 def _to_rows(
-    x: Tensor, batch: ContextBatch, parts: list[_Part], served_only: bool, heads: int
+    x: Tensor, batch: ContextBatch, parts: Sequence[_Part], served_only: bool, heads: int
 ) -> Tensor:
     mine, width = parts[batch.rank], x.shape[2]
     slots = x.new_zeros((batch.world * batch.num_slots, mine.count, width))

@@ -390,6 +390,12 @@ def _check_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=rf"{name}: expected .* heads that divides 2"):
             context.attention(q, q, q, bias=bias)
+    for mask in (
+        Mask.from_row_spans(torch.zeros(1, 11, 4, dtype=torch.int32)),
+        Mask.from_func(torch.zeros(3, 1, 11, dtype=torch.int32)),
+    ):
+        with pytest.raises(ValueError, match=r"(row_spans|func): expected 2 heads, got shape"):
+            context.attention(q, q, q, mask=mask, bias=RelativeBias(torch.zeros(2, 5)))
     times = torch.zeros(len(q), dtype=torch.int64)  # not those of the whole sequences
     with pytest.raises(ValueError, match=r"timestamps: expected shape \(total_k\) = \(11\)"):
         context.attention(q, q, q, bias=RelativeBias(None, torch.zeros(2, 5), times))
