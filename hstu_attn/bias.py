@@ -191,7 +191,6 @@ def default_bucket_thresholds() -> tuple[int, ...]:
 _thresholds: dict[tuple[torch.device, tuple[int, ...] | None], Tensor] = {}
 
 
-@torch.compiler.assume_constant_result
 def thresholds_tensor(device: torch.device, values: tuple[int, ...] | None = None) -> Tensor:
     """Returns thresholds as int64 on `device`, made once for each device and each list.
 
@@ -210,6 +209,10 @@ def thresholds_tensor(device: torch.device, values: tuple[int, ...] | None = Non
         if type(thresholds) is Tensor and not torch.compiler.is_compiling():
             _thresholds[device, values] = thresholds
     return thresholds
+
+
+# NOTE: this is what torch.compiler.assume_constant_result does, which imports the whole compiler.
+thresholds_tensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bias_of_heads(
