@@ -334,6 +334,17 @@ def test_checked_calls(monkeypatch, dtype, mask):
 
 
 @gpu
+@with_dtypes
+def test_checked_thresholds(monkeypatch, dtype):
+    monkeypatch.setenv("HSTU_ATTN_CHECK", "1")
+    batch = make_batch([70, 30], dtype=dtype, device="cuda", bias="position-time")
+    check_against_reference(hstu_attention, batch)
+    batch.bias = replace(batch.bias, thresholds=torch.tensor([1, 5, 4], device="cuda"))
+    with pytest.raises(ValueError, match=r"^ts_thresholds: expected .*, got 4 at index 2"):
+        run(hstu_attention, batch)
+
+
+@gpu
 def test_an_error_in_python_arrives_as_it_was_raised(monkeypatch):
     batch = make_batch([70, 30], device="cuda")
 

@@ -147,6 +147,10 @@ void check_values_on_host(const Arguments& args, ForwardParams params) {
   const DeviceGuard guard(device_index);
   HostCopies copies(current_stream(device_index));
   replace_index_arrays(copies, params);
+  RelativeBias& bias = params.relative_bias;
+  IndexArray thresholds = {bias.thresholds, /*is_int64=*/true};
+  copies.replace(thresholds, bias.num_thresholds);
+  bias.thresholds = static_cast<const int64_t*>(thresholds.data);
   check_values(params, args);
 }
 
