@@ -13,7 +13,13 @@ from torch import Tensor
 
 from hstu_attn import RelativeBias, hstu_attention
 from hstu_attn.mask import dense_mask
-from hstu_attn.testing import MASK_NAMES, check_against_reference, make_batch, run
+from hstu_attn.testing import (
+    MASK_NAMES,
+    check_against_reference,
+    make_batch,
+    make_paged_batch,
+    run,
+)
 
 pytestmark = pytest.mark.gpu_missing("relative bias")
 
@@ -49,45 +55,97 @@ THRESHOLDS: dict[str, Callable[[], Tensor | None]] = {
 }
 
 
-class Case(NamedTuple):
-    """A call; a number of heads of 0 means that there is no such table."""
+class Tables(NamedTuple):
+    """What a bias is made of; a number of heads of 0 means that there is no such table."""
 
-    lengths: list[int]
-    is_delta: bool
-    mask: str
-    table_heads: tuple[int, int]
+    heads: tuple[int, int]  # of positions, of times
     reach: int
     buckets: int
     times: str
     row_times: str | None
     thresholds: str
-    has_fp32_tables: bool
+    are_fp32: bool
+
+
+class Case(NamedTuple):
+    lengths: list[int]
+    is_delta: bool
+    mask: str
     dim: int
     seed: int
+    tables: Tables
 
 
-def cases() -> st.SearchStrategy[Case]:
-    heads = st.sampled_from([0, 1, 2, HEADS])
-    return st.builds(
-        Case,
-        lengths=st.lists(st.sampled_from([0, 1, 7, 64, 65, 130, 200]), min_size=1, max_size=3),
-        is_delta=st.booleans(),
-        mask=st.sampled_from(MASK_NAMES),
-        table_heads=st.tuples(heads, heads).filter(any),
-        reach=st.sampled_from([1, 2, 50, 250]),
-        buckets=st.sampled_from([1, 2, 64, 129, 300]),
-        times=st.sampled_from([*TIMES]),
-        row_times=st.sampled_from([None, *TIMES]),
-        thresholds=st.sampled_from([*THRESHOLDS]),
-        has_fp32_tables=st.booleans(),
-        dim=st.sampled_from([32, 64]),
-        seed=st.integers(0, 2**31),
-    )
+class PagedCase(NamedTuple):
+    sequences: list[tuple[int, int, int]]  # cached, new and target tokens
+    page_size: int
+    dim: int
+    seed: int
+    tables: Tables
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
+HEADS_OF_TABLE = st.sampled_from([0, 1, 2, HEADS])
+TABLES = st.builds(
+    Tables,
+    heads=st.tuples(HEADS_OF_TABLE, HEADS_OF_TABLE).filter(any),
+    reach=st.sampled_from([1, 2, 50, 250]),
+    buckets=st.sampled_from([1, 2, 64, 129, 300]),
+    times=st.sampled_from([*TIMES]),
+    row_times=st.sampled_from([None, *TIMES]),
+    thresholds=st.sampled_from([*THRESHOLDS]),
+    are_fp32=st.booleans(),
+)
+DIMS, SEEDS = st.sampled_from([32, 64]), st.integers(0, 2**31)
+CASES = st.builds(
+    Case,
+    lengths=st.lists(st.sampled_from([0, 1, 7, 64, 65, 130, 200]), min_size=1, max_size=3),
+    is_delta=st.booleans(),
+    mask=st.sampled_from(MASK_NAMES),
+    dim=DIMS,
+    seed=SEEDS,
+    tables=TABLES,
+)
+PAGED_CASES = st.builds(
+    PagedCase,
+    sequences=st.lists(
+        st.tuples(*(st.sampled_from(counts) for counts in ([0, 5, 150], [0, 1, 70], [0, 3, 66]))),
+        min_size=1,
+        max_size=3,
+    ),
+    page_size=st.sampled_from([16, 64]),
+    dim=DIMS,
+    seed=SEEDS,
+    tables=TABLES,
+)
+
+
+def make_bias(tables: Tables, rows: int, keys: int, like: Tensor) -> RelativeBias:
+    """Makes the bias of a call, on the device of `like`."""
+    dtype = torch.float32 if tables.are_fp32 else like.dtype
+    position_heads, time_heads = tables.heads
+    found: dict[str, Tensor | None] = {}
+    if position_heads:
+        found["pos_weight"] = torch.randn(position_heads, 2 * tables.reach - 1).to(dtype)
+    if time_heads:
+        found["ts_weight"] = torch.randn(time_heads, tables.buckets).to(dtype)
+        found["timestamps"] = TIMES[tables.times](keys)
+        found["thresholds"] = THRESHOLDS[tables.thresholds]()
+        if tables.row_times:
+            found["row_timestamps"] = TIMES[tables.row_times](rows)
+    return RelativeBias(**{n: None if x is None else x.to(like.device) for n, x in found.items()})
+
+
+with_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"]
+)
+random_cases = settings(
+    max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@with_dtypes
+@random_cases
+@given(case=CASES)
 def test_random_calls(device, dtype, case):
     torch.manual_seed(case.seed)
     lengths_q = None
@@ -102,21 +160,28 @@ def test_random_calls(device, dtype, case):
         device=device,
         mask=case.mask,
     )
-    table_dtype = torch.float32 if case.has_fp32_tables else dtype
-    position_heads, time_heads = case.table_heads
-    found: dict[str, Tensor | None] = {}
-    if position_heads:
-        found["pos_weight"] = torch.randn(position_heads, 2 * case.reach - 1).to(table_dtype)
-    if time_heads:
-        found["ts_weight"] = torch.randn(time_heads, case.buckets).to(table_dtype)
-        found["timestamps"] = TIMES[case.times](len(batch.k))
-        found["thresholds"] = THRESHOLDS[case.thresholds]()
-        if case.row_times:
-            found["row_timestamps"] = TIMES[case.row_times](len(batch.q))
-    bias = RelativeBias(**{n: None if x is None else x.to(device) for n, x in found.items()})
+    bias = make_bias(case.tables, len(batch.q), len(batch.k), batch.q)
     # Without keys the reference reads no table, so that none has a gradient.
     has_keys = sum(case.lengths) > 0
     check_against_reference(hstu_attention, batch.with_bias(bias), backward=has_keys)
+
+
+@with_dtypes
+@random_cases
+@given(case=PAGED_CASES)
+def test_random_calls_with_pages(device, dtype, case):
+    """Times of cached keys are given like those of all others, without pages."""
+    torch.manual_seed(case.seed)
+    batch = make_paged_batch(
+        *zip(*case.sequences, strict=True),
+        page_size=case.page_size,
+        heads=HEADS,
+        dim=case.dim,
+        dtype=dtype,
+        device=device,
+    )
+    bias = make_bias(case.tables, len(batch.q), int(batch.cu_seqlens_k[-1]), batch.q)
+    check_against_reference(hstu_attention, batch.with_bias(bias), backward=False)
 
 
 @pytest.mark.parametrize("mask", ["causal", "local-target"])
