@@ -93,6 +93,25 @@ struct BiasTable {
   int64_t head_stride = 0;
 };
 
+// The earliest and the latest time of 8 keys.
+struct TimeRange {
+  int64_t earliest;
+  int64_t latest;
+};
+
+// What the GPU kernels read instead of the tables, in workspace; prepare_relative_bias() writes it.
+struct PreparedBias {
+  // [position.heads, 4, position_copy_stride]: 8 times the first entry, the table, and 8 times the
+  // last entry; copy n begins with entry n of these. Aligned to 16 bytes.
+  float* position = nullptr;
+  int64_t position_head_stride = 0;
+  int position_copy_stride = 0;
+  int reach = 0;                // R
+  float* time = nullptr;        // [time.heads, time.size]
+  int* cells = nullptr;         // [kDifferenceCells + 1]: thresholds up to each cell
+  TimeRange* ranges = nullptr;  // [total_k / 8 + B], see first_tile()
+};
+
 // Bias computed in the kernel from positions and event times.
 struct RelativeBias {
   BiasTable position;                       // size 2R - 1, indexed j - i + R - 1, clamped
@@ -101,6 +120,8 @@ struct RelativeBias {
   const int64_t* row_timestamps = nullptr;  // [total_q] or null: the next event's time
   const int64_t* thresholds = nullptr;      // [num_thresholds], increasing
   int num_thresholds = 0;
+
+  PreparedBias prepared;  // not used by the CPU kernel
 
   HSTU_HOST_DEVICE explicit operator bool() const {
     return position.data != nullptr || time.data != nullptr;

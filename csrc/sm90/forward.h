@@ -49,6 +49,9 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
       ForwardProducer<Traits>::run(params, maps, metadata, smem);
+    } else if (Bias::kWarpgroups && warpgroup > Traits::kConsumers) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.bias>();
+      if constexpr (Bias::kWarpgroups) Bias::template run<Traits>(params, smem);
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       ForwardConsumer<Traits>(params, metadata, smem, warpgroup - 1).run();

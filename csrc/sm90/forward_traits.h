@@ -27,8 +27,8 @@ struct SchedulerMetadata {
   int* arrived = nullptr;        // [row tiles, H, warpgroups]: how many splits have stored; zeroed
 };
 
-// Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h; Bias is NoScoreBias or
-// DenseScoreBias of score_bias.h. The blocks of a cluster are the splits of
+// Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h; Bias is a policy of
+// score_bias.h. The blocks of a cluster are the splits of
 // SplitKVReduction::kCluster.
 template <int kHeadDim_, typename Element_, typename Source_, typename Bias_,
           SplitKVReduction kReduction_, int kClusterSize_>
@@ -50,14 +50,18 @@ struct ForwardTraits {
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+      Bias::kWarpgroups
+          ? registers_with_bias(kHeadDim, Source::kIsPaged)
+          : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr int kConsumerWarps = kConsumers * 4;
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kWarpgroups = 1 + kConsumers + Bias::kWarpgroups;
+  static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
   static_assert(!Source::kIsQuantized || !Bias::kHasTiles, "a bias leaves no room for scales");
-  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
-                    (1 + kConsumers) * (65536 / kThreads / 8 * 8),
+  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer +
+                        Bias::kWarpgroups * kRegisters.bias <=
+                    kWarpgroups * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
 
   // Read by attention_launch.h: blocks begin with tiles that are not in the list, and wait for
@@ -182,7 +186,8 @@ struct ForwardTraits {
   // Called by one thread.
   static HSTU_DEVICE void init(SharedMemory& smem) {
     constexpr int kCopyThreads = Source::kQueryCopyLanes + 2 * Source::kCopyLanes;
-    smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + kCopyThreads,
+    constexpr int kBiasThreads = Bias::kWarpgroups * kWarpgroup;
+    smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + kCopyThreads + kBiasThreads,
                             /*producers=*/kSchedulerLanes);
     if constexpr (Source::kIsQuantized) {
       for (Quantized& quantized : smem.quantized) quantized.init();
@@ -190,7 +195,7 @@ struct ForwardTraits {
     smem.pipeline_q.init(kConsumerWarps);
     smem.pipeline_k.init(kConsumerWarps);
     smem.pipeline_v.init(kConsumerWarps);
-    smem.pipeline_bias.init(kConsumerWarps);
+    smem.pipeline_bias.init(kConsumerWarps, /*producers=*/kBiasThreads ? kBiasThreads / 32 : 1);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }

@@ -59,6 +59,7 @@ inline const char* unsupported_reason(const CudaDevice& device, const ForwardPar
     return "strides of kv_cache that no tensor map can have";
   }
   if (params.paged.scales && params.rab.data) return "a rab and a cache of e4m3";
+  if (params.paged.scales && params.relative_bias) return "a relative bias and a cache of e4m3";
   // NOTE: the first target begins a tile, and TMA requires that a box of the bias begins at a
   // multiple of 16 bytes.
   if (params.paged.kv_cache && params.rab.data && batch.num_targets) {
@@ -73,6 +74,7 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
   if (!can_map(params.dout, params.batch.total_q, params.heads)) {
     return "strides of dout that no tensor map can have";
   }
+  if (params.relative_bias) return "a relative bias";
   return unsupported_reason(device, params);
 }
 

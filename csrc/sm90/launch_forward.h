@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/attention_launch.h"
+#include "../scheduler/relative_bias.h"
 #include "forward.h"
 #include "kernels.h"
 #include "split_heuristic.h"
@@ -12,6 +13,9 @@ template <int kHeadDim, DType kDType>
 class ForwardLauncher {
  public:
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
+    if (params.relative_bias) {
+      return plan_form<Kernel<PackedKeys, RelativeScoreBias>>(params, launch, {});
+    }
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
     });
@@ -21,6 +25,7 @@ class ForwardLauncher {
     if (params.paged.scales) {
       return plan_splits<QuantizedPagedKeys, NoScoreBias>(params, launch);
     }
+    if (params.relative_bias) return plan_splits<PagedKeys, RelativeScoreBias>(params, launch);
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_splits<PagedKeys, ScoreBias<has_bias>>(params, launch);
     });
@@ -37,6 +42,7 @@ class ForwardLauncher {
   template <typename Source, typename Bias>
   static ForwardPlan plan_splits(const ForwardParams& params, const CudaLaunch& launch) {
     using Form = Kernel<Source, Bias>;
+    constexpr bool kAllowsCluster = Bias::kWarpgroups == 0;  // fewer kernels to compile
     const BatchParams& batch = params.batch;
     const SplitKVPlan split_kv = plan_split_kv({
         .row_tiles = int64_t{batch.batch} * params.heads *
@@ -45,7 +51,7 @@ class ForwardLauncher {
         .tile_keys = Form::kKeys,
         .head_dim = kHeadDim,
         .blocks = resident_blocks<Form>(launch),
-        .allows_cluster = !is_given_by_row(params.mask),
+        .allows_cluster = kAllowsCluster && !is_given_by_row(params.mask),
     });
     switch (split_kv.reduction) {
       case Reduction::kNone:
@@ -55,12 +61,15 @@ class ForwardLauncher {
       case Reduction::kCluster:
         break;
     }
-    if (split_kv.num_splits == kLargeCluster) {
-      return plan_form<Kernel<Source, Bias, Reduction::kCluster, kLargeCluster>>(params, launch,
+    if constexpr (kAllowsCluster) {
+      if (split_kv.num_splits == kLargeCluster) {
+        return plan_form<Kernel<Source, Bias, Reduction::kCluster, kLargeCluster>>(params, launch,
+                                                                                   split_kv);
+      }
+      return plan_form<Kernel<Source, Bias, Reduction::kCluster, kSmallCluster>>(params, launch,
                                                                                  split_kv);
     }
-    return plan_form<Kernel<Source, Bias, Reduction::kCluster, kSmallCluster>>(params, launch,
-                                                                               split_kv);
+    __builtin_unreachable();
   }
 
   template <typename Form>
@@ -68,6 +77,9 @@ class ForwardLauncher {
                                const SplitKVPlan& split_kv) {
     Workspace workspace(nullptr);
     take_metadata<Form>(workspace, params, launch, split_kv);
+    if constexpr (Form::Bias::kWarpgroups) {
+      take_prepared_bias(workspace, params.relative_bias, params.batch);
+    }
     return {.workspace_bytes = workspace.used(), .split_kv = split_kv, .run = run<Form>};
   }
 
@@ -98,10 +110,15 @@ class ForwardLauncher {
   }
 
   template <typename Form>
-  static void run(const ForwardPlan& plan, const ForwardParams& params, const CudaLaunch& launch) {
+  static void run(const ForwardPlan& plan, const ForwardParams& given, const CudaLaunch& launch) {
     Workspace workspace(launch.workspace);
-    const SchedulerMetadata metadata =
-        take_metadata<Form>(workspace, params, launch, plan.split_kv);
+    const SchedulerMetadata metadata = take_metadata<Form>(workspace, given, launch, plan.split_kv);
+    ForwardParams params = given;
+    if constexpr (Form::Bias::kWarpgroups) {
+      RelativeBias& bias = params.relative_bias;
+      bias.prepared = take_prepared_bias(workspace, bias, params.batch);
+      prepare_relative_bias(bias, params.batch, launch);
+    }
     const int64_t counter_bytes =
         metadata.arrived ? Workspace::bytes<int>(partial_slots<Form>(metadata.list, params)) : 0;
     const int64_t blocks =

@@ -2,14 +2,13 @@
 //
 //   NoScoreBias      nothing
 //   DenseScoreBias   a bias tensor in q's dtype, copied to shared memory tile by tile
+//   RelativeScoreBias  computed from tables by kWarpgroups further warpgroups, as such tiles
 //
 // A policy has a Producer, whose load() is called by the warp that copies K for each key tile, and
 // a Consumer, whose init_accumulator() gives the scores the value that Q K^T is added to.
-//
-// A relative bias from tables would be one more policy: its Producer would copy the tables once and
-// the timestamps of each key tile, and its init_accumulator() would look the weights up.
 #pragma once
 
+#include "../common/relative_bias.h"
 #include "bias.h"
 #include "pipeline.h"
 
@@ -17,6 +16,7 @@ namespace hstu::sm90 {
 
 struct NoScoreBias {
   static constexpr bool kHasTiles = false;  // of shared memory
+  static constexpr int kWarpgroups = 0;     // that compute tiles
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
 
   template <typename Maps>
@@ -38,6 +38,7 @@ struct NoScoreBias {
 
 struct DenseScoreBias {
   static constexpr bool kHasTiles = true;
+  static constexpr int kWarpgroups = 0;
   // Q K^T is added to what the accumulator holds.
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::One;
 
@@ -93,6 +94,67 @@ struct DenseScoreBias {
       state.advance();
     }
   };
+};
+
+// The sum of both weights is rounded to q's dtype, as a dense bias of that dtype is.
+struct RelativeScoreBias : DenseScoreBias {
+  static constexpr int kWarpgroups = 1;
+
+  template <typename Maps>
+  static HSTU_DEVICE void prefetch(const Maps&) {}
+
+  template <typename Traits>
+  using Producer = NoScoreBias::Producer<Traits>;
+
+  // Computes the tiles of all work tiles of the block. Called by kWarpgroups warpgroups: each
+  // thread has one row of a tile.
+  template <typename Traits>
+  static HSTU_DEVICE void run(const ForwardParams& params, typename Traits::SharedMemory& smem) {
+    static_assert(Traits::kRows == kWarpgroups * kWarpgroup, "each thread has one row");
+    using WorkTile = typename Traits::WorkTile;
+    const int thread = static_cast<int>(threadIdx.x) % Traits::kRows;
+    typename Traits::BiasState state;
+    for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
+      const SequenceTile& tile = work_tile.tile;
+      BiasOfRow bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
+                     work_tile.head, tile.index * Traits::kRows + thread);
+      for (int first = work_tile.tile_from(0); first != Traits::kNoKey;
+           first = work_tile.tile_from(first + Traits::kKeys)) {
+        smem.pipeline_bias.producer_acquire(state);
+        find_tile<Traits>(bias,
+                          Traits::Source::template key_of<Traits::kKeys>(tile.sequence, first),
+                          thread, smem.bias[state.index()]);
+        smem.pipeline_bias.producer_commit_by_warp(state);
+        state.advance();
+      }
+    });
+  }
+
+ private:
+  // Writes a row of a tile, in the layout of load_bias().
+  template <typename Traits>
+  static HSTU_DEVICE void find_tile(BiasOfRow& bias, int first, int thread,
+                                    typename Traits::Element* tile) {
+    using Element = typename Traits::Element;
+    constexpr int kChunks = Traits::kKeys / 8;
+    const int row = thread % kWarpgroupRows;
+    Element* const rows = tile + thread / kWarpgroupRows * (kWarpgroupRows * Traits::kKeys);
+#pragma unroll 1
+    for (int n = 0; n < kChunks; ++n) {
+      // NOTE: rows of a warp that are 8 apart begin 8 keys apart, because their buckets do, too.
+      const int chunk = (n + row / 8) % kChunks;
+      float x[8];
+      bias.find(first + chunk * 8, x);
+      uint4 words;
+      words.x = rounded_pair<Element>(x[0], x[1]);
+      words.y = rounded_pair<Element>(x[2], x[3]);
+      words.z = rounded_pair<Element>(x[4], x[5]);
+      words.w = rounded_pair<Element>(x[6], x[7]);
+      Element* const to =
+          rows + (chunk / 8 * kWarpgroupRows + row) * 64 + (chunk % 8 ^ row % 8) * 8;
+      *reinterpret_cast<uint4*>(to) = words;
+    }
+  }
 };
 
 }  // namespace hstu::sm90

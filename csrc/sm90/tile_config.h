@@ -21,6 +21,7 @@ struct ForwardTiles {
 struct Registers {
   int producer;
   int consumer;
+  int bias = 0;  // of the warpgroup that computes a relative bias
 };
 
 // Splits the registers that a block begins with (65536 / threads, rounded down to a multiple of 8,
@@ -35,6 +36,13 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   if (consumers == 2) return {.producer = 56, .consumer = 224};
   if (head_dim == 32) return {.producer = 56, .consumer = 152};
   return {.producer = 32, .consumer = 160};
+}
+
+// The same for a relative bias, whose tiles a fourth warpgroup computes.
+constexpr Registers registers_with_bias(int head_dim, bool is_paged) {
+  if (is_paged) return {.producer = 56, .consumer = 192, .bias = 72};
+  if (head_dim == 256) return {.producer = 32, .consumer = 208, .bias = 64};
+  return {.producer = 40, .consumer = 192, .bias = 88};
 }
 
 // There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages

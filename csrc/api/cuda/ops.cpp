@@ -34,13 +34,6 @@ bool is_composed(const ForwardParams& params) {
   return params.dtype == DType::kFloat32 || params.dtype == DType::kFloat64;
 }
 
-void check_built(const Arguments& args, const ForwardParams& params) {
-  if (params.relative_bias && !is_composed(params)) {
-    throw NotImplemented(std::string(args.pos_weight ? "pos_weight" : "ts_weight") +
-                         ": the relative bias is not built for GPUs, only rab is");
-  }
-}
-
 // ------------------------------------------------------------------------------------ alignment
 
 // Whether kernels can access the tensor: by 16 bytes at a time, with row strides that fit an int.
@@ -199,7 +192,6 @@ bool has_work(const BatchParams& batch) {
 }  // namespace
 
 void CudaOps::check(const Arguments& args, const ForwardParams& params) {
-  check_built(args, params);
   if (environment::checks_values()) check_values_on_host(args, params);
 }
 

@@ -1,0 +1,59 @@
+// The kernel that runs before an attention kernel with a relative bias: it copies the tables in the
+// form that BiasOfRow reads, and finds the ranges of the keys' times.
+#pragma once
+
+#include "../common/relative_bias.h"
+#include "../common/table_sum.h"
+#include "../dispatch.h"
+#include "workspace.h"
+
+namespace hstu {
+
+// Takes the memory of PreparedBias.
+inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
+                                       const BatchParams& batch) {
+  PreparedBias prepared;
+  if (bias.position.data) {
+    prepared.reach = (bias.position.size + 1) / 2;
+    prepared.position_copy_stride = round_up(bias.position.size + 16, 4);
+    prepared.position_head_stride = int64_t{4} * prepared.position_copy_stride;
+    prepared.position = workspace.take<float>(bias.position.heads * prepared.position_head_stride);
+  }
+  if (bias.time.data) {
+    prepared.time = workspace.take<float>(int64_t{bias.time.heads} * bias.time.size);
+    prepared.cells = workspace.take<int>(kDifferenceCells + 1);
+    prepared.ranges = workspace.take<TimeRange>(WorkList::max_tiles(batch.total_k, batch.batch, 8));
+  }
+  return prepared;
+}
+
+// The sums that become the gradients of the tables; an empty one is not wanted. Entry
+// head * table.size + n is the sum of dS over the scores that read entry n of the head's table.
+struct TableSums {
+  TableSum position;
+  TableSum time;
+};
+
+// Takes the memory of TableSums, which must be zeroed.
+inline TableSums take_table_sums(Workspace& workspace, const BackwardParams& params) {
+  const auto take = [&](const float* gradient, const BiasTable& table) {
+    TableSum sum;
+    if (!gradient) return sum;
+    sum.entries = int64_t{table.heads} * table.size;
+    sum.words = workspace.take<int64_t>(TableSum::kWords * sum.entries);
+    return sum;
+  };
+  return {take(params.dpos_weight, params.relative_bias.position),
+          take(params.dts_weight, params.relative_bias.time)};
+}
+
+// Writes params.dpos_weight and params.dts_weight: the sums, times alpha and, unless each row has
+// its own, the scale.
+void round_table_sums(const BackwardParams& params, const TableSums& sums,
+                      const CudaLaunch& launch);
+
+// Writes bias.prepared.
+void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
+                           const CudaLaunch& launch);
+
+}  // namespace hstu
