@@ -125,10 +125,12 @@ class BiasOfRow {
     row_time_ = time_of_row(bias, sequence, min(row, sequence.q_len - 1));
   }
 
-  // Sets x to the bias of keys [j, j + 8), with zeros past the end of the sequence.
-  HSTU_DEVICE void find(int j, float (&x)[8]) {
+  // Sets x to the bias of keys [j, j + 8), with zeros past the end of the sequence. With
+  // kFindsBuckets, `buckets` gets a byte for each key and `lowest` their minimum.
+  template <bool kFindsBuckets = false>
+  HSTU_DEVICE void find(int j, float (&x)[8], uint2* buckets = nullptr, int* lowest = nullptr) {
     find_position(j, x);
-    if (weights_) add_time(j, x);
+    if (weights_) add_time<kFindsBuckets>(j, x, buckets, lowest);
     if (j + 8 > k_len_) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -157,7 +159,8 @@ class BiasOfRow {
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
   }
 
-  HSTU_DEVICE void add_time(int j, float (&x)[8]) {
+  template <bool kFindsBuckets>
+  HSTU_DEVICE void add_time(int j, float (&x)[8], uint2* buckets, int* lowest) {
     const int last_range = (k_len_ - 1) / 8;
     TimeRange range = ranges_[min(j / 8, last_range)];
     if (j % 8 != 0) {
@@ -168,8 +171,13 @@ class BiasOfRow {
     if (span_.contains(range.earliest) && span_.contains(range.latest)) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) x[n] += weight_;
+      if constexpr (kFindsBuckets) {
+        buckets->x = buckets->y = span_.bucket * 0x01010101u;
+        *lowest = min(*lowest, span_.bucket);
+      }
       return;
     }
+    if constexpr (kFindsBuckets) *buckets = {};
     int64_t times[8];
 #pragma unroll
     for (int n = 0; n < 8; ++n) times[n] = times_[min(j + n, k_len_ - 1)];
@@ -179,6 +187,10 @@ class BiasOfRow {
         if (pending >> n & 1 && span_.contains(times[n])) {
           x[n] += weight_;
           pending &= ~(1u << n);
+          if constexpr (kFindsBuckets) {
+            (n < 4 ? buckets->x : buckets->y) |= static_cast<uint32_t>(span_.bucket) << n % 4 * 8;
+            *lowest = min(*lowest, span_.bucket);
+          }
         }
       }
       if (!pending) return;

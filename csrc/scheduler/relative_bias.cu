@@ -83,28 +83,26 @@ __global__ void __launch_bounds__(kThreads)
 // Rounds the sums of the position table, then those of the time table, one in each thread.
 __global__ void __launch_bounds__(kThreads)
     round_table_sums_kernel(const __grid_constant__ BackwardParams params,
-                            const __grid_constant__ TableSums sums) {
+                            const __grid_constant__ TableSums sums, double rest_of_scale) {
   int64_t entry = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const bool is_position = entry < sums.position.entries;
   if (!is_position) entry -= sums.position.entries;
   const TableSum& sum = is_position ? sums.position : sums.time;
   if (entry >= sum.entries) return;
-  double factor = params.alpha;
-  if (!params.attn_scale_per_row) {
-    factor *= params.attn_scale ? params.attn_scale[0] : params.scale;
-  }
+  double scale = rest_of_scale;
+  if (!params.attn_scale_per_row) scale = params.attn_scale ? params.attn_scale[0] : params.scale;
   float* const gradient = is_position ? params.dpos_weight : params.dts_weight;
-  gradient[entry] = static_cast<float>(factor * sum.value(entry));
+  gradient[entry] = static_cast<float>(params.alpha * scale * sum.value(entry));
 }
 
 }  // namespace
 
-void round_table_sums(const BackwardParams& params, const TableSums& sums,
+void round_table_sums(const BackwardParams& params, const TableSums& sums, double rest_of_scale,
                       const CudaLaunch& launch) {
   const int64_t entries = sums.position.entries + sums.time.entries;
   launch_kernel(round_table_sums_kernel,
                 {.blocks = ceil_div(entries, kThreads), .threads = kThreads}, launch,
-                "gradients of the relative bias's tables", params, sums);
+                "gradients of the relative bias's tables", params, sums, rest_of_scale);
 }
 
 void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,

@@ -47,9 +47,9 @@ inline TableSums take_table_sums(Workspace& workspace, const BackwardParams& par
           take(params.dts_weight, params.relative_bias.time)};
 }
 
-// Writes params.dpos_weight and params.dts_weight: the sums, times alpha and, unless each row has
-// its own, the scale.
-void round_table_sums(const BackwardParams& params, const TableSums& sums,
+// Writes params.dpos_weight and params.dts_weight: the sums, times alpha and the scale. Where each
+// row has its own scale, `rest_of_scale` is what the kernel has not multiplied dS by.
+void round_table_sums(const BackwardParams& params, const TableSums& sums, double rest_of_scale,
                       const CudaLaunch& launch);
 
 // Writes bias.prepared.

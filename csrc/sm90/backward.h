@@ -9,15 +9,16 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "../common/launch.h"
+#include "backward_bias.h"
 #include "backward_cluster.h"
 #include "backward_consumers.h"
 #include "backward_producers.h"
 
 namespace hstu::sm90 {
 
-template <int kHeadDim_, typename Element_, bool kHasBias_, bool kIsDeterministic_>
-struct Backward : BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministic_> {
-  using Traits = BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministic_>;
+template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_>
+struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_> {
+  using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_>;
   using Consumers = std::conditional_t<Traits::kIsCluster, BackwardClusterConsumers<Traits>,
                                        BackwardConsumers<Traits>>;
   using typename Traits::SharedMemory;
@@ -31,7 +32,7 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministi
       cute::prefetch_tma_descriptor(&maps.k);
       cute::prefetch_tma_descriptor(&maps.v);
       cute::prefetch_tma_descriptor(&maps.dout);
-      if constexpr (Traits::kHasBias) cute::prefetch_tma_descriptor(&maps.bias);
+      Traits::Bias::prefetch(maps);
     }
     sync_blocks();
     wait_for_previous_kernel();
@@ -41,6 +42,9 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, kHasBias_, kIsDeterministi
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
       BackwardProducers<Traits>::run(params, maps, buffers, smem);
+    } else if (Traits::kHasRelativeBias && warpgroup > Traits::kConsumers) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.bias>();
+      if constexpr (Traits::kHasRelativeBias) BackwardBias<Traits>::run(params, buffers, smem);
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       Consumers::run(params, smem, warpgroup - 1);

@@ -200,7 +200,11 @@ struct BackwardConsumers : Traits {
                                     Weights& bias) {
     if constexpr (kHasBias) {
       const BiasState bias_state{state.count};
-      smem.pipeline_q.consumer_wait(state);
+      if constexpr (Traits::kHasRelativeBias) {
+        smem.pipeline_bias.consumer_wait(bias_state);
+      } else {
+        smem.pipeline_q.consumer_wait(state);
+      }
       load_transposed<kScoreRows>(
           smem.bias[bias_state.index()] + warpgroup * (kScoreRows * kWarpgroupRows), bias);
       smem.pipeline_bias.consumer_release_by_warp(bias_state);

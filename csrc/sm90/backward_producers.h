@@ -27,6 +27,7 @@ struct BackwardProducers : Traits {
   using Traits::kClusterSize;
   using Traits::kColumns;
   using Traits::kHasBias;
+  using Traits::kHasDenseBias;
   using Traits::kHeadDim;
   using Traits::kIsCluster;
   using Traits::kIsDeterministic;
@@ -72,7 +73,7 @@ struct BackwardProducers : Traits {
         const bool exists = tile < *list.count;
         work_tile.head = exists ? smem.work_index - tile * list.work_per_tile : -1;
         if (exists) {
-          if constexpr (kHasBias) {
+          if constexpr (kHasDenseBias) {
             work_tile.bias_head = work_tile.head / (params.heads / params.rab.heads);
           }
           work_tile.tile = list.tiles[tile];
@@ -195,7 +196,7 @@ struct BackwardProducers : Traits {
                                  (next < 0 ? RowTile::kLast : 0)};
         q_full.expect_transaction(kRows * kHeadDim * sizeof(Element));
         start_copy_rows<kRows, kHeadDim>(maps.q, rows_of(work_tile), first, smem.q[stage], q_full);
-        if constexpr (kHasBias) {
+        if constexpr (kHasDenseBias) {
           const BiasState bias_state{state.count};
           smem.pipeline_bias.producer_acquire(bias_state);
           q_full.expect_transaction(kRows * kBlockKeys * sizeof(Element));
@@ -312,15 +313,12 @@ struct BackwardProducers : Traits {
     }
   }
 
-  // Calls visit(work_tile, m, next) for each visible tile m of rows of each work tile. The order is
-  // ascending, so that blocks with other keys of a causal sequence are at other rows. In a
-  // deterministic backward it is descending, so that each block waits only for one tile of the
-  // block before it.
+  // Calls visit(work_tile, m, next) for each visible tile m of rows of each work tile.
   template <typename Visit>
   static HSTU_DEVICE void for_each_row_tile(SharedMemory& smem, Visit visit) {
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
-      for (int m = kIsDeterministic ? work_tile.map.last() : work_tile.map.first(); m >= 0;) {
-        const int next = kIsDeterministic ? work_tile.map.before(m) : work_tile.map.after(m);
+      for (int m = Traits::first_row_tile(work_tile); m >= 0;) {
+        const int next = Traits::next_row_tile(work_tile, m);
         visit(work_tile, m, next);
         m = next;
       }

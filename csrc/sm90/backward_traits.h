@@ -1,8 +1,10 @@
 // The tile sizes of the backward, its work tiles and its shared memory.
 #pragma once
 
+#include "../scheduler/relative_bias.h"
 #include "../scheduler/work_list.h"
 #include "pipeline.h"
+#include "score_bias.h"
 #include "stores.h"
 
 namespace hstu::sm90 {
@@ -23,6 +25,10 @@ struct BackwardBuffers {
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   // [row tiles, H, cluster size]: how many key tiles have added; zeroed; null: any order
   int* dq_semaphore;
+  // With a relative bias: what becomes the gradients of its tables, zeroed, and the buckets of two
+  // tiles of scores for each block.
+  TableSums sums;
+  uint8_t* buckets;  // [blocks, 2, rows * keys]
 };
 
 // How the consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64 keys, except
@@ -58,11 +64,15 @@ struct DqTile {
   static_assert(kRows == kWarpgroupRows);
 };
 
-template <int kHeadDim_, typename Element_, bool kHasBias_, bool kIsDeterministic_>
+// Bias is a policy of score_bias.h.
+template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_>
 struct BackwardTraits {
   using Element = Element_;
+  using Bias = Bias_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kHasBias = kHasBias_;
+  static constexpr bool kHasBias = Bias::kHasTiles;
+  static constexpr bool kHasRelativeBias = Bias::kWarpgroups > 0;
+  static constexpr bool kHasDenseBias = kHasBias && !kHasRelativeBias;
   static constexpr bool kIsDeterministic = kIsDeterministic_;
   static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim);
   static constexpr bool kIsCluster = kDqPartition == DqPartition::kCluster;
@@ -76,14 +86,17 @@ struct BackwardTraits {
   static constexpr int kKeyGroups = kBlockKeys / kWarpgroupRows;
   static constexpr int kScoreRows = kRows / kClusterSize;   // rows of S and dP per warpgroup
   static constexpr int kColumns = kHeadDim / kClusterSize;  // columns of dK and dV per block
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kWarpgroups = 1 + kConsumers + Bias::kWarpgroups;
+  static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
   // If true, the warp that copies rows also computes which keys they see. Otherwise each consumer
   // does, and only has the registers for it while no product runs. The producer needs more
   // registers for it than other head dims can spare.
-  static constexpr bool kProducerFindsMask = kDqPartition == DqPartition::kAlternateSteps;
-  static constexpr Registers kRegisters = backward_registers(kProducerFindsMask);
+  static constexpr bool kProducerFindsMask =
+      kDqPartition == DqPartition::kAlternateSteps && !kHasRelativeBias;
+  static constexpr Registers kRegisters = kHasRelativeBias ? backward_registers_with_bias(kHeadDim)
+                                                           : backward_registers(kProducerFindsMask);
 
   using Dq = DqTile<kRows, kHeadDim>;
 
@@ -122,6 +135,16 @@ struct BackwardTraits {
   // two. In a cluster, dQ overwrites Q.
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
+  // What the warpgroup of a relative bias needs to sum a tile of dS; see backward_bias.h.
+  struct TableGradientMemory {
+    static constexpr int kDiagonals = kRows + kBlockKeys;
+    static constexpr int kBins = kHeadDim <= 64 ? 64 : 16;  // as many as fit
+
+    float diagonals[8][kDiagonals];
+    float bins[kBins][kBlockKeys];  // of buckets, for each thread that sums dS
+    int lowest_bucket[2][4];        // of the tiles in BackwardBuffers::buckets, by warp
+  };
+
   struct SharedMemory {
     alignas(1024) Element k[kBlockKeys * kHeadDim];
     // In a cluster: this block's columns of the other block's keys.
@@ -132,8 +155,9 @@ struct BackwardTraits {
     alignas(1024) Element p[kIsCluster ? kRows * kKeys : 0];
     alignas(1024) Element ds[kDsBuffers][kRows * kKeys];
     alignas(1024) Element bias[kHasBias ? BiasState::kStages : 0][kRows * kBlockKeys];
-    alignas(1024) Element zeros[kHasBias ? kRows * 64 : 0];  // source of stores that zero drab
+    alignas(1024) Element zeros[kHasDenseBias ? kRows * 64 : 0];  // source of stores that zero drab
     alignas(1024) float dq[kDqBuffers * Dq::kSize];
+    TableGradientMemory table_gradients[kHasRelativeBias ? 1 : 0];
     alignas(16) uint64_t visible[QState::kStages][kKeyGroups][kRows];  // one bit per key
     WorkTile work_tiles[WorkState::kStages];
     RowTile row_tiles[QState::kStages];
@@ -158,17 +182,22 @@ struct BackwardTraits {
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
   static HSTU_DEVICE void init(const BackwardParams& params, SharedMemory& smem) {
-    // Readers: all consumer threads, the warp that copies rows, and the threads that add dQ.
-    smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + 32 + DqState::kStages);
+    constexpr int kBiasThreads = Bias::kWarpgroups * kWarpgroup;
+    constexpr int kBiasWarps = kBiasThreads / 32;
+    // Readers: all consumer threads, the warp that copies rows, the threads that add dQ, and those
+    // that compute a relative bias.
+    smem.pipeline_work.init(
+        /*consumers=*/kConsumers * kWarpgroup + 32 + DqState::kStages + kBiasThreads);
     smem.pipeline_kv.init(/*consumers=*/kConsumerWarps);
     // Where dQ overwrites Q, the thread that adds dQ is the last to read this memory.
     smem.pipeline_q.init(/*consumers=*/kIsCluster ? 1 : kConsumerWarps, /*producers=*/32);
     smem.pipeline_dout.init(/*consumers=*/kConsumerWarps);
     smem.pipeline_mask.init(/*consumers=*/kConsumers * kWarpgroup);
-    smem.pipeline_bias.init(/*consumers=*/kConsumerWarps);
-    // Readers of dS: the 4 warps of each warpgroup that computes a part of dQ, and the thread that
-    // TMA-stores dS as drab.
-    smem.pipeline_ds.init(/*consumers=*/Dq::kParts * 4 + (stores_ds(params) ? 1 : 0),
+    smem.pipeline_bias.init(/*consumers=*/kConsumerWarps,
+                            /*producers=*/kBiasWarps ? kBiasWarps : 1);
+    // Readers of dS: the 4 warps of each warpgroup that computes a part of dQ, the thread that
+    // TMA-stores dS as drab, and the warps that sum it for the tables of a relative bias.
+    smem.pipeline_ds.init(/*consumers=*/Dq::kParts * 4 + (stores_ds(params) ? 1 : 0) + kBiasWarps,
                           /*producers=*/kConsumerWarps);
     smem.pipeline_work_index.init(/*consumers=*/1);
     smem.pipeline_other_ds.init(/*consumers=*/1, /*producers=*/kConsumers);
@@ -197,11 +226,22 @@ struct BackwardTraits {
 
   // True if dS, scaled by alpha * scale, is stored as the gradient of the bias.
   static HSTU_DEVICE bool stores_ds(const BackwardParams& params) {
-    return kHasBias && params.drab.data;
+    return kHasDenseBias && params.drab.data;
   }
 
   static HSTU_DEVICE Element* ds_tile(SharedMemory& smem, DsState state) {
     return smem.ds[kDsBuffers == 1 ? 0 : state.index()];
+  }
+
+  // The visible tiles of rows of a work tile, in the order of the main loop; -1: no more. The order
+  // is ascending, so that blocks with other keys of a causal sequence are at other rows. In a
+  // deterministic backward it is descending, so that each block waits only for one tile of the
+  // block before it.
+  static HSTU_DEVICE int first_row_tile(const WorkTile& work_tile) {
+    return kIsDeterministic ? work_tile.map.last() : work_tile.map.first();
+  }
+  static HSTU_DEVICE int next_row_tile(const WorkTile& work_tile, int m) {
+    return kIsDeterministic ? work_tile.map.before(m) : work_tile.map.after(m);
   }
 
   // The block's rank in its cluster.

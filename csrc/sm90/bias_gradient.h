@@ -24,8 +24,8 @@ struct BiasGradient {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
-  static constexpr int kKeys =
-      BackwardTraits<kHeadDim, Element, true, false>::kBlockKeys;  // its tensor maps are used
+  static constexpr int kKeys = BackwardTraits<kHeadDim, Element, DenseScoreBias,
+                                              false>::kBlockKeys;  // its tensor maps are used
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static constexpr Registers kRegisters = {.producer = 56, .consumer = 224};

@@ -70,7 +70,8 @@ struct ForwardTraits {
   static constexpr bool kWaitsForMemory = true;
 
   using ScoreMma = SmemMma<Element, kKeys, kHeadDim>;
-  using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
+  // NOTE: with four warpgroups, ptxas compiles no instruction with 128 accumulators.
+  using OutMma = RegisterMma<Element, kWarpgroups <= 3 ? kHeadDim : smaller(kHeadDim, 128), kKeys>;
 
   static constexpr int kNoKey = INT_MAX;        // tile_from(): no key tile is visible
   static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile

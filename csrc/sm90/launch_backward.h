@@ -11,9 +11,9 @@ namespace hstu::sm90 {
 
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
-  template <bool kHasBias, bool kIsDeterministic>
-  using Kernel = Backward<kHeadDim, ElementOf<kDType>, kHasBias, kIsDeterministic>;
-  using Form = Kernel<false, false>;  // all forms have the same tile sizes
+  template <typename Bias, bool kIsDeterministic>
+  using Kernel = Backward<kHeadDim, ElementOf<kDType>, Bias, kIsDeterministic>;
+  using Form = Kernel<NoScoreBias, false>;  // all forms have the same tile sizes
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
     return Plan(params, launch, nullptr).workspace.used();
@@ -30,9 +30,19 @@ struct BackwardLauncher {
     prepared.zeros = static_cast<char*>(launch.workspace) + plan.zeros_begin;
     prepared.zero_bytes = plan.zeros_end - plan.zeros_begin;
     set_backward_chunks(prepared, params, launch);
+    if (params.relative_bias) {
+      prepare_relative_bias(with_prepared_bias(params, plan.prepared_bias).relative_bias,
+                            params.batch, launch);
+    }
     prepare_scheduler(prepared, launch);
 
-    bool_switch(params.rab.data, [&](auto has_bias) { run_form<has_bias>(params, launch, plan); });
+    if (params.relative_bias) {
+      run_form<RelativeScoreBias>(with_prepared_bias(params, plan.prepared_bias), launch, plan);
+    } else if (params.rab.data) {
+      run_form<DenseScoreBias>(params, launch, plan);
+    } else {
+      run_form<NoScoreBias>(params, launch, plan);
+    }
   }
 
  private:
@@ -40,6 +50,7 @@ struct BackwardLauncher {
   struct Plan {
     Workspace workspace;
     BackwardBuffers buffers;
+    PreparedBias prepared_bias;
     int64_t dq_tiles;     // row tiles * heads
     int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed
     int64_t zeros_end;
@@ -58,7 +69,13 @@ struct BackwardLauncher {
       buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
       buffers.dq_semaphore =
           is_ordered ? workspace.take<int>(dq_tiles * Form::kClusterSize) : nullptr;
+      buffers.sums = take_table_sums(workspace, params);
       zeros_end = workspace.used();
+      if (params.relative_bias) {
+        prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch);
+        buffers.buckets = workspace.take<uint8_t>(int64_t{launch.device.multiprocessors} * 2 *
+                                                  (Form::kRows * Form::kBlockKeys));
+      }
     }
   };
 
@@ -70,15 +87,20 @@ struct BackwardLauncher {
            !can_map(drab, params.batch.batch, kDType);
   }
 
-  template <bool kHasBias>
+  static BackwardParams with_prepared_bias(BackwardParams params, const PreparedBias& prepared) {
+    params.relative_bias.prepared = prepared;
+    return params;
+  }
+
+  template <typename Bias>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch, const Plan& plan) {
     BackwardParams own = params;  // without a drab that BiasGradient computes
     if (needs_own_kernel(params)) own.drab = {};
     const BackwardMaps maps = make_maps(own);
     bool_switch(launch.deterministic, [&](auto is_deterministic) {
-      run_kernel<Kernel<kHasBias, is_deterministic>>(own, launch, maps, plan.buffers);
+      run_kernel<Kernel<Bias, is_deterministic>>(own, launch, maps, plan.buffers);
     });
-    if (kHasBias && needs_own_kernel(params)) {
+    if (Bias::kHasTiles && needs_own_kernel(params)) {
       using Gradient = BiasGradient<kHeadDim, ElementOf<kDType>>;
       const int64_t tiles = Gradient::tiles(params.drab, params.batch.batch);
       launch_attention<Gradient>(run_bias_gradient<Gradient>, launch,
@@ -86,8 +108,12 @@ struct BackwardLauncher {
                                  params, maps, plan.buffers.list);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
-    launch_kernel(convert_dq<Kernel<kHasBias, false>>, per_tile, launch, "dq of the backward", own,
+    using Unbiased = std::conditional_t<Bias::kWarpgroups == 0, Bias, NoScoreBias>;
+    launch_kernel(convert_dq<Kernel<Unbiased, false>>, per_tile, launch, "dq of the backward", own,
                   plan.buffers.dq);
+    if constexpr (Bias::kWarpgroups) {
+      round_table_sums(params, plan.buffers.sums, /*rest_of_scale=*/params.scale, launch);
+    }
   }
 
   static BackwardMaps make_maps(const BackwardParams& params) {

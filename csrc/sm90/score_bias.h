@@ -96,6 +96,12 @@ struct DenseScoreBias {
   };
 };
 
+template <typename Element>
+HSTU_DEVICE uint4 rounded_chunk(const float (&x)[8]) {
+  return {rounded_pair<Element>(x[0], x[1]), rounded_pair<Element>(x[2], x[3]),
+          rounded_pair<Element>(x[4], x[5]), rounded_pair<Element>(x[6], x[7])};
+}
+
 // The sum of both weights is rounded to q's dtype, as a dense bias of that dtype is.
 struct RelativeScoreBias : DenseScoreBias {
   static constexpr int kWarpgroups = 1;
@@ -145,14 +151,9 @@ struct RelativeScoreBias : DenseScoreBias {
       const int chunk = (n + row / 8) % kChunks;
       float x[8];
       bias.find(first + chunk * 8, x);
-      uint4 words;
-      words.x = rounded_pair<Element>(x[0], x[1]);
-      words.y = rounded_pair<Element>(x[2], x[3]);
-      words.z = rounded_pair<Element>(x[4], x[5]);
-      words.w = rounded_pair<Element>(x[6], x[7]);
       Element* const to =
           rows + (chunk / 8 * kWarpgroupRows + row) * 64 + (chunk % 8 ^ row % 8) * 8;
-      *reinterpret_cast<uint4*>(to) = words;
+      *reinterpret_cast<uint4*>(to) = rounded_chunk<Element>(x);
     }
   }
 };

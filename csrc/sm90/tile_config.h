@@ -40,6 +40,7 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
 
 // The same for a relative bias, whose tiles a fourth warpgroup computes.
 constexpr Registers registers_with_bias(int head_dim, bool is_paged) {
+  if (is_paged && head_dim > 64) return {.producer = 56, .consumer = 200, .bias = 56};
   if (is_paged) return {.producer = 56, .consumer = 192, .bias = 72};
   if (head_dim == 256) return {.producer = 32, .consumer = 208, .bias = 64};
   return {.producer = 40, .consumer = 192, .bias = 88};
@@ -102,6 +103,11 @@ constexpr int kBackwardRows = 64;
 constexpr Registers backward_registers(bool producer_finds_mask) {
   if (producer_finds_mask) return {.producer = 88, .consumer = 208};
   return {.producer = 24, .consumer = 240};
+}
+
+constexpr Registers backward_registers_with_bias(int head_dim) {
+  if (head_dim <= 64) return {.producer = 40, .consumer = 192, .bias = 88};
+  return {.producer = 24, .consumer = 216, .bias = 56};
 }
 
 }  // namespace hstu::sm90
