@@ -107,7 +107,6 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
   }
 #endif
   print_choice(pass, "sm80", unsupported_reason);
-  if (params.relative_bias) throw NotImplemented("pos_weight: no sm80 kernel with a relative bias");
 #if defined(HSTU_ATTN_SM80)
   if (params.paged.kv_cache) {
     return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {

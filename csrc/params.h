@@ -93,7 +93,7 @@ struct BiasTable {
   int64_t head_stride = 0;
 };
 
-// The earliest and the latest time of 8 keys.
+// The earliest and the latest time of 8 keys, or of 8 rows.
 struct TimeRange {
   int64_t earliest;
   int64_t latest;
@@ -106,10 +106,11 @@ struct PreparedBias {
   float* position = nullptr;
   int64_t position_head_stride = 0;
   int position_copy_stride = 0;
-  int reach = 0;                // R
-  float* time = nullptr;        // [time.heads, time.size]
-  int* cells = nullptr;         // [kDifferenceCells + 1]: thresholds up to each cell
-  TimeRange* ranges = nullptr;  // [total_k / 8 + B], see first_tile()
+  int reach = 0;                    // R
+  float* time = nullptr;            // [time.heads, time.size]
+  int* cells = nullptr;             // [kDifferenceCells + 1]: thresholds up to each cell
+  TimeRange* ranges = nullptr;      // [total_k / 8 + B]: of 8 keys, see first_tile()
+  TimeRange* row_ranges = nullptr;  // [total_q / 8 + B]: of 8 rows, see first_tile()
 };
 
 // Bias computed in the kernel from positions and event times.

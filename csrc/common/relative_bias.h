@@ -96,6 +96,56 @@ HSTU_HOST_DEVICE BucketSpan find_bucket_span(const RelativeBias& bias, int64_t r
   return span;
 }
 
+// The bucket of a time difference.
+HSTU_HOST_DEVICE int bucket_of(const RelativeBias& bias, uint64_t difference) {
+  const int cell = difference_cell(difference);
+  const int bucket = count_reached(bias.thresholds, bias.prepared.cells[cell],
+                                   bias.prepared.cells[cell + 1], difference);
+  return bucket < bias.time.size ? bucket : bias.time.size - 1;
+}
+
+HSTU_HOST_DEVICE uint64_t time_difference(int64_t row_time, int64_t key_time) {
+  const uint64_t difference = static_cast<uint64_t>(row_time) - static_cast<uint64_t>(key_time);
+  return key_time <= row_time ? difference : -difference;
+}
+
+// Buckets [first, last].
+struct BucketRange {
+  int first;
+  int last;
+};
+
+// Buckets among which are those of all rows and keys with times in these ranges.
+HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias, const TimeRange& rows,
+                                               const TimeRange& keys) {
+  const uint64_t past = time_difference(rows.latest, keys.earliest);
+  const uint64_t future = time_difference(rows.earliest, keys.latest);
+  if (keys.latest <= rows.earliest) return {bucket_of(bias, future), bucket_of(bias, past)};
+  if (rows.latest <= keys.earliest) return {bucket_of(bias, past), bucket_of(bias, future)};
+  return {bucket_of(bias, 0), bucket_of(bias, past > future ? past : future)};
+}
+
+// Finds the buckets of several differences, which are in `range`, at the same time.
+template <int kCount>
+HSTU_HOST_DEVICE void find_buckets(const RelativeBias& bias, BucketRange range,
+                                   const uint64_t (&differences)[kCount], int (&buckets)[kCount]) {
+  for (int n = 0; n < kCount; ++n) buckets[n] = range.first;
+  int step = 1;
+  while (2 * step <= range.last - range.first) step *= 2;
+  for (; step > 0; step /= 2) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int n = 0; n < kCount; ++n) {
+      const int next = buckets[n] + step;
+      if (next <= range.last &&
+          static_cast<uint64_t>(bias.thresholds[next - 1]) <= differences[n]) {
+        buckets[n] = next;
+      }
+    }
+  }
+}
+
 // The time of query row `row`.
 HSTU_HOST_DEVICE int64_t time_of_row(const RelativeBias& bias, const Sequence& sequence, int row) {
   if (bias.row_timestamps) return bias.row_timestamps[sequence.q_begin + row];

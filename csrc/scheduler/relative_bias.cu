@@ -49,19 +49,30 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
   }
 }
 
-__device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, int b, int thread,
-                            int threads) {
-  const Sequence sequence = load_sequence(batch, b);
-  TimeRange* const ranges = bias.prepared.ranges + first_tile(sequence.k_begin, b, 8);
-  for (int n = thread; n * 8 < sequence.k_len; n += threads) {
-    const int64_t* const times = bias.timestamps + sequence.k_begin + n * 8;
-    TimeRange range = {times[0], times[0]};
-    for (int key = 1; key < min(8, sequence.k_len - n * 8); ++key) {
-      range.earliest = min(range.earliest, times[key]);
-      range.latest = max(range.latest, times[key]);
+// Finds the ranges of `length` times, where time_of(n) is one.
+template <typename TimeOf>
+__device__ void find_ranges(int length, TimeRange* ranges, int thread, int threads,
+                            TimeOf time_of) {
+  for (int n = thread; n * 8 < length; n += threads) {
+    const int64_t first = time_of(n * 8);
+    TimeRange range = {first, first};
+    for (int next = n * 8 + 1; next < min(n * 8 + 8, length); ++next) {
+      const int64_t time = time_of(next);
+      range.earliest = min(range.earliest, time);
+      range.latest = max(range.latest, time);
     }
     ranges[n] = range;
   }
+}
+
+__device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, int b, int thread,
+                            int threads) {
+  const Sequence sequence = load_sequence(batch, b);
+  const PreparedBias& prepared = bias.prepared;
+  find_ranges(sequence.k_len, prepared.ranges + first_tile(sequence.k_begin, b, 8), thread, threads,
+              [&](int key) { return bias.timestamps[sequence.k_begin + key]; });
+  find_ranges(sequence.q_len, prepared.row_ranges + first_tile(sequence.q_begin, b, 8), thread,
+              threads, [&](int row) { return time_of_row(bias, sequence, row); });
 }
 
 // One block of B + 1 copies the tables, the others find the ranges of a sequence.

@@ -1,5 +1,5 @@
 // The kernel that runs before an attention kernel with a relative bias: it copies the tables in the
-// form that BiasOfRow reads, and finds the ranges of the keys' times.
+// form that the attention kernels read, and finds the ranges of the keys' and of the rows' times.
 #pragma once
 
 #include "../common/relative_bias.h"
@@ -23,6 +23,8 @@ inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias&
     prepared.time = workspace.take<float>(int64_t{bias.time.heads} * bias.time.size);
     prepared.cells = workspace.take<int>(kDifferenceCells + 1);
     prepared.ranges = workspace.take<TimeRange>(WorkList::max_tiles(batch.total_k, batch.batch, 8));
+    prepared.row_ranges =
+        workspace.take<TimeRange>(WorkList::max_tiles(batch.total_q, batch.batch, 8));
   }
   return prepared;
 }

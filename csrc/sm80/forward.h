@@ -9,14 +9,18 @@
 #include "../common/launch.h"
 #include "../common/zero.h"
 #include "bias.h"
+#include "relative_bias.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
 
-template <int kHeadDim, typename Element, Memory kMemory, bool kHasBias,
+template <int kHeadDim, typename Element, Memory kMemory, ScoreBias kBias,
           KeySource kSource = KeySource::kPacked>
 struct Forward {
-  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, kMemory, kHasBias>();
+  static constexpr bool kHasDenseBias = kBias == ScoreBias::kDense;
+  static constexpr bool kHasRelativeBias = kBias == ScoreBias::kRelative;
+  static constexpr ForwardTiles kTiles =
+      forward_tiles<kHeadDim, kMemory, kBias != ScoreBias::kNone>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kThreads = kTiles.warps * 32;
@@ -31,6 +35,7 @@ struct Forward {
   using Out = typename RowMma::template Sum<kRows, kHeadDim>;
   static constexpr bool kIsPaged = kSource == KeySource::kPaged;
   using KeyRows = std::conditional_t<kIsPaged, PagedRows<Element>, HeadRows<Element>>;
+  using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
 
   struct SharedMemory {
     // Q during the main loop, then O: each warp overwrites only its own rows.
@@ -39,7 +44,7 @@ struct Forward {
     alignas(128) Element v[kStages][kKeys * kHeadDim];
     KeyRows k_rows;
     KeyRows v_rows;
-    BiasMatrix bias;
+    HeadBias bias;
     TileMap map;
     WorkQueue::SharedMemory queue;
   };
@@ -80,7 +85,11 @@ struct Forward {
         smem.k_rows = {params.k, sequence.k_begin, sequence.k_len, head};
         smem.v_rows = {params.v, sequence.k_begin, sequence.k_len, head};
       }
-      smem.bias = {params.rab, work.sequence_index, head, params.heads};
+      if constexpr (kHasRelativeBias) {
+        smem.bias = {params.relative_bias, sequence, work.sequence_index, head, params.heads};
+      } else {
+        smem.bias = {params.rab, work.sequence_index, head, params.heads};
+      }
     }
     const auto copy_keys = [&](int k0, int stage) {
       copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
@@ -117,16 +126,16 @@ struct Forward {
 
       // S = Q K^T + bias
       typename Tile::Sum scores = {};
-      BiasTile<Element, Tile> bias(smem.bias, sequence);
-      if constexpr (kHasBias) bias.fetch(r0, k0);
+      auto bias = bias_of_tile(params, sequence, r0, k0, smem);
+      if constexpr (kHasDenseBias) bias.fetch(r0, k0);
       const int next = smem.map.before(tile);
-      if constexpr (kHasBias) {
+      if constexpr (kHasDenseBias) {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
-      if constexpr (kHasBias) bias.copy_to(scores);
+      if constexpr (kBias != ScoreBias::kNone) bias.copy_to(scores);
       const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k[stage]);
       if constexpr (kTiles.keeps_q) {
         gemm_registers<RowMma, Operand::kRows, kTiles.reading>(scores, registers_q, smem_k);
@@ -152,6 +161,16 @@ struct Forward {
     }
     queue.fetch_next();
     store_out(params, sequence, r0, head, out, smem);
+  }
+
+  static HSTU_DEVICE auto bias_of_tile(const ForwardParams& params, const Sequence& sequence,
+                                       int r0, int k0, const SharedMemory& smem) {
+    if constexpr (kHasRelativeBias) {
+      return RelativeTile<Tile, kTiles.searched_keys>(params.relative_bias, smem.bias, sequence, r0,
+                                                      k0);
+    } else {
+      return BiasTile<Element, Tile>(smem.bias, sequence);
+    }
   }
 
   // O = scale * O, rounded once

@@ -12,14 +12,13 @@ namespace hstu::sm80 {
 template <int kHeadDim, DType kDType, KeySource kSource>
 struct ForwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, bool kHasBias = false>
-  using Kernel = Forward<kHeadDim, Element, kMemory, kHasBias, kSource>;
+  template <Memory kMemory, ScoreBias kBias = ScoreBias::kNone>
+  using Kernel = Forward<kHeadDim, Element, kMemory, kBias, kSource>;
 
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     return memory_switch<Kernel<Memory::kLarge>>(launch, [&](auto memory) {
-      return bool_switch(params.rab.data, [&](auto has_bias) {
-        return plan_kernel<Kernel<memory, has_bias>>(params, launch);
-      });
+      return bias_switch(
+          params, [&](auto bias) { return plan_kernel<Kernel<memory, bias>>(params, launch); });
     });
   }
 
@@ -28,13 +27,22 @@ struct ForwardLauncher {
   static ForwardPlan plan_kernel(const ForwardParams& params, const CudaLaunch& launch) {
     Workspace workspace(nullptr);
     take_forward_list<Form>(workspace, params, launch);
+    if constexpr (Form::kHasRelativeBias) {
+      take_prepared_bias(workspace, params.relative_bias, params.batch);
+    }
     return {.workspace_bytes = workspace.used(), .split_kv = {}, .run = run<Form>};
   }
 
   template <typename Form>
-  static void run(const ForwardPlan&, const ForwardParams& params, const CudaLaunch& launch) {
+  static void run(const ForwardPlan&, const ForwardParams& given, const CudaLaunch& launch) {
     Workspace workspace(launch.workspace);
-    const WorkList list = take_forward_list<Form>(workspace, params, launch);
+    const WorkList list = take_forward_list<Form>(workspace, given, launch);
+    ForwardParams params = given;
+    if constexpr (Form::kHasRelativeBias) {
+      RelativeBias& bias = params.relative_bias;
+      bias.prepared = take_prepared_bias(workspace, bias, params.batch);
+      prepare_relative_bias(bias, params.batch, launch);
+    }
     const int64_t blocks = prepare_forward<Form>(list, params, launch);
     launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, list);
   }

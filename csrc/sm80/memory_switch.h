@@ -1,4 +1,4 @@
-// The form of a kernel for the shared memory of a GPU.
+// The forms of a kernel: for the shared memory of a GPU, and for the bias of a call.
 #pragma once
 
 #include "../dispatch.h"
@@ -17,6 +17,16 @@ auto memory_switch(const CudaLaunch& launch, Use use) {
     }
   }
   return use(std::integral_constant<Memory, Memory::kLarge>());
+}
+
+// Returns use(std::integral_constant<ScoreBias, ...>()) for the bias of a call.
+template <typename Use>
+auto bias_switch(const ForwardParams& params, Use use) {
+  if (params.relative_bias) {
+    return use(std::integral_constant<ScoreBias, ScoreBias::kRelative>());
+  }
+  if (params.rab.data) return use(std::integral_constant<ScoreBias, ScoreBias::kDense>());
+  return use(std::integral_constant<ScoreBias, ScoreBias::kNone>());
 }
 
 }  // namespace hstu::sm80

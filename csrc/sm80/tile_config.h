@@ -11,6 +11,9 @@ constexpr int kSmallMemory = 99 * 1024;
 
 enum class Memory { kLarge, kSmall };
 
+// What is added to Q K^T: a bias matrix, or a bias computed from the relative bias's tables.
+enum class ScoreBias { kNone, kDense, kRelative };
+
 // How a product reads its operands from shared memory.
 struct Reading {
   int ahead;          // copies of the right operand in flight; as many as registers allow
@@ -26,9 +29,11 @@ struct ForwardTiles {
   int blocks_per_sm;  // limited by registers
   Reading reading;
   bool keeps_q = false;  // keeps Q in registers, not read again for each tile of keys
+  // With a relative bias: of how many keys the buckets are searched for at the same time.
+  int searched_keys = 4;
 };
 
-// Entries are {rows, keys, warps, blocks_per_sm, {ahead, hides_thread}, keeps_q}.
+// Entries are {rows, keys, warps, blocks_per_sm, {ahead, hides_thread}, keeps_q, searched_keys}.
 template <int kHeadDim, Memory kMemory, bool kHasBias>
 constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32) {

@@ -1,0 +1,315 @@
+// Tiles of the relative bias in the registers of the scores, and the sums of dS that become the
+// gradients of its tables.
+//
+// A warp's part of a tile consists of blocks of 8 rows and Order::kRun neighboring keys: lane 4g +
+// t has row g of block (n, t), for each n below kBlocks. Lane 4n + t finds the buckets of block (n,
+// t) from the ranges of the rows' and the keys' times. Most blocks have one bucket. In the others,
+// each score's is searched for among the block's.
+#pragma once
+
+#include "../common/relative_bias.h"
+#include "../scheduler/relative_bias.h"
+#include "scores.h"
+
+namespace hstu::sm80 {
+
+constexpr uint32_t kAllLanes = 0xffffffff;
+
+// The same value in all lanes: the sum of theirs, in a fixed order.
+HSTU_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+  return x;
+}
+
+// The relative bias of one sequence and head.
+// NOTE: kernels keep it in shared memory, to leave the registers to the accumulators.
+struct RelativeMatrix {
+  const float* position = nullptr;  // null: no weights by position
+  const float* weights = nullptr;   // by time; null: none
+  const TimeRange* key_ranges = nullptr;
+  const TimeRange* row_ranges = nullptr;
+  int64_t position_entry = 0;  // the head's first entry in the tables
+  int64_t time_entry = 0;
+
+  HSTU_DEVICE RelativeMatrix(const RelativeBias& bias, const Sequence& sequence, int b, int head,
+                             int heads) {
+    const PreparedBias& prepared = bias.prepared;
+    if (bias.position.data) {
+      const int table_head = head / (heads / bias.position.heads);
+      position = prepared.position + table_head * prepared.position_head_stride;
+      position_entry = int64_t{table_head} * bias.position.size;
+    }
+    if (bias.time.data) {
+      time_entry = int64_t{head / (heads / bias.time.heads)} * bias.time.size;
+      weights = prepared.time + time_entry;
+      key_ranges = prepared.ranges + first_tile(sequence.k_begin, b, 8);
+      row_ranges = prepared.row_ranges + first_tile(sequence.q_begin, b, 8);
+    }
+  }
+};
+
+// A thread's fragment of the tile that begins with row r0 and key k0. The buckets of kPart scores
+// are searched for at the same time: a larger number hides more of the latency of the thresholds,
+// and takes more registers.
+template <typename Tile, int kPart>
+class RelativeTile {
+ public:
+  HSTU_DEVICE RelativeTile(const RelativeBias& bias, const RelativeMatrix& matrix,
+                           const Sequence& sequence, int r0, int k0)
+      : bias_(bias), matrix_(matrix), sequence_(sequence), r0_(r0), k0_(k0) {}
+
+  // scores = bias, with zeros past the end of the sequence
+  template <typename Sum>
+  HSTU_DEVICE void copy_to(Sum& scores) {
+    if (matrix_.position) copy_position_to(scores);
+    if (matrix_.weights) add_time_to(scores);
+    const int rows = sequence_.q_len - r0_;
+    const int keys = sequence_.k_len - k0_;
+    if (rows >= Tile::kTileRows && keys >= Tile::kTileKeys) return;
+    const Tile tile;
+#pragma unroll
+    for (int m = 0; m < Tile::kThreadRows; ++m) {
+      const int keys_of_row = tile.first_row + Tile::row_offset(m) < rows ? keys : 0;
+#pragma unroll
+      for (int n = 0; n < Tile::kThreadColumns; ++n) {
+        if (tile.first_key + Tile::key_offset(n) >= keys_of_row) scores.at(m, n) = 0;
+      }
+    }
+  }
+
+  // Adds dS to the sums of the time table's entries. copy_to() was called before.
+  template <typename Sum>
+  HSTU_DEVICE void add_to_time_sums(const Sum& gradients, const TableSum& sums) const {
+    add_blocks_of_one_bucket(gradients, sums);
+    for_each_mixed_part([&](int part, bool is_mixed, const int (&buckets)[kPart]) {
+      float x[kPart] = {};
+      uint32_t pending = 0;
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) {
+        if (p == part) {
+#pragma unroll
+          for (int n = 0; n < kPart; ++n) x[n] = at(gradients, p * kPart + n);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kPart; ++n) {
+        if (is_mixed && x[n] != 0) pending |= 1u << n;
+      }
+      add_part(x, pending, buckets, sums);
+    });
+  }
+
+ private:
+  static constexpr int kRun = Tile::kRun;
+  static constexpr int kRuns = Tile::kThreadColumns / kRun;  // of a row of the fragment
+  static constexpr int kBlocks = Tile::kThreadRows * kRuns;  // for each t
+  static constexpr int kParts = kBlocks * kRun / kPart;      // of the fragment
+  static_assert(kBlocks == 2 || kBlocks == 4 || kBlocks == 8, "each lane finds a block's buckets");
+
+  // Element n of the fragment, whose runs are in the order of blocks.
+  template <typename Sum>
+  static HSTU_DEVICE float& at(Sum& sum, int n) {
+    return sum.at(n / kRun / kRuns, n / kRun % kRuns * kRun + n % kRun);
+  }
+  template <typename Sum>
+  static HSTU_DEVICE float at(const Sum& sum, int n) {
+    return sum.at(n / kRun / kRuns, n / kRun % kRuns * kRun + n % kRun);
+  }
+  // The offsets of block n from the thread's first row and key.
+  static HSTU_DEVICE int block_row(int n) { return Tile::row_offset(n / kRuns); }
+  static HSTU_DEVICE int block_key(int n) { return Tile::key_offset(n % kRuns * kRun); }
+
+  static HSTU_DEVICE int lane() { return bounded_thread_idx() % 32; }
+
+  template <typename Sum>
+  HSTU_DEVICE void copy_position_to(Sum& scores) const {
+    const Tile tile;
+    const int size = bias_.position.size;
+    const int copy_stride = bias_.prepared.position_copy_stride;
+    // The entry of the table for the thread's first row and key.
+    const int first = size / 2 + k0_ + tile.first_key - (r0_ + tile.first_row + sequence_.offset);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      // NOTE: copy n of the table begins with its entry n, so that any entry is aligned to 16 bytes
+      // in one copy.
+      const int entry = min(max(first + block_key(block) - block_row(block), -8), size) + 8;
+      const int copy = entry % 4;
+      const auto* from =
+          reinterpret_cast<const float4*>(matrix_.position + copy * copy_stride + (entry - copy));
+#pragma unroll
+      for (int n = 0; n < kRun; n += 4) {
+        const float4 weights = __ldg(from + n / 4);
+        at(scores, block * kRun + n) = weights.x;
+        at(scores, block * kRun + n + 1) = weights.y;
+        at(scores, block * kRun + n + 2) = weights.z;
+        at(scores, block * kRun + n + 3) = weights.w;
+      }
+    }
+  }
+
+  static HSTU_DEVICE TimeRange load_range(const TimeRange* range) {
+    const longlong2 words = __ldg(reinterpret_cast<const longlong2*>(range));
+    return {words.x, words.y};
+  }
+
+  template <typename Sum>
+  HSTU_DEVICE void add_time_to(Sum& scores) {
+    const Tile tile;
+    const int own = lane() / 4 % kBlocks;
+    const int row = r0_ + tile.first_row - lane() / 4 + block_row(own);
+    const int key = k0_ + tile.first_key + block_key(own);
+    range_ =
+        find_bucket_range(bias_, load_range(matrix_.row_ranges + min(row, sequence_.q_len - 1) / 8),
+                          load_range(matrix_.key_ranges + min(key, sequence_.k_len - 1) / 8));
+    const float weight = range_.first == range_.last ? __ldg(matrix_.weights + range_.first) : 0.0f;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float x = __shfl_sync(kAllLanes, weight, 4 * block + lane() % 4);
+#pragma unroll
+      for (int n = 0; n < kRun; ++n) at(scores, block * kRun + n) += x;
+    }
+    for_each_mixed_part([&](int part, bool is_mixed, const int (&buckets)[kPart]) {
+      float x[kPart];
+#pragma unroll
+      for (int n = 0; n < kPart; ++n) {
+        x[n] = is_mixed ? __ldg(matrix_.weights + buckets[n]) : 0.0f;
+      }
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) {
+        if (p == part) {
+#pragma unroll
+          for (int n = 0; n < kPart; ++n) at(scores, p * kPart + n) += x[n];
+        }
+      }
+    });
+  }
+
+  // Calls visit(part, is_mixed, buckets) for each part of the blocks (n, 0) to (n, 3) if one of
+  // them has several buckets. `is_mixed` says if the thread's has; else `buckets` are 0.
+  template <typename Visit>
+  HSTU_DEVICE void for_each_mixed_part(Visit visit) const {
+    constexpr uint32_t kOwners = kAllLanes >> (32 - 4 * kBlocks);
+    const uint32_t mixed = __ballot_sync(kAllLanes, range_.first != range_.last) & kOwners;
+#pragma unroll 1
+    for (uint32_t left = mixed; left != 0;) {
+      const int block = (__ffs(left) - 1) / 4;
+      left &= ~(0xfu << 4 * block);
+      const int owner = 4 * block + lane() % 4;
+      const bool is_mixed = mixed >> owner & 1;
+      const BucketRange range = {__shfl_sync(kAllLanes, range_.first, owner),
+                                 __shfl_sync(kAllLanes, range_.last, owner)};
+#pragma unroll 1
+      for (int n = 0; n < kRun; n += kPart) {
+        int buckets[kPart] = {};
+        if (is_mixed) find_buckets_of_part(block, n, range, buckets);
+        visit((block * kRun + n) / kPart, is_mixed, buckets);
+      }
+    }
+  }
+
+  HSTU_DEVICE void find_buckets_of_part(int block, int first, BucketRange range,
+                                        int (&buckets)[kPart]) const {
+    const Tile tile;
+    const int row = min(r0_ + tile.first_row + block_row(block), sequence_.q_len - 1);
+    const int key = k0_ + tile.first_key + block_key(block) + first;
+    const int64_t row_time = time_of_row(bias_, sequence_, row);
+    const int64_t* const times = bias_.timestamps + sequence_.k_begin;
+    uint64_t differences[kPart];
+#pragma unroll
+    for (int n = 0; n < kPart; ++n) {
+      differences[n] = time_difference(row_time, times[min(key + n, sequence_.k_len - 1)]);
+    }
+    find_buckets(bias_, range, differences, buckets);
+  }
+
+  // Adds the sums of the blocks that have one bucket.
+  template <typename Sum>
+  HSTU_DEVICE void add_blocks_of_one_bucket(const Sum& gradients, const TableSum& sums) const {
+    float blocks[kBlocks];
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      blocks[block] = 0;
+#pragma unroll
+      for (int n = 0; n < kRun; ++n) blocks[block] += at(gradients, block * kRun + n);
+    }
+    const float own = sum_of_own_block(blocks);
+    const bool is_added = range_.first == range_.last && lane() < 4 * kBlocks;
+#pragma unroll 1
+    for (uint32_t left = __ballot_sync(kAllLanes, is_added && own != 0); left != 0;) {
+      const int leader = __ffs(left) - 1;
+      const int bucket = __shfl_sync(kAllLanes, range_.first, leader);
+      const bool is_equal = is_added && range_.first == bucket;
+      left &= ~__ballot_sync(kAllLanes, is_equal);
+      const float sum = warp_sum(is_equal ? own : 0.0f);
+      if (lane() == leader) sums.add(matrix_.time_entry + bucket, sum);
+    }
+  }
+
+  // blocks[n] is the sum of the thread's row of block (n, t). Returns the sum of all rows of the
+  // block whose buckets the lane has found. In each step a lane keeps half of its blocks and gets
+  // its partner's sums of these, until it has one.
+  static HSTU_DEVICE float sum_of_own_block(float (&blocks)[kBlocks]) {
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) {
+      if constexpr (kBlocks < 8) {
+        if (step >= kBlocks) {
+#pragma unroll
+          for (int n = 0; n < kBlocks; ++n) {
+            blocks[n] += __shfl_xor_sync(kAllLanes, blocks[n], 4 * step);
+          }
+          continue;
+        }
+      }
+      const bool is_upper = lane() & 4 * step;
+#pragma unroll
+      for (int n = 0; n < step; ++n) {
+        const float given = is_upper ? blocks[n] : blocks[n + step];
+        const float kept = is_upper ? blocks[n + step] : blocks[n];
+        blocks[n] = kept + __shfl_xor_sync(kAllLanes, given, 4 * step);
+      }
+    }
+    return blocks[0];
+  }
+
+  // Adds the scores of a part whose bits are set in `pending`. The 8 lanes with equal t add up
+  // those of one bucket in each step.
+  HSTU_DEVICE void add_part(const float (&x)[kPart], uint32_t pending, const int (&buckets)[kPart],
+                            const TableSum& sums) const {
+    const uint32_t rows = 0x11111111u << lane() % 4;
+#pragma unroll 1
+    for (;;) {
+      const uint32_t lanes = __ballot_sync(kAllLanes, pending != 0);
+      if (!lanes) return;
+      int bucket = 0;
+#pragma unroll
+      for (int n = kPart - 1; n >= 0; --n) {
+        if (pending >> n & 1) bucket = buckets[n];
+      }
+      const int leader = lanes & rows ? __ffs(lanes & rows) - 1 : lane();
+      bucket = __shfl_sync(kAllLanes, bucket, leader);
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < kPart; ++n) {
+        if (pending >> n & 1 && buckets[n] == bucket) {
+          sum += x[n];
+          pending &= ~(1u << n);
+        }
+      }
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        sum += __shfl_xor_sync(kAllLanes, sum, distance);
+      }
+      if (lane() == leader) sums.add(matrix_.time_entry + bucket, sum);
+    }
+  }
+
+  const RelativeBias& bias_;
+  const RelativeMatrix& matrix_;
+  const Sequence& sequence_;
+  const int r0_;
+  const int k0_;
+  BucketRange range_ = {};  // of the lane's block
+};
+
+}  // namespace hstu::sm80
