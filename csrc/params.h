@@ -99,6 +99,13 @@ struct TimeRange {
   int64_t latest;
 };
 
+// Time differences that share their highest bits; see difference_cell().
+struct alignas(16) BucketCell {
+  uint64_t threshold;  // the first one above the smallest difference
+  int first;           // number of thresholds up to the smallest difference
+  int count;           // number of thresholds above it, up to the largest difference
+};
+
 // What the GPU kernels read instead of the tables, in workspace; prepare_relative_bias() writes it.
 struct PreparedBias {
   // [position.heads, 4, position_copy_stride]: 8 times the first entry, the table, and 8 times the
@@ -108,7 +115,7 @@ struct PreparedBias {
   int position_copy_stride = 0;
   int reach = 0;                    // R
   float* time = nullptr;            // [time.heads, time.size]
-  int* cells = nullptr;             // [kDifferenceCells + 1]: thresholds up to each cell
+  BucketCell* cells = nullptr;      // [kDifferenceCells]
   TimeRange* ranges = nullptr;      // [total_k / 8 + B]: of 8 keys, see first_tile()
   TimeRange* row_ranges = nullptr;  // [total_q / 8 + B]: of 8 rows, see first_tile()
 };

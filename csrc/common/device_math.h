@@ -23,6 +23,13 @@ HSTU_DEVICE uint32_t rounded_pair(float low, float high) {
   return word;
 }
 
+// The same in fp16, with numbers out of its range replaced by its largest ones.
+HSTU_DEVICE uint32_t half_pair(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
 // Unpacks the 16-bit numbers in the low and the high half of a word.
 template <typename Element>
 HSTU_DEVICE float low_half(uint32_t word) {

@@ -1,15 +1,15 @@
-// The relative bias of a row: the sum of a weight by position and a weight by elapsed time, for the
-// kernels of every GPU.
+// The relative bias: the sum of a weight by position and a weight by elapsed time, for the kernels
+// of every GPU.
 //
-// Weights are found for 8 neighboring keys at a time. The weight by time depends on a bucket, and
-// the times that are in one bucket of a row, on one side of the row's time, are an interval. If it
-// contains the earliest and the latest time of the 8 keys, which prepare_relative_bias() has found,
-// all of them have the same weight. That holds for most keys, in whatever order their times are.
+// Times differ little within blocks of 8 rows and 8 keys, so most blocks have one or two buckets.
+// prepare_relative_bias() finds the range of the times of 8 rows or keys; with these, the range of
+// the buckets of a block is found at once, in whatever order the times are.
 #pragma once
 
 #include "sequence.h"
 #if defined(__CUDACC__)
 #include "../scheduler/work_list.h"
+#include "ptx.h"
 #endif
 
 namespace hstu {
@@ -49,58 +49,25 @@ HSTU_HOST_DEVICE int count_reached(const int64_t* thresholds, int low, int high,
   return low;
 }
 
-// Times [first, last], all of which are in one bucket of a row. The default is empty.
-struct BucketSpan {
-  int64_t first = 1;
-  int64_t last = 0;
-  int bucket = 0;
-
-  HSTU_HOST_DEVICE bool contains(int64_t time) const { return first <= time && time <= last; }
-};
-
-// x - y and x + y, or the least and the largest int64 where these would overflow.
-HSTU_HOST_DEVICE int64_t subtract_saturated(int64_t x, uint64_t y) {
-  const uint64_t room = static_cast<uint64_t>(x) - static_cast<uint64_t>(INT64_MIN);
-  return y > room ? INT64_MIN : static_cast<int64_t>(static_cast<uint64_t>(x) - y);
-}
-HSTU_HOST_DEVICE int64_t add_saturated(int64_t x, uint64_t y) {
-  const uint64_t room = static_cast<uint64_t>(INT64_MAX) - static_cast<uint64_t>(x);
-  return y > room ? INT64_MAX : static_cast<int64_t>(static_cast<uint64_t>(x) + y);
-}
-
-// The bucket of a row and a key, and the times around the key's that have the same bucket.
-HSTU_HOST_DEVICE BucketSpan find_bucket_span(const RelativeBias& bias, int64_t row_time,
-                                             int64_t key_time) {
-  const bool is_past = key_time <= row_time;
-  const uint64_t difference =
-      is_past ? static_cast<uint64_t>(row_time) - static_cast<uint64_t>(key_time)
-              : static_cast<uint64_t>(key_time) - static_cast<uint64_t>(row_time);
-  const int cell = difference_cell(difference);
-  const int last_bucket = bias.time.size - 1;
-  int bucket = count_reached(bias.thresholds, bias.prepared.cells[cell],
-                             bias.prepared.cells[cell + 1], difference);
-  uint64_t least = 0;
-  uint64_t most = UINT64_MAX;
-  if (bucket < last_bucket) {
-    if (bucket < bias.num_thresholds) most = static_cast<uint64_t>(bias.thresholds[bucket]) - 1;
-  } else {
-    bucket = last_bucket;
-  }
-  if (bucket > 0) least = static_cast<uint64_t>(bias.thresholds[bucket - 1]);
-  BucketSpan span;
-  span.bucket = bucket;
-  span.first =
-      is_past || least == 0 ? subtract_saturated(row_time, most) : add_saturated(row_time, least);
-  span.last =
-      !is_past || least == 0 ? add_saturated(row_time, most) : subtract_saturated(row_time, least);
-  return span;
-}
-
 // The bucket of a time difference.
 HSTU_HOST_DEVICE int bucket_of(const RelativeBias& bias, uint64_t difference) {
-  const int cell = difference_cell(difference);
-  const int bucket = count_reached(bias.thresholds, bias.prepared.cells[cell],
-                                   bias.prepared.cells[cell + 1], difference);
+#if defined(__CUDA_ARCH__)
+  // NOTE: this is one load of 16 bytes.
+  const int4 words =
+      __ldg(reinterpret_cast<const int4*>(bias.prepared.cells + difference_cell(difference)));
+  const BucketCell cell = {
+      static_cast<uint64_t>(static_cast<uint32_t>(words.x)) | static_cast<uint64_t>(words.y) << 32,
+      words.z, words.w};
+#else
+  const BucketCell cell = bias.prepared.cells[difference_cell(difference)];
+#endif
+  int bucket = cell.first;
+  if (cell.threshold <= difference && cell.count > 0) {
+    ++bucket;
+    if (cell.count > 1) {
+      bucket = count_reached(bias.thresholds, bucket, cell.first + cell.count, difference);
+    }
+  }
   return bucket < bias.time.size ? bucket : bias.time.size - 1;
 }
 
@@ -125,27 +92,6 @@ HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias, const T
   return {bucket_of(bias, 0), bucket_of(bias, past > future ? past : future)};
 }
 
-// Finds the buckets of several differences, which are in `range`, at the same time.
-template <int kCount>
-HSTU_HOST_DEVICE void find_buckets(const RelativeBias& bias, BucketRange range,
-                                   const uint64_t (&differences)[kCount], int (&buckets)[kCount]) {
-  for (int n = 0; n < kCount; ++n) buckets[n] = range.first;
-  int step = 1;
-  while (2 * step <= range.last - range.first) step *= 2;
-  for (; step > 0; step /= 2) {
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-    for (int n = 0; n < kCount; ++n) {
-      const int next = buckets[n] + step;
-      if (next <= range.last &&
-          static_cast<uint64_t>(bias.thresholds[next - 1]) <= differences[n]) {
-        buckets[n] = next;
-      }
-    }
-  }
-}
-
 // The time of query row `row`.
 HSTU_HOST_DEVICE int64_t time_of_row(const RelativeBias& bias, const Sequence& sequence, int row) {
   if (bias.row_timestamps) return bias.row_timestamps[sequence.q_begin + row];
@@ -155,42 +101,128 @@ HSTU_HOST_DEVICE int64_t time_of_row(const RelativeBias& bias, const Sequence& s
 
 #if defined(__CUDACC__)
 
-// The bias of one row and head.
-class BiasOfRow {
+// The range of the 8 times from time n on, of `length` times whose ranges begin at multiples of 8.
+// It may contain further times.
+HSTU_DEVICE TimeRange range_of_8(const TimeRange* ranges, int n, int length) {
+  const int last = (length - 1) / 8;
+  TimeRange range = ranges[min(n / 8, last)];
+  if (n % 8 != 0) {
+    const TimeRange next = ranges[min(n / 8 + 1, last)];
+    range.earliest = min(range.earliest, next.earliest);
+    range.latest = max(range.latest, next.latest);
+  }
+  return range;
+}
+
+// The bias of 32 rows of one head, one for each lane of a warp. All functions are called by all
+// lanes.
+class BiasOfRows {
  public:
-  // A row that does not exist has the bias of the last one.
-  HSTU_DEVICE BiasOfRow(const RelativeBias& bias, const Sequence& sequence, int sequence_index,
-                        int heads, int head, int row)
+  // Rows that do not exist have the time of the last one.
+  HSTU_DEVICE BiasOfRows(const RelativeBias& bias, const Sequence& sequence, int sequence_index,
+                         int heads, int head, int first_row)
       : bias_(bias),
         k_len_(sequence.k_len),
-        origin_(bias.prepared.reach - 1 - row - sequence.offset) {
+        origin_(bias.prepared.reach - 1 - first_row - lane() - sequence.offset) {
+    const PreparedBias& prepared = bias.prepared;
     if (bias.position.data) {
-      position_ = bias.prepared.position +
-                  head / (heads / bias.position.heads) * bias.prepared.position_head_stride;
+      position_ =
+          prepared.position + head / (heads / bias.position.heads) * prepared.position_head_stride;
     }
     if (!bias.time.data) return;
-    weights_ = bias.prepared.time + head / (heads / bias.time.heads) * bias.time.size;
+    weights_ = prepared.time + head / (heads / bias.time.heads) * bias.time.size;
     times_ = bias.timestamps + sequence.k_begin;
-    ranges_ = bias.prepared.ranges + first_tile(sequence.k_begin, sequence_index, 8);
-    row_time_ = time_of_row(bias, sequence, min(row, sequence.q_len - 1));
+    key_ranges_ = prepared.ranges + first_tile(sequence.k_begin, sequence_index, 8);
+    const TimeRange* const row_ranges =
+        prepared.row_ranges + first_tile(sequence.q_begin, sequence_index, 8);
+    const int row = min(first_row + lane(), sequence.q_len - 1);
+    rows_ = row_ranges[row / 8];
+    row_time_ = time_of_row(bias, sequence, row);
   }
 
-  // Sets x to the bias of keys [j, j + 8), with zeros past the end of the sequence. With
-  // kFindsBuckets, `buckets` gets a byte for each key and `lowest` their minimum.
-  template <bool kFindsBuckets = false>
-  HSTU_DEVICE void find(int j, float (&x)[8], uint2* buckets = nullptr, int* lowest = nullptr) {
-    find_position(j, x);
-    if (weights_) add_time<kFindsBuckets>(j, x, buckets, lowest);
-    if (j + 8 > k_len_) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        if (j + n >= k_len_) x[n] = 0;
+  // Prefetches what find() reads of `keys` keys, which are at least 64.
+  HSTU_DEVICE void prefetch(int first, int keys) const {
+    // Lines of 128 bytes: 16 times, 8 ranges or 32 weights. The last line is the one of the end.
+    const auto line = [&](int n, int per_line, int end) { return min(n * per_line, end); };
+    const int lane_ = lane();
+    if (lane_ < 12) {
+      if (!weights_) return;
+      const int last = k_len_ - 1;
+      if (lane_ < 9) {
+        ptx::prefetch_l1(times_ + min(first + line(lane_, 16, keys), last));
+      } else {
+        ptx::prefetch_l1(key_ranges_ + min(first / 8 + line(lane_ - 9, 8, keys / 8), last / 8));
       }
+    } else if (position_) {
+      // NOTE: the lanes read entries from first + origin_ on, and that of lane 0 is the largest.
+      const int size = 2 * bias_.prepared.reach - 1;
+      const int own = first + origin_ + lane_ + line((lane_ - 12) / 4, 32, keys - 32);
+      const int entry = min(max(own, -8), size) + 8;
+      ptx::prefetch_l1(position_ + lane_ % 4 * bias_.prepared.position_copy_stride + entry);
+    }
+  }
+
+  // Calls store(chunk, x, buckets) for each chunk of 8 keys of the row of the lane: x is the bias
+  // of keys first + 8 chunk and following, with zeros past the end of the sequence, and `buckets`
+  // has a byte for each of these keys.
+  template <int kChunks, typename Store>
+  HSTU_DEVICE void find(int first, Store store) const {
+    static_assert(kChunks == 4 || kChunks == 8 || kChunks == 16);
+    // Lane 8 g + n finds the buckets of rows [8 g, 8 g + 8) and chunks n and n + 8.
+    uint32_t blocks[2] = {};
+    if (weights_) {
+      blocks[0] = find_block(first + lane() % 8 * 8);
+      if (kChunks == 16) blocks[1] = find_block(first + lane() % 8 * 8 + 64);
+    }
+#pragma unroll 1
+    for (int n = 0; n < kChunks; ++n) {
+      // NOTE: rows that are 8 apart begin 8 keys apart, because their buckets do, too.
+      const int chunk = (n + lane() / 8) % kChunks;
+      const int key = first + chunk * 8;
+      float x[8];
+      find_position(key, x);
+      uint2 buckets = {};
+      if (weights_) {
+        const uint32_t block =
+            __shfl_sync(0xffffffff, blocks[chunk / 8], lane() / 8 * 8 + chunk % 8);
+        buckets = add_time(key, block, x);
+      }
+      if (key + 8 > k_len_) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (key + e >= k_len_) x[e] = 0;
+        }
+      }
+      store(chunk, x, buckets);
     }
   }
 
  private:
-  HSTU_DEVICE void find_position(int j, float (&x)[8]) const {
+  // The buckets of a block of 8 x 8 scores: the lowest one, and how many there are.
+  enum Block : uint32_t {
+    kOne = 0,
+    kTwoPast = 1u << 30,    // the next one, too; all keys are earlier than all rows
+    kTwoFuture = 2u << 30,  // or later
+    kMany = 3u << 30,
+    kKind = 3u << 30,
+  };
+
+  static HSTU_DEVICE int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  // Finds the buckets of the block of the lane's 8 rows and keys [key, key + 8).
+  HSTU_DEVICE uint32_t find_block(int key) const {
+    const TimeRange keys = range_of_8(key_ranges_, key, k_len_);
+    const bool is_past = keys.latest <= rows_.earliest;
+    const bool is_future = !is_past && rows_.latest <= keys.earliest;
+    const BucketRange range = find_bucket_range(bias_, rows_, keys);
+    if (range.last == range.first) return kOne | range.first;
+    const bool are_two = range.last == range.first + 1;
+    if (are_two && is_past) return kTwoPast | range.first;
+    if (are_two && is_future) return kTwoFuture | range.first;
+    return kMany;
+  }
+
+  HSTU_DEVICE void find_position(int key, float (&x)[8]) const {
     if (!position_) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) x[n] = 0;
@@ -199,7 +231,7 @@ class BiasOfRow {
     // NOTE: copy n of the table begins with its entry n, so that any entry is aligned to 16 bytes
     // in one copy.
     const int size = 2 * bias_.prepared.reach - 1;
-    const int entry = min(max(j + origin_, -8), size) + 8;
+    const int entry = min(max(key + origin_, -8), size) + 8;
     const int copy = entry % 4;
     const auto* from = reinterpret_cast<const float4*>(
         position_ + copy * bias_.prepared.position_copy_stride + (entry - copy));
@@ -209,56 +241,60 @@ class BiasOfRow {
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
   }
 
-  template <bool kFindsBuckets>
-  HSTU_DEVICE void add_time(int j, float (&x)[8], uint2* buckets, int* lowest) {
-    const int last_range = (k_len_ - 1) / 8;
-    TimeRange range = ranges_[min(j / 8, last_range)];
-    if (j % 8 != 0) {
-      const TimeRange next = ranges_[min(j / 8 + 1, last_range)];
-      range.earliest = min(range.earliest, next.earliest);
-      range.latest = max(range.latest, next.latest);
-    }
-    if (span_.contains(range.earliest) && span_.contains(range.latest)) {
+  // Adds the weights of keys [key, key + 8), whose block find_block() found. Returns their buckets.
+  HSTU_DEVICE uint2 add_time(int key, uint32_t block, float (&x)[8]) const {
+    const uint32_t kind = block & kKind;
+    const uint32_t lowest = block & ~kKind;
+    if (kind == kOne) {
+      const float weight = __ldg(weights_ + lowest);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] += weight_;
-      if constexpr (kFindsBuckets) {
-        buckets->x = buckets->y = span_.bucket * 0x01010101u;
-        *lowest = min(*lowest, span_.bucket);
-      }
-      return;
+      for (int n = 0; n < 8; ++n) x[n] += weight;
+      return {lowest * 0x01010101u, lowest * 0x01010101u};
     }
-    if constexpr (kFindsBuckets) *buckets = {};
-    int64_t times[8];
+    uint64_t differences[8];
+    const int64_t* const times = times_ + key;
+    if (key + 8 <= k_len_) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) times[n] = times_[min(j + n, k_len_ - 1)];
-    for (uint32_t pending = 0xff;;) {
+      for (int n = 0; n < 8; ++n) differences[n] = __ldg(times + n);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) differences[n] = __ldg(times_ + min(key + n, k_len_ - 1));
+    }
+    uint32_t buckets[8];
+    if (kind == kMany) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        if (pending >> n & 1 && span_.contains(times[n])) {
-          x[n] += weight_;
-          pending &= ~(1u << n);
-          if constexpr (kFindsBuckets) {
-            (n < 4 ? buckets->x : buckets->y) |= static_cast<uint32_t>(span_.bucket) << n % 4 * 8;
-            *lowest = min(*lowest, span_.bucket);
-          }
-        }
+        buckets[n] = bucket_of(bias_, time_difference(row_time_, differences[n]));
       }
-      if (!pending) return;
-      span_ = find_bucket_span(bias_, row_time_, times_[min(j + __ffs(pending) - 1, k_len_ - 1)]);
-      weight_ = __ldg(weights_ + span_.bucket);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) x[n] += __ldg(weights_ + buckets[n]);
+    } else {
+      const uint64_t threshold = __ldg(bias_.thresholds + lowest);
+      const float low = __ldg(weights_ + lowest);
+      const float high = __ldg(weights_ + lowest + 1);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const uint64_t past = static_cast<uint64_t>(row_time_) - differences[n];
+        const bool is_high = (kind == kTwoPast ? past : -past) >= threshold;
+        x[n] += is_high ? high : low;
+        buckets[n] = lowest + is_high;
+      }
     }
+    const auto bytes = [&](int n) {
+      return buckets[n] | buckets[n + 1] << 8 | buckets[n + 2] << 16 | buckets[n + 3] << 24;
+    };
+    return {bytes(0), bytes(4)};
   }
 
   const RelativeBias& bias_;
   const int k_len_;
-  const int origin_;                   // entry of the position table for key 0
-  const float* position_ = nullptr;    // null: no weights by position
-  const float* weights_ = nullptr;     // null: no weights by time
-  const int64_t* times_ = nullptr;     // of the sequence's keys
-  const TimeRange* ranges_ = nullptr;  // of the sequence's keys
+  const int origin_;                       // entry of the position table for key 0
+  const float* position_ = nullptr;        // null: no weights by position
+  const float* weights_ = nullptr;         // null: no weights by time
+  const int64_t* times_ = nullptr;         // of the sequence's keys
+  const TimeRange* key_ranges_ = nullptr;  // of the sequence's keys
+  TimeRange rows_ = {};                    // of the 8 rows that the lane's is one of
   int64_t row_time_ = 0;
-  BucketSpan span_;   // the last one that was found
-  float weight_ = 0;  // of its bucket
 };
 
 #endif

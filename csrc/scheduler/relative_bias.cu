@@ -41,11 +41,13 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
   for (int n = thread; n < bias.time.heads * bias.time.size; n += threads) {
     bias.prepared.time[n] = read_weight(bias.time, n / bias.time.size, n % bias.time.size);
   }
-  for (int cell = thread; cell <= kDifferenceCells; cell += threads) {
-    bias.prepared.cells[cell] =
-        cell < kDifferenceCells
-            ? count_reached(bias.thresholds, 0, bias.num_thresholds, first_difference(cell))
-            : bias.num_thresholds;
+  for (int cell = thread; cell < kDifferenceCells; cell += threads) {
+    const int first =
+        count_reached(bias.thresholds, 0, bias.num_thresholds, first_difference(cell));
+    const uint64_t last = cell + 1 < kDifferenceCells ? first_difference(cell + 1) - 1 : UINT64_MAX;
+    const int end = count_reached(bias.thresholds, first, bias.num_thresholds, last);
+    const uint64_t threshold = first < end ? bias.thresholds[first] : 0;
+    bias.prepared.cells[cell] = {threshold, first, end - first};
   }
 }
 

@@ -220,7 +220,8 @@ class RelativeTile {
     for (int n = 0; n < kPart; ++n) {
       differences[n] = time_difference(row_time, times[min(key + n, sequence_.k_len - 1)]);
     }
-    find_buckets(bias_, range, differences, buckets);
+#pragma unroll
+    for (int n = 0; n < kPart; ++n) buckets[n] = bucket_of(bias_, differences[n]);
   }
 
   // Adds the sums of the blocks that have one bucket.

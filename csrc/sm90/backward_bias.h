@@ -64,7 +64,8 @@ class BackwardBias {
   static HSTU_DEVICE void sync() { sync_warpgroup(Traits::kConsumers); }
 
   // A chunk of 8 keys in a tile of the bias or of dS, in the layout of rows_tensor().
-  static HSTU_DEVICE Element* chunk_at(Element* tile, int row, int chunk) {
+  template <typename T>
+  static HSTU_DEVICE T* chunk_at(T* tile, int row, int chunk) {
     return tile + (chunk / 8 * kRows + row) * 64 + (chunk % 8 ^ row % 8) * 8;
   }
   // The buckets of a chunk, in one of the block's two tiles of them.
@@ -80,28 +81,29 @@ class BackwardBias {
                                     SharedMemory& smem) {
     constexpr int kThreadChunks = kChunks / 2;
     const int row = thread_of_warpgroup() % kRows;
-    const int half = thread_of_warpgroup() / kRows;
+    const int first_chunk = thread_of_warpgroup() / kRows * kThreadChunks;
     const SequenceTile& tile = work_tile.tile;
-    BiasOfRow bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
-                   work_tile.head, m * kRows + row);
+    const BiasOfRows bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
+                          work_tile.head, m * kRows + row / 32 * 32);
     const int parity = state.count % 2;
-    int lowest = 255;
+    uint32_t lowest = 255;
     smem.pipeline_bias.producer_acquire(state);
-#pragma unroll 1
-    for (int n = 0; n < kThreadChunks; ++n) {
-      // NOTE: rows of a warp that are 8 apart begin 8 keys apart, because their buckets do, too.
-      const int chunk = half * kThreadChunks + (n + row / 8) % kThreadChunks;
-      float x[8];
-      uint2 buckets = {};
-      bias.template find<true>(Traits::first_key(work_tile) + chunk * 8, x, &buckets, &lowest);
-      *reinterpret_cast<uint4*>(chunk_at(smem.bias[state.index()], row, chunk)) =
-          rounded_chunk<Element>(x);
-      if (buffers.sums.time.words) *buckets_at(buffers, parity, row, chunk) = buckets;
-    }
+    bias.template find<kThreadChunks>(
+        Traits::first_key(work_tile) + first_chunk * 8,
+        [&](int n, const float (&x)[8], uint2 buckets) {
+          const int chunk = first_chunk + n;
+          *reinterpret_cast<uint4*>(chunk_at(smem.bias[state.index()], row, chunk)) = half_chunk(x);
+          if (!buffers.sums.time.words) return;
+          *buckets_at(buffers, parity, row, chunk) = buckets;
+          const uint32_t least = __vminu4(buckets.x, buckets.y);
+          lowest = min(lowest, min(min(least & 0xff, least >> 8 & 0xff),
+                                   min(least >> 16 & 0xff, least >> 24)));
+        });
     smem.pipeline_bias.producer_commit_by_warp(state);
     lowest = __reduce_min_sync(0xffffffff, lowest);
     if (threadIdx.x % 32 == 0) {
-      smem.table_gradients[0].lowest_bucket[parity][thread_of_warpgroup() / 32] = lowest;
+      smem.table_gradients[0].lowest_bucket[parity][thread_of_warpgroup() / 32] =
+          static_cast<int>(lowest);
     }
     state.advance();
   }
@@ -149,13 +151,7 @@ class BackwardBias {
     const int r = thread % 8;
     const int g = thread / 8;
     const bool has_time = sums.time.words;
-    uint2 buckets[kRowBlocks];
-    if (has_time) {
-#pragma unroll
-      for (int k = 0; k < kRowBlocks; ++k) {
-        buckets[k] = *buckets_at(buffers, parity, r + 8 * k, (g + k) % kChunks);
-      }
-    }
+    uint2 before = {};       // the buckets of the chunk before
     float position[8] = {};  // of the diagonal
     float part[8] = {};      // of these, what is not yet in the bins
     const auto move_to_bins = [&](uint2 of) {
@@ -175,16 +171,18 @@ class BackwardBias {
         if (!has_time) part[n] = 0;
       }
     };
-#pragma unroll
+    if (has_time) before = *buckets_at(buffers, parity, r, g);
+#pragma unroll 1
     for (int k = 0; k < kRowBlocks; ++k) {
       const int chunk = (g + k) % kChunks;
       const bool is_new_diagonal = k > 0 && chunk == 0;
-      if (has_time && k > 0) {
-        const bool changes = buckets[k].x != buckets[k - 1].x || buckets[k].y != buckets[k - 1].y;
-        if (changes || is_new_diagonal) move_to_bins(buckets[k - 1]);
-      }
-      if (is_new_diagonal) store_diagonal(g);
       const uint4 words = *reinterpret_cast<const uint4*>(chunk_at(ds, r + 8 * k, chunk));
+      uint2 buckets = before;
+      if (has_time) buckets = *buckets_at(buffers, parity, r + 8 * k, chunk);
+      const bool changes = buckets.x != before.x || buckets.y != before.y;
+      if (has_time && (changes || is_new_diagonal)) move_to_bins(before);
+      before = buckets;
+      if (is_new_diagonal) store_diagonal(g);
       const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -192,7 +190,7 @@ class BackwardBias {
         part[2 * n + 1] += high_half<Element>(pairs[n]);
       }
     }
-    if (has_time) move_to_bins(buckets[kRowBlocks - 1]);
+    if (has_time) move_to_bins(before);
     store_diagonal(g + kRowBlocks > kChunks ? g - kChunks : g);
   }
 

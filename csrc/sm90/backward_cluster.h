@@ -21,6 +21,7 @@ namespace hstu::sm90 {
 template <typename Traits>
 struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   using Base = BackwardConsumers<Traits>;
+  using typename Base::BiasWeights;
   using typename Base::ConsumerBarrierState;
   using typename Base::DoutState;
   using typename Base::DqPart;
@@ -78,7 +79,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
       KeySum dk, dv;
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
       Product product;
-      Weights bias;
+      BiasWeights bias;
       RowTile tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
       Base::load_bias(kOwn, q_state, smem, bias);
       if constexpr (kFindsScores) start_scores(smem, q_state, product);

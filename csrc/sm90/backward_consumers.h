@@ -59,7 +59,7 @@ struct BackwardConsumers : Traits {
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
       // S^T = K Q^T + bias^T
       Product scores;
-      Weights bias;
+      BiasWeights bias;
       RowTile tile = wait_for_rows(params, work_tile, warpgroup, q_state, smem);
       load_bias(warpgroup, q_state, smem, bias);
       start_scores(bias, smem, q_state, warpgroup, scores);
@@ -159,6 +159,7 @@ struct BackwardConsumers : Traits {
   using DqPart =
       decltype(partition_fragment_C(DqMma{}, Shape<Int<kWarpgroupRows>, Int<Dq::kColumns>>{}));
   using Weights = decltype(make_tensor_like<Element>(Scores{}));
+  using BiasWeights = decltype(make_tensor_like<typename Traits::BiasElement>(Scores{}));
 
   // The scale of all rows. If each row has its own, scale_rows() applies them relative to
   // params.scale.
@@ -171,7 +172,7 @@ struct BackwardConsumers : Traits {
   }
 
   // Starts S^T = K Q^T + bias^T.
-  static HSTU_DEVICE void start_scores(const Weights& bias, SharedMemory& smem, QState state,
+  static HSTU_DEVICE void start_scores(const BiasWeights& bias, SharedMemory& smem, QState state,
                                        int warpgroup, Product& scores) {
     if constexpr (kHasBias) widen(bias, scores);
     start_product(smem.k, smem.q[state.index()], warpgroup, scores,
@@ -197,7 +198,7 @@ struct BackwardConsumers : Traits {
 
   // Waits for the tile of rows at `state` and loads its bias.
   static HSTU_DEVICE void load_bias(int warpgroup, QState state, SharedMemory& smem,
-                                    Weights& bias) {
+                                    BiasWeights& bias) {
     if constexpr (kHasBias) {
       const BiasState bias_state{state.count};
       if constexpr (Traits::kHasRelativeBias) {

@@ -69,6 +69,7 @@ template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministi
 struct BackwardTraits {
   using Element = Element_;
   using Bias = Bias_;
+  using BiasElement = typename Bias::template TileElement<Element>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kWarpgroups > 0;
@@ -154,7 +155,7 @@ struct BackwardTraits {
     alignas(1024) Element dout[DoutState::kStages][kRows * kHeadDim];
     alignas(1024) Element p[kIsCluster ? kRows * kKeys : 0];
     alignas(1024) Element ds[kDsBuffers][kRows * kKeys];
-    alignas(1024) Element bias[kHasBias ? BiasState::kStages : 0][kRows * kBlockKeys];
+    alignas(1024) BiasElement bias[kHasBias ? BiasState::kStages : 0][kRows * kBlockKeys];
     alignas(1024) Element zeros[kHasDenseBias ? kRows * 64 : 0];  // source of stores that zero drab
     alignas(1024) float dq[kDqBuffers * Dq::kSize];
     TableGradientMemory table_gradients[kHasRelativeBias ? 1 : 0];

@@ -51,7 +51,9 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
       ForwardProducer<Traits>::run(params, maps, metadata, smem);
     } else if (Bias::kWarpgroups && warpgroup > Traits::kConsumers) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.bias>();
-      if constexpr (Bias::kWarpgroups) Bias::template run<Traits>(params, smem);
+      if constexpr (Bias::kWarpgroups) {
+        Bias::template run<Traits>(params, smem, warpgroup - 1 - Traits::kConsumers);
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       ForwardConsumer<Traits>(params, metadata, smem, warpgroup - 1).run();

@@ -36,6 +36,7 @@ struct ForwardTraits {
   using Element = Element_;
   using Source = Source_;
   using Bias = Bias_;
+  using BiasElement = typename Bias::template TileElement<Element>;
   using Maps = ForwardMaps;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr SplitKVReduction kReduction = kReduction_;
@@ -51,7 +52,7 @@ struct ForwardTraits {
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
       Bias::kWarpgroups
-          ? registers_with_bias(kHeadDim, Source::kIsPaged)
+          ? registers_with_bias(kHeadDim, Source::kIsPaged, Bias::kWarpgroups)
           : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kWarpgroups = 1 + kConsumers + Bias::kWarpgroups;
@@ -170,7 +171,7 @@ struct ForwardTraits {
     alignas(1024) Element q[QState::kStages][kConsumers][kWarpgroupRows * kHeadDim];
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
-    alignas(1024) Element bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kKeys];
+    alignas(1024) BiasElement bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kKeys];
     WorkTile work_tiles[WorkState::kStages];
     Quantized quantized[Source::kIsQuantized ? 2 : 0];  // of K, of V
     KeyTile key_tiles[KVState::kStages];

@@ -14,7 +14,7 @@ class ForwardLauncher {
  public:
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.relative_bias) {
-      return plan_form<Kernel<PackedKeys, RelativeScoreBias>>(params, launch, {});
+      return plan_form<Kernel<PackedKeys, RelativeScoreBias<kBiasWarpgroups>>>(params, launch, {});
     }
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
@@ -25,7 +25,7 @@ class ForwardLauncher {
     if (params.paged.scales) {
       return plan_splits<QuantizedPagedKeys, NoScoreBias>(params, launch);
     }
-    if (params.relative_bias) return plan_splits<PagedKeys, RelativeScoreBias>(params, launch);
+    if (params.relative_bias) return plan_splits<PagedKeys, RelativeScoreBias<1>>(params, launch);
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_splits<PagedKeys, ScoreBias<has_bias>>(params, launch);
     });
@@ -33,6 +33,8 @@ class ForwardLauncher {
 
  private:
   using Reduction = SplitKVReduction;
+  // Products up to head dim 64 are faster than one warpgroup computes a relative bias.
+  static constexpr int kBiasWarpgroups = kHeadDim <= 64 ? 2 : 1;
   template <bool kHasBias>
   using ScoreBias = std::conditional_t<kHasBias, DenseScoreBias, NoScoreBias>;
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,

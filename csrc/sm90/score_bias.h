@@ -17,6 +17,8 @@ namespace hstu::sm90 {
 struct NoScoreBias {
   static constexpr bool kHasTiles = false;  // of shared memory
   static constexpr int kWarpgroups = 0;     // that compute tiles
+  template <typename Element>
+  using TileElement = Element;  // for a call with tensors of Element
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
 
   template <typename Maps>
@@ -39,6 +41,8 @@ struct NoScoreBias {
 struct DenseScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = 0;
+  template <typename Element>
+  using TileElement = Element;
   // Q K^T is added to what the accumulator holds.
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::One;
 
@@ -96,42 +100,58 @@ struct DenseScoreBias {
   };
 };
 
-template <typename Element>
-HSTU_DEVICE uint4 rounded_chunk(const float (&x)[8]) {
-  return {rounded_pair<Element>(x[0], x[1]), rounded_pair<Element>(x[2], x[3]),
-          rounded_pair<Element>(x[4], x[5]), rounded_pair<Element>(x[6], x[7])};
+// 8 weights in fp16, which represents them better than bf16 does; weights beyond its range become
+// its largest number.
+HSTU_DEVICE uint4 half_chunk(const float (&x)[8]) {
+  return {half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]),
+          half_pair(x[6], x[7])};
 }
 
-// The sum of both weights is rounded to q's dtype, as a dense bias of that dtype is.
-struct RelativeScoreBias : DenseScoreBias {
-  static constexpr int kWarpgroups = 1;
+// kWarpgroups_ warpgroups compute one tile after another, in turn.
+template <int kWarpgroups_>
+struct RelativeScoreBias {
+  static constexpr bool kHasTiles = true;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::One;
+  template <typename Element>
+  using TileElement = cutlass::half_t;
 
   template <typename Maps>
   static HSTU_DEVICE void prefetch(const Maps&) {}
 
   template <typename Traits>
   using Producer = NoScoreBias::Producer<Traits>;
-
-  // Computes the tiles of all work tiles of the block. Called by kWarpgroups warpgroups: each
-  // thread has one row of a tile.
   template <typename Traits>
-  static HSTU_DEVICE void run(const ForwardParams& params, typename Traits::SharedMemory& smem) {
-    static_assert(Traits::kRows == kWarpgroups * kWarpgroup, "each thread has one row");
+  using Consumer = DenseScoreBias::Consumer<Traits>;
+
+  // Computes the tiles of all work tiles of the block. Called by warpgroup n of kWarpgroups.
+  template <typename Traits>
+  static HSTU_DEVICE void run(const ForwardParams& params, typename Traits::SharedMemory& smem,
+                              int n) {
+    constexpr int kKeys = Traits::kKeys;
+    static_assert(Traits::kRows == kWarpgroup, "each thread has one row");
+    static_assert(Traits::BiasState::kStages % kWarpgroups == 0, "a warpgroup has its own stages");
     using WorkTile = typename Traits::WorkTile;
-    const int thread = static_cast<int>(threadIdx.x) % Traits::kRows;
+    using Source = typename Traits::Source;
+    const int row = static_cast<int>(threadIdx.x) % Traits::kRows;
     typename Traits::BiasState state;
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
       const SequenceTile& tile = work_tile.tile;
-      BiasOfRow bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
-                     work_tile.head, tile.index * Traits::kRows + thread);
-      for (int first = work_tile.tile_from(0); first != Traits::kNoKey;
-           first = work_tile.tile_from(first + Traits::kKeys)) {
-        smem.pipeline_bias.producer_acquire(state);
-        find_tile<Traits>(bias,
-                          Traits::Source::template key_of<Traits::kKeys>(tile.sequence, first),
-                          thread, smem.bias[state.index()]);
-        smem.pipeline_bias.producer_commit_by_warp(state);
+      const BiasOfRows bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
+                            work_tile.head, tile.index * Traits::kRows + row / 32 * 32);
+      for (int first = work_tile.tile_from(0); first != Traits::kNoKey;) {
+        const int next = work_tile.tile_from(first + kKeys);
+        if (static_cast<int>(state.count % kWarpgroups) == n) {
+          if (next != Traits::kNoKey) {
+            bias.prefetch(Source::template key_of<kKeys>(tile.sequence, next), kKeys);
+          }
+          smem.pipeline_bias.producer_acquire(state);
+          find_tile<Traits>(bias, Source::template key_of<kKeys>(tile.sequence, first), row,
+                            smem.bias[state.index()]);
+          smem.pipeline_bias.producer_commit_by_warp(state);
+        }
         state.advance();
+        first = next;
       }
     });
   }
@@ -139,22 +159,15 @@ struct RelativeScoreBias : DenseScoreBias {
  private:
   // Writes a row of a tile, in the layout of load_bias().
   template <typename Traits>
-  static HSTU_DEVICE void find_tile(BiasOfRow& bias, int first, int thread,
-                                    typename Traits::Element* tile) {
-    using Element = typename Traits::Element;
-    constexpr int kChunks = Traits::kKeys / 8;
-    const int row = thread % kWarpgroupRows;
-    Element* const rows = tile + thread / kWarpgroupRows * (kWarpgroupRows * Traits::kKeys);
-#pragma unroll 1
-    for (int n = 0; n < kChunks; ++n) {
-      // NOTE: rows of a warp that are 8 apart begin 8 keys apart, because their buckets do, too.
-      const int chunk = (n + row / 8) % kChunks;
-      float x[8];
-      bias.find(first + chunk * 8, x);
-      Element* const to =
-          rows + (chunk / 8 * kWarpgroupRows + row) * 64 + (chunk % 8 ^ row % 8) * 8;
-      *reinterpret_cast<uint4*>(to) = rounded_chunk<Element>(x);
-    }
+  static HSTU_DEVICE void find_tile(const BiasOfRows& bias, int first, int row,
+                                    cutlass::half_t* tile) {
+    const int own = row % kWarpgroupRows;
+    cutlass::half_t* const rows = tile + row / kWarpgroupRows * (kWarpgroupRows * Traits::kKeys);
+    bias.template find<Traits::kKeys / 8>(first, [&](int chunk, const float (&x)[8], uint2) {
+      cutlass::half_t* const to =
+          rows + (chunk / 8 * kWarpgroupRows + own) * 64 + (chunk % 8 ^ own % 8) * 8;
+      *reinterpret_cast<uint4*>(to) = half_chunk(x);
+    });
   }
 };
 

@@ -38,12 +38,13 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   return {.producer = 32, .consumer = 160};
 }
 
-// The same for a relative bias, whose tiles a fourth warpgroup computes.
-constexpr Registers registers_with_bias(int head_dim, bool is_paged) {
+// The same for a relative bias, whose tiles further warpgroups compute.
+constexpr Registers registers_with_bias(int head_dim, bool is_paged, int bias_warpgroups) {
+  if (bias_warpgroups == 2) return {.producer = 32, .consumer = 152, .bias = 72};
   if (is_paged && head_dim > 64) return {.producer = 56, .consumer = 200, .bias = 56};
-  if (is_paged) return {.producer = 56, .consumer = 192, .bias = 72};
+  if (is_paged) return {.producer = 56, .consumer = 184, .bias = 88};
   if (head_dim == 256) return {.producer = 32, .consumer = 208, .bias = 64};
-  return {.producer = 40, .consumer = 192, .bias = 88};
+  return {.producer = 32, .consumer = 200, .bias = 80};
 }
 
 // There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages
