@@ -135,7 +135,6 @@ BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& p
   }
 #endif
   print_choice("backward", "sm80", unsupported_reason);
-  if (params.relative_bias) throw NotImplemented("pos_weight: no sm80 kernel with a relative bias");
 #if defined(HSTU_ATTN_SM80)
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::backward<kHeadDim, kDType>(); });

@@ -1,4 +1,4 @@
-// The fused backward: scores recomputed, dQ, dK, dV and the bias gradient in one pass.
+// The fused backward: scores recomputed, dQ, dK, dV and the gradients of the bias in one pass.
 //
 // A work tile is a tile of keys of one head. Where a bias has a gradient, it is a tile of keys of
 // all heads that share a bias head: they are processed one after another, so that one thread sums
@@ -9,6 +9,8 @@
 #include "../common/activation.h"
 #include "../common/launch.h"
 #include "bias.h"
+#include "diagonal_sums.h"
+#include "relative_bias.h"
 #include "tile_config.h"
 
 namespace hstu::sm80 {
@@ -21,6 +23,7 @@ struct BackwardBuffers {
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
+  TableSums sums;         // for the gradients of a relative bias's tables; zeroed
 };
 
 // An fp32 accumulator of a product of tiles in device memory. Elements are ordered so that a warp
@@ -60,10 +63,12 @@ struct DeviceSum {
   }
 };
 
-template <int kHeadDim_, typename Element_, Memory kMemory, bool kHasBias, bool kIsDeterministic>
+template <int kHeadDim_, typename Element_, Memory kMemory, ScoreBias kBias, bool kIsDeterministic>
 struct Backward {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kHasDenseBias = kBias == ScoreBias::kDense;
+  static constexpr bool kHasRelativeBias = kBias == ScoreBias::kRelative;
   static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
@@ -82,6 +87,9 @@ struct Backward {
   using Tile = ScoreTile<kRows, kKeys, ScoreMma, Order>;
   using KeySum = typename KeyMma::template Sum<kKeys, kHeadDim>;
   using RowSum = typename RowMma::template Sum<kRows, kHeadDim>;
+  using Diagonals = DiagonalSums<kRows, kKeys, kWarps, ScoreMma, Order>;
+  using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
+  using HeadDrab = std::conditional_t<kHasRelativeBias, ZeroChunk, BiasMatrix>;
 
   struct SharedMemory {
     alignas(128) Element k[kKeys * kHeadDim];  // staging of dK after the main loop
@@ -92,8 +100,8 @@ struct Backward {
     alignas(128) Element ds[kRows * kKeys];
     HeadRows<Element> q_rows;
     HeadRows<Element> dout_rows;
-    BiasMatrix bias;
-    BiasMatrix drab;
+    HeadBias bias;
+    HeadDrab drab;
     TileMap map;
     int64_t first_row_tile;
     TileSpans dq_writers[kStages];  // of the row tile in each stage
@@ -134,8 +142,13 @@ struct Backward {
       smem.first_row_tile = first_tile(sequence.q_begin, work.sequence_index, kRows);
       smem.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
       smem.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
-      smem.bias = {params.rab, work.sequence_index, head, params.heads};
-      smem.drab = {buffers.drab, work.sequence_index, head, params.heads};
+      if constexpr (kHasRelativeBias) {
+        smem.bias = {params.relative_bias, sequence, work.sequence_index, head, params.heads};
+        smem.drab = {};
+      } else {
+        smem.bias = {params.rab, work.sequence_index, head, params.heads};
+        smem.drab = {buffers.drab, work.sequence_index, head, params.heads};
+      }
     }
     const int row_tiles = ceil_div(sequence.q_len, kRows);
     smem.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
@@ -195,18 +208,18 @@ struct Backward {
 
       // S = Q K^T + bias
       typename Tile::Sum scores = {};
-      BiasTile<Element, Tile> bias(smem.bias, sequence);
-      if constexpr (kHasBias) bias.fetch(r0, k0);
+      auto bias = bias_of_tile(params, sequence, r0, k0, smem);
+      if constexpr (kHasDenseBias) bias.fetch(r0, k0);
       const int next = smem.map.before(row_tile);
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
-      if constexpr (kHasBias) {
+      if constexpr (kBias != ScoreBias::kNone) {
         bias.copy_to(scores);
       }
       gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, smem_q, smem_k);
 
-      if constexpr (kHasBias) {
+      if constexpr (kHasDenseBias) {
         if (next >= 0) bias.prefetch(next * kRows, k0);
       }
       if (kIsDeterministic && threadIdx.x == 0) {
@@ -221,7 +234,10 @@ struct Backward {
                     gradients);
       to_smem<ScoreMma, kRows, kKeys>(scores, smem.p);
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
-      if constexpr (kHasBias) {
+      if constexpr (kHasRelativeBias) {
+        if (buffers.sums.time.words) bias.add_to_time_sums(gradients, buffers.sums.time);
+      }
+      if constexpr (kHasDenseBias) {
         // dRab += alpha * scale * dX. The heads that share a bias head are processed one after
         // another, and the same thread always adds to an element.
         if (smem.drab.data) {
@@ -237,6 +253,12 @@ struct Backward {
       }
       __syncthreads();  // P and dS are written, and thread 0 has waited for dq_semaphore
 
+      if constexpr (kHasRelativeBias) {
+        if (buffers.sums.position.words) {
+          Diagonals::add(smem.ds, smem.drab, k0 - (r0 + sequence.offset), params.relative_bias,
+                         smem.bias, buffers.sums.position);
+        }
+      }
       // dV += P^T dO
       gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dv, smem_p,
                                                                                smem_dout);
@@ -271,6 +293,16 @@ struct Backward {
   }
 
  private:
+  static HSTU_DEVICE auto bias_of_tile(const BackwardParams& params, const Sequence& sequence,
+                                       int r0, int k0, const SharedMemory& smem) {
+    if constexpr (kHasRelativeBias) {
+      return RelativeTile<Tile, kTiles.searched_keys>(params.relative_bias, smem.bias, sequence, r0,
+                                                      k0);
+    } else {
+      return BiasTile<Element, Tile>(smem.bias, sequence);
+    }
+  }
+
   static HSTU_DEVICE void silu_and_mask(const BackwardParams& params, int head, int r0, int k0,
                                         bool is_partial, const Sequence& sequence,
                                         typename Tile::Sum& p, typename Tile::Sum& dx) {

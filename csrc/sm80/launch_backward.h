@@ -12,8 +12,8 @@ namespace hstu::sm80 {
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, bool kHasBias = false, bool kIsDeterministic = false>
-  using Kernel = Backward<kHeadDim, Element, kMemory, kHasBias, kIsDeterministic>;
+  template <Memory kMemory, ScoreBias kBias = ScoreBias::kNone, bool kIsDeterministic = false>
+  using Kernel = Backward<kHeadDim, Element, kMemory, kBias, kIsDeterministic>;
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
     return with_form(launch, [&](auto memory, auto is_deterministic) {
@@ -31,7 +31,7 @@ struct BackwardLauncher {
   template <typename Use>
   static auto with_form(const CudaLaunch& launch, Use use) {
     return bool_switch(launch.deterministic, [&](auto is_deterministic) {
-      return memory_switch<Kernel<Memory::kLarge, false, is_deterministic>>(
+      return memory_switch<Kernel<Memory::kLarge, ScoreBias::kNone, is_deterministic>>(
           launch, [&](auto memory) { return use(memory, is_deterministic); });
     });
   }
@@ -49,6 +49,7 @@ struct BackwardLauncher {
 
     Workspace workspace;
     BackwardBuffers buffers;
+    PreparedBias prepared_bias;
     int64_t dq_tiles;     // row tiles * heads
     int64_t drab_rows;    // rows of the fp32 drab
     int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed
@@ -68,6 +69,7 @@ struct BackwardLauncher {
       drab_rows = int64_t{batch.batch} * params.drab.heads * params.drab.length;
       buffers.dq_writers =
           kIsDeterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
+      prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch);
       zeros_begin = workspace.used();
       buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
       buffers.dq_semaphore = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
@@ -80,14 +82,18 @@ struct BackwardLauncher {
         drab.batch_stride = drab.heads * drab.head_stride;
         drab.data = workspace.take<float>(drab_rows * drab.length);
       }
+      buffers.sums = take_table_sums(workspace, params);
       zeros_end = workspace.used();
     }
   };
 
   template <Memory kMemory, bool kIsDeterministic>
-  static void run_form(const BackwardParams& params, const CudaLaunch& launch) {
-    using Plain = Kernel<kMemory, false, kIsDeterministic>;
-    const Plan<kMemory, kIsDeterministic> plan(params, launch.workspace);
+  static void run_form(const BackwardParams& given, const CudaLaunch& launch) {
+    using Plain = Kernel<kMemory, ScoreBias::kNone, kIsDeterministic>;
+    const Plan<kMemory, kIsDeterministic> plan(given, launch.workspace);
+    BackwardParams params = given;
+    params.relative_bias.prepared = plan.prepared_bias;
+    if (params.relative_bias) prepare_relative_bias(params.relative_bias, params.batch, launch);
     PrepareParams prepared = prepare_params(params);
     prepared.list = plan.buffers.list;
     prepared.tile_rows = Plain::kRows;
@@ -102,8 +108,8 @@ struct BackwardLauncher {
     }
     prepare_scheduler(prepared, launch);
 
-    bool_switch(params.rab.data, [&](auto has_bias) {
-      run_kernel<Kernel<kMemory, has_bias, kIsDeterministic>>(params, launch, plan.buffers);
+    bias_switch(params, [&](auto bias) {
+      run_kernel<Kernel<kMemory, bias, kIsDeterministic>>(params, launch, plan.buffers);
     });
     const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
     launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
@@ -113,6 +119,7 @@ struct BackwardLauncher {
       launch_kernel(round_drab<Element>, per_row, launch, "drab of the backward",
                     static_cast<const float*>(plan.buffers.drab.data), params.drab, plan.drab_rows);
     }
+    if (params.relative_bias) round_table_sums(params, plan.buffers.sums, launch);
   }
 
   template <typename Form>

@@ -62,10 +62,11 @@ struct BackwardTiles {
   int key_warps;        // dK and dV: warps along the keys; warps / this along the head dim
   int row_warps;        // dQ: warps along the rows; warps / this along the head dim
   Reading reading;
+  int searched_keys = 4;  // as in ForwardTiles
 };
 
 // Entries are {rows, keys, warps, blocks_per_sm, stages, score_row_warps, key_warps, row_warps,
-// {ahead, hides_thread}}.
+// {ahead, hides_thread}, searched_keys}.
 template <int kHeadDim, Memory kMemory, bool kIsDeterministic>
 constexpr BackwardTiles backward_tiles() {
   constexpr bool kLarge = kMemory == Memory::kLarge;
