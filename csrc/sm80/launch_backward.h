@@ -119,7 +119,8 @@ struct BackwardLauncher {
       launch_kernel(round_drab<Element>, per_row, launch, "drab of the backward",
                     static_cast<const float*>(plan.buffers.drab.data), params.drab, plan.drab_rows);
     }
-    if (params.relative_bias) round_table_sums(params, plan.buffers.sums, launch);
+    if (params.relative_bias)
+      round_table_sums(params, plan.buffers.sums, /*rest_of_scale=*/1, launch);
   }
 
   template <typename Form>

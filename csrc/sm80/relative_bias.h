@@ -78,9 +78,11 @@ class RelativeTile {
     }
   }
 
-  // Adds dS to the sums of the time table's entries. copy_to() was called before.
+  // Adds dS to the sums of the time table's entries. It finds the buckets again, because the scores
+  // in between leave no registers to keep them.
   template <typename Sum>
-  HSTU_DEVICE void add_to_time_sums(const Sum& gradients, const TableSum& sums) const {
+  HSTU_DEVICE void add_to_time_sums(const Sum& gradients, const TableSum& sums) {
+    find_range();
     add_blocks_of_one_bucket(gradients, sums);
     for_each_mixed_part([&](int part, bool is_mixed, const int (&buckets)[kPart]) {
       float x[kPart] = {};
@@ -153,8 +155,8 @@ class RelativeTile {
     return {words.x, words.y};
   }
 
-  template <typename Sum>
-  HSTU_DEVICE void add_time_to(Sum& scores) {
+  // Finds the buckets of the lane's block.
+  HSTU_DEVICE void find_range() {
     const Tile tile;
     const int own = lane() / 4 % kBlocks;
     const int row = r0_ + tile.first_row - lane() / 4 + block_row(own);
@@ -162,6 +164,11 @@ class RelativeTile {
     range_ =
         find_bucket_range(bias_, load_range(matrix_.row_ranges + min(row, sequence_.q_len - 1) / 8),
                           load_range(matrix_.key_ranges + min(key, sequence_.k_len - 1) / 8));
+  }
+
+  template <typename Sum>
+  HSTU_DEVICE void add_time_to(Sum& scores) {
+    find_range();
     const float weight = range_.first == range_.last ? __ldg(matrix_.weights + range_.first) : 0.0f;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
