@@ -133,10 +133,10 @@ class BiasOfRows {
     weights_ = prepared.time + head / (heads / bias.time.heads) * bias.time.size;
     times_ = bias.timestamps + sequence.k_begin;
     key_ranges_ = prepared.ranges + first_tile(sequence.k_begin, sequence_index, 8);
-    const TimeRange* const row_ranges =
-        prepared.row_ranges + first_tile(sequence.q_begin, sequence_index, 8);
+    row_ranges_ = prepared.row_ranges + first_tile(sequence.q_begin, sequence_index, 8);
+    first_row_ = first_row;
     const int row = min(first_row + lane(), sequence.q_len - 1);
-    rows_ = row_ranges[row / 8];
+    rows_ = row_ranges_[row / 8];
     row_time_ = time_of_row(bias, sequence, row);
   }
 
@@ -162,6 +162,21 @@ class BiasOfRows {
     }
   }
 
+  // Prefetches what a BiasOfRows for rows `step` behind these reads for the same keys.
+  HSTU_DEVICE void prefetch_rows(const Sequence& sequence, int step, int first, int keys) const {
+    const int lane_ = lane();
+    if (lane_ >= 12) {
+      prefetch(first - step, keys);
+    } else if (weights_) {
+      const int row = first_row_ + step;  // of the row's time
+      const int last = sequence.q_len - 1;
+      const int64_t* const times =
+          bias_.row_timestamps ? bias_.row_timestamps + sequence.q_begin : times_ + sequence.offset;
+      if (lane_ < 3) ptx::prefetch_l1(times + min(max(row + lane_ * 16, 0), last));
+      if (lane_ == 3) ptx::prefetch_l1(row_ranges_ + min(max(row / 8, 0), last / 8));
+    }
+  }
+
   // Calls store(chunk, x, buckets) for each chunk of 8 keys of the row of the lane: x is the bias
   // of keys first + 8 chunk and following, with zeros past the end of the sequence, and `buckets`
   // has a byte for each of these keys.
@@ -170,9 +185,13 @@ class BiasOfRows {
     static_assert(kChunks == 4 || kChunks == 8 || kChunks == 16);
     // Lane 8 g + n finds the buckets of rows [8 g, 8 g + 8) and chunks n and n + 8.
     uint32_t blocks[2] = {};
+    float weights[2] = {};  // of their lowest buckets
     if (weights_) {
-      blocks[0] = find_block(first + lane() % 8 * 8);
-      if (kChunks == 16) blocks[1] = find_block(first + lane() % 8 * 8 + 64);
+#pragma unroll
+      for (int n = 0; n < (kChunks == 16 ? 2 : 1); ++n) {
+        blocks[n] = find_block(first + lane() % 8 * 8 + n * 64);
+        weights[n] = __ldg(weights_ + (blocks[n] & ~kKind));
+      }
     }
 #pragma unroll 1
     for (int n = 0; n < kChunks; ++n) {
@@ -183,9 +202,11 @@ class BiasOfRows {
       find_position(key, x);
       uint2 buckets = {};
       if (weights_) {
-        const uint32_t block =
-            __shfl_sync(0xffffffff, blocks[chunk / 8], lane() / 8 * 8 + chunk % 8);
-        buckets = add_time(key, block, x);
+        // NOTE: the 8 lanes of a block have the same chunk.
+        const int owner = lane() / 8 * 8 + chunk % 8;
+        const uint32_t block = __shfl_sync(0xffffffff, chunk < 8 ? blocks[0] : blocks[1], owner);
+        const float weight = __shfl_sync(0xffffffff, chunk < 8 ? weights[0] : weights[1], owner);
+        buckets = add_time(key, block, weight, x);
       }
       if (key + 8 > k_len_) {
 #pragma unroll
@@ -241,14 +262,14 @@ class BiasOfRows {
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
   }
 
-  // Adds the weights of keys [key, key + 8), whose block find_block() found. Returns their buckets.
-  HSTU_DEVICE uint2 add_time(int key, uint32_t block, float (&x)[8]) const {
+  // Adds the weights of keys [key, key + 8), whose block find_block() found; `low` is the weight of
+  // its lowest bucket. Returns their buckets.
+  HSTU_DEVICE uint2 add_time(int key, uint32_t block, float low, float (&x)[8]) const {
     const uint32_t kind = block & kKind;
     const uint32_t lowest = block & ~kKind;
     if (kind == kOne) {
-      const float weight = __ldg(weights_ + lowest);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] += weight;
+      for (int n = 0; n < 8; ++n) x[n] += low;
       return {lowest * 0x01010101u, lowest * 0x01010101u};
     }
     uint64_t differences[8];
@@ -270,7 +291,6 @@ class BiasOfRows {
       for (int n = 0; n < 8; ++n) x[n] += __ldg(weights_ + buckets[n]);
     } else {
       const uint64_t threshold = __ldg(bias_.thresholds + lowest);
-      const float low = __ldg(weights_ + lowest);
       const float high = __ldg(weights_ + lowest + 1);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -293,6 +313,8 @@ class BiasOfRows {
   const float* weights_ = nullptr;         // null: no weights by time
   const int64_t* times_ = nullptr;         // of the sequence's keys
   const TimeRange* key_ranges_ = nullptr;  // of the sequence's keys
+  const TimeRange* row_ranges_ = nullptr;  // of the sequence's rows
+  int first_row_ = 0;                      // the first of the 32 rows
   TimeRange rows_ = {};                    // of the 8 rows that the lane's is one of
   int64_t row_time_ = 0;
 };

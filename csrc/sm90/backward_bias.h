@@ -100,6 +100,8 @@ class BackwardBias {
                                    min(least >> 16 & 0xff, least >> 24)));
         });
     smem.pipeline_bias.producer_commit_by_warp(state);
+    bias.prefetch_rows(tile.sequence, Traits::kIsDeterministic ? -kRows : kRows,
+                       Traits::first_key(work_tile), kKeys);
     lowest = __reduce_min_sync(0xffffffff, lowest);
     if (threadIdx.x % 32 == 0) {
       smem.table_gradients[0].lowest_bucket[parity][thread_of_warpgroup() / 32] =
@@ -151,7 +153,15 @@ class BackwardBias {
     const int r = thread % 8;
     const int g = thread / 8;
     const bool has_time = sums.time.words;
-    uint2 before = {};       // the buckets of the chunk before
+    uint2 before = {};             // the buckets of the chunk before
+    uint2 ahead[kRowBlocks] = {};  // and those of the next chunks
+    if (has_time) {
+#pragma unroll
+      for (int k = 0; k < kRowBlocks; ++k) {
+        ahead[k] = *buckets_at(buffers, parity, r + 8 * k, (g + k) % kChunks);
+      }
+      before = ahead[0];
+    }
     float position[8] = {};  // of the diagonal
     float part[8] = {};      // of these, what is not yet in the bins
     const auto move_to_bins = [&](uint2 of) {
@@ -171,17 +181,16 @@ class BackwardBias {
         if (!has_time) part[n] = 0;
       }
     };
-    if (has_time) before = *buckets_at(buffers, parity, r, g);
 #pragma unroll 1
     for (int k = 0; k < kRowBlocks; ++k) {
       const int chunk = (g + k) % kChunks;
       const bool is_new_diagonal = k > 0 && chunk == 0;
       const uint4 words = *reinterpret_cast<const uint4*>(chunk_at(ds, r + 8 * k, chunk));
-      uint2 buckets = before;
-      if (has_time) buckets = *buckets_at(buffers, parity, r + 8 * k, chunk);
-      const bool changes = buckets.x != before.x || buckets.y != before.y;
+      const bool changes = ahead[0].x != before.x || ahead[0].y != before.y;
       if (has_time && (changes || is_new_diagonal)) move_to_bins(before);
-      before = buckets;
+      before = ahead[0];
+#pragma unroll
+      for (int n = 0; n + 1 < kRowBlocks; ++n) ahead[n] = ahead[n + 1];
       if (is_new_diagonal) store_diagonal(g);
       const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

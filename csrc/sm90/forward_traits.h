@@ -197,7 +197,8 @@ struct ForwardTraits {
     smem.pipeline_q.init(kConsumerWarps);
     smem.pipeline_k.init(kConsumerWarps);
     smem.pipeline_v.init(kConsumerWarps);
-    smem.pipeline_bias.init(kConsumerWarps, /*producers=*/kBiasThreads ? kBiasThreads / 32 : 1);
+    // NOTE: a warpgroup of a relative bias fills a stage alone.
+    smem.pipeline_bias.init(kConsumerWarps, /*producers=*/Bias::kWarpgroups ? 4 : 1);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }
