@@ -31,7 +31,7 @@ HSTU_HOST_DEVICE int difference_cell(uint64_t difference) {
 // The smallest difference of a cell.
 HSTU_HOST_DEVICE uint64_t first_difference(int cell) {
   if (cell < 4) return cell;
-  return uint64_t{4} + cell % 4 << (cell / 4 - 1);
+  return (uint64_t{4} + cell % 4) << (cell / 4 - 1);
 }
 
 // The number of thresholds in [low, high) of the list that are <= difference, plus low.
@@ -47,6 +47,15 @@ HSTU_HOST_DEVICE int count_reached(const int64_t* thresholds, int low, int high,
     }
   }
   return low;
+}
+
+// The thresholds in cell `cell`.
+HSTU_HOST_DEVICE BucketCell find_bucket_cell(const RelativeBias& bias, int cell) {
+  const uint64_t last = cell + 1 < kDifferenceCells ? first_difference(cell + 1) - 1 : UINT64_MAX;
+  const int first = count_reached(bias.thresholds, 0, bias.num_thresholds, first_difference(cell));
+  const int end = count_reached(bias.thresholds, first, bias.num_thresholds, last);
+  const uint64_t threshold = first < end ? static_cast<uint64_t>(bias.thresholds[first]) : 0;
+  return {threshold, first, end - first};
 }
 
 // The bucket of a time difference.

@@ -1,5 +1,6 @@
-// `hstu_attn._host`: Python bindings of the host code: masks, schedules and split-KV plans, so that
-// what the kernels use is tested on a machine without a GPU, and the page table of serving.
+// `hstu_attn._host`: Python bindings of the host code: masks, schedules, split-KV plans and the
+// arithmetic of the relative bias, so that what the kernels use is tested on a machine without a
+// GPU, and the page table of serving.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -160,7 +161,8 @@ std::tuple<std::string, int, int> plan_split_kv(int64_t row_tiles, int64_t key_t
 
 }  // namespace
 
-void bind_page_table(py::module_& m);  // page_table.cpp
+void bind_page_table(py::module_& m);     // page_table.cpp
+void bind_relative_bias(py::module_& m);  // relative_bias.cpp
 
 }  // namespace hstu
 
@@ -168,6 +170,7 @@ PYBIND11_MODULE(_host, m) {
   using namespace hstu;
   m.doc() = "Mask geometry and scheduling, as the kernels compute them; page tables.";
   bind_page_table(m);
+  bind_relative_bias(m);
 
   py::class_<HostMask>(m, "Mask", "What each row of one sequence may see (csrc/common/mask.h).")
       .def(py::init<int, int, int, int, int, std::pair<int, int>, int, const std::optional<Spans>&,

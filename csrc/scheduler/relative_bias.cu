@@ -42,12 +42,7 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
     bias.prepared.time[n] = read_weight(bias.time, n / bias.time.size, n % bias.time.size);
   }
   for (int cell = thread; cell < kDifferenceCells; cell += threads) {
-    const int first =
-        count_reached(bias.thresholds, 0, bias.num_thresholds, first_difference(cell));
-    const uint64_t last = cell + 1 < kDifferenceCells ? first_difference(cell + 1) - 1 : UINT64_MAX;
-    const int end = count_reached(bias.thresholds, first, bias.num_thresholds, last);
-    const uint64_t threshold = first < end ? bias.thresholds[first] : 0;
-    bias.prepared.cells[cell] = {threshold, first, end - first};
+    bias.prepared.cells[cell] = find_bucket_cell(bias, cell);
   }
 }
 

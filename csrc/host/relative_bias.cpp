@@ -1,0 +1,83 @@
+// Python bindings of the search for time buckets and of the exact sums, for tests.
+#include "../common/relative_bias.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../common/table_sum.h"
+
+namespace py = pybind11;
+
+namespace hstu {
+namespace {
+
+// The buckets of a list of thresholds. It owns the arrays that a RelativeBias refers to.
+class HostBuckets {
+ public:
+  HostBuckets(std::vector<int64_t> thresholds, int num_buckets)
+      : thresholds_(std::move(thresholds)), cells_(kDifferenceCells) {
+    if (num_buckets < 1) {
+      throw std::invalid_argument("num_buckets: expected at least 1, got " +
+                                  std::to_string(num_buckets));
+    }
+    bias_.time.size = num_buckets;
+    bias_.thresholds = thresholds_.data();
+    bias_.num_thresholds = static_cast<int>(thresholds_.size());
+    for (int cell = 0; cell < kDifferenceCells; ++cell) {
+      cells_[cell] = find_bucket_cell(bias_, cell);
+    }
+    bias_.prepared.cells = cells_.data();
+  }
+  HostBuckets(const HostBuckets&) = delete;
+
+  int bucket(int64_t row_time, int64_t key_time) const {
+    return bucket_of(bias_, time_difference(row_time, key_time));
+  }
+  std::pair<int, int> range(std::pair<int64_t, int64_t> rows,
+                            std::pair<int64_t, int64_t> keys) const {
+    const BucketRange range =
+        find_bucket_range(bias_, {rows.first, rows.second}, {keys.first, keys.second});
+    return {range.first, range.last};
+  }
+
+ private:
+  std::vector<int64_t> thresholds_;
+  std::vector<BucketCell> cells_;
+  RelativeBias bias_;
+};
+
+// The sum that a TableSum has for `values`, which are rounded to fp32 first.
+double table_sum(const std::vector<float>& values) {
+  int64_t words[TableSum::kWords] = {};
+  for (const float value : values) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const TableSum::Term term = TableSum::term_of(bits);
+    words[term.word] += term.addend;
+  }
+  TableSum sum;
+  sum.words = words;
+  sum.entries = 1;
+  return sum.value(0);
+}
+
+}  // namespace
+
+void bind_relative_bias(py::module_& m) {
+  py::class_<HostBuckets>(m, "Buckets", "Buckets of time differences (common/relative_bias.h).")
+      .def(py::init<std::vector<int64_t>, int>(), py::arg("thresholds"), py::arg("num_buckets"))
+      .def("bucket", &HostBuckets::bucket, py::arg("row_time"), py::arg("key_time"),
+           "the bucket of a row and a key")
+      .def("range", &HostBuckets::range, py::arg("rows"), py::arg("keys"),
+           "(first, last) bucket of rows and keys, each with times (earliest, latest)");
+  m.def("table_sum", &table_sum, py::arg("values"),
+        "the exact sum of fp32 values, rounded to fp64 (common/table_sum.h)");
+}
+
+}  // namespace hstu
