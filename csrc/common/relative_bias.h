@@ -91,14 +91,29 @@ struct BucketRange {
   int last;
 };
 
-// Buckets among which are those of all rows and keys with times in these ranges.
-HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias, const TimeRange& rows,
-                                               const TimeRange& keys) {
+// Time differences [least, most].
+struct DifferenceRange {
+  uint64_t least;
+  uint64_t most;
+};
+
+// The differences of all rows and keys with times in these ranges are among these.
+HSTU_HOST_DEVICE DifferenceRange find_difference_range(const TimeRange& rows,
+                                                       const TimeRange& keys) {
   const uint64_t past = time_difference(rows.latest, keys.earliest);
   const uint64_t future = time_difference(rows.earliest, keys.latest);
-  if (keys.latest <= rows.earliest) return {bucket_of(bias, future), bucket_of(bias, past)};
-  if (rows.latest <= keys.earliest) return {bucket_of(bias, past), bucket_of(bias, future)};
-  return {bucket_of(bias, 0), bucket_of(bias, past > future ? past : future)};
+  if (keys.latest <= rows.earliest) return {future, past};
+  if (rows.latest <= keys.earliest) return {past, future};
+  return {0, past > future ? past : future};
+}
+
+HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias,
+                                               const DifferenceRange& differences) {
+  return {bucket_of(bias, differences.least), bucket_of(bias, differences.most)};
+}
+HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias, const TimeRange& rows,
+                                               const TimeRange& keys) {
+  return find_bucket_range(bias, find_difference_range(rows, keys));
 }
 
 // The time of query row `row`.

@@ -82,7 +82,7 @@ class RelativeTile {
   // in between leave no registers to keep them.
   template <typename Sum>
   HSTU_DEVICE void add_to_time_sums(const Sum& gradients, const TableSum& sums) {
-    find_range();
+    find_block();
     add_blocks_of_one_bucket(gradients, sums);
     for_each_mixed_part([&](int part, bool is_mixed, const int (&buckets)[kPart]) {
       float x[kPart] = {};
@@ -155,21 +155,39 @@ class RelativeTile {
     return {words.x, words.y};
   }
 
+  // The buckets of a block. The differences of its times, less the least of them, mostly fit into
+  // 31 bits: then they are the absolute values of row time + origin - key time, of which the low
+  // words are enough.
+  struct Block {
+    BucketRange range;
+    uint32_t origin;
+    bool is_past;    // all keys are earlier than all rows, so that `origin` is -least; else, least
+    bool is_narrow;  // the differences fit, and there are few buckets
+  };
+
   // Finds the buckets of the lane's block.
-  HSTU_DEVICE void find_range() {
+  HSTU_DEVICE void find_block() {
+    constexpr int kFewBuckets = 16;  // compared one after another
     const Tile tile;
     const int own = lane() / 4 % kBlocks;
     const int row = r0_ + tile.first_row - lane() / 4 + block_row(own);
     const int key = k0_ + tile.first_key + block_key(own);
-    range_ =
-        find_bucket_range(bias_, load_range(matrix_.row_ranges + min(row, sequence_.q_len - 1) / 8),
-                          load_range(matrix_.key_ranges + min(key, sequence_.k_len - 1) / 8));
+    const TimeRange rows = load_range(matrix_.row_ranges + min(row, sequence_.q_len - 1) / 8);
+    const TimeRange keys = load_range(matrix_.key_ranges + min(key, sequence_.k_len - 1) / 8);
+    const DifferenceRange differences = find_difference_range(rows, keys);
+    block_.range = find_bucket_range(bias_, differences);
+    block_.is_past = keys.latest <= rows.earliest;
+    block_.origin = static_cast<uint32_t>(block_.is_past ? -differences.least : differences.least);
+    block_.is_narrow = differences.most - differences.least <= INT32_MAX &&
+                       block_.range.last - block_.range.first <= kFewBuckets;
   }
 
   template <typename Sum>
   HSTU_DEVICE void add_time_to(Sum& scores) {
-    find_range();
-    const float weight = range_.first == range_.last ? __ldg(matrix_.weights + range_.first) : 0.0f;
+    find_block();
+    const float weight = block_.range.first == block_.range.last
+                             ? __ldg(matrix_.weights + block_.range.first)
+                             : 0.0f;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float x = __shfl_sync(kAllLanes, weight, 4 * block + lane() % 4);
@@ -197,38 +215,61 @@ class RelativeTile {
   template <typename Visit>
   HSTU_DEVICE void for_each_mixed_part(Visit visit) const {
     constexpr uint32_t kOwners = kAllLanes >> (32 - 4 * kBlocks);
-    const uint32_t mixed = __ballot_sync(kAllLanes, range_.first != range_.last) & kOwners;
+    const uint32_t mixed =
+        __ballot_sync(kAllLanes, block_.range.first != block_.range.last) & kOwners;
+    const uint32_t past = __ballot_sync(kAllLanes, block_.is_past);
+    const uint32_t narrow = __ballot_sync(kAllLanes, block_.is_narrow);
 #pragma unroll 1
     for (uint32_t left = mixed; left != 0;) {
-      const int block = (__ffs(left) - 1) / 4;
-      left &= ~(0xfu << 4 * block);
-      const int owner = 4 * block + lane() % 4;
+      const int index = (__ffs(left) - 1) / 4;
+      left &= ~(0xfu << 4 * index);
+      const int owner = 4 * index + lane() % 4;
       const bool is_mixed = mixed >> owner & 1;
-      const BucketRange range = {__shfl_sync(kAllLanes, range_.first, owner),
-                                 __shfl_sync(kAllLanes, range_.last, owner)};
+      Block block;
+      block.range.first = __shfl_sync(kAllLanes, block_.range.first, owner);
+      block.range.last = __shfl_sync(kAllLanes, block_.range.last, owner);
+      block.origin = __shfl_sync(kAllLanes, block_.origin, owner);
+      block.is_past = past >> owner & 1;
+      block.is_narrow = narrow >> owner & 1;
 #pragma unroll 1
       for (int n = 0; n < kRun; n += kPart) {
         int buckets[kPart] = {};
-        if (is_mixed) find_buckets_of_part(block, n, range, buckets);
-        visit((block * kRun + n) / kPart, is_mixed, buckets);
+        if (is_mixed) find_buckets(block, index, n, buckets);
+        visit((index * kRun + n) / kPart, is_mixed, buckets);
       }
     }
   }
 
-  HSTU_DEVICE void find_buckets_of_part(int block, int first, BucketRange range,
-                                        int (&buckets)[kPart]) const {
+  // Finds the buckets of the thread's row and keys [first, first + kPart) of block `index`.
+  HSTU_DEVICE void find_buckets(const Block& block, int index, int first,
+                                int (&buckets)[kPart]) const {
     const Tile tile;
-    const int row = min(r0_ + tile.first_row + block_row(block), sequence_.q_len - 1);
-    const int key = k0_ + tile.first_key + block_key(block) + first;
+    const int row = min(r0_ + tile.first_row + block_row(index), sequence_.q_len - 1);
+    const int key = k0_ + tile.first_key + block_key(index) + first;
     const int64_t row_time = time_of_row(bias_, sequence_, row);
     const int64_t* const times = bias_.timestamps + sequence_.k_begin;
-    uint64_t differences[kPart];
+    const auto time_of_key = [&](int n) { return times[min(key + n, sequence_.k_len - 1)]; };
+    if (!block.is_narrow) {
+#pragma unroll
+      for (int n = 0; n < kPart; ++n) {
+        buckets[n] = bucket_of(bias_, time_difference(row_time, time_of_key(n)));
+      }
+      return;
+    }
+    const uint32_t origin = static_cast<uint32_t>(row_time) + block.origin;
+    int differences[kPart];
 #pragma unroll
     for (int n = 0; n < kPart; ++n) {
-      differences[n] = time_difference(row_time, times[min(key + n, sequence_.k_len - 1)]);
+      differences[n] = abs(static_cast<int>(origin - static_cast<uint32_t>(time_of_key(n))));
+      buckets[n] = block.range.first;
     }
+    const uint32_t least = block.is_past ? -block.origin : block.origin;
+#pragma unroll 1
+    for (int next = block.range.first; next < block.range.last; ++next) {
+      const int threshold = static_cast<int>(static_cast<uint32_t>(bias_.thresholds[next]) - least);
 #pragma unroll
-    for (int n = 0; n < kPart; ++n) buckets[n] = bucket_of(bias_, differences[n]);
+      for (int n = 0; n < kPart; ++n) buckets[n] += differences[n] >= threshold;
+    }
   }
 
   // Adds the sums of the blocks that have one bucket.
@@ -242,12 +283,12 @@ class RelativeTile {
       for (int n = 0; n < kRun; ++n) blocks[block] += at(gradients, block * kRun + n);
     }
     const float own = sum_of_own_block(blocks);
-    const bool is_added = range_.first == range_.last && lane() < 4 * kBlocks;
+    const bool is_added = block_.range.first == block_.range.last && lane() < 4 * kBlocks;
 #pragma unroll 1
     for (uint32_t left = __ballot_sync(kAllLanes, is_added && own != 0); left != 0;) {
       const int leader = __ffs(left) - 1;
-      const int bucket = __shfl_sync(kAllLanes, range_.first, leader);
-      const bool is_equal = is_added && range_.first == bucket;
+      const int bucket = __shfl_sync(kAllLanes, block_.range.first, leader);
+      const bool is_equal = is_added && block_.range.first == bucket;
       left &= ~__ballot_sync(kAllLanes, is_equal);
       const float sum = warp_sum(is_equal ? own : 0.0f);
       if (lane() == leader) sums.add(matrix_.time_entry + bucket, sum);
@@ -317,7 +358,7 @@ class RelativeTile {
   const Sequence& sequence_;
   const int r0_;
   const int k0_;
-  BucketRange range_ = {};  // of the lane's block
+  Block block_ = {};  // the lane's
 };
 
 }  // namespace hstu::sm80
