@@ -296,8 +296,7 @@ struct Backward {
   static HSTU_DEVICE auto bias_of_tile(const BackwardParams& params, const Sequence& sequence,
                                        int r0, int k0, const SharedMemory& smem) {
     if constexpr (kHasRelativeBias) {
-      return RelativeTile<Tile, kTiles.searched_keys>(params.relative_bias, smem.bias, sequence, r0,
-                                                      k0);
+      return RelativeTile<Tile>(params.relative_bias, smem.bias, sequence, r0, k0);
     } else {
       return BiasTile<Element, Tile>(smem.bias, sequence);
     }

@@ -49,10 +49,8 @@ struct RelativeMatrix {
   }
 };
 
-// A thread's fragment of the tile that begins with row r0 and key k0. The buckets of kPart scores
-// are searched for at the same time: a larger number hides more of the latency of the thresholds,
-// and takes more registers.
-template <typename Tile, int kPart>
+// A thread's fragment of the tile that begins with row r0 and key k0.
+template <typename Tile>
 class RelativeTile {
  public:
   HSTU_DEVICE RelativeTile(const RelativeBias& bias, const RelativeMatrix& matrix,
@@ -84,21 +82,21 @@ class RelativeTile {
   HSTU_DEVICE void add_to_time_sums(const Sum& gradients, const TableSum& sums) {
     find_block();
     add_blocks_of_one_bucket(gradients, sums);
-    for_each_mixed_part([&](int part, bool is_mixed, const int (&buckets)[kPart]) {
-      float x[kPart] = {};
+    for_each_mixed_block([&](int index, bool is_mixed, const int (&buckets)[kRun]) {
+      float x[kRun] = {};
       uint32_t pending = 0;
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) {
-        if (p == part) {
+      for (int block = 0; block < kBlocks; ++block) {
+        if (block == index) {
 #pragma unroll
-          for (int n = 0; n < kPart; ++n) x[n] = at(gradients, p * kPart + n);
+          for (int n = 0; n < kRun; ++n) x[n] = at(gradients, block * kRun + n);
         }
       }
 #pragma unroll
-      for (int n = 0; n < kPart; ++n) {
+      for (int n = 0; n < kRun; ++n) {
         if (is_mixed && x[n] != 0) pending |= 1u << n;
       }
-      add_part(x, pending, buckets, sums);
+      add_mixed_block(x, pending, buckets, sums);
     });
   }
 
@@ -106,7 +104,6 @@ class RelativeTile {
   static constexpr int kRun = Tile::kRun;
   static constexpr int kRuns = Tile::kThreadColumns / kRun;  // of a row of the fragment
   static constexpr int kBlocks = Tile::kThreadRows * kRuns;  // for each t
-  static constexpr int kParts = kBlocks * kRun / kPart;      // of the fragment
   static_assert(kBlocks == 2 || kBlocks == 4 || kBlocks == 8, "each lane finds a block's buckets");
 
   // Element n of the fragment, whose runs are in the order of blocks.
@@ -194,26 +191,26 @@ class RelativeTile {
 #pragma unroll
       for (int n = 0; n < kRun; ++n) at(scores, block * kRun + n) += x;
     }
-    for_each_mixed_part([&](int part, bool is_mixed, const int (&buckets)[kPart]) {
-      float x[kPart];
+    for_each_mixed_block([&](int index, bool is_mixed, const int (&buckets)[kRun]) {
+      float x[kRun];
 #pragma unroll
-      for (int n = 0; n < kPart; ++n) {
+      for (int n = 0; n < kRun; ++n) {
         x[n] = is_mixed ? __ldg(matrix_.weights + buckets[n]) : 0.0f;
       }
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) {
-        if (p == part) {
+      for (int block = 0; block < kBlocks; ++block) {
+        if (block == index) {
 #pragma unroll
-          for (int n = 0; n < kPart; ++n) at(scores, p * kPart + n) += x[n];
+          for (int n = 0; n < kRun; ++n) at(scores, block * kRun + n) += x[n];
         }
       }
     });
   }
 
-  // Calls visit(part, is_mixed, buckets) for each part of the blocks (n, 0) to (n, 3) if one of
-  // them has several buckets. `is_mixed` says if the thread's has; else `buckets` are 0.
+  // Calls visit(n, is_mixed, buckets) if one of the blocks (n, 0) to (n, 3) has several buckets.
+  // `is_mixed` says if the thread's has; else `buckets` are 0.
   template <typename Visit>
-  HSTU_DEVICE void for_each_mixed_part(Visit visit) const {
+  HSTU_DEVICE void for_each_mixed_block(Visit visit) const {
     constexpr uint32_t kOwners = kAllLanes >> (32 - 4 * kBlocks);
     const uint32_t mixed =
         __ballot_sync(kAllLanes, block_.range.first != block_.range.last) & kOwners;
@@ -231,35 +228,32 @@ class RelativeTile {
       block.origin = __shfl_sync(kAllLanes, block_.origin, owner);
       block.is_past = past >> owner & 1;
       block.is_narrow = narrow >> owner & 1;
-#pragma unroll 1
-      for (int n = 0; n < kRun; n += kPart) {
-        int buckets[kPart] = {};
-        if (is_mixed) find_buckets(block, index, n, buckets);
-        visit((index * kRun + n) / kPart, is_mixed, buckets);
-      }
+      int buckets[kRun] = {};
+      if (is_mixed) find_buckets(block, index, buckets);
+      visit(index, is_mixed, buckets);
     }
   }
 
-  // Finds the buckets of the thread's row and keys [first, first + kPart) of block `index`.
-  HSTU_DEVICE void find_buckets(const Block& block, int index, int first,
-                                int (&buckets)[kPart]) const {
+  // Finds the buckets of the thread's row of block `index`.
+  HSTU_DEVICE void find_buckets(const Block& block, int index, int (&buckets)[kRun]) const {
     const Tile tile;
     const int row = min(r0_ + tile.first_row + block_row(index), sequence_.q_len - 1);
-    const int key = k0_ + tile.first_key + block_key(index) + first;
+    const int key = k0_ + tile.first_key + block_key(index);
     const int64_t row_time = time_of_row(bias_, sequence_, row);
     const int64_t* const times = bias_.timestamps + sequence_.k_begin;
-    const auto time_of_key = [&](int n) { return times[min(key + n, sequence_.k_len - 1)]; };
+    const int last = sequence_.k_len - 1 - key;
+    const auto time_of_key = [&](int n) { return times[key + min(n, last)]; };
     if (!block.is_narrow) {
 #pragma unroll
-      for (int n = 0; n < kPart; ++n) {
+      for (int n = 0; n < kRun; ++n) {
         buckets[n] = bucket_of(bias_, time_difference(row_time, time_of_key(n)));
       }
       return;
     }
     const uint32_t origin = static_cast<uint32_t>(row_time) + block.origin;
-    int differences[kPart];
+    int differences[kRun];
 #pragma unroll
-    for (int n = 0; n < kPart; ++n) {
+    for (int n = 0; n < kRun; ++n) {
       differences[n] = abs(static_cast<int>(origin - static_cast<uint32_t>(time_of_key(n))));
       buckets[n] = block.range.first;
     }
@@ -268,7 +262,7 @@ class RelativeTile {
     for (int next = block.range.first; next < block.range.last; ++next) {
       const int threshold = static_cast<int>(static_cast<uint32_t>(bias_.thresholds[next]) - least);
 #pragma unroll
-      for (int n = 0; n < kPart; ++n) buckets[n] += differences[n] >= threshold;
+      for (int n = 0; n < kRun; ++n) buckets[n] += differences[n] >= threshold;
     }
   }
 
@@ -321,10 +315,10 @@ class RelativeTile {
     return blocks[0];
   }
 
-  // Adds the scores of a part whose bits are set in `pending`. The 8 lanes with equal t add up
-  // those of one bucket in each step.
-  HSTU_DEVICE void add_part(const float (&x)[kPart], uint32_t pending, const int (&buckets)[kPart],
-                            const TableSum& sums) const {
+  // Adds the thread's scores of a block whose bits are set in `pending`. The 8 lanes with equal t
+  // add up those of one bucket in each step.
+  HSTU_DEVICE void add_mixed_block(const float (&x)[kRun], uint32_t pending,
+                                   const int (&buckets)[kRun], const TableSum& sums) const {
     const uint32_t rows = 0x11111111u << lane() % 4;
 #pragma unroll 1
     for (;;) {
@@ -332,14 +326,14 @@ class RelativeTile {
       if (!lanes) return;
       int bucket = 0;
 #pragma unroll
-      for (int n = kPart - 1; n >= 0; --n) {
+      for (int n = kRun - 1; n >= 0; --n) {
         if (pending >> n & 1) bucket = buckets[n];
       }
       const int leader = lanes & rows ? __ffs(lanes & rows) - 1 : lane();
       bucket = __shfl_sync(kAllLanes, bucket, leader);
       float sum = 0;
 #pragma unroll
-      for (int n = 0; n < kPart; ++n) {
+      for (int n = 0; n < kRun; ++n) {
         if (pending >> n & 1 && buckets[n] == bucket) {
           sum += x[n];
           pending &= ~(1u << n);

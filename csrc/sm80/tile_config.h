@@ -29,11 +29,9 @@ struct ForwardTiles {
   int blocks_per_sm;  // limited by registers
   Reading reading;
   bool keeps_q = false;  // keeps Q in registers, not read again for each tile of keys
-  // With a relative bias: of how many keys the buckets are searched for at the same time.
-  int searched_keys = 4;
 };
 
-// Entries are {rows, keys, warps, blocks_per_sm, {ahead, hides_thread}, keeps_q, searched_keys}.
+// Entries are {rows, keys, warps, blocks_per_sm, {ahead, hides_thread}, keeps_q}.
 template <int kHeadDim, Memory kMemory, bool kHasBias>
 constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32) {
@@ -62,11 +60,10 @@ struct BackwardTiles {
   int key_warps;        // dK and dV: warps along the keys; warps / this along the head dim
   int row_warps;        // dQ: warps along the rows; warps / this along the head dim
   Reading reading;
-  int searched_keys = 4;  // as in ForwardTiles
 };
 
 // Entries are {rows, keys, warps, blocks_per_sm, stages, score_row_warps, key_warps, row_warps,
-// {ahead, hides_thread}, searched_keys}.
+// {ahead, hides_thread}}.
 template <int kHeadDim, Memory kMemory, bool kIsDeterministic>
 constexpr BackwardTiles backward_tiles() {
   constexpr bool kLarge = kMemory == Memory::kLarge;
