@@ -125,25 +125,44 @@ class RelativeTile {
   HSTU_DEVICE void copy_position_to(Sum& scores) const {
     const Tile tile;
     const int size = bias_.position.size;
-    const int copy_stride = bias_.prepared.position_copy_stride;
-    // The entry of the table for the thread's first row and key.
-    const int first = size / 2 + k0_ + tile.first_key - (r0_ + tile.first_row + sequence_.offset);
+    // The entries of the table for the tile's and for the thread's first row and key.
+    const int of_tile = size / 2 + k0_ - (r0_ + sequence_.offset);
+    const int first = of_tile + tile.first_key - tile.first_row;
+    if (of_tile >= Tile::kTileRows && of_tile + Tile::kTileKeys <= size) {
+      // Blocks are multiples of 8 entries apart, so that all are in the same copy of the table.
+      const float4* const from = position_entries(first);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      // NOTE: copy n of the table begins with its entry n, so that any entry is aligned to 16 bytes
-      // in one copy.
-      const int entry = min(max(first + block_key(block) - block_row(block), -8), size) + 8;
-      const int copy = entry % 4;
-      const auto* from =
-          reinterpret_cast<const float4*>(matrix_.position + copy * copy_stride + (entry - copy));
-#pragma unroll
-      for (int n = 0; n < kRun; n += 4) {
-        const float4 weights = __ldg(from + n / 4);
-        at(scores, block * kRun + n) = weights.x;
-        at(scores, block * kRun + n + 1) = weights.y;
-        at(scores, block * kRun + n + 2) = weights.z;
-        at(scores, block * kRun + n + 3) = weights.w;
+      for (int block = 0; block < kBlocks; ++block) {
+        copy_run(from + (block_key(block) - block_row(block)) / 4, block, scores);
       }
+    } else {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const int entry = first + block_key(block) - block_row(block);
+        copy_run(position_entries(min(max(entry, -8), size)), block, scores);
+      }
+    }
+  }
+
+  // The position table from an entry on, of which 8 come before the first and after the last.
+  // NOTE: copy n of the table begins with its entry n, so that any entry is aligned to 16 bytes in
+  // one copy.
+  HSTU_DEVICE const float4* position_entries(int entry) const {
+    const int place = entry + 8;
+    const int copy = place & 3;
+    return reinterpret_cast<const float4*>(
+        matrix_.position + copy * bias_.prepared.position_copy_stride + (place - copy));
+  }
+
+  template <typename Sum>
+  static HSTU_DEVICE void copy_run(const float4* from, int block, Sum& scores) {
+#pragma unroll
+    for (int n = 0; n < kRun; n += 4) {
+      const float4 weights = __ldg(from + n / 4);
+      at(scores, block * kRun + n) = weights.x;
+      at(scores, block * kRun + n + 1) = weights.y;
+      at(scores, block * kRun + n + 2) = weights.z;
+      at(scores, block * kRun + n + 3) = weights.w;
     }
   }
 
