@@ -1,10 +1,10 @@
-"""Fixtures and hooks of the whole suite: the seed, the device, and what the GPU kernels lack."""
+"""Fixtures and hooks of the whole suite: the seed and the device."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -49,42 +49,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker and (reason := _why_no_gpu(**marker.kwargs)):
         pytest.skip(reason)
-
-
-# ---------------------------------------------------------------------------------------------
-# What the GPU kernels do not have yet
-# ---------------------------------------------------------------------------------------------
-
-# A test marked gpu_missing(feature) must fail on a GPU, and with this message.
-_REFUSALS = {"relative bias": "the relative bias is not built for GPUs"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks cases whose parameter `bias` names a relative bias; other tests carry the mark."""
-    from hstu_attn.testing import BIAS_NAMES  # imports triton, so TRITON_INTERPRET must be set
-
-    relative = {name for name in BIAS_NAMES if not name.startswith("rab")}
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        bias = callspec and callspec.params.get("bias")
-        if isinstance(bias, str) and bias in relative:
-            item.add_marker(pytest.mark.gpu_missing("relative bias"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Treats `gpu_missing` as `xfail(strict=True)` does, and compares the error's message."""
-    missing = pyfuncitem.get_closest_marker("gpu_missing")
-    if missing is None or pyfuncitem.get_closest_marker("gpu") is None:
-        return (yield)
-    (feature,) = missing.args
-    try:
-        yield
-    except RuntimeError as error:  # direct callers of an operator do not get NotImplementedError
-        if _REFUSALS[feature] not in str(error):
-            raise
-        pytest.xfail(f"GPU kernels have no {feature}")
-    pytest.fail(f"GPU kernels have a {feature}: take the mark gpu_missing away", pytrace=False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

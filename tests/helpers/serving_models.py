@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from recommender.model import RetrievalModel
 from recommender.served import ServedRetrieval
@@ -47,16 +46,6 @@ RANKING = {
         STU, enable_relative_attention_bias=True, relative_bias_max_seq_len=20
     ),
 }
-
-
-def marked(*names: str) -> list[Any]:
-    """Returns the names as test parameters, with a mark on what no GPU kernel can compute."""
-    relative_bias = pytest.mark.gpu_missing("relative bias")
-    configs = {**RETRIEVAL, **RANKING}
-    return [
-        pytest.param(name, marks=[relative_bias] * configs[name].enable_relative_attention_bias)
-        for name in names
-    ]
 
 
 COMPUTED = threading.local()  # whether the thread computes POISON

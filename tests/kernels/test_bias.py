@@ -125,7 +125,6 @@ def test_units_that_make_no_thresholds(make, name, arguments):
         make(*arguments)
 
 
-@pytest.mark.gpu_missing("relative bias")
 def test_a_bias_added_after_alpha_has_tables_divided_by_alpha(device):
     """The scores are those of Meta's Triton kernel of 2024, `alpha * q k + bias`."""
     length, heads, dim, alpha = 9, 2, 8, 0.25

@@ -90,7 +90,9 @@ def test_a_scale_for_each_row(dim, dtype):
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_every_head_dim(dim):
     dim_v = 8 * int(torch.randint(1, 33, ()))
-    for n, width in enumerate((dim, dim_v)):
+    for n, (width, bias) in enumerate(
+        ((dim, None), (dim_v, "rab"), (dim, "position-time"), (dim_v, "position-time"))
+    ):
         batch = make_batch(
             [150, 1, 0, 70],
             dim=dim,
@@ -98,7 +100,7 @@ def test_every_head_dim(dim):
             dtype=DTYPES[(dim // 8 + n) % 2],
             device="cuda",
             mask="context-target",
-            bias="rab" if n else None,
+            bias=bias,
         )
         check(batch)
 
@@ -216,7 +218,7 @@ def test_rab_is_larger_than_the_sequences():
 
 
 @both_dtypes
-@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_small_shared_memory(monkeypatch, dim, bias, dtype):
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", SMALL_MEMORY)
@@ -235,7 +237,7 @@ def test_small_shared_memory(monkeypatch, dim, bias, dtype):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("memory", ["", SMALL_MEMORY], ids=["all-memory", "small-memory"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
-@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @both_dtypes
 def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
@@ -279,7 +281,7 @@ def check_small_batch(batch: Batch, **options: object) -> None:
         assert_matches(name, tensor.cpu(), exact[name], same_dtype_reference[name])
 
 
-@pytest.mark.parametrize("bias", [None, "rab"])
+@pytest.mark.parametrize("bias", [None, "rab", "position-time"])
 @pytest.mark.parametrize("mask", MASK_NAMES)
 def test_with_and_without_a_list_of_work(mask, bias):
     """A forward without a list of work tiles has the bits of one with a list."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hstu_attn import Mask, RelativeBias, hstu_attention
+from hstu_attn import Mask, hstu_attention
 from hstu_attn.testing import Batch, make_batch, offsets, poisoned_memory, run
 from tests.helpers import raw_ops
 from tests.helpers.head_dims import HEAD_DIMS
@@ -82,7 +82,7 @@ def test_memory_of_a_call_is_not_handed_to_another_stream():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [None, "rab"])
+@pytest.mark.parametrize("bias", [None, "rab", "position-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_a_graph_serves_other_lengths(dim, bias):
     """A captured graph is replayed with other offsets, targets and contents of its buffers."""
@@ -125,7 +125,7 @@ def test_a_graph_serves_other_lengths(dim, bias):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_beside_other_work(dim, bias):
     lengths = [1500, 3, 0, 700, 64, 999]
@@ -145,9 +145,10 @@ def test_deterministic_beside_other_work(dim, bias):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("bias", ["rab", "position-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_sm_margin_changes_no_result(dim):
-    batch = make_batch([700, 300], dim=dim, device="cuda", dtype=BF16, mask="causal", bias="rab")
+def test_sm_margin_changes_no_result(dim, bias):
+    batch = make_batch([700, 300], dim=dim, device="cuda", dtype=BF16, mask="causal", bias=bias)
     dout = random_dout(batch)
     expected = run(hstu_attention, batch, dout, deterministic=True)
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -190,19 +191,17 @@ def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer
         batch.mask = Mask.causal(num_contexts=counts.flip(0), num_targets=counts)
     dout = random_dout(batch)
 
-    def room(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        buffer = torch.full((like.shape[0] + 200, *like.shape[1:]), 7.0, dtype=BF16, device="cuda")
+    def room(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.full((like.shape[0] + 200, *like.shape[1:]), 7.0, dtype=dtype, device="cuda")
         return buffer, buffer[100:-100]
 
-    buffer, out = room(batch.q)
+    buffer, out = room(batch.q, BF16)
     raw_ops.forward_out(batch, out)
     buffers = [buffer]
     gradients = {}
-    leaves = {"dq": batch.q, "dk": batch.k, "dv": batch.v}
-    if batch.bias is not None:
-        leaves["drab"] = batch.bias.rab
-    for name, like in leaves.items():
-        buffer, gradients[name] = room(like)
+    for name, like in batch.differentiable().items():
+        dtype = torch.float32 if name.endswith("_weight") else BF16
+        buffer, gradients[f"d{name}"] = room(like, dtype)
         buffers.append(buffer)
     raw_ops.backward_out(batch, dout, gradients, deterministic=deterministic)
     torch.cuda.synchronize()
@@ -212,7 +211,7 @@ def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head"])
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-row-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("lie", LIES)
 def test_lying_offsets_touch_nothing_else(lie, dim, bias):
@@ -225,7 +224,7 @@ def test_lying_offsets_do_not_hang_a_deterministic_backward(lie):
     script = (
         "from tests.kernels.test_cuda_calls import lying_call\n"
         "for dim in (64, 256):\n"
-        "    for bias in (None, 'rab-1-head'):\n"
+        "    for bias in (None, 'rab-1-head', 'position-time'):\n"
         f"        for longer in (1, 20): lying_call({lie!r}, dim, bias, True, longer)\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
@@ -276,13 +275,6 @@ def test_checked_calls_name_the_lie(monkeypatch, argument, values):
 # ---------------------------------------------------------------------------------------------
 # What is refused, and the environment
 # ---------------------------------------------------------------------------------------------
-
-
-def test_what_is_not_built_yet():
-    batch = make_batch([9], device="cuda", dtype=BF16, mask="causal")
-    tables = torch.zeros(2, 9, device="cuda", requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"^pos_weight: the relative bias is not built"):
-        hstu_attention(batch.q, batch.k, batch.v, **batch.with_bias(RelativeBias(tables)).options())
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

@@ -19,7 +19,6 @@ from tests.helpers.serving_models import (
     RETRIEVAL,
     SPOILT,
     make_model,
-    marked,
     on_device,
     some_events,
 )
@@ -134,7 +133,7 @@ def test_cached_layers(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host_pages", [0, 40])
-@pytest.mark.parametrize("name", marked(*RETRIEVAL, *RANKING))
+@pytest.mark.parametrize("name", [*RETRIEVAL, *RANKING])
 def test_engines(name: str, host_pages: int, device: str) -> None:
     """The scores, with graphs and without, are near those over a plain cache."""
     dtype = torch.bfloat16

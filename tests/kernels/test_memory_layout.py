@@ -108,7 +108,6 @@ def test_rows_of_spans_and_func_may_be_strided(device):
     assert torch.equal(run(hstu_attention, batch)["out"], expected)
 
 
-@pytest.mark.gpu_missing("relative bias")
 def test_tables_may_be_strided(device):
     batch = make_batch([41], heads=4, dtype=BF16, device=device, mask="causal")
     wide = torch.randn(4, 30, device=device)
@@ -205,7 +204,6 @@ def test_gradients_that_are_not_asked_for_are_empty(device):
     assert (drab.numel(), dpos.numel(), dts.numel()) == (0, 0, 0)
 
 
-@pytest.mark.gpu_missing("relative bias")
 def test_gradients_of_tables_that_there_are_not_are_empty(device):
     batch = make_batch([9], dtype=BF16, device=device, bias="position")
     *_, drab, dpos, dts = raw_ops.backward(

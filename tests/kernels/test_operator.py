@@ -128,7 +128,6 @@ def test_several_heads_share_a_bias_head(device):
     check_against_reference(hstu_attention, batch.with_bias(DenseBias(rab)))
 
 
-@pytest.mark.gpu_missing("relative bias")
 def test_several_heads_share_a_table(device):
     batch = make_batch([70, 12], heads=6, dtype=torch.bfloat16, device=device, mask="causal")
     times = torch.randint(0, 10**6, (82,), device=device)
@@ -138,7 +137,6 @@ def test_several_heads_share_a_table(device):
     check_against_reference(hstu_attention, batch.with_bias(tables))
 
 
-@pytest.mark.gpu_missing("relative bias")
 def test_own_thresholds(device):
     thresholds = torch.tensor([0, 5, 5, 100, 2**40], device=device)
     batch = make_batch([50], dtype=torch.bfloat16, device=device, mask="causal")

@@ -103,7 +103,6 @@ def test_dense_bias(device, fp8):
     check_against_reference(hstu_attention, batch.with_bias(DenseBias(rab)), backward=False)
 
 
-@pytest.mark.gpu_missing("relative bias")
 @with_and_without_fp8
 def test_relative_bias(device, fp8):
     batch = make_paged_batch(
@@ -294,22 +293,22 @@ def test_many_tiles(dim, page_size, blocks, fp8):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "rab"])
+@pytest.mark.parametrize("bias", [None, "rab", "relative"])
 @pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_every_paged_kernel(dim, blocks, with_bias, dtype, fp8):
-    batch = batch_for_kernel(dim, blocks, with_bias, dtype, fp8)
+def test_every_paged_kernel(dim, blocks, bias, dtype, fp8):
+    batch = batch_for_kernel(dim, blocks, bias, dtype, fp8)
     check_against_reference(hstu_attention, batch, backward=False)
 
 
 def batch_for_kernel(
-    dim: int, blocks: str, with_bias: bool, dtype: torch.dtype, fp8: bool
+    dim: int, blocks: str, bias: str | None, dtype: torch.dtype, fp8: bool
 ) -> Batch:
     is_split = "split" in blocks  # splits need enough keys
     batch = make_paged_batch(
         [2500 if is_split else 300, 40],
         [37, 70],
-        [0, 0] if with_bias else [80, 9],  # a bias with targets runs sm80
+        [0, 0] if bias == "rab" else [80, 9],  # a dense bias with targets runs sm80
         page_size=32,
         dim=dim,
         dtype=dtype,
@@ -317,7 +316,11 @@ def batch_for_kernel(
         fp8=fp8,
     )
     batch = with_tiles(batch, blocks)
-    if with_bias:
+    if bias == "relative":
+        times = torch.randint(10**4, (int(batch.cu_seqlens_k[-1]),), device="cuda").cumsum(0)
+        tables = torch.randn(1, 999, device="cuda"), torch.randn(2, 64, device="cuda")
+        return batch.with_bias(RelativeBias(*tables, times))
+    if bias == "rab":
         batch.max_seqlen_k += -batch.max_seqlen_k % 8  # TMA needs rows of a multiple of 16 bytes
         shape = (2, 1, batch.max_seqlen_k, batch.max_seqlen_k)
         batch = batch.with_bias(DenseBias(torch.randn(shape, device="cuda", dtype=dtype)))
@@ -334,7 +337,7 @@ def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
         pytest.skip("sm80 has one form")
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:
         pytest.skip("the numbers of tiles are for 132 multiprocessors")
-    batch = batch_for_kernel(dim, blocks, False, BF16, fp8)
+    batch = batch_for_kernel(dim, blocks, None, BF16, fp8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run(hstu_attention, batch)
         torch.cuda.synchronize()
@@ -356,7 +359,7 @@ def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
 @pytest.mark.gpu
 def test_rows_that_no_sequence_has(fp8):
     """In a call with splits and a far too large buffer, the rows of no sequence are zero."""
-    batch = batch_for_kernel(64, "two splits", False, BF16, fp8)
+    batch = batch_for_kernel(64, "two splits", None, BF16, fp8)
     expected = run(hstu_attention, batch)["out"]
     larger = 100_000
     q, k, v = (x.new_zeros(larger, *x.shape[1:]) for x in (batch.q, batch.k, batch.v))

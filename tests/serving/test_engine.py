@@ -51,7 +51,6 @@ from tests.helpers.serving_models import (
     check_answers,
     make_cache,
     make_model,
-    marked,
     some_events,
 )
 
@@ -163,9 +162,7 @@ def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
     assert max(lengths) > LONGEST - 8
 
 
-@pytest.mark.parametrize(
-    "name", marked("retrieval", "retrieval, no bias", "ranking", "ranking, times")
-)
+@pytest.mark.parametrize("name", ["retrieval", "retrieval, no bias", "ranking", "ranking, times"])
 def test_bf16(name: str, device: str) -> None:
     check_answers(name, torch.bfloat16, device)
 

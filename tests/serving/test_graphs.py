@@ -37,7 +37,7 @@ from tests.helpers.serving_models import (
     twin,
 )
 
-MODELS = ["retrieval, no bias", "ranking", "ranking, window"]  # that GPUs can compute
+MODELS = ["retrieval", "retrieval, no bias", "ranking, times", "ranking, window"]
 Batch = list[tuple[int, list[Any], list[int]]]  # user, events and candidates of each request
 
 
