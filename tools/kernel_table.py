@@ -3,7 +3,7 @@
 The build leaves the output of `nvcc -Xptxas=-v` next to each object, as *.cu.o.log. The table has a
 line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run
 time is not in it), stack, and bytes spilled. --check instead fails where an attention kernel
-spills.
+spills that is not one of MAY_SPILL.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 NAME_COLUMNS = 72
+
+# Parts of the names of attention kernels that may spill, by the folder of their sources.
+MAY_SPILL = {
+    # Another warpgroup computes the bias, so that the consumers have fewer registers.
+    "sm90": "RelativeScoreBias",
+}
 
 _KERNEL = re.compile(r"Compiling entry function '(?P<symbol>\w+)' for '(?P<gpu>\w+)'")
 _FUNCTION = re.compile(
@@ -41,6 +47,11 @@ class Kernel(NamedTuple):
     @property
     def is_attention(self) -> bool:
         return self.source.startswith("sm")
+
+    @property
+    def may_spill(self) -> bool:
+        part = MAY_SPILL.get(self.source.split("/")[0])
+        return not self.is_attention or (part is not None and part in self.symbol)
 
 
 def read_log(source: str, text: str) -> Iterator[Kernel]:
@@ -101,12 +112,12 @@ def main() -> None:
         return
     if not kernels:
         raise SystemExit(f"{options.folder}: expected logs of compiled kernels, got none")
-    spilling = [kernel for kernel in kernels if kernel.spill_bytes and kernel.is_attention]
+    spilling = [kernel for kernel in kernels if kernel.spill_bytes and not kernel.may_spill]
     for kernel in spilling:
         print(f"{kernel.source}: {kernel.symbol} spills {kernel.spill_bytes} bytes on {kernel.gpu}")
     if spilling:
         raise SystemExit("expected no spill in an attention kernel")
-    print(f"{len(kernels)} kernels, no spill in those of attention")
+    print(f"{len(kernels)} kernels, no spill in those of attention that may not")
 
 
 if __name__ == "__main__":

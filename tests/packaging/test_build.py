@@ -53,13 +53,21 @@ ptxas info    : Function properties for _ZN4hstu6secondEv
     16 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers
 """
+MAY_SPILL = "_ZN4hstu6secondINS_17RelativeScoreBiasILi1EEEEEvv"
 
 
 @pytest.mark.parametrize(
-    ("source", "fails"), [("sm80/forward_d64.bf16.cu", True), ("paged/append.cu", False)]
+    ("source", "symbol", "fails"),
+    [
+        ("sm80/forward_d64.bf16.cu", "_ZN4hstu6secondEv", True),
+        ("sm90/forward_d64.bf16.cu", "_ZN4hstu6secondEv", True),
+        ("sm90/forward_d64.bf16.cu", MAY_SPILL, False),
+        ("paged/append.cu", "_ZN4hstu6secondEv", False),
+    ],
 )
 def test_kernel_table(
     source: str,
+    symbol: str,
     fails: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -67,11 +75,11 @@ def test_kernel_table(
 ) -> None:
     log = tmp_path / f"{source}.o.log"
     log.parent.mkdir(parents=True)
-    log.write_text(PTXAS_LOG)
+    log.write_text(PTXAS_LOG.replace("_ZN4hstu6secondEv", symbol))
     (tmp_path / "build.ninja").write_text(f"build {source}.o: nvcc {source}\n")
     assert kernel_table.read_logs(tmp_path) == [
         (source, "_ZN4hstu5firstEv", "sm_80", 168, 1024, 0, 0),
-        (source, "_ZN4hstu6secondEv", "sm_90", 255, 0, 16, 32),
+        (source, symbol, "sm_90", 255, 0, 16, 32),
     ]
     monkeypatch.setattr(sys, "argv", ["kernel_table.py", str(tmp_path)])
     kernel_table.main()
