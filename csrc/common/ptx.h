@@ -55,10 +55,6 @@ HSTU_DEVICE void red_add_v4(float* address, float x, float y, float z, float w) 
                : "memory");
 }
 
-HSTU_DEVICE void prefetch_l1(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
-
 HSTU_DEVICE void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -86,6 +82,16 @@ HSTU_DEVICE void cp_async_cached_16(const void* from, void* to) {
 HSTU_DEVICE void cp_async_4_or_zeros(const void* from, void* to, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(exists ? 4 : 0)
+               : "memory");
+}
+
+// Copy 4 and 8 bytes.
+HSTU_DEVICE void cp_async_4(const void* from, void* to) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+HSTU_DEVICE void cp_async_8(const void* from, void* to) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from)
                : "memory");
 }
 

@@ -37,22 +37,48 @@ class BackwardBias {
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
     const bool sums_ds = buffers.sums.position.words || buffers.sums.time.words;
+    const int thread = thread_of_warpgroup();
+    Memory& memory = smem.table_gradients[0];
     BiasState bias_state;
     DsState ds_state;
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
+      const SequenceTile& tile = work_tile.tile;
+      const HeadBias bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
+                          work_tile.head);
+      RowTimes times;
+      const auto start_copy = [&](int m, int parity) {
+        bias.template start_copy_position<kWarpgroup>(
+            thread, m * kRows, Traits::first_key(work_tile), memory.position[parity]);
+        times = bias.times_of_row(m * kRows + thread % kRows);
+      };
       int m = Traits::first_row_tile(work_tile);
-      find_tile(params, buffers, work_tile, m, bias_state, smem);
-      while (m >= 0) {
-        const int next = Traits::next_row_tile(work_tile, m);
-        if (next >= 0) find_tile(params, buffers, work_tile, next, bias_state, smem);
-        smem.pipeline_ds.consumer_wait(ds_state);
-        if (sums_ds) {
-          sum_tile(params, buffers, work_tile, m, ds_state, smem);
-        } else {
-          smem.pipeline_ds.consumer_release_by_warp(ds_state);
+      sync();  // the windows have been read
+      bias.template start_copy_keys<kWarpgroup>(thread, Traits::first_key(work_tile), memory.keys);
+      start_copy(m, bias_state.count % 2);
+      int next = m;
+      for (bool is_first = true;; is_first = false) {
+        // The bias of the next tile, which is the first one in the first round.
+        if (next >= 0) {
+          ptx::cp_async_wait_all();
+          sync();  // this window is written, the other one is read
+          const RowTimes own = times;
+          const int parity = bias_state.count % 2;
+          const int after = Traits::next_row_tile(work_tile, next);
+          if (after >= 0) start_copy(after, parity ^ 1);
+          find_tile(buffers, work_tile, bias, own, bias_state, smem);
         }
-        ds_state.advance();
-        m = next;
+        if (!is_first) {
+          smem.pipeline_ds.consumer_wait(ds_state);
+          if (sums_ds) {
+            sum_tile(params, buffers, work_tile, m, ds_state, smem);
+          } else {
+            smem.pipeline_ds.consumer_release_by_warp(ds_state);
+          }
+          ds_state.advance();
+          m = next;
+          if (m < 0) break;
+        }
+        next = Traits::next_row_tile(work_tile, m);
       }
     });
   }
@@ -75,21 +101,21 @@ class BackwardBias {
     return reinterpret_cast<uint2*>(own) + row * kChunks + chunk;
   }
 
-  // Computes the tile of the bias for tile m of rows. A thread has a row and half of the keys.
-  static HSTU_DEVICE void find_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                    const WorkTile& work_tile, int m, BiasState& state,
+  // Computes the next tile of the bias. A thread has a row, with `times`, and half of the keys.
+  static HSTU_DEVICE void find_tile(const BackwardBuffers& buffers, const WorkTile& work_tile,
+                                    const HeadBias& bias, const RowTimes& times, BiasState& state,
                                     SharedMemory& smem) {
     constexpr int kThreadChunks = kChunks / 2;
+    Memory& memory = smem.table_gradients[0];
     const int row = thread_of_warpgroup() % kRows;
     const int first_chunk = thread_of_warpgroup() / kRows * kThreadChunks;
-    const SequenceTile& tile = work_tile.tile;
-    const BiasOfRows bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
-                          work_tile.head, m * kRows + row / 32 * 32);
     const int parity = state.count % 2;
     uint32_t lowest = 255;
     smem.pipeline_bias.producer_acquire(state);
     bias.template find<kThreadChunks>(
-        Traits::first_key(work_tile) + first_chunk * 8,
+        times, Traits::first_key(work_tile) + first_chunk * 8, memory.keys.times + first_chunk * 8,
+        memory.keys.ranges + first_chunk,
+        memory.position[parity].weights + kRows - 1 - row + first_chunk * 8,
         [&](int n, const float (&x)[8], uint2 buckets) {
           const int chunk = first_chunk + n;
           *reinterpret_cast<uint4*>(chunk_at(smem.bias[state.index()], row, chunk)) = half_chunk(x);
@@ -100,12 +126,9 @@ class BackwardBias {
                                    min(least >> 16 & 0xff, least >> 24)));
         });
     smem.pipeline_bias.producer_commit_by_warp(state);
-    bias.prefetch_rows(tile.sequence, Traits::kIsDeterministic ? -kRows : kRows,
-                       Traits::first_key(work_tile), kKeys);
     lowest = __reduce_min_sync(0xffffffff, lowest);
     if (threadIdx.x % 32 == 0) {
-      smem.table_gradients[0].lowest_bucket[parity][thread_of_warpgroup() / 32] =
-          static_cast<int>(lowest);
+      memory.lowest_bucket[parity][thread_of_warpgroup() / 32] = static_cast<int>(lowest);
     }
     state.advance();
   }

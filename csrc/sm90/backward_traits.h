@@ -136,11 +136,13 @@ struct BackwardTraits {
   // two. In a cluster, dQ overwrites Q.
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
-  // What the warpgroup of a relative bias needs to sum a tile of dS; see backward_bias.h.
+  // What the warpgroup of a relative bias needs for its tiles; see backward_bias.h.
   struct TableGradientMemory {
     static constexpr int kDiagonals = kRows + kBlockKeys;
-    static constexpr int kBins = kHeadDim <= 64 ? 64 : 16;  // as many as fit
+    static constexpr int kBins = kHeadDim <= 64 ? 64 : 8;  // as many as fit
 
+    KeyTimes<kBlockKeys> keys;
+    PositionWeights<kRows, kBlockKeys> position[2];
     float diagonals[8][kDiagonals];
     float bins[kBins][kBlockKeys];  // of buckets, for each thread that sums dS
     int lowest_bucket[2][4];        // of the tiles in BackwardBuffers::buckets, by warp

@@ -181,7 +181,7 @@ struct ForwardConsumer {
       tile = read_by_warp(smem.key_tiles[k_state.index()]);
       smem.pipeline_k.consumer_release_by_warp(k_state);
       smem.pipeline_v.consumer_release_by_warp(k_state);
-      bias.skip_tile(smem);
+      bias.skip_tile(smem, warpgroup);
       k_state.advance();
     }
   }

@@ -45,8 +45,8 @@ struct ForwardTraits {
   static constexpr int kClusterSize = kClusterSize_;
   static_assert(kIsSplitByCluster == (kClusterSize > 1), "a cluster is for split-KV");
 
-  static constexpr ForwardTiles kTiles =
-      forward_tiles<kHeadDim, Bias::kHasTiles, Source::kIsPaged, Source::kIsQuantized>();
+  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, Bias::kHasTiles, Source::kIsPaged,
+                                                       Source::kIsQuantized, Bias::kWarpgroups>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
@@ -148,7 +148,10 @@ struct ForwardTraits {
   using WorkState = PipelineState<4>;
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
-  using BiasState = PipelineState<2>;
+  // A relative bias has a pipeline for the rows of each consumer: with one stage, it computes those
+  // of one consumer while the other one needs none.
+  static constexpr int kBiasPipelines = Bias::kWarpgroups ? kConsumers : 1;
+  using BiasState = PipelineState<Bias::kWarpgroups == 1 ? 1 : 2>;
   using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:
@@ -181,7 +184,8 @@ struct ForwardTraits {
     Pipeline<QState::kStages> pipeline_q;
     Pipeline<KVState::kStages> pipeline_k;
     Pipeline<KVState::kStages> pipeline_v;
-    Pipeline<BiasState::kStages> pipeline_bias;
+    Pipeline<BiasState::kStages> pipeline_bias[kBiasPipelines];
+    typename Bias::template Windows<kRows, kKeys> bias_windows[Bias::kWarpgroups];
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
@@ -197,8 +201,13 @@ struct ForwardTraits {
     smem.pipeline_q.init(kConsumerWarps);
     smem.pipeline_k.init(kConsumerWarps);
     smem.pipeline_v.init(kConsumerWarps);
-    // NOTE: a warpgroup of a relative bias fills a stage alone.
-    smem.pipeline_bias.init(kConsumerWarps, /*producers=*/Bias::kWarpgroups ? 4 : 1);
+    for (auto& pipeline : smem.pipeline_bias) {
+      if constexpr (Bias::kWarpgroups) {
+        pipeline.init(/*consumers=*/4, /*producers=*/2);  // warps of one warpgroup each
+      } else {
+        pipeline.init(kConsumerWarps);
+      }
+    }
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }

@@ -8,15 +8,17 @@
 // a Consumer, whose init_accumulator() gives the scores the value that Q K^T is added to.
 #pragma once
 
-#include "../common/relative_bias.h"
 #include "bias.h"
 #include "pipeline.h"
+#include "relative_bias.h"
 
 namespace hstu::sm90 {
 
 struct NoScoreBias {
   static constexpr bool kHasTiles = false;  // of shared memory
   static constexpr int kWarpgroups = 0;     // that compute tiles
+  template <int kRows, int kKeys>
+  struct Windows {};  // what these warpgroups need
   template <typename Element>
   using TileElement = Element;  // for a call with tensors of Element
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
@@ -34,13 +36,15 @@ struct NoScoreBias {
   struct Consumer {
     template <typename Scores>
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
-    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory&) {}
+    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory&, int) {}
   };
 };
 
 struct DenseScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = 0;
+  template <int kRows, int kKeys>
+  using Windows = NoScoreBias::Windows<kRows, kKeys>;
   template <typename Element>
   using TileElement = Element;
   // Q K^T is added to what the accumulator holds.
@@ -65,8 +69,9 @@ struct DenseScoreBias {
       using Source = typename Traits::Source;
       if (!Source::is_leader()) return;
       const Sequence& sequence = work_tile.tile.sequence;
-      smem.pipeline_bias.producer_acquire(state);
-      auto& full = smem.pipeline_bias.full[state.index()];
+      auto& pipeline = smem.pipeline_bias[0];
+      pipeline.producer_acquire(state);
+      auto& full = pipeline.full[state.index()];
       full.arrive_and_expect_tx(sizeof(smem.bias[0]));
       start_copy_bias<kRows, kKeys>(maps.bias, work_tile.tile.sequence_index,
                                     work_tile.head / (params.heads / params.rab.heads),
@@ -86,16 +91,23 @@ struct DenseScoreBias {
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
                                       Scores& scores) {
       constexpr int kKeys = Traits::kKeys;
-      smem.pipeline_bias.consumer_wait(state);
+      auto& pipeline = pipeline_of(smem, warpgroup);
+      pipeline.consumer_wait(state);
       load_bias<kKeys>(smem.bias[state.index()] + warpgroup * (kWarpgroupRows * kKeys), scores);
-      smem.pipeline_bias.consumer_release_by_warp(state);
+      pipeline.consumer_release_by_warp(state);
       state.advance();
     }
     // Releases the bias of a key tile that no row of the warpgroup sees.
-    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory& smem) {
-      smem.pipeline_bias.consumer_wait(state);
-      smem.pipeline_bias.consumer_release_by_warp(state);
+    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory& smem, int warpgroup) {
+      auto& pipeline = pipeline_of(smem, warpgroup);
+      pipeline.consumer_wait(state);
+      pipeline.consumer_release_by_warp(state);
       state.advance();
+    }
+
+   private:
+    static HSTU_DEVICE auto& pipeline_of(typename Traits::SharedMemory& smem, int warpgroup) {
+      return smem.pipeline_bias[Traits::kBiasPipelines == 1 ? 0 : warpgroup];
     }
   };
 };
@@ -124,50 +136,88 @@ struct RelativeScoreBias {
   template <typename Traits>
   using Consumer = DenseScoreBias::Consumer<Traits>;
 
-  // Computes the tiles of all work tiles of the block. Called by warpgroup n of kWarpgroups.
+  // What a warpgroup computes a tile from, and what it is copying for its next one.
+  template <int kRows, int kKeys>
+  struct Windows {
+    KeyTimes<kKeys> keys[2];
+    PositionWeights<kRows, kKeys> position[2];
+  };
+
+  // Computes the tiles of all work tiles of the block. Called by warpgroup n of kWarpgroups, where
+  // each thread has one row.
   template <typename Traits>
   static HSTU_DEVICE void run(const ForwardParams& params, typename Traits::SharedMemory& smem,
                               int n) {
+    constexpr int kRows = Traits::kRows;
     constexpr int kKeys = Traits::kKeys;
-    static_assert(Traits::kRows == kWarpgroup, "each thread has one row");
+    static_assert(kRows == kWarpgroup, "each thread has one row");
     static_assert(Traits::BiasState::kStages % kWarpgroups == 0, "a warpgroup has its own stages");
     using WorkTile = typename Traits::WorkTile;
     using Source = typename Traits::Source;
-    const int row = static_cast<int>(threadIdx.x) % Traits::kRows;
+    const int row = static_cast<int>(threadIdx.x) % kRows;
+    auto& windows = smem.bias_windows[n];
+    auto& pipeline = smem.pipeline_bias[row / kWarpgroupRows];
     typename Traits::BiasState state;
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
       const SequenceTile& tile = work_tile.tile;
-      const BiasOfRows bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
-                            work_tile.head, tile.index * Traits::kRows + row / 32 * 32);
-      for (int first = work_tile.tile_from(0); first != Traits::kNoKey;) {
-        const int next = work_tile.tile_from(first + kKeys);
-        if (static_cast<int>(state.count % kWarpgroups) == n) {
-          if (next != Traits::kNoKey) {
-            bias.prefetch(Source::template key_of<kKeys>(tile.sequence, next), kKeys);
-          }
-          smem.pipeline_bias.producer_acquire(state);
-          find_tile<Traits>(bias, Source::template key_of<kKeys>(tile.sequence, first), row,
-                            smem.bias[state.index()]);
-          smem.pipeline_bias.producer_commit_by_warp(state);
+      const int first_row = tile.index * kRows;
+      const HeadBias bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
+                          work_tile.head);
+      const auto key_of = [&](int first) {
+        return Source::template key_of<kKeys>(tile.sequence, first);
+      };
+      const auto start_copy = [&](int first, int parity) {
+        if (first == Traits::kNoKey) return;
+        const int key = key_of(first);
+        bias.template start_copy_keys<kWarpgroup>(row, key, windows.keys[parity]);
+        bias.template start_copy_position<kWarpgroup>(row, first_row, key,
+                                                      windows.position[parity]);
+      };
+      // The tile of this warpgroup from `first` on, which is number `count` of the block.
+      const auto own_tile = [&](int first, uint32_t& count) {
+        for (; first != Traits::kNoKey && static_cast<int>(count % kWarpgroups) != n; ++count) {
+          first = work_tile.tile_from(first + kKeys);
         }
-        state.advance();
+        return first;
+      };
+      const RowTimes times = bias.times_of_row(first_row + row);
+      int first = own_tile(work_tile.tile_from(0), state.count);
+      int parity = 0;
+      sync_warpgroup(Traits::kConsumers + n);  // the windows have been read
+      start_copy(first, parity);
+      while (first != Traits::kNoKey) {
+        ptx::cp_async_wait_all();
+        sync_warpgroup(Traits::kConsumers + n);  // this window is written, the other one is read
+        auto next_state = state;
+        next_state.advance();
+        const int next = own_tile(work_tile.tile_from(first + kKeys), next_state.count);
+        start_copy(next, parity ^ 1);
+        pipeline.producer_acquire(state);
+        find_tile<Traits>(bias, times, key_of(first), row, windows.keys[parity],
+                          windows.position[parity], smem.bias[state.index()]);
+        pipeline.producer_commit_by_warp(state);
+        state = next_state;
         first = next;
+        parity ^= 1;
       }
     });
   }
 
  private:
   // Writes a row of a tile, in the layout of load_bias().
-  template <typename Traits>
-  static HSTU_DEVICE void find_tile(const BiasOfRows& bias, int first, int row,
+  template <typename Traits, typename Keys, typename Position>
+  static HSTU_DEVICE void find_tile(const HeadBias& bias, const RowTimes& times, int first, int row,
+                                    const Keys& keys, const Position& position,
                                     cutlass::half_t* tile) {
     const int own = row % kWarpgroupRows;
     cutlass::half_t* const rows = tile + row / kWarpgroupRows * (kWarpgroupRows * Traits::kKeys);
-    bias.template find<Traits::kKeys / 8>(first, [&](int chunk, const float (&x)[8], uint2) {
-      cutlass::half_t* const to =
-          rows + (chunk / 8 * kWarpgroupRows + own) * 64 + (chunk % 8 ^ own % 8) * 8;
-      *reinterpret_cast<uint4*>(to) = half_chunk(x);
-    });
+    bias.template find<Traits::kKeys / 8>(
+        times, first, keys.times, keys.ranges, position.weights + Traits::kRows - 1 - row,
+        [&](int chunk, const float (&x)[8], uint2) {
+          cutlass::half_t* const to =
+              rows + (chunk / 8 * kWarpgroupRows + own) * 64 + (chunk % 8 ^ own % 8) * 8;
+          *reinterpret_cast<uint4*>(to) = half_chunk(x);
+        });
   }
 };
 

@@ -49,9 +49,12 @@ constexpr Registers registers_with_bias(int head_dim, bool is_paged, int bias_wa
 
 // There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages
 // as fit into shared memory.
-template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized>
+template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized, int kBiasWarpgroups>
 constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32 || kHeadDim == 64) {
+    if constexpr (kBiasWarpgroups == 2) {  // their windows take 9 KB
+      return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 3};
+    }
     // Two stages of a bias tile take 32 KB for each consumer.
     if constexpr (kHasBias) {
       return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
