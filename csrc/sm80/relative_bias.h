@@ -82,28 +82,30 @@ class RelativeTile {
   HSTU_DEVICE void add_to_time_sums(const Sum& gradients, const TableSum& sums) {
     find_block();
     add_blocks_of_one_bucket(gradients, sums);
-    for_each_mixed_block([&](int index, bool is_mixed, const int (&buckets)[kRun]) {
-      float x[kRun] = {};
-      uint32_t pending = 0;
+    for_each_mixed_block(
+        [&](int index, const Block& block, bool is_mixed, const int (&buckets)[kRun]) {
+          float x[kRun] = {};
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        if (block == index) {
+          for (int n = 0; n < kBlocks; ++n) {
+            if (n == index && is_mixed) {
 #pragma unroll
-          for (int n = 0; n < kRun; ++n) x[n] = at(gradients, block * kRun + n);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kRun; ++n) {
-        if (is_mixed && x[n] != 0) pending |= 1u << n;
-      }
-      add_mixed_block(x, pending, buckets, sums);
-    });
+              for (int c = 0; c < kRun; ++c) x[c] = at(gradients, n * kRun + c);
+            }
+          }
+          const int others = block.range.last - block.range.first;
+          if (__any_sync(kAllLanes, is_mixed && others > kFewOthers)) {
+            add_block_of_any_buckets(x, buckets, sums);
+          } else {
+            add_block_of_few_buckets(x, is_mixed ? others : -1, block.range.first, buckets, sums);
+          }
+        });
   }
 
  private:
   static constexpr int kRun = Tile::kRun;
   static constexpr int kRuns = Tile::kThreadColumns / kRun;  // of a row of the fragment
   static constexpr int kBlocks = Tile::kThreadRows * kRuns;  // for each t
+  static constexpr int kFewOthers = 5;  // buckets of a block that are looked for one by one
   static_assert(kBlocks == 2 || kBlocks == 4 || kBlocks == 8, "each lane finds a block's buckets");
 
   // Element n of the fragment, whose runs are in the order of blocks.
@@ -210,7 +212,7 @@ class RelativeTile {
 #pragma unroll
       for (int n = 0; n < kRun; ++n) at(scores, block * kRun + n) += x;
     }
-    for_each_mixed_block([&](int index, bool is_mixed, const int (&buckets)[kRun]) {
+    for_each_mixed_block([&](int index, const Block&, bool is_mixed, const int (&buckets)[kRun]) {
       float x[kRun];
 #pragma unroll
       for (int n = 0; n < kRun; ++n) {
@@ -226,8 +228,8 @@ class RelativeTile {
     });
   }
 
-  // Calls visit(n, is_mixed, buckets) if one of the blocks (n, 0) to (n, 3) has several buckets.
-  // `is_mixed` says if the thread's has; else `buckets` are 0.
+  // Calls visit(n, block, is_mixed, buckets) if one of the blocks (n, 0) to (n, 3) has several
+  // buckets. `block` is the thread's, and `is_mixed` says if it has; else `buckets` are 0.
   template <typename Visit>
   HSTU_DEVICE void for_each_mixed_block(Visit visit) const {
     constexpr uint32_t kOwners = kAllLanes >> (32 - 4 * kBlocks);
@@ -249,7 +251,7 @@ class RelativeTile {
       block.is_narrow = narrow >> owner & 1;
       int buckets[kRun] = {};
       if (is_mixed) find_buckets(block, index, buckets);
-      visit(index, is_mixed, buckets);
+      visit(index, block, is_mixed, buckets);
     }
   }
 
@@ -334,11 +336,45 @@ class RelativeTile {
     return blocks[0];
   }
 
-  // Adds the thread's scores of a block whose bits are set in `pending`. The 8 lanes with equal t
-  // add up those of one bucket in each step.
-  HSTU_DEVICE void add_mixed_block(const float (&x)[kRun], uint32_t pending,
-                                   const int (&buckets)[kRun], const TableSum& sums) const {
+  // The 8 rows of a block, which the lanes with equal t have, added up.
+  static HSTU_DEVICE float sum_of_rows(float x) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      x += __shfl_xor_sync(kAllLanes, x, distance);
+    }
+    return x;
+  }
+
+  // Adds blocks with buckets [first, first + others], two buckets at a time.
+  HSTU_DEVICE void add_block_of_few_buckets(const float (&x)[kRun], int others, int first,
+                                            const int (&buckets)[kRun],
+                                            const TableSum& sums) const {
+#pragma unroll 1
+    for (int next = 0; __any_sync(kAllLanes, next <= others); next += 2) {
+      float two[2] = {};
+#pragma unroll
+      for (int n = 0; n < kRun; ++n) {
+        if (buckets[n] == first + next) two[0] += x[n];
+        if (buckets[n] == first + next + 1) two[1] += x[n];
+      }
+      two[0] = sum_of_rows(two[0]);
+      two[1] = sum_of_rows(two[1]);
+      const int second = lane() / 4;
+      if (second < 2 && next + second <= others) {
+        sums.add(matrix_.time_entry + first + next + second, second ? two[1] : two[0]);
+      }
+    }
+  }
+
+  // Adds blocks whose buckets are far apart, one bucket of each block at a time.
+  HSTU_DEVICE void add_block_of_any_buckets(const float (&x)[kRun], const int (&buckets)[kRun],
+                                            const TableSum& sums) const {
     const uint32_t rows = 0x11111111u << lane() % 4;
+    uint32_t pending = 0;
+#pragma unroll
+    for (int n = 0; n < kRun; ++n) {
+      if (x[n] != 0) pending |= 1u << n;
+    }
 #pragma unroll 1
     for (;;) {
       const uint32_t lanes = __ballot_sync(kAllLanes, pending != 0);
@@ -358,10 +394,7 @@ class RelativeTile {
           pending &= ~(1u << n);
         }
       }
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, distance);
-      }
+      sum = sum_of_rows(sum);
       if (lane() == leader) sums.add(matrix_.time_entry + bucket, sum);
     }
   }
