@@ -219,7 +219,7 @@ struct Backward {
       }
       gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, smem_q, smem_k);
 
-      if constexpr (kHasDenseBias) {
+      if constexpr (kBias != ScoreBias::kNone) {
         if (next >= 0) bias.prefetch(next * kRows, k0);
       }
       if (kIsDeterministic && threadIdx.x == 0) {

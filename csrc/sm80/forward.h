@@ -129,7 +129,7 @@ struct Forward {
       auto bias = bias_of_tile(params, sequence, r0, k0, smem);
       if constexpr (kHasDenseBias) bias.fetch(r0, k0);
       const int next = smem.map.before(tile);
-      if constexpr (kHasDenseBias) {
+      if constexpr (kBias != ScoreBias::kNone) {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
       ptx::cp_async_wait_all();

@@ -76,6 +76,33 @@ class RelativeTile {
     }
   }
 
+  // Prefetches what copy_to() reads for the tile that begins with row r0 and key k0 into the L1
+  // cache. Called by all threads of the block.
+  HSTU_DEVICE void prefetch(int r0, int k0) const {
+    const int rows = min(Tile::kTileRows, sequence_.q_len - r0);
+    const int keys = min(Tile::kTileKeys, sequence_.k_len - k0);
+    const int warp = bounded_thread_idx() / 32;
+    if (warp == 0 && matrix_.position) {
+      const int size = bias_.position.size;
+      const int of_tile = size / 2 + k0 - (r0 + sequence_.offset);
+      const int begin = min(max(of_tile - Tile::kTileRows, -8), size) + 8;
+      const int end = min(max(of_tile + Tile::kTileKeys, -8), size) + 8;
+      const float* const copy = matrix_.position + lane() % 4 * bias_.prepared.position_copy_stride;
+      for (int n = begin + lane() / 4 * 32; n < end + 32; n += 8 * 32) {
+        ptx::prefetch_l1(copy + min(n, end));
+      }
+    } else if (warp == 1 && matrix_.weights) {
+      prefetch_times(bias_.timestamps + sequence_.k_begin + k0, keys, lane());
+      prefetch_times(&matrix_.key_ranges[k0 / 8].earliest, ceil_div(keys, 8) * 2, lane() - 16);
+    } else if (warp == 2 && matrix_.weights) {
+      const int64_t* const times = bias_.row_timestamps
+                                       ? bias_.row_timestamps + sequence_.q_begin
+                                       : bias_.timestamps + sequence_.k_begin + sequence_.offset;
+      prefetch_times(times + r0, rows, lane());
+      prefetch_times(&matrix_.row_ranges[r0 / 8].earliest, ceil_div(rows, 8) * 2, lane() - 16);
+    }
+  }
+
   // Adds dS to the sums of the time table's entries. It finds the buckets again, because the scores
   // in between leave no registers to keep them.
   template <typename Sum>
@@ -171,6 +198,11 @@ class RelativeTile {
   static HSTU_DEVICE TimeRange load_range(const TimeRange* range) {
     const longlong2 words = __ldg(reinterpret_cast<const longlong2*>(range));
     return {words.x, words.y};
+  }
+
+  // Prefetches `count` times, a line of 16 by each lane from 0 on.
+  static HSTU_DEVICE void prefetch_times(const int64_t* times, int count, int lane) {
+    if (lane >= 0 && lane * 16 < count + 15) ptx::prefetch_l1(times + min(lane * 16, count - 1));
   }
 
   // The buckets of a block. The differences of its times, less the least of them, mostly fit into
