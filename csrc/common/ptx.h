@@ -55,6 +55,10 @@ HSTU_DEVICE void red_add_v4(float* address, float x, float y, float z, float w) 
                : "memory");
 }
 
+HSTU_DEVICE void prefetch_l1(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
 HSTU_DEVICE void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
