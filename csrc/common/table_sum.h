@@ -2,7 +2,7 @@
 // they do not depend on the order of additions, so they are the same bit by bit in every run.
 //
 // A number is an integer of 24 bits times a power of two. The sum of an entry has a 64-bit integer
-// for each 16 exponents, and a number is added to one of them. There is room for 2^23 numbers.
+// for each 12 exponents, and a number is added to one of them. There is room for 2^28 numbers.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,9 @@
 namespace hstu {
 
 struct TableSum {
-  static constexpr int kWords = 17;  // the last one counts the numbers that are not finite
+  static constexpr int kExponents = 12;  // of a word
+  // The last word counts the numbers that are not finite.
+  static constexpr int kWords = (254 + kExponents) / kExponents + 1;
 
   int64_t* words = nullptr;  // [kWords, entries], zeroed
   int64_t entries = 0;
@@ -28,8 +30,8 @@ struct TableSum {
     const int64_t fraction = bits & 0x7fffff;
     // NOTE: numbers of exponent 0 have no hidden bit, and the unit of those of exponent 1.
     const int64_t integer = exponent == 0 ? fraction << 1 : fraction | 0x800000;
-    const int64_t shifted = integer << exponent % 16;
-    return {exponent / 16, bits >> 31 ? -shifted : shifted};
+    const int64_t shifted = integer << exponent % kExponents;
+    return {exponent / kExponents, bits >> 31 ? -shifted : shifted};
   }
 
 #if defined(__CUDACC__)
@@ -46,7 +48,7 @@ struct TableSum {
     if (words[(kWords - 1) * entries + entry]) return 0.0 / 0.0;
     double sum = 0;
     double unit = 0x1p-150;
-    for (int word = 0; word < kWords - 1; ++word, unit *= 65536) {
+    for (int word = 0; word < kWords - 1; ++word, unit *= 1 << kExponents) {
       sum += static_cast<double>(words[word * entries + entry]) * unit;
     }
     return sum;

@@ -52,14 +52,14 @@ class HostBuckets {
   RelativeBias bias_;
 };
 
-// The sum that a TableSum has for `values`, which are rounded to fp32 first.
-double table_sum(const std::vector<float>& values) {
+// The sum that a TableSum has for `values`, which are rounded to fp32 first, each `count` times.
+double table_sum(const std::vector<float>& values, int64_t count) {
   int64_t words[TableSum::kWords] = {};
   for (const float value : values) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
     const TableSum::Term term = TableSum::term_of(bits);
-    words[term.word] += term.addend;
+    words[term.word] += term.addend * count;
   }
   TableSum sum;
   sum.words = words;
@@ -76,8 +76,8 @@ void bind_relative_bias(py::module_& m) {
            "the bucket of a row and a key")
       .def("range", &HostBuckets::range, py::arg("rows"), py::arg("keys"),
            "(first, last) bucket of rows and keys, each with times (earliest, latest)");
-  m.def("table_sum", &table_sum, py::arg("values"),
-        "the exact sum of fp32 values, rounded to fp64 (common/table_sum.h)");
+  m.def("table_sum", &table_sum, py::arg("values"), py::arg("count") = 1,
+        "the exact sum of fp32 values, each `count` times, in fp64 (common/table_sum.h)");
 }
 
 }  // namespace hstu
