@@ -26,20 +26,22 @@ __device__ float read_weight(const BiasTable& table, int head, int entry) {
 
 __device__ void copy_position_table(const RelativeBias& bias, int thread, int threads) {
   const PreparedBias& prepared = bias.prepared;
-  const int head_size = static_cast<int>(prepared.position_head_stride);
   for (int head = 0; head < bias.position.heads; ++head) {
-    for (int n = thread; n < head_size; n += threads) {
-      const int copy = n / prepared.position_copy_stride;
-      const int entry = n % prepared.position_copy_stride + copy - 8;
-      prepared.position[head * prepared.position_head_stride + n] =
-          read_weight(bias.position, head, min(max(entry, 0), bias.position.size - 1));
+    float* const to = prepared.position + head * prepared.position_head_stride;
+    for (int copy = 0; copy < 4; ++copy) {
+      for (int n = thread; n < prepared.position_copy_stride; n += threads) {
+        const int entry = min(max(n + copy - 8, 0), bias.position.size - 1);
+        to[int64_t{copy} * prepared.position_copy_stride + n] =
+            read_weight(bias.position, head, entry);
+      }
     }
   }
 }
 
 __device__ void copy_time_table(const RelativeBias& bias, int thread, int threads) {
-  for (int n = thread; n < bias.time.heads * bias.time.size; n += threads) {
-    bias.prepared.time[n] = read_weight(bias.time, n / bias.time.size, n % bias.time.size);
+  for (int head = 0; head < bias.time.heads; ++head) {
+    float* const to = bias.prepared.time + int64_t{head} * bias.time.size;
+    for (int n = thread; n < bias.time.size; n += threads) to[n] = read_weight(bias.time, head, n);
   }
   for (int cell = thread; cell < kDifferenceCells; cell += threads) {
     bias.prepared.cells[cell] = find_bucket_cell(bias, cell);
@@ -72,20 +74,20 @@ __device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, 
               threads, [&](int row) { return time_of_row(bias, sequence, row); });
 }
 
-// One block of B + 1 copies the tables, the others find the ranges of a sequence.
+// The first `table_blocks` blocks copy the tables. Each of the others finds a part of the ranges of
+// a sequence.
 __global__ void __launch_bounds__(kThreads)
     prepare_relative_bias_kernel(const __grid_constant__ RelativeBias bias,
-                                 const __grid_constant__ BatchParams batch) {
-  const int roles = batch.batch + 1;
-  const int b = static_cast<int>(blockIdx.x) % roles;
-  const int thread = static_cast<int>(blockIdx.x) / roles * kThreads + threadIdx.x;
-  const int threads = static_cast<int>(gridDim.x) / roles * kThreads;
-  if (b < batch.batch) {
-    if (bias.time.data) find_ranges(bias, batch, b, thread, threads);
+                                 const __grid_constant__ BatchParams batch, int table_blocks) {
+  const int block = static_cast<int>(blockIdx.x) - table_blocks;
+  if (block < 0) {
+    const int thread = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
+    if (bias.position.data) copy_position_table(bias, thread, table_blocks * kThreads);
+    if (bias.time.data) copy_time_table(bias, thread, table_blocks * kThreads);
     return;
   }
-  if (bias.position.data) copy_position_table(bias, thread, threads);
-  if (bias.time.data) copy_time_table(bias, thread, threads);
+  const int parts = (static_cast<int>(gridDim.x) - table_blocks) / batch.batch;
+  find_ranges(bias, batch, block / parts, block % parts * kThreads + threadIdx.x, parts * kThreads);
 }
 
 // Rounds the sums of the position table, then those of the time table, one in each thread.
@@ -115,13 +117,18 @@ void round_table_sums(const BackwardParams& params, const TableSums& sums, doubl
 
 void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
                            const CudaLaunch& launch) {
-  const int64_t ranges = bias.time.data ? batch.total_k / 8 : 0;
-  const int64_t weights = bias.position.heads * bias.prepared.position_head_stride;
-  const int64_t work = std::max(ranges / batch.batch, weights / 4);
-  const int64_t blocks = clamp(ceil_div(work, kThreads), 1, launch.device.multiprocessors);
+  const int multiprocessors = launch.device.multiprocessors;
+  const int64_t weights = bias.position.heads * bias.prepared.position_head_stride +
+                          int64_t{bias.time.heads} * bias.time.size;
+  const int64_t table_blocks = clamp(ceil_div(weights / 4, kThreads), 1, multiprocessors);
+  int64_t range_blocks = 0;
+  if (bias.time.data) {
+    const int64_t ranges = std::max(batch.total_q, batch.total_k) / 8 / batch.batch;
+    range_blocks = batch.batch * clamp(ceil_div(ranges, kThreads), 1, multiprocessors);
+  }
   launch_kernel(prepare_relative_bias_kernel,
-                {.blocks = blocks * (batch.batch + 1), .threads = kThreads}, launch,
-                "preparation of the relative bias", bias, batch);
+                {.blocks = table_blocks + range_blocks, .threads = kThreads}, launch,
+                "preparation of the relative bias", bias, batch, static_cast<int>(table_blocks));
 }
 
 }  // namespace hstu
