@@ -27,7 +27,6 @@ float* to_table_gradient(const char* name, const TensorView& gradient, const Opt
   check_dtype(name, gradient, ScalarType::Float, "float32");
   check_shape(name, gradient, {weight->size(0), weight->size(1)}, weight_name);
   if (!gradient.is_contiguous()) fail(name, "a contiguous tensor", describe_strides(gradient));
-  fill_with_zeros(gradient);
   return static_cast<float*>(gradient.data);
 }
 
@@ -81,7 +80,9 @@ struct CpuOps {
   }
   static void backward(const Arguments&, const TensorView&, const Gradients& gradients,
                        BackwardParams& params) {
-    if (gradients.drab) fill_with_zeros(*gradients.drab);
+    for (const auto* bias : {&gradients.drab, &gradients.dpos_weight, &gradients.dts_weight}) {
+      if (*bias) fill_with_zeros(**bias);
+    }
     cpu::run_backward(params, torch_threads());
   }
   static void append(const AppendArguments&, const AppendParams& params) {

@@ -216,7 +216,9 @@ void CudaOps::backward(const Arguments& args, const TensorView& dout, const Grad
     for (const TensorView* tensor : {&gradients.dq, &gradients.dk, &gradients.dv}) {
       fill_with_zeros(*tensor);
     }
-    if (gradients.drab) fill_with_zeros(*gradients.drab);
+    for (const auto* bias : {&gradients.drab, &gradients.dpos_weight, &gradients.dts_weight}) {
+      if (*bias) fill_with_zeros(**bias);
+    }
     return;
   }
   if (is_composed(params)) return composed_backward(args, dout, gradients);
