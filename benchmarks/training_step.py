@@ -5,7 +5,7 @@
 
 The step is that of examples/train_retrieval.py, by its model and with its defaults: forward,
 sampled softmax, backward, clipping and AdamW, on histories of one length with random items. Left
-out are the relative bias, which GPUs do not have yet, and what waits for the GPU. The
+out are the relative bias, which the other implementations lack, and what waits for the GPU. The
 implementations of HSTU attention take part, each held to the tolerance of the tests first. Rounds
 are interleaved, and a step's time is the median by events.
 
