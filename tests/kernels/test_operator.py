@@ -93,9 +93,10 @@ def test_delta_rows_of_a_longer_sequence(device, rows, bias):
     check_against_reference(hstu_attention, batch)
 
 
-def test_many_tiny_sequences(device):
+@pytest.mark.parametrize("bias", [None, "position-time"])
+def test_many_tiny_sequences(device, bias):
     lengths = torch.randint(0, 4, (300,)).tolist()
-    batch = make_batch(lengths, dtype=torch.bfloat16, device=device, mask="target")
+    batch = make_batch(lengths, dtype=torch.bfloat16, device=device, mask="target", bias=bias)
     check_against_reference(hstu_attention, batch)
 
 
