@@ -92,8 +92,8 @@ class CudaTarget(NamedTuple):
 # wgmma and TMA exist in sm_90a alone.
 ANY_GPU = "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90"
 CUDA_TARGETS = {
-    "sm80/backward": CudaTarget(ANY_GPU, 60),
-    "sm80/forward": CudaTarget(ANY_GPU, 40),
+    "sm80/backward": CudaTarget(ANY_GPU, 95),
+    "sm80/forward": CudaTarget(ANY_GPU, 60),
     "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 90),
     "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 40),
     "common": CudaTarget(ANY_GPU, 8),
