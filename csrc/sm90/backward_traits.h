@@ -170,8 +170,9 @@ struct BackwardTraits {
     Pipeline<KVState::kStages> pipeline_kv;  // K and V
     Pipeline<QState::kStages> pipeline_q;
     Pipeline<DoutState::kStages> pipeline_dout;
-    Pipeline<MaskState::kStages> pipeline_mask;    // `visible`; pipeline_q says when it is full
-    Pipeline<BiasState::kStages> pipeline_bias;    // the bias; pipeline_q says when it is full
+    Pipeline<MaskState::kStages> pipeline_mask;  // `visible`; pipeline_q says when it is full
+    // The bias; pipeline_q says when a tile of a dense bias is full.
+    Pipeline<BiasState::kStages> pipeline_bias;
     Pipeline<DsState::kStages> pipeline_ds;        // dS, from consumers to consumers
     Pipeline<DsState::kStages> pipeline_other_ds;  // P and dS from the other block of a cluster
     // In a cluster: a barrier of the consumers of a block.

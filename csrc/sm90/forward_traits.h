@@ -168,8 +168,10 @@ struct ForwardTraits {
   //    is never NaN where P is masked.
   // 4. Order of the products. Warpgroups issue them in turn: each calls sync() and then arrive() of
   //    the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
-  // 5. Bias. The tile of the bias of a key tile is copied after its K, and is consumed with it:
-  //    pipeline_bias advances with pipeline_k, also in drain_tiles().
+  // 5. Bias. The tile of the bias of a key tile is copied after its K, or computed by the
+  // warpgroups
+  //    of a relative bias, and is consumed with K: pipeline_bias advances with pipeline_k, also in
+  //    drain_tiles().
   struct SharedMemory {
     alignas(1024) Element q[QState::kStages][kConsumers][kWarpgroupRows * kHeadDim];
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];

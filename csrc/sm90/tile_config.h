@@ -38,7 +38,8 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   return {.producer = 32, .consumer = 160};
 }
 
-// The same for a relative bias, whose tiles further warpgroups compute.
+// The same for a relative bias, whose tiles further warpgroups compute. Paged kernels and head dim
+// 64 spill some registers.
 constexpr Registers registers_with_bias(int head_dim, bool is_paged, int bias_warpgroups) {
   if (bias_warpgroups == 2) return {.producer = 32, .consumer = 152, .bias = 72};
   if (is_paged && head_dim > 64) return {.producer = 56, .consumer = 200, .bias = 56};
@@ -109,6 +110,7 @@ constexpr Registers backward_registers(bool producer_finds_mask) {
   return {.producer = 24, .consumer = 240};
 }
 
+// The same with a relative bias. Above head dim 64, consumers spill S of a step.
 constexpr Registers backward_registers_with_bias(int head_dim) {
   if (head_dim <= 64) return {.producer = 40, .consumer = 192, .bias = 88};
   return {.producer = 24, .consumer = 216, .bias = 56};
