@@ -76,12 +76,17 @@ def assert_matches(name: str, actual: Tensor, exact: Tensor, *references: Tensor
 
 
 def _assert_within_bound(
-    name: str, actual: Tensor, exact: Tensor, references: Iterable[Tensor]
+    name: str,
+    actual: Tensor,
+    exact: Tensor,
+    references: Iterable[Tensor],
+    rounded_to: torch.dtype | None = None,
 ) -> None:
     """Implements `assert_matches` for references that are computed only when needed.
 
     The bound is that of the worst reference, so each one can only raise it: as soon as it covers
-    the error, the references that are left cannot change the result.
+    the error, the references that are left cannot change the result. `rounded_to` is the dtype that
+    terms of the result are rounded to, if it is not the dtype of the result.
     """
     assert actual.shape == exact.shape, f"{name}: {tuple(actual.shape)} != {tuple(exact.shape)}"
     if actual.numel() == 0:
@@ -90,7 +95,7 @@ def _assert_within_bound(
     error = (actual.double() - exact).abs()
     worst, allowed = error.max().item(), 0.0
     for same_dtype in references:
-        allowed = max(allowed, allowed_error(exact, [same_dtype], actual.dtype))
+        allowed = max(allowed, allowed_error(exact, [same_dtype], rounded_to or actual.dtype))
         if worst <= allowed:
             return
     where = [int(n) for n in torch.unravel_index(error.argmax(), error.shape)]
@@ -534,7 +539,12 @@ def check_against_reference(
         actual = run(function, batch, dout, **extra)
     for name, tensor in actual.items():
         assert tensor.dtype == next(iter(references))[name].dtype, f"{name}: {tensor.dtype}"
-        _assert_within_bound(name, tensor, exact[name], (found[name] for found in references))
+        # Kernels round the gradient of a score to q's dtype before they add it to a table's, so an
+        # entry that one score reads is off by such a rounding, whatever the table's dtype.
+        rounded_to = batch.q.dtype if name in ("dpos_weight", "dts_weight") else None
+        _assert_within_bound(
+            name, tensor, exact[name], (found[name] for found in references), rounded_to
+        )
     return actual
 
 

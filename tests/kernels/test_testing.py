@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hstu_attn import DenseBias, Mask, hstu_attention, reference
+from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention, reference
 from hstu_attn.mask import batch_row_spans, dense_mask
 from hstu_attn.testing import (
     BIAS_NAMES,
@@ -83,6 +83,33 @@ def test_a_wrong_implementation_is_found(spoil):
 
     with pytest.raises(AssertionError, match=r"^(out|dq|dk|drab): "):
         check_against_reference(wrong, batch)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 2**-11, True), (1 + 2**-8, False)])
+def test_an_entry_that_one_score_reads_may_be_rounded_once(factor, passes):
+    """A sequence of one token has one score, so its gradient is all of a table's."""
+    batch = make_batch([1], heads=1, dtype=torch.float16, mask="causal")
+    batch = batch.with_bias(RelativeBias(torch.ones(1, 1)))
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weights):
+            return weights.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * factor
+
+    def call(q, k, v, *, bias, **options):
+        bias = RelativeBias(Scaled.apply(bias.pos_weight))
+        fp32 = reference.hstu_attention(q, k, v, bias=bias, compute_dtype=torch.float32, **options)
+        return fp32.to(q.dtype)
+
+    if passes:
+        check_against_reference(call, batch)
+    else:
+        with pytest.raises(AssertionError, match="dpos_weight: error"):
+            check_against_reference(call, batch)
 
 
 def test_an_unwritten_output_is_found():
