@@ -31,7 +31,8 @@ PARSER = cli.parser(
     "attention",
     __doc__,
     rounds=21,
-    cases="groups (table, rab, deterministic, masks, latency, host) or parts of cases' names",
+    cases="groups (table, rab, relative, deterministic, masks, latency, host)"
+    " or parts of cases' names",
     against=True,
 )
 PARSER.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="(default: 64 128 256)")

@@ -2,6 +2,8 @@
 
 - table: causal batches, and jagged ones with contextual tokens and targets
 - rab: a dense bias, with and without its gradient
+- relative: a relative bias with the gradients of its tables, to compare with the same batch of
+  `table` and with the dense bias of `rab`
 - deterministic: the backward that gives the same bits on every run
 - masks: masks other than plain causal, by the tiles that a kernel has to work on
 - latency: one short sequence
@@ -16,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hstu_attn import DenseBias, Mask
+from hstu_attn import DenseBias, Mask, RelativeBias
 from hstu_attn.mask import batch_row_spans, dense_mask
 from hstu_attn.mask_tiles import TileKind, tile_kinds
 from hstu_attn.testing import Batch, make_batch
@@ -28,6 +30,9 @@ HEAD_DIMS = (64, 128, 256)
 TABLE_LENGTHS = ((32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16384))
 MASKS = ("causal", "context", "targets", "local", "row spans", "func")
 LATENCY_LENGTHS = (64, 128, 256, 512)
+BUCKETS = 128
+# The gaps between a user's events: their share, and their mean [s]. Bursts, hours and days.
+GAPS = ((0.6, 60.0), (0.25, 3600.0), (0.15, 3 * 86400.0))
 CONTEXTS, TARGETS = 8, 64
 WINDOW, PREFIX = 1 / 4, 1 / 16  # fractions of the longest sequence; only given masks have a prefix
 SMALL = (1, 67, 300)  # lengths of the batch that is checked
@@ -47,7 +52,8 @@ class Case:
         group: one of `GROUPS`, or the name of the benchmark.
         mask_name: one of `MASKS`, or "context + targets".
         bias_heads: heads of a dense bias; 0 for none.
-        bias_gradient: whether the bias gets a gradient.
+        bias_gradient: whether the dense bias gets a gradient.
+        tables: those of a relative bias, of "position" and "time"; they get gradients.
         deterministic: whether the backward has to repeat its bits.
         passes: the passes to measure, of "forward", "backward", "host" and "host with autograd".
     """
@@ -62,6 +68,7 @@ class Case:
     mask_name: str = "causal"
     bias_heads: int = 0
     bias_gradient: bool = False
+    tables: tuple[str, ...] = ()
     deterministic: bool = False
     passes: tuple[str, ...] = ("forward", "backward")
 
@@ -75,6 +82,8 @@ class Case:
             words.append(self.mask_name)
         if self.bias_heads:
             words.append("rab with dRab" if self.bias_gradient else "rab")
+        if self.tables:
+            words.append(f"relative bias by {' and '.join(self.tables)}")
         if self.deterministic:
             words.append("deterministic")
         return ", ".join(words)
@@ -97,9 +106,14 @@ class Case:
         return [int(length) for length in lengths]
 
     @property
+    def has_bias(self) -> bool:
+        """Returns whether something is added to the scores."""
+        return bool(self.bias_heads or self.tables)
+
+    @property
     def is_dense_causal(self) -> bool:
         """Returns whether softmax attention on a dense batch has the same shape."""
-        plain = self.mask_name == "causal" and not self.bias_heads and not self.deterministic
+        plain = self.mask_name == "causal" and not self.has_bias and not self.deterministic
         return plain and self.shortest == self.longest
 
     def mask(self, lengths: list[int], device: str = "cpu") -> Mask:
@@ -135,8 +149,10 @@ class Case:
         """Returns the batch with random contents; with other lengths, one of the same kind."""
         lengths = self.lengths if lengths is None else lengths
         torch.manual_seed(seed)
-        bias = None
-        if self.bias_heads:
+        bias: DenseBias | RelativeBias | None = None
+        if self.tables:
+            bias = self._relative_bias(lengths, device)
+        elif self.bias_heads:
             shape = (len(lengths), self.bias_heads, max(lengths), max(lengths))
             bias = DenseBias(torch.empty(shape, dtype=self.dtype, device=device).uniform_(-1, 1))
         return make_batch(
@@ -148,6 +164,21 @@ class Case:
             mask=self.mask(lengths, device),
             bias=bias,
         )
+
+    def _relative_bias(self, lengths: list[int], device: str) -> RelativeBias:
+        """Returns random tables, and the times of users' events, one gap after another."""
+
+        def table(size: int) -> Tensor:
+            return torch.empty(self.heads, size, device=device).uniform_(-1, 1)
+
+        position = table(2 * max(lengths) - 1) if "position" in self.tables else None
+        if "time" not in self.tables:
+            return RelativeBias(position)
+        shares, means = torch.tensor(GAPS, device=device).T
+        kinds = torch.multinomial(shares, sum(lengths), replacement=True)
+        gaps = torch.empty(sum(lengths), device=device).exponential_() * means[kinds]
+        times = torch.cat([own.cumsum(0) for own in gaps.long().split(lengths)])
+        return RelativeBias(position, table(BUCKETS), times)
 
     def make_small(self, device: str) -> Batch:
         """Returns a batch of the same kind that is small enough for the reference."""
@@ -171,7 +202,8 @@ class Case:
         rows = (7 if backward else 4) * sum(self.lengths) * self.heads * self.head_dim
         biases = 2 if backward and self.bias_gradient else 1
         bias = biases * self.batch * self.bias_heads * max(self.lengths) ** 2
-        return (rows + bias) * self.dtype.itemsize
+        times = sum(self.lengths) if "time" in self.tables else 0
+        return (rows + bias) * self.dtype.itemsize + times * torch.int64.itemsize
 
     def executed_tiles(self, tile_q: int, tile_k: int) -> int:
         """Returns the number of tiles with a visible element, over all sequences and heads."""
@@ -241,6 +273,16 @@ def _rab(head_dim: int) -> list[Case]:
     return [plain, replace(plain, bias_gradient=True, passes=("backward",))]
 
 
+def _relative(head_dim: int) -> list[Case]:
+    short, long = (_equal(*shape, head_dim, "relative") for shape in ((16, 2048), (2, 16384)))
+    both = ("position", "time")
+    return [
+        replace(short, tables=("position",)),
+        replace(short, tables=both),
+        replace(long, tables=both),
+    ]
+
+
 def _deterministic(head_dim: int) -> list[Case]:
     plain = replace(_equal(4, 8192, head_dim, "deterministic"), passes=("backward",))
     return [plain, replace(plain, deterministic=True)]
@@ -261,6 +303,7 @@ def _host(head_dim: int) -> list[Case]:
 _MAKERS = {
     "table": _table,
     "rab": _rab,
+    "relative": _relative,
     "deterministic": _deterministic,
     "masks": _masks,
     "latency": _latency,

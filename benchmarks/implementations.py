@@ -115,7 +115,7 @@ class Triton(Implementation):
 
     def takes(self, case: Case) -> bool:
         masks = ("causal", "context", "targets", "context + targets")
-        plain = not case.bias_heads and not case.deterministic
+        plain = not case.has_bias and not case.deterministic
         return plain and case.mask_name in masks
 
 

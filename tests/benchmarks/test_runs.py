@@ -55,6 +55,7 @@ def small_cases(monkeypatch):
         replace(SMALL, mask_name="causal", shortest=40),
         SMALL,
         replace(SMALL, mask_name="causal", shortest=40, group="rab", bias_heads=2),
+        replace(SMALL, mask_name="causal", group="relative", tables=("position", "time")),
         *(replace(SMALL, group="masks", mask_name=name) for name in ("causal", "local", "func")),
         replace(SMALL, group="host", passes=("host", "host with autograd")),
     ]
@@ -75,7 +76,7 @@ def kernel(us, operator, name):
 @pytest.mark.slow
 def test_attention(small_cases, tmp_path):
     records = run(attention.main, tmp_path, "--rounds 2 --impls hstu_attn flash2 --commit abc")
-    assert {r["group"] for r in records} == {"table", "rab", "masks", "host"}
+    assert {r["group"] for r in records} == {"table", "rab", "relative", "masks", "host"}
     assert {r["commit"] for r in records} == {"abc"}
     for r in records:
         assert r["rounds"] == 2
