@@ -92,10 +92,10 @@ class CudaTarget(NamedTuple):
 # wgmma and TMA exist in sm_90a alone.
 ANY_GPU = "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90"
 CUDA_TARGETS = {
-    "sm80/backward": CudaTarget(ANY_GPU, 95),
-    "sm80/forward": CudaTarget(ANY_GPU, 60),
-    "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 90),
-    "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 40),
+    "sm80/backward": CudaTarget(ANY_GPU, 105),
+    "sm80/forward": CudaTarget(ANY_GPU, 50),
+    "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 95),
+    "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 47),
     "common": CudaTarget(ANY_GPU, 8),
 }
 
@@ -245,7 +245,7 @@ def dtype_groups(target: CudaTarget) -> list[list[str]]:
     An object for each dtype halves the longest compilations, at the price of reading the headers
     twice: that pays for slow sources, where there are many cores.
     """
-    is_slow = target.seconds > 40 and nvcc_jobs() >= 8
+    is_slow = target.seconds > 60 and nvcc_jobs() >= 8
     return [[dtype] for dtype in dtypes()] if is_slow else [dtypes()]
 
 
