@@ -106,7 +106,8 @@ struct alignas(16) BucketCell {
   int count;           // number of thresholds above it, up to the largest difference
 };
 
-// What the GPU kernels read instead of the tables, in workspace; prepare_relative_bias() writes it.
+// The tables and ranges of times in the form that the GPU kernels read. prepare_relative_bias()
+// writes them to the workspace.
 struct PreparedBias {
   // [position.heads, 4, position_copy_stride]: 8 times the first entry, the table, and 8 times the
   // last entry; copy n begins with entry n of these. Aligned to 16 bytes.

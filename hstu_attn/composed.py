@@ -72,7 +72,7 @@ def _as_kernel(function: Callable[..., None]) -> Callable[..., bool]:
 
 
 class _Inputs(NamedTuple):
-    """What the forward and the backward read; `call` and `pages` as in `ops.attention`."""
+    """The inputs of the forward and the backward; `call` and `pages` as in `ops.attention`."""
 
     q: Tensor
     k: Tensor
@@ -366,7 +366,7 @@ class _Chunk:
 
     @property
     def scale(self) -> Tensor | float:
-        """What multiplies a row of the weights."""
+        """Returns the factor of each row of the weights."""
         call = self.group.inputs.call
         if call.attn_scale is None:
             length = call.max_seqlen_q if call.scaling_seqlen == -1 else call.scaling_seqlen

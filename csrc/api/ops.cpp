@@ -182,8 +182,8 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   if (params.batch.batch > 0 && params.batch.total_q > 0) DeviceOps::append(args, params);
 }
 
-// What composed_fwd and composed_bwd (hstu_attn/composed.py) are in a program without Python: they
-// take what they are given, and return that they have computed nothing.
+// These stand for composed_fwd and composed_bwd (hstu_attn/composed.py) in a program without
+// Python: they take the arguments and return false, because they have computed nothing.
 void no_composed_fwd(StableIValue* stack, uint64_t, uint64_t) {
   StackReader in(stack);
   const Arguments args(in, true);

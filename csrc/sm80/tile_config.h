@@ -11,7 +11,7 @@ constexpr int kSmallMemory = 99 * 1024;
 
 enum class Memory { kLarge, kSmall };
 
-// What is added to Q K^T: a bias matrix, or a bias computed from the relative bias's tables.
+// The bias that is added to Q K^T: none, a matrix, or one computed from tables.
 enum class ScoreBias { kNone, kDense, kRelative };
 
 // How a product reads its operands from shared memory.

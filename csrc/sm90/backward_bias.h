@@ -1,7 +1,7 @@
 // The warpgroup of the backward that computes the tiles of a relative bias, and sums dS for the
 // gradients of the tables.
 //
-// Of each tile of rows it computes the bias one step ahead of the consumers, then reads the dS that
+// It computes the bias of a tile of rows one step ahead of the consumers, then reads the dS that
 // they have stored for dQ. A sum of dS over the scores that read an entry of a table is first found
 // within the tile:
 //

@@ -136,7 +136,7 @@ struct BackwardTraits {
   // two. In a cluster, dQ overwrites Q.
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
-  // What the warpgroup of a relative bias needs for its tiles; see backward_bias.h.
+  // Shared memory of the warpgroup that computes a relative bias; see backward_bias.h.
   struct TableGradientMemory {
     static constexpr int kDiagonals = kRows + kBlockKeys;
     static constexpr int kBins = kHeadDim <= 64 ? 64 : 8;  // as many as fit

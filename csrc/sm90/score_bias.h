@@ -1,11 +1,12 @@
 // What is added to Q K^T before the activation: the policies of ForwardTraits::Bias.
 //
-//   NoScoreBias      nothing
-//   DenseScoreBias   a bias tensor in q's dtype, copied to shared memory tile by tile
-//   RelativeScoreBias  computed from tables by kWarpgroups further warpgroups, as such tiles
+//   NoScoreBias        nothing
+//   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile
+//   RelativeScoreBias  tiles in fp16 that kWarpgroups further warpgroups compute from tables
 //
 // A policy has a Producer, whose load() is called by the warp that copies K for each key tile, and
-// a Consumer, whose init_accumulator() gives the scores the value that Q K^T is added to.
+// a Consumer, whose init_accumulator() gives the scores the value that Q K^T is added to. Where
+// kWarpgroups is not 0, each of these warpgroups calls run().
 #pragma once
 
 #include "bias.h"
@@ -18,7 +19,7 @@ struct NoScoreBias {
   static constexpr bool kHasTiles = false;  // of shared memory
   static constexpr int kWarpgroups = 0;     // that compute tiles
   template <int kRows, int kKeys>
-  struct Windows {};  // what these warpgroups need
+  struct Windows {};  // shared memory of each of these warpgroups
   template <typename Element>
   using TileElement = Element;  // for a call with tensors of Element
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
@@ -136,7 +137,7 @@ struct RelativeScoreBias {
   template <typename Traits>
   using Consumer = DenseScoreBias::Consumer<Traits>;
 
-  // What a warpgroup computes a tile from, and what it is copying for its next one.
+  // The inputs of the tile that a warpgroup computes, and of its next tile, which are being copied.
   template <int kRows, int kKeys>
   struct Windows {
     KeyTimes<kKeys> keys[2];

@@ -206,7 +206,7 @@ class Trainer(ABC, Generic[AnyBatch]):
             fused=True if is_graph else None,
             capturable=is_graph and self.device.type == "cuda",
         )
-        # What captured steps read: the learning rate, and 1 from the first step on that failed.
+        # Captured steps read the learning rate, and 1 from the first step on that failed.
         self.rate = torch.zeros((), device=self.device)
         self.has_failed = torch.zeros((), device=self.device)
         if is_graph:  # a fused optimizer changes nothing where this is 1

@@ -32,7 +32,7 @@ __all__ = ["attend_by_heads"]
 
 
 class ContextBatch(Protocol):
-    """What the exchange needs of a `context_parallel.ContextBatch`."""
+    """The fields of a `context_parallel.ContextBatch` that the exchange reads."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -52,7 +52,7 @@ class ContextBatch(Protocol):
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank computes: its heads, for the rows of the ranks that it serves."""
+    """The work of a rank: its heads, for the rows of the ranks that it serves."""
 
     first: int  # the first of its heads
     count: int  # how many it has
