@@ -101,9 +101,19 @@ struct TimeRange {
 
 // Time differences that share their highest bits; see difference_cell().
 struct alignas(16) BucketCell {
-  uint64_t threshold;  // the first one above the smallest difference
+  uint64_t threshold;  // the first one above the smallest difference, or UINT64_MAX
   int first;           // number of thresholds up to the smallest difference
   int count;           // number of thresholds above it, up to the largest difference
+};
+
+// The weights of the differences of a cell with at most one threshold above its smallest
+// difference. In a cell with more of them, `threshold` is kSeveral.
+struct alignas(16) WeightCell {
+  static constexpr uint64_t kSeveral = uint64_t{1} << 63;
+
+  uint64_t threshold;  // or UINT64_MAX, with low = high
+  float low;           // of differences below the threshold
+  float high;
 };
 
 // The tables and ranges of times in the form that the GPU kernels read. prepare_relative_bias()
@@ -114,11 +124,12 @@ struct PreparedBias {
   float* position = nullptr;
   int64_t position_head_stride = 0;
   int position_copy_stride = 0;
-  int reach = 0;                    // R
-  float* time = nullptr;            // [time.heads, time.size]
-  BucketCell* cells = nullptr;      // [kDifferenceCells]
-  TimeRange* ranges = nullptr;      // [total_k / 8 + B]: of 8 keys, see first_tile()
-  TimeRange* row_ranges = nullptr;  // [total_q / 8 + B]: of 8 rows, see first_tile()
+  int reach = 0;                       // R
+  float* time = nullptr;               // [time.heads, time.size]
+  BucketCell* cells = nullptr;         // [kDifferenceCells]
+  WeightCell* weight_cells = nullptr;  // [time.heads, kDifferenceCells]
+  TimeRange* ranges = nullptr;         // [total_k / 8 + B]: of 8 keys, see first_tile()
+  TimeRange* row_ranges = nullptr;     // [total_q / 8 + B]: of 8 rows, see first_tile()
 };
 
 // Bias computed in the kernel from positions and event times.

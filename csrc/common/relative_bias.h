@@ -6,28 +6,38 @@
 // the buckets of a block is found at once, in whatever order the times are.
 #pragma once
 
+#include "math.h"
 #include "sequence.h"
 
 namespace hstu {
 
-// Ranges of time differences that the search for a bucket begins with: 4 for each power of two.
-constexpr int kDifferenceCells = 252;
+// Cells of time differences: 0, and 8 cells for each power of two.
+constexpr int kCellsOfPower = 8;
+constexpr int kDifferenceCells = 1 + 64 * kCellsOfPower;
 
-// The cell of a time difference. Differences below 4 have a cell each.
+// The cell of a time difference.
 HSTU_HOST_DEVICE int difference_cell(uint64_t difference) {
-  if (difference < 4) return static_cast<int>(difference);
 #if defined(__CUDA_ARCH__)
-  const int exponent = 63 - __clzll(static_cast<long long>(difference));
+  // The exponent of a float and the first 3 bits of its fraction. The exponent of 1 is 127.
+  const int bits = __float_as_int(__ull2float_rz(difference)) >> 20;
+  return max(bits, 127 * kCellsOfPower - 1) - (127 * kCellsOfPower - 1);
 #else
+  if (difference == 0) return 0;
   const int exponent = 63 - __builtin_clzll(difference);
+  const uint64_t normalized = difference << (63 - exponent);
+  return 1 + exponent * kCellsOfPower + static_cast<int>(normalized >> 60 & 7);
 #endif
-  return (exponent - 1) * 4 + static_cast<int>(difference >> (exponent - 2) & 3);
 }
 
-// The smallest difference of a cell.
+// The smallest difference of a cell. A cell of a power of two below 8 may be empty: it has that of
+// the next one.
 HSTU_HOST_DEVICE uint64_t first_difference(int cell) {
-  if (cell < 4) return cell;
-  return (uint64_t{4} + cell % 4) << (cell / 4 - 1);
+  if (cell == 0) return 0;
+  const int exponent = (cell - 1) / kCellsOfPower;
+  const uint64_t eighths = kCellsOfPower + (cell - 1) % kCellsOfPower;
+  if (exponent >= 3) return eighths << (exponent - 3);
+  const uint64_t unit = uint64_t{1} << (3 - exponent);
+  return (eighths + unit - 1) / unit;
 }
 
 // The number of thresholds in [low, high) of the list that are <= difference, plus low.
@@ -45,13 +55,15 @@ HSTU_HOST_DEVICE int count_reached(const int64_t* thresholds, int low, int high,
   return low;
 }
 
-// The thresholds in cell `cell`.
+// The thresholds in cell `cell`. A threshold that leads past the last bucket is left out.
 HSTU_HOST_DEVICE BucketCell find_bucket_cell(const RelativeBias& bias, int cell) {
-  const uint64_t last = cell + 1 < kDifferenceCells ? first_difference(cell + 1) - 1 : UINT64_MAX;
-  const int first = count_reached(bias.thresholds, 0, bias.num_thresholds, first_difference(cell));
-  const int end = count_reached(bias.thresholds, first, bias.num_thresholds, last);
-  const uint64_t threshold = first < end ? static_cast<uint64_t>(bias.thresholds[first]) : 0;
-  return {threshold, first, end - first};
+  const uint64_t least = first_difference(cell);
+  const uint64_t end = cell + 1 < kDifferenceCells ? first_difference(cell + 1) : 0;
+  const int thresholds = smaller(bias.num_thresholds, bias.time.size - 1);
+  const int first = count_reached(bias.thresholds, 0, thresholds, least);
+  const int last = count_reached(bias.thresholds, first, thresholds, end - 1);
+  return {first < last ? static_cast<uint64_t>(bias.thresholds[first]) : UINT64_MAX, first,
+          last - first};
 }
 
 // The bucket of a time difference.
@@ -66,14 +78,10 @@ HSTU_HOST_DEVICE int bucket_of(const RelativeBias& bias, uint64_t difference) {
 #else
   const BucketCell cell = bias.prepared.cells[difference_cell(difference)];
 #endif
-  int bucket = cell.first;
-  if (cell.threshold <= difference && cell.count > 0) {
-    ++bucket;
-    if (cell.count > 1) {
-      bucket = count_reached(bias.thresholds, bucket, cell.first + cell.count, difference);
-    }
+  if (cell.count > 1) {
+    return count_reached(bias.thresholds, cell.first, cell.first + cell.count, difference);
   }
-  return bucket < bias.time.size ? bucket : bias.time.size - 1;
+  return cell.first + (cell.count > 0 && difference >= cell.threshold);
 }
 
 HSTU_HOST_DEVICE uint64_t time_difference(int64_t row_time, int64_t key_time) {

@@ -12,6 +12,10 @@ namespace {
 
 constexpr int kThreads = 256;
 
+__host__ __device__ int cells_to_find(const RelativeBias& bias) {
+  return bias.time.data ? (1 + bias.time.heads) * kDifferenceCells : 0;
+}
+
 __device__ float read_weight(const BiasTable& table, int head, int entry) {
   const int64_t index = head * table.head_stride + entry;
   switch (table.dtype) {
@@ -43,8 +47,18 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
     float* const to = bias.prepared.time + int64_t{head} * bias.time.size;
     for (int n = thread; n < bias.time.size; n += threads) to[n] = read_weight(bias.time, head, n);
   }
-  for (int cell = thread; cell < kDifferenceCells; cell += threads) {
-    bias.prepared.cells[cell] = find_bucket_cell(bias, cell);
+  // The cells of buckets, then those of each head's weights.
+  for (int n = thread; n < cells_to_find(bias); n += threads) {
+    const BucketCell cell = find_bucket_cell(bias, n % kDifferenceCells);
+    if (n < kDifferenceCells) {
+      bias.prepared.cells[n] = cell;
+      continue;
+    }
+    const int head = n / kDifferenceCells - 1;
+    const float low = read_weight(bias.time, head, cell.first);
+    bias.prepared.weight_cells[n - kDifferenceCells] = {
+        cell.count > 1 ? WeightCell::kSeveral : cell.threshold, low,
+        cell.count > 0 ? read_weight(bias.time, head, cell.first + 1) : low};
   }
 }
 
@@ -120,7 +134,9 @@ void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
   const int multiprocessors = launch.device.multiprocessors;
   const int64_t weights = bias.position.heads * bias.prepared.position_head_stride +
                           int64_t{bias.time.heads} * bias.time.size;
-  const int64_t table_blocks = clamp(ceil_div(weights / 4, kThreads), 1, multiprocessors);
+  // A search of a cell takes as long as copies of many weights.
+  const int64_t threads = std::max<int64_t>(weights / 4, cells_to_find(bias));
+  const int64_t table_blocks = clamp(ceil_div(threads, kThreads), 1, multiprocessors);
   int64_t range_blocks = 0;
   if (bias.time.data) {
     const int64_t ranges = std::max(batch.total_q, batch.total_k) / 8 / batch.batch;
