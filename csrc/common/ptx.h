@@ -59,6 +59,32 @@ HSTU_DEVICE void prefetch_l1(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
+// Loads 16 bytes of shared memory.
+template <typename T>
+HSTU_DEVICE T ld_shared_volatile(const T* address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(shared_address(address)));
+  static_assert(sizeof(T) == sizeof(words));
+  T result;
+  memcpy(&result, &words, sizeof(T));
+  return result;
+}
+
+// The same of device memory that the kernel does not write.
+template <typename T>
+HSTU_DEVICE T ld_global_nc_volatile(const T* address) {
+  uint4 words;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(address));
+  static_assert(sizeof(T) == sizeof(words));
+  T result;
+  memcpy(&result, &words, sizeof(T));
+  return result;
+}
+
 HSTU_DEVICE void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

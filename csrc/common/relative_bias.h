@@ -15,17 +15,33 @@ namespace hstu {
 constexpr int kCellsOfPower = 8;
 constexpr int kDifferenceCells = 1 + 64 * kCellsOfPower;
 
+#if defined(__CUDACC__)
+// The cell of a time difference, rounded toward zero to fp32: the exponent of the number and the
+// first 3 bits of its fraction.
+HSTU_DEVICE int cell_of_rounded(float difference) {
+  constexpr int kFirst = 127 * kCellsOfPower - 1;  // the exponent of 1 is 127
+  return max(__float_as_int(difference) >> 20, kFirst) - kFirst;
+}
+#endif
+
 // The cell of a time difference.
 HSTU_HOST_DEVICE int difference_cell(uint64_t difference) {
 #if defined(__CUDA_ARCH__)
-  // The exponent of a float and the first 3 bits of its fraction. The exponent of 1 is 127.
-  const int bits = __float_as_int(__ull2float_rz(difference)) >> 20;
-  return max(bits, 127 * kCellsOfPower - 1) - (127 * kCellsOfPower - 1);
+  return cell_of_rounded(__ull2float_rz(difference));
 #else
   if (difference == 0) return 0;
   const int exponent = 63 - __builtin_clzll(difference);
   const uint64_t normalized = difference << (63 - exponent);
   return 1 + exponent * kCellsOfPower + static_cast<int>(normalized >> 60 & 7);
+#endif
+}
+
+// The same for a difference below 2^32.
+HSTU_HOST_DEVICE int difference_cell(uint32_t difference) {
+#if defined(__CUDA_ARCH__)
+  return cell_of_rounded(__uint2float_rz(difference));
+#else
+  return difference_cell(uint64_t{difference});
 #endif
 }
 
@@ -66,22 +82,30 @@ HSTU_HOST_DEVICE BucketCell find_bucket_cell(const RelativeBias& bias, int cell)
           last - first};
 }
 
+// Loads 16 bytes: a BucketCell, a WeightCell or a TimeRange.
+template <typename T>
+HSTU_HOST_DEVICE T load_cell(const T* from) {
+#if defined(__CUDA_ARCH__)
+  static_assert(sizeof(T) == sizeof(int4));
+  const int4 words = __ldg(reinterpret_cast<const int4*>(from));
+  T result;
+  memcpy(&result, &words, sizeof(T));
+  return result;
+#else
+  return *from;
+#endif
+}
+
+// The bucket of a time difference in `cell`, which has at most one threshold.
+HSTU_HOST_DEVICE int bucket_in(const BucketCell& cell, uint64_t difference) {
+  return cell.first + (cell.count > 0 && difference >= cell.threshold);
+}
+
 // The bucket of a time difference.
 HSTU_HOST_DEVICE int bucket_of(const RelativeBias& bias, uint64_t difference) {
-#if defined(__CUDA_ARCH__)
-  // NOTE: this is one load of 16 bytes.
-  const int4 words =
-      __ldg(reinterpret_cast<const int4*>(bias.prepared.cells + difference_cell(difference)));
-  const BucketCell cell = {
-      static_cast<uint64_t>(static_cast<uint32_t>(words.x)) | static_cast<uint64_t>(words.y) << 32,
-      words.z, words.w};
-#else
-  const BucketCell cell = bias.prepared.cells[difference_cell(difference)];
-#endif
-  if (cell.count > 1) {
-    return count_reached(bias.thresholds, cell.first, cell.first + cell.count, difference);
-  }
-  return cell.first + (cell.count > 0 && difference >= cell.threshold);
+  const BucketCell cell = load_cell(bias.prepared.cells + difference_cell(difference));
+  if (cell.count <= 1) return bucket_in(cell, difference);
+  return count_reached(bias.thresholds, cell.first, cell.first + cell.count, difference);
 }
 
 HSTU_HOST_DEVICE uint64_t time_difference(int64_t row_time, int64_t key_time) {

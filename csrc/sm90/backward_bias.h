@@ -54,6 +54,7 @@ class BackwardBias {
       int m = Traits::first_row_tile(work_tile);
       sync();  // the windows have been read
       bias.template start_copy_keys<kWarpgroup>(thread, Traits::first_key(work_tile), memory.keys);
+      bias.template start_copy_cells<kWarpgroup>(thread, memory.cells);
       start_copy(m, bias_state.count % 2);
       int next = m;
       for (bool is_first = true;; is_first = false) {
@@ -65,7 +66,7 @@ class BackwardBias {
           const int parity = bias_state.count % 2;
           const int after = Traits::next_row_tile(work_tile, next);
           if (after >= 0) start_copy(after, parity ^ 1);
-          find_tile(buffers, work_tile, bias, own, bias_state, smem);
+          find_tile(params, buffers, work_tile, bias, own, bias_state, smem);
         }
         if (!is_first) {
           smem.pipeline_ds.consumer_wait(ds_state);
@@ -102,30 +103,46 @@ class BackwardBias {
   }
 
   // Computes the next tile of the bias. A thread has a row, with `times`, and half of the keys.
-  static HSTU_DEVICE void find_tile(const BackwardBuffers& buffers, const WorkTile& work_tile,
-                                    const HeadBias& bias, const RowTimes& times, BiasState& state,
-                                    SharedMemory& smem) {
+  static HSTU_DEVICE void find_tile(const BackwardParams& params, const BackwardBuffers& buffers,
+                                    const WorkTile& work_tile, const HeadBias& bias,
+                                    const RowTimes& times, BiasState& state, SharedMemory& smem) {
     constexpr int kThreadChunks = kChunks / 2;
     Memory& memory = smem.table_gradients[0];
     const int row = thread_of_warpgroup() % kRows;
     const int first_chunk = thread_of_warpgroup() / kRows * kThreadChunks;
     const int parity = state.count % 2;
-    uint32_t lowest = 255;
+    const int warp = thread_of_warpgroup() / 32;
+    const int first_row = warp % (kRows / 32) * 32;
     smem.pipeline_bias.producer_acquire(state);
-    bias.template find<kThreadChunks>(
+    bias.template find<kThreadChunks, typename Memory::Position>(
         times, Traits::first_key(work_tile) + first_chunk * 8, memory.keys.times + first_chunk * 8,
-        memory.keys.ranges + first_chunk,
-        memory.position[parity].weights + kRows - 1 - row + first_chunk * 8,
-        [&](int n, const float (&x)[8], uint2 buckets) {
+        memory.keys.ranges + first_chunk, memory.position[parity].of_row(row) + first_chunk * 8,
+        memory.cells, memory.mixed[warp],
+        [&](int own, int n, const float (&x)[8]) {
           const int chunk = first_chunk + n;
-          *reinterpret_cast<uint4*>(chunk_at(smem.bias[state.index()], row, chunk)) = half_chunk(x);
-          if (!buffers.sums.time.words) return;
-          *buckets_at(buffers, parity, row, chunk) = buckets;
-          const uint32_t least = __vminu4(buckets.x, buckets.y);
-          lowest = min(lowest, min(min(least & 0xff, least >> 8 & 0xff),
-                                   min(least >> 16 & 0xff, least >> 24)));
+          *reinterpret_cast<uint4*>(chunk_at(smem.bias[state.index()], first_row + own, chunk)) =
+              half_chunk(x);
+        },
+        [&](int own, int key) {
+          const int chunk = first_chunk + key / 8;
+          chunk_at(smem.bias[state.index()], first_row + own, chunk)[key % 8] = cutlass::half_t(0);
         });
     smem.pipeline_bias.producer_commit_by_warp(state);
+    uint32_t lowest = 255;
+    if (buffers.sums.time.words) {
+#pragma unroll 1
+      for (int chunk = first_chunk; chunk < first_chunk + kThreadChunks; ++chunk) {
+        uint32_t words[2] = {};
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const uint32_t bucket = bucket_of(
+              params.relative_bias, time_difference(times.time, memory.keys.times[chunk * 8 + n]));
+          words[n / 4] |= bucket << n % 4 * 8;
+          lowest = min(lowest, bucket);
+        }
+        *buckets_at(buffers, parity, row, chunk) = {words[0], words[1]};
+      }
+    }
     lowest = __reduce_min_sync(0xffffffff, lowest);
     if (threadIdx.x % 32 == 0) {
       memory.lowest_bucket[parity][thread_of_warpgroup() / 32] = static_cast<int>(lowest);

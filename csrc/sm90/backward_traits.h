@@ -141,8 +141,12 @@ struct BackwardTraits {
     static constexpr int kDiagonals = kRows + kBlockKeys;
     static constexpr int kBins = kHeadDim <= 64 ? 64 : 8;  // as many as fit
 
+    using Position = PositionWeights<kRows, kBlockKeys, kHeadDim <= 64 ? 4 : 1>;
+
     KeyTimes<kBlockKeys> keys;
-    PositionWeights<kRows, kBlockKeys> position[2];
+    Position position[2];
+    std::conditional_t<kHeadDim <= 64, NarrowCells, CellsInDeviceMemory> cells;
+    MixedBlocks mixed[4];  // of the warps
     float diagonals[8][kDiagonals];
     float bins[kBins][kBlockKeys];  // of buckets, for each thread that sums dS
     int lowest_bucket[2][4];        // of the tiles in BackwardBuffers::buckets, by warp

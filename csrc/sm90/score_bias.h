@@ -142,6 +142,8 @@ struct RelativeScoreBias {
   struct Windows {
     KeyTimes<kKeys> keys[2];
     PositionWeights<kRows, kKeys> position[2];
+    NarrowCells cells;
+    MixedBlocks mixed[4];  // of the warps
   };
 
   // Computes the tiles of all work tiles of the block. Called by warpgroup n of kWarpgroups, where
@@ -185,6 +187,7 @@ struct RelativeScoreBias {
       int first = own_tile(work_tile.tile_from(0), state.count);
       int parity = 0;
       sync_warpgroup(Traits::kConsumers + n);  // the windows have been read
+      bias.template start_copy_cells<kWarpgroup>(row, windows.cells);
       start_copy(first, parity);
       while (first != Traits::kNoKey) {
         ptx::cp_async_wait_all();
@@ -194,8 +197,8 @@ struct RelativeScoreBias {
         const int next = own_tile(work_tile.tile_from(first + kKeys), next_state.count);
         start_copy(next, parity ^ 1);
         pipeline.producer_acquire(state);
-        find_tile<Traits>(bias, times, key_of(first), row, windows.keys[parity],
-                          windows.position[parity], smem.bias[state.index()]);
+        find_tile<Traits>(bias, times, key_of(first), row, windows, parity,
+                          smem.bias[state.index()]);
         pipeline.producer_commit_by_warp(state);
         state = next_state;
         first = next;
@@ -205,20 +208,25 @@ struct RelativeScoreBias {
   }
 
  private:
-  // Writes a row of a tile, in the layout of load_bias().
-  template <typename Traits, typename Keys, typename Position>
+  // Writes a warp's rows of a tile, in the layout of load_bias().
+  template <typename Traits>
   static HSTU_DEVICE void find_tile(const HeadBias& bias, const RowTimes& times, int first, int row,
-                                    const Keys& keys, const Position& position,
+                                    Windows<Traits::kRows, Traits::kKeys>& windows, int parity,
                                     cutlass::half_t* tile) {
-    const int own = row % kWarpgroupRows;
+    using Position = PositionWeights<Traits::kRows, Traits::kKeys>;
+    const auto& keys = windows.keys[parity];
     cutlass::half_t* const rows = tile + row / kWarpgroupRows * (kWarpgroupRows * Traits::kKeys);
-    bias.template find<Traits::kKeys / 8>(
-        times, first, keys.times, keys.ranges, position.weights + Traits::kRows - 1 - row,
-        [&](int chunk, const float (&x)[8], uint2) {
-          cutlass::half_t* const to =
-              rows + (chunk / 8 * kWarpgroupRows + own) * 64 + (chunk % 8 ^ own % 8) * 8;
-          *reinterpret_cast<uint4*>(to) = half_chunk(x);
-        });
+    const int first_row = row % kWarpgroupRows / 32 * 32;  // of the warp
+    const auto chunk_at = [&](int own, int chunk) {
+      return rows + (chunk / 8 * kWarpgroupRows + first_row + own) * 64 + (chunk % 8 ^ own % 8) * 8;
+    };
+    bias.template find<Traits::kKeys / 8, Position>(
+        times, first, keys.times, keys.ranges, windows.position[parity].of_row(row), windows.cells,
+        windows.mixed[row / 32],
+        [&](int own, int chunk, const float (&x)[8]) {
+          *reinterpret_cast<uint4*>(chunk_at(own, chunk)) = half_chunk(x);
+        },
+        [&](int own, int key) { chunk_at(own, key / 8)[key % 8] = cutlass::half_t(0); });
   }
 };
 
