@@ -12,6 +12,7 @@ the worst of eight orders: that of plain PyTorch, six random ones, and the one f
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "Batch",
     "allowed_error",
     "assert_matches",
+    "assert_matches_reference",
     "check_against_reference",
     "make_batch",
     "make_bias",
@@ -128,6 +130,9 @@ def poisoned_memory(device: torch.device | str = "cpu") -> Iterator[None]:
     hands out next are filled beforehand, so that no other setting changes.
     """
     if torch.device(device).type == "cuda":
+        if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+            yield  # each tensor is an allocation of its own, and none is handed out again
+            return
         blocks = [
             torch.full((size,), float("nan"), device=device)
             for size in (2**n for n in range(8, 25))
@@ -533,10 +538,23 @@ def check_against_reference(
     if backward:
         shape = (batch.q.shape[0], batch.q.shape[1], batch.v.shape[2])
         dout = torch.empty(shape, dtype=batch.q.dtype, device=batch.q.device).uniform_(-1, 1)
-    exact = _run_reference(batch, dout, torch.float64)
-    references = _SameDtypeReferences(batch, dout)
     with poisoned_memory(batch.q.device):
         actual = run(function, batch, dout, **extra)
+    assert_matches_reference(actual, batch, dout)
+    return actual
+
+
+def assert_matches_reference(
+    actual: dict[str, Tensor], batch: Batch, dout: Tensor | None = None
+) -> None:
+    """Raises AssertionError unless results of `run` are within `allowed_error` of the reference.
+
+    Args:
+        actual: what `run` returned, or a part of it, on the device of `batch`.
+        batch, dout: what `run` was given. The reference runs on their device.
+    """
+    exact = _run_reference(batch, dout, torch.float64)
+    references = _SameDtypeReferences(batch, dout)
     for name, tensor in actual.items():
         assert tensor.dtype == next(iter(references))[name].dtype, f"{name}: {tensor.dtype}"
         # Kernels round the gradient of a score to q's dtype before they add it to a table's, so an
@@ -545,7 +563,6 @@ def check_against_reference(
         _assert_within_bound(
             name, tensor, exact[name], (found[name] for found in references), rounded_to
         )
-    return actual
 
 
 class _SameDtypeReferences:

@@ -6,9 +6,8 @@ shared memory and 32-bit offsets matter. All of them need a GPU.
 
 from __future__ import annotations
 
-import os
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from hstu_attn.testing import (
 )
 from tests.helpers import raw_ops
 from tests.helpers.head_dims import HEAD_DIMS
+from tests.helpers.small_batches import check_small_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -35,18 +35,6 @@ DENSE_BIASES = (None, "rab", "rab-1-head", "rab-fp32", "rab-strided")
 SMALL_MEMORY = "101376"  # bytes a block may use on GPUs of compute capability 8.6, 8.9 and 12.0
 ALL_BUT_ONE = 2**31 - 1  # the sm_margin that leaves one multiprocessor
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-
-T = TypeVar("T")
-
-
-def on_gpu(value: T) -> T:
-    """Moves the tensors of a batch, a mask or a bias to the GPU."""
-    if isinstance(value, torch.Tensor):
-        return value.cuda()
-    if is_dataclass(value):
-        moved = {f.name: on_gpu(getattr(value, f.name)) for f in fields(value)}
-        return replace(value, **moved)  # type: ignore[type-var]
-    return value
 
 
 def random_dout(batch: Batch) -> torch.Tensor:
@@ -249,36 +237,23 @@ def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
         dim=dim,
         dim_v=dim - 8,
         dtype=dtype,
+        device="cuda",
         mask="context-target",
         bias=bias,
     )
     # With one multiprocessor left, the forward also has a list of work tiles.
     sm_margin = ALL_BUT_ONE if deterministic else 0
-    check_small_batch(batch, deterministic=deterministic, sm_margin=sm_margin)
+    check_small_batch(hstu_attention, batch, deterministic=deterministic, sm_margin=sm_margin)
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("mask", ["spans", "func-5"])
 def test_masks_given_by_row(mask, deterministic):
-    batch = make_batch([130, 0, 267], [130, 0, 240], dim=64, dtype=torch.bfloat16, mask=mask)
-    check_small_batch(batch, deterministic=deterministic)
-
-
-def check_small_batch(batch: Batch, **options: object) -> None:
-    """Checks a batch with the reference on the CPU, so that a sanitizer sees these kernels
-    alone.
-    """
-    dout = random_dout(batch)
-    actual = run(hstu_attention, on_gpu(batch), dout.cuda(), **options)
-    if os.environ.get("SANITIZER_TOOL") == "initcheck":
-        # NOTE: initcheck does not see what TMA writes by a tensor map, such as the gradient of a
-        # bias on compute capability 9.0, and reports it as uninitialized when it is read.
-        actual.pop("drab", None)
-    exact = run(reference.hstu_attention, batch, dout, torch.float64)
-    same_dtype_reference = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
-    for name, tensor in actual.items():
-        assert_matches(name, tensor.cpu(), exact[name], same_dtype_reference[name])
+    batch = make_batch(
+        [130, 0, 267], [130, 0, 240], dim=64, dtype=torch.bfloat16, device="cuda", mask=mask
+    )
+    check_small_batch(hstu_attention, batch, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("bias", [None, "rab", "position-time"])

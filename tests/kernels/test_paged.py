@@ -21,6 +21,7 @@ from hstu_attn import (
 from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.testing import Batch, check_against_reference, make_paged_batch, run
 from tests.helpers.head_dims import HEAD_DIMS
+from tests.helpers.small_batches import check_small_batch
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -298,7 +299,7 @@ def test_many_tiles(dim, page_size, blocks, fp8):
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_every_paged_kernel(dim, blocks, bias, dtype, fp8):
     batch = batch_for_kernel(dim, blocks, bias, dtype, fp8)
-    check_against_reference(hstu_attention, batch, backward=False)
+    check_small_batch(hstu_attention, batch, backward=False)
 
 
 def batch_for_kernel(
