@@ -64,7 +64,7 @@ test: $(VENV)/.built $(VENV)/.torchrec
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-quick: $(VENV)/.built
-	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow' --hypothesis-profile quick $(PYTEST_ARGS)
 
 bench-cpu: $(VENV)/.built
 	$(BIN)/python -m benchmarks.cpu

@@ -12,12 +12,13 @@ import torch
 
 _SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
 
-hypothesis.settings.register_profile(
-    "suite",
-    deadline=None,
-    max_examples=100,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
+for _profile, _examples in (("suite", 100), ("quick", 15)):
+    hypothesis.settings.register_profile(
+        _profile,
+        deadline=None,
+        max_examples=_examples,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile("suite")
 
 

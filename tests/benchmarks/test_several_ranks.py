@@ -66,6 +66,7 @@ def _context(path: str) -> int:
     return context.BENCHMARK.main([*CONTEXT, "--json", path], world=world())
 
 
+@pytest.mark.slow
 def test_one_sequence_over_two_ranks(tmp_path):
     path = tmp_path / "context.json"
     assert run_ranks(2, _context, str(path)) == [0, 0]

@@ -8,13 +8,14 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hstu_attn import HSTULayerConfig, Mask
 from hstu_attn.data import AttentionCost, BalancedBatchSampler, balance, imbalance
 from hstu_attn.mask import dense_mask
+from tests.helpers.examples import examples
 
 CONFIG = HSTULayerConfig.research(
     embedding_dim=512, num_heads=4, linear_dim=128, attention_dim=128, max_sequence_len=8192
@@ -65,7 +66,7 @@ def test_the_worst_case_of_longest_first() -> None:
     equal_counts=st.booleans(),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 def test_properties(costs: list[int], num_ranks: int, equal_counts: bool, seed: int) -> None:
     array = np.array(costs, np.int64)
     parts = balance(array, num_ranks, equal_counts=equal_counts, seed=seed)

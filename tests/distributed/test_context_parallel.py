@@ -460,6 +460,7 @@ def _check_around() -> None:
         _check_training(config)
 
 
+@pytest.mark.slow
 def test_rows_groups_refusals_and_training():
     run_ranks(4, _check_around)
 

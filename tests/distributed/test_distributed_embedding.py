@@ -47,7 +47,7 @@ def lookup(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_rows", [7, 4])
 @pytest.mark.parametrize("lengths", [(40, 9, 5), (3, 0, 0), (0, 8, 1), (0, 0, 0)])
 def test_against_one_table(
@@ -106,6 +106,7 @@ def continued(directory: str, load: bool) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
+@pytest.mark.slow
 def test_a_checkpoint_where_a_rank_has_no_row(tmp_path: Path) -> None:
     directory = str(tmp_path)
     (before,) = run_ranks(1, continued, directory, False)
@@ -123,6 +124,7 @@ def initial_rows(backend: str, name: str, seed: int, rows: int) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
+@pytest.mark.slow
 def test_initial_rows_do_not_depend_on_the_number_of_ranks() -> None:
     rows = 9001  # an odd number of rows in more than two blocks
     (one,) = run_ranks(1, initial_rows, "gloo", "item", 3, rows)

@@ -168,7 +168,7 @@ def clipped(gradients: list[torch.Tensor], max_norm: float) -> tuple[float, list
     return norm.item(), [whole(p.grad) for p in parameters if p.grad is not None]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("max_norm", [0.1, 1e6, math.inf])
 def test_clipping(num_ranks: int, max_norm: float) -> None:
     gradients = [torch.randn(3, 2), torch.randn(5, 4), torch.randn(6)]

@@ -193,6 +193,7 @@ def _check_both(config: HSTULayerConfig) -> None:
         torch.testing.assert_close(gradient, wanted, msg=name, **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [None, 1, 2, 4])
 def test_heads_and_rows_shared_out_at_once(heads):
     config = BASE
@@ -236,6 +237,7 @@ def _check_clipping() -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), as_local[name], msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_by_the_norm_of_whole_layers():
     run_ranks(4, _check_clipping)
 

@@ -121,12 +121,14 @@ def test_a_request_in_parts_is_answered(port: int) -> None:
         assert answer(connection).startswith(b"HTTP/1.1 200 OK")
 
 
+@pytest.mark.slow
 def test_an_answer_may_take_longer_than_a_request(port: int) -> None:
     with connect(port) as connection:
         connection.sendall(WHOLE.replace(b"/echo", b"/slow"))
         assert answer(connection).startswith(b"HTTP/1.1 200 OK")
 
 
+@pytest.mark.slow
 def test_whole_requests_may_come_far_apart(port: int) -> None:
     with connect(port) as connection:
         for _ in range(2):

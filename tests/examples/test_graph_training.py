@@ -142,6 +142,7 @@ def test_no_operator_of_a_step_waits_for_the_device(
     assert not {f"aten::{name}" for name in waiting} & operators.names
 
 
+@pytest.mark.slow
 def test_a_run_of_graphs_has_the_same_curves(
     train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

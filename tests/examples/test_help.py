@@ -51,6 +51,7 @@ def test_there_are_programs() -> None:
     assert {"examples/train_retrieval.py", "-m benchmarks.cpu"} <= set(programs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", programs())
 def test_help_comes_at_once_with_examples(program: str) -> None:
     result = run(program, "--help")
@@ -71,6 +72,7 @@ def test_help_comes_at_once_with_examples(program: str) -> None:
         assert {word for word in given if word.startswith("--")} <= usage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", programs())
 def test_a_wrong_option_is_said_at_once(program: str) -> None:
     result = run(program, "--no-such-option")

@@ -246,6 +246,7 @@ def test_ids_of_the_data_that_are_text(amazon: tuple[Client, Path, EventLog]) ->
         assert all(row["title"] == f"item {row['item']}" for row in answer["items"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "kind", "place"),
     [
@@ -272,6 +273,7 @@ def test_wrong_ids_where_those_of_the_data_are_text(
     ]
 
 
+@pytest.mark.slow
 def test_data_with_other_ids_than_the_model(
     amazon: tuple[Client, Path, EventLog], ratings: Path
 ) -> None:
@@ -472,6 +474,7 @@ def test_failures_are_500_and_alone(checkpoint: Path) -> None:
         assert metrics["hstu_http_responses_total{/score,500}"] == 1
 
 
+@pytest.mark.slow
 def test_after_closing_it_is_unavailable(checkpoint: Path) -> None:
     with slow(checkpoint) as server:
         server.engine.close()
@@ -550,6 +553,7 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_said_in_a_line(
     checkpoint: Path,
     tmp_path: Path,
@@ -588,6 +592,7 @@ def test_the_page_sizes_are_those_of_the_cache() -> None:
     assert serve_options.PAGE_SIZES == PAGE_SIZES
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_full_garbage_collections(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,7 @@ def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
     assert sum(losses[-30:]) < 0.9 * sum(losses[:30])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["amazon", "movielens"])
 def test_trains_on_ratings(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if kind == "amazon":
@@ -212,6 +213,7 @@ def test_a_killed_run_continues_exactly(logs: list[str], tmp_path: Path) -> None
     assert shown[0] == shown[1]
 
 
+@pytest.mark.slow
 def test_steps_written_again_are_shown_once(tmp_path: Path) -> None:
     directory = tmp_path / "tensorboard"
     for steps_done, last, offset in ((0, 9, 0), (6, 8, 100), (7, 12, 200)):

@@ -285,6 +285,7 @@ def test_a_full_disk_for_preprocessed_data(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_former_best(
     example: ModuleType,
     finished: Path,

@@ -392,6 +392,7 @@ def test_ahead_of_time_package(tmp_path):
             torch.testing.assert_close(packaged(*arguments), model(*arguments))
 
 
+@pytest.mark.slow
 def test_delta_compiles():
     def call(delta_q: Tensor, k: Tensor, v: Tensor, seq_offsets: Tensor, longest: int) -> Tensor:
         return delta_hstu_mha(longest, ALPHA, delta_q, k, v, seq_offsets, max_attn_len=7)

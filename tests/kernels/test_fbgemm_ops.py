@@ -449,6 +449,7 @@ def test_bad_arguments():
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("bias", [None, "rab"])
 def test_operator_checks(version, bias):

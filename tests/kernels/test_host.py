@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hstu_attn import Mask
 from hstu_attn.mask import dense_mask, row_spans
 from hstu_attn.mask_tiles import TileKind, kv_tiles, q_tiles, tile_kinds
+from tests.helpers.examples import examples
 
 _host = pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 
@@ -119,7 +120,7 @@ def covered(pairs: list[tuple[int, int]], size: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400)
+@examples(4)
 @given(case=cases)
 def test_row_bits(case):
     q_len, k_len = case.visible.shape
@@ -131,7 +132,7 @@ def test_row_bits(case):
             assert bits < 2 ** max(k_len - k0, 0)
 
 
-@settings(max_examples=400)
+@examples(4)
 @given(case=cases.filter(has_spans))
 def test_row_spans(case):
     q_len, k_len = case.visible.shape
@@ -166,7 +167,7 @@ def test_row_bits_of_a_long_row():
 # ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400)
+@examples(4)
 @given(case=cases, tile_rows=tile_sizes, tile_keys=tile_sizes)
 def test_tiles_are_classified(case, tile_rows, tile_keys):
     """The class is exact, except that a tile of a func of five or more bounds may be partial."""
@@ -182,7 +183,7 @@ def test_tiles_are_classified(case, tile_rows, tile_keys):
                 assert kind in (kinds[m, n], TileKind.PARTIAL)
 
 
-@settings(max_examples=400)
+@examples(4)
 @given(case=cases, tile_rows=tile_sizes, tile_keys=tile_sizes)
 def test_summaries_are_never_wrong(case, tile_rows, tile_keys):
     q_len, k_len = case.visible.shape
@@ -226,7 +227,7 @@ def test_summaries_find_what_rows_share():
     assert min(told.values()) > 10
 
 
-@settings(max_examples=400)
+@examples(4)
 @given(case=composed_cases(), tile_rows=tile_sizes, tile_keys=tile_sizes)
 def test_tile_lists_of_composed_masks(case, tile_rows, tile_keys):
     """Both directions visit each tile in which a row sees a key, and no other."""
@@ -243,7 +244,7 @@ def test_tile_lists_of_composed_masks(case, tile_rows, tile_keys):
         assert visited == [m for m, _ in expected]
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(case=arbitrary_cases(), tile_rows=tile_sizes, tile_keys=tile_sizes)
 def test_tile_lists_of_arbitrary_masks(case, tile_rows, tile_keys):
     """Both directions visit at least each tile in which a row sees a key."""
@@ -256,7 +257,7 @@ def test_tile_lists_of_arbitrary_masks(case, tile_rows, tile_keys):
         assert {m for m, _ in expected} <= set(covered(ranges, -(-q_len // tile_rows)))
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(case=composed_cases(), data=st.data())
 def test_intervals_are_exact(case, data):
     """The intervals have exactly the keys that some row sees, and the rows that see some key."""

@@ -339,6 +339,7 @@ def test_equal_inputs_give_equal_bits(device, bias):
             assert torch.equal(value, again[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 def test_the_number_of_threads_does_not_matter(dtype):
     batch = make_batch(
@@ -427,6 +428,7 @@ def test_more_than_two_to_the_31_elements():
     assert torch.equal(out[-length:], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
 @pytest.mark.parametrize("head_dim", [56, 64])
 def test_cpu_results_that_no_cache_holds_equal_those_of_parts(

@@ -114,6 +114,7 @@ def test_one_long_sequence_among_short_ones(device, bias):
     check_against_reference(hstu_attention, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_long_sums(device, mask):
     """Over thousands of terms, errors grow no faster than in PyTorch."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from hstu_attn.testing import (
     run,
 )
 from tests.helpers import raw_ops
+from tests.helpers.examples import examples
 from tests.helpers.head_dims import HEAD_DIMS
 
 HEADS = 4
@@ -162,9 +163,7 @@ def make_bias(tables: Tables, rows: int, keys: int, like: Tensor) -> RelativeBia
 with_dtypes = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"]
 )
-random_cases = settings(
-    max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+random_cases = examples(0.5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @with_dtypes

@@ -24,7 +24,8 @@ from hstu_attn.fused import triton_steps
 gpu = pytest.mark.gpu(kernels=False)
 
 EPS = 1e-3
-SHAPES = [(0, 24), (1, 16), (5, 24), (7, 130), (21, 64), (3, 2049)]
+LARGER = pytest.param(21, 64, marks=pytest.mark.slow)
+SHAPES = [(0, 24), (1, 16), (5, 24), (7, 130), LARGER, (3, 2049)]
 CONCATENATIONS = [("gated",), ("u", "x", "gated"), ("x", "gated"), ("u", "normed", "gated")]
 
 

@@ -119,6 +119,7 @@ def test_sdist_holds_every_source(tmp_path: Path) -> None:
     assert not [name for name in held if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_the_first_error_stops_the_build_and_is_said_last(tmp_path: Path) -> None:
     (tmp_path / "build.ninja").write_text(
         "rule run\n  command = $run\n"

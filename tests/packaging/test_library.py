@@ -77,6 +77,7 @@ def test_opcheck_append(fp8):
     torch.library.opcheck(LIBRARY.append_paged_kv.default, arguments, **checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "bias"), CASES, ids=IDS)
 def test_opcheck_forward_out(mask, bias):
     batch = batch_of(mask, bias)
@@ -84,6 +85,7 @@ def test_opcheck_forward_out(mask, bias):
     torch.library.opcheck(LIBRARY.hstu_varlen_fwd_out.default, (), arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [False, True], ids=["inputs", "inputs-and-biases"])
 @pytest.mark.parametrize(("mask", "bias"), CASES, ids=IDS)
 def test_opcheck_backward(mask, bias, wanted):

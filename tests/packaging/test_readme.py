@@ -198,6 +198,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", dict.fromkeys(w for w in OPTIONS if "FILE" not in w))
 def test_a_program_takes_these_options(words: str) -> None:
     """The parser reads the values before it reads --help."""

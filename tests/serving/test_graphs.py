@@ -174,6 +174,7 @@ def test_bf16(name: str, graphs: bool | GraphBuckets, device: str) -> None:
     check_answers(name, torch.bfloat16, device, graphs=graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_replays_are_the_padded_calls_bit_for_bit(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch

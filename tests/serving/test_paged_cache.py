@@ -34,6 +34,7 @@ from tests.helpers.paged_caches import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_pages", [0, 12])
 def test_threads(host_pages):
     """Threads compete for users and pages, and each user's cached rows are those appended."""

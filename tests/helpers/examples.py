@@ -1,0 +1,17 @@
+"""How many examples a property test has, in proportion to the profile that a run has chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+
+
+def examples(share: float, **options: Any) -> hypothesis.settings:
+    """Returns settings with `share` times the examples of the profile, and these options.
+
+    The profile of `make test` is `suite` and that of `make test-quick` is `quick`, both of
+    tests/conftest.py.
+    """
+    number = max(1, round(share * hypothesis.settings.default.max_examples))
+    return hypothesis.settings(max_examples=number, **options)
