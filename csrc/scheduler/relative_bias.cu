@@ -28,7 +28,8 @@ __device__ float read_weight(const BiasTable& table, int head, int entry) {
   }
 }
 
-__device__ void copy_position_table(const RelativeBias& bias, int thread, int threads) {
+__device__ void copy_position_table(const RelativeBias& bias, float factor, int thread,
+                                    int threads) {
   const PreparedBias& prepared = bias.prepared;
   for (int head = 0; head < bias.position.heads; ++head) {
     float* const to = prepared.position + head * prepared.position_head_stride;
@@ -36,16 +37,17 @@ __device__ void copy_position_table(const RelativeBias& bias, int thread, int th
       for (int n = thread; n < prepared.position_copy_stride; n += threads) {
         const int entry = min(max(n + copy - 8, 0), bias.position.size - 1);
         to[int64_t{copy} * prepared.position_copy_stride + n] =
-            read_weight(bias.position, head, entry);
+            factor * read_weight(bias.position, head, entry);
       }
     }
   }
 }
 
-__device__ void copy_time_table(const RelativeBias& bias, int thread, int threads) {
+__device__ void copy_time_table(const RelativeBias& bias, float factor, int thread, int threads) {
   for (int head = 0; head < bias.time.heads; ++head) {
     float* const to = bias.prepared.time + int64_t{head} * bias.time.size;
-    for (int n = thread; n < bias.time.size; n += threads) to[n] = read_weight(bias.time, head, n);
+    for (int n = thread; n < bias.time.size; n += threads)
+      to[n] = factor * read_weight(bias.time, head, n);
   }
   // The cells of buckets, then those of each head's weights.
   for (int n = thread; n < cells_to_find(bias); n += threads) {
@@ -55,10 +57,10 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
       continue;
     }
     const int head = n / kDifferenceCells - 1;
-    const float low = read_weight(bias.time, head, cell.first);
+    const float low = factor * read_weight(bias.time, head, cell.first);
     bias.prepared.weight_cells[n - kDifferenceCells] = {
         cell.count > 1 ? WeightCell::kSeveral : cell.threshold, low,
-        cell.count > 0 ? read_weight(bias.time, head, cell.first + 1) : low};
+        cell.count > 0 ? factor * read_weight(bias.time, head, cell.first + 1) : low};
   }
 }
 
@@ -92,12 +94,13 @@ __device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, 
 // a sequence.
 __global__ void __launch_bounds__(kThreads)
     prepare_relative_bias_kernel(const __grid_constant__ RelativeBias bias,
-                                 const __grid_constant__ BatchParams batch, int table_blocks) {
+                                 const __grid_constant__ BatchParams batch, float factor,
+                                 int table_blocks) {
   const int block = static_cast<int>(blockIdx.x) - table_blocks;
   if (block < 0) {
     const int thread = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
-    if (bias.position.data) copy_position_table(bias, thread, table_blocks * kThreads);
-    if (bias.time.data) copy_time_table(bias, thread, table_blocks * kThreads);
+    if (bias.position.data) copy_position_table(bias, factor, thread, table_blocks * kThreads);
+    if (bias.time.data) copy_time_table(bias, factor, thread, table_blocks * kThreads);
     return;
   }
   const int parts = (static_cast<int>(gridDim.x) - table_blocks) / batch.batch;
@@ -129,7 +132,7 @@ void round_table_sums(const BackwardParams& params, const TableSums& sums, doubl
                 "gradients of the relative bias's tables", params, sums, rest_of_scale);
 }
 
-void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
+void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch, float factor,
                            const CudaLaunch& launch) {
   const int multiprocessors = launch.device.multiprocessors;
   const int64_t weights = bias.position.heads * bias.prepared.position_head_stride +
@@ -144,7 +147,8 @@ void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
   }
   launch_kernel(prepare_relative_bias_kernel,
                 {.blocks = table_blocks + range_blocks, .threads = kThreads}, launch,
-                "preparation of the relative bias", bias, batch, static_cast<int>(table_blocks));
+                "preparation of the relative bias", bias, batch, factor,
+                static_cast<int>(table_blocks));
 }
 
 }  // namespace hstu

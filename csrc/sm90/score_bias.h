@@ -5,8 +5,13 @@
 //   RelativeScoreBias  tiles in fp16 that kWarpgroups further warpgroups compute from tables
 //
 // A policy has a Producer, whose load() is called by the warp that copies K for each key tile, and
-// a Consumer, whose init_accumulator() gives the scores the value that Q K^T is added to. Where
-// kWarpgroups is not 0, each of these warpgroups calls run().
+// a Consumer, which adds the bias to the scores S = Q K^T of a key tile in one of two places:
+//
+//   init_accumulator()  gives the scores the value that Q K^T is added to
+//   start_load()        is called while the products run, and
+//   scale()             replaces S by half_alpha * (S + bias)
+//
+// Where kWarpgroups is not 0, each of these warpgroups calls run().
 #pragma once
 
 #include "bias.h"
@@ -37,6 +42,12 @@ struct NoScoreBias {
   struct Consumer {
     template <typename Scores>
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
+    HSTU_DEVICE void start_load(typename Traits::SharedMemory&, int) {}
+    template <typename Scores>
+    HSTU_DEVICE void scale(typename Traits::SharedMemory&, int, float half_alpha, Scores& scores) {
+#pragma unroll
+      for (int n = 0; n < size(scores); ++n) scores(n) *= half_alpha;
+    }
     HSTU_DEVICE void skip_tile(typename Traits::SharedMemory&, int) {}
   };
 };
@@ -84,7 +95,7 @@ struct DenseScoreBias {
   };
 
   template <typename Traits>
-  struct Consumer {
+  struct Consumer : NoScoreBias::Consumer<Traits> {
     typename Traits::BiasState state;
 
     // scores = bias of the next key tile. Called by a warpgroup.
@@ -92,23 +103,17 @@ struct DenseScoreBias {
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
                                       Scores& scores) {
       constexpr int kKeys = Traits::kKeys;
-      auto& pipeline = pipeline_of(smem, warpgroup);
+      auto& pipeline = smem.pipeline_bias[0];
       pipeline.consumer_wait(state);
       load_bias<kKeys>(smem.bias[state.index()] + warpgroup * (kWarpgroupRows * kKeys), scores);
       pipeline.consumer_release_by_warp(state);
       state.advance();
     }
     // Releases the bias of a key tile that no row of the warpgroup sees.
-    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory& smem, int warpgroup) {
-      auto& pipeline = pipeline_of(smem, warpgroup);
-      pipeline.consumer_wait(state);
-      pipeline.consumer_release_by_warp(state);
+    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory& smem, int) {
+      smem.pipeline_bias[0].consumer_wait(state);
+      smem.pipeline_bias[0].consumer_release_by_warp(state);
       state.advance();
-    }
-
-   private:
-    static HSTU_DEVICE auto& pipeline_of(typename Traits::SharedMemory& smem, int warpgroup) {
-      return smem.pipeline_bias[Traits::kBiasPipelines == 1 ? 0 : warpgroup];
     }
   };
 };
@@ -125,7 +130,7 @@ template <int kWarpgroups_>
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = kWarpgroups_;
-  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::One;
+  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
   template <typename Element>
   using TileElement = cutlass::half_t;
 
@@ -134,8 +139,56 @@ struct RelativeScoreBias {
 
   template <typename Traits>
   using Producer = NoScoreBias::Producer<Traits>;
+
+  // The tables are multiplied by half_alpha before the kernel runs.
   template <typename Traits>
-  using Consumer = DenseScoreBias::Consumer<Traits>;
+  struct Consumer : NoScoreBias::Consumer<Traits> {
+    static constexpr int kParts = Traits::kKeys / 16;  // of a tile, of 16 keys
+    // Parts that are loaded before the scores are there. More would take too many registers.
+    static constexpr int kEarlyParts = smaller(kParts, 4);
+
+    typename Traits::BiasState state;
+    uint32_t words[kEarlyParts][4];
+
+    HSTU_DEVICE void start_load(typename Traits::SharedMemory& smem, int warpgroup) {
+      smem.pipeline_bias[warpgroup].consumer_wait(state);
+#pragma unroll
+      for (int part = 0; part < kEarlyParts; ++part) {
+        load_bias_part(tile(smem, warpgroup), part, words[part]);
+      }
+    }
+    template <typename Scores>
+    HSTU_DEVICE void scale(typename Traits::SharedMemory& smem, int warpgroup, float half_alpha,
+                           Scores& scores) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        uint32_t (&own)[4] = words[part % kEarlyParts];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          float& low = scores(part * 8 + n * 2);
+          float& high = scores(part * 8 + n * 2 + 1);
+          low = fmaf(low, half_alpha, low_half<cutlass::half_t>(own[n]));
+          high = fmaf(high, half_alpha, high_half<cutlass::half_t>(own[n]));
+        }
+        if (part + kEarlyParts < kParts) {
+          load_bias_part(tile(smem, warpgroup), part + kEarlyParts, own);
+        }
+      }
+      smem.pipeline_bias[warpgroup].consumer_release_by_warp(state);
+      state.advance();
+    }
+    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory& smem, int warpgroup) {
+      smem.pipeline_bias[warpgroup].consumer_wait(state);
+      smem.pipeline_bias[warpgroup].consumer_release_by_warp(state);
+      state.advance();
+    }
+
+   private:
+    HSTU_DEVICE const cutlass::half_t* tile(typename Traits::SharedMemory& smem,
+                                            int warpgroup) const {
+      return smem.bias[state.index()] + warpgroup * (kWarpgroupRows * Traits::kKeys);
+    }
+  };
 
   // The inputs of the tile that a warpgroup computes, and of its next tile, which are being copied.
   template <int kRows, int kKeys>
