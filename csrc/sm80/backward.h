@@ -12,6 +12,7 @@
 #include "diagonal_sums.h"
 #include "relative_bias.h"
 #include "tile_config.h"
+#include "time_sums.h"
 
 namespace hstu::sm80 {
 
@@ -79,7 +80,7 @@ struct Backward {
 
   static constexpr int kScoreKeyWarps = kWarps / kTiles.score_row_warps;
   static constexpr int kGroup = kKeys / kScoreKeyWarps < 32 ? 16 : 32;
-  using Order = KeyOrder<kGroup>;
+  using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<kGroup>>;
   using ScoreMma =
       Mma<Element, kTiles.score_row_warps, kScoreKeyWarps, kScoreKeyWarps == 1 ? 16 : kGroup>;
   using KeyMma = Mma<Element, kTiles.key_warps, kWarps / kTiles.key_warps>;
@@ -87,7 +88,7 @@ struct Backward {
   using Tile = ScoreTile<kRows, kKeys, ScoreMma, Order>;
   using KeySum = typename KeyMma::template Sum<kKeys, kHeadDim>;
   using RowSum = typename RowMma::template Sum<kRows, kHeadDim>;
-  using Diagonals = DiagonalSums<kRows, kKeys, kWarps, ScoreMma, Order>;
+  using Diagonals = DiagonalSums<kRows, kKeys, kWarps, ScoreMma>;
   using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
   using HeadDrab = std::conditional_t<kHasRelativeBias, ZeroChunk, BiasMatrix>;
 
@@ -211,12 +212,15 @@ struct Backward {
       auto bias = bias_of_tile(params, sequence, r0, k0, smem);
       if constexpr (kHasDenseBias) bias.fetch(r0, k0);
       const int next = smem.map.before(row_tile);
+      [[maybe_unused]] TimeBlock block;
+      if constexpr (kHasRelativeBias) {
+        block = bias.find_block(params.mask, head, smem.map.has_partial(row_tile));
+        bias.copy_to(block, scores);
+      }
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
-      if constexpr (kBias != ScoreBias::kNone) {
-        bias.copy_to(scores);
-      }
+      if constexpr (kHasDenseBias) bias.copy_to(scores);
       gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, smem_q, smem_k);
 
       if constexpr (kBias != ScoreBias::kNone) {
@@ -235,7 +239,9 @@ struct Backward {
       to_smem<ScoreMma, kRows, kKeys>(scores, smem.p);
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
       if constexpr (kHasRelativeBias) {
-        if (buffers.sums.time.words) bias.add_to_time_sums(gradients, buffers.sums.time);
+        if (buffers.sums.time.words) {
+          TimeSums<Tile, ScoreMma>::add(bias, block, gradients, smem.ds, buffers.sums.time);
+        }
       }
       if constexpr (kHasDenseBias) {
         // dRab += alpha * scale * dX. The heads that share a bias head are processed one after

@@ -1,11 +1,10 @@
 // The sums along the diagonals of a tile of dS in shared memory: the scores of a diagonal have the
 // same distance of key and row, and read the same entry of a relative bias's position table.
 //
-// Key G a + (G / 4) t + 2n + i of a row is element 2t + i of chunk (G / 8) a + n of 8 elements,
-// with t < 4 and i < 2 (KeyOrder<G>). So along a diagonal, chunk (a, n) of row b + G a + 2n follows
-// upon chunk (0, 0) of row b. A warp takes 16 values of b at a time, and adds up the 16 x 8
-// elements of each chunk by mma.sync with an identity matrix. That leaves elements Y[b][t][i] of
-// distance (G / 4) t + i - b, which are added up over i and t by shuffles.
+// Along a diagonal, chunk n of 8 elements of row b + 8n follows upon chunk 0 of row b. A warp takes
+// 16 values of b at a time, and adds up the 16 x 8 elements of each chunk by mma.sync with an
+// identity matrix. That leaves elements Y[b][t][i], which are 2t + i of a chunk, with t < 4 and i <
+// 2. Their distance is 2t + i - b, and they are added up over i and t by shuffles.
 #pragma once
 
 #include "relative_bias.h"
@@ -17,7 +16,7 @@ struct alignas(16) ZeroChunk {
   uint32_t words[4];
 };
 
-template <int kRows, int kKeys, int kWarps, typename Mma, typename Order>
+template <int kRows, int kKeys, int kWarps, typename Mma>
 class DiagonalSums {
  public:
   using Element = typename Mma::Element;
@@ -31,7 +30,7 @@ class DiagonalSums {
     const int lane = thread % 32;
     const int t = lane % 4;
     const int first = kFirst + thread / 32 * (16 * kBlocks);  // the warp's first b
-    float z[kCount + 4];
+    float z[kCount];
     add_chunks(ds, zeros, first, lane, z);
     float all[kCount / 4];
     add_lanes(z, t, all);
@@ -41,8 +40,7 @@ class DiagonalSums {
     float after = 0;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      const int eight = 4 * n + (kRun == 8 ? t : t % 2 * 2 + t / 2) - 4;
-      const int b = first + 8 * eight + lane / 4;
+      const int b = first + 8 * (4 * n + t - 1) + lane / 4;
       const int entry = last_entry / 2 + distance - b;
       const float sum = all[n];
       if (entry <= 0) {
@@ -64,25 +62,17 @@ class DiagonalSums {
   }
 
  private:
-  static constexpr int kRun = Order::kRun;
   static constexpr int kChunks = kKeys / 8;
-  static constexpr int kGroupChunks = kRun / 2;
+  static constexpr int kFirst = 8 - kKeys;  // values of b are in [kFirst, kRows)
+  static constexpr int kBlocks = ceil_div(kRows - kFirst, 16 * kWarps);  // 16 of b, for a warp
+  // Groups of 8 b that the warp's sums are added to: one before its first and 2 kBlocks, and as
+  // many more as make a multiple of 4.
+  static constexpr int kGroups = 2 * kBlocks + 1;
+  static constexpr int kCount = ceil_div(kGroups, 4) * 4;
 
-  // The row of a chunk on the diagonal of chunk 0 of row 0.
-  static constexpr HSTU_DEVICE int row_of(int chunk) {
-    return chunk / kGroupChunks * (4 * kRun) + chunk % kGroupChunks * 2;
-  }
-  static constexpr int kLastRow = (kKeys - 4 * kRun) + (kGroupChunks - 1) * 2;
-  static constexpr int kFirst = -kLastRow;  // values of b are in [kFirst, kRows)
-  static constexpr int kBlocks = ceil_div(kRows + kLastRow, 16 * kWarps);  // 16 of b, for a warp
-  // Groups of 8 b that the warp's sums are added to: from 4 groups before its first on, a multiple
-  // of 4.
-  static constexpr int kCount = ceil_div(2 * kBlocks + 4, 4) * 4;
-
-  // Sets z[4 + n] to the sums over chunks and i for b = first + 8n + lane / 4. They belong to
-  // distance (G / 4) t - b.
+  // Sets z[n] to the sums over chunks and i of distance -b, for b = first + 8 (n - 1) + lane / 4.
   static HSTU_DEVICE void add_chunks(const Element* ds, const ZeroChunk& zeros, int first, int lane,
-                                     float (&z)[kCount + 4]) {
+                                     float (&z)[kCount]) {
     using Tile = RowsTile<kRows, kKeys, Element>;
     // The identity as a left operand: row g has its one in column g.
     const uint32_t bits = Element(1.0f).raw();
@@ -92,7 +82,7 @@ class DiagonalSums {
     // Lane n passes the address of a row of matrix n / 8: rows 0-7 and 8-15 of one chunk, then of
     // the next.
     const int second = lane / 16;
-    const int row = first + lane % 16 + 2 * second;
+    const int row = first + lane % 16 + 8 * second;
     float y[2 * kBlocks + 2]
            [2];  // y[n + 1][i] has b = first + 8n + g; the first and the last are 0
     y[0][0] = y[0][1] = y[2 * kBlocks + 1][0] = y[2 * kBlocks + 1][1] = 0;
@@ -101,7 +91,7 @@ class DiagonalSums {
       float sum[4] = {};
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; chunk += 2) {
-        const int from = row + block * 16 + row_of(chunk);
+        const int from = row + block * 16 + 8 * chunk;
         const void* address =
             0 <= from && from < kRows
                 ? static_cast<const void*>(ds + Tile::offset(from, (chunk + second) * 8))
@@ -117,48 +107,41 @@ class DiagonalSums {
       y[2 * block + 2][0] = sum[2];
       y[2 * block + 2][1] = sum[3];
     }
-    // Adds i = 1 of b + 1, which the next row's lane has, to i = 0 of b.
+    // Adds i = 1 of b + 1, which the next row's lane has, to i = 0 of b: the sum has distance 2t -
+    // b.
+    float pairs[kGroups + 1];
+    pairs[kGroups] = 0;
 #pragma unroll
-    for (int n = 0; n < kCount + 4; ++n) z[n] = 0;
-#pragma unroll
-    for (int n = 0; n <= 2 * kBlocks; ++n) {
+    for (int n = 0; n < kGroups; ++n) {
       const float given = lane < 4 ? y[n + 1][1] : y[n][1];
-      z[3 + n] = y[n][0] + __shfl_sync(kAllLanes, given, lane + 4);
+      pairs[n] = y[n][0] + __shfl_sync(kAllLanes, given, lane + 4);
     }
-    if constexpr (kRun == 4) {
-      // b of an odd t grows by 4.
+    // Takes the sum of b + 2t, which the lane 2t rows on has.
+    const int t = lane % 4;
 #pragma unroll
-      for (int n = 0; n < kCount + 3; ++n) {
-        const float given = lane < 16 ? z[n + 1] : z[n];
-        const float got = __shfl_xor_sync(kAllLanes, given, 16);
-        if (lane % 2 == 1) z[n] = got;
-      }
+    for (int n = 0; n < kCount; ++n) {
+      z[n] = 0;
+      if (n >= kGroups) continue;
+      const float given = lane / 4 < 2 * t ? pairs[n + 1] : pairs[n];
+      z[n] = __shfl_sync(kAllLanes, given, lane + 8 * t);
     }
   }
 
-  // sums[q] = z of the 4 lanes of a row added up over t: of z[n + t], or if kRun is 4, z[n + t /
-  // 2], where n is 4q + t or, if kRun is 4, 4q + t % 2 * 2 + t / 2. In each of two steps, a lane
-  // keeps half of the sums and gets its partner's parts of these.
-  static HSTU_DEVICE void add_lanes(const float (&z)[kCount + 4], int t,
-                                    float (&sums)[kCount / 4]) {
+  // sums[q] = z[4q + t] of the 4 lanes of a row, added up. In each of two steps, a lane keeps half
+  // of the sums and gets its partner's parts of these.
+  static HSTU_DEVICE void add_lanes(const float (&z)[kCount], int t, float (&sums)[kCount / 4]) {
     const bool is_odd = t % 2 == 1;
     const bool is_upper = t >= 2;
-    float u[kCount / 2 + 1];
+    float u[kCount / 2];
 #pragma unroll
-    for (int n = 0; n < kCount / 2 + 1; ++n) {
-      const bool keeps_last = kRun == 8 ? is_odd : is_upper;
-      u[n] = (keeps_last ? z[2 * n + 2] : z[2 * n]) +
-             __shfl_xor_sync(kAllLanes, z[2 * n + 1], kRun == 8 ? 1 : 2);
+    for (int n = 0; n < kCount / 2; ++n) {
+      u[n] = (is_odd ? z[2 * n + 1] : z[2 * n]) +
+             __shfl_xor_sync(kAllLanes, is_odd ? z[2 * n] : z[2 * n + 1], 1);
     }
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      if constexpr (kRun == 8) {
-        sums[n] =
-            (is_upper ? u[2 * n + 2] : u[2 * n]) + __shfl_xor_sync(kAllLanes, u[2 * n + 1], 2);
-      } else {
-        sums[n] = (is_odd ? u[2 * n + 1] : u[2 * n]) +
-                  __shfl_xor_sync(kAllLanes, is_odd ? u[2 * n] : u[2 * n + 1], 1);
-      }
+      sums[n] = (is_upper ? u[2 * n + 1] : u[2 * n]) +
+                __shfl_xor_sync(kAllLanes, is_upper ? u[2 * n] : u[2 * n + 1], 2);
     }
   }
 };

@@ -29,7 +29,7 @@ struct Forward {
   static constexpr bool kWaitsForMemory = false;
   static constexpr int kStages = 2;
 
-  using Order = KeyOrder<32>;
+  using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<32>>;
   using RowMma = Mma<Element, kTiles.warps, 1>;
   using Tile = ScoreTile<kRows, kKeys, RowMma, Order>;
   using Out = typename RowMma::template Sum<kRows, kHeadDim>;
@@ -121,6 +121,14 @@ struct Forward {
     }
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     Out out = {};
+    [[maybe_unused]] TimeBlock block;  // of the next tile
+    const auto find_block = [&](int of_tile) {
+      if constexpr (kHasRelativeBias) {
+        block = bias_of_tile(params, sequence, r0, of_tile * kKeys, smem)
+                    .find_block(params.mask, head, smem.map.has_partial(of_tile));
+      }
+    };
+    if (tile >= 0) find_block(tile);
     for (int stage = 0; tile >= 0; stage ^= 1) {
       const int k0 = tile * kKeys;
 
@@ -132,10 +140,12 @@ struct Forward {
       if constexpr (kBias != ScoreBias::kNone) {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
+      if constexpr (kHasRelativeBias) bias.copy_to(block, scores);
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
-      if constexpr (kBias != ScoreBias::kNone) bias.copy_to(scores);
+      if constexpr (kHasDenseBias) bias.copy_to(scores);
+      if (next >= 0) find_block(next);
       const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k[stage]);
       if constexpr (kTiles.keeps_q) {
         gemm_registers<RowMma, Operand::kRows, kTiles.reading>(scores, registers_q, smem_k);

@@ -1,10 +1,11 @@
 // Tiles of the relative bias in the registers of the scores, and the sums of dS that become the
 // gradients of its tables.
 //
-// A warp's part of a tile consists of blocks of 8 rows and Order::kRun neighboring keys: lane 4g +
-// t has row g of block (n, t), for each n below kBlocks. Lane 4n + t finds the buckets of block (n,
-// t) from the ranges of the rows' and the keys' times. Most blocks have one bucket. In the others,
-// each score's is searched for among the block's.
+// A warp's part of a tile consists of blocks of 8 rows and 8 keys: lane 4g + t has keys 2t and 2t +
+// 1 of row g of each block (m, n), which are columns 2n and 2n + 1 of row m of the fragment. Lane
+// 4n
+// + m finds the buckets of block (m, n) from the ranges of the rows' and the keys' times, and hands
+// what all lanes need to know of it to them by shuffles.
 #pragma once
 
 #include "../common/relative_bias.h"
@@ -27,6 +28,10 @@ HSTU_DEVICE float warp_sum(float x) {
 struct RelativeMatrix {
   const float* position = nullptr;  // null: no weights by position
   const float* weights = nullptr;   // by time; null: none
+  const WeightCell* weight_cells = nullptr;
+  const int64_t* key_times = nullptr;
+  const int64_t* row_times = nullptr;
+  int last_row_time = 0;  // of row_times; later rows have this one
   const TimeRange* key_ranges = nullptr;
   const TimeRange* row_ranges = nullptr;
   int64_t position_entry = 0;  // the head's first entry in the tables
@@ -43,10 +48,35 @@ struct RelativeMatrix {
     if (bias.time.data) {
       time_entry = int64_t{head / (heads / bias.time.heads)} * bias.time.size;
       weights = prepared.time + time_entry;
+      weight_cells = prepared.weight_cells + time_entry / bias.time.size * kDifferenceCells;
+      key_times = bias.timestamps + sequence.k_begin;
+      // A row's time is that of the next event.
+      row_times = bias.row_timestamps ? bias.row_timestamps + sequence.q_begin
+                                      : key_times + sequence.offset + 1;
+      last_row_time = bias.row_timestamps ? sequence.q_len - 1 : sequence.q_len - 2;
       key_ranges = prepared.ranges + first_tile(sequence.k_begin, b, 8);
       row_ranges = prepared.row_ranges + first_tile(sequence.q_begin, b, 8);
     }
   }
+};
+
+// What a lane knows of its block.
+struct TimeBlock {
+  static constexpr int kHidden = -1;  // by the mask
+  static constexpr int kSeveral = -2;
+
+  // The buckets of the keys for which the low word of row time + origin - key time is not negative,
+  // and of the others, which differ by 1 or less; or kHidden, or kSeveral buckets.
+  // NOTE: they are in one word, because registers are few.
+  int buckets = 0;
+  uint32_t origin = 0;
+  float weight = 0;  // of these buckets; 0 if they are not known
+  float other_weight = 0;
+
+  HSTU_DEVICE void set_buckets(int bucket, int other) { buckets = bucket * 4 + other - bucket + 1; }
+  HSTU_DEVICE int bucket() const { return buckets >> 2; }
+  HSTU_DEVICE int other_bucket() const { return bucket() + (buckets & 3) - 1; }
+  HSTU_DEVICE bool has_two() const { return (buckets & 3) != 1; }
 };
 
 // A thread's fragment of the tile that begins with row r0 and key k0.
@@ -57,17 +87,71 @@ class RelativeTile {
                            const Sequence& sequence, int r0, int k0)
       : bias_(bias), matrix_(matrix), sequence_(sequence), r0_(r0), k0_(k0) {}
 
+  // Finds the buckets of the lane's block. If `is_partial` is true, looks if the mask hides it.
+  HSTU_DEVICE TimeBlock find_block(const MaskParams& mask, int head, bool is_partial) const {
+    if (!matrix_.weights) return {};
+    const Tile tile;
+    const int own = lane() / 4;
+    const int own_row = lane() % 4 % kRowBlocks;
+    // NOTE: lanes without a block of their own repeat another lane's.
+    const int row =
+        min(r0_ + tile.first_row - lane() / 4 + Tile::row_offset(own_row), sequence_.q_len - 1);
+    const int key =
+        min(k0_ + tile.first_key - lane() % 4 * 2 + Tile::key_offset(own % kKeyBlocks * 2),
+            sequence_.k_len - 1);
+    const TimeRange rows = load_range(matrix_.row_ranges + row / 8);
+    const TimeRange keys = load_range(matrix_.key_ranges + key / 8);
+    const DifferenceRange differences = find_difference_range(rows, keys);
+    const BucketCell low = load_cell(differences.least);
+    const BucketCell high = load_cell(differences.most);
+    const int first = bucket_in(low, differences.least);
+    const int last = bucket_in(high, differences.most);
+    const bool is_past = keys.latest <= rows.earliest;
+    const bool is_future = rows.latest <= keys.earliest;
+    const bool is_known = low.count <= 1 && high.count <= 1;
+    const bool is_split = is_known && first + 1 == last && (is_past || is_future) &&
+                          differences.most - differences.least <= INT32_MAX;
+    const bool is_hidden = is_partial && hides_block(mask, head, row, key);
+    TimeBlock block;
+    if (is_hidden) {
+      block.set_buckets(TimeBlock::kHidden, TimeBlock::kHidden);
+    } else if (!(is_known && first == last) && !is_split) {
+      block.set_buckets(TimeBlock::kSeveral, TimeBlock::kSeveral);
+    } else {
+      block.set_buckets(is_past ? last : first, is_past ? first : last);
+      block.weight = __ldg(matrix_.weights + (is_past ? last : first));
+      block.other_weight = __ldg(matrix_.weights + (is_past ? first : last));
+    }
+    if (is_split) {
+      const uint32_t threshold = static_cast<uint32_t>(__ldg(bias_.thresholds + first));
+      block.origin = is_past ? -threshold : threshold - 1;
+    }
+    return block;
+  }
+
   // scores = bias, with zeros past the end of the sequence
   template <typename Sum>
-  HSTU_DEVICE void copy_to(Sum& scores) {
-    if (matrix_.position) copy_position_to(scores);
-    if (matrix_.weights) add_time_to(scores);
+  HSTU_DEVICE void copy_to(const TimeBlock& own, Sum& scores) const {
+    const PositionPairs position = load_position();
+    if (matrix_.weights) {
+      copy_sums_to(own, position, scores);
+    } else {
+#pragma unroll
+      for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n) {
+          const float2 pair = position.of_block(m, n);
+          scores.at(m, 2 * n) = pair.x;
+          scores.at(m, 2 * n + 1) = pair.y;
+        }
+      }
+    }
     const int rows = sequence_.q_len - r0_;
     const int keys = sequence_.k_len - k0_;
     if (rows >= Tile::kTileRows && keys >= Tile::kTileKeys) return;
     const Tile tile;
 #pragma unroll
-    for (int m = 0; m < Tile::kThreadRows; ++m) {
+    for (int m = 0; m < kRowBlocks; ++m) {
       const int keys_of_row = tile.first_row + Tile::row_offset(m) < rows ? keys : 0;
 #pragma unroll
       for (int n = 0; n < Tile::kThreadColumns; ++n) {
@@ -76,358 +160,261 @@ class RelativeTile {
     }
   }
 
-  // Prefetches what copy_to() reads for the tile that begins with row r0 and key k0 into the L1
-  // cache. Called by all threads of the block.
+  // Prefetches what this reads for the tile that begins with row r0 and key k0 into the L1 cache.
+  // Called by all threads of the block.
   HSTU_DEVICE void prefetch(int r0, int k0) const {
-    const int rows = min(Tile::kTileRows, sequence_.q_len - r0);
-    const int keys = min(Tile::kTileKeys, sequence_.k_len - k0);
     const int warp = bounded_thread_idx() / 32;
     if (warp == 0 && matrix_.position) {
+      // Lane 2n + c prefetches line n of copy c of the table.
+      static_assert(kTileSpan <= 15 * 32, "a warp prefetches the entries of a tile");
       const int size = bias_.position.size;
       const int of_tile = size / 2 + k0 - (r0 + sequence_.offset);
-      const int begin = min(max(of_tile - Tile::kTileRows, -8), size) + 8;
-      const int end = min(max(of_tile + Tile::kTileKeys, -8), size) + 8;
-      const float* const copy = matrix_.position + lane() % 4 * bias_.prepared.position_copy_stride;
-      for (int n = begin + lane() / 4 * 32; n < end + 32; n += 8 * 32) {
-        ptx::prefetch_l1(copy + min(n, end));
-      }
+      const int entry = of_tile - Tile::kTileRows + lane() / 2 * 32;
+      const float* const copy = matrix_.position + lane() % 2 * bias_.prepared.position_copy_stride;
+      if (lane() / 2 <= kTileSpan / 32) ptx::prefetch_l1(copy + min(max(entry, -8), size) + 8);
     } else if (warp == 1 && matrix_.weights) {
-      prefetch_times(bias_.timestamps + sequence_.k_begin + k0, keys, lane());
-      prefetch_times(&matrix_.key_ranges[k0 / 8].earliest, ceil_div(keys, 8) * 2, lane() - 16);
+      prefetch_times(matrix_.key_times, k0, Tile::kTileKeys, sequence_.k_len - 1);
+      prefetch_ranges(matrix_.key_ranges, k0, Tile::kTileKeys, sequence_.k_len - 1);
     } else if (warp == 2 && matrix_.weights) {
-      const int64_t* const times = bias_.row_timestamps
-                                       ? bias_.row_timestamps + sequence_.q_begin
-                                       : bias_.timestamps + sequence_.k_begin + sequence_.offset;
-      prefetch_times(times + r0, rows, lane());
-      prefetch_times(&matrix_.row_ranges[r0 / 8].earliest, ceil_div(rows, 8) * 2, lane() - 16);
+      prefetch_times(matrix_.row_times, r0, Tile::kTileRows, matrix_.last_row_time);
+      prefetch_ranges(matrix_.row_ranges, r0, Tile::kTileRows, sequence_.q_len - 1);
     }
   }
 
-  // Adds dS to the sums of the time table's entries. It finds the buckets again, because the scores
-  // in between leave no registers to keep them.
-  template <typename Sum>
-  HSTU_DEVICE void add_to_time_sums(const Sum& gradients, const TableSum& sums) {
-    find_block();
-    add_blocks_of_one_bucket(gradients, sums);
-    for_each_mixed_block(
-        [&](int index, const Block& block, bool is_mixed, const int (&buckets)[kRun]) {
-          float x[kRun] = {};
-#pragma unroll
-          for (int n = 0; n < kBlocks; ++n) {
-            if (n == index && is_mixed) {
-#pragma unroll
-              for (int c = 0; c < kRun; ++c) x[c] = at(gradients, n * kRun + c);
-            }
-          }
-          const int others = block.range.last - block.range.first;
-          if (__any_sync(kAllLanes, is_mixed && others > kFewOthers)) {
-            add_block_of_any_buckets(x, buckets, sums);
-          } else {
-            add_block_of_few_buckets(x, is_mixed ? others : -1, block.range.first, buckets, sums);
-          }
-        });
+  // Calls visit(row, key) for the thread's first key of each block of `set`, and with its row.
+  template <typename Visit>
+  HSTU_DEVICE void for_each_block(uint32_t set, Visit visit) const {
+    const Tile tile;
+#pragma unroll 1
+    for (; set != 0; set &= set - 1) {
+      const int index = __ffs(set) - 1;
+      __builtin_assume(index >= 0 && index < 32);
+      visit(index, tile.first_row + Tile::row_offset(index % 4),
+            tile.first_key + Tile::key_offset(index / 4 * 2));
+    }
   }
 
- private:
-  static constexpr int kRun = Tile::kRun;
-  static constexpr int kRuns = Tile::kThreadColumns / kRun;  // of a row of the fragment
-  static constexpr int kBlocks = Tile::kThreadRows * kRuns;  // for each t
-  static constexpr int kFewOthers = 5;  // buckets of a block that are looked for one by one
-  static_assert(kBlocks == 2 || kBlocks == 4 || kBlocks == 8, "each lane finds a block's buckets");
+  // The time differences of the thread's row of the tile and of its keys `key` and `key` + 1.
+  struct TwoDifferences {
+    uint64_t first;
+    uint64_t second;
+  };
+  HSTU_DEVICE TwoDifferences differences_of(int row, int key) const {
+    const int64_t row_time = __ldg(matrix_.row_times + min(r0_ + row, matrix_.last_row_time));
+    const int last = sequence_.k_len - 1;
+    return {time_difference(row_time, __ldg(matrix_.key_times + min(k0_ + key, last))),
+            time_difference(row_time, __ldg(matrix_.key_times + min(k0_ + key + 1, last)))};
+  }
 
-  // Element n of the fragment, whose runs are in the order of blocks.
-  template <typename Sum>
-  static HSTU_DEVICE float& at(Sum& sum, int n) {
-    return sum.at(n / kRun / kRuns, n / kRun % kRuns * kRun + n % kRun);
+  // The low words of the times of the thread's rows.
+  struct RowTimes {
+    uint32_t words[Tile::kThreadRows];
+  };
+  HSTU_DEVICE RowTimes load_row_times() const {
+    const Tile tile;
+    RowTimes times;
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+      const int row = r0_ + tile.first_row + Tile::row_offset(m);
+      times.words[m] =
+          static_cast<uint32_t>(__ldg(matrix_.row_times + min(row, matrix_.last_row_time)));
+    }
+    return times;
   }
-  template <typename Sum>
-  static HSTU_DEVICE float at(const Sum& sum, int n) {
-    return sum.at(n / kRun / kRuns, n / kRun % kRuns * kRun + n % kRun);
+
+  // The low words of the times of the thread's keys in column n of blocks.
+  struct KeyTimes {
+    uint32_t words[2];
+  };
+  HSTU_DEVICE KeyTimes load_key_times(int n) const {
+    const Tile tile;
+    const int64_t* const times = matrix_.key_times;
+    const int key = k0_ + tile.first_key + Tile::key_offset(2 * n);
+    const int last = sequence_.k_len - 1;
+    return {static_cast<uint32_t>(__ldg(times + min(key, last))),
+            static_cast<uint32_t>(__ldg(times + min(key + 1, last)))};
   }
-  // The offsets of block n from the thread's first row and key.
-  static HSTU_DEVICE int block_row(int n) { return Tile::row_offset(n / kRuns); }
-  static HSTU_DEVICE int block_key(int n) { return Tile::key_offset(n % kRuns * kRun); }
+
+  HSTU_DEVICE const RelativeBias& bias() const { return bias_; }
+  HSTU_DEVICE int64_t time_entry() const { return matrix_.time_entry; }
+
+  static constexpr int kRowBlocks = Tile::kThreadRows;
+  static constexpr int kKeyBlocks = Tile::kThreadColumns / 2;
+  static_assert(kRowBlocks <= 4 && kKeyBlocks <= 8, "each lane finds a block's buckets");
 
   static HSTU_DEVICE int lane() { return bounded_thread_idx() % 32; }
 
-  template <typename Sum>
-  HSTU_DEVICE void copy_position_to(Sum& scores) const {
-    const Tile tile;
-    const int size = bias_.position.size;
-    // The entries of the table for the tile's and for the thread's first row and key.
-    const int of_tile = size / 2 + k0_ - (r0_ + sequence_.offset);
-    const int first = of_tile + tile.first_key - tile.first_row;
-    if (of_tile >= Tile::kTileRows && of_tile + Tile::kTileKeys <= size) {
-      // Blocks are multiples of 8 entries apart, so that all are in the same copy of the table.
-      const float4* const from = position_entries(first);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        copy_run(from + (block_key(block) - block_row(block)) / 4, block, scores);
-      }
-    } else {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int entry = first + block_key(block) - block_row(block);
-        copy_run(position_entries(min(max(entry, -8), size)), block, scores);
-      }
-    }
+  // The blocks whose lanes' condition is true: bit 4n + m is block (m, n).
+  static HSTU_DEVICE uint32_t blocks_where(bool condition) {
+    const bool has_own = lane() / 4 < kKeyBlocks && lane() % 4 < kRowBlocks;
+    return __ballot_sync(kAllLanes, has_own && condition);
+  }
+  // A value of the lane that has found block (m, n).
+  template <typename T>
+  static HSTU_DEVICE T of_block(T value, int m, int n) {
+    return __shfl_sync(kAllLanes, value, 4 * n + m);
   }
 
-  // The position table from an entry on, of which 8 come before the first and after the last.
-  // NOTE: copy n of the table begins with its entry n, so that any entry is aligned to 16 bytes in
-  // one copy.
-  HSTU_DEVICE const float4* position_entries(int entry) const {
-    const int place = entry + 8;
-    const int copy = place & 3;
-    return reinterpret_cast<const float4*>(
-        matrix_.position + copy * bias_.prepared.position_copy_stride + (place - copy));
-  }
-
-  template <typename Sum>
-  static HSTU_DEVICE void copy_run(const float4* from, int block, Sum& scores) {
-#pragma unroll
-    for (int n = 0; n < kRun; n += 4) {
-      const float4 weights = __ldg(from + n / 4);
-      at(scores, block * kRun + n) = weights.x;
-      at(scores, block * kRun + n + 1) = weights.y;
-      at(scores, block * kRun + n + 2) = weights.z;
-      at(scores, block * kRun + n + 3) = weights.w;
-    }
-  }
-
+ private:
   static HSTU_DEVICE TimeRange load_range(const TimeRange* range) {
     const longlong2 words = __ldg(reinterpret_cast<const longlong2*>(range));
     return {words.x, words.y};
   }
 
-  // Prefetches `count` times, a line of 16 by each lane from 0 on.
-  static HSTU_DEVICE void prefetch_times(const int64_t* times, int count, int lane) {
-    if (lane >= 0 && lane * 16 < count + 15) ptx::prefetch_l1(times + min(lane * 16, count - 1));
+  // Prefetches times [first, first + count), a line of 16 by each lane.
+  static HSTU_DEVICE void prefetch_times(const int64_t* times, int first, int count, int last) {
+    if (lane() <= count / 16) ptx::prefetch_l1(times + min(first + lane() * 16, last));
+  }
+  // Prefetches the ranges of these times, a line of 8 by each lane.
+  static HSTU_DEVICE void prefetch_ranges(const TimeRange* ranges, int first, int count, int last) {
+    if (lane() <= count / 64) ptx::prefetch_l1(ranges + min(first / 8 + lane() * 8, last / 8));
   }
 
-  // The buckets of a block. The differences of its times, less the least of them, mostly fit into
-  // 31 bits: then they are the absolute values of row time + origin - key time, of which the low
-  // words are enough.
-  struct Block {
-    BucketRange range;
-    uint32_t origin;
-    bool is_past;    // all keys are earlier than all rows, so that `origin` is -least; else, least
-    bool is_narrow;  // the differences fit, and there are few buckets
+  // True if no row of the block that begins with `row` and `key` sees a key of it. May be false
+  // for masks that are given row by row.
+  HSTU_DEVICE bool hides_block(const MaskParams& params, int head, int row, int key) const {
+    const Mask mask(params, sequence_, head);
+    if (mask.arbitrary()) return false;
+    const KeyIntervals visible = mask.kv_intervals(row, min(row + 8, sequence_.q_len));
+    bool is_visible = false;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      is_visible |= visible.interval[n].begin < key + 8 && key < visible.interval[n].end;
+    }
+    return !is_visible;
+  }
+
+  // The weights by position of the thread's scores. The distances of blocks are multiples of 8, and
+  // many blocks have the same one.
+  static constexpr int kTileSpan = Tile::kTileRows + Tile::kTileKeys;
+  static HSTU_DEVICE int block_distance(int m, int n) {
+    return Tile::key_offset(2 * n) - Tile::row_offset(m);
+  }
+  struct PositionPairs {
+    float2 pairs[kTileSpan / 8];  // from block (kRowBlocks - 1, 0) on; some are of no block
+
+    HSTU_DEVICE float2 of_block(int m, int n) const {
+      return pairs[(block_distance(m, n) - block_distance(kRowBlocks - 1, 0)) / 8];
+    }
   };
-
-  // Finds the buckets of the lane's block.
-  HSTU_DEVICE void find_block() {
-    constexpr int kFewBuckets = 16;  // compared one after another
+  HSTU_DEVICE PositionPairs load_position() const {
+    PositionPairs result;
+    auto& pairs = result.pairs;
+    if (!matrix_.position) {
+#pragma unroll
+      for (float2& pair : pairs) pair = {0, 0};
+      return result;
+    }
     const Tile tile;
-    const int own = lane() / 4 % kBlocks;
-    const int row = r0_ + tile.first_row - lane() / 4 + block_row(own);
-    const int key = k0_ + tile.first_key + block_key(own);
-    const TimeRange rows = load_range(matrix_.row_ranges + min(row, sequence_.q_len - 1) / 8);
-    const TimeRange keys = load_range(matrix_.key_ranges + min(key, sequence_.k_len - 1) / 8);
-    const DifferenceRange differences = find_difference_range(rows, keys);
-    block_.range = find_bucket_range(bias_, differences);
-    block_.is_past = keys.latest <= rows.earliest;
-    block_.origin = static_cast<uint32_t>(block_.is_past ? -differences.least : differences.least);
-    block_.is_narrow = differences.most - differences.least <= INT32_MAX &&
-                       block_.range.last - block_.range.first <= kFewBuckets;
+    const int size = bias_.position.size;
+    // The entries of the table for the tile's and for the thread's first row and key, and for the
+    // first pair.
+    const int of_tile = size / 2 + k0_ - (r0_ + sequence_.offset);
+    const int of_thread = of_tile + tile.first_key - tile.first_row;
+    const int first = of_thread + block_distance(kRowBlocks - 1, 0);
+    if (of_tile >= Tile::kTileRows && of_tile + Tile::kTileKeys <= size) {
+      // All pairs are in the same copy of the table.
+      const float2* const from = position_entries(first);
+#pragma unroll
+      for (int n = 0; n < kTileSpan / 8; ++n) pairs[n] = __ldg(from + 4 * n);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kTileSpan / 8; ++n) {
+        pairs[n] = __ldg(position_entries(min(max(first + 8 * n, -8), size)));
+      }
+    }
+    return result;
+  }
+
+  // The position table from an entry on, of which 8 come before the first and after the last.
+  // NOTE: copy n of the table begins with its entry n, so that any two entries are aligned to 8
+  // bytes in one copy.
+  HSTU_DEVICE const float2* position_entries(int entry) const {
+    const int place = entry + 8;
+    const int copy = place & 1;
+    return reinterpret_cast<const float2*>(
+        matrix_.position + copy * bias_.prepared.position_copy_stride + (place - copy));
+  }
+
+  HSTU_DEVICE BucketCell load_cell(uint64_t difference) const {
+    const int4 words =
+        __ldg(reinterpret_cast<const int4*>(bias_.prepared.cells + difference_cell(difference)));
+    return {static_cast<uint64_t>(static_cast<uint32_t>(words.x)) | static_cast<uint64_t>(words.y)
+                                                                        << 32,
+            words.z, words.w};
+  }
+  // The bucket, if the cell has at most one threshold.
+  static HSTU_DEVICE int bucket_in(const BucketCell& cell, uint64_t difference) {
+    return cell.first + (cell.count > 0 && difference >= cell.threshold);
   }
 
   template <typename Sum>
-  HSTU_DEVICE void add_time_to(Sum& scores) {
-    find_block();
-    const float weight = block_.range.first == block_.range.last
-                             ? __ldg(matrix_.weights + block_.range.first)
-                             : 0.0f;
+  HSTU_DEVICE void copy_sums_to(const TimeBlock& own, const PositionPairs& position,
+                                Sum& scores) const {
+    const uint32_t split = blocks_where(own.has_two());
+    RowTimes rows = {};
+    if (split) rows = load_row_times();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const float x = __shfl_sync(kAllLanes, weight, 4 * block + lane() % 4);
+    for (int n = 0; n < kKeyBlocks; ++n) {
+      if (split >> 4 * n & 0xf) {
+        const KeyTimes keys = load_key_times(n);
 #pragma unroll
-      for (int n = 0; n < kRun; ++n) at(scores, block * kRun + n) += x;
-    }
-    for_each_mixed_block([&](int index, const Block&, bool is_mixed, const int (&buckets)[kRun]) {
-      float x[kRun];
+        for (int m = 0; m < kRowBlocks; ++m) {
+          const uint32_t row = rows.words[m] + of_block(own.origin, m, n);
+          const float weight = of_block(own.weight, m, n);
+          const float other = of_block(own.other_weight, m, n);
+          const float2 pair = position.of_block(m, n);
+          float first = pair.x + (static_cast<int>(row - keys.words[0]) >= 0 ? weight : other);
+          float second = pair.y + (static_cast<int>(row - keys.words[1]) >= 0 ? weight : other);
+          // NOTE: otherwise, the compiler moves the additions behind the branch and the weights of
+          // blocks with one bucket to two registers.
+          asm volatile("" : "+f"(first), "+f"(second));
+          scores.at(m, 2 * n) = first;
+          scores.at(m, 2 * n + 1) = second;
+        }
+      } else {
 #pragma unroll
-      for (int n = 0; n < kRun; ++n) {
-        x[n] = is_mixed ? __ldg(matrix_.weights + buckets[n]) : 0.0f;
-      }
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        if (block == index) {
-#pragma unroll
-          for (int n = 0; n < kRun; ++n) at(scores, block * kRun + n) += x[n];
+        for (int m = 0; m < kRowBlocks; ++m) {
+          const float weight = of_block(own.weight, m, n);
+          const float2 pair = position.of_block(m, n);
+          scores.at(m, 2 * n) = pair.x + weight;
+          scores.at(m, 2 * n + 1) = pair.y + weight;
         }
       }
-    });
+    }
+    for_each_block(blocks_where(own.bucket() == TimeBlock::kSeveral),
+                   [&](int index, int row, int key) {
+                     const TwoDifferences differences = differences_of(row, key);
+                     const float first = weight_of(differences.first);
+                     const float second = weight_of(differences.second);
+                     add_to_block<0, kRowBlocks * kKeyBlocks>(index / 4 * kRowBlocks + index % 4,
+                                                              first, second, scores);
+                   });
   }
 
-  // Calls visit(n, block, is_mixed, buckets) if one of the blocks (n, 0) to (n, 3) has several
-  // buckets. `block` is the thread's, and `is_mixed` says if it has; else `buckets` are 0.
-  template <typename Visit>
-  HSTU_DEVICE void for_each_mixed_block(Visit visit) const {
-    constexpr uint32_t kOwners = kAllLanes >> (32 - 4 * kBlocks);
-    const uint32_t mixed =
-        __ballot_sync(kAllLanes, block_.range.first != block_.range.last) & kOwners;
-    const uint32_t past = __ballot_sync(kAllLanes, block_.is_past);
-    const uint32_t narrow = __ballot_sync(kAllLanes, block_.is_narrow);
-#pragma unroll 1
-    for (uint32_t left = mixed; left != 0;) {
-      const int index = (__ffs(left) - 1) / 4;
-      left &= ~(0xfu << 4 * index);
-      const int owner = 4 * index + lane() % 4;
-      const bool is_mixed = mixed >> owner & 1;
-      Block block;
-      block.range.first = __shfl_sync(kAllLanes, block_.range.first, owner);
-      block.range.last = __shfl_sync(kAllLanes, block_.range.last, owner);
-      block.origin = __shfl_sync(kAllLanes, block_.origin, owner);
-      block.is_past = past >> owner & 1;
-      block.is_narrow = narrow >> owner & 1;
-      int buckets[kRun] = {};
-      if (is_mixed) find_buckets(block, index, buckets);
-      visit(index, block, is_mixed, buckets);
+  HSTU_DEVICE float weight_of(uint64_t difference) const {
+    const int4 words =
+        __ldg(reinterpret_cast<const int4*>(matrix_.weight_cells + difference_cell(difference)));
+    const uint64_t threshold = static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
+                               static_cast<uint64_t>(words.y) << 32;
+    if (threshold == WeightCell::kSeveral) {
+      return __ldg(matrix_.weights + bucket_of(bias_, difference));
     }
+    return __int_as_float(difference >= threshold ? words.w : words.z);
   }
 
-  // Finds the buckets of the thread's row of block `index`.
-  HSTU_DEVICE void find_buckets(const Block& block, int index, int (&buckets)[kRun]) const {
-    const Tile tile;
-    const int row = min(r0_ + tile.first_row + block_row(index), sequence_.q_len - 1);
-    const int key = k0_ + tile.first_key + block_key(index);
-    const int64_t row_time = time_of_row(bias_, sequence_, row);
-    const int64_t* const times = bias_.timestamps + sequence_.k_begin;
-    const int last = sequence_.k_len - 1 - key;
-    const auto time_of_key = [&](int n) { return times[key + min(n, last)]; };
-    if (!block.is_narrow) {
-#pragma unroll
-      for (int n = 0; n < kRun; ++n) {
-        buckets[n] = bucket_of(bias_, time_difference(row_time, time_of_key(n)));
-      }
-      return;
-    }
-    const uint32_t origin = static_cast<uint32_t>(row_time) + block.origin;
-    int differences[kRun];
-#pragma unroll
-    for (int n = 0; n < kRun; ++n) {
-      differences[n] = abs(static_cast<int>(origin - static_cast<uint32_t>(time_of_key(n))));
-      buckets[n] = block.range.first;
-    }
-    const uint32_t least = block.is_past ? -block.origin : block.origin;
-#pragma unroll 1
-    for (int next = block.range.first; next < block.range.last; ++next) {
-      const int threshold = static_cast<int>(static_cast<uint32_t>(bias_.thresholds[next]) - least);
-#pragma unroll
-      for (int n = 0; n < kRun; ++n) buckets[n] += differences[n] >= threshold;
-    }
-  }
-
-  // Adds the sums of the blocks that have one bucket.
-  template <typename Sum>
-  HSTU_DEVICE void add_blocks_of_one_bucket(const Sum& gradients, const TableSum& sums) const {
-    float blocks[kBlocks];
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      blocks[block] = 0;
-#pragma unroll
-      for (int n = 0; n < kRun; ++n) blocks[block] += at(gradients, block * kRun + n);
-    }
-    const float own = sum_of_own_block(blocks);
-    const bool is_added = block_.range.first == block_.range.last && lane() < 4 * kBlocks;
-#pragma unroll 1
-    for (uint32_t left = __ballot_sync(kAllLanes, is_added && own != 0); left != 0;) {
-      const int leader = __ffs(left) - 1;
-      const int bucket = __shfl_sync(kAllLanes, block_.range.first, leader);
-      const bool is_equal = is_added && block_.range.first == bucket;
-      left &= ~__ballot_sync(kAllLanes, is_equal);
-      const float sum = warp_sum(is_equal ? own : 0.0f);
-      if (lane() == leader) sums.add(matrix_.time_entry + bucket, sum);
-    }
-  }
-
-  // blocks[n] is the sum of the thread's row of block (n, t). Returns the sum of all rows of the
-  // block whose buckets the lane has found. In each step a lane keeps half of its blocks and gets
-  // its partner's sums of these, until it has one.
-  static HSTU_DEVICE float sum_of_own_block(float (&blocks)[kBlocks]) {
-#pragma unroll
-    for (int step = 4; step > 0; step /= 2) {
-      if constexpr (kBlocks < 8) {
-        if (step >= kBlocks) {
-#pragma unroll
-          for (int n = 0; n < kBlocks; ++n) {
-            blocks[n] += __shfl_xor_sync(kAllLanes, blocks[n], 4 * step);
-          }
-          continue;
-        }
-      }
-      const bool is_upper = lane() & 4 * step;
-#pragma unroll
-      for (int n = 0; n < step; ++n) {
-        const float given = is_upper ? blocks[n] : blocks[n + step];
-        const float kept = is_upper ? blocks[n + step] : blocks[n];
-        blocks[n] = kept + __shfl_xor_sync(kAllLanes, given, 4 * step);
-      }
-    }
-    return blocks[0];
-  }
-
-  // The 8 rows of a block, which the lanes with equal t have, added up.
-  static HSTU_DEVICE float sum_of_rows(float x) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) {
-      x += __shfl_xor_sync(kAllLanes, x, distance);
-    }
-    return x;
-  }
-
-  // Adds blocks with buckets [first, first + others], two buckets at a time.
-  HSTU_DEVICE void add_block_of_few_buckets(const float (&x)[kRun], int others, int first,
-                                            const int (&buckets)[kRun],
-                                            const TableSum& sums) const {
-#pragma unroll 1
-    for (int next = 0; __any_sync(kAllLanes, next <= others); next += 2) {
-      float two[2] = {};
-#pragma unroll
-      for (int n = 0; n < kRun; ++n) {
-        if (buckets[n] == first + next) two[0] += x[n];
-        if (buckets[n] == first + next + 1) two[1] += x[n];
-      }
-      two[0] = sum_of_rows(two[0]);
-      two[1] = sum_of_rows(two[1]);
-      const int second = lane() / 4;
-      if (second < 2 && next + second <= others) {
-        sums.add(matrix_.time_entry + first + next + second, second ? two[1] : two[0]);
-      }
-    }
-  }
-
-  // Adds blocks whose buckets are far apart, one bucket of each block at a time.
-  HSTU_DEVICE void add_block_of_any_buckets(const float (&x)[kRun], const int (&buckets)[kRun],
-                                            const TableSum& sums) const {
-    const uint32_t rows = 0x11111111u << lane() % 4;
-    uint32_t pending = 0;
-#pragma unroll
-    for (int n = 0; n < kRun; ++n) {
-      if (x[n] != 0) pending |= 1u << n;
-    }
-#pragma unroll 1
-    for (;;) {
-      const uint32_t lanes = __ballot_sync(kAllLanes, pending != 0);
-      if (!lanes) return;
-      int bucket = 0;
-#pragma unroll
-      for (int n = kRun - 1; n >= 0; --n) {
-        if (pending >> n & 1) bucket = buckets[n];
-      }
-      const int leader = lanes & rows ? __ffs(lanes & rows) - 1 : lane();
-      bucket = __shfl_sync(kAllLanes, bucket, leader);
-      float sum = 0;
-#pragma unroll
-      for (int n = 0; n < kRun; ++n) {
-        if (pending >> n & 1 && buckets[n] == bucket) {
-          sum += x[n];
-          pending &= ~(1u << n);
-        }
-      }
-      sum = sum_of_rows(sum);
-      if (lane() == leader) sums.add(matrix_.time_entry + bucket, sum);
+  // Adds to the scores of block `block` of [kFirst, kFirst + kCount), where block (m, n) is
+  // n kRowBlocks + m.
+  // NOTE: it is a tree of branches, because registers have no addresses.
+  template <int kFirst, int kCount, typename Sum>
+  static HSTU_DEVICE void add_to_block(int block, float first, float second, Sum& scores) {
+    if constexpr (kCount == 1) {
+      scores.at(kFirst % kRowBlocks, kFirst / kRowBlocks * 2) += first;
+      scores.at(kFirst % kRowBlocks, kFirst / kRowBlocks * 2 + 1) += second;
+    } else if (block < kFirst + kCount / 2) {
+      add_to_block<kFirst, kCount / 2>(block, first, second, scores);
+    } else {
+      add_to_block<kFirst + kCount / 2, kCount / 2>(block, first, second, scores);
     }
   }
 
@@ -436,7 +423,6 @@ class RelativeTile {
   const Sequence& sequence_;
   const int r0_;
   const int k0_;
-  Block block_ = {};  // the lane's
 };
 
 }  // namespace hstu::sm80

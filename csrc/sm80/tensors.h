@@ -62,6 +62,8 @@ struct KeyOrder {
 };
 
 struct NaturalOrder {
+  static constexpr int kRun = 2;
+
   static HSTU_DEVICE int key(int slot) { return slot; }
 };
 
