@@ -65,17 +65,15 @@ struct TimeBlock {
   static constexpr int kHidden = -1;  // by the mask
   static constexpr int kSeveral = -2;
 
-  // The buckets of the keys for which the low word of row time + origin - key time is not negative,
-  // and of the others, which differ by 1 or less; or kHidden, or kSeveral buckets.
+  // The bucket of the earlier keys, and that of the later ones, which differ by 1 or less; or
+  // kHidden, or kSeveral buckets.
   // NOTE: they are in one word, because registers are few.
   int buckets = 0;
-  uint32_t origin = 0;
-  float weight = 0;  // of these buckets; 0 if they are not known
-  float other_weight = 0;
+  float weight = 0;  // of the earlier keys; 0 if the bucket is not known
 
-  HSTU_DEVICE void set_buckets(int bucket, int other) { buckets = bucket * 4 + other - bucket + 1; }
+  HSTU_DEVICE void set_buckets(int early, int late) { buckets = early * 4 + late - early + 1; }
   HSTU_DEVICE int bucket() const { return buckets >> 2; }
-  HSTU_DEVICE int other_bucket() const { return bucket() + (buckets & 3) - 1; }
+  HSTU_DEVICE int late_bucket() const { return bucket() + (buckets & 3) - 1; }
   HSTU_DEVICE bool has_two() const { return (buckets & 3) != 1; }
 };
 
@@ -119,12 +117,7 @@ class RelativeTile {
       block.set_buckets(TimeBlock::kSeveral, TimeBlock::kSeveral);
     } else {
       block.set_buckets(is_past ? last : first, is_past ? first : last);
-      block.weight = __ldg(matrix_.weights + (is_past ? last : first));
-      block.other_weight = __ldg(matrix_.weights + (is_past ? first : last));
-    }
-    if (is_split) {
-      const uint32_t threshold = static_cast<uint32_t>(__ldg(bias_.thresholds + first));
-      block.origin = is_past ? -threshold : threshold - 1;
+      block.weight = __ldg(matrix_.weights + block.bucket());
     }
     return block;
   }
@@ -204,6 +197,15 @@ class RelativeTile {
     const int last = sequence_.k_len - 1;
     return {time_difference(row_time, __ldg(matrix_.key_times + min(k0_ + key, last))),
             time_difference(row_time, __ldg(matrix_.key_times + min(k0_ + key + 1, last)))};
+  }
+
+  // The keys of the lane's block with two buckets are early if the low word of row time + origin -
+  // key time is not negative: differences of times in the block span less than 2^31.
+  HSTU_DEVICE uint32_t origin_of(const TimeBlock& own) const {
+    if (!own.has_two()) return 0;
+    const int first = min(own.bucket(), own.late_bucket());
+    const uint32_t threshold = static_cast<uint32_t>(__ldg(bias_.thresholds + first));
+    return own.late_bucket() == first ? -threshold : threshold - 1;
   }
 
   // The low words of the times of the thread's rows.
@@ -353,19 +355,25 @@ class RelativeTile {
                                 Sum& scores) const {
     const uint32_t split = blocks_where(own.has_two());
     RowTimes rows = {};
-    if (split) rows = load_row_times();
+    uint32_t origin = 0;
+    float late_weight = 0;
+    if (split) {
+      rows = load_row_times();
+      origin = origin_of(own);
+      late_weight = own.has_two() ? __ldg(matrix_.weights + own.late_bucket()) : own.weight;
+    }
 #pragma unroll
     for (int n = 0; n < kKeyBlocks; ++n) {
       if (split >> 4 * n & 0xf) {
         const KeyTimes keys = load_key_times(n);
 #pragma unroll
         for (int m = 0; m < kRowBlocks; ++m) {
-          const uint32_t row = rows.words[m] + of_block(own.origin, m, n);
-          const float weight = of_block(own.weight, m, n);
-          const float other = of_block(own.other_weight, m, n);
+          const uint32_t row = rows.words[m] + of_block(origin, m, n);
+          const float early = of_block(own.weight, m, n);
+          const float late = of_block(late_weight, m, n);
           const float2 pair = position.of_block(m, n);
-          float first = pair.x + (static_cast<int>(row - keys.words[0]) >= 0 ? weight : other);
-          float second = pair.y + (static_cast<int>(row - keys.words[1]) >= 0 ? weight : other);
+          float first = pair.x + (static_cast<int>(row - keys.words[0]) >= 0 ? early : late);
+          float second = pair.y + (static_cast<int>(row - keys.words[1]) >= 0 ? early : late);
           // NOTE: otherwise, the compiler moves the additions behind the branch and the weights of
           // blocks with one bucket to two registers.
           asm volatile("" : "+f"(first), "+f"(second));

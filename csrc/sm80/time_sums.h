@@ -2,7 +2,7 @@
 //
 // dS of a block of 8 rows and 8 keys, rounded to 16 bits, is the right operand of an mma.sync whose
 // left operand has ones in the row of the block's bucket. So the accumulator's rows are the sums of
-// up to 16 buckets, over keys; those of a row's 8 columns, over rows, are added up at last.
+// up to 8 buckets, over keys; those of a row's 8 columns, over rows, are added up at last.
 #pragma once
 
 #include <cfloat>
@@ -30,16 +30,11 @@ class TimeSums {
         words.at[m][n] = rounded_pair<Element>(gradients.at(m, 2 * n), gradients.at(m, 2 * n + 1));
       }
     }
-    const Buckets buckets = {own.bucket(), own.other_bucket()};
-    const int lowest = __reduce_min_sync(
-        kAllLanes, buckets.first >= 0 ? min(buckets.first, buckets.second) : INT_MAX);
-    const int highest = __reduce_max_sync(kAllLanes, max(buckets.first, buckets.second));
+    const Buckets buckets = {own.bucket(), own.late_bucket()};
     bool is_finite = false;  // what is not has been taken out of `words`
 #pragma unroll 1
-    for (int first = lowest; first <= highest;) {
-      float sum[4] = {};
-      multiply_blocks(tile, own, buckets, words, first, sum);
-      const float own_sum = sum_of_own_bucket(sum);
+    for (int first = next_bucket(buckets, 0); first != INT_MAX;) {
+      const float own_sum = sum_of_own_bucket(multiply_blocks(tile, own, buckets, words, first));
       if (!is_finite && __any_sync(kAllLanes, !(fabsf(own_sum) <= FLT_MAX))) {
         // A product of zero and NaN is NaN, in all buckets.
         is_finite = true;
@@ -51,8 +46,8 @@ class TimeSums {
         }
         continue;
       }
-      add_own_bucket(tile, own_sum, first, highest, sums);
-      first += kBuckets;
+      add_own_bucket(tile, own_sum, first, sums);
+      first = next_bucket(buckets, first + kBuckets);
     }
     const uint32_t others = Bias::blocks_where(own.bucket() == TimeBlock::kSeveral);
     if (others) add_other_blocks(tile, others, ds, sums);
@@ -61,7 +56,7 @@ class TimeSums {
  private:
   static constexpr int kRowBlocks = Bias::kRowBlocks;
   static constexpr int kKeyBlocks = Bias::kKeyBlocks;
-  static constexpr int kBuckets = 16;  // summed up at a time
+  static constexpr int kBuckets = 8;  // summed up at a time
   static constexpr uint32_t kOnes =
       std::is_same_v<Element, cutlass::half_t> ? 0x3c003c00 : 0x3f803f80;
   static constexpr uint32_t kExponent = std::is_same_v<Element, cutlass::half_t> ? 0x7c00 : 0x7f80;
@@ -85,62 +80,75 @@ class TimeSums {
     return halves(word, is_finite_low(word), is_finite_low(word >> 16));
   }
 
-  // Adds the sums of buckets [first, first + kBuckets), one in each row of `sum`.
-  static HSTU_DEVICE void multiply_blocks(const Bias& tile, const TimeBlock& own,
-                                          const Buckets& buckets, const Words& words, int first,
-                                          float (&sum)[4]) {
+  // The lowest bucket of all lanes from `first` on; INT_MAX: there is none.
+  static HSTU_DEVICE int next_bucket(const Buckets& buckets, int first) {
+    return __reduce_min_sync(kAllLanes, min(buckets.first >= first ? buckets.first : INT_MAX,
+                                            buckets.second >= first ? buckets.second : INT_MAX));
+  }
+
+  // The sums of buckets [first, first + kBuckets), one in each row of an accumulator.
+  struct Sums {
+    // NOTE: there are two, because an addition waits for the last one to the same accumulator.
+    float parts[2][4];  // the last two elements are 0
+  };
+  static HSTU_DEVICE Sums multiply_blocks(const Bias& tile, const TimeBlock& own,
+                                          const Buckets& buckets, const Words& words, int first) {
     const int own_bucket = first + lane() / 4;
     const uint32_t split = Bias::blocks_where(own.has_two());
     typename Bias::RowTimes rows = {};
-    if (split) rows = tile.load_row_times();
+    uint32_t origin = 0;
+    if (split) {
+      rows = tile.load_row_times();
+      origin = tile.origin_of(own);
+    }
+    Sums sums = {};
 #pragma unroll
     for (int n = 0; n < kKeyBlocks; ++n) {
       if (split >> 4 * n & 0xf) {
         const typename Bias::KeyTimes keys = tile.load_key_times(n);
 #pragma unroll
         for (int m = 0; m < kRowBlocks; ++m) {
-          const uint32_t row = rows.words[m] + Bias::of_block(own.origin, m, n);
+          const uint32_t row = rows.words[m] + Bias::of_block(origin, m, n);
           const bool is_low = static_cast<int>(row - keys.words[0]) >= 0;
           const bool is_high = static_cast<int>(row - keys.words[1]) >= 0;
           const uint32_t word = words.at[m][n];
           const uint32_t right[2] = {halves(word, is_low, is_high),
                                      halves(word, !is_low, !is_high)};
-          multiply(own_bucket, Bias::of_block(buckets.first, m, n),
-                   Bias::of_block(buckets.second, m, n), right, sum);
+          multiply(Bias::of_block(buckets.first, m, n) == own_bucket,
+                   Bias::of_block(buckets.second, m, n) == own_bucket, right, sums.parts[m % 2]);
         }
       } else {
 #pragma unroll
         for (int m = 0; m < kRowBlocks; m += 2) {
           const uint32_t right[2] = {words.at[m][n], words.at[m + 1][n]};
-          multiply(own_bucket, Bias::of_block(buckets.first, m, n),
-                   Bias::of_block(buckets.first, m + 1, n), right, sum);
+          multiply(Bias::of_block(buckets.first, m, n) == own_bucket,
+                   Bias::of_block(buckets.first, m + 1, n) == own_bucket, right,
+                   sums.parts[kRowBlocks == 4 ? m / 2 : n % 2]);
         }
       }
     }
+    return sums;
   }
 
-  // Adds the first 8 x 8 elements of `right` to the row of `bucket`, and the others to that of
-  // `next`, where bucket `own` has row lane() / 4.
-  static HSTU_DEVICE void multiply(int own, int bucket, int next, const uint32_t (&right)[2],
+  // Adds the first 8 x 8 elements of `right`, and the others, to row lane() / 4 of `sum` if its
+  // bucket is theirs.
+  static HSTU_DEVICE void multiply(bool is_first, bool is_second, const uint32_t (&right)[2],
                                    float (&sum)[4]) {
-    const uint32_t left[4] = {ones_if(bucket == own), ones_if(bucket == own + 8),
-                              ones_if(next == own), ones_if(next == own + 8)};
+    const uint32_t left[4] = {ones_if(is_first), 0, ones_if(is_second), 0};
     Mma::multiply(sum, left, right);
   }
 
-  // The sum of row lane() / 4 in lanes with even t, of row 8 + lane() / 4 in the others.
-  static HSTU_DEVICE float sum_of_own_bucket(const float (&sum)[4]) {
-    const bool is_odd = lane() % 2 == 1;
-    const float first = sum[0] + sum[1];
-    const float second = sum[2] + sum[3];
-    const float own =
-        (is_odd ? second : first) + __shfl_xor_sync(kAllLanes, is_odd ? first : second, 1);
+  // The sum of row lane() / 4.
+  static HSTU_DEVICE float sum_of_own_bucket(const Sums& sums) {
+    float own = (sums.parts[0][0] + sums.parts[1][0]) + (sums.parts[0][1] + sums.parts[1][1]);
+    own += __shfl_xor_sync(kAllLanes, own, 1);
     return own + __shfl_xor_sync(kAllLanes, own, 2);
   }
-  static HSTU_DEVICE void add_own_bucket(const Bias& tile, float own, int first, int last,
+  // Adds the sum of bucket first + lane() / 4.
+  // NOTE: there is no such bucket where it is 0.
+  static HSTU_DEVICE void add_own_bucket(const Bias& tile, float own, int first,
                                          const TableSum& sums) {
-    const int bucket = first + lane() / 4 + lane() % 2 * 8;
-    if (lane() % 4 < 2 && bucket <= last) sums.add(tile.time_entry() + bucket, own);
+    if (lane() % 4 == 0) sums.add(tile.time_entry() + first + lane() / 4, own);
   }
 
   // The thread's two elements of dS, and their buckets.
@@ -180,25 +188,20 @@ class TimeSums {
       // Zeros are in no bucket, so that the buckets of hidden scores are not looked for.
       const bool has_first = word & 0x7fff;
       const bool has_second = word >> 16 & 0x7fff;
-      if (!has_first) elements.first = has_second ? elements.second : -1;
-      if (!has_second) elements.second = elements.first;
-      const bool has_any = has_first || has_second;
-      const int lowest =
-          __reduce_min_sync(kAllLanes, has_any ? min(elements.first, elements.second) : INT_MAX);
-      const int highest = __reduce_max_sync(kAllLanes, max(elements.first, elements.second));
+      const Buckets buckets = {has_first ? elements.first : -1, has_second ? elements.second : -1};
 #pragma unroll 1
-      for (int first = lowest; first <= highest; first += 8) {
-        float sum[4] = {};
+      for (int first = next_bucket(buckets, 0); first != INT_MAX;
+           first = next_bucket(buckets, first + kBuckets)) {
+        Sums found = {};
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-          if (first + n > highest) break;
+        for (int n = 0; n < kBuckets; n += 2) {
+          const int bucket = first + n;
           const uint32_t right[2] = {
-              halves(word, elements.first == first + n, elements.second == first + n),
-              halves(word, elements.first == first + n + 1, elements.second == first + n + 1)};
-          const uint32_t left[4] = {ones_if(lane() / 4 == n), 0, ones_if(lane() / 4 == n + 1), 0};
-          Mma::multiply(sum, left, right);
+              halves(word, buckets.first == bucket, buckets.second == bucket),
+              halves(word, buckets.first == bucket + 1, buckets.second == bucket + 1)};
+          multiply(lane() / 4 == n, lane() / 4 == n + 1, right, found.parts[n / 2 % 2]);
         }
-        add_own_bucket(tile, sum_of_own_bucket(sum), first, highest, sums);
+        add_own_bucket(tile, sum_of_own_bucket(found), first, sums);
       }
     });
   }
