@@ -40,6 +40,19 @@ HSTU_DEVICE float high_half(uint32_t word) {
   return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word >> 16)));
 }
 
+// Numbers whose absolute values are the larger ones of two pairs; NaN where one is NaN. The signs
+// are undefined.
+template <typename Element>
+HSTU_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+  uint32_t word;
+  if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  }
+  return word;
+}
+
 HSTU_DEVICE float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

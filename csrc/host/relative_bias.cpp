@@ -4,12 +4,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../common/fixed_point.h"
 #include "../common/table_sum.h"
 
 namespace py = pybind11;
@@ -67,6 +69,28 @@ double table_sum(const std::vector<float>& values, int64_t count) {
   return sum.value(0);
 }
 
+// The sum of `values`, which are bf16 or fp16 numbers, in the fixed point of the largest: number by
+// number, and of their fp32 sum.
+std::pair<double, double> fixed_point_sums(const std::vector<float>& values) {
+  uint32_t largest = 0;
+  float total = 0;
+  for (const float value : values) {
+    const float magnitude = std::fabs(value);
+    uint32_t bits;
+    std::memcpy(&bits, &magnitude, sizeof(bits));
+    if (bits > largest) largest = bits;
+    total += value;
+  }
+  const FixedPoint fixed = FixedPoint::of_largest(largest);
+  int sum = 0;
+  for (const float value : values) {
+    if (__builtin_add_overflow(sum, fixed.small_to_integer(value), &sum)) {
+      throw std::overflow_error("values: the sum of integers overflows");
+    }
+  }
+  return {fixed.to_float(sum), fixed.to_float(fixed.to_integer(total))};
+}
+
 }  // namespace
 
 void bind_relative_bias(py::module_& m) {
@@ -78,6 +102,9 @@ void bind_relative_bias(py::module_& m) {
            "(first, last) bucket of rows and keys, each with times (earliest, latest)");
   m.def("table_sum", &table_sum, py::arg("values"), py::arg("count") = 1,
         "the exact sum of fp32 values, each `count` times, in fp64 (common/table_sum.h)");
+  m.def("fixed_point_sums", &fixed_point_sums, py::arg("values"),
+        "the sum of bf16 or fp16 values in fixed point, of each value and of their fp32 sum "
+        "(common/fixed_point.h)");
 }
 
 }  // namespace hstu

@@ -1,11 +1,11 @@
 // The tile sizes of the backward, its work tiles and its shared memory.
 #pragma once
 
-#include "../scheduler/relative_bias.h"
 #include "../scheduler/work_list.h"
 #include "pipeline.h"
 #include "score_bias.h"
 #include "stores.h"
+#include "table_gradients.h"
 
 namespace hstu::sm90 {
 
@@ -25,10 +25,7 @@ struct BackwardBuffers {
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   // [row tiles, H, cluster size]: how many key tiles have added; zeroed; null: any order
   int* dq_semaphore;
-  // With a relative bias: what becomes the gradients of its tables, zeroed, and the buckets of two
-  // tiles of scores for each block.
-  TableSums sums;
-  uint8_t* buckets;  // [blocks, 2, rows * keys]
+  TableSums sums;  // what becomes the gradients of a relative bias's tables; zeroed
 };
 
 // How the consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64 keys, except
@@ -137,19 +134,14 @@ struct BackwardTraits {
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
   // Shared memory of the warpgroup that computes a relative bias; see backward_bias.h.
-  struct TableGradientMemory {
-    static constexpr int kDiagonals = kRows + kBlockKeys;
-    static constexpr int kBins = kHeadDim <= 64 ? 64 : 8;  // as many as fit
-
+  struct RelativeBiasMemory {
     using Position = PositionWeights<kRows, kBlockKeys, kHeadDim <= 64 ? 4 : 1>;
 
     KeyTimes<kBlockKeys> keys;
     Position position[2];
     std::conditional_t<kHeadDim <= 64, NarrowCells, CellsInDeviceMemory> cells;
     MixedBlocks mixed[4];  // of the warps
-    float diagonals[8][kDiagonals];
-    float bins[kBins][kBlockKeys];  // of buckets, for each thread that sums dS
-    int lowest_bucket[2][4];        // of the tiles in BackwardBuffers::buckets, by warp
+    TableGradientMemory<kRows> gradients;
   };
 
   struct SharedMemory {
@@ -164,7 +156,7 @@ struct BackwardTraits {
     alignas(1024) BiasElement bias[kHasBias ? BiasState::kStages : 0][kRows * kBlockKeys];
     alignas(1024) Element zeros[kHasDenseBias ? kRows * 64 : 0];  // source of stores that zero drab
     alignas(1024) float dq[kDqBuffers * Dq::kSize];
-    TableGradientMemory table_gradients[kHasRelativeBias ? 1 : 0];
+    RelativeBiasMemory relative_bias[kHasRelativeBias ? 1 : 0];
     alignas(16) uint64_t visible[QState::kStages][kKeyGroups][kRows];  // one bit per key
     WorkTile work_tiles[WorkState::kStages];
     RowTile row_tiles[QState::kStages];

@@ -74,7 +74,6 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
   if (!can_map(params.dout, params.batch.total_q, params.heads)) {
     return "strides of dout that no tensor map can have";
   }
-  if (params.relative_bias.time.size > 256) return "more than 256 buckets of time";
   return unsupported_reason(device, params);
 }
 

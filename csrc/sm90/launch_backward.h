@@ -73,8 +73,6 @@ struct BackwardLauncher {
       zeros_end = workspace.used();
       if (params.relative_bias) {
         prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch);
-        buffers.buckets = workspace.take<uint8_t>(int64_t{launch.device.multiprocessors} * 2 *
-                                                  (Form::kRows * Form::kBlockKeys));
       }
     }
   };

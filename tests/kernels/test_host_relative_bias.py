@@ -98,6 +98,33 @@ def test_a_table_sum_of_many_numbers_does_not_overflow(sign):
     assert _host.table_sum([value, -value] * 1000 + [1.0]) == 1.0
 
 
+bfloat16 = st.integers(0, 0xFFFF).map(lambda bits: float32(bits << 16)).filter(math.isfinite)
+bfloat16_alike = st.integers(0x3C00, 0x4100).map(lambda bits: float32(bits << 16))
+float16 = st.floats(width=16, allow_nan=False, allow_infinity=False)
+
+
+@given(values=st.lists(bfloat16, min_size=1) | st.lists(bfloat16_alike | float16, min_size=1))
+def test_a_fixed_point_sum_loses_little_of_the_largest_value(values):
+    values = [value * (-1) ** n for n, value in enumerate(values)]
+    largest = max(map(abs, values))
+    by_value, of_sum = _host.fixed_point_sums(values)
+    # Half a unit for each value, and what fp32 rounds.
+    error = 2**-20 * largest * len(values) + 2**-127 * len(values)
+    assert abs(by_value - math.fsum(values)) <= error
+    assert abs(of_sum - math.fsum(values)) <= error
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("fraction", [0, 1, 0x7F])
+def test_a_fixed_point_sum_has_room_for_a_warps_scores(sign, fraction):
+    for exponent in range(1, 244):
+        value = sign * float32(exponent << 23 | fraction << 16)
+        by_value, of_sum = _host.fixed_point_sums([value] * 2047)
+        if exponent > 20:
+            assert by_value == pytest.approx(2047 * value, rel=2**-22)
+            assert of_sum == pytest.approx(2047 * value, rel=2**-22)
+
+
 def test_buckets_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="num_buckets"):
         _host.Buckets([1], 0)

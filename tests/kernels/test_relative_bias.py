@@ -108,7 +108,6 @@ TABLES = st.builds(
     Tables,
     heads=st.tuples(HEADS_OF_TABLE, HEADS_OF_TABLE).filter(any),
     reach=st.sampled_from([1, 2, 50, 250]),
-    # NOTE: with more than 256 buckets, Hopper runs the sm80 kernels in the backward.
     buckets=st.sampled_from([1, 2, 64, 129, 256, 300]),
     times=st.sampled_from([*TIMES]),
     row_times=st.sampled_from([None, *TIMES]),
@@ -288,7 +287,12 @@ def test_nan_stays_in_the_rows_that_read_it(device, dim, table, entry, times):
         assert found["dpos_weight"][0, entry].isnan()
     for name, where in is_nan.items():
         assert torch.equal(found[name].isnan(), where), name
-        assert torch.equal(found[name][~where], expected[name][~where]), name
+        # NOTE: sm90 sums dts_weight in a fixed point that the largest dS of a tile gives, which may
+        # be one of the NaN.
+        atol = 1e-6 * float(expected[name].abs().max()) if name == "dts_weight" else 0
+        torch.testing.assert_close(
+            found[name][~where], expected[name][~where], rtol=0, atol=atol, msg=name
+        )
 
 
 @pytest.mark.parametrize("lengths_k", [[], [0, 0], [150, 3]], ids=["batch", "keys", "rows"])

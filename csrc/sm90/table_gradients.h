@@ -1,0 +1,514 @@
+// Sums of dS for the gradients of a relative bias's tables, by the warpgroup that computes the
+// bias.
+//
+// Thread (r, g) of the warpgroup reads row r of each 8 x 8 block of a diagonal of blocks:
+//
+//   position  All these blocks have the same distances, so 8 sums are enough. The next tile has the
+//             same keys and the next 64 rows, and the thread goes on along the same diagonal. A
+//             diagonal that leaves the keys is finished, and its sums are added to a TableSum.
+//   time      Lane r gets the sum of all of block r of the diagonal. Where the block has one
+//   bucket,
+//             that is the bucket's sum. The few blocks with several buckets are read again, four
+//             at a time by the 32 lanes of a warp. A warp adds integers in shared memory, one for
+//             each bucket, and at the end of a tile adds these to a TableSum.
+//
+// fp32 sums are found in a fixed order, and no order changes the sums of integers, so all bits of
+// the gradients are the same in every run.
+#pragma once
+
+#include "../common/fixed_point.h"
+#include "../common/table_sum.h"
+#include "../scheduler/relative_bias.h"
+#include "relative_bias.h"
+#include "tile_config.h"
+
+namespace hstu::sm90 {
+
+// The sums of 8 diagonals of 8 x 8 blocks, of which each thread r has one column of each element.
+struct FinishedDiagonals {
+  // Zeros before the 64 sums of a row, and after those of the last row.
+  static constexpr int kMargin = 8;
+  static constexpr int kStride = kMargin + 64;
+
+  alignas(16) float sums[8 * kStride + kMargin];
+
+  HSTU_DEVICE float* at(int r, int column) { return sums + r * kStride + kMargin + column; }
+};
+
+// The lower halves of the times of the rows of a tile, and the range of each 8 of them.
+template <int kRows>
+struct RowWindow {
+  TimeRange ranges[kRows / 8];
+  uint32_t times[kRows];
+};
+
+// Shared memory of the warpgroup.
+template <int kRows>
+struct TableGradientMemory {
+  static constexpr int kBins = 64;  // buckets that a warp sums in a tile, from its lowest one on
+
+  RowWindow<kRows> rows[2];
+  FinishedDiagonals diagonals[2];
+  int bins[4][kBins];  // of each warp
+};
+
+// Where the sums of a work tile are added.
+struct TableEntries {
+  const TableSums& sums;
+  const Sequence& sequence;
+  int position_size;
+  int first_position;  // the first entry of the head
+  int first_time;
+  int origin;  // the entry, from first_position on, of the first row and key of a work tile
+};
+
+template <int kRows, int kKeys, typename Element, bool kIsDescending>
+class TableGradients {
+  using Memory = TableGradientMemory<kRows>;
+  static constexpr int kChunks = kKeys / 8;  // of a row
+  static constexpr int kRowBlocks = kRows / 8;
+  static constexpr int kBins = Memory::kBins;
+  static constexpr uint32_t kAllLanes = 0xffffffff;
+  static_assert(kRowBlocks == 8 && (kChunks == 8 || kChunks == 16));
+
+ public:
+  // Called by all threads of the warpgroup, with a barrier before the next call.
+  HSTU_DEVICE TableGradients(int thread, const KeyTimes<kKeys>& keys, Memory& memory)
+      : thread_(thread), keys_(keys), memory_(memory) {
+    // NOTE: the four groups of 8 lanes of a warp are 4 diagonals apart, so that each warp has some
+    // of the blocks with many buckets, which are next to each other.
+    group_ = lane() / 8 * 4 + thread / 32;
+    for (int n = thread; n < 4 * kBins; n += kWarpgroup) memory.bins[n / kBins][n % kBins] = 0;
+    constexpr int kSize = sizeof(FinishedDiagonals) / sizeof(float);
+    for (int n = thread; n < 2 * kSize; n += kWarpgroup)
+      memory.diagonals[n / kSize].sums[n % kSize] = 0;
+  }
+
+  // Stores the times of a tile's rows, of which the thread has row thread % kRows.
+  HSTU_DEVICE void store_rows(const RowTimes& row, int parity) {
+    if (thread_ >= kRows) return;
+    RowWindow<kRows>& to = memory_.rows[parity];
+    to.times[thread_] = static_cast<uint32_t>(row.time);
+    if (thread_ % 8 == 0) to.ranges[thread_ / 8] = row.range;
+  }
+
+  // Adds the diagonals that the tile before has finished. Called after a barrier.
+  HSTU_DEVICE void add_finished(const TableEntries& entries) {
+    if (!is_pending_) return;
+    is_pending_ = false;
+    constexpr int kCount = 64 + 7;
+    if (thread_ >= round_up(kCount, 32)) return;        // whole warps
+    const int distance = min(thread_, kCount - 1) - 7;  // from the first diagonal of blocks on
+    float sum = 0;
+#pragma unroll
+    for (int r = 0; r < 8; ++r) sum += *memory_.diagonals[buffer_].at(r, distance + r);
+    if (thread_ >= kCount) sum = 0;
+    // Distances past the ends of the table share its first and its last entry, to which one lane
+    // adds their sum.
+    const int last = entries.position_size - 1;
+    const int entry = min(max(pending_origin_ + distance, 0), last);
+    const uint32_t before = __ballot_sync(kAllLanes, entry == 0);
+    const uint32_t after = __ballot_sync(kAllLanes, entry == last);
+    if (before | after) {
+      const float sum_before = sum_of_warp(entry == 0 ? sum : 0);
+      const float sum_after = sum_of_warp(entry == last ? sum : 0);
+      if (entry == last) sum = lane() == __ffs(static_cast<int>(after)) - 1 ? sum_after : 0;
+      if (entry == 0) sum = lane() == __ffs(static_cast<int>(before)) - 1 ? sum_before : 0;
+    }
+    entries.sums.position.add(entries.first_position + entry, sum);
+  }
+
+  // The buckets of the lane's block of a tile, which are found before its dS is there.
+  struct Block {
+    static constexpr int kIsPast = 1;    // all keys are earlier than all rows
+    static constexpr int kIsFuture = 2;  // or later
+
+    uint64_t least = 0;  // difference
+    int first = 0;       // bucket
+    int count = 0;       // of buckets
+    int flags = 0;
+    bool is_wide = false;  // differences do not fit into 31 bits, counted from the least one
+  };
+  HSTU_DEVICE Block find_block(const RelativeBias& bias, int parity) const {
+    const TimeRange rows = memory_.rows[parity].ranges[row_block_of(lane() % 8)];
+    const TimeRange keys = keys_.ranges[chunk_of(lane() % 8)];
+    const DifferenceRange differences = find_difference_range(rows, keys);
+    const BucketRange buckets = find_bucket_range(bias, differences);
+    Block block;
+    block.least = differences.least;
+    block.first = buckets.first;
+    block.count = buckets.last - buckets.first + 1;
+    if (keys.latest <= rows.earliest) {
+      block.flags = Block::kIsPast;
+    } else if (rows.latest <= keys.earliest) {
+      block.flags = Block::kIsFuture;
+    }
+    block.is_wide = differences.most - differences.least >= uint64_t{1} << 31;
+    return block;
+  }
+
+  // Sums dS of tile m of rows, whose times have been stored with `parity`. Calls release() when
+  // dS has been read.
+  template <typename Release>
+  HSTU_DEVICE void add_tile(const TableEntries& entries, const RelativeBias& bias, int m,
+                            int parity, const Block& block, const Element* ds, Release release) {
+    const bool has_position = entries.sums.position.words;
+    const bool has_time = entries.sums.time.words;
+    // The diagonal of blocks is finished before block `end`, and another one begins.
+    const int end = is_finishing() && has_position ? kChunks - group_ : kRowBlocks + 1;
+    float4* const finished = finished_diagonal();
+    const Element* const first_row = ds + lane() % 8 * 64;
+    constexpr int kAhead = 4;
+    uint4 ahead[kAhead];
+    const auto load = [&](int n) {
+      uint4 words = {};
+      if (has_blocks()) words = *chunk_at(first_row, row_block_of(n) * 8, lane() % 8, chunk_of(n));
+      ahead[n % kAhead] = words;
+    };
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) load(n);
+    // sums[i] is the sum of the last 2^i blocks, of which each lane has a part.
+    float sums[4];
+    uint32_t largest = 0;  // two numbers, by their absolute values
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; ++n) {
+      if (n > 0 && n == end) store_finished(finished);
+      const uint4 words = ahead[n % kAhead];
+      if (n + kAhead < kRowBlocks) load(n + kAhead);
+      float x[8];
+      unpack(words, x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) diagonal_[e] += x[e];
+      if (has_time) {
+        float sum = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+#pragma unroll
+        for (int bit = 0; bit < 3 && (n >> bit) % 2 == 1; ++bit) {
+          sum = exchange(sums[bit], sum, 1 << bit);
+        }
+        sums[count_ones_from_0(n)] = sum;
+        largest = larger_magnitudes<Element>(
+            larger_magnitudes<Element>(largest, words.x),
+            larger_magnitudes<Element>(larger_magnitudes<Element>(words.y, words.z), words.w));
+      }
+    }
+    if (end == kRowBlocks) store_finished(finished);
+    if (has_time) {
+      add_times(entries, bias, m * kRows, parity, block, sums[3], largest, ds, release);
+    } else {
+      release();
+    }
+    go_on(entries, m, has_position);
+  }
+
+  // The same for an empty tile.
+  HSTU_DEVICE void add_empty_tile(const TableEntries& entries, int m) {
+    if (!entries.sums.position.words) return;
+    if (is_finishing()) store_finished(finished_diagonal());
+    go_on(entries, m, true);
+  }
+
+  // After as many empty tiles, all diagonals are finished.
+  static constexpr int kTilesOfDiagonal = kChunks / 8;
+
+ private:
+  HSTU_DEVICE int lane() const { return thread_ % 32; }
+
+  // Whether the thread has blocks. With 8 chunks, half of the threads have.
+  HSTU_DEVICE bool has_blocks() const { return kChunks == 16 || group_ < kChunks; }
+
+  // Block n of the thread's diagonal of blocks: it begins in the first 8 rows with chunk group_,
+  // and goes on with chunk 0 after the last one. If kIsDescending, both rows and chunks are
+  // counted from the end.
+  static HSTU_DEVICE int row_block_of(int n) { return kIsDescending ? kRowBlocks - 1 - n : n; }
+  HSTU_DEVICE int chunk_of(int n) const { return chunk_of(group_, n); }
+  static HSTU_DEVICE int chunk_of(int group, int n) {
+    return (kIsDescending ? kChunks - 1 - group - n : group + n) & (kChunks - 1);
+  }
+
+  // Whether the thread's diagonal ends within the tile.
+  HSTU_DEVICE bool is_finishing() const { return has_blocks() && group_ >= kChunks - kRowBlocks; }
+
+  // Row `first` + `r` of a chunk of 8 keys in a tile of dS, in the layout of rows_tensor();
+  // `first` is a multiple of 8. `from` points to row r.
+  static HSTU_DEVICE const uint4* chunk_at(const Element* from, int first, int r, int chunk) {
+    return reinterpret_cast<const uint4*>(from + first * 64 + (chunk & 8) * (kRows * 8) +
+                                          ((chunk ^ r) & 7) * 8);
+  }
+
+  static HSTU_DEVICE void unpack(const uint4& words, float (&x)[8]) {
+    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      x[2 * n] = low_half<Element>(pairs[n]);
+      x[2 * n + 1] = high_half<Element>(pairs[n]);
+    }
+  }
+
+  // Where the thread's sums of its diagonal of blocks go when it is finished.
+  HSTU_DEVICE float4* finished_diagonal() const {
+    const int block = group_ - (kChunks - kRowBlocks);
+    return reinterpret_cast<float4*>(memory_.diagonals[buffer_ ^ 1].at(
+        lane() % 8, (kIsDescending ? kRowBlocks - 1 - block : block) * 8));
+  }
+  HSTU_DEVICE void store_finished(float4* to) {
+    to[0] = {diagonal_[0], diagonal_[1], diagonal_[2], diagonal_[3]};
+    to[1] = {diagonal_[4], diagonal_[5], diagonal_[6], diagonal_[7]};
+#pragma unroll
+    for (int n = 0; n < 8; ++n) diagonal_[n] = 0;
+  }
+
+  // Goes on to the next tile of rows: its distances are those of this one less kRows, or more.
+  HSTU_DEVICE void go_on(const TableEntries& entries, int m, bool has_position) {
+    if constexpr (kChunks > kRowBlocks) group_ ^= kRowBlocks;
+    if (!has_position) return;
+    constexpr int kFirstFinished = kIsDescending ? 1 - kRowBlocks : kChunks - kRowBlocks;
+    pending_origin_ = entries.origin - m * kRows + kFirstFinished * 8;
+    is_pending_ = true;
+    buffer_ ^= 1;
+  }
+
+  // Each lane has a part of two sums. Returns that of its own one and its partner's part of it:
+  // lanes whose number has the bit own the second.
+  HSTU_DEVICE float exchange(float first, float second, int bit) const {
+    const bool is_second = lane() & bit;
+    const float given = is_second ? first : second;
+    return (is_second ? second : first) + __shfl_xor_sync(kAllLanes, given, bit);
+  }
+
+  // The number of ones from bit 0 on up to the first zero.
+  static constexpr HSTU_DEVICE int count_ones_from_0(int n) {
+    return n % 2 == 0 ? 0 : 1 + count_ones_from_0(n / 2);
+  }
+
+  static HSTU_DEVICE float sum_of_warp(float sum) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    }
+    return sum;
+  }
+
+  // --- time ---
+
+  // What the warp adds to its bins in a tile.
+  struct Bins {
+    FixedPoint fixed;
+    int lowest;  // bucket
+    int* bins;
+
+    HSTU_DEVICE void add(int bucket, int addend) const {
+      atomicAdd(bins + bucket - lowest, addend);
+    }
+  };
+
+  // A row of a block with several buckets.
+  struct Row {
+    int row;
+    int chunk;
+    int first;  // bucket
+    int count;  // of buckets; 0: no block
+    uint64_t least;
+    uint32_t from;  // a difference, less `least`, is |from - time of the key|, all in 32 bits
+  };
+
+  template <typename Release>
+  HSTU_DEVICE void add_times(const TableEntries& entries, const RelativeBias& bias, int first_row,
+                             int parity, const Block& block, float total, uint32_t largest,
+                             const Element* ds, Release release) {
+    // NOTE: the bits of a NaN are larger than those of every number.
+    const uint32_t largest_bits =
+        __reduce_max_sync(kAllLanes, max(__float_as_uint(fabsf(low_half<Element>(largest))),
+                                         __float_as_uint(fabsf(high_half<Element>(largest)))));
+    if (largest_bits == 0) {
+      release();
+      return;
+    }
+    Bins bins;
+    bins.fixed = FixedPoint::of_largest(largest_bits);
+    bins.lowest = static_cast<int>(
+        __reduce_min_sync(kAllLanes, has_blocks() ? static_cast<uint32_t>(block.first) : ~0u));
+    bins.bins = memory_.bins[thread_ / 32];
+    const int last = block.first + block.count - 1;
+    const int highest = static_cast<int>(
+        __reduce_max_sync(kAllLanes, static_cast<uint32_t>(has_blocks() ? last : 0)));
+    const bool is_finite = largest_bits < 0x7f800000;
+    const bool is_slow =
+        !is_finite || last - bins.lowest >= kBins || (block.is_wide && block.count > 1);
+    uint32_t slow = __ballot_sync(kAllLanes, has_blocks() && is_slow);
+    const bool is_few = block.count <= kFewBuckets;
+    uint32_t few = __ballot_sync(kAllLanes, has_blocks() && !is_slow && is_few && block.count > 1);
+    uint32_t many = __ballot_sync(kAllLanes, has_blocks() && !is_slow && !is_few);
+    if (has_blocks() && !is_slow && is_few) {
+      const int addend = bins.fixed.to_integer(total);
+      if (addend != 0) bins.add(block.first, addend);
+    }
+    while (few) {
+      const Row row = take_row(few, block, parity);
+      add_few(bias, row, ds, bins);
+    }
+    while (many) {
+      const uint32_t before = many;
+      const Row row = take_row(many, block, parity);
+      if (!add_many(bias, row, ds, bins)) slow |= before & ~many;
+    }
+    if (__builtin_expect(slow != 0, 0)) {
+      while (slow) {
+        const Row row = take_row(slow, block, parity);
+        add_slowly(entries, bias, row, first_row, ds, bins, is_finite);
+      }
+    }
+    release();
+    __syncwarp();
+    for (int bin = lane(); bin <= min(highest - bins.lowest, kBins - 1); bin += 32) {
+      const int addend = bins.bins[bin];
+      bins.bins[bin] = 0;
+      if (addend == 0) continue;
+      entries.sums.time.add(entries.first_time + bins.lowest + bin, bins.fixed.to_float(addend));
+    }
+    __syncwarp();
+  }
+
+  // Takes up to four blocks from a set of lanes. 8 lanes get a row each of one of them.
+  HSTU_DEVICE Row take_row(uint32_t& blocks, const Block& block, int parity) const {
+    int owner = -1;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int next = __ffs(static_cast<int>(blocks)) - 1;
+      if (lane() / 8 == n) owner = next;
+      blocks &= blocks - 1;
+    }
+    const int from = owner < 0 ? 0 : owner;
+    Row row;
+    row.first = __shfl_sync(kAllLanes, block.first, from);
+    row.count = __shfl_sync(kAllLanes, block.count, from);
+    row.least = __shfl_sync(kAllLanes, block.least, from);
+    const int flags = __shfl_sync(kAllLanes, block.flags, from);
+    const int group = group_ + (from / 8 - lane() / 8) * 4;
+    row.row = row_block_of(from % 8) * 8 + lane() % 8;
+    row.chunk = chunk_of(group & 15, from % 8);
+    const uint32_t time = memory_.rows[parity].times[row.row];
+    const uint32_t least = static_cast<uint32_t>(row.least);
+    row.from = flags == Block::kIsPast     ? time - least
+               : flags == Block::kIsFuture ? time + least
+                                           : time;
+    if (owner < 0) row.count = 0;
+    return row;
+  }
+
+  // The differences of a row and the 8 keys of its chunk, less row.least.
+  HSTU_DEVICE void find_differences(const Row& row, uint32_t (&differences)[8]) const {
+    const int4* const times = reinterpret_cast<const int4*>(keys_.times + row.chunk * 8);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int4 two = times[n];
+      differences[2 * n] = abs(static_cast<int>(row.from - static_cast<uint32_t>(two.x)));
+      differences[2 * n + 1] = abs(static_cast<int>(row.from - static_cast<uint32_t>(two.z)));
+    }
+  }
+
+  static HSTU_DEVICE const uint4* chunk_of_row(const Row& row, const Element* ds) {
+    return chunk_at(ds + row.row * 64, 0, row.row % 8, row.chunk);
+  }
+  static HSTU_DEVICE uint4 read_row(const Row& row, const Element* ds) {
+    uint4 words = {};
+    if (row.count > 0) words = *chunk_of_row(row, ds);
+    return words;
+  }
+
+  static constexpr int kFewBuckets = 4;
+
+  // Blocks with few buckets: their sum has been added to the lowest bucket. What belongs to
+  // higher buckets is moved there.
+  HSTU_DEVICE void add_few(const RelativeBias& bias, const Row& row, const Element* ds,
+                           const Bins& bins) const {
+    float x[8];
+    unpack(read_row(row, ds), x);
+    uint32_t differences[8];
+    find_differences(row, differences);
+#pragma unroll
+    for (int n = 1; n < kFewBuckets; ++n) {
+      const bool exists = n < row.count;
+      if (!__any_sync(kAllLanes, exists)) break;
+      // NOTE: no difference is as large as this.
+      uint32_t threshold = 0xffffffff;
+      if (exists) {
+        threshold = static_cast<uint32_t>(__ldg(bias.thresholds + row.first + n - 1)) -
+                    static_cast<uint32_t>(row.least);
+      }
+      float above[2] = {};
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (differences[e] >= threshold) above[e % 2] += x[e];
+      }
+      float sum = above[0] + above[1];
+#pragma unroll
+      for (int distance = 4; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(kAllLanes, sum, distance);
+      }
+      const int addend = bins.fixed.to_integer(sum);
+      const int side = lane() % 8;  // 0: where it belongs; 1: where it was
+      if (side < 2 && addend != 0) {
+        bins.add(row.first + n - side, side == 0 ? addend : -addend);
+      }
+    }
+  }
+
+  // Blocks with more buckets: each score is added by itself. Returns false, and adds nothing, if
+  // that needs an exact search.
+  HSTU_DEVICE bool add_many(const RelativeBias& bias, const Row& row, const Element* ds,
+                            const Bins& bins) const {
+    uint32_t differences[8];
+    find_differences(row, differences);
+    int buckets[8];
+    int most = 0;  // thresholds in a cell
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const uint64_t difference = row.count > 0 ? row.least + differences[n] : 0;
+      const BucketCell cell = load_cell(bias.prepared.cells + difference_cell(difference));
+      buckets[n] = cell.first + (difference >= cell.threshold ? 1 : 0);
+      most = max(most, cell.count);
+    }
+    if (__any_sync(kAllLanes, row.count > 0 && most > 1)) return false;
+    float x[8];
+    unpack(read_row(row, ds), x);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int addend = bins.fixed.small_to_integer(x[n]);
+      if (addend != 0) bins.add(buckets[n], addend);
+    }
+    return true;
+  }
+
+  // Any blocks. Buckets past the last bin, and numbers that are not finite, are added to the
+  // TableSum.
+  HSTU_DEVICE void add_slowly(const TableEntries& entries, const RelativeBias& bias, const Row& row,
+                              int first_row, const Element* ds, const Bins& bins,
+                              bool is_finite) const {
+    if (row.count == 0) return;
+    const int64_t row_time =
+        time_of_row(bias, entries.sequence, min(first_row + row.row, entries.sequence.q_len - 1));
+    const Element* const chunk = reinterpret_cast<const Element*>(chunk_of_row(row, ds));
+#pragma unroll 1
+    for (int n = 0; n < 8; ++n) {
+      const float x = static_cast<float>(chunk[n]);
+      const int64_t key_time = keys_.times[row.chunk * 8 + n];
+      const int bucket = bucket_of(bias, time_difference(row_time, key_time));
+      if (is_finite && bucket - bins.lowest < kBins) {
+        bins.add(bucket, bins.fixed.small_to_integer(x));
+      } else {
+        entries.sums.time.add(entries.first_time + bucket, x);
+      }
+    }
+  }
+
+  const int thread_;
+  const KeyTimes<kKeys>& keys_;
+  Memory& memory_;
+  int group_;                // g
+  float diagonal_[8] = {};   // sums of the diagonal of blocks
+  bool is_pending_ = false;  // add_finished() has something to add
+  int buffer_ = 0;           // of memory_.diagonals, that it reads
+  int pending_origin_ = 0;   // the entry of the first of these distances + 7
+};
+
+}  // namespace hstu::sm90
