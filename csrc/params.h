@@ -116,6 +116,16 @@ struct alignas(16) WeightCell {
   float high;
 };
 
+// The same for differences below 2^31.
+struct alignas(16) NarrowCell {
+  static constexpr uint32_t kSeveral = uint32_t{1} << 31;
+
+  uint32_t threshold;  // or UINT32_MAX
+  uint32_t bucket;     // of differences below the threshold, or kSeveral
+  float low;
+  float high;
+};
+
 // The tables and ranges of times in the form that the GPU kernels read. prepare_relative_bias()
 // writes them to the workspace.
 struct PreparedBias {
@@ -128,6 +138,7 @@ struct PreparedBias {
   float* time = nullptr;               // [time.heads, time.size]
   BucketCell* cells = nullptr;         // [kDifferenceCells]
   WeightCell* weight_cells = nullptr;  // [time.heads, kDifferenceCells]
+  NarrowCell* narrow_cells = nullptr;  // [time.heads, kNarrowCells]
   TimeRange* ranges = nullptr;         // [total_k / 8 + B]: of 8 keys, see first_tile()
   TimeRange* row_ranges = nullptr;     // [total_q / 8 + B]: of 8 rows, see first_tile()
 };

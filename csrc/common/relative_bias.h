@@ -14,6 +14,7 @@ namespace hstu {
 // Cells of time differences: 0, and 8 cells for each power of two.
 constexpr int kCellsOfPower = 8;
 constexpr int kDifferenceCells = 1 + 64 * kCellsOfPower;
+constexpr int kNarrowCells = 1 + 31 * kCellsOfPower;  // of differences below 2^31
 
 #if defined(__CUDACC__)
 // The cell of a time difference, rounded toward zero to fp32: the exponent of the number and the

@@ -57,10 +57,16 @@ __device__ void copy_time_table(const RelativeBias& bias, float factor, int thre
       continue;
     }
     const int head = n / kDifferenceCells - 1;
+    const int index = n % kDifferenceCells;
     const float low = factor * read_weight(bias.time, head, cell.first);
-    bias.prepared.weight_cells[n - kDifferenceCells] = {
-        cell.count > 1 ? WeightCell::kSeveral : cell.threshold, low,
-        cell.count > 0 ? factor * read_weight(bias.time, head, cell.first + 1) : low};
+    const float high = cell.count > 0 ? factor * read_weight(bias.time, head, cell.first + 1) : low;
+    const uint64_t threshold = cell.count > 1 ? WeightCell::kSeveral : cell.threshold;
+    bias.prepared.weight_cells[n - kDifferenceCells] = {threshold, low, high};
+    if (index < kNarrowCells) {
+      const uint32_t bucket = cell.count > 1 ? NarrowCell::kSeveral : cell.first;
+      bias.prepared.narrow_cells[head * kNarrowCells + index] = {static_cast<uint32_t>(threshold),
+                                                                 bucket, low, high};
+    }
   }
 }
 

@@ -23,6 +23,7 @@ inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias&
     prepared.time = workspace.take<float>(int64_t{bias.time.heads} * bias.time.size);
     prepared.cells = workspace.take<BucketCell>(kDifferenceCells);
     prepared.weight_cells = workspace.take<WeightCell>(int64_t{bias.time.heads} * kDifferenceCells);
+    prepared.narrow_cells = workspace.take<NarrowCell>(int64_t{bias.time.heads} * kNarrowCells);
     prepared.ranges = workspace.take<TimeRange>(WorkList::max_tiles(batch.total_k, batch.batch, 8));
     prepared.row_ranges =
         workspace.take<TimeRange>(WorkList::max_tiles(batch.total_q, batch.batch, 8));

@@ -32,7 +32,8 @@ class BackwardBias {
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
       const SequenceTile& tile = work_tile.tile;
       const RelativeBias& tables = params.relative_bias;
-      const HeadBias bias(tables, tile.sequence, tile.sequence_index, params.heads, work_tile.head);
+      const HeadBias bias(tables, params.mask, tile.sequence, tile.sequence_index, params.heads,
+                          work_tile.head);
       const TableEntries entries = {
           sums,
           tile.sequence,

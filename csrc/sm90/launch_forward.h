@@ -34,7 +34,7 @@ class ForwardLauncher {
  private:
   using Reduction = SplitKVReduction;
   // Products up to head dim 64 are faster than one warpgroup computes a relative bias.
-  static constexpr int kBiasWarpgroups = kHeadDim <= 64 ? 2 : 1;
+  static constexpr int kBiasWarpgroups = 1;
   template <bool kHasBias>
   using ScoreBias = std::conditional_t<kHasBias, DenseScoreBias, NoScoreBias>;
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,

@@ -46,31 +46,42 @@ struct PositionWeights {
 
 // The cells of time differences below 2^31.
 struct NarrowCells {
-  static constexpr int kCount = 1 + 31 * kCellsOfPower;
-  WeightCell cells[kCount];
+  NarrowCell cells[kNarrowCells];
 };
 
 // The same where shared memory has no room.
 struct CellsInDeviceMemory {};
 
-// A warp's list of blocks of 8 x 8 scores that have several buckets: 16 times the number of the
-// block's rows, plus that of its chunk.
-struct MixedBlocks {
-  uint8_t blocks[64];
+// A block of 8 x 8 scores that has several buckets.
+struct alignas(16) MixedBlock {
+  uint32_t threshold;  // of the second bucket
+  float low;           // the weights of both, if there are two
+  float high;
+  int index;  // 16 times the number of the block's rows, plus that of its chunk
 };
 
-// The time of a row, and the range of the times of the 8 rows that it is one of.
+// A warp's list of such blocks: first those of two buckets, from the end on the others.
+struct MixedBlocks {
+  static constexpr int kCount = 64;
+  MixedBlock blocks[kCount];
+};
+
+// What the bias of a row depends on.
 struct RowTimes {
   int64_t time = 0;
-  TimeRange range = {};
+  TimeRange range = {};  // of the 8 rows that the row is one of
+  int keys = 0;          // none of these 8 rows sees this key or a later one
 };
 
 // The bias of one sequence and head.
 class HeadBias {
  public:
-  HSTU_DEVICE HeadBias(const RelativeBias& bias, const Sequence& sequence, int sequence_index,
-                       int heads, int head)
-      : bias_(bias), sequence_(sequence), sequence_index_(sequence_index) {
+  HSTU_DEVICE HeadBias(const RelativeBias& bias, const MaskParams& mask, const Sequence& sequence,
+                       int sequence_index, int heads, int head)
+      : bias_(bias),
+        mask_(mask, sequence, head),
+        sequence_(sequence),
+        sequence_index_(sequence_index) {
     const PreparedBias& prepared = bias.prepared;
     if (bias.position.data) {
       position_ =
@@ -80,6 +91,7 @@ class HeadBias {
       const int table_head = head / (heads / bias.time.heads);
       weights_ = prepared.time + table_head * bias.time.size;
       weight_cells_ = prepared.weight_cells + table_head * kDifferenceCells;
+      narrow_cells_ = prepared.narrow_cells + table_head * kNarrowCells;
     }
   }
 
@@ -155,8 +167,8 @@ class HeadBias {
   HSTU_DEVICE void start_copy_cells(unsigned thread, NarrowCells& cells) const {
     if (!weights_) return;
 #pragma unroll
-    for (unsigned n = thread; n < NarrowCells::kCount; n += kThreads) {
-      ptx::cp_async_cached_16(weight_cells_ + n, cells.cells + n);
+    for (unsigned n = thread; n < kNarrowCells; n += kThreads) {
+      ptx::cp_async_cached_16(narrow_cells_ + n, cells.cells + n);
     }
   }
 
@@ -165,7 +177,8 @@ class HeadBias {
     if (!weights_) return {};
     const int own = min(row, sequence_.q_len - 1);
     return {time_of_row(bias_, sequence_, own),
-            bias_.prepared.row_ranges[first_tile(sequence_.q_begin, sequence_index_, 8) + own / 8]};
+            bias_.prepared.row_ranges[first_tile(sequence_.q_begin, sequence_index_, 8) + own / 8],
+            mask_.estimate(row / 8 * 8, row / 8 * 8 + 8).end};
   }
 
   // Computes the bias of 32 rows and kChunks chunks of 8 keys. Calls store(row, chunk, x) for each
@@ -182,39 +195,56 @@ class HeadBias {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     // Lane 8 g + n has the blocks of rows [8 g, 8 g + 8) and chunks n and n + 8.
     float weights[2] = {};  // of their lowest buckets
-    int num_mixed = 0;
+    int num_two = 0;
+    int num_many = 0;
     bool is_wide = false;
     if (weights_) {
 #pragma unroll
       for (int n = 0; n < kLaneBlocks; ++n) {
         const int chunk = lane % 8 % kChunks + n * 8;
-        const Block block = find_block(row.range, ranges[chunk]);
-        weights[n] = block.weight;
-        const bool is_mixed = block.is_mixed && lane % 8 < kChunks;
-        is_wide |= is_mixed && block.is_wide;
-        const uint32_t lanes = __ballot_sync(0xffffffff, is_mixed);
-        const int before = num_mixed + __popc(lanes & ((1u << lane) - 1));
-        if (is_mixed) mixed.blocks[before] = static_cast<uint8_t>(lane / 8 * 16 + chunk);
-        num_mixed += __popc(lanes);
+        const bool is_visible = first + chunk * 8 < row.keys && lane % 8 < kChunks;
+        MixedBlock block;
+        const Buckets buckets = find_block(row.range, ranges[chunk], cells, block);
+        weights[n] = block.low;
+        block.index = lane / 8 * 16 + chunk;
+        is_wide |= is_visible && buckets == Buckets::kWide;
+        const uint32_t two = __ballot_sync(0xffffffff, is_visible && buckets == Buckets::kTwo);
+        const uint32_t many = __ballot_sync(0xffffffff, is_visible && buckets >= Buckets::kMany);
+        const uint32_t before = (1u << lane) - 1;
+        const uint32_t own = 1u << lane;
+        if (two & own) mixed.blocks[num_two + __popc(two & before)] = block;
+        if (many & own) {
+          mixed.blocks[MixedBlocks::kCount - 1 - num_many - __popc(many & before)] = block;
+        }
+        num_two += __popc(two);
+        num_many += __popc(many);
       }
     }
-    // All blocks, as if each had one bucket. There is no branch on times.
+    // All blocks, as if each had one bucket. Several are loaded at once, before a store that might
+    // change what they load, for all that the compiler knows.
+    constexpr int kBatch = Position::kCopies == 1 ? 2 : 4;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      float x[8];
-      Position::load(position + chunk * 8, x);
-      const float weight = __shfl_sync(0xffffffff, chunk < 8 ? weights[0] : weights[1], chunk, 8);
+    for (int begin = 0; begin < kChunks; begin += kBatch) {
+      float x[kBatch][8];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] += weight;
-      store(lane, chunk, x);
+      for (int n = 0; n < kBatch; ++n) Position::load(position + (begin + n) * 8, x[n]);
+#pragma unroll
+      for (int n = 0; n < kBatch; ++n) {
+        const int chunk = begin + n;
+        const float weight = __shfl_sync(0xffffffff, weights[chunk / 8], chunk % 8, 8);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[n][e] += weight;
+        store(lane, chunk, x[n]);
+      }
     }
     // Then those with several, four at a time.
-    if (num_mixed > 0) {
+    if (num_two + num_many > 0) {
       __syncwarp();
+      replace_two<Position>(row, keys, position, mixed, num_two, store);
       if (__any_sync(0xffffffff, is_wide)) {
-        replace_mixed<true, Position>(row, keys, position, cells, mixed, num_mixed, store);
+        replace_many<true, Position>(row, keys, position, cells, mixed, num_many, store);
       } else {
-        replace_mixed<false, Position>(row, keys, position, cells, mixed, num_mixed, store);
+        replace_many<false, Position>(row, keys, position, cells, mixed, num_many, store);
       }
     }
     const int keys_left = sequence_.k_len - first;
@@ -225,83 +255,142 @@ class HeadBias {
   }
 
  private:
-  // A block of 8 x 8 scores.
-  struct Block {
-    float weight;   // of its lowest bucket
-    bool is_mixed;  // it may have more buckets
-    bool is_wide;   // some difference of times needs more than 31 bits
+  // What is known of the buckets of a block of 8 x 8 scores.
+  enum class Buckets {
+    kOne,
+    kTwo,
+    kMany,  // or not known
+    kWide,  // the same, and some difference of times needs more than 31 bits
   };
 
-  HSTU_DEVICE Block find_block(const TimeRange& rows, const TimeRange& keys) const {
+  // Finds the buckets of a block, and writes what `block` has of them.
+  template <typename Cells>
+  HSTU_DEVICE Buckets find_block(const TimeRange& rows, const TimeRange& keys, const Cells& cells,
+                                 MixedBlock& block) const {
     const DifferenceRange differences = find_difference_range(rows, keys);
-    const BucketCell least = load_cell(bias_.prepared.cells + difference_cell(differences.least));
-    const BucketCell most = load_cell(bias_.prepared.cells + difference_cell(differences.most));
-    const int lowest = bucket_in(least, differences.least);
-    const int highest = bucket_in(most, differences.most);
-    return {__ldg(weights_ + lowest), lowest != highest || least.count > 1 || most.count > 1,
-            differences.most > INT32_MAX};
+    if (differences.most > INT32_MAX) {
+      const BucketRange range = find_bucket_range(bias_, differences);
+      block.low = __ldg(weights_ + range.first);
+      return range.first == range.last ? Buckets::kOne : Buckets::kWide;
+    }
+    const auto least = static_cast<uint32_t>(differences.least);
+    const auto most = static_cast<uint32_t>(differences.most);
+    const NarrowCell first = load(cells, difference_cell(least));
+    const NarrowCell last = load(cells, difference_cell(most));
+    const uint32_t lowest = first.bucket + (least >= first.threshold);
+    const uint32_t highest = last.bucket + (most >= last.threshold);
+    block.low = least >= first.threshold ? first.high : first.low;
+    block.high = most >= last.threshold ? last.high : last.low;
+    if ((first.bucket | last.bucket) & NarrowCell::kSeveral) return Buckets::kMany;
+    if (lowest == highest) return Buckets::kOne;
+    if (lowest + 1 != highest) return Buckets::kMany;
+    block.threshold = static_cast<uint32_t>(__ldg(bias_.thresholds + lowest));
+    return Buckets::kTwo;
   }
 
   // NOTE: these are volatile, so that the compiler does not sink one load behind the use of
   // another.
-  HSTU_DEVICE WeightCell load(const NarrowCells& cells, int cell) const {
+  HSTU_DEVICE NarrowCell load(const NarrowCells& cells, int cell) const {
     return ptx::ld_shared_volatile(cells.cells + cell);
   }
-  HSTU_DEVICE WeightCell load(const CellsInDeviceMemory&, int cell) const {
-    return ptx::ld_global_nc_volatile(weight_cells_ + cell);
+  HSTU_DEVICE NarrowCell load(const CellsInDeviceMemory&, int cell) const {
+    return ptx::ld_global_nc_volatile(narrow_cells_ + cell);
   }
 
-  // Finds the weights of the blocks in `mixed`, score by score. kIsWide says if times are compared
-  // in 64 bits.
-  template <bool kIsWide, typename Position, typename Cells, typename Store>
-  HSTU_DEVICE void replace_mixed(const RowTimes& row, const int64_t* keys, const float* position,
-                                 const Cells& cells, const MixedBlocks& mixed, int num_mixed,
-                                 Store store) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  // A lane's row and chunk of one of four blocks.
+  struct MixedChunk {
+    int row;    // as the lane that has it
+    int chunk;  // of the keys
+    int64_t time;
+
+    HSTU_DEVICE MixedChunk(const RowTimes& rows, int block)
+        : row(block / 16 * 8 + static_cast<int>(threadIdx.x) % 8),
+          chunk(block % 16),
+          time(__shfl_sync(0xffffffff, rows.time, row)) {}
+
+    // The absolute differences of times, if they are below 2^31: the low words are enough.
+    HSTU_DEVICE void find_differences(const int64_t* keys, uint32_t (&differences)[8]) const {
+      const int row_time = static_cast<int>(time);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        const int4 pair = *reinterpret_cast<const int4*>(keys + chunk * 8 + n);
+        differences[n] = abs(row_time - pair.x);
+        differences[n + 1] = abs(row_time - pair.z);
+      }
+    }
+    // Loads the weights by position; `position` is what the lane has for its own row.
+    template <typename Position>
+    HSTU_DEVICE void load_position(const float* position, float (&x)[8]) const {
+      Position::load(position + chunk * 8 - (row - static_cast<int>(threadIdx.x) % 32), x);
+    }
+  };
+
+  // Finds the weights of the blocks that have two buckets.
+  template <typename Position, typename Store>
+  HSTU_DEVICE void replace_two(const RowTimes& row, const int64_t* keys, const float* position,
+                               const MixedBlocks& mixed, int count, Store store) const {
+    const int group = static_cast<int>(threadIdx.x) % 32 / 8;
 #pragma unroll 1
-    for (int begin = 0; begin < num_mixed; begin += 4) {
-      const int block = mixed.blocks[min(begin + lane / 8, num_mixed - 1)];
-      const int own = block / 16 * 8 + lane % 8;  // the row
-      const int chunk = block % 16;
-      const int64_t* const times = keys + chunk * 8;
+    for (int begin = 0; begin < count; begin += 4) {
+      const MixedBlock block = mixed.blocks[min(begin + group, count - 1)];
+      const MixedChunk own(row, block.index);
+      uint32_t differences[8];
       float x[8];
-      Position::load(position + chunk * 8 - (own - lane), x);
-      const int64_t row_time = __shfl_sync(0xffffffff, row.time, own);
+      own.find_differences(keys, differences);
+      own.template load_position<Position>(position, x);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        x[n] += differences[n] >= block.threshold ? block.high : block.low;
+      }
+      store(own.row, own.chunk, x);
+    }
+  }
+
+  // Finds the weights of the other blocks, score by score. kIsWide says if times are compared in 64
+  // bits.
+  template <bool kIsWide, typename Position, typename Cells, typename Store>
+  HSTU_DEVICE void replace_many(const RowTimes& row, const int64_t* keys, const float* position,
+                                const Cells& cells, const MixedBlocks& mixed, int count,
+                                Store store) const {
+    const int group = static_cast<int>(threadIdx.x) % 32 / 8;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += 4) {
+      const int entry = MixedBlocks::kCount - 1 - min(begin + group, count - 1);
+      const MixedChunk own(row, mixed.blocks[entry].index);
+      float x[8];
+      own.template load_position<Position>(position, x);
       bool has_search = false;
-      const auto add = [&](int n, auto difference, const WeightCell& cell) {
-        const bool is_high = difference >= static_cast<decltype(difference)>(cell.threshold);
-        has_search |= cell.threshold >> 32 == WeightCell::kSeveral >> 32;
-        x[n] += is_high ? cell.high : cell.low;
-      };
       if constexpr (kIsWide) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          const uint64_t difference = time_difference(row_time, times[n]);
-          add(n, difference, load_cell(weight_cells_ + difference_cell(difference)));
+          const uint64_t difference = time_difference(own.time, keys[own.chunk * 8 + n]);
+          const WeightCell cell = load_cell(weight_cells_ + difference_cell(difference));
+          has_search |= cell.threshold == WeightCell::kSeveral;
+          x[n] += difference >= cell.threshold ? cell.high : cell.low;
         }
       } else {
-        // The low words are enough. Loads of four cells are in flight at once.
+        uint32_t differences[8];
+        own.find_differences(keys, differences);
+        // Loads of four cells are in flight at once.
 #pragma unroll
         for (int half = 0; half < 8; half += 4) {
-          uint32_t differences[4];
-          WeightCell found[4];
+          NarrowCell found[4];
 #pragma unroll
-          for (int n = 0; n < 4; n += 2) {
-            const int4 pair = *reinterpret_cast<const int4*>(times + half + n);
-            differences[n] = abs(static_cast<int>(row_time) - pair.x);
-            differences[n + 1] = abs(static_cast<int>(row_time) - pair.z);
+          for (int n = 0; n < 4; ++n)
+            found[n] = load(cells, difference_cell(differences[half + n]));
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            has_search |= found[n].bucket == NarrowCell::kSeveral;
+            x[half + n] +=
+                differences[half + n] >= found[n].threshold ? found[n].high : found[n].low;
           }
-#pragma unroll
-          for (int n = 0; n < 4; ++n) found[n] = load(cells, difference_cell(differences[n]));
-#pragma unroll
-          for (int n = 0; n < 4; ++n) add(half + n, differences[n], found[n]);
         }
       }
       if (has_search) {
-        Position::load(position + chunk * 8 - (own - lane), x);
+        own.template load_position<Position>(position, x);
 #pragma unroll 1
         for (int key = 0; key < 8; ++key) {
-          const uint64_t difference = time_difference(row_time, times[key]);
+          const uint64_t difference = time_difference(own.time, keys[own.chunk * 8 + key]);
           const float weight = __ldg(weights_ + bucket_of(bias_, difference));
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
@@ -309,16 +398,18 @@ class HeadBias {
           }
         }
       }
-      store(own, chunk, x);
+      store(own.row, own.chunk, x);
     }
   }
 
   const RelativeBias& bias_;
+  const Mask mask_;
   const Sequence& sequence_;
   const int sequence_index_;
   const float* position_ = nullptr;  // null: no weights by position
   const float* weights_ = nullptr;   // null: no weights by time
   const WeightCell* weight_cells_ = nullptr;
+  const NarrowCell* narrow_cells_ = nullptr;
 };
 
 }  // namespace hstu::sm90

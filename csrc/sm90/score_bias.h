@@ -217,8 +217,8 @@ struct RelativeScoreBias {
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
       const SequenceTile& tile = work_tile.tile;
       const int first_row = tile.index * kRows;
-      const HeadBias bias(params.relative_bias, tile.sequence, tile.sequence_index, params.heads,
-                          work_tile.head);
+      const HeadBias bias(params.relative_bias, params.mask, tile.sequence, tile.sequence_index,
+                          params.heads, work_tile.head);
       const auto key_of = [&](int first) {
         return Source::template key_of<kKeys>(tile.sequence, first);
       };

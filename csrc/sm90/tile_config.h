@@ -45,7 +45,7 @@ constexpr Registers registers_with_bias(int head_dim, bool is_paged, int bias_wa
   if (is_paged && head_dim > 64) return {.producer = 56, .consumer = 200, .bias = 56};
   if (is_paged) return {.producer = 56, .consumer = 184, .bias = 88};
   if (head_dim == 256) return {.producer = 32, .consumer = 208, .bias = 64};
-  return {.producer = 32, .consumer = 200, .bias = 80};
+  return {.producer = 24, .consumer = 200, .bias = 88};
 }
 
 // There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages
