@@ -78,6 +78,11 @@ struct Backward {
   static constexpr int kStages = kTiles.stages;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
 
+  // Of the product for dQ: with a relative bias, head dim 256 would spill with more copies in
+  // flight.
+  static constexpr Reading kRowReading =
+      kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;
+
   static constexpr int kScoreKeyWarps = kWarps / kTiles.score_row_warps;
   static constexpr int kGroup = kKeys / kScoreKeyWarps < 32 ? 16 : 32;
   using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<kGroup>>;
@@ -276,9 +281,10 @@ struct Backward {
       }
       // dQ += dX K
       RowSum dq = {};
-      gemm<RowMma, Operand::kRows, Operand::kTransposed, kTiles.reading>(dq, smem_ds, smem_k);
+      gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
       DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
-      row_tile = next;
+      // NOTE: with a relative bias, `next` would take a register until here.
+      row_tile = kHasRelativeBias ? smem.map.before(row_tile) : next;
     }
 
     // dK = alpha * scale * dK and dV = scale * dV, rounded once
