@@ -140,8 +140,8 @@ struct BackwardTraits {
     KeyTimes<kBlockKeys> keys;
     Position position[2];
     std::conditional_t<kHeadDim <= 64, NarrowCells, CellsInDeviceMemory> cells;
-    MixedBlocks mixed[4];  // of the warps
-    TableGradientMemory<kRows> gradients;
+    MixedBlocks<kBlockKeys / 16> mixed[4];  // of the warps
+    TableGradientMemory<kRows, kBlockKeys> gradients;
   };
 
   struct SharedMemory {

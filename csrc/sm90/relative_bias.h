@@ -61,8 +61,10 @@ struct alignas(16) MixedBlock {
 };
 
 // A warp's list of such blocks: first those of two buckets, from the end on the others.
+// kChunks is as in HeadBias::find().
+template <int kChunks>
 struct MixedBlocks {
-  static constexpr int kCount = 64;
+  static constexpr int kCount = 4 * kChunks;
   MixedBlock blocks[kCount];
 };
 
@@ -189,7 +191,7 @@ class HeadBias {
   template <int kChunks, typename Position, typename Cells, typename Store, typename Clear>
   HSTU_DEVICE void find(const RowTimes& row, int first, const int64_t* keys,
                         const TimeRange* ranges, const float* position, const Cells& cells,
-                        MixedBlocks& mixed, Store store, Clear clear) const {
+                        MixedBlocks<kChunks>& mixed, Store store, Clear clear) const {
     static_assert(kChunks == 4 || kChunks == 8 || kChunks == 16);
     constexpr int kLaneBlocks = kChunks == 16 ? 2 : 1;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -214,7 +216,7 @@ class HeadBias {
         const uint32_t own = 1u << lane;
         if (two & own) mixed.blocks[num_two + __popc(two & before)] = block;
         if (many & own) {
-          mixed.blocks[MixedBlocks::kCount - 1 - num_many - __popc(many & before)] = block;
+          mixed.blocks[mixed.kCount - 1 - num_many - __popc(many & before)] = block;
         }
         num_two += __popc(two);
         num_many += __popc(many);
@@ -326,9 +328,9 @@ class HeadBias {
   };
 
   // Finds the weights of the blocks that have two buckets.
-  template <typename Position, typename Store>
+  template <typename Position, int kChunks, typename Store>
   HSTU_DEVICE void replace_two(const RowTimes& row, const int64_t* keys, const float* position,
-                               const MixedBlocks& mixed, int count, Store store) const {
+                               const MixedBlocks<kChunks>& mixed, int count, Store store) const {
     const int group = static_cast<int>(threadIdx.x) % 32 / 8;
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += 4) {
@@ -348,14 +350,14 @@ class HeadBias {
 
   // Finds the weights of the other blocks, score by score. kIsWide says if times are compared in 64
   // bits.
-  template <bool kIsWide, typename Position, typename Cells, typename Store>
+  template <bool kIsWide, typename Position, typename Cells, int kChunks, typename Store>
   HSTU_DEVICE void replace_many(const RowTimes& row, const int64_t* keys, const float* position,
-                                const Cells& cells, const MixedBlocks& mixed, int count,
+                                const Cells& cells, const MixedBlocks<kChunks>& mixed, int count,
                                 Store store) const {
     const int group = static_cast<int>(threadIdx.x) % 32 / 8;
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += 4) {
-      const int entry = MixedBlocks::kCount - 1 - min(begin + group, count - 1);
+      const int entry = mixed.kCount - 1 - min(begin + group, count - 1);
       const MixedChunk own(row, mixed.blocks[entry].index);
       float x[8];
       own.template load_position<Position>(position, x);

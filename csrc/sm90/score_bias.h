@@ -196,7 +196,7 @@ struct RelativeScoreBias {
     KeyTimes<kKeys> keys[2];
     PositionWeights<kRows, kKeys> position[2];
     NarrowCells cells;
-    MixedBlocks mixed[4];  // of the warps
+    MixedBlocks<kKeys / 8> mixed[4];  // of the warps
   };
 
   // Computes the tiles of all work tiles of the block. Called by warpgroup n of kWarpgroups, where

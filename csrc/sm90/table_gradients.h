@@ -43,9 +43,10 @@ struct RowWindow {
 };
 
 // Shared memory of the warpgroup.
-template <int kRows>
+template <int kRows, int kKeys>
 struct TableGradientMemory {
-  static constexpr int kBins = 64;  // buckets that a warp sums in a tile, from its lowest one on
+  // Buckets that a warp sums in a tile, from its lowest one on. Clusters have room for fewer.
+  static constexpr int kBins = kKeys / 2;
 
   RowWindow<kRows> rows[2];
   FinishedDiagonals diagonals[2];
@@ -64,7 +65,7 @@ struct TableEntries {
 
 template <int kRows, int kKeys, typename Element, bool kIsDescending>
 class TableGradients {
-  using Memory = TableGradientMemory<kRows>;
+  using Memory = TableGradientMemory<kRows, kKeys>;
   static constexpr int kChunks = kKeys / 8;  // of a row
   static constexpr int kRowBlocks = kRows / 8;
   static constexpr int kBins = Memory::kBins;
