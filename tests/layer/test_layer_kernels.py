@@ -29,6 +29,18 @@ SHAPES = [(0, 24), (1, 16), (5, 24), (7, 130), LARGER, (3, 2049)]
 CONCATENATIONS = [("gated",), ("u", "x", "gated"), ("x", "gated"), ("u", "normed", "gated")]
 
 
+NORMS = {"layer": (1, True), "group": (3, True), "rms": (1, False)}  # groups, centered
+
+
+def _gates() -> list[object]:
+    """Returns every concatenation with every norm; all pairs of either with a dropout occur."""
+    return [
+        pytest.param(parts, norm, 0.4 * ((n + m) % 2), id=f"{'-'.join(parts)}-{norm}")
+        for n, parts in enumerate(CONCATENATIONS)
+        for m, norm in enumerate(NORMS)
+    ]
+
+
 def leaf(*shape: int, **options: Any) -> Tensor:
     return torch.randn(shape, **options).requires_grad_()
 
@@ -159,12 +171,9 @@ def plain_gate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", CONCATENATIONS, ids="-".join)
-@pytest.mark.parametrize(
-    ("groups", "centered"), [(1, True), (3, True), (1, False)], ids=["layer", "group", "rms"]
-)
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_gate(steps, parts, groups, centered, dropout):
+@pytest.mark.parametrize(("parts", "norm", "dropout"), _gates())
+def test_gate(steps, parts, norm, dropout):
+    groups, centered = NORMS[norm]
     options = GateOptions(groups, EPS, parts, dropout, centered)
     for (rows, width), affine in product([(0, 8), (1, 8), (7, 20)], [False, True]):
         columns = groups * width
