@@ -553,16 +553,17 @@ def assert_matches_reference(
         actual: what `run` returned, or a part of it, on the device of `batch`.
         batch, dout: what `run` was given. The reference runs on their device.
     """
-    exact = _run_reference(batch, dout, torch.float64)
-    references = _SameDtypeReferences(batch, dout)
-    for name, tensor in actual.items():
-        assert tensor.dtype == next(iter(references))[name].dtype, f"{name}: {tensor.dtype}"
-        # Kernels round the gradient of a score to q's dtype before they add it to a table's, so an
-        # entry that one score reads is off by such a rounding, whatever the table's dtype.
-        rounded_to = batch.q.dtype if name in ("dpos_weight", "dts_weight") else None
-        _assert_within_bound(
-            name, tensor, exact[name], (found[name] for found in references), rounded_to
-        )
+    with _single_threaded():
+        exact = run(reference.hstu_attention, batch, dout, torch.float64)
+        references = _SameDtypeReferences(batch, dout)
+        for name, tensor in actual.items():
+            assert tensor.dtype == next(iter(references))[name].dtype, f"{name}: {tensor.dtype}"
+            # Kernels round the gradient of a score to q's dtype before they add it to a table's, so
+            # an entry that one score reads is off by such a rounding, whatever the table's dtype.
+            rounded_to = batch.q.dtype if name in ("dpos_weight", "dts_weight") else None
+            _assert_within_bound(
+                name, tensor, exact[name], (found[name] for found in references), rounded_to
+            )
 
 
 class _SameDtypeReferences:
@@ -584,24 +585,23 @@ class _SameDtypeReferences:
 
     @staticmethod
     def _compute(batch: Batch, dout: Tensor | None) -> Iterator[dict[str, Tensor]]:
-        yield _run_reference(batch, dout, compute_dtype=batch.q.dtype)
+        yield run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
         if batch.paged_kv is not None:
             return
         for _ in range(6):
             yield _in_another_order(batch, dout)
         with _LeftToRight():
-            result = _run_reference(batch, dout, compute_dtype=batch.q.dtype)
+            result = run(reference.hstu_attention, batch, dout, compute_dtype=batch.q.dtype)
         yield result
 
 
-def _run_reference(
-    batch: Batch, dout: Tensor | None, dtype: torch.dtype | None = None, **extra: Any
-) -> dict[str, Tensor]:
-    """Runs the reference single-threaded: its small matmuls are slower with several threads."""
+@contextlib.contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Lets torch compute in one thread: small tensors are slower in several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return run(reference.hstu_attention, batch, dout, dtype, **extra)
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -637,8 +637,11 @@ def _in_another_order(batch: Batch, dout: Tensor | None) -> dict[str, Tensor]:
     order = torch.randperm(batch.q.shape[2], device=device)
     order_v = torch.randperm(batch.v.shape[2], device=device)
     shuffled = replace(batch, q=batch.q[..., order], k=batch.k[..., order], v=batch.v[..., order_v])
-    result = _run_reference(
-        shuffled, None if dout is None else dout[..., order_v], compute_dtype=batch.q.dtype
+    result = run(
+        reference.hstu_attention,
+        shuffled,
+        None if dout is None else dout[..., order_v],
+        compute_dtype=batch.q.dtype,
     )
     back, back_v = order.argsort(), order_v.argsort()
     for name, inverse in (("out", back_v), ("dq", back), ("dk", back), ("dv", back_v)):
