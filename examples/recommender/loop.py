@@ -331,6 +331,8 @@ class Trainer(ABC, Generic[AnyBatch]):
         is_first = self.processes.is_first
         self.scalars = Scalars(self.options.out / "tensorboard" if is_first else None, self.step)
         first = self.step
+        if is_first and first < self.steps:
+            print(self._where_it_trains())
         self.drawn = -math.inf
         try:
             self._run()
@@ -365,6 +367,15 @@ class Trainer(ABC, Generic[AnyBatch]):
                     self._save()
                     if is_first and not last:  # the example draws the last, after the metrics
                         self._draw_curves()
+
+    def _where_it_trains(self) -> str:
+        """Returns a line that names the device and says how steps are computed on it."""
+        on_gpu = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if on_gpu else "the CPU"
+        several = f"{self.processes.num_ranks} x " if self.processes.num_ranks > 1 else ""
+        dtype = str(self.options.compute_dtype(self.device)).removeprefix("torch.")
+        graphs = ", steps by CUDA graphs" if on_gpu and self.captured is not None else ""
+        return f"Training on {several}{name}, layers in {dtype}{graphs}"
 
     def _draw_curves(self) -> None:
         if time.monotonic() - self.drawn > DRAW_EVERY:

@@ -270,6 +270,8 @@ def test_captured_steps_are_those_that_are_called(
 def test_a_gpu_has_graphs_by_default(example: ModuleType, ratings: Path, tmp_path: Path) -> None:
     trainer = make_trainer(example, ratings, tmp_path, "cuda")
     assert trainer.captured is not None
+    line = f"Training on {torch.cuda.get_device_name()}, layers in bfloat16, steps by CUDA graphs"
+    assert trainer._where_it_trains() == line
     trainer.steps = 12
     for _ in range(trainer.steps):
         trainer._train_step()

@@ -80,6 +80,7 @@ def test_a_run_from_end_to_end(
     printed = capsys.readouterr().out
     for text in (
         "events of 40 users on",
+        "Training on the CPU, layers in bfloat16\n",
         "step    16  loss",
         "Test: the last events",
         "item rate ",
