@@ -239,6 +239,7 @@ def _check_biases(
 BIASED = ["rab", "rab-1-head", "position", "time", "position-time-fp32", "position-row-time"]
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_biases_of_whole_sequences():
     """Checks equal and unequal numbers of heads on the ranks, and one head that both share."""
     masks = ["full", "context-target", "spans-by-head", "func-5-causal"]

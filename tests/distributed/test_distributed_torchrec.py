@@ -64,6 +64,7 @@ def step(backend: str, ids: list[dict[str, Tensor]], weight: Tensor) -> tuple[ob
     return initial, before, after, gradient.cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [((40, 9), (3, 700)), ((5, 1), (0, 0))])
 def test_against_plain_tables(backend: str, lengths: tuple[tuple[int, int], ...]) -> None:
