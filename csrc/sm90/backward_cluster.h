@@ -39,6 +39,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   using typename Base::WorkTile;
   using DqMma = typename Base::DqMma;
   using Dq = typename Traits::Dq;
+  using Base::kStartsScoresEarly;
   using Traits::kBlockKeys;
   using Traits::kColumns;
   using Traits::kHasBias;
@@ -81,15 +82,18 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
       Product product;
       BiasWeights bias;
       RowTile tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
-      Base::load_bias(kOwn, q_state, smem, bias);
-      if constexpr (kFindsScores) start_scores(smem, q_state, product);
-      wait_for_wgmma<0>(product);
+      if constexpr (kStartsScoresEarly) {
+        Base::load_bias(kOwn, q_state, smem, bias);
+        if constexpr (kFindsScores) start_scores(smem, q_state, product);
+        wait_for_wgmma<0>(product);
+      }
       for (;;) {
         Element* const q = smem.q[q_state.index()];
         const DoutState dout_state{q_state.count};
         Element* const dout = smem.dout[dout_state.index()];
         const uint64_t* const visible = smem.visible[q_state.index()][0] + kOwn * kScoreRows;
         // S^T = K Q^T + bias^T and dP^T = V dO^T
+        if constexpr (kFindsScores && !kStartsScoresEarly) start_scores(smem, q_state, product);
         smem.pipeline_dout.consumer_wait(dout_state);
         if (params.attn_scale_per_row) {
           Base::scale_rows(params, work_tile, tile, dout);
@@ -109,10 +113,11 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         } else {
           exchange_halves<kOwn>(product, smem, barrier_state, gradients, scores);
         }
+        if constexpr (!kStartsScoresEarly) Base::load_bias(kOwn, q_state, smem, bias);
         if constexpr (kHasBias) add(bias, scores);
         // P = M * silu(alpha * S) and dS = M * dP * silu'(alpha * S)
         Weights weights, dscores;
-        silu_and_derivative(static_cast<float>(params.alpha), scores, weights);
+        silu_and_derivative(static_cast<float>(params.alpha), scores, weights, scores);
         multiply(scores, gradients, ds_factor, dscores);
         if (tile.is_partial()) {
           apply_mask_transposed<kScoreRows>(visible, weights);
@@ -121,7 +126,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         sync_block_consumers(smem, barrier_state);  // both have read what the other wrote
         store_p_and_ds(weights, dscores, kOwn, ds_state, smem);
         const bool is_last = tile.is_last();
-        if (!is_last) Base::load_bias(kOwn, QState{q_state.count + 1}, smem, bias);
+        if (kStartsScoresEarly && !is_last) {
+          Base::load_bias(kOwn, QState{q_state.count + 1}, smem, bias);
+        }
         q_state.advance();
 
         // dV += P^T dO, dK += dS^T Q and dQ = dS K: each begins with the P and dS of its own block,
@@ -148,14 +155,16 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         }
         scale = GMMA::ScaleOut::One;
 
-        if (!is_last) tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
-        if constexpr (kFindsScores) {
-          if (!is_last) {
-            start_scores(smem, q_state, product);
-            warpgroup_wait<1>();
+        if constexpr (kStartsScoresEarly) {
+          if (!is_last) tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
+          if constexpr (kFindsScores) {
+            if (!is_last) {
+              start_scores(smem, q_state, product);
+              warpgroup_wait<1>();
+            }
           }
         }
-        if (!kFindsScores || is_last) warpgroup_wait<0>();
+        if (!kStartsScoresEarly || !kFindsScores || is_last) warpgroup_wait<0>();
         warpgroup_fence_operand(dq);
         warpgroup_fence_operand(dk);
         consumer_release_in_cluster(smem.pipeline_ds, ds_state);
@@ -163,6 +172,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         Base::store_dq(dq, kOwn, dq_state, smem);
         dq_state.advance();
         if (is_last) break;
+        if constexpr (!kStartsScoresEarly) {
+          tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
+        }
       }
 
       wait_for_wgmma<0>(product);  // no wgmma is in flight: this only tells the compiler so

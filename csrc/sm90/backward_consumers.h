@@ -42,8 +42,16 @@ struct BackwardConsumers : Traits {
   // are too short to hide it.
   static constexpr bool kLoadsBiasEarly = kHeadDim > 64;
 
+  // With the registers that a relative bias leaves, S and dP do not fit beside dK and dV: dP
+  // replaces S, of which silu'(alpha * S) remains, rounded to fp16.
+  static constexpr bool kReusesScores = Traits::kHasRelativeBias && kHeadDim == 128;
+
   // S of the next tile of rows is issued before dQ of this one, because dQ waits for dS of both
-  // warpgroups: so these need not run in lockstep.
+  // warpgroups: so these need not run in lockstep. Above head dim 64, a relative bias leaves no
+  // registers for it.
+  // NOTE: where registers do not suffice, ptxas waits for each single wgmma.
+  static constexpr bool kStartsScoresEarly = !(Traits::kHasRelativeBias && kHeadDim > 64);
+
   static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
     const float ds_factor = Traits::stores_ds(params) ? full_factor(params) : 1.0f;
     QState q_state;
@@ -62,32 +70,51 @@ struct BackwardConsumers : Traits {
       BiasWeights bias;
       RowTile tile = wait_for_rows(params, work_tile, warpgroup, q_state, smem);
       load_bias(warpgroup, q_state, smem, bias);
-      start_scores(bias, smem, q_state, warpgroup, scores);
-      wait_for_wgmma<0>(scores);
+      if (kStartsScoresEarly) {
+        start_scores(bias, smem, q_state, warpgroup, scores);
+        wait_for_wgmma<0>(scores);
+      }
       for (;;) {
+        if (!kStartsScoresEarly) {
+          start_scores(bias, smem, q_state, warpgroup, scores);
+          wait_for_wgmma<0>(scores);
+        }
         Element* const q = smem.q[q_state.index()];
         Element* const dout = smem.dout[q_state.index()];
         const int mask_stage = Traits::kProducerFindsMask ? mask_state.index() : q_state.index();
         const uint64_t* const visible = smem.visible[mask_stage][warpgroup];
         // dP^T = V dO^T
-        Product gradients;
+        Product own_gradients;
+        Product& gradients = select<kReusesScores ? 0 : 1>(scores, own_gradients);
         smem.pipeline_dout.consumer_wait(q_state);
         if (params.attn_scale_per_row) {
           scale_rows(params, work_tile, tile, dout);
           sync_consumers<kConsumers>();
         }
-        start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
+        if (!kReusesScores) {
+          start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
+        }
         // P = M * silu(alpha * S), and S becomes silu'(alpha * S)
         Weights weights;
-        silu_and_derivative(static_cast<float>(params.alpha), scores, weights);
+        PackedDerivatives packed;
+        auto& derivatives = select<kReusesScores ? 1 : 0>(scores, packed);
+        silu_and_derivative(static_cast<float>(params.alpha), scores, weights, derivatives);
         if (tile.is_partial()) apply_mask_transposed<kRows>(visible, weights);
+        if constexpr (kReusesScores) {
+          // NOTE: otherwise the compiler moves some of the above behind the product.
+          Tensor weight_words = recast<uint32_t>(weights);
+          Tensor derivative_words = recast<uint32_t>(packed);
+          warpgroup_fence_operand(weight_words);
+          warpgroup_fence_operand(derivative_words);
+          start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
+        }
         // dV += P^T dO
         start_gemm_registers(KeyMma{}, weights, transposed_tensor<kRows, kHeadDim>(dout), dv,
                              scale);
         // dS = M * dP * silu'(alpha * S)
         Weights dscores;
         wait_for_wgmma<1>(gradients);
-        multiply(scores, gradients, ds_factor, dscores);
+        multiply(derivatives, gradients, ds_factor, dscores);
         if (tile.is_partial()) {
           apply_mask_transposed<kRows>(visible, dscores);
           if constexpr (Traits::kProducerFindsMask) {
@@ -115,9 +142,12 @@ struct BackwardConsumers : Traits {
         q_state.advance();
 
         // S of the next tile, and dQ = dS K of this one
-        if (!is_last) {
+        const auto wait_for_next = [&] {
           tile = wait_for_rows(params, work_tile, warpgroup, q_state, smem);
           if (!kLoadsBiasEarly) load_bias(warpgroup, q_state, smem, bias);
+        };
+        if (kStartsScoresEarly && !is_last) {
+          wait_for_next();
           start_scores(bias, smem, q_state, warpgroup, scores);
         }
         const bool alternates_steps = kDqPartition == DqPartition::kAlternateSteps;
@@ -127,12 +157,13 @@ struct BackwardConsumers : Traits {
           DqPart dq;
           start_dq(ds, smem.k, part, dq);
           wait_for_wgmma<0>(dq);
-          warpgroup_fence_operand(scores);
+          if (kStartsScoresEarly) warpgroup_fence_operand(scores);
           smem.pipeline_ds.consumer_release_by_warp(ds_state);
           store_dq(dq, part, dq_state, smem);
-        } else {
+        } else if (kStartsScoresEarly) {
           wait_for_wgmma<0>(scores);
         }
+        if (!kStartsScoresEarly && !is_last) wait_for_next();
         dq_state.advance();
         if (is_last) break;
       }
@@ -159,7 +190,18 @@ struct BackwardConsumers : Traits {
   using DqPart =
       decltype(partition_fragment_C(DqMma{}, Shape<Int<kWarpgroupRows>, Int<Dq::kColumns>>{}));
   using Weights = decltype(make_tensor_like<Element>(Scores{}));
+  using PackedDerivatives = decltype(make_tensor_like<cutlass::half_t>(Scores{}));
   using BiasWeights = decltype(make_tensor_like<typename Traits::BiasElement>(Scores{}));
+
+  // Returns one of two tensors.
+  template <int kIndex, typename First, typename Second>
+  static HSTU_DEVICE auto& select(First& first, Second& second) {
+    if constexpr (kIndex == 0) {
+      return first;
+    } else {
+      return second;
+    }
+  }
 
   // The scale of all rows. If each row has its own, scale_rows() applies them relative to
   // params.scale.

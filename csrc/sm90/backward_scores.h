@@ -9,37 +9,47 @@
 
 namespace hstu::sm90 {
 
-// P = silu(alpha * S), rounded, and S = silu'(alpha * S)
-template <typename Scores, typename Weights>
-HSTU_DEVICE void silu_and_derivative(float alpha, Scores& scores, Weights& weights) {
+// P = silu(alpha * S), rounded, and derivatives = silu'(alpha * S), which may be S itself, or
+// rounded.
+template <typename Scores, typename Weights, typename Derivatives>
+HSTU_DEVICE void silu_and_derivative(float alpha, const Scores& scores, Weights& weights,
+                                     Derivatives& derivatives) {
   using Element = typename Weights::value_type;
+  using Derivative = typename Derivatives::value_type;
   const float half_alpha = 0.5f * alpha;
   const cutlass::NumericArrayConverter<Element, float, 2> convert;
+  const cutlass::NumericArrayConverter<Derivative, float, 2> convert_derivatives;
   Tensor pairs = recast<cutlass::Array<Element, 2>>(weights);
+  Tensor derivative_pairs = recast<cutlass::Array<Derivative, 2>>(derivatives);
 #pragma unroll
   for (int n = 0; n < size(scores); n += 2) {
-    cutlass::Array<float, 2> p;
+    cutlass::Array<float, 2> p, d;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float x = half_alpha * scores(n + i);
       const float t = tanh_approx(x);
       p[i] = silu_of_half(x, t);
-      scores(n + i) = silu_derivative_of_half(x, t);
+      d[i] = silu_derivative_of_half(x, t);
     }
     pairs(n / 2) = convert(p);
+    derivative_pairs(n / 2) = convert_derivatives(d);
   }
 }
 
 // result = factor * x * y, rounded
-template <typename Scores, typename Weights>
-HSTU_DEVICE void multiply(const Scores& x, const Scores& y, float factor, Weights& result) {
+template <typename Derivatives, typename Scores, typename Weights>
+HSTU_DEVICE void multiply(const Derivatives& x, const Scores& y, float factor, Weights& result) {
   using Element = typename Weights::value_type;
+  using Derivative = typename Derivatives::value_type;
   const cutlass::NumericArrayConverter<Element, float, 2> convert;
+  const cutlass::NumericArrayConverter<float, Derivative, 2> widen_pair;
+  const Tensor x_pairs = recast<const cutlass::Array<Derivative, 2>>(x);
   Tensor pairs = recast<cutlass::Array<Element, 2>>(result);
 #pragma unroll
-  for (int n = 0; n < size(x); n += 2) {
+  for (int n = 0; n < size(y); n += 2) {
+    const cutlass::Array<float, 2> d = widen_pair(x_pairs(n / 2));
     pairs(n / 2) =
-        convert(cutlass::Array<float, 2>{factor * x(n) * y(n), factor * x(n + 1) * y(n + 1)});
+        convert(cutlass::Array<float, 2>{factor * d[0] * y(n), factor * d[1] * y(n + 1)});
   }
 }
 

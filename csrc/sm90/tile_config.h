@@ -110,7 +110,7 @@ constexpr Registers backward_registers(bool producer_finds_mask) {
   return {.producer = 24, .consumer = 240};
 }
 
-// The same with a relative bias. Above head dim 64, consumers spill S of a step.
+// The same with a relative bias. The warpgroup that computes it spills registers.
 constexpr Registers backward_registers_with_bias(int head_dim) {
   if (head_dim <= 64) return {.producer = 40, .consumer = 192, .bias = 88};
   return {.producer = 24, .consumer = 216, .bias = 56};
