@@ -202,6 +202,13 @@ HSTU_DEVICE void griddepcontrol_launch_dependents() {
 
 // Where the condition holds, loads consecutive words; else leaves them as they are. No branch parts
 // one such load from the next.
+HSTU_DEVICE void ld_if(bool condition, const uint32_t* address, uint32_t& a) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %1, 0;\n"
+      "@p ld.global.b32 %0, [%2];}"
+      : "+r"(a)
+      : "r"(int{condition}), "l"(address));
+}
 HSTU_DEVICE void ld_if(bool condition, const uint32_t* address, uint32_t& a, uint32_t& b) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"

@@ -219,7 +219,8 @@ struct Backward {
       const int next = smem.map.before(row_tile);
       [[maybe_unused]] TimeBlock block;
       if constexpr (kHasRelativeBias) {
-        block = bias.find_block(params.mask, head, smem.map.has_partial(row_tile));
+        if (smem.bias.weights) block = bias.find_block(true);
+        if (smem.map.has_partial(row_tile)) bias.hide_block(params.mask, head, block);
         bias.copy_to(block, scores);
       }
       ptx::cp_async_wait_all();
@@ -283,8 +284,8 @@ struct Backward {
       RowSum dq = {};
       gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
       DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
-      // NOTE: with a relative bias, `next` would take a register until here.
-      row_tile = kHasRelativeBias ? smem.map.before(row_tile) : next;
+      // NOTE: with a relative bias, there is no register for `next` until here.
+      row_tile = kHasRelativeBias && kHeadDim > 32 ? smem.map.before(row_tile) : next;
     }
 
     // dK = alpha * scale * dK and dV = scale * dV, rounded once

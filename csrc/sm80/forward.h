@@ -122,13 +122,9 @@ struct Forward {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     Out out = {};
     [[maybe_unused]] TimeBlock block;  // of the next tile
-    const auto find_block = [&](int of_tile) {
-      if constexpr (kHasRelativeBias) {
-        block = bias_of_tile(params, sequence, r0, of_tile * kKeys, smem)
-                    .find_block(params.mask, head, smem.map.has_partial(of_tile));
-      }
-    };
-    if (tile >= 0) find_block(tile);
+    if constexpr (kHasRelativeBias) {
+      block = bias_of_tile(params, sequence, r0, tile * kKeys, smem).find_block(tile >= 0);
+    }
     for (int stage = 0; tile >= 0; stage ^= 1) {
       const int k0 = tile * kKeys;
 
@@ -140,12 +136,21 @@ struct Forward {
       if constexpr (kBias != ScoreBias::kNone) {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
-      if constexpr (kHasRelativeBias) bias.copy_to(block, scores);
+      if constexpr (kHasRelativeBias) {
+        if (smem.map.has_partial(tile)) bias.hide_block(params.mask, head, block);
+        bias.copy_to(block, scores);
+      }
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
       if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
       if constexpr (kHasDenseBias) bias.copy_to(scores);
-      if (next >= 0) find_block(next);
+      if constexpr (kHasRelativeBias) {
+        // NOTE: without a branch, the compiler mixes this with the product, for which head dims
+        // from 128 on have too few registers.
+        if (kHeadDim < 128 || next >= 0) {
+          block = bias_of_tile(params, sequence, r0, next * kKeys, smem).find_block(next >= 0);
+        }
+      }
       const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k[stage]);
       if constexpr (kTiles.keeps_q) {
         gemm_registers<RowMma, Operand::kRows, kTiles.reading>(scores, registers_q, smem_k);

@@ -28,6 +28,7 @@ HSTU_DEVICE float warp_sum(float x) {
 struct RelativeMatrix {
   const float* position = nullptr;  // null: no weights by position
   const float* weights = nullptr;   // by time; null: none
+  const BucketCell* cells = nullptr;
   const WeightCell* weight_cells = nullptr;
   const int64_t* key_times = nullptr;
   const int64_t* row_times = nullptr;
@@ -48,6 +49,7 @@ struct RelativeMatrix {
     if (bias.time.data) {
       time_entry = int64_t{head / (heads / bias.time.heads)} * bias.time.size;
       weights = prepared.time + time_entry;
+      cells = prepared.cells;
       weight_cells = prepared.weight_cells + time_entry / bias.time.size * kDifferenceCells;
       key_times = bias.timestamps + sequence.k_begin;
       // A row's time is that of the next event.
@@ -85,41 +87,53 @@ class RelativeTile {
                            const Sequence& sequence, int r0, int k0)
       : bias_(bias), matrix_(matrix), sequence_(sequence), r0_(r0), k0_(k0) {}
 
-  // Finds the buckets of the lane's block. If `is_partial` is true, looks if the mask hides it.
-  HSTU_DEVICE TimeBlock find_block(const MaskParams& mask, int head, bool is_partial) const {
-    if (!matrix_.weights) return {};
-    const Tile tile;
-    const int own = lane() / 4;
-    const int own_row = lane() % 4 % kRowBlocks;
-    // NOTE: lanes without a block of their own repeat another lane's.
-    const int row =
-        min(r0_ + tile.first_row - lane() / 4 + Tile::row_offset(own_row), sequence_.q_len - 1);
-    const int key =
-        min(k0_ + tile.first_key - lane() % 4 * 2 + Tile::key_offset(own % kKeyBlocks * 2),
-            sequence_.k_len - 1);
-    const TimeRange rows = load_range(matrix_.row_ranges + row / 8);
-    const TimeRange keys = load_range(matrix_.key_ranges + key / 8);
-    const DifferenceRange differences = find_difference_range(rows, keys);
-    const BucketCell low = load_cell(differences.least);
-    const BucketCell high = load_cell(differences.most);
-    const int first = bucket_in(low, differences.least);
-    const int last = bucket_in(high, differences.most);
+  // Finds the buckets of the lane's block if `condition` is true.
+  // NOTE: there are no branches, so that the instructions of what the kernel does next are issued
+  // while loads are in flight.
+  HSTU_DEVICE TimeBlock find_block(bool condition) const {
+    condition &= matrix_.weights != nullptr;
+    const TimeRange rows = load_range(condition, matrix_.row_ranges + own_row() / 8);
+    const TimeRange keys = load_range(condition, matrix_.key_ranges + own_key() / 8);
+    const uint64_t a = time_difference(rows.latest, keys.earliest);
+    const uint64_t b = time_difference(rows.earliest, keys.latest);
     const bool is_past = keys.latest <= rows.earliest;
-    const bool is_future = rows.latest <= keys.earliest;
-    const bool is_known = low.count <= 1 && high.count <= 1;
-    const bool is_split = is_known && first + 1 == last && (is_past || is_future) &&
-                          differences.most - differences.least <= INT32_MAX;
-    const bool is_hidden = is_partial && hides_block(mask, head, row, key);
+    const bool is_apart = is_past | (rows.latest <= keys.earliest);
+    const uint64_t least = is_apart ? min(a, b) : 0;
+    const uint64_t most = max(a, b);
+    const BucketCell low = load_cell(condition, least);
+    const BucketCell high = load_cell(condition, most);
+    const int first = bucket_in(low, least);
+    const int last = bucket_in(high, most);
+    const bool is_known = (low.count <= 1) & (high.count <= 1);
+    const bool has_two = (first + 1 == last) & is_apart & (most - least <= INT32_MAX);
     TimeBlock block;
-    if (is_hidden) {
-      block.set_buckets(TimeBlock::kHidden, TimeBlock::kHidden);
-    } else if (!(is_known && first == last) && !is_split) {
-      block.set_buckets(TimeBlock::kSeveral, TimeBlock::kSeveral);
-    } else {
-      block.set_buckets(is_past ? last : first, is_past ? first : last);
-      block.weight = __ldg(matrix_.weights + block.bucket());
-    }
+    block.set_buckets(is_past ? last : first, is_past ? first : last);
+    TimeBlock several;
+    several.set_buckets(TimeBlock::kSeveral, TimeBlock::kSeveral);
+    block.buckets = is_known & ((first == last) | has_two) ? block.buckets : several.buckets;
+    uint32_t weight = 0;
+    ptx::ld_if(condition && block.bucket() >= 0,
+               reinterpret_cast<const uint32_t*>(matrix_.weights + block.bucket()), weight);
+    block.weight = __uint_as_float(weight);
     return block;
+  }
+
+  // Takes the buckets from a block that the mask hides.
+  HSTU_DEVICE void hide_block(const MaskParams& params, int head, TimeBlock& block) const {
+    if (!matrix_.weights) return;
+    const Mask mask(params, sequence_, head);
+    if (mask.arbitrary()) return;
+    const int row = own_row();
+    const int key = own_key();
+    const KeyIntervals visible = mask.kv_intervals(row, min(row + 8, sequence_.q_len));
+    bool is_visible = false;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      is_visible |= visible.interval[n].begin < key + 8 && key < visible.interval[n].end;
+    }
+    if (is_visible) return;
+    block.set_buckets(TimeBlock::kHidden, TimeBlock::kHidden);
+    block.weight = 0;
   }
 
   // scores = bias, with zeros past the end of the sequence
@@ -199,6 +213,20 @@ class RelativeTile {
             time_difference(row_time, __ldg(matrix_.key_times + min(k0_ + key + 1, last)))};
   }
 
+  struct TwoBuckets {
+    int first;
+    int second;
+  };
+  HSTU_DEVICE TwoBuckets buckets_of(const TwoDifferences& differences) const {
+    // NOTE: both cells are loaded before the first branch.
+    const BucketCell low = load_cell(true, differences.first);
+    const BucketCell high = load_cell(true, differences.second);
+    TwoBuckets result = {bucket_in(low, differences.first), bucket_in(high, differences.second)};
+    if (low.count > 1) result.first = bucket_of(bias_, differences.first);
+    if (high.count > 1) result.second = bucket_of(bias_, differences.second);
+    return result;
+  }
+
   // The keys of the lane's block with two buckets are early if the low word of row time + origin -
   // key time is not negative: differences of times in the block span less than 2^31.
   HSTU_DEVICE uint32_t origin_of(const TimeBlock& own) const {
@@ -237,7 +265,6 @@ class RelativeTile {
             static_cast<uint32_t>(__ldg(times + min(key + 1, last)))};
   }
 
-  HSTU_DEVICE const RelativeBias& bias() const { return bias_; }
   HSTU_DEVICE int64_t time_entry() const { return matrix_.time_entry; }
 
   static constexpr int kRowBlocks = Tile::kThreadRows;
@@ -258,9 +285,26 @@ class RelativeTile {
   }
 
  private:
-  static HSTU_DEVICE TimeRange load_range(const TimeRange* range) {
-    const longlong2 words = __ldg(reinterpret_cast<const longlong2*>(range));
-    return {words.x, words.y};
+  // The first row and the first key of the lane's block.
+  // NOTE: lanes without a block of their own repeat another lane's.
+  HSTU_DEVICE int own_row() const {
+    const int first = Tile().first_row - lane() / 4;
+    return min(r0_ + first + Tile::row_offset(lane() % 4 % kRowBlocks), sequence_.q_len - 1);
+  }
+  HSTU_DEVICE int own_key() const {
+    const int first = Tile().first_key - lane() % 4 * 2;
+    return min(k0_ + first + Tile::key_offset(lane() / 4 % kKeyBlocks * 2), sequence_.k_len - 1);
+  }
+
+  static HSTU_DEVICE TimeRange load_range(bool condition, const TimeRange* range) {
+    uint32_t words[4] = {};
+    ptx::ld_if(condition, reinterpret_cast<const uint32_t*>(range), words[0], words[1], words[2],
+               words[3]);
+    return {static_cast<int64_t>(join(words[0], words[1])),
+            static_cast<int64_t>(join(words[2], words[3]))};
+  }
+  static HSTU_DEVICE uint64_t join(uint32_t low, uint32_t high) {
+    return low | static_cast<uint64_t>(high) << 32;
   }
 
   // Prefetches times [first, first + count), a line of 16 by each lane.
@@ -270,20 +314,6 @@ class RelativeTile {
   // Prefetches the ranges of these times, a line of 8 by each lane.
   static HSTU_DEVICE void prefetch_ranges(const TimeRange* ranges, int first, int count, int last) {
     if (lane() <= count / 64) ptx::prefetch_l1(ranges + min(first / 8 + lane() * 8, last / 8));
-  }
-
-  // True if no row of the block that begins with `row` and `key` sees a key of it. May be false
-  // for masks that are given row by row.
-  HSTU_DEVICE bool hides_block(const MaskParams& params, int head, int row, int key) const {
-    const Mask mask(params, sequence_, head);
-    if (mask.arbitrary()) return false;
-    const KeyIntervals visible = mask.kv_intervals(row, min(row + 8, sequence_.q_len));
-    bool is_visible = false;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      is_visible |= visible.interval[n].begin < key + 8 && key < visible.interval[n].end;
-    }
-    return !is_visible;
   }
 
   // The weights by position of the thread's scores. The distances of blocks are multiples of 8, and
@@ -338,12 +368,12 @@ class RelativeTile {
         matrix_.position + copy * bias_.prepared.position_copy_stride + (place - copy));
   }
 
-  HSTU_DEVICE BucketCell load_cell(uint64_t difference) const {
-    const int4 words =
-        __ldg(reinterpret_cast<const int4*>(bias_.prepared.cells + difference_cell(difference)));
-    return {static_cast<uint64_t>(static_cast<uint32_t>(words.x)) | static_cast<uint64_t>(words.y)
-                                                                        << 32,
-            words.z, words.w};
+  HSTU_DEVICE BucketCell load_cell(bool condition, uint64_t difference) const {
+    uint32_t words[4] = {};
+    ptx::ld_if(condition,
+               reinterpret_cast<const uint32_t*>(matrix_.cells + difference_cell(difference)),
+               words[0], words[1], words[2], words[3]);
+    return {join(words[0], words[1]), static_cast<int>(words[2]), static_cast<int>(words[3])};
   }
   // The bucket, if the cell has at most one threshold.
   static HSTU_DEVICE int bucket_in(const BucketCell& cell, uint64_t difference) {
@@ -390,25 +420,28 @@ class RelativeTile {
         }
       }
     }
-    for_each_block(blocks_where(own.bucket() == TimeBlock::kSeveral),
-                   [&](int index, int row, int key) {
-                     const TwoDifferences differences = differences_of(row, key);
-                     const float first = weight_of(differences.first);
-                     const float second = weight_of(differences.second);
-                     add_to_block<0, kRowBlocks * kKeyBlocks>(index / 4 * kRowBlocks + index % 4,
-                                                              first, second, scores);
-                   });
+    const uint32_t several = blocks_where(own.bucket() == TimeBlock::kSeveral);
+    for_each_block(several, [&](int index, int row, int key) {
+      const TwoDifferences differences = differences_of(row, key);
+      // NOTE: both cells are loaded before the first branch.
+      const WeightCell low = load_weight_cell(differences.first);
+      const WeightCell high = load_weight_cell(differences.second);
+      float first = differences.first >= low.threshold ? low.high : low.low;
+      float second = differences.second >= high.threshold ? high.high : high.low;
+      if (low.threshold == WeightCell::kSeveral) first = weight_of(differences.first);
+      if (high.threshold == WeightCell::kSeveral) second = weight_of(differences.second);
+      add_to_block<0, kRowBlocks * kKeyBlocks>(index / 4 * kRowBlocks + index % 4, first, second,
+                                               scores);
+    });
   }
 
-  HSTU_DEVICE float weight_of(uint64_t difference) const {
+  HSTU_DEVICE WeightCell load_weight_cell(uint64_t difference) const {
     const int4 words =
         __ldg(reinterpret_cast<const int4*>(matrix_.weight_cells + difference_cell(difference)));
-    const uint64_t threshold = static_cast<uint64_t>(static_cast<uint32_t>(words.x)) |
-                               static_cast<uint64_t>(words.y) << 32;
-    if (threshold == WeightCell::kSeveral) {
-      return __ldg(matrix_.weights + bucket_of(bias_, difference));
-    }
-    return __int_as_float(difference >= threshold ? words.w : words.z);
+    return {join(words.x, words.y), __int_as_float(words.z), __int_as_float(words.w)};
+  }
+  HSTU_DEVICE float weight_of(uint64_t difference) const {
+    return __ldg(matrix_.weights + bucket_of(bias_, difference));
   }
 
   // Adds to the scores of block `block` of [kFirst, kFirst + kCount), where block (m, n) is

@@ -61,10 +61,7 @@ class TimeSums {
       std::is_same_v<Element, cutlass::half_t> ? 0x3c003c00 : 0x3f803f80;
   static constexpr uint32_t kExponent = std::is_same_v<Element, cutlass::half_t> ? 0x7c00 : 0x7f80;
 
-  struct Buckets {
-    int first;
-    int second;
-  };
+  using Buckets = typename Bias::TwoBuckets;
   struct Words {
     uint32_t at[kRowBlocks][kKeyBlocks];
   };
@@ -154,20 +151,19 @@ class TimeSums {
   // The thread's two elements of dS, and their buckets.
   struct Elements {
     uint32_t word;
-    int first;
-    int second;
+    Buckets buckets;
   };
   static HSTU_DEVICE Elements load_elements(const Bias& tile, const Element* ds, int row, int key) {
     using DsTile = RowsTile<Tile::kTileRows, Tile::kTileKeys, Element>;
-    const auto differences = tile.differences_of(row, key);
     return {*reinterpret_cast<const uint32_t*>(ds + DsTile::offset(row, key)),
-            bucket_of(tile.bias(), differences.first), bucket_of(tile.bias(), differences.second)};
+            tile.buckets_of(tile.differences_of(row, key))};
   }
 
   static HSTU_DEVICE void add_not_finite(const Bias& tile, const Elements& elements,
                                          const TableSum& sums) {
-    if (!is_finite_low(elements.word)) sums.add(tile.time_entry() + elements.first, NAN);
-    if (!is_finite_low(elements.word >> 16)) sums.add(tile.time_entry() + elements.second, NAN);
+    if (!is_finite_low(elements.word)) sums.add(tile.time_entry() + elements.buckets.first, NAN);
+    if (!is_finite_low(elements.word >> 16))
+      sums.add(tile.time_entry() + elements.buckets.second, NAN);
   }
   // The same for all blocks with one or two buckets.
   static HSTU_DEVICE void add_not_finite(const Bias& tile, const TimeBlock& own, const Element* ds,
@@ -182,13 +178,14 @@ class TimeSums {
   static HSTU_DEVICE void add_other_blocks(const Bias& tile, uint32_t set, const Element* ds,
                                            const TableSum& sums) {
     tile.for_each_block(set, [&](int, int row, int key) {
-      Elements elements = load_elements(tile, ds, row, key);
+      const Elements elements = load_elements(tile, ds, row, key);
       add_not_finite(tile, elements, sums);
       const uint32_t word = finite_halves(elements.word);
       // Zeros are in no bucket, so that the buckets of hidden scores are not looked for.
       const bool has_first = word & 0x7fff;
       const bool has_second = word >> 16 & 0x7fff;
-      const Buckets buckets = {has_first ? elements.first : -1, has_second ? elements.second : -1};
+      const Buckets buckets = {has_first ? elements.buckets.first : -1,
+                               has_second ? elements.buckets.second : -1};
 #pragma unroll 1
       for (int first = next_bucket(buckets, 0); first != INT_MAX;
            first = next_bucket(buckets, first + kBuckets)) {
