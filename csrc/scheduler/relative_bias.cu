@@ -28,44 +28,60 @@ __device__ float read_weight(const BiasTable& table, int head, int entry) {
   }
 }
 
+// Limits a weight so that the sum of two is in the range of fp16. A NaN remains.
+__device__ float limit(float weight) {
+  constexpr float kLimit = 65504.0f / 2;
+  return weight > kLimit ? kLimit : weight < -kLimit ? -kLimit : weight;
+}
+
 __device__ void copy_position_table(const RelativeBias& bias, float factor, int thread,
                                     int threads) {
   const PreparedBias& prepared = bias.prepared;
+  const int copies = prepared.half_position ? 2 : 4;
   for (int head = 0; head < bias.position.heads; ++head) {
-    float* const to = prepared.position + head * prepared.position_head_stride;
-    for (int copy = 0; copy < 4; ++copy) {
+    const int64_t first = head * prepared.position_head_stride;
+    for (int copy = 0; copy < copies; ++copy) {
       for (int n = thread; n < prepared.position_copy_stride; n += threads) {
         const int entry = min(max(n + copy - 8, 0), bias.position.size - 1);
-        to[int64_t{copy} * prepared.position_copy_stride + n] =
-            factor * read_weight(bias.position, head, entry);
+        const float weight = factor * read_weight(bias.position, head, entry);
+        const int64_t to = first + int64_t{copy} * prepared.position_copy_stride + n;
+        if (prepared.half_position) {
+          prepared.half_position[to] = cutlass::half_t(limit(weight)).raw();
+        } else {
+          prepared.position[to] = weight;
+        }
       }
     }
   }
 }
 
 __device__ void copy_time_table(const RelativeBias& bias, float factor, int thread, int threads) {
+  const PreparedBias& prepared = bias.prepared;
+  const auto weight_of = [&](int head, int entry) {
+    const float weight = factor * read_weight(bias.time, head, entry);
+    return prepared.half_position ? limit(weight) : weight;
+  };
   for (int head = 0; head < bias.time.heads; ++head) {
-    float* const to = bias.prepared.time + int64_t{head} * bias.time.size;
-    for (int n = thread; n < bias.time.size; n += threads)
-      to[n] = factor * read_weight(bias.time, head, n);
+    float* const to = prepared.time + int64_t{head} * bias.time.size;
+    for (int n = thread; n < bias.time.size; n += threads) to[n] = weight_of(head, n);
   }
   // The cells of buckets, then those of each head's weights.
   for (int n = thread; n < cells_to_find(bias); n += threads) {
-    const BucketCell cell = find_bucket_cell(bias, n % kDifferenceCells);
+    const int index = n % kDifferenceCells;
+    const BucketCell cell = find_bucket_cell(bias, index);
     if (n < kDifferenceCells) {
-      bias.prepared.cells[n] = cell;
+      prepared.cells[n] = cell;
       continue;
     }
     const int head = n / kDifferenceCells - 1;
-    const int index = n % kDifferenceCells;
-    const float low = factor * read_weight(bias.time, head, cell.first);
-    const float high = cell.count > 0 ? factor * read_weight(bias.time, head, cell.first + 1) : low;
+    const float low = weight_of(head, cell.first);
+    const float high = cell.count > 0 ? weight_of(head, cell.first + 1) : low;
     const uint64_t threshold = cell.count > 1 ? WeightCell::kSeveral : cell.threshold;
-    bias.prepared.weight_cells[n - kDifferenceCells] = {threshold, low, high};
+    prepared.weight_cells[n - kDifferenceCells] = {threshold, low, high};
     if (index < kNarrowCells) {
       const uint32_t bucket = cell.count > 1 ? NarrowCell::kSeveral : cell.first;
-      bias.prepared.narrow_cells[head * kNarrowCells + index] = {static_cast<uint32_t>(threshold),
-                                                                 bucket, low, high};
+      prepared.narrow_cells[head * kNarrowCells + index] = {static_cast<uint32_t>(threshold),
+                                                            bucket, low, high};
     }
   }
 }

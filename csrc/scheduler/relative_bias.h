@@ -11,13 +11,18 @@ namespace hstu {
 
 // Takes the memory of PreparedBias.
 inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
-                                       const BatchParams& batch) {
+                                       const BatchParams& batch, bool is_half = false) {
   PreparedBias prepared;
   if (bias.position.data) {
     prepared.reach = (bias.position.size + 1) / 2;
     prepared.position_copy_stride = round_up(bias.position.size + 16, 4);
-    prepared.position_head_stride = int64_t{4} * prepared.position_copy_stride;
-    prepared.position = workspace.take<float>(bias.position.heads * prepared.position_head_stride);
+    prepared.position_head_stride = int64_t{is_half ? 2 : 4} * prepared.position_copy_stride;
+    const int64_t weights = bias.position.heads * prepared.position_head_stride;
+    if (is_half) {
+      prepared.half_position = workspace.take<uint16_t>(weights);
+    } else {
+      prepared.position = workspace.take<float>(weights);
+    }
   }
   if (bias.time.data) {
     prepared.time = workspace.take<float>(int64_t{bias.time.heads} * bias.time.size);

@@ -52,7 +52,7 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
     } else if (Bias::kWarpgroups && warpgroup > Traits::kConsumers) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.bias>();
       if constexpr (Bias::kWarpgroups) {
-        Bias::template run<Traits>(params, smem, warpgroup - 1 - Traits::kConsumers);
+        Bias::template run<Traits>(params, smem);
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();

@@ -37,7 +37,7 @@ struct ForwardConsumer {
   WorkState work_state;
   typename Traits::QState q_state;
   KVState k_state;
-  typename Bias::template Consumer<Traits> bias;
+  typename Bias::template Consumer<Traits> bias{params};
   Scores scores;  // S, then P
   Out out;
   GMMA::ScaleOut out_scale = GMMA::ScaleOut::Zero;

@@ -45,14 +45,14 @@ struct ForwardTraits {
   static constexpr int kClusterSize = kClusterSize_;
   static_assert(kIsSplitByCluster == (kClusterSize > 1), "a cluster is for split-KV");
 
-  static constexpr ForwardTiles kTiles = forward_tiles<kHeadDim, Bias::kHasTiles, Source::kIsPaged,
-                                                       Source::kIsQuantized, Bias::kWarpgroups>();
+  static constexpr ForwardTiles kTiles =
+      forward_tiles<kHeadDim, Bias::kHasTiles, Source::kIsPaged, Source::kIsQuantized>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
       Bias::kWarpgroups
-          ? registers_with_bias(kHeadDim, Source::kIsPaged, Bias::kWarpgroups)
+          ? registers_with_bias(kHeadDim, Source::kIsPaged)
           : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kWarpgroups = 1 + kConsumers + Bias::kWarpgroups;
@@ -151,7 +151,7 @@ struct ForwardTraits {
   // A relative bias has a pipeline for the rows of each consumer: with one stage, it computes those
   // of one consumer while the other one needs none.
   static constexpr int kBiasPipelines = Bias::kWarpgroups ? kConsumers : 1;
-  using BiasState = PipelineState<Bias::kWarpgroups == 1 ? 1 : 2>;
+  using BiasState = PipelineState<Bias::kWarpgroups ? 1 : 2>;
   using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:

@@ -37,7 +37,7 @@ struct BackwardLauncher {
     prepare_scheduler(prepared, launch);
 
     if (params.relative_bias) {
-      run_form<RelativeScoreBias<1>>(with_prepared_bias(params, plan.prepared_bias), launch, plan);
+      run_form<RelativeScoreBias>(with_prepared_bias(params, plan.prepared_bias), launch, plan);
     } else if (params.rab.data) {
       run_form<DenseScoreBias>(params, launch, plan);
     } else {

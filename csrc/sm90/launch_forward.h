@@ -14,7 +14,7 @@ class ForwardLauncher {
  public:
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.relative_bias) {
-      return plan_form<Kernel<PackedKeys, RelativeScoreBias<kBiasWarpgroups>>>(params, launch, {});
+      return plan_form<Kernel<PackedKeys, RelativeScoreBias>>(params, launch, {});
     }
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
@@ -25,7 +25,7 @@ class ForwardLauncher {
     if (params.paged.scales) {
       return plan_splits<QuantizedPagedKeys, NoScoreBias>(params, launch);
     }
-    if (params.relative_bias) return plan_splits<PagedKeys, RelativeScoreBias<1>>(params, launch);
+    if (params.relative_bias) return plan_splits<PagedKeys, RelativeScoreBias>(params, launch);
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_splits<PagedKeys, ScoreBias<has_bias>>(params, launch);
     });
@@ -33,8 +33,6 @@ class ForwardLauncher {
 
  private:
   using Reduction = SplitKVReduction;
-  // Products up to head dim 64 are faster than one warpgroup computes a relative bias.
-  static constexpr int kBiasWarpgroups = 1;
   template <bool kHasBias>
   using ScoreBias = std::conditional_t<kHasBias, DenseScoreBias, NoScoreBias>;
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,
@@ -80,7 +78,7 @@ class ForwardLauncher {
     Workspace workspace(nullptr);
     take_metadata<Form>(workspace, params, launch, split_kv);
     if constexpr (Form::Bias::kWarpgroups) {
-      take_prepared_bias(workspace, params.relative_bias, params.batch);
+      take_prepared_bias(workspace, params.relative_bias, params.batch, /*is_half=*/true);
     }
     return {.workspace_bytes = workspace.used(), .split_kv = split_kv, .run = run<Form>};
   }
@@ -118,7 +116,7 @@ class ForwardLauncher {
     ForwardParams params = given;
     if constexpr (Form::Bias::kWarpgroups) {
       RelativeBias& bias = params.relative_bias;
-      bias.prepared = take_prepared_bias(workspace, bias, params.batch);
+      bias.prepared = take_prepared_bias(workspace, bias, params.batch, /*is_half=*/true);
       prepare_relative_bias(bias, params.batch, 0.5f * static_cast<float>(params.alpha), launch);
     }
     const int64_t counter_bytes =

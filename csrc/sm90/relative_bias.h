@@ -44,6 +44,26 @@ struct PositionWeights {
   }
 };
 
+// The same for scores in the order of an accumulator, in fp16: pairs of weights of neighboring
+// keys. Copy c begins with weight c, so that any pair is aligned in one of them.
+template <int kRows, int kKeys>
+struct PositionPairs {
+  // NOTE: the copies are 64 bytes apart in the banks, so that odd and even rows do not conflict.
+  static constexpr int kStride = kRows + kKeys + 32;
+  static_assert(kStride % 64 == 32);
+  alignas(16) cutlass::half_t copies[2][kStride];
+
+  // The pair of the lane's first row and of the first keys that it has in an accumulator. That of
+  // keys 8 n later is 4 n words further.
+  HSTU_DEVICE const uint32_t* of_row(int row, int key) const {
+    const int first = kRows - 1 - row + key;
+    return reinterpret_cast<const uint32_t*>(copies[first % 2] + first / 2 * 2);
+  }
+};
+
+// Where consumers add the weights by position.
+struct NoPosition {};
+
 // The cells of time differences below 2^31.
 struct NarrowCells {
   NarrowCell cells[kNarrowCells];
@@ -86,8 +106,9 @@ class HeadBias {
         sequence_index_(sequence_index) {
     const PreparedBias& prepared = bias.prepared;
     if (bias.position.data) {
-      position_ =
-          prepared.position + head / (heads / bias.position.heads) * prepared.position_head_stride;
+      const int64_t first = head / (heads / bias.position.heads) * prepared.position_head_stride;
+      if (prepared.position) position_ = prepared.position + first;
+      if (prepared.half_position) half_position_ = prepared.half_position + first;
     }
     if (bias.time.data) {
       const int table_head = head / (heads / bias.time.heads);
@@ -162,6 +183,25 @@ class HeadBias {
     }
   }
 
+  template <int kThreads, int kRows, int kKeys>
+  HSTU_DEVICE void start_copy_position(unsigned thread, int row, int key,
+                                       PositionPairs<kRows, kKeys>& to) const {
+    if (!half_position_) return;
+    static_assert(kThreads % 2 == 0);
+    const int size = 2 * bias_.prepared.reach - 1;
+    const int place = 8 + key - row - sequence_.offset - (kRows - 1) + bias_.prepared.reach - 1 +
+                      static_cast<int>(thread);
+    const int copy = place & 1;
+    const int last = size + 14 - copy & ~1;
+    const uint16_t* const from = half_position_ + copy * bias_.prepared.position_copy_stride;
+#pragma unroll
+    for (unsigned n = 0; n < kRows + kKeys; n += kThreads) {
+      if (n + kThreads > kRows + kKeys && thread + n >= kRows + kKeys) break;
+      const int first = place - copy + static_cast<int>(n);
+      ptx::cp_async_4(from + min(max(first, 0), last), to.copies[thread % 2] + thread / 2 * 2 + n);
+    }
+  }
+
   // Starts copying the cells of differences below 2^31.
   template <int kThreads>
   HSTU_DEVICE void start_copy_cells(unsigned, CellsInDeviceMemory&) const {}
@@ -186,7 +226,8 @@ class HeadBias {
   // Computes the bias of 32 rows and kChunks chunks of 8 keys. Calls store(row, chunk, x) for each
   // row and chunk, some of them twice: x is then replaced. Then calls clear(row, key) for each key
   // past the end of the sequence. `first` is the first key; `keys`, `ranges` and `position` are
-  // what was copied for it and the lane's row, and `mixed` is memory of the warp. Called by all
+  // what was copied for it and the lane's row (NoPosition: x is without the weights by position),
+  // and `mixed` is memory of the warp. Called by all
   // lanes of a warp, which have neighboring rows, the first of them a multiple of 8.
   template <int kChunks, typename Position, typename Cells, typename Store, typename Clear>
   HSTU_DEVICE void find(const RowTimes& row, int first, const int64_t* keys,
@@ -224,18 +265,18 @@ class HeadBias {
     }
     // All blocks, as if each had one bucket. Several are loaded at once, before a store that might
     // change what they load, for all that the compiler knows.
-    constexpr int kBatch = Position::kCopies == 1 ? 2 : 4;
+    constexpr int kBatch = batch_of<Position>();
 #pragma unroll
     for (int begin = 0; begin < kChunks; begin += kBatch) {
       float x[kBatch][8];
 #pragma unroll
-      for (int n = 0; n < kBatch; ++n) Position::load(position + (begin + n) * 8, x[n]);
+      for (int n = 0; n < kBatch; ++n) load_position<Position>(position + (begin + n) * 8, x[n]);
 #pragma unroll
       for (int n = 0; n < kBatch; ++n) {
         const int chunk = begin + n;
         const float weight = __shfl_sync(0xffffffff, weights[chunk / 8], chunk % 8, 8);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) x[n][e] += weight;
+        for (int e = 0; e < 8; ++e) add<Position>(x[n][e], weight);
         store(lane, chunk, x[n]);
       }
     }
@@ -257,6 +298,27 @@ class HeadBias {
   }
 
  private:
+  template <typename Position>
+  static constexpr int batch_of() {
+    if constexpr (std::is_same_v<Position, NoPosition>)
+      return 4;
+    else
+      return Position::kCopies == 1 ? 2 : 4;
+  }
+  template <typename Position>
+  static HSTU_DEVICE void load_position(const float* from, float (&x)[8]) {
+    if constexpr (!std::is_same_v<Position, NoPosition>) Position::load(from, x);
+  }
+  // Adds the weight by time to that by position.
+  template <typename Position>
+  static HSTU_DEVICE void add(float& x, float weight) {
+    if constexpr (std::is_same_v<Position, NoPosition>) {
+      x = weight;
+    } else {
+      x += weight;
+    }
+  }
+
   // What is known of the buckets of a block of 8 x 8 scores.
   enum class Buckets {
     kOne,
@@ -323,7 +385,8 @@ class HeadBias {
     // Loads the weights by position; `position` is what the lane has for its own row.
     template <typename Position>
     HSTU_DEVICE void load_position(const float* position, float (&x)[8]) const {
-      Position::load(position + chunk * 8 - (row - static_cast<int>(threadIdx.x) % 32), x);
+      HeadBias::load_position<Position>(
+          position + chunk * 8 - (row - static_cast<int>(threadIdx.x) % 32), x);
     }
   };
 
@@ -342,7 +405,7 @@ class HeadBias {
       own.template load_position<Position>(position, x);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        x[n] += differences[n] >= block.threshold ? block.high : block.low;
+        add<Position>(x[n], differences[n] >= block.threshold ? block.high : block.low);
       }
       store(own.row, own.chunk, x);
     }
@@ -368,7 +431,7 @@ class HeadBias {
           const uint64_t difference = time_difference(own.time, keys[own.chunk * 8 + n]);
           const WeightCell cell = load_cell(weight_cells_ + difference_cell(difference));
           has_search |= cell.threshold == WeightCell::kSeveral;
-          x[n] += difference >= cell.threshold ? cell.high : cell.low;
+          add<Position>(x[n], difference >= cell.threshold ? cell.high : cell.low);
         }
       } else {
         uint32_t differences[8];
@@ -383,8 +446,8 @@ class HeadBias {
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
             has_search |= found[n].bucket == NarrowCell::kSeveral;
-            x[half + n] +=
-                differences[half + n] >= found[n].threshold ? found[n].high : found[n].low;
+            add<Position>(x[half + n], differences[half + n] >= found[n].threshold ? found[n].high
+                                                                                   : found[n].low);
           }
         }
       }
@@ -396,7 +459,7 @@ class HeadBias {
           const float weight = __ldg(weights_ + bucket_of(bias_, difference));
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
-            if (n == key) x[n] += weight;
+            if (n == key) add<Position>(x[n], weight);
           }
         }
       }
@@ -409,7 +472,8 @@ class HeadBias {
   const Sequence& sequence_;
   const int sequence_index_;
   const float* position_ = nullptr;  // null: no weights by position
-  const float* weights_ = nullptr;   // null: no weights by time
+  const uint16_t* half_position_ = nullptr;
+  const float* weights_ = nullptr;  // null: no weights by time
   const WeightCell* weight_cells_ = nullptr;
   const NarrowCell* narrow_cells_ = nullptr;
 };

@@ -40,6 +40,8 @@ struct NoScoreBias {
 
   template <typename Traits>
   struct Consumer {
+    HSTU_DEVICE explicit Consumer(const ForwardParams&) {}
+
     template <typename Scores>
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
     HSTU_DEVICE void start_load(typename Traits::SharedMemory&, int) {}
@@ -96,6 +98,8 @@ struct DenseScoreBias {
 
   template <typename Traits>
   struct Consumer : NoScoreBias::Consumer<Traits> {
+    using NoScoreBias::Consumer<Traits>::Consumer;
+
     typename Traits::BiasState state;
 
     // scores = bias of the next key tile. Called by a warpgroup.
@@ -125,11 +129,10 @@ HSTU_DEVICE uint4 half_chunk(const float (&x)[8]) {
           half_pair(x[6], x[7])};
 }
 
-// kWarpgroups_ warpgroups compute one tile after another, in turn.
-template <int kWarpgroups_>
+// A warpgroup computes one tile after another.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
-  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kWarpgroups = 1;
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
   template <typename Element>
   using TileElement = cutlass::half_t;
@@ -140,22 +143,25 @@ struct RelativeScoreBias {
   template <typename Traits>
   using Producer = NoScoreBias::Producer<Traits>;
 
-  // The tables are multiplied by half_alpha before the kernel runs.
+  // The tables are multiplied by half_alpha before the kernel runs. A tile has the weights by time,
+  // to which consumers add those by position.
   template <typename Traits>
   struct Consumer : NoScoreBias::Consumer<Traits> {
     static constexpr int kParts = Traits::kKeys / 16;  // of a tile, of 16 keys
     // Parts that are loaded before the scores are there. More would take too many registers.
-    static constexpr int kEarlyParts = smaller(kParts, 4);
+    static constexpr int kEarlyParts = smaller(kParts / 2, 4);
 
+    const RelativeBias& tables;
     typename Traits::BiasState state;
     uint32_t words[kEarlyParts][4];
+
+    HSTU_DEVICE explicit Consumer(const ForwardParams& params)
+        : NoScoreBias::Consumer<Traits>(params), tables(params.relative_bias) {}
 
     HSTU_DEVICE void start_load(typename Traits::SharedMemory& smem, int warpgroup) {
       smem.pipeline_bias[warpgroup].consumer_wait(state);
 #pragma unroll
-      for (int part = 0; part < kEarlyParts; ++part) {
-        load_bias_part(tile(smem, warpgroup), part, words[part]);
-      }
+      for (int part = 0; part < kEarlyParts; ++part) load_part(smem, warpgroup, part, words[part]);
     }
     template <typename Scores>
     HSTU_DEVICE void scale(typename Traits::SharedMemory& smem, int warpgroup, float half_alpha,
@@ -170,9 +176,7 @@ struct RelativeScoreBias {
           low = fmaf(low, half_alpha, low_half<cutlass::half_t>(own[n]));
           high = fmaf(high, half_alpha, high_half<cutlass::half_t>(own[n]));
         }
-        if (part + kEarlyParts < kParts) {
-          load_bias_part(tile(smem, warpgroup), part + kEarlyParts, own);
-        }
+        if (part + kEarlyParts < kParts) load_part(smem, warpgroup, part + kEarlyParts, own);
       }
       smem.pipeline_bias[warpgroup].consumer_release_by_warp(state);
       state.advance();
@@ -184,9 +188,27 @@ struct RelativeScoreBias {
     }
 
    private:
-    HSTU_DEVICE const cutlass::half_t* tile(typename Traits::SharedMemory& smem,
-                                            int warpgroup) const {
-      return smem.bias[state.index()] + warpgroup * (kWarpgroupRows * Traits::kKeys);
+    // Loads the bias of keys [16 part, 16 part + 16), in the order of the accumulator.
+    HSTU_DEVICE void load_part(typename Traits::SharedMemory& smem, int warpgroup, int part,
+                               uint32_t (&bias)[4]) const {
+      if (tables.time.data) {
+        load_bias_part(smem.bias[state.index()] + warpgroup * (kWarpgroupRows * Traits::kKeys),
+                       part, bias);
+      }
+      if (!tables.position.data) return;
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      const int row = warpgroup * kWarpgroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+      // The pairs of the first row of the lane, and of the keys 8 before those of the part, which
+      // are also those of its second row, 8 further.
+      const uint32_t* const pairs =
+          smem.bias_windows[0].position[state.count % 3].of_row(row + lane / 4 + 8, lane % 4 * 2) +
+          part * 8;
+      const uint32_t weights[3] = {pairs[0], pairs[4], pairs[8]};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const uint32_t weight = weights[n / 2 + 1 - n % 2];
+        bias[n] = tables.time.data ? add_half_pairs(bias[n], weight) : weight;
+      }
     }
   };
 
@@ -194,24 +216,23 @@ struct RelativeScoreBias {
   template <int kRows, int kKeys>
   struct Windows {
     KeyTimes<kKeys> keys[2];
-    PositionWeights<kRows, kKeys> position[2];
+    // NOTE: while consumers read one and the next is ready for them, a third one is being copied.
+    PositionPairs<kRows, kKeys> position[3];
     NarrowCells cells;
     MixedBlocks<kKeys / 8> mixed[4];  // of the warps
   };
 
-  // Computes the tiles of all work tiles of the block. Called by warpgroup n of kWarpgroups, where
-  // each thread has one row.
+  // Computes the tiles of all work tiles of the block. Called by a warpgroup, in which each thread
+  // has one row.
   template <typename Traits>
-  static HSTU_DEVICE void run(const ForwardParams& params, typename Traits::SharedMemory& smem,
-                              int n) {
+  static HSTU_DEVICE void run(const ForwardParams& params, typename Traits::SharedMemory& smem) {
     constexpr int kRows = Traits::kRows;
     constexpr int kKeys = Traits::kKeys;
     static_assert(kRows == kWarpgroup, "each thread has one row");
-    static_assert(Traits::BiasState::kStages % kWarpgroups == 0, "a warpgroup has its own stages");
     using WorkTile = typename Traits::WorkTile;
     using Source = typename Traits::Source;
     const int row = static_cast<int>(threadIdx.x) % kRows;
-    auto& windows = smem.bias_windows[n];
+    auto& windows = smem.bias_windows[0];
     auto& pipeline = smem.pipeline_bias[row / kWarpgroupRows];
     typename Traits::BiasState state;
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
@@ -222,40 +243,34 @@ struct RelativeScoreBias {
       const auto key_of = [&](int first) {
         return Source::template key_of<kKeys>(tile.sequence, first);
       };
-      const auto start_copy = [&](int first, int parity) {
+      // Starts copying what key tile number `count` of the block needs.
+      const auto start_copy = [&](int first, uint32_t count) {
         if (first == Traits::kNoKey) return;
         const int key = key_of(first);
-        bias.template start_copy_keys<kWarpgroup>(row, key, windows.keys[parity]);
+        bias.template start_copy_keys<kWarpgroup>(row, key, windows.keys[count % 2]);
         bias.template start_copy_position<kWarpgroup>(row, first_row, key,
-                                                      windows.position[parity]);
-      };
-      // The tile of this warpgroup from `first` on, which is number `count` of the block.
-      const auto own_tile = [&](int first, uint32_t& count) {
-        for (; first != Traits::kNoKey && static_cast<int>(count % kWarpgroups) != n; ++count) {
-          first = work_tile.tile_from(first + kKeys);
-        }
-        return first;
+                                                      windows.position[count % 3]);
       };
       const RowTimes times = bias.times_of_row(first_row + row);
-      int first = own_tile(work_tile.tile_from(0), state.count);
-      int parity = 0;
-      sync_warpgroup(Traits::kConsumers + n);  // the windows have been read
+      int first = work_tile.tile_from(0);
+      sync_warpgroup(Traits::kConsumers);  // the windows have been read
       bias.template start_copy_cells<kWarpgroup>(row, windows.cells);
-      start_copy(first, parity);
+      start_copy(first, state.count);
       while (first != Traits::kNoKey) {
         ptx::cp_async_wait_all();
-        sync_warpgroup(Traits::kConsumers + n);  // this window is written, the other one is read
-        auto next_state = state;
-        next_state.advance();
-        const int next = own_tile(work_tile.tile_from(first + kKeys), next_state.count);
-        start_copy(next, parity ^ 1);
+        // This window is written, and all warps have acquired the stage before, so that consumers
+        // have read the window of the tile two before.
+        sync_warpgroup(Traits::kConsumers);
+        const int next = work_tile.tile_from(first + kKeys);
+        start_copy(next, state.count + 1);
         pipeline.producer_acquire(state);
-        find_tile<Traits>(bias, times, key_of(first), row, windows, parity,
-                          smem.bias[state.index()]);
+        if (params.relative_bias.time.data) {
+          find_tile<Traits>(bias, times, key_of(first), row, windows, state.count % 2,
+                            smem.bias[state.index()]);
+        }
         pipeline.producer_commit_by_warp(state);
-        state = next_state;
+        state.advance();
         first = next;
-        parity ^= 1;
       }
     });
   }
@@ -266,16 +281,14 @@ struct RelativeScoreBias {
   static HSTU_DEVICE void find_tile(const HeadBias& bias, const RowTimes& times, int first, int row,
                                     Windows<Traits::kRows, Traits::kKeys>& windows, int parity,
                                     cutlass::half_t* tile) {
-    using Position = PositionWeights<Traits::kRows, Traits::kKeys>;
     const auto& keys = windows.keys[parity];
     cutlass::half_t* const rows = tile + row / kWarpgroupRows * (kWarpgroupRows * Traits::kKeys);
     const int first_row = row % kWarpgroupRows / 32 * 32;  // of the warp
     const auto chunk_at = [&](int own, int chunk) {
       return rows + (chunk / 8 * kWarpgroupRows + first_row + own) * 64 + (chunk % 8 ^ own % 8) * 8;
     };
-    bias.template find<Traits::kKeys / 8, Position>(
-        times, first, keys.times, keys.ranges, windows.position[parity].of_row(row), windows.cells,
-        windows.mixed[row / 32],
+    bias.template find<Traits::kKeys / 8, NoPosition>(
+        times, first, keys.times, keys.ranges, nullptr, windows.cells, windows.mixed[row / 32],
         [&](int own, int chunk, const float (&x)[8]) {
           *reinterpret_cast<uint4*>(chunk_at(own, chunk)) = half_chunk(x);
         },

@@ -40,22 +40,18 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
 
 // The same for a relative bias, whose tiles further warpgroups compute. Paged kernels and head dim
 // 64 spill some registers.
-constexpr Registers registers_with_bias(int head_dim, bool is_paged, int bias_warpgroups) {
-  if (bias_warpgroups == 2) return {.producer = 32, .consumer = 152, .bias = 72};
+constexpr Registers registers_with_bias(int head_dim, bool is_paged) {
   if (is_paged && head_dim > 64) return {.producer = 56, .consumer = 200, .bias = 56};
   if (is_paged) return {.producer = 56, .consumer = 184, .bias = 88};
-  if (head_dim == 256) return {.producer = 32, .consumer = 208, .bias = 64};
+  if (head_dim == 256) return {.producer = 24, .consumer = 208, .bias = 72};
   return {.producer = 24, .consumer = 200, .bias = 88};
 }
 
 // There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages
 // as fit into shared memory.
-template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized, int kBiasWarpgroups>
+template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized>
 constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32 || kHeadDim == 64) {
-    if constexpr (kBiasWarpgroups == 2) {  // their windows take 9 KB
-      return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 3};
-    }
     // Two stages of a bias tile take 32 KB for each consumer.
     if constexpr (kHasBias) {
       return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
