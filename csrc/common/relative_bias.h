@@ -145,11 +145,15 @@ HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias, const T
   return find_bucket_range(bias, find_difference_range(rows, keys));
 }
 
-// The time of query row `row`.
-HSTU_HOST_DEVICE int64_t time_of_row(const RelativeBias& bias, const Sequence& sequence, int row) {
-  if (bias.row_timestamps) return bias.row_timestamps[sequence.q_begin + row];
+// Where the time of query row `row` is.
+HSTU_HOST_DEVICE const int64_t* find_time_of_row(const RelativeBias& bias, const Sequence& sequence,
+                                                 int row) {
+  if (bias.row_timestamps) return bias.row_timestamps + sequence.q_begin + row;
   const int64_t next = clamp(row + sequence.offset + 1, 0, sequence.k_len - 1);
-  return bias.timestamps[sequence.k_begin + next];
+  return bias.timestamps + sequence.k_begin + next;
+}
+HSTU_HOST_DEVICE int64_t time_of_row(const RelativeBias& bias, const Sequence& sequence, int row) {
+  return *find_time_of_row(bias, sequence, row);
 }
 
 }  // namespace hstu

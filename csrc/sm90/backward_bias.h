@@ -5,6 +5,7 @@
 // they have stored for dQ.
 #pragma once
 
+#include "../common/opaque.h"
 #include "backward_traits.h"
 
 namespace hstu::sm90 {
@@ -24,9 +25,8 @@ class BackwardBias {
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
     const TableSums& sums = buffers.sums;
-    const int thread = thread_of_warpgroup();
     auto& memory = smem.relative_bias[0];
-    Gradients gradients(thread, memory.keys, memory.gradients);
+    Gradients gradients(thread_of_warpgroup(), memory.keys, memory.gradients);
     BiasState bias_state;
     DsState ds_state;
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
@@ -41,41 +41,45 @@ class BackwardBias {
           first_entry(tables.position, params, work_tile.head),
           first_entry(tables.time, params, work_tile.head),
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
-      RowTimes times;
-      const auto start_copy = [&](int m, int parity) {
+      const auto start_copy = [&](int thread, int m, int parity) {
         bias.template start_copy_position<kWarpgroup>(
             thread, m * kRows, Traits::first_key(work_tile), memory.position[parity]);
-        times = bias.times_of_row(m * kRows + thread % kRows);
+        bias.prefetch_times_of_row(m * kRows + thread % kRows);
       };
       int m = Traits::first_row_tile(work_tile);
+      const int thread = thread_of_warpgroup();
       sync();  // the windows have been read
       bias.template start_copy_keys<kWarpgroup>(thread, Traits::first_key(work_tile), memory.keys);
       bias.template start_copy_cells<kWarpgroup>(thread, memory.cells);
-      start_copy(m, bias_state.count % 2);
+      start_copy(thread, m, bias_state.count % 2);
       int next = m;
       for (bool is_first = true;; is_first = false) {
+        const int own_thread = thread_of_warpgroup();
+        gradients.set_thread(own_thread);
+        RowTimes times;
+        if (next >= 0) times = bias.times_of_row(next * kRows + own_thread % kRows);
         ptx::cp_async_wait_all();
         sync();  // the windows of the next tile are written, and the other ones have been read
         gradients.add_finished(entries);
         // The bias of the next tile, which is the first one in the first round.
         if (next >= 0) {
-          const RowTimes own = times;
           const int parity = bias_state.count % 2;
           const int after = Traits::next_row_tile(work_tile, next);
-          if (after >= 0) start_copy(after, parity ^ 1);
-          gradients.store_rows(own, parity);
-          find_tile(work_tile, bias, own, bias_state, smem);
+          if (after >= 0) start_copy(own_thread, after, parity ^ 1);
+          gradients.store_rows(times, parity);
+          find_tile(own_thread, work_tile, bias, times, bias_state, smem);
         }
         if (!is_first) {
           const int parity = ds_state.count % 2;
           typename Gradients::Block block;
-          if (sums.time.words) block = gradients.find_block(tables, parity);
+          if (sums.time.words)
+            block = gradients.find_block(tables, Traits::first_key(work_tile), parity);
           smem.pipeline_ds.consumer_wait(ds_state);
           const auto release = [&] { smem.pipeline_ds.consumer_release_by_warp(ds_state); };
           if (sums.position.words || sums.time.words) {
             gradients.add_tile(entries, tables, m, parity, block,
                                Traits::ds_tile(smem, ds_state) + Traits::rank() * (kRows * kKeys),
-                               release);
+                               memory.warps[own_thread / 32].time_bins, release);
           } else {
             release();
           }
@@ -90,9 +94,9 @@ class BackwardBias {
   }
 
  private:
-  static HSTU_DEVICE int thread_of_warpgroup() {
-    return static_cast<int>(threadIdx.x) % kWarpgroup;
-  }
+  // NOTE: the compiler knows nothing about the value. Otherwise it would keep, and spill, what
+  // follows from it for all steps.
+  static HSTU_DEVICE int thread_of_warpgroup() { return bounded_thread_idx() % kWarpgroup; }
   static HSTU_DEVICE void sync() { sync_warpgroup(Traits::kConsumers); }
 
   // The first entry of the table of a head.
@@ -115,12 +119,12 @@ class BackwardBias {
   }
 
   // Computes the next tile of the bias. A thread has a row, with `times`, and half of the keys.
-  static HSTU_DEVICE void find_tile(const WorkTile& work_tile, const HeadBias& bias,
+  static HSTU_DEVICE void find_tile(int thread, const WorkTile& work_tile, const HeadBias& bias,
                                     const RowTimes& times, BiasState& state, SharedMemory& smem) {
     constexpr int kThreadChunks = kKeys / 8 / 2;
     auto& memory = smem.relative_bias[0];
-    const int row = thread_of_warpgroup() % kRows;
-    const int first_chunk = thread_of_warpgroup() / kRows * kThreadChunks;
+    const int row = thread % kRows;
+    const int first_chunk = thread / kRows * kThreadChunks;
     const int first_row = row / 32 * 32;
     // A chunk in the layout of rows_tensor().
     const auto chunk_at = [&](int own, int n) {
@@ -133,7 +137,7 @@ class BackwardBias {
         times, Traits::first_key(work_tile) + first_chunk * 8, memory.keys.times + first_chunk * 8,
         memory.keys.ranges + first_chunk,
         memory.position[state.count % 2].of_row(row) + first_chunk * 8, memory.cells,
-        memory.mixed[thread_of_warpgroup() / 32],
+        memory.warps[thread / 32].mixed,
         [&](int own, int chunk, const float (&x)[8]) {
           *reinterpret_cast<uint4*>(chunk_at(own, chunk)) = half_chunk(x);
         },

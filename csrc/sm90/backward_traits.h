@@ -140,8 +140,12 @@ struct BackwardTraits {
     KeyTimes<kBlockKeys> keys;
     Position position[2];
     std::conditional_t<kHeadDim <= 64, NarrowCells, CellsInDeviceMemory> cells;
-    MixedBlocks<kBlockKeys / 16> mixed[4];  // of the warps
-    TableGradientMemory<kRows, kBlockKeys> gradients;
+    // Memory of a warp: blocks whose bias it computes, then sums of dS.
+    union {
+      MixedBlocks<kBlockKeys / 16> mixed;
+      int time_bins[kTimeBins];
+    } warps[4];
+    TableGradientMemory<kRows> gradients;
   };
 
   struct SharedMemory {

@@ -214,6 +214,15 @@ class HeadBias {
     }
   }
 
+  // Reads what times_of_row() of a row will return into the L1 cache.
+  HSTU_DEVICE void prefetch_times_of_row(int row) const {
+    if (!weights_) return;
+    const int own = min(row, sequence_.q_len - 1);
+    ptx::prefetch_l1(find_time_of_row(bias_, sequence_, own));
+    ptx::prefetch_l1(bias_.prepared.row_ranges + first_tile(sequence_.q_begin, sequence_index_, 8) +
+                     own / 8);
+  }
+
   // A row that does not exist has the times of the last one.
   HSTU_DEVICE RowTimes times_of_row(int row) const {
     if (!weights_) return {};

@@ -35,23 +35,24 @@ struct FinishedDiagonals {
   HSTU_DEVICE float* at(int r, int column) { return sums + r * kStride + kMargin + column; }
 };
 
-// The lower halves of the times of the rows of a tile, and the range of each 8 of them.
+// The lower halves of the times of the rows of a tile, and what the 8 rows of a block have in
+// common: the range of their times, and a key from which on they see none.
 template <int kRows>
 struct RowWindow {
   TimeRange ranges[kRows / 8];
+  int keys[kRows / 8];
   uint32_t times[kRows];
 };
 
 // Shared memory of the warpgroup.
-template <int kRows, int kKeys>
+template <int kRows>
 struct TableGradientMemory {
-  // Buckets that a warp sums in a tile, from its lowest one on. Clusters have room for fewer.
-  static constexpr int kBins = kKeys / 2;
-
   RowWindow<kRows> rows[2];
   FinishedDiagonals diagonals[2];
-  int bins[4][kBins];  // of each warp
 };
+
+// Sums by time that a warp finds in a tile: of neighboring buckets, from its lowest one on.
+constexpr int kTimeBins = 64;
 
 // Where the sums of a work tile are added.
 struct TableEntries {
@@ -65,10 +66,10 @@ struct TableEntries {
 
 template <int kRows, int kKeys, typename Element, bool kIsDescending>
 class TableGradients {
-  using Memory = TableGradientMemory<kRows, kKeys>;
+  using Memory = TableGradientMemory<kRows>;
   static constexpr int kChunks = kKeys / 8;  // of a row
   static constexpr int kRowBlocks = kRows / 8;
-  static constexpr int kBins = Memory::kBins;
+  static constexpr int kBins = kTimeBins;
   static constexpr uint32_t kAllLanes = 0xffffffff;
   static_assert(kRowBlocks == 8 && (kChunks == 8 || kChunks == 16));
 
@@ -79,18 +80,24 @@ class TableGradients {
     // NOTE: the four groups of 8 lanes of a warp are 4 diagonals apart, so that each warp has some
     // of the blocks with many buckets, which are next to each other.
     group_ = lane() / 8 * 4 + thread / 32;
-    for (int n = thread; n < 4 * kBins; n += kWarpgroup) memory.bins[n / kBins][n % kBins] = 0;
     constexpr int kSize = sizeof(FinishedDiagonals) / sizeof(float);
     for (int n = thread; n < 2 * kSize; n += kWarpgroup)
       memory.diagonals[n / kSize].sums[n % kSize] = 0;
   }
+
+  // Begins a step. `thread` is as before, but a value that the compiler knows nothing about: it
+  // would keep, and spill, what follows from it for all steps.
+  HSTU_DEVICE void set_thread(int thread) { thread_ = thread; }
 
   // Stores the times of a tile's rows, of which the thread has row thread % kRows.
   HSTU_DEVICE void store_rows(const RowTimes& row, int parity) {
     if (thread_ >= kRows) return;
     RowWindow<kRows>& to = memory_.rows[parity];
     to.times[thread_] = static_cast<uint32_t>(row.time);
-    if (thread_ % 8 == 0) to.ranges[thread_ / 8] = row.range;
+    if (thread_ % 8 == 0) {
+      to.ranges[thread_ / 8] = row.range;
+      to.keys[thread_ / 8] = row.keys;
+    }
   }
 
   // Adds the diagonals that the tile before has finished. Called after a barrier.
@@ -126,19 +133,23 @@ class TableGradients {
 
     uint64_t least = 0;  // difference
     int first = 0;       // bucket
-    int count = 0;       // of buckets
+    int count = 0;       // of buckets; 0: the thread has no block, or no row sees a key of it
     int flags = 0;
     bool is_wide = false;  // differences do not fit into 31 bits, counted from the least one
   };
-  HSTU_DEVICE Block find_block(const RelativeBias& bias, int parity) const {
-    const TimeRange rows = memory_.rows[parity].ranges[row_block_of(lane() % 8)];
-    const TimeRange keys = keys_.ranges[chunk_of(lane() % 8)];
+  HSTU_DEVICE Block find_block(const RelativeBias& bias, int first_key, int parity) const {
+    const RowWindow<kRows>& window = memory_.rows[parity];
+    const int row_block = row_block_of(lane() % 8);
+    const int chunk = chunk_of(lane() % 8);
+    const TimeRange rows = window.ranges[row_block];
+    const TimeRange keys = keys_.ranges[chunk];
     const DifferenceRange differences = find_difference_range(rows, keys);
     const BucketRange buckets = find_bucket_range(bias, differences);
     Block block;
     block.least = differences.least;
     block.first = buckets.first;
-    block.count = buckets.last - buckets.first + 1;
+    const bool is_visible = has_blocks() && first_key + chunk * 8 < window.keys[row_block];
+    block.count = is_visible ? buckets.last - buckets.first + 1 : 0;
     if (keys.latest <= rows.earliest) {
       block.flags = Block::kIsPast;
     } else if (rows.latest <= keys.earliest) {
@@ -148,18 +159,19 @@ class TableGradients {
     return block;
   }
 
-  // Sums dS of tile m of rows, whose times have been stored with `parity`. Calls release() when
-  // dS has been read.
+  // Sums dS of tile m of rows, whose times have been stored with `parity`. `memory_of_bins` is
+  // memory of the warp for kTimeBins sums. Calls release() when dS has been read.
   template <typename Release>
   HSTU_DEVICE void add_tile(const TableEntries& entries, const RelativeBias& bias, int m,
-                            int parity, const Block& block, const Element* ds, Release release) {
+                            int parity, const Block& block, const Element* ds, int* memory_of_bins,
+                            Release release) {
     const bool has_position = entries.sums.position.words;
     const bool has_time = entries.sums.time.words;
     // The diagonal of blocks is finished before block `end`, and another one begins.
     const int end = is_finishing() && has_position ? kChunks - group_ : kRowBlocks + 1;
     float4* const finished = finished_diagonal();
     const Element* const first_row = ds + lane() % 8 * 64;
-    constexpr int kAhead = 4;
+    constexpr int kAhead = 2;
     uint4 ahead[kAhead];
     const auto load = [&](int n) {
       uint4 words = {};
@@ -194,7 +206,8 @@ class TableGradients {
     }
     if (end == kRowBlocks) store_finished(finished);
     if (has_time) {
-      add_times(entries, bias, m * kRows, parity, block, sums[3], largest, ds, release);
+      add_times(entries, bias, m * kRows, parity, block, sums[3], largest, ds, memory_of_bins,
+                release);
     } else {
       release();
     }
@@ -315,7 +328,7 @@ class TableGradients {
   template <typename Release>
   HSTU_DEVICE void add_times(const TableEntries& entries, const RelativeBias& bias, int first_row,
                              int parity, const Block& block, float total, uint32_t largest,
-                             const Element* ds, Release release) {
+                             const Element* ds, int* memory_of_bins, Release release) {
     // NOTE: the bits of a NaN are larger than those of every number.
     const uint32_t largest_bits =
         __reduce_max_sync(kAllLanes, max(__float_as_uint(fabsf(low_half<Element>(largest))),
@@ -327,19 +340,22 @@ class TableGradients {
     Bins bins;
     bins.fixed = FixedPoint::of_largest(largest_bits);
     bins.lowest = static_cast<int>(
-        __reduce_min_sync(kAllLanes, has_blocks() ? static_cast<uint32_t>(block.first) : ~0u));
-    bins.bins = memory_.bins[thread_ / 32];
+        __reduce_min_sync(kAllLanes, block.count > 0 ? static_cast<uint32_t>(block.first) : ~0u));
+    bins.bins = memory_of_bins;
+#pragma unroll
+    for (int bin = 0; bin < kBins; bin += 32) bins.bins[bin + lane()] = 0;
+    __syncwarp();
     const int last = block.first + block.count - 1;
     const int highest = static_cast<int>(
-        __reduce_max_sync(kAllLanes, static_cast<uint32_t>(has_blocks() ? last : 0)));
+        __reduce_max_sync(kAllLanes, static_cast<uint32_t>(block.count > 0 ? last : 0)));
     const bool is_finite = largest_bits < 0x7f800000;
     const bool is_slow =
         !is_finite || last - bins.lowest >= kBins || (block.is_wide && block.count > 1);
-    uint32_t slow = __ballot_sync(kAllLanes, has_blocks() && is_slow);
+    uint32_t slow = __ballot_sync(kAllLanes, block.count > 0 && is_slow);
     const bool is_few = block.count <= kFewBuckets;
-    uint32_t few = __ballot_sync(kAllLanes, has_blocks() && !is_slow && is_few && block.count > 1);
-    uint32_t many = __ballot_sync(kAllLanes, has_blocks() && !is_slow && !is_few);
-    if (has_blocks() && !is_slow && is_few) {
+    uint32_t few = __ballot_sync(kAllLanes, !is_slow && is_few && block.count > 1);
+    uint32_t many = __ballot_sync(kAllLanes, !is_slow && !is_few);
+    if (block.count > 0 && !is_slow && is_few) {
       const int addend = bins.fixed.to_integer(total);
       if (addend != 0) bins.add(block.first, addend);
     }
@@ -360,9 +376,9 @@ class TableGradients {
     }
     release();
     __syncwarp();
+#pragma unroll 1
     for (int bin = lane(); bin <= min(highest - bins.lowest, kBins - 1); bin += 32) {
       const int addend = bins.bins[bin];
-      bins.bins[bin] = 0;
       if (addend == 0) continue;
       entries.sums.time.add(entries.first_time + bins.lowest + bin, bins.fixed.to_float(addend));
     }
@@ -502,7 +518,7 @@ class TableGradients {
     }
   }
 
-  const int thread_;
+  int thread_;
   const KeyTimes<kKeys>& keys_;
   Memory& memory_;
   int group_;                // g
