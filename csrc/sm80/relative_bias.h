@@ -70,7 +70,7 @@ struct TimeBlock {
   // The bucket of the earlier keys, and that of the later ones, which differ by 1 or less; or
   // kHidden, or kSeveral buckets.
   // NOTE: they are in one word, because registers are few.
-  int buckets = 0;
+  int buckets = 1;
   float weight = 0;  // of the earlier keys; 0 if the bucket is not known
 
   HSTU_DEVICE void set_buckets(int early, int late) { buckets = early * 4 + late - early + 1; }

@@ -70,7 +70,7 @@ class TimeSums {
   static HSTU_DEVICE uint32_t ones_if(bool condition) { return condition ? kOnes : 0; }
   // The halves of `word` whose conditions are true, and zeros.
   static HSTU_DEVICE uint32_t halves(uint32_t word, bool low, bool high) {
-    return word & ((low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u));
+    return (low ? word & 0xffffu : 0u) | (high ? word & 0xffff0000u : 0u);
   }
   static HSTU_DEVICE bool is_finite_low(uint32_t word) { return (word & kExponent) != kExponent; }
   static HSTU_DEVICE uint32_t finite_halves(uint32_t word) {
@@ -91,6 +91,14 @@ class TimeSums {
   static HSTU_DEVICE Sums multiply_blocks(const Bias& tile, const TimeBlock& own,
                                           const Buckets& buckets, const Words& words, int first) {
     const int own_bucket = first + lane() / 4;
+    // The blocks whose first bucket is the lane's own.
+    uint32_t own_blocks = 0;
+#pragma unroll
+    for (int n = 0; n < kBuckets; ++n) {
+      const uint32_t blocks = Bias::blocks_where(buckets.first == first + n);
+      own_blocks = lane() / 4 == n ? blocks : own_blocks;
+    }
+    const auto is_own = [&](int m, int n) { return (own_blocks >> (4 * n + m) & 1) != 0; };
     const uint32_t split = Bias::blocks_where(own.has_two());
     typename Bias::RowTimes rows = {};
     uint32_t origin = 0;
@@ -111,15 +119,14 @@ class TimeSums {
           const uint32_t word = words.at[m][n];
           const uint32_t right[2] = {halves(word, is_low, is_high),
                                      halves(word, !is_low, !is_high)};
-          multiply(Bias::of_block(buckets.first, m, n) == own_bucket,
-                   Bias::of_block(buckets.second, m, n) == own_bucket, right, sums.parts[m % 2]);
+          multiply(is_own(m, n), Bias::of_block(buckets.second, m, n) == own_bucket, right,
+                   sums.parts[m % 2]);
         }
       } else {
 #pragma unroll
         for (int m = 0; m < kRowBlocks; m += 2) {
           const uint32_t right[2] = {words.at[m][n], words.at[m + 1][n]};
-          multiply(Bias::of_block(buckets.first, m, n) == own_bucket,
-                   Bias::of_block(buckets.first, m + 1, n) == own_bucket, right,
+          multiply(is_own(m, n), is_own(m + 1, n), right,
                    sums.parts[kRowBlocks == 4 ? m / 2 : n % 2]);
         }
       }
@@ -137,7 +144,11 @@ class TimeSums {
 
   // The sum of row lane() / 4.
   static HSTU_DEVICE float sum_of_own_bucket(const Sums& sums) {
-    float own = (sums.parts[0][0] + sums.parts[1][0]) + (sums.parts[0][1] + sums.parts[1][1]);
+    return sum_of_row((sums.parts[0][0] + sums.parts[1][0]) +
+                      (sums.parts[0][1] + sums.parts[1][1]));
+  }
+  // The sum of the values of the 4 lanes that have a row of an accumulator.
+  static HSTU_DEVICE float sum_of_row(float own) {
     own += __shfl_xor_sync(kAllLanes, own, 1);
     return own + __shfl_xor_sync(kAllLanes, own, 2);
   }
@@ -189,16 +200,22 @@ class TimeSums {
 #pragma unroll 1
       for (int first = next_bucket(buckets, 0); first != INT_MAX;
            first = next_bucket(buckets, first + kBuckets)) {
-        Sums found = {};
+        // Row r of accumulator n is the sum of bucket first + 2n + r % 2.
+        float found[kBuckets / 2];
 #pragma unroll
-        for (int n = 0; n < kBuckets; n += 2) {
-          const int bucket = first + n;
+        for (int n = 0; n < kBuckets / 2; ++n) {
+          const int bucket = first + 2 * n;
           const uint32_t right[2] = {
               halves(word, buckets.first == bucket, buckets.second == bucket),
               halves(word, buckets.first == bucket + 1, buckets.second == bucket + 1)};
-          multiply(lane() / 4 == n, lane() / 4 == n + 1, right, found.parts[n / 2 % 2]);
+          float sum[4] = {};
+          multiply(lane() / 4 % 2 == 0, lane() / 4 % 2 == 1, right, sum);
+          found[n] = sum[0] + sum[1];
         }
-        add_own_bucket(tile, sum_of_own_bucket(found), first, sums);
+        float own = found[0];
+#pragma unroll
+        for (int n = 1; n < kBuckets / 2; ++n) own = lane() / 8 == n ? found[n] : own;
+        add_own_bucket(tile, sum_of_row(own), first, sums);
       }
     });
   }
