@@ -3,7 +3,8 @@
 The build leaves the output of `nvcc -Xptxas=-v` next to each object, as *.cu.o.log. The table has a
 line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run
 time is not in it), stack, and bytes spilled. --check instead fails where an attention kernel
-spills that is not one of MAY_SPILL.
+spills that is not one of MAY_SPILL, or where ptxas serializes wgmma: it then waits for each one,
+because the accumulators of those in flight do not fit into the registers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _FUNCTION = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads"
 )
+_SERIALIZED = re.compile(r"wgmma\S* instructions are serialized .* function '(\w+)'")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
@@ -43,6 +45,7 @@ class Kernel(NamedTuple):
     shared_bytes: int
     stack_bytes: int
     spill_bytes: int
+    is_serialized: bool
 
     @property
     def is_attention(self) -> bool:
@@ -56,6 +59,7 @@ class Kernel(NamedTuple):
 
 def read_log(source: str, text: str) -> Iterator[Kernel]:
     """Yields the kernels of one source file, from the output of its compiler."""
+    serialized = _SERIALIZED.findall(text)
     for part in re.split(r"(?=Compiling entry function)", text)[1:]:
         kernel, used, shared = (r.search(part) for r in (_KERNEL, _USED, _SHARED))
         functions = list(_FUNCTION.finditer(part))  # the kernel, and what it calls out of line
@@ -69,6 +73,7 @@ def read_log(source: str, text: str) -> Iterator[Kernel]:
             int(shared[1]) if shared else 0,
             sum(int(function["stack"]) for function in functions),
             sum(int(function["stores"]) + int(function["loads"]) for function in functions),
+            kernel["symbol"] in serialized,
         )
 
 
@@ -96,7 +101,7 @@ def print_table(kernels: list[Kernel]) -> None:
     header = ("registers", "shared", "stack", "spilled")
     print(f"{'source':{sources}}  {'kernel':{width}}  GPU     " + "  ".join(header))
     for kernel, name in zip(kernels, names, strict=True):
-        figures = zip(header, kernel[3:], strict=True)
+        figures = zip(header, kernel[3:7], strict=True)
         cells = "  ".join(f"{figure:>{len(title)}}" for title, figure in figures)
         print(f"{kernel.source:{sources}}  {name:{width}}  {kernel.gpu:6}  {cells}")
 
@@ -117,6 +122,11 @@ def main() -> None:
         print(f"{kernel.source}: {kernel.symbol} spills {kernel.spill_bytes} bytes on {kernel.gpu}")
     if spilling:
         raise SystemExit("expected no spill in an attention kernel")
+    serialized = [kernel for kernel in kernels if kernel.is_serialized]
+    for kernel in serialized:
+        print(f"{kernel.source}: {kernel.symbol} waits for each wgmma")
+    if serialized:
+        raise SystemExit("expected no kernel whose wgmma are serialized")
     print(f"{len(kernels)} kernels, no spill in those of attention that may not")
 
 

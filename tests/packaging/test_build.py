@@ -78,8 +78,8 @@ def test_kernel_table(
     log.write_text(PTXAS_LOG.replace("_ZN4hstu6secondEv", symbol))
     (tmp_path / "build.ninja").write_text(f"build {source}.o: nvcc {source}\n")
     assert kernel_table.read_logs(tmp_path) == [
-        (source, "_ZN4hstu5firstEv", "sm_80", 168, 1024, 0, 0),
-        (source, symbol, "sm_90", 255, 0, 16, 32),
+        (source, "_ZN4hstu5firstEv", "sm_80", 168, 1024, 0, 0, False),
+        (source, symbol, "sm_90", 255, 0, 16, 32, False),
     ]
     monkeypatch.setattr(sys, "argv", ["kernel_table.py", str(tmp_path)])
     kernel_table.main()
@@ -92,6 +92,24 @@ def test_kernel_table(
     with pytest.raises(SystemExit, match="no spill") if fails else contextlib.nullcontext():
         kernel_table.main()
     assert ("spills 32 bytes on sm_90" in capsys.readouterr().out) == fails
+
+
+def test_kernels_with_serialized_products_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "sm90/forward_d64.bf16.cu"
+    log = tmp_path / f"{source}.o.log"
+    log.parent.mkdir(parents=True)
+    warning = (
+        "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
+        f"serialized due to insufficient register resources for the function '{MAY_SPILL}'\n"
+    )
+    log.write_text(warning + PTXAS_LOG.replace("_ZN4hstu6secondEv", MAY_SPILL))
+    (tmp_path / "build.ninja").write_text(f"build {source}.o: nvcc {source}\n")
+    monkeypatch.setattr(sys, "argv", ["kernel_table.py", "--check", str(tmp_path)])
+    with pytest.raises(SystemExit, match="serialized"):
+        kernel_table.main()
+    assert f"{MAY_SPILL} waits for each wgmma" in capsys.readouterr().out
 
 
 def test_version_is_in_one_place() -> None:
