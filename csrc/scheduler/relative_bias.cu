@@ -34,8 +34,7 @@ __device__ float limit(float weight) {
   return weight > kLimit ? kLimit : weight < -kLimit ? -kLimit : weight;
 }
 
-__device__ void copy_position_table(const RelativeBias& bias, float factor, int thread,
-                                    int threads) {
+__device__ void copy_position_table(const RelativeBias& bias, int thread, int threads) {
   const PreparedBias& prepared = bias.prepared;
   const int copies = prepared.half_position ? 2 : 4;
   for (int head = 0; head < bias.position.heads; ++head) {
@@ -43,7 +42,7 @@ __device__ void copy_position_table(const RelativeBias& bias, float factor, int 
     for (int copy = 0; copy < copies; ++copy) {
       for (int n = thread; n < prepared.position_copy_stride; n += threads) {
         const int entry = min(max(n + copy - 8, 0), bias.position.size - 1);
-        const float weight = factor * read_weight(bias.position, head, entry);
+        const float weight = read_weight(bias.position, head, entry);
         const int64_t to = first + int64_t{copy} * prepared.position_copy_stride + n;
         if (prepared.half_position) {
           prepared.half_position[to] = cutlass::half_t(limit(weight)).raw();
@@ -55,10 +54,10 @@ __device__ void copy_position_table(const RelativeBias& bias, float factor, int 
   }
 }
 
-__device__ void copy_time_table(const RelativeBias& bias, float factor, int thread, int threads) {
+__device__ void copy_time_table(const RelativeBias& bias, int thread, int threads) {
   const PreparedBias& prepared = bias.prepared;
   const auto weight_of = [&](int head, int entry) {
-    const float weight = factor * read_weight(bias.time, head, entry);
+    const float weight = read_weight(bias.time, head, entry);
     return prepared.half_position ? limit(weight) : weight;
   };
   for (int head = 0; head < bias.time.heads; ++head) {
@@ -116,13 +115,12 @@ __device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, 
 // a sequence.
 __global__ void __launch_bounds__(kThreads)
     prepare_relative_bias_kernel(const __grid_constant__ RelativeBias bias,
-                                 const __grid_constant__ BatchParams batch, float factor,
-                                 int table_blocks) {
+                                 const __grid_constant__ BatchParams batch, int table_blocks) {
   const int block = static_cast<int>(blockIdx.x) - table_blocks;
   if (block < 0) {
     const int thread = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
-    if (bias.position.data) copy_position_table(bias, factor, thread, table_blocks * kThreads);
-    if (bias.time.data) copy_time_table(bias, factor, thread, table_blocks * kThreads);
+    if (bias.position.data) copy_position_table(bias, thread, table_blocks * kThreads);
+    if (bias.time.data) copy_time_table(bias, thread, table_blocks * kThreads);
     return;
   }
   const int parts = (static_cast<int>(gridDim.x) - table_blocks) / batch.batch;
@@ -154,7 +152,7 @@ void round_table_sums(const BackwardParams& params, const TableSums& sums, doubl
                 "gradients of the relative bias's tables", params, sums, rest_of_scale);
 }
 
-void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch, float factor,
+void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
                            const CudaLaunch& launch) {
   const int multiprocessors = launch.device.multiprocessors;
   const int64_t weights = bias.position.heads * bias.prepared.position_head_stride +
@@ -169,8 +167,7 @@ void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch, f
   }
   launch_kernel(prepare_relative_bias_kernel,
                 {.blocks = table_blocks + range_blocks, .threads = kThreads}, launch,
-                "preparation of the relative bias", bias, batch, factor,
-                static_cast<int>(table_blocks));
+                "preparation of the relative bias", bias, batch, static_cast<int>(table_blocks));
 }
 
 }  // namespace hstu

@@ -61,8 +61,8 @@ inline TableSums take_table_sums(Workspace& workspace, const BackwardParams& par
 void round_table_sums(const BackwardParams& params, const TableSums& sums, double rest_of_scale,
                       const CudaLaunch& launch);
 
-// Writes bias.prepared, with weights multiplied by `factor`.
-void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch, float factor,
+// Writes bias.prepared.
+void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
                            const CudaLaunch& launch);
 
 }  // namespace hstu

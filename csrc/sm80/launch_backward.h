@@ -93,8 +93,7 @@ struct BackwardLauncher {
     const Plan<kMemory, kIsDeterministic> plan(given, launch.workspace);
     BackwardParams params = given;
     params.relative_bias.prepared = plan.prepared_bias;
-    if (params.relative_bias)
-      prepare_relative_bias(params.relative_bias, params.batch, /*factor=*/1.0f, launch);
+    if (params.relative_bias) prepare_relative_bias(params.relative_bias, params.batch, launch);
     PrepareParams prepared = prepare_params(params);
     prepared.list = plan.buffers.list;
     prepared.tile_rows = Plain::kRows;

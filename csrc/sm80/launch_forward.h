@@ -41,7 +41,7 @@ struct ForwardLauncher {
     if constexpr (Form::kHasRelativeBias) {
       RelativeBias& bias = params.relative_bias;
       bias.prepared = take_prepared_bias(workspace, bias, params.batch);
-      prepare_relative_bias(bias, params.batch, /*factor=*/1.0f, launch);
+      prepare_relative_bias(bias, params.batch, launch);
     }
     const int64_t blocks = prepare_forward<Form>(list, params, launch);
     launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, list);

@@ -60,7 +60,6 @@ struct ForwardConsumer {
       scheduler_barrier.sync();
       start_scores();
       scheduler_barrier.arrive();
-      bias.start_load(smem, warpgroup);
       wait_for_wgmma<0>(scores);
       silu_scores();
       round_and_mask(find_visible_early());
@@ -79,7 +78,6 @@ struct ForwardConsumer {
         start_scores();
         start_out(k_state.prev());
         scheduler_barrier.arrive();
-        bias.start_load(smem, warpgroup);
         wait_for_wgmma<1>(scores);
         silu_scores();
         const uint64_t visible = find_visible_early();
@@ -135,10 +133,10 @@ struct ForwardConsumer {
   HSTU_DEVICE void silu_scores() {
     tile = read_by_warp(smem.key_tiles[k_state.index()]);
     smem.pipeline_k.consumer_release_by_warp(k_state);
-    bias.scale(smem, warpgroup, 0.5f * static_cast<float>(params.alpha), scores);
+    const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
     for (int n = 0; n < size(scores); ++n) {
-      const float x = scores(n);
+      const float x = half_alpha * scores(n);
       scores(n) = silu_of_half(x, tanh_approx(x));
     }
     // NOTE: this is a branch, and the compiler does not move the activation behind it, where P V is

@@ -32,7 +32,7 @@ struct BackwardLauncher {
     set_backward_chunks(prepared, params, launch);
     if (params.relative_bias) {
       prepare_relative_bias(with_prepared_bias(params, plan.prepared_bias).relative_bias,
-                            params.batch, /*factor=*/1.0f, launch);
+                            params.batch, launch);
     }
     prepare_scheduler(prepared, launch);
 

@@ -117,7 +117,7 @@ class ForwardLauncher {
     if constexpr (Form::Bias::kWarpgroups) {
       RelativeBias& bias = params.relative_bias;
       bias.prepared = take_prepared_bias(workspace, bias, params.batch, /*is_half=*/true);
-      prepare_relative_bias(bias, params.batch, 0.5f * static_cast<float>(params.alpha), launch);
+      prepare_relative_bias(bias, params.batch, launch);
     }
     const int64_t counter_bytes =
         metadata.arrived ? Workspace::bytes<int>(partial_slots<Form>(metadata.list, params)) : 0;

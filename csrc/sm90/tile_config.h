@@ -41,7 +41,7 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
 // The same for a relative bias, whose tiles further warpgroups compute. Paged kernels and head dim
 // 64 spill some registers.
 constexpr Registers registers_with_bias(int head_dim, bool is_paged) {
-  if (is_paged && head_dim > 64) return {.producer = 56, .consumer = 200, .bias = 56};
+  if (is_paged && head_dim > 64) return {.producer = 40, .consumer = 208, .bias = 56};
   if (is_paged) return {.producer = 56, .consumer = 184, .bias = 88};
   if (head_dim == 256) return {.producer = 24, .consumer = 208, .bias = 72};
   return {.producer = 24, .consumer = 200, .bias = 88};
