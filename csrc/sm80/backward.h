@@ -83,6 +83,10 @@ struct Backward {
   static constexpr Reading kRowReading =
       kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;
 
+  // Finds the buckets of the next row tile's blocks during the last products of a step. Head dim
+  // 128 has too few registers for it.
+  static constexpr bool kFindsAhead = kHasRelativeBias && kHeadDim != 128;
+
   static constexpr int kScoreKeyWarps = kWarps / kTiles.score_row_warps;
   static constexpr int kGroup = kKeys / kScoreKeyWarps < 32 ? 16 : 32;
   using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<kGroup>>;
@@ -201,6 +205,10 @@ struct Backward {
     const auto dq_index = [&](int row_tile) {
       return (smem.first_row_tile + row_tile) * params.heads + head;
     };
+    [[maybe_unused]] TimeBlock block;  // of the next row tile
+    if constexpr (kFindsAhead) {
+      block = bias_of_tile(params, sequence, row_tile * kRows, k0, smem).find_block(row_tile >= 0);
+    }
     const int next_stage = kStages - 1;
     for (int stage = 0; row_tile >= 0; stage ^= next_stage) {
       const int r0 = row_tile * kRows;
@@ -217,9 +225,8 @@ struct Backward {
       auto bias = bias_of_tile(params, sequence, r0, k0, smem);
       if constexpr (kHasDenseBias) bias.fetch(r0, k0);
       const int next = smem.map.before(row_tile);
-      [[maybe_unused]] TimeBlock block;
       if constexpr (kHasRelativeBias) {
-        if (smem.bias.weights) block = bias.find_block(true);
+        if constexpr (!kFindsAhead) block = smem.bias.weights ? bias.find_block(true) : TimeBlock{};
         if (smem.map.has_partial(row_tile)) bias.hide_block(params.mask, head, block);
         bias.copy_to(block, scores);
       }
@@ -270,6 +277,11 @@ struct Backward {
           Diagonals::add(smem.ds, smem.drab, k0 - (r0 + sequence.offset), params.relative_bias,
                          smem.bias, buffers.sums.position);
         }
+      }
+      if constexpr (kFindsAhead) {
+        // NOTE: there is no register for `next` from above until here.
+        const int found = kHeadDim > 32 ? smem.map.before(row_tile) : next;
+        block = bias_of_tile(params, sequence, found * kRows, k0, smem).find_block(found >= 0);
       }
       // dV += P^T dO
       gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dv, smem_p,
