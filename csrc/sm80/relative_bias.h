@@ -188,7 +188,8 @@ class RelativeTile {
     }
   }
 
-  // Calls visit(row, key) for the thread's first key of each block of `set`, and with its row.
+  // Calls visit(index, row, key) for each block of `set`, where `index` is its bit; `row` is the
+  // thread's row of the tile, and `key` the first of its two keys.
   template <typename Visit>
   HSTU_DEVICE void for_each_block(uint32_t set, Visit visit) const {
     const Tile tile;
