@@ -141,25 +141,27 @@ struct Backward {
     return head + 1 == (queue.index_in_tile() + 1) * buffers.heads_per_work_tile;
   }
 
-  static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   WorkQueue& queue, int head, SharedMemory& smem) {
-    // NOTE: `work` refers to shared memory, to leave the registers to the accumulators.
-    const SequenceTile& work = queue.tile();
+  // Writes to shared memory what all threads read of the sequence and the head.
+  static HSTU_DEVICE void describe(const BackwardParams& params, const BackwardBuffers& buffers,
+                                   const SequenceTile& work, int head, SharedMemory& smem) {
     const Sequence& sequence = work.sequence;
-    const int k0 = work.index * kKeys;
-    if (threadIdx.x == 0) {
-      smem.last_dq = -1;
-      smem.first_row_tile = first_tile(sequence.q_begin, work.sequence_index, kRows);
-      smem.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
-      smem.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
-      if constexpr (kHasRelativeBias) {
-        smem.bias = {params.relative_bias, sequence, work.sequence_index, head, params.heads};
-        smem.drab = {};
-      } else {
-        smem.bias = {params.rab, work.sequence_index, head, params.heads};
-        smem.drab = {buffers.drab, work.sequence_index, head, params.heads};
-      }
+    smem.last_dq = -1;
+    smem.first_row_tile = first_tile(sequence.q_begin, work.sequence_index, kRows);
+    smem.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
+    smem.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
+    if constexpr (kHasRelativeBias) {
+      smem.bias = {params.relative_bias, sequence, work.sequence_index, head, params.heads};
+      smem.drab = {};
+    } else {
+      smem.bias = {params.rab, work.sequence_index, head, params.heads};
+      smem.drab = {buffers.drab, work.sequence_index, head, params.heads};
     }
+  }
+
+  // Classifies the row tiles.
+  static HSTU_DEVICE void fill_map(const BackwardParams& params, const BackwardBuffers& buffers,
+                                   const SequenceTile& work, int head, SharedMemory& smem) {
+    const Sequence& sequence = work.sequence;
     const int row_tiles = ceil_div(sequence.q_len, kRows);
     smem.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
       if constexpr (kIsDeterministic) {
@@ -170,6 +172,16 @@ struct Backward {
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
       return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
     });
+  }
+
+  static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
+                                   WorkQueue& queue, int head, SharedMemory& smem) {
+    // NOTE: `work` refers to shared memory, to leave the registers to the accumulators.
+    const SequenceTile& work = queue.tile();
+    const Sequence& sequence = work.sequence;
+    const int k0 = work.index * kKeys;
+    if (threadIdx.x == 0) describe(params, buffers, work, head, smem);
+    fill_map(params, buffers, work, head, smem);
     __syncthreads();
 
     const auto copy_rows = [&](int row_tile, int stage) {

@@ -1,9 +1,7 @@
-// Tiles of the relative bias in the registers of the scores, and the sums of dS that become the
-// gradients of its tables.
+// Tiles of the relative bias in the registers of the scores.
 //
-// A warp's part of a tile consists of blocks of 8 rows and 8 keys: lane 4g + t has keys 2t and 2t +
-// 1 of row g of each block (m, n), which are columns 2n and 2n + 1 of row m of the fragment. Lane
-// 4n
+// A warp's part of a tile consists of blocks of 8 rows and 8 keys. Lane 4g + t has keys 2t and 2t +
+// 1 of row g of each block (m, n): they are columns 2n and 2n + 1 of row m of the fragment. Lane 4n
 // + m finds the buckets of block (m, n) from the ranges of the rows' and the keys' times, and hands
 // what all lanes need to know of it to them by shuffles.
 #pragma once
