@@ -148,15 +148,14 @@ struct RelativeScoreBias {
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
                                       Scores& scores) {
       smem.pipeline_bias[warpgroup].consumer_wait(state);
-#pragma unroll
-      for (int part = 0; part < Traits::kKeys / 16; ++part) {
-        uint32_t words[4];
-        load_part(smem, warpgroup, part, words);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          scores(part * 8 + n * 2) = low_half<cutlass::half_t>(words[n]);
-          scores(part * 8 + n * 2 + 1) = high_half<cutlass::half_t>(words[n]);
-        }
+      // NOTE: each case is a basic block, in which all loads are issued before the first is waited
+      // for.
+      if (!tables.position.data) {
+        load_bias<Traits::kKeys>(times(smem, warpgroup), scores);
+      } else if (tables.time.data) {
+        load_with_position<true>(smem, warpgroup, scores);
+      } else {
+        load_with_position<false>(smem, warpgroup, scores);
       }
       smem.pipeline_bias[warpgroup].consumer_release_by_warp(state);
       state.advance();
@@ -169,26 +168,34 @@ struct RelativeScoreBias {
     }
 
    private:
-    // Loads the bias of keys [16 part, 16 part + 16), in the order of the accumulator.
-    HSTU_DEVICE void load_part(typename Traits::SharedMemory& smem, int warpgroup, int part,
-                               uint32_t (&bias)[4]) const {
-      if (tables.time.data) {
-        load_bias_part(smem.bias[state.index()] + warpgroup * (kWarpgroupRows * Traits::kKeys),
-                       part, bias);
-      }
-      if (!tables.position.data) return;
+    HSTU_DEVICE const cutlass::half_t* times(typename Traits::SharedMemory& smem,
+                                             int warpgroup) const {
+      return smem.bias[state.index()] + warpgroup * (kWarpgroupRows * Traits::kKeys);
+    }
+
+    template <bool kHasTime, typename Scores>
+    HSTU_DEVICE void load_with_position(typename Traits::SharedMemory& smem, int warpgroup,
+                                        Scores& scores) const {
+      constexpr int kKeys = Traits::kKeys;
       const int lane = static_cast<int>(threadIdx.x) % 32;
       const int row = warpgroup * kWarpgroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-      // The pairs of the first row of the lane, and of the keys 8 before those of the part, which
-      // are also those of its second row, 8 further.
-      const uint32_t* const pairs =
-          smem.bias_windows[0].position[state.count % 3].of_row(row + lane / 4 + 8, lane % 4 * 2) +
-          part * 8;
-      const uint32_t weights[3] = {pairs[0], pairs[4], pairs[8]};
+      // The lane's second row, which is 8 behind its first one, has the pairs of the keys 8 before.
+      const uint32_t* const from =
+          smem.bias_windows[0].position[state.count % 3].of_row(row + lane / 4 + 8, lane % 4 * 2);
+      uint32_t pairs[kKeys / 8 + 1];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const uint32_t weight = weights[n / 2 + 1 - n % 2];
-        bias[n] = tables.time.data ? add_half_pairs(bias[n], weight) : weight;
+      for (int n = 0; n <= kKeys / 8; ++n) pairs[n] = from[4 * n];
+      uint32_t words[kKeys / 16][4] = {};
+#pragma unroll
+      for (int part = 0; part < kKeys / 16 && kHasTime; ++part) {
+        load_bias_part(times(smem, warpgroup), part, words[part]);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 4; ++n) {
+        uint32_t weights = pairs[n / 2 + 1 - n % 2];
+        if (kHasTime) weights = add_half_pairs(weights, words[n / 4][n % 4]);
+        scores(n * 2) = low_half<cutlass::half_t>(weights);
+        scores(n * 2 + 1) = high_half<cutlass::half_t>(weights);
       }
     }
   };
