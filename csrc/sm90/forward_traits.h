@@ -168,8 +168,7 @@ struct ForwardTraits {
   //    is never NaN where P is masked.
   // 4. Order of the products. Warpgroups issue them in turn: each calls sync() and then arrive() of
   //    the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
-  // 5. Bias. The tile of the bias of a key tile is copied after its K, or computed by the
-  // warpgroups
+  // 5. Bias. The tile of the bias of a key tile is copied after its K, or computed by the warpgroup
   //    of a relative bias, and is consumed with K: pipeline_bias advances with pipeline_k, also in
   //    drain_tiles().
   struct SharedMemory {

@@ -2,14 +2,12 @@
 //
 //   NoScoreBias        nothing
 //   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile
-//   RelativeScoreBias  tiles in fp16 that kWarpgroups further warpgroups compute from tables
+//   RelativeScoreBias  weights by time in tiles that a further warpgroup computes, and weights by
+//                      position from a window of their table
 //
 // A policy has a Producer, whose load() is called by the warp that copies K for each key tile, and
 // a Consumer, whose init_accumulator() gives the scores the value that Q K^T is added to. Where
-// kWarpgroups is not 0, each of these warpgroups calls run().
-//
-// NOTE: a bias that is added after the product is slower: 1.5 times instead of 1.25 for a relative
-// bias at head dim 128, whose consumers then have more to do between the two products.
+// kWarpgroups is 1, the further warpgroup calls run().
 #pragma once
 
 #include "bias.h"
@@ -22,7 +20,7 @@ struct NoScoreBias {
   static constexpr bool kHasTiles = false;  // of shared memory
   static constexpr int kWarpgroups = 0;     // that compute tiles
   template <int kRows, int kKeys>
-  struct Windows {};  // shared memory of each of these warpgroups
+  struct Windows {};  // shared memory of the further warpgroup
   template <typename Element>
   using TileElement = Element;  // for a call with tensors of Element
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;

@@ -38,8 +38,7 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   return {.producer = 32, .consumer = 160};
 }
 
-// The same for a relative bias, whose tiles further warpgroups compute. Paged kernels and head dim
-// 64 spill some registers.
+// The same for a relative bias, whose tiles a further warpgroup computes. It spills some registers.
 constexpr Registers registers_with_bias(int head_dim, bool is_paged) {
   if (is_paged && head_dim > 64) return {.producer = 40, .consumer = 208, .bias = 56};
   if (is_paged) return {.producer = 56, .consumer = 184, .bias = 88};
