@@ -295,6 +295,16 @@ def test_nan_stays_in_the_rows_that_read_it(device, dim, table, entry, times):
         )
 
 
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_sums_of_large_weights_are_in_the_range_of_fp16(device, dim):
+    batch = make_batch([203, 67], dim=dim, dtype=BF16, device=device, mask="causal")
+    bias = make_bias(some_tables(), 270, 270, batch.q)
+    tables = {name: getattr(bias, name).sign().mul(31_000) for name in ("pos_weight", "ts_weight")}
+    check_against_reference(
+        hstu_attention, batch.with_bias(replace(bias, **tables)), backward=False
+    )
+
+
 @pytest.mark.parametrize("lengths_k", [[], [0, 0], [150, 3]], ids=["batch", "keys", "rows"])
 def test_tables_that_nothing_reads_have_gradients_of_zero(device, lengths_k):
     lengths_q = [0] * len(lengths_k)
