@@ -35,9 +35,14 @@ SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")  # the cases of other libraries
 SHOWN = {"attention": "table", "stack": "host tier"}  # the group that documents show
 
 
-def stored(benchmark: str) -> list[File]:
-    """Returns the records of each stored file that belong to a benchmark and to the shown group."""
-    group = SHOWN.get(benchmark)
+def stored(benchmark: str, group: str | None = None) -> list[File]:
+    """Returns the records of each stored file that belong to a benchmark and to a group.
+
+    Args:
+        benchmark: its name.
+        group: that of `SHOWN` if None.
+    """
+    group = group or SHOWN.get(benchmark)
     files = [read_records(path) for path in sorted(RESULTS.glob("*/*.json"))]
     chosen = [
         [r for r in file if r["benchmark"] == benchmark and (not group or r["group"] == group)]
@@ -46,9 +51,9 @@ def stored(benchmark: str) -> list[File]:
     return [records for records in chosen if records]
 
 
-def tables(*benchmarks: str) -> list[str]:
+def tables(*benchmarks: str, group: str | None = None) -> list[str]:
     """Renders the tables of stored results as Markdown."""
-    made = [x for each in benchmarks for x in TABLES[each](stored(each))]
+    made = [x for each in benchmarks for x in TABLES[each](stored(each, group))]
     return [line for table in made for line in (*table.markdown(), "")][:-1]
 
 
@@ -85,6 +90,9 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "docs/kernels/cpu.md": {"limits": partial(tables, "cpu_limits")},
     ROOT / "docs/kernels/layer.md": {"layer": partial(tables, "layer")},
     ROOT / "docs/kernels/paged.md": {"paged": partial(tables, "paged", "stack")},
+    ROOT / "docs/kernels/relative_bias.md": {
+        "relative": partial(tables, "attention", group="relative")
+    },
 }
 
 

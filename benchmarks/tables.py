@@ -201,6 +201,7 @@ def _attention_row(records: File, impls: Sequence[str], passes: Sequence[str]) -
             for impl in impls
             if impl not in BASELINES
             for other in COMPARED
+            if other in impls
         ),
     ]
 
@@ -216,7 +217,7 @@ def attention(files: Sequence[File]) -> list[Table]:
         impls = list(dict.fromkeys(r["impl"] for r in records))
         passes = list(dict.fromkeys(r["pass"] for r in records))
         ours = [impl for impl in impls if impl not in BASELINES]
-        over = [f"{impl} over {other}" for impl in ours for other in COMPARED]
+        over = [f"{impl} over {other}" for impl in ours for other in COMPARED if other in impls]
         rows = [_attention_row(each, impls, passes) for each in by(records, "case", "head_dim")]
         product = f"The matrix product runs at {_number(first['matmul_tflops'])} TFLOP/s."
         header = ["sequences x lengths", "D", *impls, *over]
