@@ -10,6 +10,7 @@
 // kWarpgroups is 1, the further warpgroup calls run().
 #pragma once
 
+#include "../common/opaque.h"
 #include "bias.h"
 #include "pipeline.h"
 #include "relative_bias.h"
@@ -146,6 +147,7 @@ struct RelativeScoreBias {
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
                                       Scores& scores) {
       smem.pipeline_bias[warpgroup].consumer_wait(state);
+      compiler_barrier();  // before plain loads of what has been waited for
       // NOTE: each case is a basic block, in which all loads are issued before the first is waited
       // for.
       if (!tables.position.data) {
