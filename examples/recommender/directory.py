@@ -23,6 +23,9 @@ __all__ = ["BASELINES", "RUN", "BaselineMetrics", "check_directory", "difference
 
 RUN, BASELINES = "run.json", "baselines.json"
 
+# A run that was started before these options existed was made with these values of them.
+EARLIER_VALUES = {"schedule": "cosine"}
+
 
 class BaselineMetrics(TypedDict):
     """Metrics of each baseline by name, and what else a table says of them."""
@@ -67,9 +70,10 @@ def difference(made_with: Mapping[str, Any], wanted: Mapping[str, Any], out: Pat
         None where they are the same.
     """
     for name, value in wanted.items():
-        if made_with.get(name) != value:
+        of_run = made_with.get(name, EARLIER_VALUES.get(name))
+        if of_run != value:
             return (
-                f"--resume: the run in {out} was made with {name} = {made_with.get(name)!r}, this "
+                f"--resume: the run in {out} was made with {name} = {of_run!r}, this "
                 f"run has {value!r}; train that one with another --out"
             )
     return None

@@ -477,11 +477,14 @@ class Trainer(ABC, Generic[AnyBatch]):
             raise TrainingError(f"malformed batch {where}: {error}") from error
 
     def _learning_rate(self) -> float:
-        """Returns the learning rate of the next step: linear warm-up times a cosine over all steps.
+        """Returns the learning rate of the next step: linear warm-up times the schedule's factor.
 
-        A run that is continued with more steps uses the rate of that longer cosine.
+        That is 1, or a cosine over all steps. A run that is continued with more steps uses the
+        rate of that longer cosine.
         """
         warmup = min(1.0, (self.step + 1) / max(1, self.options.warmup_steps))
+        if self.options.schedule == "constant":
+            return self.options.learning_rate * warmup
         decay = (1 + math.cos(math.pi * self.step / self.steps)) / 2
         return self.options.learning_rate * warmup * decay
 

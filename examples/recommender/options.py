@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from recommender.files import naming
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from hstu_attn.data import EventLog, LayoutName
 
-__all__ = ["Options", "Strategy", "choose_device", "make_parser", "open_data", "parse"]
+__all__ = ["Options", "Schedule", "Strategy", "choose_device", "make_parser", "open_data", "parse"]
 
 Strategy: TypeAlias = Literal["ddp", "fsdp2"]
+Schedule: TypeAlias = Literal["cosine", "constant"]
 
 # hstu_attn.data has these too, and imports torch.
 LAYOUT_NAMES = ("movielens", "amazon", "kuairand")
@@ -64,6 +65,7 @@ class Options(argparse.Namespace):
     heads: int
     dropout: float
     learning_rate: float
+    schedule: Schedule
     weight_decay: float
     warmup_steps: int
     clip_norm: float
@@ -143,8 +145,13 @@ def make_parser(
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=int, help="passes over the training events")
     training.add_argument("--steps", type=int, help="optimizer steps; None is by --epochs")
+    training.add_argument("--learning-rate", type=float, help="highest, of --schedule")
     training.add_argument(
-        "--learning-rate", type=float, help="highest; cosine decay to zero at the last step"
+        "--schedule",
+        choices=get_args(Schedule),
+        default="cosine",
+        help="of the learning rate: cosine decays to zero at the last step; constant stays, so "
+        "that the steps of a run do not depend on how many there are",
     )
     training.add_argument("--warmup-steps", type=int, default=100, help="linear, from zero")
     training.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")

@@ -23,6 +23,7 @@ import torch
 import train_ranking
 import train_retrieval
 from recommender import options
+from recommender.directory import EARLIER_VALUES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hstu_attn.data import ACTIONS, LAYOUT_NAMES
@@ -541,6 +542,63 @@ def test_a_finished_run_is_trained_on(
     assert f"--resume: expected --epochs or --steps for at least the {longer} steps" in error
     assert error.rstrip().endswith(f"got {STEPS}")
     assert files(finished) == before
+
+
+@pytest.mark.slow
+def test_a_constant_rate_does_not_depend_on_the_steps(
+    example: ModuleType,
+    ratings: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run that is trained on has the losses, rates and metrics of one that was that long."""
+    longer = 32
+    whole, continued = tmp_path / "whole", tmp_path / "continued"
+    constant = ("--schedule", "constant", "--no-baselines")
+    more = (*constant, "--steps", str(longer))
+    assert example.main(arguments(example, ratings, whole, *more)) == 0
+    assert example.main(arguments(example, ratings, continued, *constant)) == 0
+    again = arguments(example, ratings, continued, "--resume", *more)
+    assert example.main([*again, "--schedule", "cosine"]) == 1
+    message = "was made with schedule = 'constant', this run has 'cosine'"
+    assert message in capsys.readouterr().err
+    assert example.main(again) == 0
+    highest = example.parse_arguments([]).learning_rate
+    rates = [highest * min(1, (step + 1) / 5) for step in range(longer)]
+    for out in (whole, continued):
+        assert learning_rates(out) == pytest.approx(rates, rel=1e-6)
+    for name in ("history.json", "metrics.json"):
+        assert (continued / name).read_text() == (whole / name).read_text()
+
+
+@pytest.mark.slow
+def test_a_run_from_before_an_option_existed_is_continued(
+    example: ModuleType,
+    finished: Path,
+    ratings: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its checkpoints have no values of those options, and what it did is their default."""
+    made_with = json.loads((finished / "run.json").read_text())
+    for name in EARLIER_VALUES:
+        del made_with[name]
+    (finished / "run.json").write_text(json.dumps(made_with))
+    state_dict = example.Trainer.state_dict
+
+    def earlier_state(trainer: Any) -> dict[str, Any]:
+        state = dict(state_dict(trainer))
+        return {**state, "identity": made_with}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(example.Trainer, "state_dict", earlier_state)
+        again = arguments(example, ratings, finished, "--resume", "--steps", "28")
+        assert example.main(again) == 0
+    assert example.main([*again, "--schedule", "constant"]) == 1
+    message = "was made with schedule = 'cosine', this run has 'constant'"
+    assert message in capsys.readouterr().err
+    assert example.main(arguments(example, ratings, finished, "--resume", "--steps", "30")) == 0
+    assert "Continuing after step 28 of 30" in capsys.readouterr().out
 
 
 def test_epochs_are_raised(ratings: Path, tmp_path: Path) -> None:
