@@ -402,13 +402,14 @@ class Trainer(ABC, Generic[AnyBatch]):
             self.optimizer.step()
 
     def _gradients(self, batch: AnyBatch) -> Tensor:
-        """Computes clipped gradients; returns the `numbers` of `Made`."""
+        """Computes gradients, clipped by `--clip-norm`; returns the `numbers` of `Made`."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         local, count = self.loss(batch)
         loss = self.processes.mean(local, count)
         loss.backward()
-        norm = self.processes.clip_gradients(self.trained, self.options.clip_norm)
+        largest = self.options.clip_norm or math.inf
+        norm = self.processes.clip_gradients(self.trained, largest)
         return torch.stack([number.detach() for number in (loss, norm.to(loss), local)])
 
     def _whole_step(self, batch: AnyBatch) -> Tensor:

@@ -38,7 +38,7 @@ NOT_PART_OF_THE_RUN = (
     *("steps", "epochs", "no_baselines", "graph"),
 )
 POSITIVE = (
-    *("steps", "epochs", "learning_rate", "clip_norm", "layers", "eval_every", "checkpoint_every"),
+    *("steps", "epochs", "learning_rate", "layers", "eval_every", "checkpoint_every"),
     *("dim", "heads"),
 )
 LARGEST_HEAD_DIM = 256
@@ -155,7 +155,9 @@ def make_parser(
     )
     training.add_argument("--warmup-steps", type=int, default=100, help="linear, from zero")
     training.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
-    training.add_argument("--clip-norm", type=float, default=1.0, help="largest gradient norm")
+    training.add_argument(
+        "--clip-norm", type=float, default=1.0, help="largest gradient norm; 0 does not clip"
+    )
     training.add_argument("--seed", type=int, default=0, help="of everything random")
 
     model = parser.add_argument_group("model")
@@ -208,7 +210,7 @@ def parse(
         value = getattr(options, name)
         _require(parser, options, name, value is None or 0 < value < math.inf, "be positive")
     _require(parser, options, "dropout", 0 <= options.dropout < 1, "be from 0 to below 1")
-    for name in ("weight_decay", "warmup_steps"):
+    for name in ("weight_decay", "warmup_steps", "clip_norm"):
         _require(parser, options, name, 0 <= getattr(options, name) < math.inf, "be 0 or more")
     in_range = 0 <= options.seed <= LARGEST_SEED
     _require(parser, options, "seed", in_range, f"be from 0 to {LARGEST_SEED}")

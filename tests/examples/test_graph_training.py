@@ -115,6 +115,28 @@ def test_padding_changes_neither_loss_nor_gradients(
     assert added > 0
 
 
+def test_gradients_are_clipped_unless_the_norm_is_0(
+    example: ModuleType, ratings: Path, tmp_path: Path
+) -> None:
+    for clip_norm in (0.0, 1e-3):
+        arguments = ("--clip-norm", str(clip_norm))
+        trainer = make_trainer(example, ratings, tmp_path, "cpu", *arguments)
+        batch = trainer.draw()
+        torch.manual_seed(3)  # for the negatives
+        norm = trainer._gradients(batch)[1]
+        gradients = [parameter.grad for parameter in trainer.trained.parameters()]
+        torch.manual_seed(3)
+        trainer.optimizer.zero_grad()
+        loss, count = trainer.loss(batch)
+        (loss / count).backward()
+        whole = [parameter.grad for parameter in trainer.trained.parameters()]
+        expected = torch.cat([gradient.flatten() for gradient in whole]).norm()
+        assert expected > 1e-2
+        torch.testing.assert_close(norm, expected)
+        factor = clip_norm / expected if clip_norm else torch.tensor(1.0)
+        torch.testing.assert_close(gradients, [factor * gradient for gradient in whole])
+
+
 class Operators(TorchDispatchMode):
     """Collects the names of the operators that are called."""
 

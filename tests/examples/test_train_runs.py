@@ -372,7 +372,8 @@ def test_an_unknown_user_is_found_first(
     [
         (["--dropout", "1"], "--dropout must be from 0 to below 1, got 1.0"),
         (["--learning-rate", "nan"], "--learning-rate must be positive, got nan"),
-        (["--clip-norm", "inf"], "--clip-norm must be positive, got inf"),
+        (["--clip-norm", "inf"], "--clip-norm must be 0 or more, got inf"),
+        (["--clip-norm", "-0.5"], "--clip-norm must be 0 or more, got -0.5"),
         (["--weight-decay", "-1"], "--weight-decay must be 0 or more, got -1.0"),
         (["--warmup-steps", "-1"], "--warmup-steps must be 0 or more, got -1"),
         (["--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
