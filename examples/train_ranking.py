@@ -256,6 +256,7 @@ class RankingTrainer(Trainer[RankingBatch]):
             max_targets=max(options.targets, int(data.held_out.max())),
             dim=options.dim,
             heads=options.heads,
+            head_dim=options.head_dim,
             layers=options.layers,
             dropout=options.dropout,
             target_group_size=options.target_group_size,

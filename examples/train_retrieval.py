@@ -188,12 +188,11 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
 
     def __init__(self, options: RetrievalOptions, log: EventLog, device: torch.device) -> None:
         seed_everything(options.seed)
-        head_dim = options.dim // options.heads
         config = HSTULayerConfig.research(
             embedding_dim=options.dim,
             num_heads=options.heads,
-            linear_dim=head_dim,
-            attention_dim=head_dim,
+            linear_dim=options.dim_per_head,
+            attention_dim=options.dim_per_head,
             max_sequence_len=options.max_seq_len,
             linear_dropout_rate=options.dropout,
         )

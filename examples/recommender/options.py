@@ -63,6 +63,7 @@ class Options(argparse.Namespace):
     dim: int
     layers: int
     heads: int
+    head_dim: int | None
     dropout: float
     learning_rate: float
     schedule: Schedule
@@ -82,6 +83,11 @@ class Options(argparse.Namespace):
             for name, value in vars(self).items()
             if name not in self.not_part_of_the_run
         }
+
+    @property
+    def dim_per_head(self) -> int:
+        """Width of q, k, u and v in each head."""
+        return self.head_dim or self.dim // self.heads
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """Of the layers; parameters are fp32."""
@@ -163,7 +169,13 @@ def make_parser(
     model = parser.add_argument_group("model")
     model.add_argument("--dim", type=int, default=64, help="width of the embeddings")
     model.add_argument("--layers", type=int, default=2, help="HSTU layers")
-    model.add_argument("--heads", type=int, default=2, help="heads; each has --dim / --heads")
+    model.add_argument("--heads", type=int, default=2, help="heads of a layer")
+    model.add_argument(
+        "--head-dim",
+        type=int,
+        help=f"width of a head, a multiple of 8 to {LARGEST_HEAD_DIM}, with any --dim; None is "
+        "--dim / --heads",
+    )
     model.add_argument("--dropout", type=float, default=0.2, help="of inputs and in each layer")
 
     running = parser.add_argument_group("running")
@@ -216,10 +228,19 @@ def parse(
     _require(parser, options, "seed", in_range, f"be from 0 to {LARGEST_SEED}")
     is_device = re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", options.device) is not None
     _require(parser, options, "device", is_device, "be auto, cpu, cuda or cuda:NUMBER")
-    is_divisible = options.dim % (8 * options.heads) == 0
-    _require(parser, options, "dim", is_divisible, "be a multiple of 8 times --heads")
-    fits = options.dim <= LARGEST_HEAD_DIM * options.heads
-    _require(parser, options, "dim", fits, f"be at most {LARGEST_HEAD_DIM} times --heads")
+    head_dim = options.head_dim
+    if head_dim is None:
+        is_divisible = options.dim % (8 * options.heads) == 0
+        multiple = "be a multiple of 8 times --heads where --head-dim is not given"
+        _require(parser, options, "dim", is_divisible, multiple)
+        fits = options.dim <= LARGEST_HEAD_DIM * options.heads
+        _require(parser, options, "dim", fits, f"be at most {LARGEST_HEAD_DIM} times --heads")
+    else:
+        rounded = (head_dim // 8 * 8, -(-head_dim // 8) * 8)
+        near = sorted({min(max(8, each), LARGEST_HEAD_DIM) for each in rounded})
+        expected = f"be a multiple of 8 from 8 to {LARGEST_HEAD_DIM}, which the kernels take"
+        nearest = f"{expected} (the nearest: {' and '.join(map(str, near))})"
+        _require(parser, options, "head_dim", near == [head_dim], nearest)
 
 
 def _require(

@@ -64,10 +64,11 @@ class RankingConfig:
         max_history: no history has more events.
         max_targets: no sequence has more candidates.
         dim: width of the embeddings and of the layers.
-        heads: heads of a layer; each has `dim / heads`.
+        heads: heads of a layer.
         layers: how many layers.
         dropout: the dropout ratio of the inputs, and in each layer.
         target_group_size: candidates in such a group see each other causally; 1 is none.
+        head_dim: width of a head; None is `dim / heads`.
     """
 
     sizes: dict[str, int]
@@ -80,6 +81,7 @@ class RankingConfig:
     layers: int
     dropout: float = 0.0
     target_group_size: int = 1
+    head_dim: int | None = None
 
     @property
     def max_rows(self) -> int:
@@ -89,7 +91,7 @@ class RankingConfig:
     @property
     def layer(self) -> HSTULayerConfig:
         """Of each layer."""
-        width = self.dim // self.heads
+        width = self.head_dim or self.dim // self.heads
         config = HSTULayerConfig.stu(
             embedding_dim=self.dim,
             num_heads=self.heads,
