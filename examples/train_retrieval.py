@@ -44,6 +44,7 @@ class RetrievalOptions(Options):
     tokens_per_batch: int
     max_seq_len: int
     negatives: int
+    negatives_per: Literal["batch", "row"]
     temperature: float
     similarity: str
     keep_seen: bool
@@ -64,7 +65,13 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         "--max-seq-len", type=int, default=100, help="events per sequence; longer ones are cut"
     )
     retrieval.add_argument(
-        "--negatives", type=int, default=256, help="items each batch is contrasted with"
+        "--negatives", type=int, default=256, help="random items each next item is contrasted with"
+    )
+    retrieval.add_argument(
+        "--negatives-per",
+        choices=("batch", "row"),
+        default="batch",
+        help="whether all rows of a batch share --negatives, or each row has that many of its own",
     )
     retrieval.add_argument("--temperature", type=float, default=0.1, help="divides the scores")
     retrieval.add_argument(
@@ -224,6 +231,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
             batch.target_items,
             self.retrieval.negatives,
             self.retrieval.temperature,
+            self.retrieval.negatives_per == "row",
         )
         return losses, batch.seq_offsets
 

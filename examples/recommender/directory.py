@@ -24,7 +24,7 @@ __all__ = ["BASELINES", "RUN", "BaselineMetrics", "check_directory", "difference
 RUN, BASELINES = "run.json", "baselines.json"
 
 # A run that was started before these options existed was made with these values of them.
-EARLIER_VALUES = {"schedule": "cosine"}
+EARLIER_VALUES = {"schedule": "cosine", "negatives_per": "batch"}
 
 
 class BaselineMetrics(TypedDict):

@@ -6,14 +6,21 @@ the item embeddings.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from hstu_attn.data import JaggedBatch
 from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
 
 __all__ = ["RetrievalModel", "sampled_softmax_loss"]
+
+GATHERED_ELEMENTS = 2**24  # of item vectors at a time, 64 MiB; at least those of one row
 
 
 class RetrievalModel(nn.Module):
@@ -86,32 +93,79 @@ class RetrievalModel(nn.Module):
         return self.forward(batch)[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
 
 
+class _ScoresOfOwnItems(Function):
+    """Scores of each row's own items, without all their vectors `(n, k, dim)` at once.
+
+    The vectors are gathered for some rows at a time, and again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, vectors: Tensor, items: Tensor) -> Tensor:
+        """Returns the scores `(n, k)`.
+
+        Args:
+            ctx: keeps the arguments.
+            states: `(n, dim)`.
+            vectors: of all items, `(num_items, dim)`.
+            items: `(n, k)` int64.
+        """
+        ctx.save_for_backward(states, vectors, items)
+        scores = states.new_empty(items.shape)
+        for rows in _parts_of_rows(items, states.shape[1]):
+            gathered = vectors[items[rows]]
+            scores[rows] = (gathered @ states[rows, :, None]).squeeze(2)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_scores: Tensor) -> tuple[Tensor, Tensor, None]:
+        states, vectors, items = ctx.saved_tensors
+        of_states, of_vectors = torch.empty_like(states), torch.zeros_like(vectors)
+        for rows in _parts_of_rows(items, states.shape[1]):
+            of_states[rows] = (of_scores[rows, None] @ vectors[items[rows]]).squeeze(1)
+            products = of_scores[rows, :, None] * states[rows, None]
+            of_vectors.index_add_(0, items[rows].flatten(), products.flatten(0, 1))
+        return of_states, of_vectors, None
+
+
+def _parts_of_rows(items: Tensor, dim: int) -> Iterator[slice]:
+    """Yields parts of the rows whose items have at most `GATHERED_ELEMENTS` elements."""
+    count = max(1, GATHERED_ELEMENTS // (items.shape[1] * dim))
+    for first in range(0, len(items), count):
+        yield slice(first, first + count)
+
+
 def sampled_softmax_loss(
     model: RetrievalModel,
     states: Tensor,
     target_items: Tensor,
     num_negatives: int,
     temperature: float,
+    per_row: bool = False,
 ) -> Tensor:
     """Returns the cross-entropy of each row's next item against sampled negatives.
 
-    The negatives are drawn uniformly and shared by all rows of the batch. A negative that is a
-    row's target is ignored in that row.
+    The negatives are drawn uniformly. A negative that is a row's target is ignored in that row.
 
     Args:
         model: gives the item vectors.
         states: `(total, embedding_dim)` fp32.
         target_items: `(total,)` int64.
-        num_negatives: how many to draw.
+        num_negatives: how many a row has.
         temperature: divides the scores.
+        per_row: draws them for each row; False draws one set, which all rows share.
 
     Returns:
         `(total,)` fp32.
     """
     num_items = model.item_embedding.num_embeddings
-    negatives = torch.randint(num_items, (num_negatives,), device=states.device)
+    shape = (len(states), num_negatives) if per_row else (num_negatives,)
+    negatives = torch.randint(num_items, shape, device=states.device)
     positive = (states * model.item_vectors(target_items)).sum(dim=1, keepdim=True)
-    negative = states @ model.item_vectors(negatives).T
+    if per_row:
+        negative: Tensor = _ScoresOfOwnItems.apply(states, model.item_vectors(), negatives)
+    else:
+        negative = states @ model.item_vectors(negatives).T
     negative = negative.masked_fill(target_items[:, None] == negatives, float("-inf"))
     logits = torch.cat([positive, negative], dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros_like(target_items), reduction="none")

@@ -37,6 +37,10 @@ OF_EXAMPLE = {
 }
 MODULES = {"train_retrieval": train_retrieval, "train_ranking": train_ranking}
 GPU = pytest.mark.gpu
+WAITING = {  # for the device, or copying a constant of the host to it
+    *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"),
+    *("aten::repeat_interleave.Tensor", "aten::equal", "aten::lift_fresh"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -159,9 +163,26 @@ def test_no_operator_of_a_step_waits_for_the_device(
     with Operators() as operators:
         trainer._gradients(batch)
     assert {"hstu_attn::hstu_varlen_fwd", "hstu_attn::hstu_varlen_bwd"} <= operators.names
-    waiting = {"_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave.Tensor"}
-    waiting |= {"_unique2", "equal", "lift_fresh"}
-    assert not {f"aten::{name}" for name in waiting} & operators.names
+    assert not WAITING & operators.names
+
+
+def test_negatives_per_row_in_a_captured_step(ratings: Path, tmp_path: Path) -> None:
+    """Padding leaves the losses of the rows as they are, and no operator waits for the device."""
+    arguments = ("--negatives-per", "row", "--no-graph")
+    trainer = make_trainer(train_retrieval, ratings, tmp_path, "cpu", *arguments)
+    batch = trainer.draw()
+    padded = batch.padded()
+    assert len(padded.target_items) > len(batch.target_items)
+    found = []
+    for each in (batch, padded):
+        torch.manual_seed(0)
+        losses, offsets = trainer.losses_of(each)
+        found.append(losses[: offsets[-1]])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    with Operators() as operators:
+        trainer._gradients(padded)
+    assert "aten::index_add_" in operators.names
+    assert not WAITING & operators.names
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ import pytest
 import torch
 import train_retrieval
 from recommender import evaluation
+from recommender import model as model_module
 from recommender.baselines import CoOccurrence, Popularity, co_occurrence_candidates
 from recommender.evaluation import (
     Evaluation,
@@ -32,6 +33,7 @@ from recommender.evaluation import (
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.saved import load_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hstu_attn import HSTULayerConfig, ops
 from hstu_attn.data import EventLog, JaggedBatch, held_out_windows, jagged_batch, open_event_log
@@ -181,27 +183,65 @@ def brute_force_similarity(
     return similarity / np.sqrt(np.outer(np.maximum(counts, 1), np.maximum(counts, 1)))
 
 
-@pytest.mark.parametrize("l2_normalize", [True, False])
-def test_sampled_softmax_loss(log: EventLog, l2_normalize: bool) -> None:
+def small_model(l2_normalize: bool = True) -> RetrievalModel:
     config = HSTULayerConfig.research(
         embedding_dim=16, num_heads=2, linear_dim=8, attention_dim=8, max_sequence_len=12
     )
-    model = RetrievalModel(7, config, 1, 12, 0.0, l2_normalize)
-    states = torch.randn(40, 16)
+    return RetrievalModel(7, config, 1, 12, 0.0, l2_normalize)
+
+
+@pytest.mark.parametrize("l2_normalize", [True, False])
+@pytest.mark.parametrize(
+    ("per_row", "gathered"), [(False, 2**24), (True, 2**24), (True, 7 * 9 * 16), (True, 1)]
+)
+def test_sampled_softmax_loss(
+    l2_normalize: bool, per_row: bool, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses and the gradients, in parts of 40, of 7 and of 1 rows."""
+    monkeypatch.setattr(model_module, "GATHERED_ELEMENTS", gathered)
+    model = small_model(l2_normalize)
+    weight = model.item_embedding.weight
+    states = torch.randn(40, 16, requires_grad=True)
     targets = torch.randint(7, (40,))
+    factors = torch.randn(40)  # different gradients of the losses
     torch.manual_seed(0)
-    found = sampled_softmax_loss(model, states, targets, num_negatives=9, temperature=0.5)
+    found = sampled_softmax_loss(model, states, targets, 9, 0.5, per_row)
+    of_found = torch.autograd.grad((found * factors).sum(), (states, weight))
     torch.manual_seed(0)
-    negatives = torch.randint(7, (9,)).tolist()
-    table = model.item_embedding.weight
-    if l2_normalize:
-        table = table / table.norm(dim=1, keepdim=True)
+    drawn = torch.randint(7, (40, 9) if per_row else (9,)).tolist()
+    table = weight / weight.norm(dim=1, keepdim=True) if l2_normalize else weight
     losses = []
-    for state, target in zip(states, targets.tolist(), strict=True):
+    for row, (state, target) in enumerate(zip(states, targets.tolist(), strict=True)):
+        negatives = drawn[row] if per_row else drawn
         candidates = [target, *(item for item in negatives if item != target)]
         logits = table[candidates] @ state / 0.5
         losses.append(logits.logsumexp(0) - logits[0])
-    torch.testing.assert_close(found, torch.stack(losses))
+    expected = torch.stack(losses)
+    torch.testing.assert_close(found, expected)
+    of_expected = torch.autograd.grad((expected * factors).sum(), (states, weight))
+    torch.testing.assert_close(of_found, of_expected, rtol=1e-4, atol=1e-5)
+
+
+def test_negatives_per_row_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the forward or the backward has the vectors of all negatives."""
+    rows, negatives, limit = 200, 50, 2**14
+    monkeypatch.setattr(model_module, "GATHERED_ELEMENTS", limit)
+    model = small_model()
+    states = torch.randn(rows, 16, requires_grad=True)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    with Sizes():
+        targets = torch.randint(7, (rows,))
+        sampled_softmax_loss(model, states, targets, negatives, 0.5, True).sum().backward()
+    assert rows * negatives < largest <= limit < rows * negatives * 16
 
 
 def test_a_run_from_end_to_end(

@@ -587,7 +587,7 @@ def test_a_run_from_before_an_option_existed_is_continued(
     """Its checkpoints have no values of those options, and what it did is their default."""
     made_with = json.loads((finished / "run.json").read_text())
     for name in EARLIER_VALUES:
-        del made_with[name]
+        made_with.pop(name, None)  # an option of one example is in its runs alone
     (finished / "run.json").write_text(json.dumps(made_with))
     state_dict = example.Trainer.state_dict
 
