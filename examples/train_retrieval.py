@@ -22,9 +22,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from recommender.options import (
     NOT_PART_OF_THE_RUN,
@@ -93,7 +93,9 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from recommender.baselines import (
+    CANDIDATES,
     NUM_CANDIDATES,
+    VERSION,
     CoOccurrence,
     Popularity,
     co_occurrence_candidates,
@@ -102,6 +104,7 @@ from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
 from recommender.evaluation import Evaluation, Metrics, Scorer, seen_items, without_seen
 from recommender.files import write_json
+from recommender.kept import kept_baselines
 from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.saved import load_model, save_model
@@ -109,6 +112,7 @@ from torch import Tensor
 
 from hstu_attn import HSTULayerConfig
 from hstu_attn.data import (
+    HELD_OUT,
     BatchSampler,
     EventLog,
     JaggedBatch,
@@ -147,6 +151,19 @@ def make_evaluations(
             device=device,
         )
         for split in splits
+    }
+
+
+def baselines_depend_on(log: EventLog, options: RetrievalOptions) -> dict[str, Any]:
+    """Returns everything on which the result of `measure_baselines` depends, as JSON."""
+    return {
+        "version": VERSION,
+        "data content": log.manifest["content"],
+        "held out": HELD_OUT,
+        "max_seq_len": options.max_seq_len,
+        "keep_seen": options.keep_seen,
+        "metrics": [field.name for field in fields(Metrics)],
+        "candidates": CANDIDATES,
     }
 
 
@@ -320,7 +337,13 @@ def train(options: RetrievalOptions) -> None:
     user = find_user(log, options.show_user)
     trainer = RetrievalTrainer(options, log, device)
     trainer.start()
-    baselines = trainer.compare_with(lambda: measure_baselines(log, options))
+    baselines = trainer.compare_with(
+        lambda: kept_baselines(
+            log.directory,
+            baselines_depend_on(log, options),
+            lambda: measure_baselines(log, options),
+        )
+    )
     trainer.run()
 
     # The result is on the disk before anything else can fail.

@@ -13,13 +13,29 @@ from torch import Tensor
 from hstu_attn.data import EventLog, JaggedBatch
 from hstu_attn.data.split import HELD_OUT
 
-__all__ = ["NUM_CANDIDATES", "CoOccurrence", "Popularity", "co_occurrence_candidates"]
+__all__ = [
+    "CANDIDATES",
+    "NUM_CANDIDATES",
+    "VERSION",
+    "CoOccurrence",
+    "Popularity",
+    "co_occurrence_candidates",
+]
+
+VERSION = 1
+"""Is increased when a baseline or an evaluation changes: metrics kept before are then not read."""
 
 REACHES = (1, 5, 20)
 BACKWARD_WEIGHTS = (0.0, 0.5, 1.0)
 RECENCY_DECAYS = (0.3, 0.6, 0.8, 0.95)
 NUM_CANDIDATES = len(REACHES) * len(BACKWARD_WEIGHTS) * len(RECENCY_DECAYS)
 """How many settings of the co-occurrence `co_occurrence_candidates` has."""
+CANDIDATES = {
+    "reach": REACHES,
+    "backward_weight": BACKWARD_WEIGHTS,
+    "recency_decay": RECENCY_DECAYS,
+}
+"""The values that `co_occurrence_candidates` combines, by the name of the setting."""
 
 
 class Popularity:

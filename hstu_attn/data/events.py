@@ -52,6 +52,7 @@ class EventLog:
         timestamps: `(num_events,)` int64, seconds.
         columns: what else the layout tells of each event, by name, `(num_events,)` each.
         titles: one per item; its id where the source has no title.
+        directory: holds the preprocessed form.
         manifest: what was read, kept and refused, and the fingerprint.
         malformed_report: a file that lists every malformed line.
     """
@@ -64,6 +65,7 @@ class EventLog:
     timestamps: NDArray[np.int64]
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
         for name in ARRAYS:
             setattr(self, name, np.load(directory / f"{name}.npy", mmap_mode="r"))

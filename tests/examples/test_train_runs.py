@@ -625,7 +625,7 @@ def test_baselines_show_a_total_and_can_be_left_out(
     example: ModuleType, ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    run = arguments(example, ratings, out)
+    run = arguments(example, ratings, out, "--cache-dir", str(tmp_path / "cache"))
     assert example.main([*run, "--no-baselines"]) == 0
     assert "baselines" not in capsys.readouterr().err
     (name,) = json.loads((out / "metrics.json").read_text())
