@@ -8,7 +8,7 @@
     python examples/train_retrieval.py --data KuaiRand-Pure/data --out runs/views --only long_view
 
 Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles next to them), Amazon
-reviews (ratings only, of 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
+reviews (ratings only, of 2014, 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
 testing, the one before it for validation, and the rest for training (arXiv 2402.17152, section
 4.1.1). Training is by sampled softmax; evaluation ranks the whole catalogue and compares with two
 baselines. The output directory holds the curves, the metrics and checkpoints, from which a killed

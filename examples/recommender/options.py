@@ -26,7 +26,7 @@ Strategy: TypeAlias = Literal["ddp", "fsdp2"]
 Schedule: TypeAlias = Literal["cosine", "constant"]
 
 # hstu_attn.data has these too, and imports torch.
-LAYOUT_NAMES = ("movielens", "amazon", "kuairand")
+LAYOUT_NAMES = ("movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand")
 ACTIONS = (
     *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
     "is_profile_enter",

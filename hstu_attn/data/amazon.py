@@ -1,11 +1,15 @@
 """Amazon reviews as ratings only, one review a line, unpacked or as `.csv.gz`.
 
+* 2014 (http://jmcauley.ucsd.edu/data/amazon/, "ratings only"): `user,item,rating,timestamp` without
+  a header, timestamps in seconds.
 * 2018 (https://nijianmo.github.io/amazon/, "ratings only"): `item,user,rating,timestamp` without a
-  header, timestamps in seconds, all at midnight. The files of 2014 have the user first; they are
-  refused, because an item's ASIN has ten characters.
+  header, timestamps in seconds, all at midnight.
 * 2023 (https://amazon-reviews-2023.github.io/, "pure IDs", `rating_only` in
   https://github.com/hyp1231/AmazonReviews2023): `user_id,parent_asin,rating,timestamp` with a
   header, timestamps in milliseconds.
+
+The files of 2014 and 2018 are told apart by the place of the item in the first line: its ASIN has
+ten characters, and is the ten digits of an ISBN (the last may be X) or starts with B.
 
 Ids are text. They get whole numbers in the order of the text, and the log keeps the text:
 `EventLog.user_keys` and `item_keys`. The ids that are different are held in memory.
@@ -13,6 +17,7 @@ Ids are text. They get whole numbers in the order of the text, and the log keeps
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +27,25 @@ import numpy as np
 from .layout import Events, MalformedLines, Reject, only_source
 from .table import KeyIndex, read_table
 
-__all__ = ["AMAZON_2018", "AMAZON_2023", "ASIN_LENGTH", "FIRST_MILLISECOND", "AmazonLayout"]
+__all__ = [
+    "AMAZON_2014",
+    "AMAZON_2018",
+    "AMAZON_2023",
+    "ASIN_LENGTH",
+    "FIRST_MILLISECOND",
+    "AmazonLayout",
+    "place_of_item",
+]
 
 LOWEST_RATING, HIGHEST_RATING = 0.0, 5.0
 ASIN_LENGTH = 10
+ASIN = re.compile(r"B[0-9A-Z]{9}|[0-9]{9}[0-9X]")
 FIRST_MILLISECOND = 10**11  # 1973 in milliseconds, the year 5138 in seconds: tells them apart
 
 
 @dataclass(frozen=True)
 class AmazonLayout:
-    """One of the two layouts of ratings.
+    """One of the layouts of ratings.
 
     Args:
         name: the name in the manifest of the preprocessed log.
@@ -99,6 +113,23 @@ class AmazonLayout:
         return {}
 
 
+def place_of_item(fields: Sequence[str]) -> int | None:
+    """Returns which of the first two fields of a line without a header is the item, 0 or 1.
+
+    It is the one that has the length of an ASIN; if both have, the one that has its form. None
+    means that neither is, or that both may be.
+    """
+    lengths = [len(field) == ASIN_LENGTH for field in fields[:2]]
+    forms = [ASIN.fullmatch(field) is not None for field in fields[:2]]
+    for found in (lengths, forms):
+        if found.count(True) == 1:
+            return found.index(True)
+    return None
+
+
+AMAZON_2014 = AmazonLayout(
+    "amazon-2014", ("user", "item", "rating", "timestamp"), "user", "item", False, 1
+)
 AMAZON_2018 = AmazonLayout(
     "amazon-2018", ("item", "user", "rating", "timestamp"), "user", "item", False, 1
 )

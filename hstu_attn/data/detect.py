@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from .amazon import AMAZON_2018, AMAZON_2023, ASIN_LENGTH
+from .amazon import AMAZON_2014, AMAZON_2018, AMAZON_2023, ASIN_LENGTH, place_of_item
 from .kuairand import KUAIRAND, kuairand_logs
 from .layout import EventLayout, open_bytes, shown
 from .movielens import MOVIELENS_CSV, MOVIELENS_DAT
@@ -14,9 +14,10 @@ from .table import BYTE_ORDER_MARK
 
 __all__ = ["LAYOUT_NAMES", "LayoutName", "detect_layout", "source_files"]
 
-LayoutName = Literal["movielens", "amazon", "kuairand"]
+LayoutName = Literal["movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand"]
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
+WITHOUT_HEADER = {layout.name: layout for layout in (AMAZON_2014, AMAZON_2018)}
 LONGEST_HEADER = 4096  # bytes
 
 
@@ -43,7 +44,8 @@ def detect_layout(source: Path, name: LayoutName | None = None) -> EventLayout:
         name: one of `LAYOUT_NAMES`; None is any of them.
 
     Raises:
-        ValueError: none of the layouts.
+        ValueError: none of the layouts, or a line of Amazon reviews in which either of two fields
+            may be the item.
     """
     if name is not None and name not in LAYOUT_NAMES:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
@@ -60,22 +62,33 @@ def detect_layout(source: Path, name: LayoutName | None = None) -> EventLayout:
             return MOVIELENS_CSV
     if name == "kuairand":
         return KUAIRAND
+    if name in WITHOUT_HEADER:
+        return WITHOUT_HEADER[name]
     with open_bytes(source, progress=False) as (file, _):
         line = file.readline(LONGEST_HEADER).rstrip(b"\r\n").removeprefix(BYTE_ORDER_MARK)
     fields = line.decode(errors="backslashreplace").split(",")
-    if name == "amazon":
-        return AMAZON_2023 if "parent_asin" in fields else AMAZON_2018
-    if fields[:2] == ["userId", "movieId"]:
-        return MOVIELENS_CSV
     if "parent_asin" in fields:
         return AMAZON_2023
+    may_be_ratings = (
+        len(fields) == 4 and fields[3].isdigit() and ASIN_LENGTH in (len(fields[0]), len(fields[1]))
+    )
+    if name == "amazon" or may_be_ratings:
+        place = place_of_item(fields)
+        if place is not None:
+            return (AMAZON_2018, AMAZON_2014)[place]
+        raise ValueError(
+            f"{source}:1: expected reviews of Amazon with the item, an ASIN of 10 characters, "
+            f"either first (2018) or second (2014), got {shown(line)!r}; name one by "
+            "--layout amazon-2018 or amazon-2014 (layout=...)"
+        )
+    if fields[:2] == ["userId", "movieId"]:
+        return MOVIELENS_CSV
     if {"user_id", "video_id", "time_ms"} <= set(fields):
         return KUAIRAND
-    if len(fields) == 4 and len(fields[0]) == ASIN_LENGTH and fields[3].isdigit():
-        return AMAZON_2018
     expected = MOVIELENS_CSV.header.decode() if MOVIELENS_CSV.header else ""
     raise ValueError(
         f"{source}:1: expected the header {expected!r} (MovieLens), "
         f"{','.join(AMAZON_2023.columns)!r} (Amazon, 2023) or that of KuaiRand's logs, or a line "
-        f"{','.join(AMAZON_2018.columns)!r} (Amazon, 2018), got {shown(line)!r}"
+        f"{','.join(AMAZON_2018.columns)!r} (Amazon, 2018) or "
+        f"{','.join(AMAZON_2014.columns)!r} (2014), got {shown(line)!r}"
     )

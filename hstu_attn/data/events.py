@@ -163,13 +163,14 @@ def open_event_log(
 
             * MovieLens `ratings.dat` or `ratings.csv`; titles are read from `movies.dat` or
               `movies.csv` next to it. Malformed lines are left out and reported.
-            * Amazon reviews, ratings only, of 2018 or 2023
+            * Amazon reviews, ratings only, of 2014, 2018 or 2023
               (`hstu_attn.data.amazon`). A malformed line is an error.
             * KuaiRand's logs, one file or several, or the directory that holds them
               (`hstu_attn.data.kuairand`). A malformed line is an error.
         cache_dir: where the preprocessed form goes; None is `hstu_cache` next to `source`.
         progress: shows a progress bar while reading.
-        layout: "movielens", "amazon" or "kuairand"; None is told by the first line.
+        layout: "movielens", "amazon", one of its "amazon-2014" and "amazon-2018", or "kuairand";
+            None is told by the first line.
         only: keeps only the events with that action, for example "long_view", where the layout has
             actions.
 

@@ -35,7 +35,7 @@ from hstu_attn.data.synthetic_layouts import (
 )
 
 SIZE = {"num_users": 30, "num_items": 100, "mean_events": 22}
-YEARS: list[Any] = [2018, 2023]
+YEARS: list[Any] = [2018, 2023]  # those that can be made up
 
 AMAZON = [  # user, item, rating, day; in no order
     ("AZ", "B000000003", "5.0", 3),
@@ -50,7 +50,9 @@ DAY = 86_400
 
 
 def write_amazon(directory: Path, year: int, end: str = "\n", suffix: str = "") -> Path:
-    if year == 2018:
+    if year == 2014:
+        lines = [f"{u},{i},{r},{DAY * (day + 9000)}" for u, i, r, day in AMAZON]
+    elif year == 2018:
         lines = [f"{i},{u},{r},{DAY * (day + 9000)}" for u, i, r, day in AMAZON]
     else:
         lines = ["user_id,parent_asin,rating,timestamp"]
@@ -93,8 +95,10 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("_blocks")
-@pytest.mark.parametrize("year", YEARS)
-@pytest.mark.parametrize(("end", "suffix"), [("\n", ""), ("\r\n", ""), ("\n", ".gz")])
+@pytest.mark.parametrize("year", [2014, *YEARS])
+@pytest.mark.parametrize(
+    ("end", "suffix"), [("\n", ""), ("\r\n", ""), ("\n", ".gz"), ("\r\n", ".gz")]
+)
 def test_reads_amazon(tmp_path: Path, year: int, end: str, suffix: str) -> None:
     log = open_event_log(write_amazon(tmp_path, year, end, suffix))
     assert log.manifest["fingerprint"]["layout"] == f"amazon-{year}"
@@ -294,17 +298,21 @@ def test_a_malformed_line_is_an_error(tmp_path: Path, bad: str, message: str) ->
     ("text", "message"),
     [
         (
-            "A2SUAM1J3GNN3B,0000013714,5.0,1400000000\n",  # 2014
-            r"Things.csv:1: column 1, item: expected an ASIN of 10 characters .*got 'A2SUAM1J3G",
+            "0000013714,A2SUAM1J3GNN3B,5.0,1400000000\nA2SUAM1J3GNN3B,0000013714,5.0,1400000000\n",
+            r"Things.csv:2: column 1, item: expected an ASIN of 10 characters .*got 'A2SUAM1J3G",
+        ),
+        (
+            "A2SUAM1J3GNN3B,0000013714,5.0,1400000000\n0000013714,A2SUAM1J3GNN3B,5.0,1400000000\n",
+            r"Things.csv:2: column 2, item: expected an ASIN of 10 characters .*got 'A2SUAM1J3G",
         ),
         (
             "0000013714,A2SUAM1J3GNN3B,5.0,1400000000000\n",
             r"Things.csv:1: column 4, timestamp: expected a whole number from 0 to 99999999999",
         ),
-        ("", r"Things.csv: expected ratings, got none"),
+        ("", r"Things.csv:1: expected reviews of Amazon with the item, .*got ''"),
     ],
 )
-def test_refuses_files_that_are_not_of_amazon_2018(tmp_path: Path, text: str, message: str) -> None:
+def test_refuses_files_that_are_not_amazon_ratings(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "Things.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -342,7 +350,8 @@ def test_refuses_logs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="source: expected at least one file, got none"):
         open_event_log([])
     with pytest.raises(
-        ValueError, match="layout: expected one of movielens, amazon, kuairand, got"
+        ValueError,
+        match="layout: expected one of movielens, amazon, amazon-2014, amazon-2018, kuairand, got",
     ):
         open_event_log(path, layout="netflix")  # type: ignore[arg-type]
     amazon = write_amazon(tmp_path, 2023)
@@ -428,6 +437,48 @@ def test_movielens_may_be_packed(tmp_path: Path) -> None:
     logs = [open_event_log(source) for source in (path, packed)]
     assert logs[0].manifest["content"] == logs[1].manifest["content"]
     assert logs[0].titles == logs[1].titles
+
+
+@pytest.mark.parametrize(
+    ("fields", "year"),
+    [
+        ("A2SUAM1J3GNN3B,0000013714", 2014),
+        ("0000013714,A2SUAM1J3GNN3B", 2018),
+        ("#oc-R12MGTQS43,B000000001", 2014),
+        ("A123456789,B000000001", 2014),  # a user of ten characters
+        ("B000000001,A123456789", 2018),
+        ("A123456789,000001371X", 2014),
+        ("B000000001,B000000002", None),
+        ("A123456789,A123456788", None),
+        ("AB,AC", None),
+    ],
+)
+@pytest.mark.parametrize("layout", [None, "amazon"])
+def test_the_item_tells_amazons_layouts_apart(
+    tmp_path: Path, fields: str, year: int | None, layout: Any
+) -> None:
+    path = tmp_path / "Things.csv"
+    path.write_text("".join(f"{fields},5.0,{1_400_000_000 + n}\n" for n in range(3)))
+    if year is None:
+        if fields == "AB,AC" and layout is None:  # nothing tells that these are reviews
+            with pytest.raises(ValueError, match=r"Things.csv:1: expected the header .*got 'AB,AC"):
+                open_event_log(path)
+            return
+        message = rf"Things.csv:1: expected reviews .*got '{fields},5.0,1400000000'; name one by "
+        with pytest.raises(ValueError, match=message + "--layout amazon-2018 or amazon-2014"):
+            open_event_log(path, layout=layout)
+        if fields == "AB,AC":
+            return
+    else:
+        log = open_event_log(path, layout=layout)
+        assert log.manifest["fingerprint"]["layout"] == f"amazon-{year}"
+    first, second = fields.split(",")
+    for named, user, item in (("amazon-2014", first, second), ("amazon-2018", second, first)):
+        if len(item) == 10:
+            log = open_event_log(path, layout=named)  # type: ignore[arg-type]
+            assert log.source_user_ids == [user]
+            assert log.source_item_ids == [item]
+            assert log.num_events == 3
 
 
 def test_a_named_layout_needs_no_telling_name(tmp_path: Path) -> None:
