@@ -35,9 +35,11 @@ ACTIONS = (
 # These options may differ when a run is continued; the loop checks steps and epochs.
 NOT_PART_OF_THE_RUN = (
     *("data", "layout", "only", "cache_dir", "out", "resume", "device", "checkpoint_every"),
+    *("min_user_events", "min_item_events"),
     *("steps", "epochs", "no_baselines", "graph"),
 )
 POSITIVE = (
+    *("min_user_events", "min_item_events"),
     *("steps", "epochs", "learning_rate", "layers", "eval_every", "checkpoint_every"),
     *("dim", "heads"),
 )
@@ -51,6 +53,8 @@ class Options(argparse.Namespace):
     data: list[Path] | None
     layout: LayoutName | None
     only: str | None
+    min_user_events: int
+    min_item_events: int
     cache_dir: Path | None
     out: Path
     resume: bool
@@ -132,6 +136,16 @@ def make_parser(
     )
     files.add_argument(
         "--only", choices=ACTIONS, help="events with this action alone, where the data have actions"
+    )
+    files.add_argument(
+        "--min-user-events",
+        type=int,
+        default=1,
+        help="leave out users with fewer events; this and --min-item-events are applied once, "
+        "together, to the counts of all events",
+    )
+    files.add_argument(
+        "--min-item-events", type=int, default=1, help="leave out items with fewer events"
     )
     files.add_argument(
         "--cache-dir", type=Path, help="of the preprocessed data; None is next to --data"
@@ -294,7 +308,13 @@ def open_data(
             print(f"Writing a made-up data set to {sources[0].parent}")
             write(sources[0].parent)
         log = open_event_log(
-            sources, options.cache_dir, progress=True, layout=options.layout, only=options.only
+            sources,
+            options.cache_dir,
+            progress=True,
+            layout=options.layout,
+            only=options.only,
+            min_user_events=options.min_user_events,
+            min_item_events=options.min_item_events,
         )
     print(f"{', '.join(map(str, sources))}: {log.describe()}")
     return log

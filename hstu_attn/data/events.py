@@ -27,7 +27,7 @@ from .layout import EventLayout, Events, MalformedLines
 
 __all__ = ["EventLog", "open_event_log"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ARRAYS = ("user_ids", "item_ids", "offsets", "items", "ratings", "timestamps")
 KEY_ARRAYS = ("user_keys", "item_keys")
 LEAST_USER_EVENTS = 3  # one to learn from, one to validate on, one to test on
@@ -129,6 +129,12 @@ class EventLog:
                 f"Left out: {manifest['other_events']:,} events without "
                 f"{manifest['fingerprint']['only']}"
             )
+        if manifest["rare_events"]:
+            lines.append(
+                f"Left out: {manifest['rare_events']:,} events of users with fewer than "
+                f"{manifest['fingerprint']['min_user_events']} events or on items with fewer than "
+                f"{manifest['fingerprint']['min_item_events']}"
+            )
         if manifest["dropped_users"]:
             lines.append(
                 f"Left out: {manifest['dropped_users']:,} users with fewer than "
@@ -153,6 +159,8 @@ def open_event_log(
     *,
     layout: LayoutName | None = None,
     only: str | None = None,
+    min_user_events: int = 1,
+    min_item_events: int = 1,
 ) -> EventLog:
     """Opens files of events, preprocessing them if that has not been done.
 
@@ -173,16 +181,23 @@ def open_event_log(
             None is told by the first line.
         only: keeps only the events with that action, for example "long_view", where the layout has
             actions.
+        min_user_events: leaves out users with fewer events.
+        min_item_events: leaves out items with fewer events. Both are applied once, together, to
+            counts of the events that `only` keeps: users and items that are left may have fewer
+            events afterwards. Users with fewer than 3 events are left out in the end.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: an unknown layout, a wrong header, a malformed line, or no user with enough
             events.
     """
+    for name, least in (("min_user_events", min_user_events), ("min_item_events", min_item_events)):
+        if least < 1:
+            raise ValueError(f"{name}: expected 1 or more, got {least}")
     sources = source_files(source)
     kind = detect_layout(sources[0], layout)
     root = Path(cache_dir) if cache_dir is not None else sources[0].parent / "hstu_cache"
-    fingerprint = _fingerprint(sources, kind, only)
+    fingerprint = _fingerprint(sources, kind, only, min_user_events, min_item_events)
     digest = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=6).hexdigest()
     directory = root / f"{sources[0].name}-{digest}"
     if not (directory / "manifest.json").is_file():
@@ -207,7 +222,13 @@ def _source_ids(ids: NDArray[np.int64], keys: NDArray[np.bytes_] | None) -> Sequ
     return found
 
 
-def _fingerprint(sources: list[Path], layout: EventLayout, only: str | None) -> dict[str, Any]:
+def _fingerprint(
+    sources: list[Path],
+    layout: EventLayout,
+    only: str | None,
+    min_user_events: int,
+    min_item_events: int,
+) -> dict[str, Any]:
     """Returns what the preprocessed form depends on."""
     files = []
     for path in [*sources, *(path for source in sources for path in layout.companions(source))]:
@@ -218,6 +239,8 @@ def _fingerprint(sources: list[Path], layout: EventLayout, only: str | None) -> 
         "layout": layout.name,
         "least_user_events": LEAST_USER_EVENTS,
         "only": only,
+        "min_user_events": min_user_events,
+        "min_item_events": min_item_events,
         "files": files,
     }
 
@@ -243,6 +266,21 @@ def _keep_only(events: Events, only: str, layout: EventLayout) -> Events:
     if only not in ACTIONS:
         raise ValueError(f"only: expected one of {', '.join(ACTIONS)}, got {only!r}")
     keep = (events.columns["actions"] >> ACTIONS.index(only) & 1).astype(bool)
+    return _select(events, keep)
+
+
+def _without_rare(events: Events, min_user_events: int, min_item_events: int) -> Events:
+    """Returns the events of users and on items with enough events; both are counted before."""
+    keep = np.ones(len(events.users), bool)
+    for ids, least in ((events.users, min_user_events), (events.items, min_item_events)):
+        if least > 1:
+            _, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
+            keep &= counts[places] >= least
+    return events if keep.all() else _select(events, keep)
+
+
+def _select(events: Events, keep: NDArray[np.bool_]) -> Events:
+    """Returns the events for which `keep` holds."""
     return replace(
         events,
         users=events.users[keep],
@@ -268,6 +306,8 @@ def _preprocess(
     read_events = len(events.users)
     if fingerprint["only"] is not None:
         events = _keep_only(events, fingerprint["only"], layout)
+    kept_events = len(events.users)
+    events = _without_rare(events, fingerprint["min_user_events"], fingerprint["min_item_events"])
 
     users = events.users
     order = np.lexsort((events.timestamps, users))
@@ -316,7 +356,8 @@ def _preprocess(
         "keys": list(keys),
         "columns": list(events.columns),
         "read_events": read_events,
-        "other_events": read_events - len(users),
+        "other_events": read_events - kept_events,
+        "rare_events": kept_events - len(users),
         "dropped_users": int((events_of_user < LEAST_USER_EVENTS).sum()),
         "dropped_events": len(users) - len(keep),
         "malformed_lines": malformed.count,

@@ -168,6 +168,38 @@ def test_preprocesses_once_and_again_when_the_source_changes(tmp_path: Path) -> 
     assert len(list(tmp_path.glob("hstu_cache/*"))) == 1
 
 
+def test_rare_users_and_items_are_left_out_once(tmp_path: Path) -> None:
+    pairs = [(user, item) for user in (1, 2, 3) for item in (10, 20, 30)]
+    pairs += [(1, 40), (1, 50), (2, 40), (4, 10), (4, 60), (4, 70), (4, 80), (5, 50), (5, 50)]
+    path = tmp_path / "ratings.dat"
+    path.write_text("".join(f"{u}::{i}::4::{100 + n}\n" for n, (u, i) in enumerate(pairs)))
+
+    def histories(min_user: int, min_item: int) -> dict[int, list[int]]:
+        log = open_event_log(path, min_user_events=min_user, min_item_events=min_item)
+        spans = zip(log.user_ids.tolist(), log.offsets, log.offsets[1:], strict=False)
+        return {user: log.item_ids[log.items[a:b]].tolist() for user, a, b in spans}
+
+    of_1, of_2, of_3 = [10, 20, 30, 40, 50], [10, 20, 30, 40], [10, 20, 30]
+    assert histories(1, 1) == {1: of_1, 2: of_2, 3: of_3, 4: [10, 60, 70, 80]}
+    # Item 50 has three events, two of them by user 5, who is left out; item 40 has two.
+    assert histories(3, 3) == {1: [10, 20, 30, 50], 2: of_3, 3: of_3}
+    assert histories(4, 1) == {1: of_1, 2: of_2, 4: [10, 60, 70, 80]}
+    # The counts are those of all events: user 3's are counted for item 20, which has three.
+    assert histories(4, 3) == {1: [10, 20, 30, 50], 2: of_3}
+    log = open_event_log(path, min_user_events=4, min_item_events=3)
+    assert (log.manifest["rare_events"], log.manifest["dropped_events"]) == (10, 1)
+    assert (
+        "Left out: 10 events of users with fewer than 4 events or on items with fewer than 3"
+    ) in log.describe()
+    assert "or on items" not in open_event_log(path).describe()
+    assert len(list(tmp_path.glob("hstu_cache/*"))) == 4
+    for name in ("min_user_events", "min_item_events"):
+        with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
+            open_event_log(path, **{name: 0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no user with at least 3 events"):
+        open_event_log(path, min_user_events=9)
+
+
 def test_an_interrupted_preprocessing_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

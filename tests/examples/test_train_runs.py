@@ -376,6 +376,7 @@ def test_an_unknown_user_is_found_first(
         (["--clip-norm", "-0.5"], "--clip-norm must be 0 or more, got -0.5"),
         (["--weight-decay", "-1"], "--weight-decay must be 0 or more, got -1.0"),
         (["--warmup-steps", "-1"], "--warmup-steps must be 0 or more, got -1"),
+        (["--min-user-events", "0"], "--min-user-events must be positive, got 0"),
         (["--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
         (["--dim", "-16"], "--dim must be positive, got -16"),
         (["--dim", "1024", "--heads", "2"], "--dim must be at most 256 times --heads, got 1024"),
