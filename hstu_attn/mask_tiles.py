@@ -11,7 +11,7 @@ __all__ = ["TileKind", "kv_tiles", "q_tiles", "tile_kinds"]
 
 
 class TileKind(IntEnum):
-    """What a kernel does with a tile: skip it, mask its elements, or take it whole."""
+    """The treatment of a tile by a kernel: skip it, mask its elements, or take it whole."""
 
     EMPTY = 0
     PARTIAL = 1

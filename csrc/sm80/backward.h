@@ -78,8 +78,8 @@ struct Backward {
   static constexpr int kStages = kTiles.stages;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
 
-  // Of the product for dQ: with a relative bias, head dim 256 would spill with more copies in
-  // flight.
+  // How the product for dQ reads its operands: with a relative bias, head dim 256 would spill with
+  // more copies in flight.
   static constexpr Reading kRowReading =
       kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;
 

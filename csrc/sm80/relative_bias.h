@@ -60,7 +60,7 @@ struct RelativeMatrix {
   }
 };
 
-// What a lane knows of its block.
+// The buckets and times of a lane's block.
 struct TimeBlock {
   static constexpr int kHidden = -1;  // by the mask
   static constexpr int kSeveral = -2;

@@ -88,7 +88,7 @@ struct MixedBlocks {
   MixedBlock blocks[kCount];
 };
 
-// What the bias of a row depends on.
+// The time of a row, the range of times of its 8 rows, and the keys that these may see.
 struct RowTimes {
   int64_t time = 0;
   TimeRange range = {};  // of the 8 rows that the row is one of
@@ -328,7 +328,7 @@ class HeadBias {
     }
   }
 
-  // What is known of the buckets of a block of 8 x 8 scores.
+  // How many buckets a block of 8 x 8 scores has.
   enum class Buckets {
     kOne,
     kTwo,

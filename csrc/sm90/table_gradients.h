@@ -6,8 +6,7 @@
 //   position  All these blocks have the same distances, so 8 sums are enough. The next tile has the
 //             same keys and the next 64 rows, and the thread goes on along the same diagonal. A
 //             diagonal that leaves the keys is finished, and its sums are added to a TableSum.
-//   time      Lane r gets the sum of all of block r of the diagonal. Where the block has one
-//   bucket,
+//   time      Lane r gets the sum of all of block r of the diagonal. If the block has one bucket,
 //             that is the bucket's sum. The few blocks with several buckets are read again, four
 //             at a time by the 32 lanes of a warp. A warp adds integers in shared memory, one for
 //             each bucket, and at the end of a tile adds these to a TableSum.
@@ -304,7 +303,7 @@ class TableGradients {
 
   // --- time ---
 
-  // What the warp adds to its bins in a tile.
+  // The bins to which a warp adds the sums of a tile.
   struct Bins {
     FixedPoint fixed;
     int lowest;  // bucket

@@ -80,7 +80,7 @@ def test_tuned_baselines_are_kept_with_the_data(
         assert run(f"damaged-{number}") == (1, rows)
         assert kept.read_bytes() == whole
 
-    # So do other data.
+    # Other data are tuned again, too.
     lines = data.read_bytes().splitlines(keepends=True)
     data.write_bytes(b"".join(lines[:-1]))
     assert run("data")[0] == 1

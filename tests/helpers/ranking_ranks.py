@@ -25,7 +25,7 @@ from tests.helpers.distributed_runs import device_type
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank printed, and the error that stopped it."""
+    """The output of a rank and the error that stopped it."""
 
     printed: str
     error: str | None

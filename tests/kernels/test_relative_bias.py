@@ -70,7 +70,7 @@ THRESHOLDS: dict[str, Callable[[], Tensor | None]] = {
 
 
 class Tables(NamedTuple):
-    """What a bias is made of; a number of heads of 0 means that there is no such table."""
+    """The tables and times of a bias; a number of heads of 0 means that there is no such table."""
 
     heads: tuple[int, int]  # of positions, of times
     reach: int
