@@ -187,7 +187,7 @@ def test_pages_with_an_understated_length():
 
 
 # ---------------------------------------------------------------------------------------------
-# Results that do not depend on layout or chunks
+# Rows of no sequence, and NaN, do not reach other rows
 # ---------------------------------------------------------------------------------------------
 
 
