@@ -77,6 +77,13 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
   return unsupported_reason(device, params);
 }
 
+// The reason why a backward that these kernels support is left to the sm80 kernels, because these
+// are faster; null if they are not.
+inline const char* backward_slow_reason(const CudaDevice& device, const BackwardParams& params) {
+  if (params.dts_weight && !device.is_forced) return "a gradient of ts_weight";
+  return nullptr;
+}
+
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
 
