@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
@@ -36,6 +37,12 @@ def pytest_report_header(config: pytest.Config) -> str:
         f"inputs: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]} "
         "(set it to repeat them; unset or 'random' draws a seed for each run)"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with many slow tests come first, so that the workers of xdist end together."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def _why_no_gpu(kernels: bool = True) -> str | None:

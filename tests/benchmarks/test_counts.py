@@ -13,7 +13,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import against, cpu, layer
-from benchmarks.baselines import plain_torch
 from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases
 from benchmarks.memory import peak_growth
 from benchmarks.paged_cases import Request, requests
@@ -121,13 +120,9 @@ def test_kernels_belong_to_the_function_that_launched_them():
         kernels_of("_AttentionBackward", events)
 
 
-@pytest.mark.parametrize("name", ["hstu_attn", "per sequence", "padded"])
-def test_implementations_of_the_cpu_benchmark_are_checked(name):
+def test_a_wrong_result_of_the_cpu_benchmark_is_an_error():
     case = cpu.Case(3, 5, 40, heads=2, head_dim=8, dtype=torch.float32)
-    inputs = Inputs.random(case, seed=1)
-    exact = cpu.exact_results(case, inputs)
-    gradients = plain_torch.gradients(plain_torch.make(name, case), inputs)
-    cpu.check(case, name, [exact[0], *gradients], exact)
+    exact = cpu.exact_results(case, Inputs.random(case, seed=1))
     wrong = [exact[0], exact[1], exact[2] * 1.001, exact[3]]
     with pytest.raises(AssertionError, match="dk has a relative error of"):
         cpu.check(case, "wrong", wrong, exact)

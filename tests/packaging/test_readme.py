@@ -7,11 +7,9 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,26 +20,22 @@ import torch
 
 import hstu_attn
 from benchmarks import report
+from tests.helpers.documented import (
+    COMPLETE,
+    DOCS,
+    SHELL,
+    TEXTS,
+    found_in,
+    make_checkout,
+    run,
+    save_some_model,
+)
 from tests.helpers.paths import ROOT
 from tools import draw_masks
-
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
-TEXTS = [*ROOT.glob("*.md"), ROOT / "third_party/README.md", *DOCS]
-# docs/distributed.md has the outline of a program; all other code is complete.
-COMPLETE = [page for page in TEXTS if page.name != "distributed.md"]
 
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
-
-
-def found_in(pages: list[Path], pattern: str) -> dict[str, tuple[Path, str]]:
-    """Returns each different match of a pattern with the first page that has it."""
-    found: dict[str, tuple[Path, str]] = {}
-    for page in pages:
-        for match in re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL):
-            found.setdefault(match, (page, match))
-    return found
 
 
 def commands_of(block: str) -> list[str]:
@@ -49,7 +43,6 @@ def commands_of(block: str) -> list[str]:
 
 
 PYTHON = list(found_in(COMPLETE, r"^```python\n(.*?)^```$").values())
-SHELL = list(found_in(COMPLETE, r"^```sh\n(.*?)^```$").values())
 COMMANDS = [command for _, block in SHELL for command in commands_of(block)]
 # Commands within sentences, such as `python -m benchmarks.paged`.
 INLINE = [
@@ -57,39 +50,9 @@ INLINE = [
 ]
 
 
-def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process that finds this tree's package."""
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    ended = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Returns this tree as it is after `make install`; .venv is this process's environment."""
-    for name in ("Makefile", "benchmarks", "csrc", "examples", "hstu_attn"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    programs = tmp_path / ".venv/bin"
-    programs.mkdir(parents=True)
-    python = programs / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    (programs / "activate").write_text(f'PATH={shlex.quote(str(programs))}:"$PATH"\n')
-    return tmp_path
-
-
-def save_some_model(path: Path, items: list[int]) -> None:
-    """Saves an untrained model of a catalog, as train_retrieval.py saves its best."""
-    from recommender.model import RetrievalModel
-    from recommender.saved import save_model
-
-    config = hstu_attn.HSTULayerConfig.research(
-        embedding_dim=32, num_heads=2, linear_dim=16, attention_dim=16, max_sequence_len=30
-    )
-    path.parent.mkdir(parents=True)
-    model = RetrievalModel(len(items), config, 2, 30, 0.2)
-    save_model(path, model, items, [f"item {item}" for item in items])
+    return make_checkout(tmp_path)
 
 
 # --- code -----------------------------------------------------------------------------------------
@@ -265,20 +228,6 @@ def test_the_request_is_answered(checkout: Path, monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             answer = client.post("/recommend", **json.loads(body))
             assert len(answer["items"]) == json.loads(body)["k"]
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_cpp_example_run(checkout: Path) -> None:
-    """The program prints the scores that Python has printed."""
-    [block] = [block for _, block in SHELL if "g++ " in block]
-    save_some_model(checkout / "runs/retrieval/best.pt", list(range(100)))
-    lines = run("bash", "-euc", block, cwd=checkout).stdout.splitlines()
-    scores = [
-        torch.tensor(json.loads(line.removeprefix("tensor(").removesuffix(")"))) for line in lines
-    ]
-    assert len(scores) == 4
-    for from_python, from_cpp in zip(scores[:2], scores[2:], strict=True):
-        torch.testing.assert_close(from_cpp, from_python, rtol=0, atol=2e-4)  # 4 places are shown
 
 
 # --- tables, pictures and links -------------------------------------------------------------------

@@ -4,8 +4,8 @@ Python and in C++ without Python.
 
 from __future__ import annotations
 
+import json
 import random
-import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.profiler import profile
 
 from hstu_attn import ops
-from tests.helpers.paths import ROOT
+from tests.helpers.documented import SHELL, make_checkout, save_some_model
+from tests.helpers.documented import run as run_command
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import PagedKVCache, ScoringStep
@@ -202,18 +203,33 @@ def test_a_package_writes_the_cache_without_copying_it(packaged: tuple[str, list
     assert sorted(sizes)[-2] < layer
 
 
-@pytest.mark.slow
-def test_a_package_runs_without_python(packaged: tuple[str, list[Step]], tmp_path: Path) -> None:
-    """The documented command builds the example, which has its own page table."""
-    text = (ROOT / "docs/quickstart/serving.md").read_text().replace("\\\n", "")
-    build = next(line for line in text.splitlines() if line.startswith("g++ "))
-    torch_dir = Path(torch.__file__).parent
-    program = tmp_path / "score"
-    words = shlex.split(
-        build.replace("$TORCH", str(torch_dir)).replace("-o score", f"-o {program}")
-    )
-    subprocess.run(words, cwd=ROOT, check=True)
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Runs the documented commands of the C++ example; returns their folder and what they print."""
+    [block] = [block for _, block in SHELL if "g++ " in block]
+    folder = make_checkout(tmp_path_factory.mktemp("example"))
+    save_some_model(folder / "runs/retrieval/best.pt", list(range(100)))
+    return folder, run_command("bash", "-euc", block, cwd=folder).stdout.splitlines()
 
+
+@pytest.mark.slow
+def test_the_commands_of_the_cpp_example_run(example: tuple[Path, list[str]]) -> None:
+    """The program prints the scores that Python has printed."""
+    _, lines = example
+    scores = [
+        torch.tensor(json.loads(line.removeprefix("tensor(").removesuffix(")"))) for line in lines
+    ]
+    assert len(scores) == 4
+    for from_python, from_cpp in zip(scores[:2], scores[2:], strict=True):
+        torch.testing.assert_close(from_cpp, from_python, rtol=0, atol=2e-4)  # 4 places are shown
+
+
+@pytest.mark.slow
+def test_a_package_runs_without_python(
+    packaged: tuple[str, list[Step]], example: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """The example has its own page table."""
+    program = example[0] / "score"
     path, steps = packaged
     shape = torch.tensor([LAYERS, PAGES, 2, PAGE_SIZE, HEADS, DIM])
     written = [
