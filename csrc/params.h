@@ -134,6 +134,7 @@ struct PreparedBias {
   float* position = nullptr;
   int64_t position_head_stride = 0;
   int position_copy_stride = 0;
+  int position_margin = 8;  // the first and the last entry are repeated as often, in place of 8
   // The same in fp16 instead, for the sm90 forward: [position.heads, 2, position_copy_stride].
   uint16_t* half_position = nullptr;
   int reach = 0;                       // R

@@ -41,7 +41,7 @@ __device__ void copy_position_table(const RelativeBias& bias, int thread, int th
     const int64_t first = head * prepared.position_head_stride;
     for (int copy = 0; copy < copies; ++copy) {
       for (int n = thread; n < prepared.position_copy_stride; n += threads) {
-        const int entry = min(max(n + copy - 8, 0), bias.position.size - 1);
+        const int entry = min(max(n + copy - prepared.position_margin, 0), bias.position.size - 1);
         const float weight = read_weight(bias.position, head, entry);
         const int64_t to = first + int64_t{copy} * prepared.position_copy_stride + n;
         if (prepared.half_position) {

@@ -11,11 +11,13 @@ namespace hstu {
 
 // Takes the memory of PreparedBias.
 inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
-                                       const BatchParams& batch, bool is_half = false) {
+                                       const BatchParams& batch, bool is_half = false,
+                                       int position_margin = 8) {
   PreparedBias prepared;
+  prepared.position_margin = position_margin;
   if (bias.position.data) {
     prepared.reach = (bias.position.size + 1) / 2;
-    prepared.position_copy_stride = round_up(bias.position.size + 16, 4);
+    prepared.position_copy_stride = round_up(bias.position.size + 2 * position_margin, 4);
     prepared.position_head_stride = int64_t{is_half ? 2 : 4} * prepared.position_copy_stride;
     const int64_t weights = bias.position.heads * prepared.position_head_stride;
     if (is_half) {

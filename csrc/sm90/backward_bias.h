@@ -1,8 +1,8 @@
-// The warpgroup of the backward that computes the tiles of a relative bias, and sums dS for the
-// gradients of the tables.
+// The warpgroup of the backward that computes the weights by time of a relative bias, and sums dS
+// for the gradients of the tables.
 //
-// It computes the bias of a tile of rows one step ahead of the consumers, then reads the dS that
-// they have stored for dQ.
+// It computes the weights of a tile of rows one step ahead of the consumers, then reads the dS that
+// they have stored for dQ. Consumers add the weights by position.
 #pragma once
 
 #include "../common/opaque.h"
@@ -41,33 +41,31 @@ class BackwardBias {
           first_entry(tables.position, params, work_tile.head),
           first_entry(tables.time, params, work_tile.head),
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
-      const auto start_copy = [&](int thread, int m, int parity) {
-        bias.template start_copy_position<kWarpgroup>(
-            thread, m * kRows, Traits::first_key(work_tile), memory.position[parity]);
-        bias.prefetch_times_of_row(m * kRows + thread % kRows);
-      };
+      const bool has_time = tables.time.data;
+      if (has_time) {
+        const int thread = thread_of_warpgroup();
+        sync();  // the windows have been read
+        bias.template start_copy_keys<kWarpgroup>(thread, Traits::first_key(work_tile),
+                                                  memory.keys);
+        bias.template start_copy_cells<kWarpgroup>(thread, memory.cells);
+      }
       int m = Traits::first_row_tile(work_tile);
-      const int thread = thread_of_warpgroup();
-      sync();  // the windows have been read
-      bias.template start_copy_keys<kWarpgroup>(thread, Traits::first_key(work_tile), memory.keys);
-      bias.template start_copy_cells<kWarpgroup>(thread, memory.cells);
-      start_copy(thread, m, bias_state.count % 2);
       int next = m;
       for (bool is_first = true;; is_first = false) {
         const int own_thread = thread_of_warpgroup();
         gradients.set_thread(own_thread);
-        RowTimes times;
-        if (next >= 0) times = bias.times_of_row(next * kRows + own_thread % kRows);
-        ptx::cp_async_wait_all();
-        sync();  // the windows of the next tile are written, and the other ones have been read
-        gradients.add_finished(entries);
-        // The bias of the next tile, which is the first one in the first round.
-        if (next >= 0) {
-          const int parity = bias_state.count % 2;
-          const int after = Traits::next_row_tile(work_tile, next);
-          if (after >= 0) start_copy(own_thread, after, parity ^ 1);
-          gradients.store_rows(times, parity);
-          find_tile(own_thread, work_tile, bias, times, bias_state, smem);
+        if (has_time) {
+          RowTimes times;
+          if (next >= 0) times = bias.times_of_row(next * kRows + own_thread % kRows);
+          ptx::cp_async_wait_all();
+          sync();  // what the keys have is written, and times of rows are read
+          // The bias of the next tile, which is the first one in the first round.
+          if (next >= 0) {
+            const int after = Traits::next_row_tile(work_tile, next);
+            if (after >= 0) bias.prefetch_times_of_row(after * kRows + own_thread % kRows);
+            gradients.store_rows(times, bias_state.count % 2);
+            find_tile(own_thread, work_tile, bias, times, bias_state, smem);
+          }
         }
         if (!is_first) {
           const int parity = ds_state.count % 2;
@@ -110,15 +108,13 @@ class BackwardBias {
   static HSTU_DEVICE void skip_tiles(const TableEntries& entries, int m, int next,
                                      Gradients& gradients) {
     const int skipped = min(next < 0 ? kRows : abs(next - m) - 1, Gradients::kTilesOfDiagonal);
-    for (int n = 0; n < skipped + (next < 0 ? 1 : 0); ++n) {
-      sync();
-      gradients.add_finished(entries);
-      if (n == skipped) break;
+    for (int n = 0; n < skipped; ++n) {
       gradients.add_empty_tile(entries, m + (Traits::kIsDeterministic ? -1 - n : 1 + n));
     }
   }
 
-  // Computes the next tile of the bias. A thread has a row, with `times`, and half of the keys.
+  // Computes the next tile of weights by time. A thread has a row, with `times`, and half of the
+  // keys.
   static HSTU_DEVICE void find_tile(int thread, const WorkTile& work_tile, const HeadBias& bias,
                                     const RowTimes& times, BiasState& state, SharedMemory& smem) {
     constexpr int kThreadChunks = kKeys / 8 / 2;
@@ -133,11 +129,9 @@ class BackwardBias {
              (chunk % 8 ^ own % 8) * 8;
     };
     smem.pipeline_bias.producer_acquire(state);
-    bias.template find<kThreadChunks, typename Traits::RelativeBiasMemory::Position>(
+    bias.template find<kThreadChunks, NoPosition>(
         times, Traits::first_key(work_tile) + first_chunk * 8, memory.keys.times + first_chunk * 8,
-        memory.keys.ranges + first_chunk,
-        memory.position[state.count % 2].of_row(row) + first_chunk * 8, memory.cells,
-        memory.warps[thread / 32].mixed,
+        memory.keys.ranges + first_chunk, nullptr, memory.cells, memory.warps[thread / 32].mixed,
         [&](int own, int chunk, const float (&x)[8]) {
           *reinterpret_cast<uint4*>(chunk_at(own, chunk)) = half_chunk(x);
         },

@@ -83,7 +83,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
       BiasWeights bias;
       RowTile tile = Base::wait_for_rows(params, work_tile, kOwn, q_state, smem);
       if constexpr (kStartsScoresEarly) {
-        Base::load_bias(kOwn, q_state, smem, bias);
+        Base::load_bias(params, kOwn, q_state, smem, bias);
         if constexpr (kFindsScores) start_scores(smem, q_state, product);
         wait_for_wgmma<0>(product);
       }
@@ -113,7 +113,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         } else {
           exchange_halves<kOwn>(product, smem, barrier_state, gradients, scores);
         }
-        if constexpr (!kStartsScoresEarly) Base::load_bias(kOwn, q_state, smem, bias);
+        if constexpr (!kStartsScoresEarly) Base::load_bias(params, kOwn, q_state, smem, bias);
         if constexpr (kHasBias) add(bias, scores);
         // P = M * silu(alpha * S) and dS = M * dP * silu'(alpha * S)
         Weights weights, dscores;
@@ -127,7 +127,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         store_p_and_ds(weights, dscores, kOwn, ds_state, smem);
         const bool is_last = tile.is_last();
         if (kStartsScoresEarly && !is_last) {
-          Base::load_bias(kOwn, QState{q_state.count + 1}, smem, bias);
+          Base::load_bias(params, kOwn, QState{q_state.count + 1}, smem, bias);
         }
         q_state.advance();
 

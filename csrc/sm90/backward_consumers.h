@@ -69,7 +69,7 @@ struct BackwardConsumers : Traits {
       Product scores;
       BiasWeights bias;
       RowTile tile = wait_for_rows(params, work_tile, warpgroup, q_state, smem);
-      load_bias(warpgroup, q_state, smem, bias);
+      load_bias(params, warpgroup, q_state, smem, bias);
       if (kStartsScoresEarly) {
         start_scores(bias, smem, q_state, warpgroup, scores);
         wait_for_wgmma<0>(scores);
@@ -133,7 +133,7 @@ struct BackwardConsumers : Traits {
         smem.pipeline_ds.producer_commit_by_warp(ds_state);
         const bool is_last = tile.is_last();
         if (kLoadsBiasEarly && !is_last) {
-          load_bias(warpgroup, QState{q_state.count + 1}, smem, bias);
+          load_bias(params, warpgroup, QState{q_state.count + 1}, smem, bias);
         }
         wait_for_wgmma<0>(dk);
         warpgroup_fence_operand(dv);
@@ -144,7 +144,7 @@ struct BackwardConsumers : Traits {
         // S of the next tile, and dQ = dS K of this one
         const auto wait_for_next = [&] {
           tile = wait_for_rows(params, work_tile, warpgroup, q_state, smem);
-          if (!kLoadsBiasEarly) load_bias(warpgroup, q_state, smem, bias);
+          if (!kLoadsBiasEarly) load_bias(params, warpgroup, q_state, smem, bias);
         };
         if (kStartsScoresEarly && !is_last) {
           wait_for_next();
@@ -239,18 +239,58 @@ struct BackwardConsumers : Traits {
   }
 
   // Waits for the tile of rows at `state` and loads its bias.
-  static HSTU_DEVICE void load_bias(int warpgroup, QState state, SharedMemory& smem,
-                                    BiasWeights& bias) {
+  static HSTU_DEVICE void load_bias(const BackwardParams& params, int warpgroup, QState state,
+                                    SharedMemory& smem, BiasWeights& bias) {
     if constexpr (kHasBias) {
       const BiasState bias_state{state.count};
+      typename Traits::BiasElement* const tile =
+          smem.bias[bias_state.index()] + warpgroup * (kScoreRows * kWarpgroupRows);
       if constexpr (Traits::kHasRelativeBias) {
-        smem.pipeline_bias.consumer_wait(bias_state);
+        if (params.relative_bias.time.data) smem.pipeline_bias.consumer_wait(bias_state);
+        if (params.relative_bias.position.data) smem.pipeline_q.consumer_wait(state);
+        compiler_barrier();  // before plain loads of what has been waited for
+        // NOTE: each case is a basic block, in which all loads are issued before the first is
+        // waited for.
+        if (!params.relative_bias.position.data) {
+          load_transposed<kScoreRows>(tile, bias);
+        } else if (params.relative_bias.time.data) {
+          load_with_position<true>(warpgroup, state, tile, smem, bias);
+        } else {
+          load_with_position<false>(warpgroup, state, tile, smem, bias);
+        }
+        if (!params.relative_bias.time.data) return;
       } else {
         smem.pipeline_q.consumer_wait(state);
+        load_transposed<kScoreRows>(tile, bias);
       }
-      load_transposed<kScoreRows>(
-          smem.bias[bias_state.index()] + warpgroup * (kScoreRows * kWarpgroupRows), bias);
       smem.pipeline_bias.consumer_release_by_warp(bias_state);
+    }
+  }
+
+  // bias = the weights by position, from the window at `state`, and those by time, from `tile`.
+  template <bool kHasTime>
+  static HSTU_DEVICE void load_with_position(int warpgroup, QState state,
+                                             typename Traits::BiasElement* tile, SharedMemory& smem,
+                                             BiasWeights& bias) {
+    const int thread = reload_thread_idx() % kWarpgroup;
+    const int lane = thread % 32;
+    const int key = key_group(warpgroup) * kWarpgroupRows + thread / 32 * 16 + lane / 4;
+    constexpr int kPairs = kScoreRows / 8;
+    float2 positions[kPairs + 1];
+    smem.relative_bias[0].position[state.index()].template load<kPairs>(
+        first_row(warpgroup) + lane % 4 * 2, key, positions);
+    if constexpr (kHasTime) load_transposed<kScoreRows>(tile, bias);
+    Tensor words = recast<uint32_t>(bias);
+#pragma unroll
+    for (int n = 0; n < size(words); ++n) {
+      // Word 2 m has a pair of rows of the lane's first key, word 2 m + 1 of its second one, whose
+      // weights are those of 8 rows before.
+      float2 weights = positions[n / 2 + 1 - n % 2];
+      if constexpr (kHasTime) {
+        weights.x += high_half<cutlass::half_t>(words(n));
+        weights.y += low_half<cutlass::half_t>(words(n));
+      }
+      words(n) = half_pair(weights.y, weights.x);  // the first row has the larger distance
     }
   }
 

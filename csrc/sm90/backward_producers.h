@@ -17,6 +17,7 @@ struct BackwardProducers : Traits {
   using typename Traits::Element;
   using typename Traits::KVState;
   using typename Traits::MaskState;
+  using typename Traits::PositionWindow;
   using typename Traits::QState;
   using typename Traits::RowTile;
   using typename Traits::SharedMemory;
@@ -196,6 +197,9 @@ struct BackwardProducers : Traits {
                                  (next < 0 ? RowTile::kLast : 0)};
         q_full.expect_transaction(kRows * kHeadDim * sizeof(Element));
         start_copy_rows<kRows, kHeadDim>(maps.q, rows_of(work_tile), first, smem.q[stage], q_full);
+        if constexpr (Traits::kHasRelativeBias) {
+          copy_position(params, work_tile, first, smem.relative_bias[0].position[stage], q_full);
+        }
         if constexpr (kHasDenseBias) {
           const BiasState bias_state{state.count};
           smem.pipeline_bias.producer_acquire(bias_state);
@@ -228,6 +232,19 @@ struct BackwardProducers : Traits {
       if (kIsCluster && copies) copy_dout();
       state.advance();
     });
+  }
+
+  // Starts copying the weights by position of a tile of rows. Called by one thread.
+  static HSTU_DEVICE void copy_position(const BackwardParams& params, const WorkTile& work_tile,
+                                        int first_row, PositionWindow& window,
+                                        cutlass::arch::ClusterTransactionBarrier& full) {
+    const RelativeBias& bias = params.relative_bias;
+    if (!bias.position.data) return;
+    const int table_head = work_tile.head / (params.heads / bias.position.heads);
+    full.expect_transaction(PositionWindow::kBytes);
+    window.start_copy(bias.prepared,
+                      bias.prepared.position + table_head * bias.prepared.position_head_stride,
+                      work_tile.tile.sequence, first_row, Traits::first_key(work_tile), full);
   }
 
   static HSTU_DEVICE RaggedRows rows_of(const WorkTile& work_tile) {

@@ -3,6 +3,7 @@
 
 #include "../scheduler/work_list.h"
 #include "pipeline.h"
+#include "position_window.h"
 #include "score_bias.h"
 #include "stores.h"
 #include "table_gradients.h"
@@ -133,12 +134,13 @@ struct BackwardTraits {
   // two. In a cluster, dQ overwrites Q.
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
+  // One copy where shared memory has no room for two.
+  using PositionWindow = sm90::PositionWindow<kRows, kBlockKeys, kIsCluster ? 1 : 2>;
+
   // Shared memory of the warpgroup that computes a relative bias; see backward_bias.h.
   struct RelativeBiasMemory {
-    using Position = PositionWeights<kRows, kBlockKeys, kHeadDim <= 64 ? 4 : 1>;
-
+    PositionWindow position[QState::kStages];  // copied with Q
     KeyTimes<kBlockKeys> keys;
-    Position position[2];
     std::conditional_t<kHeadDim <= 64, NarrowCells, CellsInDeviceMemory> cells;
     // Memory of a warp: blocks whose bias it computes, then sums of dS.
     union {

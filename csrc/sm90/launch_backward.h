@@ -72,7 +72,8 @@ struct BackwardLauncher {
       buffers.sums = take_table_sums(workspace, params);
       zeros_end = workspace.used();
       if (params.relative_bias) {
-        prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch);
+        prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch,
+                                           /*is_half=*/false, Form::PositionWindow::kMargin);
       }
     }
   };

@@ -1,15 +1,20 @@
 // Sums of dS for the gradients of a relative bias's tables, by the warpgroup that computes the
 // bias.
 //
-// Thread (r, g) of the warpgroup reads row r of each 8 x 8 block of a diagonal of blocks:
+// Both sums are over blocks of 8 x 8 elements. A warp loads four of them at once, in the order of a
+// right operand of mma.sync, and goes along four diagonals of blocks.
 //
-//   position  All these blocks have the same distances, so 8 sums are enough. The next tile has the
-//             same keys and the next 64 rows, and the thread goes on along the same diagonal. A
-//             diagonal that leaves the keys is finished, and its sums are added to a TableSum.
-//   time      Lane r gets the sum of all of block r of the diagonal. If the block has one bucket,
-//             that is the bucket's sum. The few blocks with several buckets are read again, four
-//             at a time by the 32 lanes of a warp. A warp adds integers in shared memory, one for
-//             each bucket, and at the end of a tile adds these to a TableSum.
+//   position  All blocks of a diagonal have the same distances: a product with the identity adds
+//   them
+//             up elementwise. The next tile has the same keys and the next 64 rows, and the warp
+//             goes on along the same diagonals. One that leaves the keys is finished, and its sums
+//             are added to a TableSum.
+//   time      A product with ones in a row gives the sums of a block's columns, and so each lane
+//   gets
+//             the sum of all of one block. If the block has one bucket, that is the bucket's sum.
+//             The few blocks with several buckets are read again, four at a time by the 32 lanes of
+//             a warp. A warp adds integers in shared memory, one for each bucket, and at the end of
+//             a tile adds these to a TableSum.
 //
 // fp32 sums are found in a fixed order, and no order changes the sums of integers, so all bits of
 // the gradients are the same in every run.
@@ -23,15 +28,18 @@
 
 namespace hstu::sm90 {
 
-// The sums of 8 diagonals of 8 x 8 blocks, of which each thread r has one column of each element.
+// A warp's sums of two diagonals of 8 x 8 blocks that are finished, to be added up along their own
+// diagonals.
 struct FinishedDiagonals {
-  // Zeros before the 64 sums of a row, and after those of the last row.
-  static constexpr int kMargin = 8;
-  static constexpr int kStride = kMargin + 64;
+  static constexpr int kMargin = 8;  // zeros before and after the 8 sums of a row
+  static constexpr int kStride = kMargin + 8;
+  static constexpr int kSize = 8 * kStride + kMargin + 8;
 
-  alignas(16) float sums[8 * kStride + kMargin];
+  alignas(16) float sums[2][kSize];
 
-  HSTU_DEVICE float* at(int r, int column) { return sums + r * kStride + kMargin + column; }
+  HSTU_DEVICE float* at(int half, int row, int key) {
+    return sums[half] + row * kStride + kMargin + key;
+  }
 };
 
 // The lower halves of the times of the rows of a tile, and what the 8 rows of a block have in
@@ -47,7 +55,7 @@ struct RowWindow {
 template <int kRows>
 struct TableGradientMemory {
   RowWindow<kRows> rows[2];
-  FinishedDiagonals diagonals[2];
+  FinishedDiagonals diagonals[4];  // of the warps
 };
 
 // Sums by time that a warp finds in a tile: of neighboring buckets, from its lowest one on.
@@ -66,7 +74,8 @@ struct TableEntries {
 template <int kRows, int kKeys, typename Element, bool kIsDescending>
 class TableGradients {
   using Memory = TableGradientMemory<kRows>;
-  static constexpr int kChunks = kKeys / 8;  // of a row
+  static constexpr int kChunks = kKeys / 8;   // of a row
+  static constexpr int kPairs = kChunks / 8;  // of diagonals, in a warp
   static constexpr int kRowBlocks = kRows / 8;
   static constexpr int kBins = kTimeBins;
   static constexpr uint32_t kAllLanes = 0xffffffff;
@@ -76,12 +85,12 @@ class TableGradients {
   // Called by all threads of the warpgroup, with a barrier before the next call.
   HSTU_DEVICE TableGradients(int thread, const KeyTimes<kKeys>& keys, Memory& memory)
       : thread_(thread), keys_(keys), memory_(memory) {
-    // NOTE: the four groups of 8 lanes of a warp are 4 diagonals apart, so that each warp has some
-    // of the blocks with many buckets, which are next to each other.
-    group_ = lane() / 8 * 4 + thread / 32;
-    constexpr int kSize = sizeof(FinishedDiagonals) / sizeof(float);
-    for (int n = thread; n < 2 * kSize; n += kWarpgroup)
-      memory.diagonals[n / kSize].sums[n % kSize] = 0;
+    // NOTE: the diagonals of a warp are 4 blocks apart, so that each warp has some of the blocks
+    // with many buckets, which are next to each other.
+    group_ = lane() / 8 % (2 * kPairs) * 4 + thread / 32;
+    float* const own = memory.diagonals[thread / 32].sums[0];
+    for (int n = lane(); n < 2 * FinishedDiagonals::kSize; n += 32) own[n] = 0;
+    __syncwarp();
   }
 
   // Begins a step. `thread` is as before, but a value that the compiler knows nothing about: it
@@ -97,32 +106,6 @@ class TableGradients {
       to.ranges[thread_ / 8] = row.range;
       to.keys[thread_ / 8] = row.keys;
     }
-  }
-
-  // Adds the diagonals that the tile before has finished. Called after a barrier.
-  HSTU_DEVICE void add_finished(const TableEntries& entries) {
-    if (!is_pending_) return;
-    is_pending_ = false;
-    constexpr int kCount = 64 + 7;
-    if (thread_ >= round_up(kCount, 32)) return;        // whole warps
-    const int distance = min(thread_, kCount - 1) - 7;  // from the first diagonal of blocks on
-    float sum = 0;
-#pragma unroll
-    for (int r = 0; r < 8; ++r) sum += *memory_.diagonals[buffer_].at(r, distance + r);
-    if (thread_ >= kCount) sum = 0;
-    // Distances past the ends of the table share its first and its last entry, to which one lane
-    // adds their sum.
-    const int last = entries.position_size - 1;
-    const int entry = min(max(pending_origin_ + distance, 0), last);
-    const uint32_t before = __ballot_sync(kAllLanes, entry == 0);
-    const uint32_t after = __ballot_sync(kAllLanes, entry == last);
-    if (before | after) {
-      const float sum_before = sum_of_warp(entry == 0 ? sum : 0);
-      const float sum_after = sum_of_warp(entry == last ? sum : 0);
-      if (entry == last) sum = lane() == __ffs(static_cast<int>(after)) - 1 ? sum_after : 0;
-      if (entry == 0) sum = lane() == __ffs(static_cast<int>(before)) - 1 ? sum_before : 0;
-    }
-    entries.sums.position.add(entries.first_position + entry, sum);
   }
 
   // The buckets of the lane's block of a tile, which are found before its dS is there.
@@ -147,7 +130,7 @@ class TableGradients {
     Block block;
     block.least = differences.least;
     block.first = buckets.first;
-    const bool is_visible = has_blocks() && first_key + chunk * 8 < window.keys[row_block];
+    const bool is_visible = has_block() && first_key + chunk * 8 < window.keys[row_block];
     block.count = is_visible ? buckets.last - buckets.first + 1 : 0;
     if (keys.latest <= rows.earliest) {
       block.flags = Block::kIsPast;
@@ -165,71 +148,35 @@ class TableGradients {
                             int parity, const Block& block, const Element* ds, int* memory_of_bins,
                             Release release) {
     const bool has_position = entries.sums.position.words;
-    const bool has_time = entries.sums.time.words;
-    // The diagonal of blocks is finished before block `end`, and another one begins.
-    const int end = is_finishing() && has_position ? kChunks - group_ : kRowBlocks + 1;
-    float4* const finished = finished_diagonal();
-    const Element* const first_row = ds + lane() % 8 * 64;
-    constexpr int kAhead = 2;
-    uint4 ahead[kAhead];
-    const auto load = [&](int n) {
-      uint4 words = {};
-      if (has_blocks()) words = *chunk_at(first_row, row_block_of(n) * 8, lane() % 8, chunk_of(n));
-      ahead[n % kAhead] = words;
-    };
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) load(n);
-    // sums[i] is the sum of the last 2^i blocks, of which each lane has a part.
-    float sums[4];
-    uint32_t largest = 0;  // two numbers, by their absolute values
-#pragma unroll
-    for (int n = 0; n < kRowBlocks; ++n) {
-      if (n > 0 && n == end) store_finished(finished);
-      const uint4 words = ahead[n % kAhead];
-      if (n + kAhead < kRowBlocks) load(n + kAhead);
-      float x[8];
-      unpack(words, x);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) diagonal_[e] += x[e];
-      if (has_time) {
-        float sum = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-#pragma unroll
-        for (int bit = 0; bit < 3 && (n >> bit) % 2 == 1; ++bit) {
-          sum = exchange(sums[bit], sum, 1 << bit);
-        }
-        sums[count_ones_from_0(n)] = sum;
-        largest = larger_magnitudes<Element>(
-            larger_magnitudes<Element>(largest, words.x),
-            larger_magnitudes<Element>(larger_magnitudes<Element>(words.y, words.z), words.w));
-      }
-    }
-    if (end == kRowBlocks) store_finished(finished);
-    if (has_time) {
-      add_times(entries, bias, m * kRows, parity, block, sums[3], largest, ds, memory_of_bins,
-                release);
-    } else {
+    if (!entries.sums.time.words) {
+      add_blocks<true, false>(ds);
       release();
+    } else {
+      const BlockSums sums =
+          has_position ? add_blocks<true, true>(ds) : add_blocks<false, true>(ds);
+      add_times(entries, bias, m * kRows, parity, block, sums.total, sums.largest, ds,
+                memory_of_bins, release);
     }
-    go_on(entries, m, has_position);
+    if (has_position) finish_tile(entries, m);
   }
 
   // The same for an empty tile.
   HSTU_DEVICE void add_empty_tile(const TableEntries& entries, int m) {
-    if (!entries.sums.position.words) return;
-    if (is_finishing()) store_finished(finished_diagonal());
-    go_on(entries, m, true);
+    store_finished(0);
+    store_finished(1);
+    finish_tile(entries, m);
   }
 
   // After as many empty tiles, all diagonals are finished.
-  static constexpr int kTilesOfDiagonal = kChunks / 8;
+  static constexpr int kTilesOfDiagonal = kPairs;
 
  private:
   HSTU_DEVICE int lane() const { return thread_ % 32; }
 
-  // Whether the thread has blocks. With 8 chunks, half of the threads have.
-  HSTU_DEVICE bool has_blocks() const { return kChunks == 16 || group_ < kChunks; }
+  // Whether the lane has a block: with 8 chunks, half of the lanes have.
+  HSTU_DEVICE bool has_block() const { return kPairs == 2 || lane() < 16; }
 
-  // Block n of the thread's diagonal of blocks: it begins in the first 8 rows with chunk group_,
+  // Block n of the lane's diagonal of blocks: it begins in the first 8 rows with chunk group_,
   // and goes on with chunk 0 after the last one. If kIsDescending, both rows and chunks are
   // counted from the end.
   static HSTU_DEVICE int row_block_of(int n) { return kIsDescending ? kRowBlocks - 1 - n : n; }
@@ -237,9 +184,6 @@ class TableGradients {
   static HSTU_DEVICE int chunk_of(int group, int n) {
     return (kIsDescending ? kChunks - 1 - group - n : group + n) & (kChunks - 1);
   }
-
-  // Whether the thread's diagonal ends within the tile.
-  HSTU_DEVICE bool is_finishing() const { return has_blocks() && group_ >= kChunks - kRowBlocks; }
 
   // Row `first` + `r` of a chunk of 8 keys in a tile of dS, in the layout of rows_tensor();
   // `first` is a multiple of 8. `from` points to row r.
@@ -257,27 +201,136 @@ class TableGradients {
     }
   }
 
-  // Where the thread's sums of its diagonal of blocks go when it is finished.
-  HSTU_DEVICE float4* finished_diagonal() const {
-    const int block = group_ - (kChunks - kRowBlocks);
-    return reinterpret_cast<float4*>(memory_.diagonals[buffer_ ^ 1].at(
-        lane() % 8, (kIsDescending ? kRowBlocks - 1 - block : block) * 8));
-  }
-  HSTU_DEVICE void store_finished(float4* to) {
-    to[0] = {diagonal_[0], diagonal_[1], diagonal_[2], diagonal_[3]};
-    to[1] = {diagonal_[4], diagonal_[5], diagonal_[6], diagonal_[7]};
-#pragma unroll
-    for (int n = 0; n < 8; ++n) diagonal_[n] = 0;
+  static HSTU_DEVICE void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t first,
+                                   uint32_t second) {
+    using Mma = std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
+                                   cute::SM80_16x8x16_F32F16F16F32_TN,
+                                   cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+    Mma::fma(sum[0], sum[1], sum[2], sum[3], left[0], left[1], left[2], left[3], first, second,
+             sum[0], sum[1], sum[2], sum[3]);
   }
 
-  // Goes on to the next tile of rows: its distances are those of this one less kRows, or more.
-  HSTU_DEVICE void go_on(const TableEntries& entries, int m, bool has_position) {
-    if constexpr (kChunks > kRowBlocks) group_ ^= kRowBlocks;
-    if (!has_position) return;
-    constexpr int kFirstFinished = kIsDescending ? 1 - kRowBlocks : kChunks - kRowBlocks;
-    pending_origin_ = entries.origin - m * kRows + kFirstFinished * 8;
-    is_pending_ = true;
-    buffer_ ^= 1;
+  // The sum of the lane's block, and the largest values of those that it has read, as two numbers
+  // in a word.
+  struct BlockSums {
+    float total;
+    uint32_t largest;
+  };
+
+  // Adds the blocks of a tile to the sums of diagonals, and finds the sum of each block.
+  template <bool kHasPosition, bool kHasTime>
+  HSTU_DEVICE BlockSums add_blocks(const Element* ds) {
+    const uint32_t bits = Element(1.0f).raw();
+    const uint32_t ones = bits | bits << 16;
+    // The identity: lane 4 g + t has elements 2 t and 2 t + 1 of row g, and of row g + 8.
+    const uint32_t one = lane() / 8 == lane() % 4 ? bits << lane() / 4 % 2 * 16 : 0;
+    const uint32_t identity[4] = {one, 0, 0, one};
+    // Rows n and n + 8 are the sums of the columns of block n of two diagonals.
+    float columns[kPairs][4] = {};
+    uint32_t largest = 0;
+    // Lanes 8 q to 8 q + 7 pass the addresses of block q of four: one of each diagonal, or two.
+    constexpr int kStep = 2 / kPairs;
+    const int own_step = kPairs == 2 ? 0 : lane() / 16;
+    const Element* const own_row = ds + lane() % 8 * 64;
+    const int warp = thread_ / 32;
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; n += kStep) {
+      const int own = n + own_step;
+      uint32_t words[4];
+      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(chunk_at(
+                                        own_row, row_block_of(own) * 8, lane() % 8, chunk_of(own))),
+                                    words[0], words[1], words[2], words[3]);
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const int block = n + pair / kPairs;
+        const int first = pair * 2;
+        if constexpr (kHasPosition) {
+          if (pair == 0 || kPairs == 1) {
+            // Two diagonals of the last pair end within the tile, and others begin.
+            if (block == 4 - warp) store_finished(1);
+            if (block == 8 - warp) store_finished(0);
+          }
+          multiply(diagonals_[pair % kPairs], identity, words[first], words[first + 1]);
+        }
+        if constexpr (kHasTime) {
+          const uint32_t ones_of_row = lane() / 4 == block ? ones : 0;
+          const uint32_t left[4] = {ones_of_row, 0, 0, ones_of_row};
+          multiply(columns[pair % kPairs], left, words[first], words[first + 1]);
+          largest = larger_magnitudes<Element>(
+              largest, larger_magnitudes<Element>(words[first], words[first + 1]));
+        }
+      }
+    }
+    if (kHasPosition && warp == 0) store_finished(0);
+    if constexpr (kHasTime) {
+      return {sum_of_block(columns), largest};
+    } else {
+      return {};
+    }
+  }
+
+  // Of the sums of the columns of blocks, the sum of the lane's block.
+  HSTU_DEVICE float sum_of_block(const float (&columns)[kPairs][4]) const {
+    // Lane 4 n + t gets the sum of block n of diagonal t, and hands it to lane 8 t + n.
+    float sums[2];
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      sums[pair] =
+          exchange(columns[pair][0] + columns[pair][1], columns[pair][2] + columns[pair][3], 1);
+    }
+    float sum;
+    if constexpr (kPairs == 2) {
+      sum = exchange(sums[0], sums[1], 2);
+    } else {
+      sum = sums[0] + __shfl_xor_sync(kAllLanes, sums[0], 2);
+    }
+    return __shfl_sync(kAllLanes, sum, lane() % 8 * 4 + lane() / 8);
+  }
+
+  // Stores the sums of the first or the second diagonal of the last pair, and begins another.
+  HSTU_DEVICE void store_finished(int half) {
+    float (&sums)[4] = diagonals_[kPairs - 1];
+    *reinterpret_cast<float2*>(memory_.diagonals[thread_ / 32].at(
+        half, lane() / 4, lane() % 4 * 2)) = {sums[half * 2], sums[half * 2 + 1]};
+    sums[half * 2] = sums[half * 2 + 1] = 0;
+  }
+
+  // Adds the diagonals that tile m has finished, and goes on to the next tile of rows, whose
+  // distances are those of this one less kRows, or more.
+  HSTU_DEVICE void finish_tile(const TableEntries& entries, int m) {
+    if constexpr (kPairs == 2) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float sum = diagonals_[0][n];
+        diagonals_[0][n] = diagonals_[1][n];
+        diagonals_[1][n] = sum;
+      }
+    }
+    __syncwarp();
+    const int half = lane() / 16;
+    const int distance = lane() % 16 - 7;  // 8 is none, and reads zeros
+    float sum = 0;
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      sum += *memory_.diagonals[thread_ / 32].at(half, row, distance + row);
+    }
+    __syncwarp();
+    constexpr int kFirst = kIsDescending ? 1 - kRowBlocks : kChunks - kRowBlocks;
+    const int block = thread_ / 32 + 4 * half;
+    const int own_block = kFirst + (kIsDescending ? kRowBlocks - 1 - block : block);
+    // Distances past the ends of the table share its first and its last entry, to which one lane
+    // adds their sum.
+    const int last = entries.position_size - 1;
+    const int entry = min(max(entries.origin - m * kRows + own_block * 8 + distance, 0), last);
+    const uint32_t before = __ballot_sync(kAllLanes, entry == 0);
+    const uint32_t after = __ballot_sync(kAllLanes, entry == last);
+    if (before | after) {
+      const float sum_before = sum_of_warp(entry == 0 ? sum : 0);
+      const float sum_after = sum_of_warp(entry == last ? sum : 0);
+      if (entry == last) sum = lane() == __ffs(static_cast<int>(after)) - 1 ? sum_after : 0;
+      if (entry == 0) sum = lane() == __ffs(static_cast<int>(before)) - 1 ? sum_before : 0;
+    }
+    entries.sums.position.add(entries.first_position + entry, sum);
   }
 
   // Each lane has a part of two sums. Returns that of its own one and its partner's part of it:
@@ -286,11 +339,6 @@ class TableGradients {
     const bool is_second = lane() & bit;
     const float given = is_second ? first : second;
     return (is_second ? second : first) + __shfl_xor_sync(kAllLanes, given, bit);
-  }
-
-  // The number of ones from bit 0 on up to the first zero.
-  static constexpr HSTU_DEVICE int count_ones_from_0(int n) {
-    return n % 2 == 0 ? 0 : 1 + count_ones_from_0(n / 2);
   }
 
   static HSTU_DEVICE float sum_of_warp(float sum) {
@@ -399,9 +447,8 @@ class TableGradients {
     row.count = __shfl_sync(kAllLanes, block.count, from);
     row.least = __shfl_sync(kAllLanes, block.least, from);
     const int flags = __shfl_sync(kAllLanes, block.flags, from);
-    const int group = group_ + (from / 8 - lane() / 8) * 4;
     row.row = row_block_of(from % 8) * 8 + lane() % 8;
-    row.chunk = chunk_of(group & 15, from % 8);
+    row.chunk = chunk_of(from / 8 * 4 + thread_ / 32, from % 8);
     const uint32_t time = memory_.rows[parity].times[row.row];
     const uint32_t least = static_cast<uint32_t>(row.least);
     row.from = flags == Block::kIsPast     ? time - least
@@ -520,11 +567,10 @@ class TableGradients {
   int thread_;
   const KeyTimes<kKeys>& keys_;
   Memory& memory_;
-  int group_;                // g
-  float diagonal_[8] = {};   // sums of the diagonal of blocks
-  bool is_pending_ = false;  // add_finished() has something to add
-  int buffer_ = 0;           // of memory_.diagonals, that it reads
-  int pending_origin_ = 0;   // the entry of the first of these distances + 7
+  int group_;  // of the lane's diagonal
+  // The sums of pairs of diagonals of blocks, of which the last pair ends within the next tile.
+  // Those of the first diagonal are in the first two numbers.
+  float diagonals_[kPairs][4] = {};
 };
 
 }  // namespace hstu::sm90

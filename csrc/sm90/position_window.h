@@ -1,0 +1,60 @@
+// The weights by position that a tile of scores of the backward reads: a window of the table, which
+// TMA copies to shared memory.
+#pragma once
+
+#include "../common/relative_bias.h"
+#include "pipeline.h"
+
+namespace hstu::sm90 {
+
+// The weights of kRows rows and kKeys keys, in one or two copies. Entry n has distance
+// n - (kRows - 1) of a key and a row, counted from the first of each.
+template <int kRows, int kKeys, int kCopies>
+struct PositionWindow {
+  // Entries before and after the prepared table, so that a window past its ends is in it, too.
+  static constexpr int kMargin = kRows + kKeys + 8;
+  static constexpr int kEntries = kRows + kKeys;
+  static constexpr int kBytes = kCopies * kEntries * sizeof(float);
+  // NOTE: the copies begin 16 banks apart, so that lanes with odd and with even keys do not
+  // conflict.
+  static constexpr int kStride = kEntries + 16;
+  static_assert(kStride % 32 == 16);
+
+  // Copy c begins with entry c, so that two neighboring entries are aligned in one of two copies.
+  alignas(16) float copies[kCopies][kStride];
+
+  // Starts copying the window of rows from `row` and keys from `key` on, and tells `full`, which
+  // expects kBytes. `position` is the prepared table of a head. Called by one thread.
+  HSTU_DEVICE void start_copy(const PreparedBias& prepared, const float* position,
+                              const Sequence& sequence, int row, int key,
+                              cutlass::arch::ClusterTransactionBarrier& full) {
+    const int size = 2 * prepared.reach - 1;
+    const int distance = key - row - sequence.offset - (kRows - 1);
+    const int wanted = distance + prepared.reach - 1 + kMargin;
+    const int first = min(max(wanted, 0), size + kMargin);
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      // Each copy of the prepared table begins one entry later, so that one of them is aligned.
+      const int shift = (first + copy) % 4;
+      cute::SM90_BULK_COPY_G2S::copy(
+          position + shift * prepared.position_copy_stride + (first + copy - shift),
+          reinterpret_cast<uint64_t*>(&full), copies[copy], kEntries * sizeof(float));
+    }
+  }
+
+  // Loads the weights of the lane's scores: of two keys, `key` and the one 8 further, and of pairs
+  // of rows from `row` on, 8 rows apart. The scores are in the order of an accumulator: pairs of
+  // rows, of one key and then of the other.
+  template <int kPairs>
+  HSTU_DEVICE void load(int row, int key, float2 (&weights)[kPairs + 1]) const {
+    const int first = key - row - 1 + kRows - 1;
+    const float* const from = copies[first % kCopies] + (first - first % kCopies);
+#pragma unroll
+    for (int n = 0; n <= kPairs; ++n) {
+      const float* const pair = from + (1 - n) * 8;
+      weights[n] = kCopies == 2 ? *reinterpret_cast<const float2*>(pair) : float2{pair[0], pair[1]};
+    }
+  }
+};
+
+}  // namespace hstu::sm90
