@@ -14,14 +14,25 @@ template <typename Traits>
 class BackwardBias {
   using BiasState = typename Traits::BiasState;
   using DsState = typename Traits::DsState;
+  using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
   using WorkTile = typename Traits::WorkTile;
   static constexpr int kRows = Traits::kRows;
   static constexpr int kKeys = Traits::kBlockKeys;
-  using Gradients =
-      TableGradients<kRows, kKeys, typename Traits::Element, Traits::kIsDeterministic>;
+  using Gradients = TableGradients<kRows, kKeys, Element, Traits::kIsDeterministic>;
 
  public:
+  static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
+                              SharedMemory& smem) {
+    if (params.relative_bias.time.data) {
+      run<true>(params, buffers, smem);
+    } else {
+      run<false>(params, buffers, smem);
+    }
+  }
+
+ private:
+  template <bool kHasTime>
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
     const TableSums& sums = buffers.sums;
@@ -41,57 +52,64 @@ class BackwardBias {
           first_entry(tables.position, params, work_tile.head),
           first_entry(tables.time, params, work_tile.head),
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
-      const bool has_time = tables.time.data;
-      if (has_time) {
+      // Computes the weights by time of tile m of rows.
+      const auto find_times = [&](int m) {
+        const int thread = thread_of_warpgroup();
+        RowTimes times;
+        if (m >= 0) times = bias.times_of_row(m * kRows + thread % kRows);
+        ptx::cp_async_wait_all();
+        sync();  // what the keys have is written, and the times of rows of the tile before are read
+        if (m < 0) return;
+        const int next = Traits::next_row_tile(work_tile, m);
+        if (next >= 0) bias.prefetch_times_of_row(next * kRows + thread % kRows);
+        gradients.store_rows(times, bias_state.count % 2);
+        find_tile(thread, work_tile, bias, times, bias_state, smem);
+      };
+      int m = Traits::first_row_tile(work_tile);
+      if constexpr (kHasTime) {
         const int thread = thread_of_warpgroup();
         sync();  // the windows have been read
         bias.template start_copy_keys<kWarpgroup>(thread, Traits::first_key(work_tile),
                                                   memory.keys);
         bias.template start_copy_cells<kWarpgroup>(thread, memory.cells);
       }
-      int m = Traits::first_row_tile(work_tile);
-      int next = m;
-      for (bool is_first = true;; is_first = false) {
-        const int own_thread = thread_of_warpgroup();
-        gradients.set_thread(own_thread);
-        if (has_time) {
-          RowTimes times;
-          if (next >= 0) times = bias.times_of_row(next * kRows + own_thread % kRows);
-          ptx::cp_async_wait_all();
-          sync();  // what the keys have is written, and times of rows are read
-          // The bias of the next tile, which is the first one in the first round.
-          if (next >= 0) {
-            const int after = Traits::next_row_tile(work_tile, next);
-            if (after >= 0) bias.prefetch_times_of_row(after * kRows + own_thread % kRows);
-            gradients.store_rows(times, bias_state.count % 2);
-            find_tile(own_thread, work_tile, bias, times, bias_state, smem);
+      // With weights by time, the first round only computes those of the first tile.
+      int next = kHasTime ? m : Traits::next_row_tile(work_tile, m);
+      for (bool is_first = kHasTime;; is_first = false) {
+        gradients.set_thread(thread_of_warpgroup());
+        typename Gradients::Block block;
+        const int parity = ds_state.count % 2;
+        if constexpr (kHasTime) {
+          find_times(next);
+          if (is_first) {
+            next = Traits::next_row_tile(work_tile, m);
+            continue;
           }
-        }
-        if (!is_first) {
-          const int parity = ds_state.count % 2;
-          typename Gradients::Block block;
           if (sums.time.words)
             block = gradients.find_block(tables, Traits::first_key(work_tile), parity);
-          smem.pipeline_ds.consumer_wait(ds_state);
-          const auto release = [&] { smem.pipeline_ds.consumer_release_by_warp(ds_state); };
-          if (sums.position.words || sums.time.words) {
-            gradients.add_tile(entries, tables, m, parity, block,
-                               Traits::ds_tile(smem, ds_state) + Traits::rank() * (kRows * kKeys),
-                               memory.warps[own_thread / 32].time_bins, release);
-          } else {
-            release();
-          }
-          ds_state.advance();
-          if (sums.position.words) skip_tiles(entries, m, next, gradients);
-          m = next;
-          if (m < 0) break;
         }
+        smem.pipeline_ds.consumer_wait(ds_state);
+        compiler_barrier();  // before plain loads of what has been waited for
+        const Element* const ds =
+            Traits::ds_tile(smem, ds_state) + Traits::rank() * (kRows * kKeys);
+        const auto release = [&] { smem.pipeline_ds.consumer_release_by_warp(ds_state); };
+        if (kHasTime && sums.time.words) {
+          gradients.add_tile(entries, tables, m, parity, block, ds,
+                             memory.warps[thread_of_warpgroup() / 32].time_bins, release);
+        } else if (sums.position.words) {
+          gradients.add_positions(entries, m, ds, release);
+        } else {
+          release();
+        }
+        ds_state.advance();
+        if (sums.position.words) skip_tiles(entries, m, next, gradients);
+        m = next;
+        if (m < 0) break;
         next = Traits::next_row_tile(work_tile, m);
       }
     });
   }
 
- private:
   // NOTE: the compiler knows nothing about the value. Otherwise it would keep, and spill, what
   // follows from it for all steps.
   static HSTU_DEVICE int thread_of_warpgroup() { return bounded_thread_idx() % kWarpgroup; }

@@ -148,16 +148,19 @@ class TableGradients {
                             int parity, const Block& block, const Element* ds, int* memory_of_bins,
                             Release release) {
     const bool has_position = entries.sums.position.words;
-    if (!entries.sums.time.words) {
-      add_blocks<true, false>(ds);
-      release();
-    } else {
-      const BlockSums sums =
-          has_position ? add_blocks<true, true>(ds) : add_blocks<false, true>(ds);
-      add_times(entries, bias, m * kRows, parity, block, sums.total, sums.largest, ds,
-                memory_of_bins, release);
-    }
+    const BlockSums sums = has_position ? add_blocks<true, true>(ds) : add_blocks<false, true>(ds);
+    add_times(entries, bias, m * kRows, parity, block, sums.total, sums.largest, ds, memory_of_bins,
+              release);
     if (has_position) finish_tile(entries, m);
+  }
+
+  // The same without weights by time.
+  template <typename Release>
+  HSTU_DEVICE void add_positions(const TableEntries& entries, int m, const Element* ds,
+                                 Release release) {
+    add_blocks<true, false>(ds);
+    release();
+    finish_tile(entries, m);
   }
 
   // The same for an empty tile.
