@@ -80,7 +80,9 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
 // The reason why a backward that these kernels support is left to the sm80 kernels, because these
 // are faster; null if they are not.
 inline const char* backward_slow_reason(const CudaDevice& device, const BackwardParams& params) {
-  if (params.dts_weight && !device.is_forced) return "a gradient of ts_weight";
+  constexpr int kMostHeadDimOfTimeSums = 128;  // of the sm80 kernels, where these are faster
+  const bool sums_times = params.dts_weight && params.q.head_dim <= kMostHeadDimOfTimeSums;
+  if (sums_times && !device.is_forced) return "a gradient of ts_weight";
   return nullptr;
 }
 

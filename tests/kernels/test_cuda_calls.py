@@ -346,11 +346,15 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
 
 
 def test_a_gradient_of_the_time_table_gets_the_faster_kernels(monkeypatch, capfd):
-    """sm80's, unless sm90's are forced; the other calls get those of the GPU."""
+    """sm80's up to head dim 128, unless sm90's are forced; the other calls get those of the GPU."""
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
     forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
-    batch = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="position-time")
-    position_alone = make_batch([72], device="cuda", dtype=BF16, mask="causal", bias="position")
+
+    def make(dim, bias):
+        return make_batch([72], device="cuda", dim=dim, dtype=BF16, mask="causal", bias=bias)
+
+    batch, wide = make(128, "position-time"), make(256, "position-time")
+    position_alone = make(128, "position")
 
     def printed(batch):
         run(hstu_attention, batch, random_dout(batch))
@@ -363,6 +367,7 @@ def test_a_gradient_of_the_time_table_gets_the_faster_kernels(monkeypatch, capfd
     monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
     assert printed(batch) == backward + "80, because of a gradient of ts_weight"
     assert printed(position_alone) == backward + "90"
+    assert printed(wide) == backward + "90"
 
 
 def test_backward_on_another_thread_than_the_forward():
