@@ -99,6 +99,12 @@ struct TimeRange {
   int64_t latest;
 };
 
+// The times of 8 keys. After the last key of a sequence, its time is repeated.
+struct alignas(16) KeyBlockTimes {
+  TimeRange range;
+  uint32_t times[8];  // the low words
+};
+
 // Time differences that share their highest bits; see difference_cell().
 struct alignas(16) BucketCell {
   uint64_t threshold;  // the first one above the smallest difference, or UINT64_MAX
@@ -129,21 +135,21 @@ struct alignas(16) NarrowCell {
 // The tables and ranges of times in the form that the GPU kernels read. prepare_relative_bias()
 // writes them to the workspace.
 struct PreparedBias {
-  // [position.heads, 4, position_copy_stride]: 8 times the first entry, the table, and 8 times the
-  // last entry; copy n begins with entry n of these. Aligned to 16 bytes.
+  // [position.heads, 4, position_copy_stride]: position_margin times the first entry, the table,
+  // and as often the last entry; copy n begins with entry n of these. Aligned to 16 bytes.
   float* position = nullptr;
   int64_t position_head_stride = 0;
   int position_copy_stride = 0;
-  int position_margin = 8;  // the first and the last entry are repeated as often, in place of 8
-  // The same in fp16 instead, for the sm90 forward: [position.heads, 2, position_copy_stride].
-  uint16_t* half_position = nullptr;
+  int position_margin = 8;             // how often the first and the last entry are repeated
   int reach = 0;                       // R
   float* time = nullptr;               // [time.heads, time.size]
   BucketCell* cells = nullptr;         // [kDifferenceCells]
   WeightCell* weight_cells = nullptr;  // [time.heads, kDifferenceCells]
   NarrowCell* narrow_cells = nullptr;  // [time.heads, kNarrowCells]
-  TimeRange* ranges = nullptr;         // [total_k / 8 + B]: of 8 keys, see first_tile()
-  TimeRange* row_ranges = nullptr;     // [total_q / 8 + B]: of 8 rows, see first_tile()
+  // [total_k / 8 + B]: of 8 keys, see first_tile(). The sm90 forward has time_blocks instead.
+  TimeRange* ranges = nullptr;
+  KeyBlockTimes* time_blocks = nullptr;
+  TimeRange* row_ranges = nullptr;  // [total_q / 8 + B]: of 8 rows, see first_tile()
 };
 
 // Bias computed in the kernel from positions and event times.

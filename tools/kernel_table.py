@@ -21,7 +21,7 @@ NAME_COLUMNS = 72
 
 # Parts of the names of attention kernels that may spill, by the folder of their sources.
 MAY_SPILL = {
-    # Another warpgroup computes the bias, so that the consumers have fewer registers.
+    # Consumers compute the bias beside their accumulators, or another warpgroup takes registers.
     "sm90": "RelativeScoreBias",
 }
 

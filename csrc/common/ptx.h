@@ -72,7 +72,18 @@ HSTU_DEVICE T ld_shared_volatile(const T* address) {
   return result;
 }
 
-// The same of device memory that the kernel does not write.
+// Loads a word of shared memory if `bits` has a bit of `mask`, or else returns 0, without a branch.
+HSTU_DEVICE uint32_t ld_shared_if(uint32_t bits, uint32_t mask, const uint32_t* address) {
+  uint32_t word = 0;
+  asm volatile(
+      "{.reg .pred p; .reg .b32 t; and.b32 t, %1, %2; setp.ne.u32 p, t, 0;"
+      " @p ld.shared.b32 %0, [%3];}"
+      : "+r"(word)
+      : "r"(bits), "r"(mask), "r"(shared_address(address)));
+  return word;
+}
+
+// Loads 16 bytes of device memory that the kernel does not write.
 template <typename T>
 HSTU_DEVICE T ld_global_nc_volatile(const T* address) {
   uint4 words;

@@ -28,27 +28,15 @@ __device__ float read_weight(const BiasTable& table, int head, int entry) {
   }
 }
 
-// Limits a weight so that the sum of two is in the range of fp16. A NaN remains.
-__device__ float limit(float weight) {
-  constexpr float kLimit = 65504.0f / 2;
-  return weight > kLimit ? kLimit : weight < -kLimit ? -kLimit : weight;
-}
-
 __device__ void copy_position_table(const RelativeBias& bias, int thread, int threads) {
   const PreparedBias& prepared = bias.prepared;
-  const int copies = prepared.half_position ? 2 : 4;
   for (int head = 0; head < bias.position.heads; ++head) {
     const int64_t first = head * prepared.position_head_stride;
-    for (int copy = 0; copy < copies; ++copy) {
+    for (int copy = 0; copy < 4; ++copy) {
       for (int n = thread; n < prepared.position_copy_stride; n += threads) {
         const int entry = min(max(n + copy - prepared.position_margin, 0), bias.position.size - 1);
-        const float weight = read_weight(bias.position, head, entry);
-        const int64_t to = first + int64_t{copy} * prepared.position_copy_stride + n;
-        if (prepared.half_position) {
-          prepared.half_position[to] = cutlass::half_t(limit(weight)).raw();
-        } else {
-          prepared.position[to] = weight;
-        }
+        prepared.position[first + int64_t{copy} * prepared.position_copy_stride + n] =
+            read_weight(bias.position, head, entry);
       }
     }
   }
@@ -56,10 +44,7 @@ __device__ void copy_position_table(const RelativeBias& bias, int thread, int th
 
 __device__ void copy_time_table(const RelativeBias& bias, int thread, int threads) {
   const PreparedBias& prepared = bias.prepared;
-  const auto weight_of = [&](int head, int entry) {
-    const float weight = read_weight(bias.time, head, entry);
-    return prepared.half_position ? limit(weight) : weight;
-  };
+  const auto weight_of = [&](int head, int entry) { return read_weight(bias.time, head, entry); };
   for (int head = 0; head < bias.time.heads; ++head) {
     float* const to = prepared.time + int64_t{head} * bias.time.size;
     for (int n = thread; n < bias.time.size; n += threads) to[n] = weight_of(head, n);
@@ -85,10 +70,9 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
   }
 }
 
-// Finds the ranges of `length` times, where time_of(n) is one.
-template <typename TimeOf>
-__device__ void find_ranges(int length, TimeRange* ranges, int thread, int threads,
-                            TimeOf time_of) {
+// Finds the ranges of `length` times, where time_of(n) is one. Calls store(n, range) for each.
+template <typename TimeOf, typename Store>
+__device__ void find_ranges(int length, int thread, int threads, TimeOf time_of, Store store) {
   for (int n = thread; n * 8 < length; n += threads) {
     const int64_t first = time_of(n * 8);
     TimeRange range = {first, first};
@@ -97,7 +81,7 @@ __device__ void find_ranges(int length, TimeRange* ranges, int thread, int threa
       range.earliest = min(range.earliest, time);
       range.latest = max(range.latest, time);
     }
-    ranges[n] = range;
+    store(n, range);
   }
 }
 
@@ -105,10 +89,23 @@ __device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, 
                             int threads) {
   const Sequence sequence = load_sequence(batch, b);
   const PreparedBias& prepared = bias.prepared;
-  find_ranges(sequence.k_len, prepared.ranges + first_tile(sequence.k_begin, b, 8), thread, threads,
-              [&](int key) { return bias.timestamps[sequence.k_begin + key]; });
-  find_ranges(sequence.q_len, prepared.row_ranges + first_tile(sequence.q_begin, b, 8), thread,
-              threads, [&](int row) { return time_of_row(bias, sequence, row); });
+  const int64_t first_keys = first_tile(sequence.k_begin, b, 8);
+  const int64_t first_rows = first_tile(sequence.q_begin, b, 8);
+  const auto time_of_key = [&](int key) { return bias.timestamps[sequence.k_begin + key]; };
+  find_ranges(sequence.k_len, thread, threads, time_of_key, [&](int n, const TimeRange& range) {
+    if (!prepared.time_blocks) {
+      prepared.ranges[first_keys + n] = range;
+      return;
+    }
+    KeyBlockTimes block;
+    block.range = range;
+    for (int key = 0; key < 8; ++key)
+      block.times[key] = static_cast<uint32_t>(time_of_key(min(n * 8 + key, sequence.k_len - 1)));
+    prepared.time_blocks[first_keys + n] = block;
+  });
+  find_ranges(
+      sequence.q_len, thread, threads, [&](int row) { return time_of_row(bias, sequence, row); },
+      [&](int n, const TimeRange& range) { prepared.row_ranges[first_rows + n] = range; });
 }
 
 // The first `table_blocks` blocks copy the tables. Each of the others finds a part of the ranges of

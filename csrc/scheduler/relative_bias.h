@@ -9,29 +9,30 @@
 
 namespace hstu {
 
-// Takes the memory of PreparedBias.
+// Takes the memory of PreparedBias. With tile_keys > 0, it has time_blocks, so many that those of
+// each tile of this many keys can be read.
 inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
-                                       const BatchParams& batch, bool is_half = false,
-                                       int position_margin = 8) {
+                                       const BatchParams& batch, int position_margin = 8,
+                                       int tile_keys = 0) {
   PreparedBias prepared;
   prepared.position_margin = position_margin;
   if (bias.position.data) {
     prepared.reach = (bias.position.size + 1) / 2;
     prepared.position_copy_stride = round_up(bias.position.size + 2 * position_margin, 4);
-    prepared.position_head_stride = int64_t{is_half ? 2 : 4} * prepared.position_copy_stride;
-    const int64_t weights = bias.position.heads * prepared.position_head_stride;
-    if (is_half) {
-      prepared.half_position = workspace.take<uint16_t>(weights);
-    } else {
-      prepared.position = workspace.take<float>(weights);
-    }
+    prepared.position_head_stride = int64_t{4} * prepared.position_copy_stride;
+    prepared.position = workspace.take<float>(bias.position.heads * prepared.position_head_stride);
   }
   if (bias.time.data) {
     prepared.time = workspace.take<float>(int64_t{bias.time.heads} * bias.time.size);
     prepared.cells = workspace.take<BucketCell>(kDifferenceCells);
     prepared.weight_cells = workspace.take<WeightCell>(int64_t{bias.time.heads} * kDifferenceCells);
     prepared.narrow_cells = workspace.take<NarrowCell>(int64_t{bias.time.heads} * kNarrowCells);
-    prepared.ranges = workspace.take<TimeRange>(WorkList::max_tiles(batch.total_k, batch.batch, 8));
+    const int64_t blocks = WorkList::max_tiles(batch.total_k, batch.batch, 8);
+    if (tile_keys > 0) {
+      prepared.time_blocks = workspace.take<KeyBlockTimes>(blocks + tile_keys / 8 + 1);
+    } else {
+      prepared.ranges = workspace.take<TimeRange>(blocks);
+    }
     prepared.row_ranges =
         workspace.take<TimeRange>(WorkList::max_tiles(batch.total_q, batch.batch, 8));
   }

@@ -11,6 +11,7 @@
 //   tile_scheduler.h              which work tiles a block gets
 //   epilogue.h                    how O is stored, and how split-KV adds up
 //   key_source.h, score_bias.h    policies: packed or paged keys, a bias or none
+//   relative_score_bias.h         how consumers compute a relative bias
 //   split_heuristic.h             how many splits there are
 //   launch_forward.h              the host side
 #pragma once
@@ -41,6 +42,7 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
       Bias::prefetch(maps);
       if constexpr (Source::kIsPaged) cute::prefetch_tma_descriptor(&maps.pages.map);
     }
+    if constexpr (Traits::kHasRelativeBias) Traits::clear_bias(params.relative_bias, smem);
     __syncthreads();
     if (!has_list) wait_for_previous_kernel();  // else the scheduler waits before it reads the list
 
@@ -49,11 +51,6 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
       ForwardProducer<Traits>::run(params, maps, metadata, smem);
-    } else if (Bias::kWarpgroups && warpgroup > Traits::kConsumers) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.bias>();
-      if constexpr (Bias::kWarpgroups) {
-        Bias::template run<Traits>(params, smem);
-      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       ForwardConsumer<Traits>(params, metadata, smem, warpgroup - 1).run();

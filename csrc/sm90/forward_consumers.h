@@ -60,6 +60,7 @@ struct ForwardConsumer {
       scheduler_barrier.sync();
       start_scores();
       scheduler_barrier.arrive();
+      find_bias();
       wait_for_wgmma<0>(scores);
       silu_scores();
       round_and_mask(find_visible_early());
@@ -78,6 +79,7 @@ struct ForwardConsumer {
         start_scores();
         start_out(k_state.prev());
         scheduler_barrier.arrive();
+        find_bias();
         wait_for_wgmma<1>(scores);
         silu_scores();
         const uint64_t visible = find_visible_early();
@@ -111,11 +113,12 @@ struct ForwardConsumer {
     smem.pipeline_work.consumer_wait(work_state);
     const WorkTile& work_tile = work_tile_at(work_state);
     if (work_tile.is_end() || (Traits::kIsSplitByCluster && work_tile.is_empty())) return false;
+    if constexpr (Traits::kHasRelativeBias) bias.enter(work_tile, warpgroup);
     smem.pipeline_q.consumer_wait(q_state);
     return true;
   }
 
-  // Issues S = Q K^T + bias.
+  // Issues S = Q K^T + bias, or Q K^T alone if the bias is added after.
   HSTU_DEVICE void start_scores() {
     start_gemm(ScoreMma{},
                rows_tensor<kWarpgroupRows, kHeadDim>(smem.q[q_state.index()][warpgroup]),
@@ -129,14 +132,23 @@ struct ForwardConsumer {
     out_scale = GMMA::ScaleOut::One;
   }
 
+  // Computes a relative bias of the scores, while products run.
+  HSTU_DEVICE void find_bias() {
+    if constexpr (Traits::kHasRelativeBias) {
+      tile = read_by_warp(smem.key_tiles[k_state.index()]);
+      bias.find(smem, work_tile_at(work_state), warpgroup, k_state, q_state, tile.first_key());
+    }
+  }
+
   // P = silu(alpha * S), before the mask.
   HSTU_DEVICE void silu_scores() {
-    tile = read_by_warp(smem.key_tiles[k_state.index()]);
+    if constexpr (!Traits::kHasRelativeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
     smem.pipeline_k.consumer_release_by_warp(k_state);
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
+    if constexpr (Traits::kHasRelativeBias) bias.scale(smem, warpgroup, k_state, scores);
 #pragma unroll
     for (int n = 0; n < size(scores); ++n) {
-      const float x = half_alpha * scores(n);
+      const float x = Traits::kHasRelativeBias ? scores(n) : half_alpha * scores(n);
       scores(n) = silu_of_half(x, tanh_approx(x));
     }
     // NOTE: this is a branch, and the compiler does not move the activation behind it, where P V is
@@ -153,8 +165,9 @@ struct ForwardConsumer {
 
   // Finds the bits of the mask while P V still runs. Its branch keeps the compiler from moving a
   // third of the activation behind the wait for P V, which took 1.5 % of a paged call at head dim
-  // 256. At other head dims nothing moves, and calls are 1 to 3 % slower this way.
-  static constexpr bool kFindsVisibleEarly = kHeadDim == 256;
+  // 256. At other head dims nothing moves without a relative bias, and calls are 1 to 3 % slower
+  // this way.
+  static constexpr bool kFindsVisibleEarly = kHeadDim == 256 || Traits::kHasRelativeBias;
   HSTU_DEVICE uint64_t find_visible_early() const {
     return kFindsVisibleEarly && tile.is_partial() ? find_visible() : 0;
   }
@@ -181,7 +194,7 @@ struct ForwardConsumer {
       tile = read_by_warp(smem.key_tiles[k_state.index()]);
       smem.pipeline_k.consumer_release_by_warp(k_state);
       smem.pipeline_v.consumer_release_by_warp(k_state);
-      bias.skip_tile(smem, warpgroup);
+      bias.skip_tile(smem);
       k_state.advance();
     }
   }

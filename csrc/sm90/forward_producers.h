@@ -43,6 +43,8 @@ class ForwardProducer {
         smem.pipeline_q.producer_acquire(state);
         copy_rows<Traits::kRows, Traits::kHeadDim, kWarpgroupRows>(
             maps.q, rows, first, smem.q[state.index()][0], smem.pipeline_q.full[state.index()]);
+        if constexpr (Traits::kHasRelativeBias)
+          RelativeBiasProducer<Traits>::load_cells(params, smem, work_tile, state);
       }
       state.advance();
       loader.load(params, maps, smem, work_tile);
@@ -67,7 +69,7 @@ class ForwardProducer {
       smem.pipeline_k.producer_acquire(state);
       if (Source::is_leader()) smem.key_tiles[state.index()] = key_tile(work_tile, first, next);
       loader.load(params, maps, smem, work_tile, first, state.index());
-      bias.load(params, maps, smem, work_tile, first);
+      bias.load(params, maps, smem, work_tile, first, state);
     });
   }
 

@@ -46,22 +46,21 @@ struct ForwardTraits {
   static_assert(kIsSplitByCluster == (kClusterSize > 1), "a cluster is for split-KV");
 
   static constexpr ForwardTiles kTiles =
-      forward_tiles<kHeadDim, Bias::kHasTiles, Source::kIsPaged, Source::kIsQuantized>();
+      forward_tiles<kHeadDim, Bias::kHasTiles, Bias::kIsAddedAfter, Source::kIsPaged,
+                    Source::kIsQuantized>();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      Bias::kWarpgroups
-          ? registers_with_bias(kHeadDim, Source::kIsPaged)
-          : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+      forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr int kConsumerWarps = kConsumers * 4;
-  static constexpr int kWarpgroups = 1 + kConsumers + Bias::kWarpgroups;
+  static constexpr bool kHasBiasTiles = Bias::kHasTiles && !Bias::kIsAddedAfter;
+  static constexpr int kWarpgroups = 1 + kConsumers;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
   static_assert(!Source::kIsQuantized || !Bias::kHasTiles, "a bias leaves no room for scales");
-  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer +
-                        Bias::kWarpgroups * kRegisters.bias <=
+  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
 
@@ -71,8 +70,7 @@ struct ForwardTraits {
   static constexpr bool kWaitsForMemory = true;
 
   using ScoreMma = SmemMma<Element, kKeys, kHeadDim>;
-  // NOTE: with four warpgroups, ptxas compiles no instruction with 128 accumulators.
-  using OutMma = RegisterMma<Element, kWarpgroups <= 3 ? kHeadDim : smaller(kHeadDim, 128), kKeys>;
+  using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
 
   static constexpr int kNoKey = INT_MAX;        // tile_from(): no key tile is visible
   static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile
@@ -148,10 +146,16 @@ struct ForwardTraits {
   using WorkState = PipelineState<4>;
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
-  // A relative bias has a pipeline for the rows of each consumer: with one stage, it computes those
-  // of one consumer while the other one needs none.
-  static constexpr int kBiasPipelines = Bias::kWarpgroups ? kConsumers : 1;
-  using BiasState = PipelineState<Bias::kWarpgroups ? 1 : 2>;
+  using BiasState = PipelineState<2>;
+  // Of a relative bias. With one more window than stages of K, consumers read a window after they
+  // have released K of its tile.
+  static constexpr bool kHasRelativeBias = Bias::kIsAddedAfter;
+  using BiasWindow = RelativeBiasWindow<kRows, kKeys>;
+  using BiasOfWarp = RelativeBiasOfWarp<kKeys>;
+  static constexpr int kBiasWindows = kHasRelativeBias ? KVState::kStages + 1 : 0;
+  static HSTU_DEVICE int bias_window(KVState state) {
+    return static_cast<int>(state.count % (KVState::kStages + 1));
+  }
   using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:
@@ -168,14 +172,14 @@ struct ForwardTraits {
   //    is never NaN where P is masked.
   // 4. Order of the products. Warpgroups issue them in turn: each calls sync() and then arrive() of
   //    the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
-  // 5. Bias. The tile of the bias of a key tile is copied after its K, or computed by the warpgroup
-  //    of a relative bias, and is consumed with K: pipeline_bias advances with pipeline_k, also in
-  //    drain_tiles().
+  // 5. Bias. The tile of a dense bias of a key tile is copied after its K, and is consumed with K:
+  //    pipeline_bias advances with pipeline_k, also in drain_tiles(). For a relative bias, the
+  //    windows of keys and the cells of the head arrive on the barriers of K and Q.
   struct SharedMemory {
     alignas(1024) Element q[QState::kStages][kConsumers][kWarpgroupRows * kHeadDim];
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
-    alignas(1024) BiasElement bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kKeys];
+    alignas(1024) BiasElement bias[kHasBiasTiles ? BiasState::kStages : 0][kRows * kKeys];
     WorkTile work_tiles[WorkState::kStages];
     Quantized quantized[Source::kIsQuantized ? 2 : 0];  // of K, of V
     KeyTile key_tiles[KVState::kStages];
@@ -185,30 +189,37 @@ struct ForwardTraits {
     Pipeline<QState::kStages> pipeline_q;
     Pipeline<KVState::kStages> pipeline_k;
     Pipeline<KVState::kStages> pipeline_v;
-    Pipeline<BiasState::kStages> pipeline_bias[kBiasPipelines];
-    typename Bias::template Windows<kRows, kKeys> bias_windows[Bias::kWarpgroups];
+    Pipeline<BiasState::kStages> pipeline_bias;
+    BiasWindow bias_windows[kBiasWindows];
+    NarrowCells bias_cells[kHasRelativeBias ? QState::kStages : 0];
+    BiasOfWarp bias_warps[kHasRelativeBias ? kConsumerWarps : 0];
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
+
+  // Where there is no table, weights are zeros that are not written again. Called by all threads.
+  static HSTU_DEVICE void clear_bias(const RelativeBias& bias, SharedMemory& smem) {
+    if (!bias.position.data) {
+      for (BiasWindow& window : smem.bias_windows) window.position.clear(threadIdx.x, kThreads);
+    }
+    if (!bias.time.data) {
+      for (int n = threadIdx.x; n < kConsumerWarps * BiasOfWarp::kBlocks; n += kThreads)
+        smem.bias_warps[n / BiasOfWarp::kBlocks].weights[n % BiasOfWarp::kBlocks] = 0;
+    }
+  }
 
   // Called by one thread.
   static HSTU_DEVICE void init(SharedMemory& smem) {
     constexpr int kCopyThreads = Source::kQueryCopyLanes + 2 * Source::kCopyLanes;
-    constexpr int kBiasThreads = Bias::kWarpgroups * kWarpgroup;
-    smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + kCopyThreads + kBiasThreads,
+    smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + kCopyThreads,
                             /*producers=*/kSchedulerLanes);
     if constexpr (Source::kIsQuantized) {
       for (Quantized& quantized : smem.quantized) quantized.init();
     }
-    smem.pipeline_q.init(kConsumerWarps);
-    smem.pipeline_k.init(kConsumerWarps);
+    constexpr int kProducers = kHasRelativeBias ? 2 : 1;
+    smem.pipeline_q.init(kConsumerWarps, kProducers);
+    smem.pipeline_k.init(kConsumerWarps, kProducers);
     smem.pipeline_v.init(kConsumerWarps);
-    for (auto& pipeline : smem.pipeline_bias) {
-      if constexpr (Bias::kWarpgroups) {
-        pipeline.init(/*consumers=*/4, /*producers=*/2);  // warps of one warpgroup each
-      } else {
-        pipeline.init(kConsumerWarps);
-      }
-    }
+    smem.pipeline_bias.init(kConsumerWarps);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }

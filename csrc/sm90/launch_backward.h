@@ -73,7 +73,7 @@ struct BackwardLauncher {
       zeros_end = workspace.used();
       if (params.relative_bias) {
         prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch,
-                                           /*is_half=*/false, Form::PositionWindow::kMargin);
+                                           Form::PositionWindow::kMargin);
       }
     }
   };

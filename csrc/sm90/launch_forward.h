@@ -42,7 +42,7 @@ class ForwardLauncher {
   template <typename Source, typename Bias>
   static ForwardPlan plan_splits(const ForwardParams& params, const CudaLaunch& launch) {
     using Form = Kernel<Source, Bias>;
-    constexpr bool kAllowsCluster = Bias::kWarpgroups == 0;  // fewer kernels to compile
+    constexpr bool kAllowsCluster = !Bias::kIsAddedAfter;  // fewer kernels to compile
     const BatchParams& batch = params.batch;
     const SplitKVPlan split_kv = plan_split_kv({
         .row_tiles = int64_t{batch.batch} * params.heads *
@@ -77,10 +77,14 @@ class ForwardLauncher {
                                const SplitKVPlan& split_kv) {
     Workspace workspace(nullptr);
     take_metadata<Form>(workspace, params, launch, split_kv);
-    if constexpr (Form::Bias::kWarpgroups) {
-      take_prepared_bias(workspace, params.relative_bias, params.batch, /*is_half=*/true);
-    }
+    if constexpr (Form::kHasRelativeBias) take_bias<Form>(workspace, params);
     return {.workspace_bytes = workspace.used(), .split_kv = split_kv, .run = run<Form>};
+  }
+
+  template <typename Form>
+  static PreparedBias take_bias(Workspace& workspace, const ForwardParams& params) {
+    return take_prepared_bias(workspace, params.relative_bias, params.batch,
+                              Form::BiasWindow::Position::kMargin, Form::kKeys);
   }
 
   template <typename Form>
@@ -114,9 +118,9 @@ class ForwardLauncher {
     Workspace workspace(launch.workspace);
     const SchedulerMetadata metadata = take_metadata<Form>(workspace, given, launch, plan.split_kv);
     ForwardParams params = given;
-    if constexpr (Form::Bias::kWarpgroups) {
+    if constexpr (Form::kHasRelativeBias) {
       RelativeBias& bias = params.relative_bias;
-      bias.prepared = take_prepared_bias(workspace, bias, params.batch, /*is_half=*/true);
+      bias.prepared = take_bias<Form>(workspace, params);
       prepare_relative_bias(bias, params.batch, launch);
     }
     const int64_t counter_bytes =

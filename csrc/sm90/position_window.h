@@ -1,5 +1,5 @@
-// The weights by position that a tile of scores of the backward reads: a window of the table, which
-// TMA copies to shared memory.
+// The weights by position that a tile of scores reads: a window of the table, which TMA copies to
+// shared memory.
 #pragma once
 
 #include "../common/relative_bias.h"
@@ -40,6 +40,18 @@ struct PositionWindow {
           position + shift * prepared.position_copy_stride + (first + copy - shift),
           reinterpret_cast<uint64_t*>(&full), copies[copy], kEntries * sizeof(float));
     }
+  }
+
+  // Writes zeros.
+  HSTU_DEVICE void clear(int thread, int threads) {
+    for (int n = thread; n < kCopies * kStride; n += threads) copies[n / kStride][n % kStride] = 0;
+  }
+
+  // With two copies, the weights of a row from the first key on: a pair that begins with an even
+  // key is aligned.
+  HSTU_DEVICE const float* of_row(int row) const {
+    const int first = kRows - 1 - row;
+    return copies[first % kCopies] + first / kCopies * kCopies;
   }
 
   // Loads the weights of the lane's scores: of two keys, `key` and the one 8 further, and of pairs

@@ -44,23 +44,6 @@ struct PositionWeights {
   }
 };
 
-// The same for scores in the order of an accumulator, in fp16: pairs of weights of neighboring
-// keys. Copy c begins with weight c, so that any pair is aligned in one of them.
-template <int kRows, int kKeys>
-struct PositionPairs {
-  // NOTE: the copies are 64 bytes apart in the banks, so that odd and even rows do not conflict.
-  static constexpr int kStride = kRows + kKeys + 32;
-  static_assert(kStride % 64 == 32);
-  alignas(16) cutlass::half_t copies[2][kStride];
-
-  // The pair of the lane's first row and of the first keys that it has in an accumulator. That of
-  // keys 8 n later is 4 n words further.
-  HSTU_DEVICE const uint32_t* of_row(int row, int key) const {
-    const int first = kRows - 1 - row + key;
-    return reinterpret_cast<const uint32_t*>(copies[first % 2] + first / 2 * 2);
-  }
-};
-
 // Where consumers add the weights by position.
 struct NoPosition {};
 
@@ -107,8 +90,7 @@ class HeadBias {
     const PreparedBias& prepared = bias.prepared;
     if (bias.position.data) {
       const int64_t first = head / (heads / bias.position.heads) * prepared.position_head_stride;
-      if (prepared.position) position_ = prepared.position + first;
-      if (prepared.half_position) half_position_ = prepared.half_position + first;
+      position_ = prepared.position + first;
     }
     if (bias.time.data) {
       const int table_head = head / (heads / bias.time.heads);
@@ -180,25 +162,6 @@ class HeadBias {
           *reinterpret_cast<float4*>(copied + n) = {};
         }
       }
-    }
-  }
-
-  template <int kThreads, int kRows, int kKeys>
-  HSTU_DEVICE void start_copy_position(unsigned thread, int row, int key,
-                                       PositionPairs<kRows, kKeys>& to) const {
-    if (!half_position_) return;
-    static_assert(kThreads % 2 == 0);
-    const int size = 2 * bias_.prepared.reach - 1;
-    const int place = 8 + key - row - sequence_.offset - (kRows - 1) + bias_.prepared.reach - 1 +
-                      static_cast<int>(thread);
-    const int copy = place & 1;
-    const int last = size + 14 - copy & ~1;
-    const uint16_t* const from = half_position_ + copy * bias_.prepared.position_copy_stride;
-#pragma unroll
-    for (unsigned n = 0; n < kRows + kKeys; n += kThreads) {
-      if (n + kThreads > kRows + kKeys && thread + n >= kRows + kKeys) break;
-      const int first = place - copy + static_cast<int>(n);
-      ptx::cp_async_4(from + min(max(first, 0), last), to.copies[thread % 2] + thread / 2 * 2 + n);
     }
   }
 
@@ -481,8 +444,7 @@ class HeadBias {
   const Sequence& sequence_;
   const int sequence_index_;
   const float* position_ = nullptr;  // null: no weights by position
-  const uint16_t* half_position_ = nullptr;
-  const float* weights_ = nullptr;  // null: no weights by time
+  const float* weights_ = nullptr;   // null: no weights by time
   const WeightCell* weight_cells_ = nullptr;
   const NarrowCell* narrow_cells_ = nullptr;
 };

@@ -38,21 +38,17 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   return {.producer = 32, .consumer = 160};
 }
 
-// The same for a relative bias, whose tiles a further warpgroup computes. It spills some registers.
-constexpr Registers registers_with_bias(int head_dim, bool is_paged) {
-  if (is_paged && head_dim > 64) return {.producer = 40, .consumer = 208, .bias = 56};
-  if (is_paged) return {.producer = 56, .consumer = 184, .bias = 88};
-  if (head_dim == 256) return {.producer = 24, .consumer = 208, .bias = 72};
-  return {.producer = 24, .consumer = 200, .bias = 88};
-}
-
 // There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages
 // as fit into shared memory.
-template <int kHeadDim, bool kHasBias, bool kIsPaged, bool kIsQuantized>
+template <int kHeadDim, bool kHasBias, bool kIsRelative, bool kIsPaged, bool kIsQuantized>
 constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32 || kHeadDim == 64) {
-    // Two stages of a bias tile take 32 KB for each consumer.
+    // Two stages of a dense bias take 32 KB for each consumer, patches of a relative one 16 KB.
     if constexpr (kHasBias) {
+#ifdef HSTU_THREE
+      if (kIsRelative && !kIsPaged)
+        return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 3};
+#endif
       return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
     }
     // Six stages do not fit beside the scales of e4m3 pages.
@@ -82,6 +78,14 @@ constexpr ForwardTiles forward_tiles() {
     static_assert(kHeadDim == 0,
                   "sm90/tile_config.h: forward_tiles has no entry for this head dim");
   }
+}
+
+// How many chunks of 8 keys of a relative bias a consumer adds up while S is being computed: as
+// many as there are registers for.
+constexpr int early_chunks(int head_dim, int consumers, bool is_paged) {
+  if (consumers == 3) return 0;
+  if (head_dim <= 64) return is_paged ? 8 : 12;
+  return head_dim == 256 && is_paged ? 4 : 8;
 }
 
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is

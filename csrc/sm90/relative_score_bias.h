@@ -1,0 +1,520 @@
+// The relative bias of the forward. Consumers compute it themselves while the products of a tile
+// run, and add it to Q K^T.
+//
+// A warp has 16 rows, so that 128 keys are 32 blocks of 8 x 8 scores, one for each lane: it finds
+// the buckets of its block from the ranges of times of the rows and keys. A block with one bucket
+// has one weight; the warp computes a patch of 64 weights in fp16 for each other block. Weights by
+// position are read from a window of their table.
+#pragma once
+
+#include "../common/mask.h"
+#include "../common/opaque.h"
+#include "../common/ptx.h"
+#include "pipeline.h"
+#include "position_window.h"
+#include "relative_bias.h"
+
+namespace hstu::sm90 {
+
+// What the warp that copies K copies for a key tile.
+template <int kRows, int kKeys>
+struct RelativeBiasWindow {
+  using Position = PositionWindow<kRows, kKeys, 2>;
+  static constexpr int kTimeBytes = kKeys / 8 * sizeof(KeyBlockTimes);
+
+  KeyBlockTimes times[kKeys / 8];
+  Position position;
+};
+
+// What a warp of a consumer has computed of a tile.
+template <int kKeys>
+struct RelativeBiasOfWarp {
+  static constexpr int kBlocks = kKeys / 4;  // of 8 x 8 scores
+
+  // The word of a lane has the two scores of the block that the lane has in an accumulator.
+  uint32_t patches[kBlocks][32];
+  // Times alpha / 2; zero for blocks that have patches.
+  float weights[kBlocks];
+  // Blocks that have patches: first those of two buckets, from the end on the others.
+  MixedBlock mixed[kBlocks];
+
+  // The number of the block of rows [8 m, 8 m + 8) and of 8 keys. A lane has the block of its
+  // number.
+  static HSTU_DEVICE constexpr int block_of(int m, int chunk) {
+    return chunk / 8 * 16 + m * 8 + chunk % 8;
+  }
+  static HSTU_DEVICE int rows_of(int block) { return block / 8 % 2; }
+  static HSTU_DEVICE int chunk_of(int block) { return block / 16 * 8 + block % 8; }
+};
+
+// The weights by time of one head.
+struct TimeWeights {
+  const float* weights;  // of buckets
+  const WeightCell* cells;
+
+  HSTU_DEVICE TimeWeights(const RelativeBias& bias, int heads, int head) {
+    const int table_head = head / (heads / bias.time.heads);
+    weights = bias.prepared.time + table_head * bias.time.size;
+    cells = bias.prepared.weight_cells + table_head * kDifferenceCells;
+  }
+};
+
+// The producer's part: copies for each key tile its window, and for each work tile the cells of its
+// head, by bulk copies that K's and Q's barriers count.
+template <typename Traits>
+class RelativeBiasProducer {
+  using SharedMemory = typename Traits::SharedMemory;
+  using Source = typename Traits::Source;
+  using WorkTile = typename Traits::WorkTile;
+  using Window = typename Traits::BiasWindow;
+  static constexpr int kKeys = Traits::kKeys;
+
+ public:
+  // Starts copying the window of the key tile that begins with padded key `first`. Called by all
+  // threads that copy K, after K of the tile is being copied.
+  HSTU_DEVICE void load(const ForwardParams& params, const typename Traits::Maps&,
+                        SharedMemory& smem, const WorkTile& work_tile, int first,
+                        typename Traits::KVState state) {
+    const RelativeBias& bias = params.relative_bias;
+    const SequenceTile& tile = work_tile.tile;
+    const Sequence& sequence = tile.sequence;
+    auto& full = smem.pipeline_k.full[state.index()];
+    Window& window = smem.bias_windows[Traits::bias_window(state)];
+    const int key = Source::template key_of<kKeys>(sequence, first);
+    const KeyBlockTimes* const blocks =
+        bias.prepared.time_blocks + first_tile(sequence.k_begin, tile.sequence_index, 8) + key / 8;
+    bool is_copied = bias.time.data != nullptr;
+    if constexpr (Source::kIsPaged) {
+      if (is_copied && key % 8 != 0) {
+        store_shifted(blocks, key % 8, window);
+        is_copied = false;
+      }
+    }
+    if (!Source::is_leader()) return;
+    full.arrive_and_expect_tx((is_copied ? Window::kTimeBytes : 0) +
+                              (bias.position.data ? Window::Position::kBytes : 0));
+    if (is_copied) {
+      cute::SM90_BULK_COPY_G2S::copy(blocks, reinterpret_cast<uint64_t*>(&full), window.times,
+                                     Window::kTimeBytes);
+    }
+    if (bias.position.data) {
+      const int table_head = work_tile.head / (params.heads / bias.position.heads);
+      const float* const table =
+          bias.prepared.position + table_head * bias.prepared.position_head_stride;
+      window.position.start_copy(bias.prepared, table, sequence, tile.index * Traits::kRows, key,
+                                 full);
+    }
+  }
+
+  // Starts copying the cells of a work tile's head. Called by one thread.
+  static HSTU_DEVICE void load_cells(const ForwardParams& params, SharedMemory& smem,
+                                     const WorkTile& work_tile, typename Traits::QState state) {
+    const RelativeBias& bias = params.relative_bias;
+    auto& full = smem.pipeline_q.full[state.index()];
+    if (!bias.time.data) {
+      full.arrive();
+      return;
+    }
+    const int table_head = work_tile.head / (params.heads / bias.time.heads);
+    full.arrive_and_expect_tx(sizeof(NarrowCells));
+    cute::SM90_BULK_COPY_G2S::copy(bias.prepared.narrow_cells + table_head * kNarrowCells,
+                                   reinterpret_cast<uint64_t*>(&full),
+                                   smem.bias_cells[state.index()].cells, sizeof(NarrowCells));
+  }
+
+ private:
+  // Writes blocks of keys from key `shift` of the first block on. Called by a warp.
+  static HSTU_DEVICE void store_shifted(const KeyBlockTimes* blocks, int shift, Window& window) {
+    static_assert(kKeys / 8 <= 32);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < kKeys / 8) {
+      const KeyBlockTimes& low = blocks[lane];
+      const KeyBlockTimes& high = blocks[lane + 1];
+      KeyBlockTimes& to = window.times[lane];
+      to.range = {min(low.range.earliest, high.range.earliest),
+                  max(low.range.latest, high.range.latest)};
+#pragma unroll 1
+      for (int n = 0; n < 8; ++n) {
+        to.times[n] = n + shift < 8 ? low.times[n + shift] : high.times[n + shift - 8];
+      }
+    }
+    cutlass::arch::fence_view_async_shared();  // before a later bulk copy
+    __syncwarp();
+  }
+};
+
+// The consumers' part. Called by all threads of a warpgroup.
+template <typename Traits>
+class RelativeBiasConsumer {
+  using KVState = typename Traits::KVState;
+  using QState = typename Traits::QState;
+  using SharedMemory = typename Traits::SharedMemory;
+  using WorkTile = typename Traits::WorkTile;
+  using Window = typename Traits::BiasWindow;
+  using OfWarp = typename Traits::BiasOfWarp;
+  static constexpr int kKeys = Traits::kKeys;
+  static constexpr int kChunks = kKeys / 8;
+  static constexpr int kBatch = 4;  // chunks that are added up together
+  // How many chunks are added up before S is waited for.
+#ifdef HSTU_EARLY
+  static constexpr int kEarly = HSTU_EARLY;
+#else
+  static constexpr int kEarly =
+      early_chunks(Traits::kHeadDim, Traits::kConsumers, Traits::Source::kIsPaged);
+#endif
+  static constexpr uint32_t kAllLanes = 0xffffffff;
+
+ public:
+  HSTU_DEVICE explicit RelativeBiasConsumer(const ForwardParams& params) : params_(params) {}
+
+  template <typename Scores>
+  HSTU_DEVICE void init_accumulator(SharedMemory&, int, Scores&) {}
+  HSTU_DEVICE void skip_tile(SharedMemory&) {}
+
+  // Starts loading the times of the warp's rows.
+  HSTU_DEVICE void enter(const WorkTile& work_tile, int warpgroup) {
+    const RelativeBias& bias = params_.relative_bias;
+    if (!bias.time.data) return;
+    const SequenceTile& tile = work_tile.tile;
+    const Sequence& sequence = tile.sequence;
+    const int row = work_tile.first_row_of_warp(warpgroup) + lane() % 16;
+    const int own = min(row, sequence.q_len - 1);
+    range_ = load_cell(bias.prepared.row_ranges +
+                       first_tile(sequence.q_begin, tile.sequence_index, 8) + own / 8);
+    time_ = static_cast<uint32_t>(*find_time_of_row(bias, sequence, own));
+    const Mask mask(params_.mask, sequence, work_tile.head);
+    keys_ = mask.estimate(row / 8 * 8, row / 8 * 8 + 8).end;
+  }
+
+  // Computes the bias of the key tile that begins with padded key `first`, whose scores are being
+  // computed.
+  HSTU_DEVICE void find(SharedMemory& smem, const WorkTile& work_tile, int warpgroup,
+                        KVState k_state, QState q_state, int first) {
+    OfWarp& own = smem.bias_warps[warp_of_rows(warpgroup)];
+    const Window& window = smem.bias_windows[Traits::bias_window(k_state)];
+    mixed_ = 0;
+    if (params_.relative_bias.time.data) {
+      const int key = Traits::Source::template key_of<kKeys>(work_tile.tile.sequence, first);
+      find_blocks(smem.bias_cells[q_state.index()], window.times, work_tile, warpgroup, key, own);
+    }
+    add_up<0, kEarly>(own, window, warpgroup, [&](int n, float x) { early_[n] = x; });
+    add_patches<0, kEarly>(own, half_alpha(), early_);
+  }
+
+  // scores = alpha / 2 * (scores + bias).
+  template <typename Scores>
+  HSTU_DEVICE void scale(SharedMemory& smem, int warpgroup, KVState k_state, Scores& scores) {
+    const OfWarp& own = smem.bias_warps[warp_of_rows(warpgroup)];
+    const Window& window = smem.bias_windows[Traits::bias_window(k_state)];
+    const float factor = half_alpha();
+    add_patches<kEarly, kChunks>(own, 1, scores);
+#pragma unroll
+    for (int n = 0; n < kEarly * 4; ++n) scores(n) = fmaf(factor, scores(n), early_[n]);
+    add_up<kEarly, kChunks>(own, window, warpgroup,
+                            [&](int n, float x) { scores(n) = fmaf(factor, scores(n), x); });
+  }
+
+ private:
+  HSTU_DEVICE float half_alpha() const { return 0.5f * static_cast<float>(params_.alpha); }
+  static HSTU_DEVICE int lane() { return bounded_thread_idx() % 32; }
+  // The warp's number among those of all consumers, which have 16 rows each.
+  static HSTU_DEVICE int warp_of_rows(int warpgroup) {
+    return warpgroup * 4 + bounded_thread_idx() / 32 % 4;
+  }
+
+  // The differences of times of a block, in 32 bits.
+  struct Differences {
+    uint32_t least;
+    uint32_t most;
+    bool is_wide;  // `most` needs more than 31 bits, and both are wrong
+
+    HSTU_DEVICE Differences(const TimeRange& rows, const TimeRange& keys) {
+      uint64_t past = static_cast<uint64_t>(rows.latest) - static_cast<uint64_t>(keys.earliest);
+      uint64_t future = static_cast<uint64_t>(rows.earliest) - static_cast<uint64_t>(keys.latest);
+      least = static_cast<uint32_t>(future);
+      if (keys.latest > rows.earliest) {  // seldom, if times are in order
+        if (rows.latest < keys.earliest) past = -past;
+        future = -future;
+        least = rows.latest <= keys.earliest ? static_cast<uint32_t>(past) : 0;
+        if (past < future) past = future;
+      }
+      is_wide = past > INT32_MAX;
+      most = static_cast<uint32_t>(past) & INT32_MAX;
+      least = min(least, most);
+    }
+  };
+
+  // NOTE: this is volatile, so that the compiler does not sink one load behind the use of another.
+  static HSTU_DEVICE NarrowCell load_narrow(const NarrowCells& cells, uint32_t difference) {
+    return ptx::ld_shared_volatile(cells.cells + difference_cell(difference));
+  }
+
+  // Writes the weights of the warp's blocks and their patches. `key` is the first key.
+  HSTU_DEVICE void find_blocks(const NarrowCells& cells, const KeyBlockTimes* times,
+                               const WorkTile& work_tile, int warpgroup, int key, OfWarp& own) {
+    const int block = lane() % OfWarp::kBlocks;
+    const int chunk = OfWarp::chunk_of(block);
+    const TimeRange range = ptx::ld_shared_volatile(&times[chunk].range);
+    const Differences differences(range_, range);
+    const NarrowCell first = load_narrow(cells, differences.least);
+    const NarrowCell last = load_narrow(cells, differences.most);
+    const bool is_second = differences.least >= first.threshold;
+    const bool is_last_second = differences.most >= last.threshold;
+    const uint32_t lowest = first.bucket + is_second;
+    const uint32_t highest = last.bucket + is_last_second;
+    const float low = is_second ? first.high : first.low;
+    const bool is_one = lowest == highest && lowest < NarrowCell::kSeveral && !differences.is_wide;
+    own.weights[block] = is_one ? half_alpha() * low : 0;
+    const bool is_visible = key + chunk * 8 < keys_ && lane() < OfWarp::kBlocks;
+    const uint32_t mixed = __ballot_sync(kAllLanes, is_visible && !is_one);
+    if (mixed != 0) {
+      const float high = is_last_second ? last.high : last.low;
+      Found found = {{0, low, high, block}, is_visible && !is_one ? Buckets::kMany : Buckets::kOne};
+      if (differences.is_wide) {
+        if (is_visible) find_wide(work_tile, range, own.weights[block], found);
+      } else if (found.buckets == Buckets::kMany &&
+                 ((first.bucket | last.bucket) & NarrowCell::kSeveral) == 0 &&
+                 lowest + 1 == highest) {
+        // The one threshold is in the first cell, in the last cell or, seldom, in one between.
+        found.buckets = Buckets::kTwo;
+        found.block.threshold = is_second ? UINT32_MAX : first.threshold;
+        if (found.block.threshold == UINT32_MAX) {
+          found.block.threshold = last.threshold;
+          if (!is_last_second || last.bucket != lowest) {
+            found.block.threshold =
+                static_cast<uint32_t>(__ldg(params_.relative_bias.thresholds + lowest));
+          }
+        }
+      }
+      find_patches(cells, times, work_tile, warpgroup, key, found, own);
+    }
+    __syncwarp();
+  }
+
+  // How many buckets a block has.
+  enum class Buckets {
+    kOne,
+    kTwo,
+    kMany,  // or not known
+    kWide,  // the same, and some difference of times needs more than 31 bits
+  };
+  struct Found {
+    MixedBlock block;
+    Buckets buckets;
+  };
+
+  // Finds the buckets of a block whose differences need more than 31 bits.
+  HSTU_DEVICE void find_wide(const WorkTile& work_tile, const TimeRange& keys, float& weight,
+                             Found& found) const {
+    const RelativeBias& bias = params_.relative_bias;
+    const BucketRange range = find_bucket_range(bias, range_, keys);
+    found.buckets = range.first == range.last ? Buckets::kOne : Buckets::kWide;
+    if (found.buckets != Buckets::kOne) return;
+    const TimeWeights table(bias, params_.heads, work_tile.head);
+    weight = half_alpha() * __ldg(table.weights + range.first);
+  }
+
+  // Writes the patches of blocks with several buckets; each lane has found those of its block.
+  HSTU_DEVICE void find_patches(const NarrowCells& cells, const KeyBlockTimes* times,
+                                const WorkTile& work_tile, int warpgroup, int key,
+                                const Found& found, OfWarp& own) {
+    const uint32_t two = __ballot_sync(kAllLanes, found.buckets == Buckets::kTwo);
+    const uint32_t many = __ballot_sync(kAllLanes, found.buckets >= Buckets::kMany);
+    const bool is_wide = __any_sync(kAllLanes, found.buckets == Buckets::kWide);
+    const uint32_t bit = 1u << lane();
+    mixed_ = two | many;
+    if (two & bit) own.mixed[__popc(two & (bit - 1))] = found.block;
+    if (many & bit) own.mixed[OfWarp::kBlocks - 1 - __popc(many & (bit - 1))] = found.block;
+    __syncwarp();
+    patch_two(times, __popc(two), own);
+    if (is_wide) {
+      patch_exactly(work_tile, warpgroup, key, __popc(many), own);
+    } else if (!patch_many(cells, times, __popc(many), own)) {
+      patch_exactly(work_tile, warpgroup, key, __popc(many), own);
+    }
+  }
+
+  // The lane's row of one of four blocks, of 8 lanes each.
+  struct MixedRow {
+    MixedBlock block;
+    int row;  // of the warp's 16
+
+    HSTU_DEVICE explicit MixedRow(const MixedBlock& from)
+        : block(from), row(OfWarp::rows_of(from.index) * 8 + lane() % 8) {}
+    HSTU_DEVICE int chunk() const { return OfWarp::chunk_of(block.index); }
+
+    // The absolute differences of times, if they are below 2^31. `time` is that of a row in the
+    // lane of the row.
+    HSTU_DEVICE void find_differences(uint32_t time, const KeyBlockTimes* times,
+                                      uint32_t (&differences)[8]) const {
+      const auto row_time = static_cast<int>(__shfl_sync(kAllLanes, time, row));
+      const auto* const from = reinterpret_cast<const int4*>(times[chunk()].times);
+      const int4 low = from[0];
+      const int4 high = from[1];
+      differences[0] = abs(row_time - low.x), differences[1] = abs(row_time - low.y);
+      differences[2] = abs(row_time - low.z), differences[3] = abs(row_time - low.w);
+      differences[4] = abs(row_time - high.x), differences[5] = abs(row_time - high.y);
+      differences[6] = abs(row_time - high.z), differences[7] = abs(row_time - high.w);
+    }
+    HSTU_DEVICE void store(const float (&x)[8], OfWarp& own) const {
+      *reinterpret_cast<uint4*>(own.patches[block.index] + lane() % 8 * 4) = {
+          half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]),
+          half_pair(x[6], x[7])};
+    }
+  };
+
+  // Writes the patches of the `count` blocks that have two buckets, four at a time.
+  HSTU_DEVICE void patch_two(const KeyBlockTimes* times, int count, OfWarp& own) const {
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += 4) {
+      const MixedRow mixed(own.mixed[min(begin + lane() / 8, count - 1)]);
+      uint32_t differences[8];
+      float x[8];
+      mixed.find_differences(time_, times, differences);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        x[n] = differences[n] >= mixed.block.threshold ? mixed.block.high : mixed.block.low;
+      mixed.store(x, own);
+    }
+  }
+
+  // Those of the other blocks, score by score. Returns false if some score is in a cell of several
+  // thresholds, and then patches are wrong.
+  HSTU_DEVICE bool patch_many(const NarrowCells& cells, const KeyBlockTimes* times, int count,
+                              OfWarp& own) const {
+    uint32_t buckets = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += 4) {
+      const MixedRow mixed(own.mixed[OfWarp::kBlocks - 1 - min(begin + lane() / 8, count - 1)]);
+      uint32_t differences[8];
+      float x[8];
+      mixed.find_differences(time_, times, differences);
+      // Loads of kLoads cells are in flight at once.
+      constexpr int kLoads = Traits::kConsumers == 3 ? 4 : 8;
+#pragma unroll
+      for (int first = 0; first < 8; first += kLoads) {
+        NarrowCell found[kLoads];
+#pragma unroll
+        for (int n = 0; n < kLoads; ++n) found[n] = load_narrow(cells, differences[first + n]);
+#pragma unroll
+        for (int n = 0; n < kLoads; ++n) {
+          buckets |= found[n].bucket;
+          x[first + n] =
+              differences[first + n] >= found[n].threshold ? found[n].high : found[n].low;
+        }
+      }
+      mixed.store(x, own);
+    }
+    return !__any_sync(kAllLanes, buckets >= NarrowCell::kSeveral);
+  }
+
+  // The same for all differences of times and any thresholds, by searches in device memory.
+  HSTU_DEVICE void patch_exactly(const WorkTile& work_tile, int warpgroup, int key, int count,
+                                 OfWarp& own) const {
+    const RelativeBias& bias = params_.relative_bias;
+    const Sequence& sequence = work_tile.tile.sequence;
+    const TimeWeights table(bias, params_.heads, work_tile.head);
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += 4) {
+      const MixedRow mixed(own.mixed[OfWarp::kBlocks - 1 - min(begin + lane() / 8, count - 1)]);
+      const int row = min(work_tile.first_row_of_warp(warpgroup) + mixed.row, sequence.q_len - 1);
+      const int64_t time = time_of_row(bias, sequence, row);
+      uint32_t* const words = own.patches[mixed.block.index] + lane() % 8 * 4;
+#pragma unroll 1
+      for (int n = 0; n < 8; n += 2) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int own_key = min(key + mixed.chunk() * 8 + n + e, sequence.k_len - 1);
+          const uint64_t difference =
+              time_difference(time, __ldg(bias.timestamps + sequence.k_begin + own_key));
+          x[e] = __ldg(table.weights + bucket_of(bias, difference));
+        }
+        words[n / 2] = half_pair(x[0], x[1]);
+      }
+    }
+  }
+
+  // Calls add(n, x) for the scores n of chunks [kFirst, kEnd): x is alpha / 2 times the sum of both
+  // weights, without patches.
+  template <int kFirst, int kEnd, typename Add>
+  HSTU_DEVICE void add_up(const OfWarp& own, const Window& window, int warpgroup, Add add) const {
+    if constexpr (kFirst == kEnd) return;
+    const float factor = half_alpha();
+    // The weights by position of the lane's second row are those of its first row 8 keys later.
+    const int row = warp_of_rows(warpgroup) * 16 + lane() / 4 + 8;
+    const float* const from = window.position.of_row(row) + lane() % 4 * 2;
+    const auto position_of = [&](int chunk) {
+      return *reinterpret_cast<const float2*>(from + 8 * chunk);
+    };
+    float2 before = position_of(kFirst);
+#pragma unroll
+    for (int batch = kFirst; batch < kEnd; batch += kBatch) {
+      float2 positions[kBatch + 1];
+      float4 times[2];
+      positions[0] = before;
+#pragma unroll
+      for (int n = 1; n <= kBatch; ++n) positions[n] = position_of(batch + n);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        times[m] = *reinterpret_cast<const float4*>(own.weights + OfWarp::block_of(m, batch));
+#pragma unroll
+      for (int n = 0; n < kBatch; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const float time = n == 0   ? times[m].x
+                             : n == 1 ? times[m].y
+                             : n == 2 ? times[m].z
+                                      : times[m].w;
+          const float2 position = positions[n + 1 - m];
+          add((batch + n) * 4 + m * 2, fmaf(factor, position.x, time));
+          add((batch + n) * 4 + m * 2 + 1, fmaf(factor, position.y, time));
+        }
+      }
+      before = positions[kBatch];
+    }
+  }
+
+  // sums += factor * patches, of chunks [kFirst, kEnd).
+  template <int kFirst, int kEnd, typename Sums>
+  HSTU_DEVICE void add_patches(const OfWarp& own, float factor, Sums& sums) const {
+    if constexpr (kFirst == kEnd) return;
+    // NOTE: after a shuffle, the compiler knows that all lanes have the same value.
+    const uint32_t mixed = __shfl_sync(kAllLanes, mixed_, 0);
+    if (mixed == 0) return;
+#pragma unroll
+    for (int first = kFirst; first < kEnd; first += kBatch) {
+      if ((mixed >> OfWarp::block_of(0, first) & 0xf0f) == 0) continue;
+      uint32_t words[kBatch][2];
+#pragma unroll
+      for (int n = 0; n < kBatch; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const int block = OfWarp::block_of(m, first + n);
+          words[n][m] = ptx::ld_shared_if(mixed, 1u << block, own.patches[block] + lane());
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kBatch; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          float* const x = &sums[(first + n) * 4 + m * 2];
+          x[0] = fmaf(factor, low_half<cutlass::half_t>(words[n][m]), x[0]);
+          x[1] = fmaf(factor, high_half<cutlass::half_t>(words[n][m]), x[1]);
+        }
+      }
+    }
+  }
+
+  const ForwardParams& params_;
+  // The range of times of the 8 rows of the lane's block, the end of the keys that these may see,
+  // and the low word of the time of row `lane() % 16` of the warp.
+  TimeRange range_ = {};
+  int keys_ = 0;
+  uint32_t time_ = 0;
+  // Alpha / 2 times the bias of the first chunks, and the bits of blocks that have patches.
+  float early_[kEarly > 0 ? kEarly * 4 : 1];
+  uint32_t mixed_ = 0;
+};
+
+}  // namespace hstu::sm90
