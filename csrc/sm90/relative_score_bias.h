@@ -156,12 +156,8 @@ class RelativeBiasConsumer {
   static constexpr int kChunks = kKeys / 8;
   static constexpr int kBatch = 4;  // chunks that are added up together
   // How many chunks are added up before S is waited for.
-#ifdef HSTU_EARLY
-  static constexpr int kEarly = HSTU_EARLY;
-#else
   static constexpr int kEarly =
       early_chunks(Traits::kHeadDim, Traits::kConsumers, Traits::Source::kIsPaged);
-#endif
   static constexpr uint32_t kAllLanes = 0xffffffff;
 
  public:

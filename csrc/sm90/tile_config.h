@@ -45,10 +45,11 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32 || kHeadDim == 64) {
     // Two stages of a dense bias take 32 KB for each consumer, patches of a relative one 16 KB.
     if constexpr (kHasBias) {
-#ifdef HSTU_THREE
-      if (kIsRelative && !kIsPaged)
+      // A third consumer hides more of the time to find a relative bias than two more stages of K
+      // and V, and than the registers that it takes.
+      if constexpr (kIsRelative && kHeadDim == 64 && !kIsPaged) {
         return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 3};
-#endif
+      }
       return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
     }
     // Six stages do not fit beside the scales of e4m3 pages.
