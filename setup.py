@@ -12,13 +12,12 @@ Environment variables, all optional:
     HSTU_ATTN_CUDA           1: build the CUDA kernels, 0: do not; by default, if a GPU is visible
     HSTU_ATTN_ARCHS          which kernels: "80,90" (the default) or a part of it
     HSTU_ATTN_HEAD_DIMS      which head dims, such as "64,128"; by default all
-    HSTU_ATTN_DTYPES         "bf16,fp16" (the default) or one of them
+    HSTU_ATTN_DTYPES         a part of "bf16,fp16,e4m3" (the default); e4m3 needs another one
     CUDA_HOME                the toolkit; by default nvcc's on PATH, /usr/local/cuda, or pip's
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import re
@@ -61,6 +60,8 @@ X86_FLAGS = {
 # and csrc/sm90/tile_config.h.
 ARCHS = ("80", "90")
 DTYPES = {"bf16": "kBFloat16", "fp16": "kFloat16"}  # names of the enum DType in csrc/params.h
+FP8_DTYPES = {"e4m3": "kFloat8E4M3"}  # for the forward on sm90, from head dim 64 on
+FP8_SECONDS = 12  # that one core needs for its source
 HEAD_DIMS = ("32", "64", "128", "256")
 NVCC_GIB = 2  # memory of one nvcc: at most 1.4 GiB, measured with both dtypes at head dim 256
 
@@ -85,7 +86,7 @@ class CudaTarget(NamedTuple):
     """How the CUDA sources of one kind are compiled."""
 
     gencode: str
-    seconds: int  # that one core needs for both dtypes at head dim 64, as measured on an EPYC
+    seconds: int  # that one core needs for both 16-bit dtypes at head dim 64, measured on an EPYC
 
 
 # Hopper runs sm80 kernels, too (HSTU_ATTN_FORCE_ARCH=80), and later GPUs compile them from PTX;
@@ -236,17 +237,21 @@ def head_dims() -> list[str]:
 
 def dtypes() -> list[str]:
     """Returns the dtypes of the kernels to build."""
-    return env_choice("HSTU_ATTN_DTYPES", DTYPES)
+    return env_choice("HSTU_ATTN_DTYPES", [*DTYPES, *FP8_DTYPES])
 
 
-def dtype_groups(target: CudaTarget) -> list[list[str]]:
-    """Returns the dtypes that each object file of a source holds.
+def dtype_groups(kind: str, head_dim: str) -> list[list[str]]:
+    """Returns the dtypes that each object file of a source of `kind` holds.
 
     An object for each dtype halves the longest compilations, at the price of reading the headers
     twice: that pays for slow sources, where there are many cores.
     """
-    is_slow = target.seconds > 60 and nvcc_jobs() >= 8
-    return [[dtype] for dtype in dtypes()] if is_slow else [dtypes()]
+    plain = [dtype for dtype in dtypes() if dtype in DTYPES]
+    is_slow = CUDA_TARGETS[kind].seconds > 60 and nvcc_jobs() >= 8
+    groups = [[dtype] for dtype in plain] if is_slow else [plain]
+    if kind == "sm90/forward" and int(head_dim) >= 64:
+        groups += [[dtype] for dtype in dtypes() if dtype in FP8_DTYPES]
+    return groups
 
 
 class CudaSource(NamedTuple):
@@ -264,10 +269,12 @@ class CudaSource(NamedTuple):
 
 def instantiation(arch: str, direction: str, head_dim: str, group: list[str]) -> str:
     """Returns the source with the kernels of one architecture, direction and head dim."""
+    names = DTYPES | FP8_DTYPES
     kernels = "".join(
-        f"template {kernel}<{head_dim}, DType::{DTYPES[dtype]}>();\n"
+        f"template {kernel}<{head_dim}, DType::{names[dtype]}>();\n"
         for dtype in group
         for kernel in KERNELS[direction]
+        if dtype in DTYPES or "paged" not in kernel
     )
     return INSTANTIATION.format(arch=arch, direction=direction, kernels=kernels)
 
@@ -283,11 +290,14 @@ def cuda_sources() -> list[CudaSource]:
     for kind, target in CUDA_TARGETS.items():
         arch, _, direction = kind.partition("/")
         if arch.removeprefix("sm") in archs:
-            for head_dim, group in itertools.product(reversed(head_dims()), dtype_groups(target)):
-                name = f"{kind}_d{head_dim}.{'-'.join(group)}.cu"
-                text = instantiation(arch, direction, head_dim, group)
-                seconds = target.seconds * len(group) / len(DTYPES)
-                sources.append(CudaSource(name, target.gencode, seconds, text))
+            for head_dim in reversed(head_dims()):
+                for group in dtype_groups(kind, head_dim):
+                    name = f"{kind}_d{head_dim}.{'-'.join(group)}.cu"
+                    text = instantiation(arch, direction, head_dim, group)
+                    seconds = target.seconds * len(group) / len(DTYPES)
+                    if group[0] in FP8_DTYPES:
+                        seconds = FP8_SECONDS
+                    sources.append(CudaSource(name, target.gencode, seconds, text))
     for path in CSRC.glob("*/*.cu"):
         name = path.relative_to(CSRC).as_posix()
         sources.append(CudaSource(name, *CUDA_TARGETS["common"]))

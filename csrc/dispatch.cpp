@@ -72,6 +72,44 @@ void print_choice(const char* pass, const char* kernels, const char* unsupported
                unsupported_reason ? unsupported_reason : "");
 }
 
+#if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
+template <int... kHeadDims>
+ForwardKernel find_fp8(std::integer_sequence<int, kHeadDims...>, const ForwardParams& params) {
+  std::optional<ForwardKernel> kernel;
+  const auto offer = [&]<int kHeadDim>() {
+    if constexpr (kHeadDim >= 64) {
+      if (kernel || params.q.head_dim > kHeadDim || params.v.head_dim > kHeadDim) return;
+      kernel = sm90::forward<kHeadDim, DType::kFloat8E4M3>();
+    }
+  };
+  (offer.template operator()<kHeadDims>(), ...);
+  if (kernel) return *kernel;
+  throw NotImplemented("q: this build has FP8 attention for head dims that fit into one of " +
+                       names(HeadDims{}) + ", except 32; got head_dim " +
+                       std::to_string(params.q.head_dim) + " and head_dim_v " +
+                       std::to_string(params.v.head_dim));
+}
+#endif
+
+// Returns the kernel for q, k and v in e4m3.
+ForwardKernel fp8_forward_kernel(const CudaDevice& device, const ForwardParams& params) {
+  if (params.rab.data) throw NotImplemented("rab: FP8 attention on a GPU does not have it yet");
+  if (params.relative_bias) {
+    throw NotImplemented("bias: FP8 attention on a GPU does not have a relative bias yet");
+  }
+  const std::string lacks = "quant_mode, or float8_e4m3fn: there is no FP8 attention ";
+#if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
+  if (device.arch != 90) throw NotImplemented(lacks + "but on Hopper GPUs");
+  if (const char* reason = sm90::unsupported_reason(device, params)) {
+    throw NotImplemented(lacks + "with " + reason);
+  }
+  print_choice("forward in e4m3", "sm90", nullptr);
+  return find_fp8(HeadDims{}, params);
+#else
+  throw NotImplemented(lacks + "in this build: HSTU_ATTN_DTYPES or HSTU_ATTN_ARCHS left it out");
+#endif
+}
+
 }  // namespace
 
 std::string describe_build() {
@@ -89,6 +127,7 @@ std::string describe_build() {
 }
 
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
+  if (params.dtype == DType::kFloat8E4M3) return fp8_forward_kernel(device, params);
   const char* pass = params.paged.kv_cache ? "paged forward" : "forward";
   const char* unsupported_reason = nullptr;
 #if defined(HSTU_ATTN_SM90)

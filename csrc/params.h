@@ -11,7 +11,8 @@
 
 namespace hstu {
 
-enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
+// kFloat8E4M3 is a dtype of q, k and v alone, in the forward on a GPU.
+enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat64, kFloat8E4M3 };
 
 // A read-only array of int32 or int64 values.
 struct IndexArray {
@@ -190,12 +191,36 @@ struct PagedParams {
   int64_t scale_slot_stride = 0;
 };
 
+// What a call with e4m3 q, k and v has besides them. An element is its e4m3 value times a descale:
+// of its row of q, or of its block of 128 keys of k and v.
+//
+// A block has keys [128 j, 128 j + 128) of one sequence and is number first_tile(k_begin, b, 128) +
+// j of N = total_k / 128 + B, so that offsets alone tell its number. The v of a block is
+// transposed: [N, H, Dv, 128], with zeros behind the last key of the sequence. Of each 32 keys of
+// it, the order is that of key_at() in quantize/quantize.h, in which a thread of wgmma has them in
+// an accumulator.
+struct Fp8Params {
+  static constexpr int kBlock = 128;  // keys of a block
+
+  const float* q_descale = nullptr;  // [H, total_q]
+  const float* k_descale = nullptr;  // [H, N]
+  const float* v_descale = nullptr;  // [H, N]
+  // Upper bounds of Euclidean norms: of a row of q, and of the rows of k in a block.
+  const float* q_norm = nullptr;  // [H, total_q]
+  const float* k_norm = nullptr;  // [H, N]
+  // [H, total_q], added to Q K^T; or null. If k is given less its mean, this is the product of q
+  // with the mean.
+  const float* q_mean_product = nullptr;
+  int64_t blocks = 0;  // N
+};
+
 struct ForwardParams {
   PackedTensor q;    // [total_q, H, D]
   PackedTensor k;    // [total_k, H, D]; with pages [total_q, H, D]
-  PackedTensor v;    // [total_k, H, Dv]; with pages [total_q, H, Dv]
+  PackedTensor v;    // [total_k, H, Dv]; with pages [total_q, H, Dv]; in e4m3 see Fp8Params
   PackedTensor out;  // [total_q, H, Dv]
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;      // of q, k and v
+  DType out_dtype = DType::kFloat32;  // `dtype`; where that is e4m3, bfloat16 or float16
   int heads = 0;
 
   BatchParams batch;
@@ -203,6 +228,7 @@ struct ForwardParams {
   DenseBias rab;
   RelativeBias relative_bias;
   PagedParams paged;
+  Fp8Params fp8;  // read where dtype is kFloat8E4M3
 
   double alpha = 1.0;
   double scale = 1.0;                 // 1 / scaling_seqlen; used where attn_scale is null

@@ -4,6 +4,7 @@
     Mask                       what each query row sees
     DenseBias, RelativeBias    what is added to the scores
     PagedKV, append_paged_kv   a paged KV cache, for inference, and how it is filled
+    Quantization               how FP8 attention quantizes
     hstu_attn_varlen_func      the operator as FBGEMM's users call it
     hstu_attn_qkvpacked_func   the same for q, k and v in one tensor
     HSTULayer, HSTUStack       the transduction layer around the operator
@@ -22,6 +23,7 @@ from .bias import DenseBias, RelativeBias
 from .interface import hstu_attention, hstu_attn_qkvpacked_func, hstu_attn_varlen_func
 from .mask import Mask
 from .paged import PagedKV, append_paged_kv
+from .quantization import Quantization
 
 if TYPE_CHECKING:
     from . import compat, jagged, reference, testing
@@ -34,6 +36,7 @@ __all__ = [
     "HSTUStack",
     "Mask",
     "PagedKV",
+    "Quantization",
     "RelativeBias",
     "__version__",
     "append_paged_kv",

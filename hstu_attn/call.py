@@ -17,12 +17,15 @@ from torch import Tensor
 
 from .bias import Bias, DenseBias, RelativeBias, thresholds_tensor
 from .mask import Mask
+from .quantization import Quantization
 
 __all__ = [
     "NO_BIAS",
+    "NO_DESCALES",
     "NO_TIMES",
     "AttentionCall",
     "BiasTensors",
+    "Descales",
     "Times",
     "bias_tensors",
     "bias_times",
@@ -37,6 +40,10 @@ NO_BIAS: BiasTensors = (None, None, None)
 # timestamps, row_timestamps and ts_thresholds.
 Times: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_TIMES: Times = (None, None, None)
+
+# q_descale, k_descale and v_descale.
+Descales: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_DESCALES: Descales = (None, None, None)
 
 _FULL = Mask.full()
 
@@ -55,7 +62,8 @@ class AttentionCall(NamedTuple):
         window_left, window_right: the window of `Mask`; with `func_causal`, (-1, 0).
         timestamps, row_timestamps, ts_thresholds: as in `RelativeBias`; one `timestamps` serves the
             tables of all layers.
-        quant_mode, q_descale, k_descale, v_descale: for FP8, which is not built: -1 and None.
+        quant_mode, smooth_k: as in `Quantization`; -1 means that nothing is quantized.
+        q_descale, k_descale, v_descale: as in `hstu_attention`.
         deterministic, sm_margin: as in `hstu_attention`.
         strict: whether counts and lengths that the kernels clamp are errors where values are
             checked (on a CPU, or with `HSTU_ATTN_CHECK=1`): see `interface.clamped_attention`.
@@ -82,6 +90,7 @@ class AttentionCall(NamedTuple):
     row_timestamps: Tensor | None = None
     ts_thresholds: Tensor | None = None
     quant_mode: int = -1
+    smooth_k: bool = False
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
@@ -106,17 +115,21 @@ def make_call(
     deterministic: bool = False,
     sm_margin: int = 0,
     strict: bool = True,
+    quantization: Quantization | None = None,
+    descales: Descales = NO_DESCALES,
 ) -> AttentionCall:
     """Returns the call of a batch, for `ops.attention`.
 
     Args:
         times: `bias_times` of a bias; unlike its tables, all layers share them.
         strict: see `AttentionCall`.
+        descales: `(q_descale, k_descale, v_descale)`.
 
     The other arguments are those of `hstu_attention`.
 
     Raises:
-        ValueError: for a mask that is no `Mask`, or an `attn_scale` that requires a gradient.
+        ValueError: for a mask that is no `Mask`, a quantization that is no `Quantization` or given
+            beside `quant_mode`, or an `attn_scale` that requires a gradient.
     """
     if mask is None:
         mask = _FULL
@@ -124,7 +137,11 @@ def make_call(
         raise ValueError(f"mask: expected a Mask or None, got {type(mask).__name__}")
     if attn_scale is not None:
         _check_attn_scale(attn_scale)
+    smooth_k = False
+    if quantization is not None:
+        quant_mode, smooth_k = _check_quantization(quantization, quant_mode)
     timestamps, row_timestamps, thresholds = times
+    q_descale, k_descale, v_descale = descales
     window_left, window_right = mask.window_size
     # NOTE: by position, which takes a third of the time that it takes by name.
     return AttentionCall(
@@ -149,9 +166,10 @@ def make_call(
         row_timestamps,
         thresholds,
         quant_mode,
-        None,
-        None,
-        None,
+        smooth_k,
+        q_descale,
+        k_descale,
+        v_descale,
         deterministic or torch.are_deterministic_algorithms_enabled(),
         sm_margin,
         strict,
@@ -200,6 +218,16 @@ def bias_times(bias: Bias | Tensor | None) -> Times:
     if thresholds is None:
         thresholds = thresholds_tensor(bias.ts_weight.device)
     return bias.timestamps, bias.row_timestamps, thresholds
+
+
+def _check_quantization(quantization: Quantization, quant_mode: int) -> tuple[int, bool]:
+    if not isinstance(quantization, Quantization):
+        raise ValueError(
+            f"quantization: expected a Quantization or None, got {type(quantization).__name__}"
+        )
+    if quant_mode != -1:
+        raise ValueError(f"quant_mode: expected -1 with quantization, got {quant_mode}")
+    return quantization.mode, quantization.smooth_k
 
 
 def _check_attn_scale(attn_scale: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""HSTU attention composed of torch's functions: what fp32 and fp64 get on a GPU.
+"""HSTU attention composed of torch's functions: what fp32 and fp64 get on a GPU, and FP8 on a CPU.
 
 `register` makes `forward` and `backward` the kernels of two operators with the schemas of
-`hstu_varlen_fwd_out` and `hstu_varlen_bwd_out`. csrc/api/cuda/composed.cpp calls them through the
+`hstu_varlen_fwd_out` and `hstu_varlen_bwd_out`. csrc/api/composed.cpp calls them through the
 dispatcher, after C++ has checked the arguments, so that autograd, `torch.compile`, `torch.export`
 and direct callers reach them by the same operators as any kernel. Products are those of
 `torch.matmul`, so `torch.backends.cuda.matmul.allow_tf32` and
@@ -32,8 +32,16 @@ from torch import Tensor
 from .bias import time_bucket, time_difference
 from .call import AttentionCall
 from .mask import Mask, key_range, mask_heads, packed_intervals, visible_keys
+from .quantization import (
+    E4M3,
+    Quantized,
+    dequantize,
+    quantize_qkv,
+    round_weights,
+    weight_scales,
+)
 
-__all__ = ["CHUNK_ELEMENTS", "backward", "forward", "register", "take_failure"]
+__all__ = ["CHUNK_ELEMENTS", "backward", "forward", "quantize", "register", "take_failure"]
 
 # About ten tensors of this size exist at a time: 64 MiB each in fp32.
 CHUNK_ELEMENTS = 2**24
@@ -48,6 +56,7 @@ def register() -> None:
     """Registers `forward` and `backward` as kernels for CUDA tensors, and for tests on the CPU."""
     for name, kernel in (("composed_fwd", forward), ("composed_bwd", backward)):
         torch.library.impl(f"hstu_attn::{name}", ("cpu", "cuda"), _as_kernel(kernel))
+    torch.library.impl("hstu_attn::composed_quantize", "cpu", _as_kernel(quantize))
 
 
 def take_failure() -> Exception | None:
@@ -97,13 +106,37 @@ def forward(*args: Any) -> None:
     """Computes the forward into the last argument; the arguments are those of the schema."""
     inputs = _read_inputs(args, args[_NUM_INPUTS:-1])
     out = args[-1]
-    rows = out.new_zeros((out.shape[0] + 1, *out.shape[1:]))
+    scales = None
+    if inputs.call.quant_mode >= 0 or inputs.q.dtype == E4M3:
+        inputs, scales = _quantized(inputs)
+    rows = inputs.v.new_zeros((out.shape[0] + 1, *out.shape[1:]))
     for group in _groups(inputs):
         for chunk in group.chunks():
-            weights = F.silu(chunk.scores(), inplace=True).masked_fill_(chunk.hidden, 0)
+            weights = F.silu(chunk.scores(), inplace=True)
+            if scales is not None:
+                weights = round_weights(weights, chunk.rows_of(scales, empty=1))
+            weights.masked_fill_(chunk.hidden, 0)
             result = torch.matmul(weights, group.v[:, :, chunk.keys]).mul_(chunk.scale)
             rows.index_copy_(0, chunk.packed_rows, _to_rows(result))
     out.copy_(rows[:-1])
+
+
+def _quantized(inputs: _Inputs) -> tuple[_Inputs, Tensor]:
+    """Returns inputs that e4m3 represents, in fp32, and scales `(total_q, heads, 1)` of weights."""
+    q, k, v, rab, pos_weight, ts_weight, call, _ = inputs
+    sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+    descales = (call.q_descale, call.k_descale, call.v_descale)
+    quantized = quantize_qkv(q, k, v, *sequences, call.quant_mode, call.smooth_k, *descales)
+    values = dequantize(quantized, *sequences, q.shape[2])
+    scales = weight_scales(values.score_bound, call.alpha, (rab, pos_weight, ts_weight))
+    return inputs._replace(q=values.q, k=values.k, v=values.v), scales[..., None]
+
+
+def quantize(*args: Any) -> None:
+    """Computes `quantize_qkv` into the last nine arguments, of the schema's."""
+    count = len(Quantized._fields)
+    for output, result in zip(args[-count:], quantize_qkv(*args[:-count]), strict=True):
+        output.copy_(result)
 
 
 def backward(dout: Tensor, *args: Any) -> None:
@@ -309,10 +342,10 @@ def _groups(inputs: _Inputs) -> Iterator[_Group]:
         yield _Group(inputs, _Sequences(*part), max_q, max_k)
 
 
-def _to_slots(x: Tensor, row: Tensor, is_empty: Tensor) -> Tensor:
+def _to_slots(x: Tensor, row: Tensor, is_empty: Tensor, empty: float = 0) -> Tensor:
     """Gathers rows of `(total, heads, head dim)` to `(sequences, heads, slots, head dim)`."""
     rows = x[row.clamp(0, x.shape[0] - 1)]
-    return rows.masked_fill_(is_empty[..., None, None], 0).transpose(1, 2).contiguous()
+    return rows.masked_fill_(is_empty[..., None, None], empty).transpose(1, 2).contiguous()
 
 
 def _to_rows(x: Tensor) -> Tensor:
@@ -354,9 +387,9 @@ class _Chunk:
         self.packed_rows = self.packed_row.masked_fill(self.is_empty, total_q).flatten()
         self.scaled_q = self.rows_of(group.inputs.q).mul_(group.inputs.call.alpha)
 
-    def rows_of(self, x: Tensor) -> Tensor:
-        """Returns the chunk's rows of `(total_q, heads, head dim)`."""
-        return _to_slots(x, self.packed_row, self.is_empty)
+    def rows_of(self, x: Tensor, empty: float = 0) -> Tensor:
+        """Returns the chunk's rows of `(total_q, heads, head dim)`, `empty` in empty slots."""
+        return _to_slots(x, self.packed_row, self.is_empty, empty)
 
     @cached_property
     def hidden(self) -> Tensor:

@@ -12,6 +12,7 @@ from .call import bias_tensors, bias_times, make_call
 from .fx import Proxy, record_call
 from .mask import Mask
 from .paged import PagedKV
+from .quantization import Quantization
 
 __all__ = [
     "clamped_attention",
@@ -44,6 +45,10 @@ def hstu_attention(
     quant_mode: int = -1,
     deterministic: bool = False,
     sm_margin: int = 0,
+    quantization: Quantization | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor:
     """HSTU attention over a packed batch of sequences of different lengths.
 
@@ -61,10 +66,10 @@ def hstu_attention(
     in the output and in every gradient, and what they hold does not matter.
 
     Args:
-        q: `(total_q, heads, D)`, bf16, fp16, fp32 or fp64. `D` is a multiple of 8 up to 256. A GPU
-            computes fp32 and fp64 by torch's functions, and fp32 with TF32 products where
-            `torch.backends.cuda.matmul.allow_tf32` permits them. q, k and v may be strided views,
-            with the last dimension contiguous.
+        q: `(total_q, heads, D)`, bf16, fp16, fp32 or fp64; or float8_e4m3fn with descales, without
+            gradients. `D` is a multiple of 8 up to 256. A GPU computes fp32 and fp64 by torch's
+            functions, and fp32 with TF32 products where `torch.backends.cuda.matmul.allow_tf32`
+            permits them. q, k and v may be strided views, with the last dimension contiguous.
         k: `(total_k, heads, D)`, q's dtype.
         v: `(total_k, heads, Dv)`, q's dtype; `Dv` may differ from `D`.
         cu_seqlens_q: int32 or int64 `(batch + 1,)`: offsets of the sequences in q, from 0 up.
@@ -81,13 +86,22 @@ def hstu_attention(
         attn_scale: the scale itself instead: fp32, of one element or `(total_q,)`, one factor for
             each query row. It gets no gradient and must not require one.
         paged_kv: a paged KV cache, for inference: see `PagedKV` for what q, k and v then hold.
-        quant_mode: -1. Other values name FP8 modes, which are not built yet.
+        quant_mode: -1, or a mode of FP8 attention from 0 to 5: `quantization=Quantization(mode)`.
         deterministic: whether equal inputs must give bitwise equal gradients in every run. Also on
             under `torch.use_deterministic_algorithms(True)`; always so on CPU.
         sm_margin: streaming multiprocessors to leave free on a GPU, for overlapping communication.
+        quantization: how bf16 or fp16 q, k, v and the weights are quantized to e4m3 in the forward
+            (experimental); None means that they are not. The gradients are those of the inputs
+            without it. It needs a Hopper GPU, without a bias or pages; on a CPU torch's functions
+            compute it, without pages.
+        q_descale, k_descale, v_descale: what elements of float8_e4m3fn q, k and v are multiplied
+            by; with that dtype, all are needed. fp32, of shape `()` or `(1,)`, `(batch,)`,
+            `(batch, heads)`, or `(heads, total // 128 + batch)`, where rows `128 * j` to
+            `128 * j + 127` of sequence `b` have column `cu_seqlens[b] // 128 + b + j`; for q also
+            `(heads, total_q)`.
 
     Returns:
-        `(total_q, heads, Dv)`, contiguous, of q's dtype.
+        `(total_q, heads, Dv)`, contiguous, of q's dtype; bf16 where that is float8_e4m3fn.
 
     Raises:
         ValueError: for a wrong device, dtype, shape, stride, offset or combination of arguments; it
@@ -119,6 +133,8 @@ def hstu_attention(
         quant_mode,
         deterministic,
         sm_margin,
+        quantization=quantization,
+        descales=(q_descale, k_descale, v_descale),
     )
     pages = ops.NO_PAGES if paged_kv is None else paged_kv.arguments
     return ops.attention(q, k, v, call, bias_tensors(bias), pages)
@@ -233,7 +249,8 @@ def hstu_attn_varlen_func(
         last_page_lens: `(batch,)` tokens in the last page of each sequence.
         func: int32 `(1 or heads, n, >= total_q)`, odd `n`: row `i` of the packed queries sees keys
             `[0, F0) U [F1, F2) U ...`. Columns past `total_q` are not read; none are needed.
-        quant_mode: -1 or None. Other values name FP8 modes, which are not built yet.
+        quant_mode: a mode of FP8 attention from 0 to 5, as `Quantization.mode` in `hstu_attention`;
+            -1 or None means that nothing is quantized.
 
     Returns:
         `(total_q, heads, Dv)` of q's dtype.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import composed
 from .call import NO_BIAS, AttentionCall, BiasTensors
+from .quantization import BLOCK, E4M3, max_blocks, padded_head_dim
 
 __all__ = [
     "LIBRARY_PATH",
@@ -110,6 +111,8 @@ def register() -> None:
     torch.library.register_fake("hstu_attn::hstu_varlen_fwd_out", _fwd_out_fake)
     torch.library.register_fake("hstu_attn::hstu_varlen_bwd_out", _bwd_out_fake)
     torch.library.register_fake("hstu_attn::append_paged_kv", _append_fake)
+    torch.library.register_fake("hstu_attn::quantize_qkv", _quantize_fake)
+    torch.library.register_fake("hstu_attn::forward_fp8", _forward_fp8_fake)
     torch.library.register_autograd(
         "hstu_attn::hstu_varlen_fwd", _fwd_gradients, setup_context=_save_for_gradients
     )
@@ -137,7 +140,8 @@ def _check_devices(schema: torch.FunctionSchema, args: tuple[Any, ...], like: st
     """
     arguments = [argument.name for argument in schema.arguments]
     device = args[arguments.index(like)].device
-    for name, value in zip(arguments, args, strict=True):
+    # NOTE: arguments at the end that have their default are left out.
+    for name, value in zip(arguments, args, strict=False):
         if isinstance(value, Tensor) and value.device != device:
             raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.device}")
 
@@ -145,7 +149,8 @@ def _check_devices(schema: torch.FunctionSchema, args: tuple[Any, ...], like: st
 def _fwd_fake(*args: Any) -> Tensor:
     _check_devices(torch.ops.hstu_attn.hstu_varlen_fwd.default._schema, args)
     q, _, v, *_ = args
-    out: Tensor = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
+    out: Tensor = q.new_empty((q.shape[0], q.shape[1], v.shape[2]), dtype=dtype)
     return out
 
 
@@ -180,6 +185,32 @@ def _append_fake(*args: Any) -> None:
     _check_devices(torch.ops.hstu_attn.append_paged_kv.default._schema, args, like="k")
 
 
+def _forward_fp8_fake(*args: Any) -> None:
+    _check_devices(torch.ops.hstu_attn.forward_fp8.default._schema, args)
+
+
+def _quantize_fake(*args: Any) -> tuple[Tensor, ...]:
+    _check_devices(torch.ops.hstu_attn.quantize_qkv.default._schema, args)
+    q, _, v, cu_seqlens_q, _, _, _, _, smooth_k, *_ = args
+    (total_q, heads, head_dim), (total_k, _, head_dim_v) = q.shape, v.shape
+    blocks = max_blocks(total_k, cu_seqlens_q.shape[0] - 1)
+    padded_dim = padded_head_dim(head_dim)
+
+    def codes(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=E4M3)  # type: ignore[no-any-return]
+
+    def floats(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=torch.float)  # type: ignore[no-any-return]
+
+    return (
+        codes(total_q, heads, padded_dim),
+        codes(total_k, heads, padded_dim),
+        codes(blocks, heads, head_dim_v, BLOCK),
+        *(floats(heads, count) for count in (total_q, blocks, blocks, total_q, blocks)),
+        floats(heads, total_q) if smooth_k else floats(0),
+    )
+
+
 # ---------------------------------------------------------------------------------------------
 # Gradients for torch.compile, torch.export and direct callers
 # ---------------------------------------------------------------------------------------------
@@ -196,8 +227,7 @@ def _fwd_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     args = list(ctx.inputs)
     for slot, tensor in zip(ctx.tensor_slots, ctx.saved_tensors, strict=True):
         args[slot] = tensor
-    if args[_KV_CACHE] is not None:
-        raise NotImplementedError(_NO_PAGED_GRADIENTS)
+    _check_gradients(args[0], args[_KV_CACHE])
     needs = ctx.needs_input_grad
     gradients = torch.ops.hstu_attn.hstu_varlen_bwd(
         dout.contiguous(), *args[:_KV_CACHE], needs[_RAB], any(needs[_TABLES])
@@ -214,9 +244,17 @@ def _no_second_gradients(ctx: Any, *_: Tensor) -> None:
     raise RuntimeError(SINGLE_BACKWARD)
 
 
-_NO_PAGED_GRADIENTS = (
-    "paged_kv: attention over a paged KV cache has no backward; call it under torch.no_grad()"
-)
+def _check_gradients(q: Tensor, kv_cache: Tensor | None) -> None:
+    if kv_cache is not None:
+        raise NotImplementedError(
+            "paged_kv: attention over a paged KV cache has no backward; call it under "
+            "torch.no_grad()"
+        )
+    if q.dtype == E4M3:
+        raise NotImplementedError(
+            "q: attention of float8_e4m3fn has no backward; call it under torch.no_grad(), or with "
+            "bfloat16 or float16 and quantization=Quantization()"
+        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -235,7 +273,7 @@ def _call(op: Callable[..., _Result], *args: Any) -> _Result:
 
 
 def _raise_what_is_meant(error: RuntimeError) -> None:
-    # NOTE: csrc/api/cuda/composed.cpp. What Python raises does not pass through the stable ABI.
+    # NOTE: csrc/api/composed.cpp. What Python raises does not pass through the stable ABI.
     if "hstu_attn::composed_" in str(error) and (failure := composed.take_failure()):
         raise failure from None
     # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
@@ -380,7 +418,7 @@ def attention(
         pages: `PagedKV.arguments`.
 
     Returns:
-        `(total_q, heads, Dv)`, contiguous, of q's dtype.
+        `(total_q, heads, Dv)`, contiguous, of q's dtype; bf16 where that is float8_e4m3fn.
 
     Raises:
         ValueError, NotImplementedError: as `hstu_attention`.
@@ -394,8 +432,7 @@ def attention(
         if torch.is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad or _any_requires_grad(bias)
         ):
-            if pages[0] is not None:
-                raise NotImplementedError(_NO_PAGED_GRADIENTS)
+            _check_gradients(q, pages[0])
             return _Attention.apply(q, k, v, *bias, call)  # type: ignore[no-any-return]
         return _call(_fwd, q, k, v, *bias, *call, *pages)
     except (AttributeError, RuntimeError, TypeError):

@@ -6,6 +6,8 @@ read and to be compared with, not to be fast.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,17 @@ from .bias import (
     time_bucket,
     time_difference,
 )
+from .call import bias_tensors
 from .mask import Mask, dense_mask, mask_heads
 from .paged import PagedKV, dequantize_rows
+from .quantization import (
+    E4M3,
+    Quantization,
+    dequantize,
+    quantize_qkv,
+    round_weights,
+    weight_scales,
+)
 
 __all__ = ["hstu_attention"]
 
@@ -43,23 +54,35 @@ def hstu_attention(
     quant_mode: int = -1,
     deterministic: bool = False,
     sm_margin: int = 0,
+    quantization: Quantization | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """Computes `hstu_attn.hstu_attention` by definition; it has the same arguments and one more.
+    """Computes `hstu_attn.hstu_attention` by definition; it has the same arguments and two more.
 
     Args:
         compute_dtype: the dtype of every intermediate. None means fp64 for fp64 inputs and fp32 for
             all others. In tests the exact result is this function on inputs cast to fp64, and the
             same-dtype reference is this function with `compute_dtype=q.dtype`.
+        scales: `(total_q, heads)`, what each row of the weights is multiplied by when it is rounded
+            to e4m3; None means that weights are not rounded.
 
     Returns:
-        `(total_q, heads, Dv)` in q's dtype.
+        `(total_q, heads, Dv)` in q's dtype; where that is float8_e4m3fn, in `compute_dtype`, or
+        bf16 if that is None.
 
-    `deterministic` and `sm_margin` are accepted and mean nothing here.
+    `deterministic` and `sm_margin` are accepted and mean nothing here. With a quantization, tensors
+    are on a CPU, and everything but the casts to e4m3 is exact in `compute_dtype`.
     """
     del deterministic, sm_margin
-    if quant_mode != -1:
-        raise NotImplementedError(f"quant_mode: expected -1 (no quantization), got {quant_mode}")
+    if q.dtype == E4M3 or quant_mode != -1:
+        quantization = Quantization(quant_mode)
+    if quantization is not None:
+        arguments = {**locals(), "quant_mode": -1, "quantization": None}
+        return _quantized_attention(quantization, arguments)
     mask = Mask.full() if mask is None else mask
     if isinstance(bias, Tensor):
         bias = DenseBias(bias)
@@ -96,6 +119,9 @@ def hstu_attention(
         x = alpha * scores
         activated = x * torch.sigmoid(x)
         visible = _visible(mask, q_len, k_len, b, targets, begin_q).to(q.device)
+        if scales is not None:
+            row_scales = scales[begin_q : begin_q + q_len].t()[..., None]
+            activated = round_weights(activated, row_scales.to(compute_dtype))
         weights = torch.where(visible, activated, 0)
         weights = weights * _scale(
             attn_scale, scaling_seqlen, max_seqlen_q, slice(begin_q, begin_q + q_len), compute_dtype
@@ -107,6 +133,38 @@ def hstu_attention(
         written = begin_q + q_len
     pieces.append(q.new_zeros((q.shape[0] - written, q.shape[1], v.shape[2])))
     return torch.cat(pieces)
+
+
+def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) -> Tensor:
+    """Computes `hstu_attention(**arguments)` of quantized q, k and v, with rounded weights.
+
+    The gradients are those without a quantization.
+    """
+    q, k, v, bias = (arguments[name] for name in ("q", "k", "v", "bias"))
+    cu_seqlens_q, cu_seqlens_k = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+    sequences = (
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        arguments["seqused_q"],
+        arguments["seqused_k"],
+    )
+    descales = [arguments.pop(f"{name}_descale") for name in "qkv"]
+    compute_dtype = arguments["compute_dtype"]
+    with torch.no_grad():
+        wide = torch.float64 in (compute_dtype, q.dtype)
+        dtype = torch.float64 if wide else torch.float32
+        x = quantize_qkv(q, k, v, *sequences, quantization.mode, quantization.smooth_k, *descales)
+        values = dequantize(x, *sequences, q.shape[2], dtype)
+        scales = weight_scales(values.score_bound, arguments["alpha"], bias_tensors(bias))
+        changes = {"q": values.q, "k": values.k, "v": values.v, "scales": scales}
+        out = hstu_attention(**{**arguments, **changes})
+    if q.dtype == E4M3:
+        return out.to(compute_dtype or torch.bfloat16)
+    out = out.to(q.dtype)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        return out
+    plain = hstu_attention(**arguments)
+    return out + (plain - plain.detach())
 
 
 def _length(offsets: list[int], seqused: Tensor | None, b: int) -> int:

@@ -24,6 +24,7 @@ from . import reference
 from .bias import Bias, DenseBias, RelativeBias
 from .mask import Mask
 from .paged import PagedKV, quantize_rows
+from .quantization import Quantization
 
 __all__ = [
     "BIAS_NAMES",
@@ -176,6 +177,7 @@ class Batch:
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     paged_kv: PagedKV | None = None
+    quantization: Quantization | None = None
 
     def options(self) -> dict[str, Any]:
         """Returns everything but q, k and v, as keyword arguments."""

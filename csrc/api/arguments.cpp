@@ -19,9 +19,18 @@ int64_t most_keys(const PagedParams& paged, int64_t total_q) {
 // two of them fits an int.
 constexpr int64_t kMaxLength = 1 << 30;
 
+DType to_input_dtype(const TensorView& q) {
+  if (q.dtype == ScalarType::Float8_e4m3fn) return DType::kFloat8E4M3;
+  if (q.dtype == ScalarType::Float8_e5m2) {
+    fail("q", "float8_e4m3fn, if its elements have 8 bits", describe_dtype(q));
+  }
+  return to_dtype("q", q);
+}
+
 void check_tensors(const Arguments& args, ForwardParams& params) {
   const TensorView& q = args.q;
-  params.dtype = to_dtype("q", q);
+  params.dtype = to_input_dtype(q);
+  params.out_dtype = params.dtype == DType::kFloat8E4M3 ? DType::kBFloat16 : params.dtype;
   if (q.dim() != 3) fail("q", "shape (total_q, heads, head_dim)", describe_shape(q));
   if (args.v.dim() != 3) fail("v", "shape (total_k, heads, head_dim_v)", describe_shape(args.v));
   const int64_t total_q = q.size(0), heads = q.size(1), head_dim = q.size(2);
@@ -275,21 +284,6 @@ void check_paged(const Arguments& args, ForwardParams& params) {
   }
 }
 
-// The modes are those of FBGEMM's hstu package: FP8 with scales of various granularities.
-void check_quantization(const Arguments& args) {
-  const int64_t mode = args.quant_mode;
-  check_range("quant_mode", mode, -1, 5, "-1, or an FP8 mode from 0 to 5");
-  if (mode != -1) {
-    throw NotImplemented(
-        join("quant_mode: ", mode, " needs FP8 kernels, which are not built; only -1 is"));
-  }
-  for (const auto& [name, given] : {std::pair("q_descale", args.q_descale.has_value()),
-                                    std::pair("k_descale", args.k_descale.has_value()),
-                                    std::pair("v_descale", args.v_descale.has_value())}) {
-    if (given) fail(name, "None with quant_mode -1", "a tensor");
-  }
-}
-
 }  // namespace
 
 void to_params(const Arguments& args, ForwardParams& params) {
@@ -299,7 +293,16 @@ void to_params(const Arguments& args, ForwardParams& params) {
   check_mask(args, params.mask);
   check_bias(args, params);
   check_paged(args, params);
-  check_quantization(args);
+  check_quantization(args, params);
+  check_range("sm_margin", args.sm_margin, 0, INT_MAX, "at least 0");
+}
+
+void to_params(const Arguments& args, const Fp8Arguments& fp8, ForwardParams& params) {
+  check_fp8_tensors(args, fp8, params);
+  check_batch(args, params.batch);
+  check_scale(args, params);
+  check_mask(args, params.mask);
+  check_bias(args, params);
   check_range("sm_margin", args.sm_margin, 0, INT_MAX, "at least 0");
 }
 
@@ -496,6 +499,12 @@ void check_values(const AppendParams& params) {
       is_written[page] = 1;
     }
   }
+}
+
+void check_values(const QuantizeParams& params) {
+  const BatchParams& batch = params.batch;
+  check_offsets("cu_seqlens_q", batch.cu_seqlens_q, batch.batch, batch.total_q, "total_q");
+  check_offsets("cu_seqlens_k", batch.cu_seqlens_k, batch.batch, batch.total_k, "total_k");
 }
 
 }  // namespace hstu

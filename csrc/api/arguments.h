@@ -12,6 +12,7 @@
 
 #include "../paged/append.h"
 #include "../params.h"
+#include "../quantize/quantize.h"
 #include "tensor_view.h"
 
 namespace hstu {
@@ -19,19 +20,25 @@ namespace hstu {
 // The schema of the arguments that the forward and the backward share, in the order in which
 // Arguments reads them: the tensors that get gradients, then the fields of AttentionCall
 // (hstu_attn/call.py).
-#define HSTU_CALL_SCHEMA                                                                          \
-  "Tensor q, Tensor k, Tensor v, Tensor? rab, Tensor? pos_weight, Tensor? ts_weight, "            \
-  "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "          \
-  "Tensor? seqused_q, Tensor? seqused_k, SymInt scaling_seqlen, Tensor? attn_scale, "             \
-  "float alpha, Tensor? num_contexts, Tensor? num_targets, SymInt target_group_size, "            \
-  "SymInt window_left, SymInt window_right, SymInt min_full_attn_seq_len, Tensor? row_spans, "    \
-  "Tensor? func, Tensor? timestamps, Tensor? row_timestamps, Tensor? ts_thresholds, "             \
-  "int quant_mode, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, bool deterministic, " \
-  "int sm_margin, bool strict"
+#define HSTU_CALL_SCHEMA                                                                       \
+  "Tensor q, Tensor k, Tensor v, Tensor? rab, Tensor? pos_weight, Tensor? ts_weight, "         \
+  "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "       \
+  "Tensor? seqused_q, Tensor? seqused_k, SymInt scaling_seqlen, Tensor? attn_scale, "          \
+  "float alpha, Tensor? num_contexts, Tensor? num_targets, SymInt target_group_size, "         \
+  "SymInt window_left, SymInt window_right, SymInt min_full_attn_seq_len, Tensor? row_spans, " \
+  "Tensor? func, Tensor? timestamps, Tensor? row_timestamps, Tensor? ts_thresholds, "          \
+  "int quant_mode, bool smooth_k, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "   \
+  "bool deterministic, int sm_margin, bool strict"
 // The schema of the arguments that only the forward has, after the others.
 #define HSTU_PAGED_SCHEMA                                                                \
   ", Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
   "Tensor? kv_scales"
+// The schema of quantize_qkv, in the order in which QuantizeArguments reads it. `Default` is empty,
+// or "=None".
+#define HSTU_QUANTIZE_SCHEMA(Default)                                                        \
+  "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "                 \
+  "Tensor? seqused_q, Tensor? seqused_k, int mode, bool smooth_k, Tensor? q_descale" Default \
+  ", Tensor? k_descale" Default ", Tensor? v_descale" Default
 
 // The arguments of the attention operators. The views own nothing: `in` keeps the tensors.
 struct Arguments {
@@ -47,6 +54,7 @@ struct Arguments {
   int64_t target_group_size, window_left, window_right, min_full_attn_seq_len;
   OptionalView row_spans, func, timestamps, row_timestamps, ts_thresholds;
   int64_t quant_mode;
+  bool smooth_k;
   OptionalView q_descale, k_descale, v_descale;
   bool deterministic;
   int64_t sm_margin;
@@ -82,10 +90,28 @@ struct Arguments {
     call(self.window_left, self.window_right, self.min_full_attn_seq_len);
     call(self.row_spans, self.func);
     call(self.timestamps, self.row_timestamps, self.ts_thresholds);
-    call(self.quant_mode, self.q_descale, self.k_descale, self.v_descale);
+    call(self.quant_mode, self.smooth_k, self.q_descale, self.k_descale, self.v_descale);
     call(self.deterministic, self.sm_margin, self.strict);
     if (!has_paged) return;
     call(self.kv_cache, self.page_offsets, self.page_ids, self.last_page_lens, self.kv_scales);
+  }
+};
+
+// The schema of what forward_fp8 has behind them: norms of rows of q and blocks of k, see
+// Fp8Params.
+#define HSTU_FP8_SCHEMA ", Tensor q_norm, Tensor k_norm, Tensor? q_mean_product"
+
+// The arguments of forward_fp8 behind those of Arguments. There, q and k are e4m3, v is (blocks,
+// heads, head_dim_v, 128) in e4m3, and the descales are given; see Fp8Params for all of them.
+struct Fp8Arguments {
+  TensorView q_norm, k_norm;
+  OptionalView q_mean_product;
+
+  template <typename Reader>
+  explicit Fp8Arguments(Reader& in) {
+    in.read(q_norm);
+    in.read(k_norm);
+    in.read(q_mean_product);
   }
 };
 
@@ -105,6 +131,35 @@ struct AppendArguments {
     in.read(cu_seqlens_k);
     in.read(num_targets);
     in.read_written(kv_scales);
+  }
+};
+
+// The arguments of quantize_qkv.
+struct QuantizeArguments {
+  TensorView q, k, v, cu_seqlens_q, cu_seqlens_k;
+  OptionalView seqused_q, seqused_k;
+  int64_t mode;
+  bool smooth_k;
+  OptionalView q_descale, k_descale, v_descale;
+
+  template <typename Reader>
+  explicit QuantizeArguments(Reader& in) {
+    visit(*this, [&in](auto& value) { in.read(value); });
+  }
+
+  // Calls `function(argument)` in the order of the schema.
+  template <typename Function>
+  void for_each(Function function) const {
+    visit(*this, function);
+  }
+
+ private:
+  template <typename Self, typename Function>
+  static void visit(Self& self, Function function) {
+    const auto call = [&function](auto&... values) { (function(values), ...); };
+    call(self.q, self.k, self.v, self.cu_seqlens_q, self.cu_seqlens_k);
+    call(self.seqused_q, self.seqused_k, self.mode, self.smooth_k);
+    call(self.q_descale, self.k_descale, self.v_descale);
   }
 };
 
@@ -156,6 +211,8 @@ inline std::string describe_dtype(const TensorView& tensor) {
       return "int64";
     case ScalarType::Float8_e4m3fn:
       return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
     default:
       return torch::headeronly::toString(tensor.dtype);
   }
@@ -283,11 +340,20 @@ inline DenseBias to_dense_bias(const TensorView& tensor, DType dtype) {
 
 // Check everything but the values of tensors, which may be on a device, and fill `params`.
 void to_params(const Arguments& args, ForwardParams& params);
+void to_params(const Arguments& args, const Fp8Arguments& fp8, ForwardParams& params);
 void to_params(const AppendArguments& args, AppendParams& params);
+void to_params(const QuantizeArguments& args, QuantizeParams& params);
+// Fills `params` with what quantizes q, k and v of an attention call, which `checked` comes from.
+void to_params(const Arguments& args, const ForwardParams& checked, QuantizeParams& params);
+
+// These are parts of to_params(), in fp8_arguments.cpp.
+void check_quantization(const Arguments& args, const ForwardParams& params);
+void check_fp8_tensors(const Arguments& args, const Fp8Arguments& fp8, ForwardParams& params);
 
 // Check the values of offsets, lengths, counts and pages, which must be in host memory. See
 // Arguments::strict.
 void check_values(const ForwardParams& params, const Arguments& args);
 void check_values(const AppendParams& params);
+void check_values(const QuantizeParams& params);
 
 }  // namespace hstu

@@ -4,7 +4,10 @@
 
 #include <string>
 
+#include "../common/math.h"
+#include "../common/not_implemented.h"
 #include "../cpu/runner.h"
+#include "composed.h"
 #include "stable_tensor.h"
 
 namespace hstu {
@@ -16,8 +19,16 @@ using torch::stable::detail::from;
 Tensor no_gradient(const TensorView& q) { return allocate(q, {0}); }
 
 void set_output(const TensorView& out, const Arguments& args, ForwardParams& params) {
-  params.out = to_packed("out", out, args.q, args.q.size(0), args.q.size(1), args.v.size(2),
-                         "(total_q, heads, head_dim_v)");
+  const bool is_fp8 = params.dtype == DType::kFloat8E4M3;
+  if (is_fp8) {
+    if (out.dtype != ScalarType::BFloat16 && out.dtype != ScalarType::Half) {
+      fail("out", "bfloat16 or float16 with float8_e4m3fn", describe_dtype(out));
+    }
+    params.out_dtype = to_dtype("out", out);
+    check_device("out", out, args.q);
+  }
+  params.out = to_packed("out", out, is_fp8 ? out : args.q, args.q.size(0), args.q.size(1),
+                         args.v.size(2), "(total_q, heads, head_dim_v)");
 }
 
 float* to_table_gradient(const char* name, const TensorView& gradient, const OptionalView& weight,
@@ -32,6 +43,9 @@ float* to_table_gradient(const char* name, const TensorView& gradient, const Opt
 
 void set_gradients(const TensorView& dout, const Gradients& gradients, const Arguments& args,
                    BackwardParams& params) {
+  if (params.dtype == DType::kFloat8E4M3) {
+    throw NotImplemented("q: float8_e4m3fn gets no gradient; give bfloat16 or float16");
+  }
   const TensorView& q = args.q;
   const int64_t total_q = q.size(0), total_k = args.k.size(0), heads = q.size(1);
   const int64_t d = q.size(2), dv = args.v.size(2);
@@ -60,6 +74,19 @@ void set_gradients(const TensorView& dout, const Gradients& gradients, const Arg
   }
 }
 
+void set_outputs(const QuantizeOutputs& outputs, QuantizeParams& params) {
+  const auto at = [&outputs](int n) { return outputs.tensors[n].data; };
+  params.q8 = static_cast<uint8_t*>(at(0));
+  params.k8 = static_cast<uint8_t*>(at(1));
+  params.v8 = static_cast<uint8_t*>(at(2));
+  params.q_descale = static_cast<float*>(at(3));
+  params.k_descale = static_cast<float*>(at(4));
+  params.v_descale = static_cast<float*>(at(5));
+  params.q_norm = static_cast<float*>(at(6));
+  params.k_norm = static_cast<float*>(at(7));
+  params.q_mean_product = static_cast<float*>(at(8));
+}
+
 // ----------------------------------------------------------------------------------------- CPU
 
 cpu::Parallel torch_threads() {
@@ -75,7 +102,10 @@ struct CpuOps {
   static void check(const Arguments& args, const ForwardParams& params) {
     check_values(params, args);
   }
-  static void forward(const Arguments&, const TensorView&, ForwardParams& params) {
+  static void forward(const Arguments& args, const TensorView& out, ForwardParams& params) {
+    if (args.quant_mode >= 0 || params.dtype == DType::kFloat8E4M3) {
+      return composed_forward(args, out);
+    }
     cpu::run_forward(params, torch_threads());
   }
   static void backward(const Arguments&, const TensorView&, const Gradients& gradients,
@@ -89,6 +119,11 @@ struct CpuOps {
     check_values(params);
     append_on_cpu(params);
   }
+  static void quantize(const QuantizeArguments& args, const QuantizeOutputs& outputs,
+                       const QuantizeParams& params) {
+    check_values(params);
+    composed_quantize(args, outputs);
+  }
 };
 
 // --------------------------------------------------------------------------------- boxed kernels
@@ -100,7 +135,9 @@ void fwd(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments args(in, true);
   ForwardParams params;
   to_params(args, params);
-  const Tensor out = allocate(args.q, {args.q.size(0), args.q.size(1), args.v.size(2)});
+  const bool is_fp8 = params.dtype == DType::kFloat8E4M3;
+  const Tensor out = allocate(args.q, {args.q.size(0), args.q.size(1), args.v.size(2)},
+                              is_fp8 ? ScalarType::BFloat16 : args.q.dtype);
   DeviceOps::check(args, params);
   set_output(written_view(out), args, params);
   DeviceOps::forward(args, written_view(out), params);
@@ -120,6 +157,22 @@ void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   set_output(out, args, params);
   DeviceOps::forward(args, out, params);
 }
+
+#if defined(USE_CUDA)
+// forward_fp8(..., Tensor(a!) out) -> (): for quantized tensors; `out` is bfloat16 or float16.
+void forward_fp8(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const Arguments args(in, false);
+  const Fp8Arguments fp8(in);
+  TensorView out;
+  in.read_written(out);
+  ForwardParams params;
+  to_params(args, fp8, params);
+  CudaOps::check(args, params);
+  set_output(out, args, params);
+  CudaOps::forward_fp8(args, out, params);
+}
+#endif
 
 // hstu_varlen_bwd(Tensor dout, ..., bool has_drab, bool has_dtables) -> six gradients
 template <typename DeviceOps>
@@ -182,6 +235,39 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   if (params.batch.batch > 0 && params.batch.total_q > 0) DeviceOps::append(args, params);
 }
 
+// quantize_qkv(...) -> nine tensors
+template <typename DeviceOps>
+void quantize(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const QuantizeArguments args(in);
+  QuantizeParams params;
+  to_params(args, params);
+  const int64_t total_q = params.batch.total_q, total_k = params.batch.total_k;
+  const int64_t heads = params.heads, blocks = max_blocks(total_k, params.batch.batch);
+  const int64_t head_dim8 = round_up(params.q.head_dim, kQuantizedHeadDimUnit);
+  const auto codes = [&](std::initializer_list<int64_t> sizes) {
+    return allocate(args.q, sizes, ScalarType::Float8_e4m3fn);
+  };
+  const auto floats = [&](std::initializer_list<int64_t> sizes) {
+    return allocate(args.q, sizes, ScalarType::Float);
+  };
+  const Tensor tensors[QuantizeOutputs::kCount] = {
+      codes({total_q, heads, head_dim8}),
+      codes({total_k, heads, head_dim8}),
+      codes({blocks, heads, params.v.head_dim, Fp8Params::kBlock}),
+      floats({heads, total_q}),
+      floats({heads, blocks}),
+      floats({heads, blocks}),
+      floats({heads, total_q}),
+      floats({heads, blocks}),
+      params.smooth_k ? floats({heads, total_q}) : floats({0})};
+  QuantizeOutputs outputs;
+  for (int n = 0; n < QuantizeOutputs::kCount; ++n) outputs.tensors[n] = written_view(tensors[n]);
+  set_outputs(outputs, params);
+  DeviceOps::quantize(args, outputs, params);
+  for (int n = 0; n < QuantizeOutputs::kCount; ++n) stack[n] = from(tensors[n]);
+}
+
 // These stand for composed_fwd and composed_bwd (hstu_attn/composed.py) in a program without
 // Python: they take the arguments and return false, because they have computed nothing.
 void no_composed_fwd(StableIValue* stack, uint64_t, uint64_t) {
@@ -202,6 +288,14 @@ void no_composed_bwd(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = from(false);
 }
 
+void no_composed_quantize(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const QuantizeArguments args(in);
+  QuantizeOutputs outputs;
+  for (TensorView& tensor : outputs.tensors) in.read(tensor);
+  stack[0] = from(false);
+}
+
 }  // namespace
 }  // namespace hstu
 
@@ -214,10 +308,17 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.def("hstu_varlen_bwd_out(Tensor dout, " HSTU_CALL_SCHEMA
         ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
+  m.def("forward_fp8(" HSTU_CALL_SCHEMA HSTU_FP8_SCHEMA ", Tensor(a!) out) -> ()");
   m.def("composed_fwd(" HSTU_CALL_SCHEMA HSTU_PAGED_SCHEMA ", Tensor(a!) out) -> bool");
   m.def("composed_bwd(Tensor dout, " HSTU_CALL_SCHEMA
         ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> bool");
+  m.def("quantize_qkv(" HSTU_QUANTIZE_SCHEMA("=None") ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+        "Tensor, Tensor, Tensor, Tensor)");
+  m.def("composed_quantize(" HSTU_QUANTIZE_SCHEMA(
+      "") ", Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, Tensor(d!) out_q_descale, "
+          "Tensor(e!) out_k_descale, Tensor(f!) out_v_descale, Tensor(g!) q_norm, "
+          "Tensor(h!) k_norm, Tensor(i!) q_mean_product) -> bool");
   m.def(
       "append_paged_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor page_offsets, "
       "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets, "
@@ -229,14 +330,19 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.impl("hstu_varlen_fwd_out", hstu::fwd_out<hstu::DeviceOps>); \
   m.impl("hstu_varlen_bwd", hstu::bwd<hstu::DeviceOps>);         \
   m.impl("hstu_varlen_bwd_out", hstu::bwd_out<hstu::DeviceOps>); \
-  m.impl("append_paged_kv", hstu::append<hstu::DeviceOps>)
+  m.impl("append_paged_kv", hstu::append<hstu::DeviceOps>);      \
+  m.impl("quantize_qkv", hstu::quantize<hstu::DeviceOps>)
 
 STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CPU, m) { HSTU_REGISTER(CpuOps); }
 // The kernels that Python registers for a device take precedence over these.
 STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CompositeExplicitAutograd, m) {
   m.impl("composed_fwd", hstu::no_composed_fwd);
   m.impl("composed_bwd", hstu::no_composed_bwd);
+  m.impl("composed_quantize", hstu::no_composed_quantize);
 }
 #if defined(USE_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CUDA, m) { HSTU_REGISTER(CudaOps); }
+STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CUDA, m) {
+  HSTU_REGISTER(CudaOps);
+  m.impl("forward_fp8", hstu::forward_fp8);
+}
 #endif

@@ -28,15 +28,30 @@ struct Gradients {
   }
 };
 
+// The tensors that quantize_qkv writes: see QuantizeParams.
+struct QuantizeOutputs {
+  static constexpr int kCount = 9;
+  TensorView tensors[kCount];
+
+  template <typename Function>
+  void for_each(Function function) const {
+    for (const TensorView& tensor : tensors) function(tensor);
+  }
+};
+
 // The operators on a GPU (cuda/ops.cpp). CpuOps in ops.cpp has the same functions for the CPU.
 struct CudaOps {
   // Checks what to_params() cannot: whether there are kernels, and the values of index arrays.
   static void check(const Arguments& args, const ForwardParams& params);
   // In these, `params` points into the tensors of the other arguments.
   static void forward(const Arguments& args, const TensorView& out, ForwardParams& params);
+  // The forward of what quantize_qkv returns.
+  static void forward_fp8(const Arguments& args, const TensorView& out, ForwardParams& params);
   static void backward(const Arguments& args, const TensorView& dout, const Gradients& gradients,
                        BackwardParams& params);
   static void append(const AppendArguments& args, const AppendParams& params);
+  static void quantize(const QuantizeArguments& args, const QuantizeOutputs& outputs,
+                       QuantizeParams& params);
 };
 
 }  // namespace hstu

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cutlass/bfloat16.h>
+#include <cutlass/float8.h>
 #include <cutlass/half.h>
 
 #include <algorithm>
@@ -15,8 +16,9 @@
 namespace hstu {
 
 template <DType kDType>
-using ElementOf =
-    std::conditional_t<kDType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
+using ElementOf = std::conditional_t<
+    kDType == DType::kFloat8E4M3, cutlass::float_e4m3_t,
+    std::conditional_t<kDType == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>>;
 
 // Number of blocks that work on a work tile together.
 template <typename Kernel>
@@ -104,7 +106,9 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const
   prepared.zeros = zeros;
   prepared.zero_bytes = zero_bytes;
   // K and V of a chunk take a third of the L2 cache; the rest is for data that is used once.
-  const int64_t row_bytes = int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * 2;
+  const int element_bytes = params.dtype == DType::kFloat8E4M3 ? 1 : 2;
+  const int64_t row_bytes =
+      int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * element_bytes;
   prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
   // If each block has few work tiles, finishing at the same time is worth more than the reuse
   // within chunks.

@@ -20,4 +20,17 @@ HSTU_DEVICE uint2 dequantized(uint32_t four, float scale) {
   return {pair(four & 0xffff), pair(four >> 16)};
 }
 
+// Rounds four numbers, the first into the lowest byte. Numbers out of range become the largest
+// ones, and NaN stays NaN.
+HSTU_DEVICE uint32_t e4m3_quad(float a, float b, float c, float d) {
+  uint32_t word;
+  asm("{.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+
 }  // namespace hstu

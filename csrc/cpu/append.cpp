@@ -76,6 +76,8 @@ void append_on_cpu(const AppendParams& params) {
       return append_quantized<c10::Half>(params);
     case DType::kFloat64:
       return append_quantized<double>(params);
+    case DType::kFloat8E4M3:
+      break;
   }
 }
 

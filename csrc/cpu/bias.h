@@ -69,6 +69,8 @@ HSTU_INLINE void with_element_type(DType dtype, Function function) {
       return function(Float16{});
     case DType::kFloat64:
       return function(double{});
+    case DType::kFloat8E4M3:
+      break;
   }
 }
 

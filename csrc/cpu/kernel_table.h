@@ -30,6 +30,8 @@ inline const Kernel* float_kernel(DType dtype, const char* name) {
       return make_kernel<FloatArithmetic<float>, Float16>(name);
     case DType::kFloat64:
       return make_kernel<FloatArithmetic<double>, double>(name);
+    case DType::kFloat8E4M3:
+      break;
   }
   return nullptr;
 }

@@ -86,6 +86,8 @@ int element_size(DType dtype) {
       return 2;
     case DType::kFloat64:
       return 8;
+    case DType::kFloat8E4M3:
+      break;
   }
   return 0;
 }

@@ -70,7 +70,12 @@ class Epilogue {
 
     HSTU_DEVICE RowScales(const ForwardParams& params, const WorkTile& work_tile, int warpgroup) {
       const int row = first_row_of_thread(work_tile, warpgroup);
-      for (int m = 0; m < 2; ++m) scale[m] = scale_of(params, work_tile.tile.sequence, row + 8 * m);
+      for (int m = 0; m < 2; ++m) {
+        scale[m] = scale_of(params, work_tile.tile.sequence, row + 8 * m);
+        if constexpr (Traits::kIsFp8) {
+          scale[m] *= work_tile.row_factors[Traits::row_of_thread(warpgroup) + 8 * m].out;
+        }
+      }
     }
   };
 
@@ -131,8 +136,8 @@ class Epilogue {
   }
 
   // Columns of O that are converted and stored at once. Split-KV has two store paths, and registers
-  // for only 32 columns.
-  static constexpr int kStoredColumns = Traits::kIsSplitByList ? 32 : kHeadDim;
+  // for only 32 columns; for e4m3 there is one path for each output dtype.
+  static constexpr int kStoredColumns = Traits::kIsSplitByList || Traits::kIsFp8 ? 32 : kHeadDim;
   static HSTU_DEVICE auto make_stored_columns() {
     return make_tensor<float>(Int<kStoredColumns / 2>{});
   }
@@ -145,8 +150,18 @@ class Epilogue {
     for (int n = 0; n < size(sum); ++n) sum(n) *= scales.scale[n / 2 % 2];
     const Sequence& sequence = work_tile.tile.sequence;
     const int first = work_tile.tile.index * Traits::kRows + warpgroup * kWarpgroupRows;
-    store_sum<Element, kStoredColumns>(sum, params.out, work_tile.head, sequence.q_begin + first,
-                                       sequence.q_len - first, column);
+    const auto store = [&](auto element) {
+      store_sum<decltype(element), kStoredColumns>(sum, params.out, work_tile.head,
+                                                   sequence.q_begin + first, sequence.q_len - first,
+                                                   column);
+    };
+    if constexpr (!Traits::kIsFp8) {
+      store(Element{});
+    } else if (params.out_dtype == DType::kFloat16) {
+      store(cutlass::half_t{});
+    } else {
+      store(cutlass::bfloat16_t{});
+    }
   }
 };
 

@@ -2,10 +2,10 @@
 // mask. S and P never leave the registers.
 #pragma once
 
-#include "../common/activation.h"
 #include "epilogue.h"
 #include "forward_traits.h"
 #include "masking.h"
+#include "weights.h"
 
 namespace hstu::sm90 {
 
@@ -13,7 +13,6 @@ namespace hstu::sm90 {
 template <typename Traits>
 struct ForwardConsumer {
   using Bias = typename Traits::Bias;
-  using Element = typename Traits::Element;
   using KeyTile = typename Traits::KeyTile;
   using KVState = typename Traits::KVState;
   using OutMma = typename Traits::OutMma;
@@ -26,7 +25,12 @@ struct ForwardConsumer {
   using Scores =
       decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}));
   using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
-  using Weights = decltype(make_tensor_like<Element>(Scores{}));
+  using Weights =
+      std::conditional_t<Traits::kIsFp8, E4m3Weights<Traits, Scores>, PlainWeights<Traits, Scores>>;
+  using Promotion =
+      std::conditional_t<!Traits::kIsFp8, NoPromotion,
+                         std::conditional_t<Traits::kPromotesInRegisters, RegisterPromotion<Out>,
+                                            WorkspacePromotion<Out>>>;
 
   const ForwardParams& params;
   const SchedulerMetadata& metadata;
@@ -40,6 +44,8 @@ struct ForwardConsumer {
   typename Bias::template Consumer<Traits> bias{params};
   Scores scores;  // S, then P
   Out out;
+  Promotion promotion{metadata.totals,
+                      static_cast<int>(blockIdx.x) * Traits::kConsumers + warpgroup};
   GMMA::ScaleOut out_scale = GMMA::ScaleOut::Zero;
   Weights weights;  // P, rounded and masked
   KeyTile tile;     // the one of the scores
@@ -60,9 +66,10 @@ struct ForwardConsumer {
       scheduler_barrier.sync();
       start_scores();
       scheduler_barrier.arrive();
+      const auto factors = load_factors();
       find_bias();
       wait_for_wgmma<0>(scores);
-      silu_scores();
+      silu_scores(factors);
       round_and_mask(find_visible_early());
 
       for (;;) {
@@ -79,14 +86,19 @@ struct ForwardConsumer {
         start_scores();
         start_out(k_state.prev());
         scheduler_barrier.arrive();
+        const auto factors = load_factors();
         find_bias();
         wait_for_wgmma<1>(scores);
-        silu_scores();
+        silu_scores(factors);
         const uint64_t visible = find_visible_early();
         wait_for_wgmma<0>(out);
         smem.pipeline_v.consumer_release_by_warp(k_state.prev());
         round_and_mask(visible);
-        if (ends_work_tile) epilogue(work_state.prev());
+        if (ends_work_tile) {
+          epilogue(work_state.prev());
+        } else if (promotion.add_if_due(out)) {
+          out_scale = GMMA::ScaleOut::Zero;
+        }
       }
 
       // P V of the last key tile that the warpgroup's rows see
@@ -127,9 +139,13 @@ struct ForwardConsumer {
 
   // Issues O += P V.
   HSTU_DEVICE void start_out(KVState state) {
-    start_gemm_registers(OutMma{}, weights,
-                         transposed_tensor<kKeys, kHeadDim>(smem.v[state.index()]), out, out_scale);
+    start_gemm_registers(OutMma{}, weights.fragment, Weights::values(smem.v[state.index()]), out,
+                         out_scale);
     out_scale = GMMA::ScaleOut::One;
+  }
+
+  HSTU_DEVICE auto load_factors() const {
+    return weights.load_factors(smem, work_tile_at(work_state), warpgroup, k_state.index());
   }
 
   // Computes a relative bias of the scores, while products run.
@@ -141,16 +157,12 @@ struct ForwardConsumer {
   }
 
   // P = silu(alpha * S), before the mask.
-  HSTU_DEVICE void silu_scores() {
+  template <typename Factors>
+  HSTU_DEVICE void silu_scores(const Factors& factors) {
     if constexpr (!Traits::kHasRelativeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
     smem.pipeline_k.consumer_release_by_warp(k_state);
-    const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     if constexpr (Traits::kHasRelativeBias) bias.scale(smem, warpgroup, k_state, scores);
-#pragma unroll
-    for (int n = 0; n < size(scores); ++n) {
-      const float x = Traits::kHasRelativeBias ? scores(n) : half_alpha * scores(n);
-      scores(n) = silu_of_half(x, tanh_approx(x));
-    }
+    weights.activate(params, factors, scores);
     // NOTE: this is a branch, and the compiler does not move the activation behind it, where P V is
     // waited for.
     if (tile.is_last_of(warpgroup)) smem.pipeline_q.consumer_release_by_warp(q_state);
@@ -158,16 +170,16 @@ struct ForwardConsumer {
 
   // Rounds P and applies the mask; `visible` is what find_visible_early() returned.
   HSTU_DEVICE void round_and_mask(uint64_t visible) {
-    round_to(scores, weights);
-    if (tile.is_partial())
-      apply_mask<kKeys>(kFindsVisibleEarly ? visible : find_visible(), weights);
+    weights.round(scores);
+    if (tile.is_partial()) weights.mask(kFindsVisibleEarly ? visible : find_visible());
   }
 
   // Finds the bits of the mask while P V still runs. Its branch keeps the compiler from moving a
   // third of the activation behind the wait for P V, which took 1.5 % of a paged call at head dim
   // 256. At other head dims nothing moves without a relative bias, and calls are 1 to 3 % slower
-  // this way.
-  static constexpr bool kFindsVisibleEarly = kHeadDim == 256 || Traits::kHasRelativeBias;
+  // this way. E4m3 has no registers for it.
+  static constexpr bool kFindsVisibleEarly =
+      (kHeadDim == 256 && !Traits::kIsFp8) || Traits::kHasRelativeBias;
   HSTU_DEVICE uint64_t find_visible_early() const {
     return kFindsVisibleEarly && tile.is_partial() ? find_visible() : 0;
   }
@@ -201,6 +213,7 @@ struct ForwardConsumer {
 
   // Stores O of a work tile, unless the blocks of a cluster add theirs at the end.
   HSTU_DEVICE void epilogue(WorkState state) {
+    promotion.finish(out);
     if constexpr (!Traits::kIsSplitByCluster) {
       Epilogue<Traits>::store(params, metadata, work_tile_at(state), warpgroup, out);
     }

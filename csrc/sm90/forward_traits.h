@@ -3,6 +3,7 @@
 
 #include "../scheduler/split_kv.h"
 #include "../scheduler/work_list.h"
+#include "e4m3_keys.h"
 #include "key_source.h"
 #include "pipeline.h"
 #include "score_bias.h"
@@ -25,11 +26,11 @@ struct SchedulerMetadata {
   // The workspace of SplitKVReduction::kGlobalMemory. Row tiles are counted as by first_tile().
   float* partial_out = nullptr;  // [row tiles, H, warpgroups, num_splits, 64 * head dim]
   int* arrived = nullptr;        // [row tiles, H, warpgroups]: how many splits have stored; zeroed
+  float* totals = nullptr;       // [blocks, warpgroups, 64 * head dim], of WorkspacePromotion
 };
 
-// Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h; Bias is a policy of
-// score_bias.h. The blocks of a cluster are the splits of
-// SplitKVReduction::kCluster.
+// Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h, or E4m3Keys; Bias is a
+// policy of score_bias.h. The blocks of a cluster are the splits of SplitKVReduction::kCluster.
 template <int kHeadDim_, typename Element_, typename Source_, typename Bias_,
           SplitKVReduction kReduction_, int kClusterSize_>
 struct ForwardTraits {
@@ -45,14 +46,22 @@ struct ForwardTraits {
   static constexpr int kClusterSize = kClusterSize_;
   static_assert(kIsSplitByCluster == (kClusterSize > 1), "a cluster is for split-KV");
 
-  static constexpr ForwardTiles kTiles =
-      forward_tiles<kHeadDim, Bias::kHasTiles, Bias::kIsAddedAfter, Source::kIsPaged,
-                    Source::kIsQuantized>();
+  static constexpr bool kIsFp8 = std::is_same_v<Source, E4m3Keys>;
+  static_assert(kIsFp8 == (sizeof(Element) == 1), "e4m3 has its own source");
+  static_assert(!kIsFp8 || !Bias::kHasTiles, "a bias is not built for e4m3");
+
+  static constexpr ForwardTiles kTiles = [] {
+    if constexpr (kIsFp8) return fp8_tiles<kHeadDim>();
+    return forward_tiles<kHeadDim, Bias::kHasTiles, Bias::kIsAddedAfter, Source::kIsPaged,
+                         Source::kIsQuantized>();
+  }();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+      kIsFp8 ? fp8_registers(kHeadDim)
+             : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+  static constexpr bool kPromotesInRegisters = kHeadDim == 128;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr bool kHasBiasTiles = Bias::kHasTiles && !Bias::kIsAddedAfter;
   static constexpr int kWarpgroups = 1 + kConsumers;
@@ -76,6 +85,12 @@ struct ForwardTraits {
   static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile
   static constexpr int kNoWorkIndex = INT_MAX;  // SharedMemory::work_index after the last work tile
 
+  // The first of the two rows of a thread of a consumer warpgroup, which are 8 apart, in the tile.
+  static HSTU_DEVICE int row_of_thread(int warpgroup) {
+    const int thread = reload_thread_idx();
+    return warpgroup * kWarpgroupRows + thread / 32 % 4 * 16 + thread % 32 / 4;
+  }
+
   // A tile of rows of one head, and the key tiles of its split that some row sees. Keys are counted
   // in padded keys if they are paged, see paged_keys.h.
   struct WorkTile {
@@ -83,6 +98,7 @@ struct ForwardTraits {
     SpanSummary summary;   // of the keys that all of its rows see
     int head;              // or kEndOfWork
     int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
+    RowFactors row_factors[kIsFp8 ? kRows : 0];
     PageList pages;
     Interval split;    // the keys of this split, if kIsSplitByList
     int other_splits;  // how many other splits have visible keys
@@ -183,6 +199,7 @@ struct ForwardTraits {
     WorkTile work_tiles[WorkState::kStages];
     Quantized quantized[Source::kIsQuantized ? 2 : 0];  // of K, of V
     KeyTile key_tiles[KVState::kStages];
+    BlockDescales block_descales[kIsFp8 ? KVState::kStages : 0];
     int work_index;  // of the work tile that the scheduler looks for, or kNoWorkIndex
     cutlass::arch::ClusterBarrier next_work_wanted;
     Pipeline<WorkState::kStages> pipeline_work;
@@ -215,7 +232,9 @@ struct ForwardTraits {
     if constexpr (Source::kIsQuantized) {
       for (Quantized& quantized : smem.quantized) quantized.init();
     }
-    constexpr int kProducers = kHasRelativeBias ? 2 : 1;
+    // What comes with Q and K besides their copies: the factors and descales of e4m3, or the cells,
+    // times and weights of a relative bias.
+    constexpr int kProducers = kIsFp8 || kHasRelativeBias ? 2 : 1;
     smem.pipeline_q.init(kConsumerWarps, kProducers);
     smem.pipeline_k.init(kConsumerWarps, kProducers);
     smem.pipeline_v.init(kConsumerWarps);

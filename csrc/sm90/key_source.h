@@ -3,15 +3,12 @@
 //   PackedKeys           packed rows of k and v
 //   PagedKeys            the history in pages, the targets in packed rows of k and v
 //   QuantizedPagedKeys   the same with pages of e4m3, which become tiles of 16 bits
+//   E4m3Keys             packed rows of k and blocks of v in e4m3, see e4m3_keys.h
 //
 // A policy says how many threads copy (kCopyLanes K and as many V, kQueryCopyLanes Q), which row
 // tile a number stands for (find_row_tile), how keys are counted (pad_keys, key_of, visible_keys),
 // and it copies a tile of K or V to a stage (Loader::load). Its tile sizes and registers are in
 // tile_config.h.
-//
-// FP8 products would be one more policy beside a one-byte Element: its Loader would leave e4m3
-// tiles as they are and transpose those of V, and products would need the K-major layouts of
-// tensors.h.
 #pragma once
 
 #include "../scheduler/work_list.h"

@@ -13,12 +13,11 @@ template <int kHeadDim, DType kDType>
 class ForwardLauncher {
  public:
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
-    if (params.relative_bias) {
-      return plan_form<Kernel<PackedKeys, RelativeScoreBias>>(params, launch, {});
+    if constexpr (kDType == DType::kFloat8E4M3) {
+      return plan_form<Kernel<E4m3Keys, NoScoreBias>>(params, launch, {});
+    } else {
+      return plan_packed(params, launch);
     }
-    return bool_switch(params.rab.data, [&](auto has_bias) {
-      return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
-    });
   }
 
   static ForwardPlan plan_paged(const ForwardParams& params, const CudaLaunch& launch) {
@@ -38,6 +37,15 @@ class ForwardLauncher {
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,
             int kClusterSize = 1>
   using Kernel = Forward<kHeadDim, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
+
+  static ForwardPlan plan_packed(const ForwardParams& params, const CudaLaunch& launch) {
+    if (params.relative_bias) {
+      return plan_form<Kernel<PackedKeys, RelativeScoreBias>>(params, launch, {});
+    }
+    return bool_switch(params.rab.data, [&](auto has_bias) {
+      return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
+    });
+  }
 
   template <typename Source, typename Bias>
   static ForwardPlan plan_splits(const ForwardParams& params, const CudaLaunch& launch) {
@@ -105,6 +113,10 @@ class ForwardLauncher {
           workspace.take<float>(slots * split_kv.num_splits * kWarpgroupRows * kHeadDim);
       metadata.arrived = workspace.take<int>(slots);
     }
+    if constexpr (Form::kIsFp8 && !Form::kPromotesInRegisters) {
+      metadata.totals = workspace.take<float>(resident_blocks<Form>(launch) * Form::kConsumers *
+                                              kWarpgroupRows * kHeadDim);
+    }
     return metadata;
   }
   // How many warpgroups of row tiles may have partial O.
@@ -138,7 +150,11 @@ class ForwardLauncher {
     ForwardMaps maps = {};
     maps.q = make_ragged_map<kHeadDim>(params.q, heads, kWarpgroupRows, kDType);
     maps.k = make_ragged_map<kHeadDim>(params.k, heads, Form::kKeys, kDType);
-    maps.v = make_ragged_map<kHeadDim>(params.v, heads, Form::kKeys, kDType);
+    if constexpr (Form::kIsFp8) {
+      maps.v = make_value_block_map<kHeadDim>(params.v, heads, params.fp8.blocks);
+    } else {
+      maps.v = make_ragged_map<kHeadDim>(params.v, heads, Form::kKeys, kDType);
+    }
     if (params.rab.data) maps.bias = make_bias_map(params.rab, params.batch.batch);
     if constexpr (Form::Source::kIsPaged) {
       maps.pages =

@@ -35,6 +35,28 @@ HSTU_DEVICE void apply_mask(uint64_t visible, Weights& weights) {
   }
 }
 
+// The same for weights in e4m3, in the order of pack_e4m3().
+template <int kKeys, typename Words>
+HSTU_DEVICE void apply_mask_to_e4m3(uint64_t visible, Words& words) {
+  const int lane = reload_thread_idx() % 32;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int first = 0; first < kKeys; first += 64) {
+      const uint64_t bits = visible_to_lane(visible, lane, first, m);
+#pragma unroll
+      for (int key = 0; key < 64; key += 16) {
+        uint32_t bytes = 0;
+        if (bits >> key & 1) bytes |= 0x000000ff;
+        if (bits >> (key + 1) & 1) bytes |= 0x0000ff00;
+        if (bits >> (key + 8) & 1) bytes |= 0x00ff0000;
+        if (bits >> (key + 9) & 1) bytes |= 0xff000000;
+        words((first + key) / 8 + m) &= bytes;
+      }
+    }
+  }
+}
+
 // The same for fp32 scores.
 template <int kKeys, typename Scores>
 HSTU_DEVICE void apply_mask_to_scores(uint64_t visible, Scores& scores) {

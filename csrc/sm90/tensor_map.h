@@ -25,14 +25,15 @@
 #include <string>
 
 #include "../common/cuda_check.h"
+#include "../common/math.h"
 #include "../common/sequence.h"
 #include "tile_config.h"
 
 namespace hstu::sm90 {
 
 // Columns of one copy: those that the widest swizzle spans.
-template <int kHeadDim>
-constexpr int kPanel = kHeadDim < 64 ? kHeadDim : 64;
+template <int kHeadDim, int kElementBytes = 2>
+constexpr int kPanel = smaller(kHeadDim, 128 / kElementBytes);
 
 // NOTE: the CUDA runtime looks the function up, so that nothing links against libcuda.
 inline auto tensor_map_encoder() {
@@ -68,38 +69,55 @@ CUtensorMap encode_map(void* data, CUtensorMapDataType type, const cuuint64_t (&
 }
 
 inline CUtensorMapDataType map_type(DType dtype) {
-  return dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return dtype == DType::kFloat8E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : dtype == DType::kFloat16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// Makes a map for copies of `box_rows` rows and kPanel columns.
-template <int kHeadDim>
-CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
-                            CUtensorMapDataType type, int element_bytes,
-                            CUtensorMapSwizzle swizzle) {
+// Makes a map for copies of `box_rows` rows and `box_columns` columns.
+inline CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows,
+                                   int box_columns, CUtensorMapDataType type, int element_bytes,
+                                   CUtensorMapSwizzle swizzle) {
   const auto row_bytes = static_cast<cuuint64_t>(tensor.row_stride) * element_bytes;
   const auto head_bytes =
       heads == 1 ? row_bytes : static_cast<cuuint64_t>(tensor.head_stride) * element_bytes;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(tensor.head_dim), kRaggedRows,
                               static_cast<cuuint64_t>(heads), INT_MAX, INT_MAX};
   const cuuint64_t strides[] = {row_bytes, head_bytes, row_bytes, (uint64_t{1} << 34) - row_bytes};
-  const cuuint32_t box[] = {kPanel<kHeadDim>, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows),
+                            1, 1, 1};
   return encode_map<5>(tensor.data, type, sizes, strides, box, swizzle);
 }
 
-// Makes a map of a 16-bit tensor.
+// Makes a map of a tensor in 16 bits or e4m3.
 template <int kHeadDim>
 CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows, DType dtype) {
-  return make_ragged_map<kHeadDim>(
-      tensor, heads, box_rows, map_type(dtype), 2,
-      kHeadDim < 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+  const bool is_e4m3 = dtype == DType::kFloat8E4M3;
+  const int element_bytes = is_e4m3 ? 1 : 2;
+  const int columns = is_e4m3 ? kPanel<kHeadDim, 1> : kPanel<kHeadDim>;
+  return make_ragged_map(
+      tensor, heads, box_rows, columns, map_type(dtype), element_bytes,
+      columns * element_bytes < 128 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Makes a map of bytes; the rows of a panel are not swizzled.
 template <int kHeadDim>
 CUtensorMap make_quantized_map(const PackedTensor& tensor, int heads, int box_rows) {
-  return make_ragged_map<kHeadDim>(tensor, heads, box_rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
-                                   CU_TENSOR_MAP_SWIZZLE_NONE);
+  return make_ragged_map(tensor, heads, box_rows, kPanel<kHeadDim>, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                         1, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+// Makes a map for copies of whole blocks of a head of v in e4m3, see Fp8Params.
+template <int kHeadDim>
+CUtensorMap make_value_block_map(const PackedTensor& tensor, int heads, int64_t blocks) {
+  const auto head_dim = static_cast<cuuint64_t>(tensor.head_dim);
+  const cuuint64_t sizes[] = {Fp8Params::kBlock, head_dim, static_cast<cuuint64_t>(heads),
+                              static_cast<cuuint64_t>(blocks)};
+  const cuuint64_t head_bytes = head_dim * Fp8Params::kBlock;
+  const cuuint64_t strides[] = {Fp8Params::kBlock, head_bytes, head_bytes * heads};
+  const cuuint32_t box[] = {Fp8Params::kBlock, kHeadDim, 1, 1};
+  return encode_map<4>(tensor.data, CU_TENSOR_MAP_DATA_TYPE_UINT8, sizes, strides, box,
+                       CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Makes a map for copies of 64 rows and 64 columns of a 16-bit bias.
@@ -127,7 +145,7 @@ struct RaggedRows {
 // and kHeadDim columns from `first_column` on. `offset` is where the box begins in shared memory:
 // there are kBoxRows rows at a time, and these panel after panel. The other arguments are its
 // coordinates.
-template <int kRows, int kHeadDim, int kBoxRows, typename Visit>
+template <int kRows, int kHeadDim, int kBoxRows, int kElementBytes, typename Visit>
 __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, int first_column,
                                              Visit visit) {
   const int far = kRaggedRows;
@@ -136,7 +154,7 @@ __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, 
 #pragma unroll
   for (int box = 0; box < kRows; box += kBoxRows) {
 #pragma unroll
-    for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim>) {
+    for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim, kElementBytes>) {
       visit(box * kHeadDim + column * kBoxRows, first_column + column, row + box, rows.head, end,
             far);
     }
@@ -150,7 +168,7 @@ __device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const Ra
                                                 int first, Element* to,
                                                 cutlass::arch::ClusterTransactionBarrier& barrier,
                                                 int first_column = 0) {
-  for_each_box<kRows, kHeadDim, kBoxRows>(
+  for_each_box<kRows, kHeadDim, kBoxRows, sizeof(Element)>(
       rows, first, first_column, [&](int offset, auto... coordinates) {
         cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
                                      static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),

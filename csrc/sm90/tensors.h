@@ -12,12 +12,13 @@ namespace hstu::sm90 {
 
 using namespace cute;
 
-// A tile of kRows rows of kHeadDim elements as copy_rows() writes it: swizzled panels of up to 64
-// columns.
+// A tile of kRows rows of kHeadDim elements as copy_rows() writes it: swizzled panels of up to 128
+// bytes of each row.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto rows_tensor(Element* data) {
-  using Atom = std::conditional_t<(kHeadDim < 64), GMMA::Layout_K_SW64_Atom<Element>,
-                                  GMMA::Layout_K_SW128_Atom<Element>>;
+  using Atom =
+      std::conditional_t<(kHeadDim * sizeof(Element) < 128), GMMA::Layout_K_SW64_Atom<Element>,
+                         GMMA::Layout_K_SW128_Atom<Element>>;
   return make_tensor(make_smem_ptr(opaque_pointer(data)),
                      tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 }
@@ -32,7 +33,8 @@ HSTU_DEVICE auto transposed_tensor(Element* data) {
 }
 
 // Products of a warpgroup's 64 rows with fp32 accumulators. SmemMma: A and B in shared memory, both
-// K-major. RegisterMma: A in registers, B in shared memory, MN-major.
+// K-major. RegisterMma: A in registers, B in shared memory, MN-major, or K-major for e4m3, of which
+// wgmma reads no other.
 template <typename Element, int kColumns, int kDepth>
 using SmemMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float,
@@ -41,7 +43,7 @@ template <typename Element, int kColumns, int kDepth>
 using RegisterMma = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float,
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
-                         GMMA::Major::MN>()));
+                         sizeof(Element) == 1 ? GMMA::Major::K : GMMA::Major::MN>()));
 
 // A and B in shared memory, A K-major, B MN-major.
 template <typename Element, int kColumns, int kDepth>
@@ -85,10 +87,12 @@ template <typename TiledMma, typename A, typename B, typename Sum>
 HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
                                       GMMA::ScaleOut scale) {
   const auto thread = mma.get_slice(0);
-  constexpr int kSteps = decltype(size<1>(b))::value / 16;
+  // A step of the product takes four words of each thread.
+  constexpr int kWord = 4 / sizeof(typename A::value_type);  // elements
+  constexpr int kSteps = decltype(size<1>(b))::value / (8 * kWord);
   Tensor left = make_tensor(
-      a.data(),
-      Layout<Shape<Shape<_2, _2, _2>, _1, Int<kSteps>>, Stride<Stride<_1, _2, _4>, _0, _8>>{});
+      a.data(), Layout<Shape<Shape<Int<kWord>, _2, _2>, _1, Int<kSteps>>,
+                       Stride<Stride<_1, Int<kWord>, Int<2 * kWord>>, _0, Int<4 * kWord>>>{});
   warpgroup_fence_operand(left);
   start_gemm_of_fragments(mma, left, thread.partition_fragment_B(b), sum, scale);
 }

@@ -89,6 +89,25 @@ constexpr int early_chunks(int head_dim, int consumers, bool is_paged) {
   return head_dim == 256 && is_paged ? 4 : 8;
 }
 
+// The tiles of e4m3, where a key tile is a block of Fp8Params.
+template <int kHeadDim>
+constexpr ForwardTiles fp8_tiles() {
+  if constexpr (kHeadDim == 64) {
+    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 6};
+  } else if constexpr (kHeadDim == 128) {
+    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
+  } else if constexpr (kHeadDim == 256) {
+    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
+  } else {
+    static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
+  }
+}
+constexpr Registers fp8_registers(int head_dim) {
+  if (head_dim == 256) return {.producer = 24, .consumer = 240};
+  if (head_dim == 128) return {.producer = 40, .consumer = 232};
+  return {.producer = 32, .consumer = 160};
+}
+
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is
 // the largest size that every GPU supports.
 constexpr int kLargeCluster = 8;

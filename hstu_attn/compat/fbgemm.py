@@ -27,7 +27,8 @@ are clamped as there. What the operators add to it:
   tensors: the schema does not say that it writes them.
 
 Errors are those of `hstu_attn_varlen_func`. The arguments of FP8 (`quant_mode`, `vt`, the descales
-and so on) raise NotImplementedError, since this library has no FP8 kernels.
+and so on) raise NotImplementedError: FBGEMM quantizes in Python before it calls these operators,
+and `hstu_attn_varlen_func` does so in its own.
 
 For code that imports the package `hstu` and its module `hstu.hstu_ops_gpu`, `install_as_hstu` lets
 both imports find this module.
@@ -238,6 +239,10 @@ def _kernel(name: str, function: Callable[..., _Outputs]) -> Callable[..., _Outp
                 raise NotImplementedError(
                     f"{fp8_name}: expected None, because FP8 kernels are not built, got a tensor"
                 )
+        if 0 <= (mode := arguments.get("quant_mode", -1)) <= 5:
+            raise NotImplementedError(
+                f"quant_mode: {mode} is FP8, which the raw operators do not have"
+            )
         _check_output_dtype(arguments["q"], arguments.pop("output_dtype", -1))
         if torch.is_grad_enabled():
             with torch.no_grad():

@@ -56,6 +56,7 @@ def small_cases(monkeypatch):
         SMALL,
         replace(SMALL, mask_name="causal", shortest=40, group="rab", bias_heads=2),
         replace(SMALL, mask_name="causal", group="relative", tables=("position", "time")),
+        replace(SMALL, dtype=torch.bfloat16, group="fp8", passes=("forward",)),
         *(replace(SMALL, group="masks", mask_name=name) for name in ("causal", "local", "func")),
         replace(SMALL, group="host", passes=("host", "host with autograd")),
     ]
@@ -75,8 +76,10 @@ def kernel(us, operator, name):
 
 @pytest.mark.slow
 def test_attention(small_cases, tmp_path):
-    records = run(attention.main, tmp_path, "--rounds 2 --impls hstu_attn flash2 --commit abc")
-    assert {r["group"] for r in records} == {"table", "rab", "relative", "masks", "host"}
+    command = "--rounds 2 --impls hstu_attn hstu_attn_fp8 flash2 --commit abc"
+    records = run(attention.main, tmp_path, command)
+    assert {r["group"] for r in records} == {"table", "rab", "relative", "fp8", "masks", "host"}
+    assert {r["group"] for r in records if r["impl"] == "hstu_attn_fp8"} == {"fp8"}
     assert {r["commit"] for r in records} == {"abc"}
     for r in records:
         assert r["rounds"] == 2

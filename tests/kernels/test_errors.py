@@ -331,14 +331,6 @@ def test_bad_gradients_of_biases():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", range(6))
-def test_fp8_modes_are_not_implemented(mode):
-    with pytest.raises(NotImplementedError, match=rf"quant_mode: {mode} .*FP8"):
-        call({**good(), "quant_mode": mode})
-    with pytest.raises(NotImplementedError, match=rf"quant_mode: {mode} .*FP8"):
-        fbgemm_call(quant_mode=mode)
-
-
 def fbgemm_call(**changes: Any) -> torch.Tensor:
     arguments = good()
     return hstu_attn.hstu_attn_varlen_func(

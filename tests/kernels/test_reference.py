@@ -197,12 +197,6 @@ def test_compute_dtype_is_used():
     assert (coarse - exact).abs().max() > 100 * (fine - exact).abs().max() > 0
 
 
-def test_quantized_modes_are_not_implemented():
-    batch = make_batch([3], dim=8)
-    with pytest.raises(NotImplementedError, match="quant_mode"):
-        reference.hstu_attention(batch.q, batch.k, batch.v, **batch.options(), quant_mode=0)
-
-
 def test_no_mask_means_full():
     batch = make_batch([3], dim=8)
     options = {**batch.options(), "mask": None}

@@ -182,7 +182,7 @@ def test_the_build_writes_its_kernels_from_the_lists(
         f"{arch}/{direction}_d96.bf16-fp16.cu"
         for arch in ("sm80", "sm90")
         for direction in ("forward", "backward")
-    }
+    } | {"sm90/forward_d96.e4m3.cu"}
     assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.cu")} == wanted
     source = tmp_path / "sm90/forward_d96.bf16-fp16.cu"
     assert source.read_text() == (
@@ -195,6 +195,8 @@ def test_the_build_writes_its_kernels_from_the_lists(
         "template ForwardKernel paged_forward<96, DType::kFloat16>();\n\n"
         "}  // namespace hstu::sm90\n"
     )
+    e4m3 = (tmp_path / "sm90/forward_d96.e4m3.cu").read_text()
+    assert "template ForwardKernel forward<96, DType::kFloat8E4M3>();\n\n}" in e4m3
     # An unchanged file keeps its time, so that ninja does not compile it again.
     os.utime(source, (1, 1))
     ninja.write(tmp_path)
@@ -207,6 +209,7 @@ def test_the_build_writes_its_kernels_from_the_lists(
         ("sm80", "forward_tiles", "Memory::kLarge, false"),
         ("sm80", "backward_tiles", "Memory::kLarge, false"),
         ("sm90", "forward_tiles", "false, false, false"),
+        ("sm90", "fp8_tiles", ""),
     ],
 )
 def test_the_compiler_names_the_file_that_lacks_a_head_dim(
@@ -216,14 +219,14 @@ def test_the_compiler_names_the_file_that_lacks_a_head_dim(
     source.write_text(
         f'#include "{arch}/tile_config.h"\n'
         f"using namespace hstu::{arch};\n"
-        f"auto tiles = {function}<96, {arguments}>();\n"
+        f"auto tiles = {function}<{', '.join(filter(None, ('96', arguments)))}>();\n"
     )
     command = ["g++", "-std=c++20", "-fsyntax-only", "-I", str(setup.CSRC), str(source)]
     errors = subprocess.run(command, capture_output=True, text=True).stderr
     assert f"{arch}/tile_config.h: {function} has no entry for this head dim" in errors
 
 
-@pytest.mark.parametrize(("compilers", "objects"), [(2, 16), (16, 24)])
+@pytest.mark.parametrize(("compilers", "objects"), [(2, 19), (16, 27)])
 def test_the_build_says_what_it_compiles(
     build_machine: pytest.MonkeyPatch, compilers: int, objects: int
 ) -> None:
@@ -238,5 +241,5 @@ def test_the_build_says_what_it_compiles(
     minutes = max(sum(s.seconds for s in sources) / compilers, sources[0].seconds) / 60
     assert setup.announcement() == (
         "hstu_attn: building CUDA kernels for sm80 and sm90, head dims 32, 64, 128, 256,"
-        f" bf16 and fp16: about {minutes:.0f} min, {compilers} compilers at once"
+        f" bf16 and fp16 and e4m3: about {minutes:.0f} min, {compilers} compilers at once"
     )

@@ -8,11 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "../../common/arena.h"
 #include "../../common/cuda_check.h"
 #include "../../dispatch.h"
 #include "../../environment.h"
+#include "../composed.h"
 #include "../stable_tensor.h"
-#include "composed.h"
 
 // NOTE: this is a weak symbol, because only libtorch_cuda defines it, and this library must also
 // load with a torch for CPUs.
@@ -119,9 +120,7 @@ class HostCopies {
   std::vector<std::vector<char>> copies_;
 };
 
-template <typename Params>
-void replace_index_arrays(HostCopies& copies, Params& params) {
-  BatchParams& batch = params.batch;
+void replace_index_arrays(HostCopies& copies, BatchParams& batch) {
   const size_t count = batch.batch;
   copies.replace(batch.cu_seqlens_q, count + 1);
   copies.replace(batch.cu_seqlens_k, count + 1);
@@ -129,6 +128,12 @@ void replace_index_arrays(HostCopies& copies, Params& params) {
   copies.replace(batch.seqused_k, count);
   copies.replace(batch.num_contexts, count);
   copies.replace(batch.num_targets, count);
+}
+
+template <typename Params>
+void replace_index_arrays(HostCopies& copies, Params& params) {
+  replace_index_arrays(copies, params.batch);
+  const size_t count = params.batch.batch;
   PagedParams& paged = params.paged;
   copies.replace(paged.page_offsets, count + 1);
   copies.replace(paged.page_ids, paged.num_page_ids);
@@ -145,6 +150,55 @@ void check_values_on_host(const Arguments& args, ForwardParams params) {
   copies.replace(thresholds, bias.num_thresholds);
   bias.thresholds = static_cast<const int64_t*>(thresholds.data);
   check_values(params, args);
+}
+
+// ------------------------------------------------------------------------------------------ FP8
+
+// Whether the e4m3 kernels can read the rows of the e4m3 tensor; see sm90/kernels.h.
+bool has_e4m3_rows(const PackedTensor& packed) {
+  const auto is_step = [](int64_t stride) { return stride > 0 && stride % 16 == 0; };
+  return reinterpret_cast<uintptr_t>(packed.data) % 16 == 0 && is_step(packed.row_stride) &&
+         is_step(packed.head_stride);
+}
+
+// Lays out the outputs of `quantize` in `memory`, to which `params` refers afterwards. Returns how
+// many bytes it takes, also where there is no memory yet. q and k that kernels can read in place
+// are not copied.
+int64_t lay_out(QuantizeParams& quantize, void* memory, ForwardParams& params) {
+  Arena<256> arena(memory);
+  const BatchParams& batch = quantize.batch;
+  const int64_t heads = quantize.heads, blocks = max_blocks(batch.total_k, batch.batch);
+  const auto take_rows = [&](const PackedTensor& from, int64_t rows, PackedTensor& to) -> uint8_t* {
+    to = from;
+    if (quantize.dtype == DType::kFloat8E4M3 && has_e4m3_rows(from)) return nullptr;
+    to.head_stride = round_up(from.head_dim, kQuantizedHeadDimUnit);
+    to.row_stride = heads * to.head_stride;
+    auto* codes = arena.take<uint8_t>(rows * to.row_stride);
+    to.data = codes;
+    return codes;
+  };
+  const int64_t value_rows = quantize.v.head_dim * int64_t{Fp8Params::kBlock};
+  quantize.q8 = take_rows(quantize.q, batch.total_q, params.q);
+  quantize.k8 = take_rows(quantize.k, batch.total_k, params.k);
+  quantize.v8 = arena.take<uint8_t>(blocks * heads * value_rows);
+  quantize.q_descale = arena.take<float>(heads * batch.total_q);
+  quantize.k_descale = arena.take<float>(heads * blocks);
+  quantize.v_descale = arena.take<float>(heads * blocks);
+  quantize.q_norm = arena.take<float>(heads * batch.total_q);
+  quantize.k_norm = arena.take<float>(heads * blocks);
+  if (quantize.smooth_k) quantize.q_mean_product = arena.take<float>(heads * batch.total_q);
+  quantize.workspace = nullptr;
+  quantize.workspace = arena.take<char>(quantize_workspace_bytes(quantize));
+  params.dtype = DType::kFloat8E4M3;
+  params.v = {quantize.v8, heads * value_rows, value_rows, quantize.v.head_dim};
+  params.fp8 = {quantize.q_descale,
+                quantize.k_descale,
+                quantize.v_descale,
+                quantize.q_norm,
+                quantize.k_norm,
+                quantize.q_mean_product,
+                blocks};
+  return arena.used();
 }
 
 // -------------------------------------------------------------------------------------- launches
@@ -164,6 +218,16 @@ class Call {
   void run(const ForwardKernel& kernel, const ForwardParams& params) {
     const ForwardPlan plan = kernel.plan(params, launch_);
     const std::optional<Tensor> workspace = take_workspace(plan.workspace_bytes);
+    plan.run(plan, params, launch_);
+  }
+  // Quantizes q, k and v, and runs the e4m3 forward with them. `params` says where they come from.
+  void run_quantized(QuantizeParams& quantize, ForwardParams params) {
+    const int64_t bytes = lay_out(quantize, nullptr, params);
+    const ForwardPlan plan = forward_kernel(device(), params).plan(params, launch_);
+    const std::optional<Tensor> workspace = take_workspace(bytes + plan.workspace_bytes);
+    lay_out(quantize, launch_.workspace, params);
+    launch_.workspace = static_cast<char*>(launch_.workspace) + bytes;
+    quantize_qkv(quantize, launch_.stream);
     plan.run(plan, params, launch_);
   }
   void run(const BackwardKernel& kernel, const BackwardParams& params) {
@@ -204,6 +268,24 @@ void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParam
   if (is_composed(params)) return composed_forward(args, out);
   AlignedCopies copies;
   copies.inputs(args, params);
+  copies.output(out, params.out);
+  if (args.quant_mode >= 0 || params.dtype == DType::kFloat8E4M3) {
+    QuantizeParams quantize;
+    to_params(args, params, quantize);
+    call.run_quantized(quantize, params);
+  } else {
+    call.run(forward_kernel(call.device(), params), params);
+  }
+  copies.copy_back();
+}
+
+void CudaOps::forward_fp8(const Arguments& args, const TensorView& out, ForwardParams& params) {
+  Call call(args);
+  if (!has_work(params.batch)) {
+    fill_with_zeros(out);
+    return;
+  }
+  AlignedCopies copies;
   copies.output(out, params.out);
   call.run(forward_kernel(call.device(), params), params);
   copies.copy_back();
@@ -248,6 +330,26 @@ void CudaOps::append(const AppendArguments& args, const AppendParams& params) {
     check_values(copied);
   }
   append_on_gpu(params, cuda_device(device_index).multiprocessors, current_stream(device_index));
+}
+
+void CudaOps::quantize(const QuantizeArguments& args, const QuantizeOutputs&,
+                       QuantizeParams& params) {
+  const int device_index = args.q.device_index;
+  const DeviceGuard guard(device_index);
+  if (environment::checks_values()) {
+    HostCopies copies(current_stream(device_index));
+    QuantizeParams copied = params;
+    replace_index_arrays(copies, copied.batch);
+    check_values(copied);
+  }
+  AlignedCopies copies;
+  copies.input(args.q, params.q);
+  copies.input(args.k, params.k);
+  copies.input(args.v, params.v);
+  const int64_t bytes = quantize_workspace_bytes(params);
+  const Tensor workspace = allocate(args.q, {bytes}, ScalarType::Byte);
+  params.workspace = workspace.mutable_data_ptr();
+  quantize_qkv(params, current_stream(device_index));
 }
 
 }  // namespace hstu

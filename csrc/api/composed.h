@@ -1,12 +1,13 @@
-// fp32 and fp64 on a GPU: the composition of torch's functions in hstu_attn/composed.py.
+// What torch's functions compute, in hstu_attn/composed.py: fp32 and fp64 on a GPU, e4m3 on a CPU.
 #pragma once
 
-#include "../ops.h"
+#include "ops.h"
 
 namespace hstu {
 
 // They throw NotImplemented in a program without Python.
 void composed_forward(const Arguments& args, const TensorView& out);
 void composed_backward(const Arguments& args, const TensorView& dout, const Gradients& gradients);
+void composed_quantize(const QuantizeArguments& args, const QuantizeOutputs& outputs);
 
 }  // namespace hstu

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "../../common/not_implemented.h"
-#include "../../environment.h"
-#include "../stable_tensor.h"
+#include "../common/not_implemented.h"
+#include "../environment.h"
+#include "stable_tensor.h"
 
 // NOTE: torch 2.13 and later have this function; before, torch prints the text of an exception.
 extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
@@ -30,8 +30,9 @@ class StackWriter {
     put(number);
   }
 
-  // Calls the operator, which returns whether it has computed anything. `pass` is what it computes.
-  void call(const char* name, const char* pass, const TensorView& q) {
+  // Calls the operator, which returns whether it has computed anything. `pass` is what it computes,
+  // `what_needs_it` the argument for which there is no kernel.
+  void call(const char* name, const char* pass, const std::string& what_needs_it) {
     if (environment::prints_choice()) {
       std::fprintf(stderr, "hstu_attn: %s by torch's functions\n", pass);
     }
@@ -40,9 +41,8 @@ class StackWriter {
       throw std::runtime_error(std::string(name) + ": " + (what ? what() : "failed, as printed"));
     }
     if (torch::stable::detail::to<bool>(stack_[0])) return;
-    throw NotImplemented("q: on a GPU " + describe_dtype(q) +
-                         " is computed by Python's hstu_attn, which this program does not import; "
-                         "bfloat16 and float16 are built");
+    throw NotImplemented(what_needs_it +
+                         " is computed by Python's hstu_attn, which this program does not import");
   }
 
  private:
@@ -56,11 +56,20 @@ class StackWriter {
 
 }  // namespace
 
+namespace {
+
+std::string reason(const Arguments& args) {
+  if (args.quant_mode >= 0) return "quant_mode: on a CPU e4m3";
+  return "q: on a GPU " + describe_dtype(args.q);
+}
+
+}  // namespace
+
 void composed_forward(const Arguments& args, const TensorView& out) {
   StackWriter stack;
   args.for_each([&stack](const auto& value) { stack.write(value); }, true);
   stack.write(out);
-  stack.call("hstu_attn::composed_fwd", args.kv_cache ? "paged forward" : "forward", args.q);
+  stack.call("hstu_attn::composed_fwd", args.kv_cache ? "paged forward" : "forward", reason(args));
 }
 
 void composed_backward(const Arguments& args, const TensorView& dout, const Gradients& gradients) {
@@ -68,7 +77,14 @@ void composed_backward(const Arguments& args, const TensorView& dout, const Grad
   stack.write(dout);
   args.for_each([&stack](const auto& value) { stack.write(value); }, false);
   gradients.for_each([&stack](const auto& gradient) { stack.write(gradient); });
-  stack.call("hstu_attn::composed_bwd", "backward", args.q);
+  stack.call("hstu_attn::composed_bwd", "backward", reason(args));
+}
+
+void composed_quantize(const QuantizeArguments& args, const QuantizeOutputs& outputs) {
+  StackWriter stack;
+  args.for_each([&stack](const auto& value) { stack.write(value); });
+  outputs.for_each([&stack](const auto& output) { stack.write(output); });
+  stack.call("hstu_attn::composed_quantize", "quantize_qkv", "q: on a CPU quantize_qkv");
 }
 
 }  // namespace hstu

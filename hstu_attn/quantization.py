@@ -1,0 +1,396 @@
+"""FP8 attention: its options, and how q, k, v and the weights are quantized, by torch's functions.
+
+The CUDA kernels (csrc/quantize/quantize.cu) and `quantize_qkv` give bitwise equal codes and
+descales. Every function works for any floating dtype, so that tests can compute in fp64.
+
+A block is 128 keys of one sequence. Blocks are numbered so that offsets alone tell the number: the
+block with keys `[128 * j, 128 * j + 128)` of sequence `b` has `cu_seqlens_k[b] // 128 + b + j`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BLOCK",
+    "E4M3",
+    "Dequantized",
+    "Quantization",
+    "Quantized",
+    "dequantize",
+    "max_blocks",
+    "padded_head_dim",
+    "quantize_qkv",
+    "round_weights",
+    "weight_scales",
+]
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128
+
+# As in csrc/quantize: rows of q8 and k8 are padded to a multiple of this.
+_HEAD_DIM_UNIT = 16
+_LARGEST_CODE = 448.0
+_SMALLEST_DESCALE = 2.0**-60
+_NORM_MARGIN = 1 + 2.0**-12
+# Within a block, the CUDA kernel adds rows 16 apart first, and then these sums.
+_ROWS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How `hstu_attention` quantizes q, k and v to e4m3.
+
+    Attributes:
+        mode: what shares a scale: 0 nothing is scaled, 1 rows of q and blocks of 128 keys of k and
+            v, 2 blocks of 128 rows of a head, 3 a sequence of a head, 4 a sequence, 5 everything.
+            Use 2: it takes one pass. In mode 5 a huge value in one sequence costs all others
+            precision; NaN and infinity never leave their sequence.
+        smooth_k: whether to quantize k without its mean over each sequence and head, whose product
+            with q is then added to the scores in fp32. Where k is not centered, as after SiLU, this
+            halves the error.
+    """
+
+    mode: int = 2
+    smooth_k: bool = False
+
+
+class Quantized(NamedTuple):
+    """What `torch.ops.hstu_attn.quantize_qkv` returns; a value is about its code times its descale.
+
+    `blocks` is `total_k // 128 + batch`. What belongs to no row or block of a sequence is zero on a
+    CPU and undefined on a GPU.
+
+    Attributes:
+        q8: float8_e4m3fn `(total_q, heads, D)`, with D rounded up to a multiple of 16; the elements
+            beyond D are 0.
+        k8: `(total_k, heads, D)`, likewise.
+        v8: `(blocks, heads, Dv, 128)`: blocks of 128 keys, transposed, in the order in which the
+            accumulator of S holds keys (csrc/quantize/quantize.h); 0 past the end of a sequence.
+        q_descale: fp32 `(heads, total_q)`.
+        k_descale, v_descale: fp32 `(heads, blocks)`.
+        q_norm: `(heads, total_q)`: an upper bound of the Euclidean norm of what a row of q8 stands
+            for; NaN counts as 0.
+        k_norm: `(heads, blocks)`: the largest of these bounds of the rows of a block.
+        q_mean_product: `(heads, total_q)`: with `smooth_k`, rows of q times the mean that was
+            subtracted from K, to be added to the scores; else `(0,)`.
+    """
+
+    q8: Tensor
+    k8: Tensor
+    v8: Tensor
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    q_mean_product: Tensor
+
+
+def max_blocks(rows: int, batch: int) -> int:
+    """Returns the number of blocks that `batch` sequences with `rows` keys may have."""
+    return rows // BLOCK + batch
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Returns the last dimension of q8 and k8."""
+    return -(-head_dim // _HEAD_DIM_UNIT) * _HEAD_DIM_UNIT
+
+
+class _Rows:
+    """The rows of a packed tensor that belong to sequences.
+
+    Attributes:
+        row: their numbers in the tensor.
+        sequence: the sequence of each.
+        block: the block of each.
+        slot: the place of each in its block.
+        lengths: the rows of each sequence.
+    """
+
+    def __init__(self, offsets: Tensor, used: Tensor | None, total: int) -> None:
+        offsets = offsets.to(torch.int64).clamp(0, total)
+        begin = offsets[:-1]
+        lengths = (offsets[1:] - begin).clamp(min=0)
+        if used is not None:
+            lengths = lengths.minimum(used.to(torch.int64).clamp(min=0))
+        batch = lengths.shape[0]
+        self.lengths, self.num_blocks = lengths, max_blocks(total, batch)
+        self.sequence = torch.repeat_interleave(torch.arange(batch), lengths)
+        first = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        position = torch.arange(self.sequence.shape[0]) - first
+        self.row = begin[self.sequence] + position
+        self.block = begin[self.sequence] // BLOCK + self.sequence + position // BLOCK
+        self.slot = position % BLOCK
+
+
+@cache
+def _slot_positions() -> Tensor:
+    """Returns where v8 has each of the 128 keys of a block: the inverse of `key_at` in C++."""
+    position = torch.arange(BLOCK)
+    within = position % 16
+    key = position - within + within % 4 // 2 * 8 + within // 4 * 2 + within % 2
+    return key.argsort()
+
+
+# ---------------------------------------------------------------------------------------------
+# q, k and v
+# ---------------------------------------------------------------------------------------------
+
+
+def quantize_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    mode: int,
+    smooth_k: bool,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> Quantized:
+    """Computes `torch.ops.hstu_attn.quantize_qkv`, which also checks the arguments.
+
+    Codes are `x / descale`, rounded to nearest with ties to even; NaN and infinity become NaN. A
+    descale is the largest finite magnitude of what it serves, divided by 448, and at least 2^-60.
+
+    Args:
+        q, k, v: `(total, heads, head dim)`: bf16 or fp16 to quantize, or float8_e4m3fn, whose codes
+            are kept.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in `hstu_attention`.
+        mode, smooth_k: as in `Quantization`; mode -1 if q, k and v are float8_e4m3fn.
+        q_descale, k_descale, v_descale: of float8_e4m3fn q, k and v: fp32, `()`, `(1,)`,
+            `(batch,)`, `(batch, heads)` or `(heads, blocks)`; also `(heads, total_q)` for q.
+    """
+    q_rows = _Rows(cu_seqlens_q, seqused_q, q.shape[0])
+    k_rows = _Rows(cu_seqlens_k, seqused_k, k.shape[0])
+    mean = _mean_by_sequence(k, k_rows) if smooth_k else None
+    q_mean_product = torch.empty(0)
+    if mean is not None:
+        product = (q[q_rows.row].float() * mean[q_rows.sequence]).sum(-1)
+        q_mean_product = _scatter(product, q_rows.row, q.shape[0]).t()
+    q_codes, q_scales = _quantize(q, q_rows, mode, None, q_descale)
+    block_mode = 2 if mode == 1 else mode
+    k_codes, k_scales = _quantize(k, k_rows, block_mode, mean, k_descale)
+    v_codes, v_scales = _quantize(v, k_rows, block_mode, None, v_descale)
+    blocks = k_rows.num_blocks
+    k_norms = _largest(_norm(k_codes, k_scales), k_rows.block, blocks)
+    v8 = torch.zeros((blocks, BLOCK, *v.shape[1:]), dtype=torch.uint8)
+    v8[k_rows.block, _slot_positions()[k_rows.slot]] = v_codes.view(torch.uint8)
+    return Quantized(
+        _pad(q_codes, q_rows.row, q.shape[0]),
+        _pad(k_codes, k_rows.row, k.shape[0]),
+        v8.permute(0, 2, 3, 1).contiguous().view(E4M3),
+        _scatter(q_scales, q_rows.row, q.shape[0]).t().contiguous(),
+        _scatter(k_scales, k_rows.block, blocks).t().contiguous(),
+        _scatter(v_scales, k_rows.block, blocks).t().contiguous(),
+        _scatter(_norm(q_codes, q_scales), q_rows.row, q.shape[0]).t().contiguous(),
+        k_norms.t().contiguous(),
+        q_mean_product.contiguous(),
+    )
+
+
+def _mean_by_sequence(k: Tensor, rows: _Rows) -> Tensor:
+    """Returns fp32 `(batch, heads, D)`, added in the order of the CUDA kernel.
+
+    NaN and infinity count as 0.
+    """
+    values = k[rows.row].float()
+    values = torch.where(values.isfinite(), values, 0)
+    padded = values.new_zeros((rows.num_blocks, BLOCK, *k.shape[1:]))
+    padded[rows.block, rows.slot] = values
+    steps = padded.unflatten(1, (-1, _ROWS_AT_ONCE))
+    by_row = reduce(torch.add, steps.unbind(1))
+    by_block = reduce(torch.add, by_row.unbind(1))
+    mean = values.new_zeros((rows.lengths.shape[0], *k.shape[1:]))
+    for b, length in enumerate(rows.lengths.tolist()):
+        if length == 0:
+            continue
+        first = int(rows.block[rows.sequence == b][0])
+        sums = by_block[first : first + -(-length // BLOCK)]
+        nothing = torch.zeros_like(sums[0])
+        even, odd = (reduce(torch.add, part.unbind(0), nothing) for part in (sums[::2], sums[1::2]))
+        mean[b] = (even + odd) / torch.full_like(even, length)
+    return mean
+
+
+def _quantize(
+    x: Tensor, rows: _Rows, mode: int, mean: Tensor | None, given: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns codes `(rows, heads, head dim)` and descales `(rows, heads)`."""
+    if given is not None:
+        codes = x.view(torch.uint8)[rows.row].view(E4M3)
+        return codes, _expand_descale(given, rows, x.shape)
+    values = x[rows.row].float()
+    if mean is not None:
+        values = values - mean[rows.sequence]
+    is_finite = values.isfinite()
+    largest = torch.where(is_finite, values, 0).abs().amax(-1)
+    scales = _descales(largest, rows, mode)
+    scaled = (values * scales.reciprocal()[..., None]).clamp(-_LARGEST_CODE, _LARGEST_CODE)
+    return torch.where(is_finite, scaled, torch.nan).to(E4M3), scales
+
+
+def _descales(largest: Tensor, rows: _Rows, mode: int) -> Tensor:
+    """Returns the descale of each row and head, of which `largest` has the largest magnitude."""
+    if mode == 0 or largest.numel() == 0:
+        return torch.ones_like(largest)
+    if mode > 1:
+        group = rows.block if mode == 2 else rows.sequence
+        if mode == 5:
+            group = torch.zeros_like(group)
+        of_group = _largest(largest, group, int(group.max()) + 1)
+        if mode > 3:
+            of_group = of_group.amax(1, keepdim=True).expand_as(of_group)
+        largest = of_group[group]
+    # NOTE: by a tensor: the reciprocal of a number might be rounded first.
+    scales = largest / torch.full_like(largest, _LARGEST_CODE)
+    return scales.clamp(min=_SMALLEST_DESCALE)
+
+
+def _expand_descale(given: Tensor, rows: _Rows, shape: Sequence[int]) -> Tensor:
+    """Returns the given descale of each row and head."""
+    total, heads = shape[0], shape[1]
+    batch = rows.lengths.shape[0]
+    if given.numel() == 1:
+        return given.reshape(1, 1).expand(rows.row.shape[0], heads)
+    if given.dim() == 1:
+        return given[rows.sequence][:, None].expand(-1, heads)
+    if given.shape == (batch, heads):
+        return given[rows.sequence]
+    return given.t()[rows.row if given.shape[1] == total else rows.block]
+
+
+def _norm(codes: Tensor, scales: Tensor) -> Tensor:
+    squares = codes.float().nan_to_num(0).square().sum(-1)
+    return squares.sqrt() * scales * _NORM_MARGIN
+
+
+def _largest(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Returns `(groups, heads)`: the largest of the `(rows, heads)` of each group, at least 0."""
+    result = values.new_zeros((groups, values.shape[1]))
+    return result.scatter_reduce_(0, group[:, None].expand_as(values), values, "amax")
+
+
+def _scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Returns `(size, ...)` with `values` at `index`, of which equal entries have equal values."""
+    result = values.new_zeros((size, *values.shape[1:]))
+    result[index] = values
+    return result
+
+
+def _pad(codes: Tensor, rows: Tensor, total: int) -> Tensor:
+    """Returns `(total, heads, padded head dim)` with `codes` in `rows`."""
+    head_dim = codes.shape[2]
+    shape = (total, codes.shape[1], padded_head_dim(head_dim))
+    result = torch.zeros(shape, dtype=torch.uint8)
+    result[rows, :, :head_dim] = codes.view(torch.uint8)
+    return result.view(E4M3)
+
+
+# ---------------------------------------------------------------------------------------------
+# What the attention computes with
+# ---------------------------------------------------------------------------------------------
+
+
+class Dequantized(NamedTuple):
+    """The values that quantized q, k and v stand for, and what bounds the scores of each row.
+
+    Attributes:
+        q: `(total_q, heads, D + 1)`: the last element is `q_mean_product`, or 0.
+        k: `(total_k, heads, D + 1)`: the last element is 1.
+        v: `(total_k, heads, Dv)`.
+        score_bound: `(total_q, heads)`: the largest magnitude that `q . k` of the row can have.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    score_bound: Tensor
+
+
+def dequantize(
+    x: Quantized,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> Dequantized:
+    """Returns what `x` stands for, in `dtype`; rows that belong to no sequence are 0.
+
+    Args:
+        x: quantized q, k and v.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: those that they were quantized with.
+        head_dim: D.
+        dtype: fp64 holds the values exactly.
+    """
+    q_rows = _Rows(cu_seqlens_q, seqused_q, x.q8.shape[0])
+    k_rows = _Rows(cu_seqlens_k, seqused_k, x.k8.shape[0])
+    total_q, total_k = x.q8.shape[0], x.k8.shape[0]
+
+    def values(codes: Tensor, rows: _Rows, scales: Tensor, total: int) -> Tensor:
+        return _scatter(codes.to(dtype) * scales.to(dtype)[..., None], rows.row, total)
+
+    def rows_of(codes: Tensor, rows: _Rows) -> Tensor:
+        return codes.view(torch.uint8)[rows.row, :, :head_dim].view(E4M3)
+
+    smooth = x.q_mean_product.numel() > 0
+    product = x.q_mean_product.t() if smooth else torch.zeros_like(x.q_norm.t())
+    q = values(rows_of(x.q8, q_rows), q_rows, x.q_descale.t()[q_rows.row], total_q)
+    k = values(rows_of(x.k8, k_rows), k_rows, x.k_descale.t()[k_rows.block], total_k)
+    slots = x.v8.view(torch.uint8).permute(0, 3, 1, 2)
+    v_codes = slots[k_rows.block, _slot_positions()[k_rows.slot]].contiguous().view(E4M3)
+    v = values(v_codes, k_rows, x.v_descale.t()[k_rows.block], total_k)
+
+    k_norms = x.k_norm.t()[k_rows.block]
+    largest = _largest(k_norms, k_rows.sequence, k_rows.lengths.shape[0])
+    bound = (x.q_norm.t()[q_rows.row] * largest[q_rows.sequence]) + product[q_rows.row].abs()
+    one = torch.ones((total_k, k.shape[1], 1), dtype=dtype)
+    return Dequantized(
+        torch.cat([q, product[..., None].to(dtype)], -1),
+        torch.cat([k, one], -1),
+        v,
+        _scatter(bound, q_rows.row, total_q),
+    )
+
+
+def weight_scales(
+    score_bound: Tensor, alpha: float, biases: Sequence[Tensor | None] = ()
+) -> Tensor:
+    """Returns the powers of two that rows of the weights are multiplied by before their cast.
+
+    Weights are silu of scores, and no larger than these in magnitude. The scale is the largest
+    power of two that keeps that bound within e4m3's range, so that weights neither overflow nor
+    vanish.
+
+    Args:
+        score_bound: `Dequantized.score_bound`.
+        alpha: as in `hstu_attention`.
+        biases: what is added to the scores: each adds its largest magnitude to their bound.
+    """
+    largest_bias = sum(
+        float(bias.detach().float().nan_to_num(0).abs().max())
+        for bias in biases
+        if bias is not None and bias.numel() > 0
+    )
+    bound = abs(alpha) * (score_bound.float() + largest_bias)
+    exponent = torch.frexp(_LARGEST_CODE / bound).exponent - 1
+    scales = torch.ldexp(torch.ones_like(bound), exponent).clamp(2.0**-90, 2.0**46)
+    return torch.where(bound.isfinite(), torch.where(bound > 0, scales, 2.0**46), 1)
+
+
+def round_weights(weights: Tensor, scales: Tensor) -> Tensor:
+    """Returns weights as e4m3 represents them with the scale of each row, in their dtype."""
+    scaled = (weights * scales).clamp(-_LARGEST_CODE, _LARGEST_CODE)
+    return scaled.to(E4M3).to(weights.dtype) / scales
