@@ -31,14 +31,14 @@ PARSER = cli.parser(
     "attention",
     __doc__,
     rounds=21,
-    cases="groups (table, rab, relative, deterministic, masks, latency, host)"
+    cases="groups (table, rab, relative, fp8, deterministic, masks, latency, host)"
     " or parts of cases' names",
     against=True,
 )
 PARSER.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="(default: 64 128 256)")
 PARSER.add_argument(
-    "--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, triton, flash2, cudnn "
-    "(default: hstu_attn, hstu_attn_sm80 and the baselines)",
+    "--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, hstu_attn_fp8, "
+    "hstu_attn_e4m3, triton, flash2, cudnn (default: hstu_attn, hstu_attn_sm80, FP8 and baselines)",
 )  # fmt: skip
 
 if __name__ == "__main__":
@@ -69,7 +69,7 @@ def impl_names(options: argparse.Namespace) -> Sequence[str]:
     if options.impls:
         names: Sequence[str] = options.impls
         return names
-    return OURS if options.against else (*OURS, *BASELINES)
+    return OURS if options.against else (*OURS, *implementations.FP8, *BASELINES)
 
 
 @functools.cache

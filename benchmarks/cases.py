@@ -4,6 +4,7 @@
 - rab: a dense bias, with and without its gradient
 - relative: a relative bias with the gradients of its tables, to compare with the same batch of
   `table` and with the dense bias of `rab`
+- fp8: the forward of quantized q, k and v beside that in bf16
 - deterministic: the backward that gives the same bits on every run
 - masks: masks other than plain causal, by the tiles that a kernel has to work on
 - latency: one short sequence
@@ -283,6 +284,11 @@ def _relative(head_dim: int) -> list[Case]:
     ]
 
 
+def _fp8(head_dim: int) -> list[Case]:
+    shapes = ((16, 2048), (8, 4096), (2, 16384))
+    return [replace(_equal(*shape, head_dim, "fp8"), passes=("forward",)) for shape in shapes]
+
+
 def _deterministic(head_dim: int) -> list[Case]:
     plain = replace(_equal(4, 8192, head_dim, "deterministic"), passes=("backward",))
     return [plain, replace(plain, deterministic=True)]
@@ -304,6 +310,7 @@ _MAKERS = {
     "table": _table,
     "rab": _rab,
     "relative": _relative,
+    "fp8": _fp8,
     "deterministic": _deterministic,
     "masks": _masks,
     "latency": _latency,

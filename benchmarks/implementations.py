@@ -2,6 +2,8 @@
 
 - hstu_attn: this library, with the kernels that it chooses for the GPU
 - hstu_attn_sm80 and the like: with those of the architecture named (HSTU_ATTN_FORCE_ARCH)
+- hstu_attn_fp8: FP8 attention, with the time that quantizing q, k and v takes
+- hstu_attn_e4m3: FP8 attention of q, k and v that have been quantized before
 - triton: the baseline of baselines/triton_hstu.py
 - flash2, cudnn: softmax attention of torch on a dense causal batch of the same shape
 """
@@ -22,14 +24,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hstu_attn
-from hstu_attn.testing import Batch, check_against_reference
+from hstu_attn import Quantization, reference
+from hstu_attn.call import NO_BIAS, make_call
+from hstu_attn.quantization import Quantized
+from hstu_attn.testing import Batch, check_against_reference, run
 
 from .cases import Case
 from .runner import environment
 
-__all__ = ["Implementation", "Prepared", "is_installed", "make"]
+__all__ = ["FP8", "Implementation", "Prepared", "is_installed", "make"]
 
 ARCH_VARIABLE = "HSTU_ATTN_FORCE_ARCH"
+FP8 = ("hstu_attn_fp8", "hstu_attn_e4m3")
+FP8_TOLERANCE = 6e-2  # of the output, against fp64 of the unquantized inputs
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,44 @@ class Implementation:
         return {"deterministic": True} if case.deterministic else {}
 
 
+class Fp8(Implementation):
+    """FP8 attention, with the recommended quantization: the forward alone."""
+
+    def __init__(self, name: str):
+        super().__init__(name, hstu_attn.hstu_attention)
+
+    def takes(self, case: Case) -> bool:
+        has_kernels = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
+        return case.group == "fp8" and has_kernels
+
+    def check(self, case: Case, device: str) -> None:
+        """Checks the error of the output on a small batch of the same kind."""
+        batch = case.make_small(device)
+        exact = run(reference.hstu_attention, batch, dtype=torch.float64)["out"]
+        error = (self.prepare(case, batch).forward() - exact).norm() / exact.norm()
+        assert error <= FP8_TOLERANCE, f"{self.name}: out has a relative error of {error:.3g}"
+
+    def prepare(self, case: Case, batch: Batch) -> Prepared:
+        inputs, options = (batch.q, batch.k, batch.v), batch.options()
+        quantization = Quantization()
+        if self.name == "hstu_attn_fp8":
+            call = functools.partial(self.function, **options | {"quantization": quantization})
+            return Prepared(call, inputs, torch.empty(0))
+        sequences = (batch.cu_seqlens_q, batch.cu_seqlens_k, None, None)
+        op = torch.ops.hstu_attn.quantize_qkv
+        x = Quantized(*op(*inputs, *sequences, quantization.mode, quantization.smooth_k))
+        descales = (x.q_descale, x.k_descale, x.v_descale)
+        shared = {n: value for n, value in options.items() if n not in ("bias", "paged_kv")}
+        arguments = (*NO_BIAS, *make_call(**shared, descales=descales), x.q_norm, x.k_norm, None)
+        out = torch.empty_like(batch.v)
+
+        def forward(*inputs: Tensor) -> Tensor:
+            torch.ops.hstu_attn.forward_fp8(*inputs, *arguments, out)
+            return out
+
+        return Prepared(forward, (x.q8, x.k8, x.v8), torch.empty(0))
+
+
 class Triton(Implementation):
     """The Triton baseline."""
 
@@ -160,11 +205,14 @@ def make(name: str) -> Implementation:
     """
     if match := re.fullmatch(r"hstu_attn(?:_sm(\d+))?", name):
         return Implementation(name, hstu_attn.hstu_attention, match[1])
+    if name in FP8:
+        return Fp8(name)
     if name == "triton":
         return Triton()
     backends = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     if name not in backends:
         raise ValueError(
-            f"impls: expected hstu_attn, hstu_attn_smNN, triton, flash2 or cudnn; got {name!r}"
+            f"impls: expected hstu_attn, hstu_attn_smNN, {', '.join(FP8)}, triton, flash2 or "
+            f"cudnn; got {name!r}"
         )
     return Softmax(name, backends[name])
