@@ -59,6 +59,28 @@ HSTU_DEVICE void prefetch_l1(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
+// Loads 8 or 16 bytes of shared memory.
+template <typename T>
+HSTU_DEVICE void ld_shared(const T* address, uint32_t (&words)[2]) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(shared_address(address)));
+}
+template <typename T>
+HSTU_DEVICE void ld_shared(const T* address, uint32_t (&words)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(address)));
+}
+
+// Returns `word`, or what is at an address of shared memory if all bits of `word` are ones.
+HSTU_DEVICE uint32_t ld_shared_if_ones(uint32_t word, const uint32_t* address) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0xffffffff; @p ld.shared.b32 %0, [%1];}"
+               : "+r"(word)
+               : "r"(shared_address(address)));
+  return word;
+}
+
 // Loads 16 bytes of shared memory.
 template <typename T>
 HSTU_DEVICE T ld_shared_volatile(const T* address) {

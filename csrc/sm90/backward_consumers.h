@@ -243,8 +243,6 @@ struct BackwardConsumers : Traits {
                                     SharedMemory& smem, BiasWeights& bias) {
     if constexpr (kHasBias) {
       const BiasState bias_state{state.count};
-      typename Traits::BiasElement* const tile =
-          smem.bias[bias_state.index()] + warpgroup * (kScoreRows * kWarpgroupRows);
       if constexpr (Traits::kHasRelativeBias) {
         if (params.relative_bias.time.data) smem.pipeline_bias.consumer_wait(bias_state);
         if (params.relative_bias.position.data) smem.pipeline_q.consumer_wait(state);
@@ -252,25 +250,50 @@ struct BackwardConsumers : Traits {
         // NOTE: each case is a basic block, in which all loads are issued before the first is
         // waited for.
         if (!params.relative_bias.position.data) {
-          load_transposed<kScoreRows>(tile, bias);
+          load_times(warpgroup, state, smem, bias);
         } else if (params.relative_bias.time.data) {
-          load_with_position<true>(warpgroup, state, tile, smem, bias);
+          load_with_position<true>(warpgroup, state, smem, bias);
         } else {
-          load_with_position<false>(warpgroup, state, tile, smem, bias);
+          load_with_position<false>(warpgroup, state, smem, bias);
         }
         if (!params.relative_bias.time.data) return;
       } else {
         smem.pipeline_q.consumer_wait(state);
-        load_transposed<kScoreRows>(tile, bias);
+        load_transposed<kScoreRows>(
+            smem.bias[bias_state.index()] + warpgroup * (kScoreRows * kWarpgroupRows), bias);
       }
       smem.pipeline_bias.consumer_release_by_warp(bias_state);
     }
   }
 
-  // bias = the weights by position, from the window at `state`, and those by time, from `tile`.
+  // bias = the weights by time of the tile of rows at `state`: one for each block of 8 x 8 scores,
+  // or one for each score.
+  static HSTU_DEVICE void load_times(int warpgroup, QState state, SharedMemory& smem,
+                                     BiasWeights& bias) {
+    constexpr int kBlocks = kScoreRows / 8;
+    const BiasState bias_state{state.count};
+    const int thread = reload_thread_idx() % kWarpgroup;
+    const int chunk = key_group(warpgroup) * 8 + thread / 32 * 2;
+    const int row_block = first_row(warpgroup) / 8;
+    const auto& blocks = smem.relative_bias[0].times[bias_state.index()].blocks;
+    uint32_t weights[2][kBlocks / 2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) ptx::ld_shared(blocks[chunk + n] + row_block, weights[n]);
+    const uint32_t* const patches =
+        reinterpret_cast<const uint32_t*>(smem.bias[bias_state.index()]) +
+        (chunk * 8 + row_block) * 32 + thread % 32;
+    Tensor words = recast<uint32_t>(bias);
+#pragma unroll
+    for (int n = 0; n < size(words); ++n) {
+      const int block = n / 2;
+      const uint32_t both = __byte_perm(weights[n % 2][block / 2], 0, block % 2 ? 0x3232 : 0x1010);
+      words(n) = ptx::ld_shared_if_ones(both, patches + (n % 2 * 8 + block) * 32);
+    }
+  }
+
+  // bias = the weights by position, from the window at `state`, and those by time.
   template <bool kHasTime>
-  static HSTU_DEVICE void load_with_position(int warpgroup, QState state,
-                                             typename Traits::BiasElement* tile, SharedMemory& smem,
+  static HSTU_DEVICE void load_with_position(int warpgroup, QState state, SharedMemory& smem,
                                              BiasWeights& bias) {
     const int thread = reload_thread_idx() % kWarpgroup;
     const int lane = thread % 32;
@@ -279,7 +302,7 @@ struct BackwardConsumers : Traits {
     float2 positions[kPairs + 1];
     smem.relative_bias[0].position[state.index()].template load<kPairs>(
         first_row(warpgroup) + lane % 4 * 2, key, positions);
-    if constexpr (kHasTime) load_transposed<kScoreRows>(tile, bias);
+    if constexpr (kHasTime) load_times(warpgroup, state, smem, bias);
     Tensor words = recast<uint32_t>(bias);
 #pragma unroll
     for (int n = 0; n < size(words); ++n) {

@@ -141,13 +141,9 @@ struct BackwardTraits {
   struct RelativeBiasMemory {
     PositionWindow position[QState::kStages];  // copied with Q
     KeyTimes<kBlockKeys> keys;
-    std::conditional_t<kHeadDim <= 64, NarrowCells, CellsInDeviceMemory> cells;
-    // Memory of a warp: blocks whose bias it computes, then sums of dS.
-    union {
-      MixedBlocks<kBlockKeys / 16> mixed;
-      int time_bins[kTimeBins];
-    } warps[4];
-    TableGradientMemory<kRows> gradients;
+    TimeWeights<kBlockKeys> times[BiasState::kStages];
+    TimeBlockMemory<kRows, kBlockKeys> warps[4];
+    TableGradientMemory gradients;
   };
 
   struct SharedMemory {
