@@ -59,13 +59,8 @@ class BackwardBias {
           first_entry(tables.position, params, work_tile.head),
           first_entry(tables.time, params, work_tile.head),
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
-      const TimesOfTile times_of_tile = {tables,
-                                         params.mask,
-                                         tile.sequence,
-                                         tile.sequence_index,
-                                         work_tile.head,
-                                         params.heads,
-                                         Traits::first_key(work_tile)};
+      const TimesOfTile times_of_tile = {
+          tables, params.mask, tile, work_tile.head, params.heads, Traits::first_key(work_tile)};
       int m = Traits::first_row_tile(work_tile);
       if constexpr (kHasTime) {
         times.enter();

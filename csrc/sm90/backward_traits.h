@@ -141,7 +141,7 @@ struct BackwardTraits {
   struct RelativeBiasMemory {
     PositionWindow position[QState::kStages];  // copied with Q
     KeyTimes<kBlockKeys> keys;
-    TimeWeights<kBlockKeys> times[BiasState::kStages];
+    TimeBlockWeights<kBlockKeys> times[BiasState::kStages];
     TimeBlockMemory<kRows, kBlockKeys> warps[4];
     TableGradientMemory gradients;
   };

@@ -4,14 +4,13 @@
 // Both sums are over blocks of 8 x 8 elements. A warp loads four of them at once, in the order of a
 // right operand of mma.sync, and goes along four diagonals of blocks.
 //
-//   position  All blocks of a diagonal have the same distances: a product with the identity adds
-//   them
-//             up elementwise. The next tile has the same keys and the next 64 rows, and the warp
-//             goes on along the same diagonals. One that leaves the keys is finished, and its sums
-//             are added to a TableSum.
-//   time      A product with ones in a row gives the sums of a block's columns, and so each lane
-//   gets
-//             the sum of all of one block, for time_blocks.h.
+// Position: all blocks of a diagonal have the same distances, so a product with the identity adds
+// them up elementwise. The next tile has the same keys and the next 64 rows, and the warp goes on
+// along the same diagonals. One that leaves the keys is finished, and its sums are added to a
+// TableSum.
+//
+// Time: a product with ones in a row gives the sums of a block's columns, and so each lane gets the
+// sum of all of one block, for time_blocks.h.
 //
 // fp32 sums are found in a fixed order, and no order changes the sums of integers, so all bits of
 // the gradients are the same in every run.
@@ -43,8 +42,7 @@ class TableGradients {
 
  public:
   // Called by all threads of the warpgroup, with a barrier before the next call.
-  HSTU_DEVICE TableGradients(int thread, Memory& memory)
-      : thread_(thread), memory_(memory), group_(Blocks::group_of(thread)) {}
+  HSTU_DEVICE TableGradients(int thread, Memory& memory) : thread_(thread), memory_(memory) {}
 
   // Begins a step. `thread` is as before, but a value that the compiler knows nothing about: it
   // would keep, and spill, what follows from it for all steps.
@@ -96,6 +94,7 @@ class TableGradients {
     constexpr int kStep = 2 / kPairs;
     const int own_step = kPairs == 2 ? 0 : lane() / 16;
     const Element* const own_row = ds + lane() % 8 * 64;
+    const int group = Blocks::group_of(thread_);
     const int warp = thread_ / 32;
 #pragma unroll
     for (int n = 0; n < kRowBlocks; n += kStep) {
@@ -103,7 +102,7 @@ class TableGradients {
       uint32_t words[4];
       cute::SM75_U16x8_LDSM_T::copy(
           *reinterpret_cast<const cute::uint128_t*>(Blocks::chunk_at(
-              own_row, Blocks::row_block_of(own) * 8, lane() % 8, Blocks::chunk_of(group_, own))),
+              own_row, Blocks::row_block_of(own) * 8, lane() % 8, Blocks::chunk_of(group, own))),
           words[0], words[1], words[2], words[3]);
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
@@ -215,7 +214,6 @@ class TableGradients {
 
   int thread_;
   Memory& memory_;
-  int group_;  // of the lane's diagonal
   // The sums of pairs of diagonals of blocks, of which the last pair ends within the next tile.
   // Those of the first diagonal are in the first two numbers.
   float diagonals_[kPairs][4] = {};

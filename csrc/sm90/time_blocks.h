@@ -69,7 +69,8 @@ struct TimeBlockMemory {
     HSTU_DEVICE bool is_wide() const { return bits & kIsWide; }
   };
   static constexpr int kBlocks = kRows * kKeys / 64 / 4;  // of a warp
-  Block blocks[2][kBlocks];                               // of a tile of even and of odd number
+  alignas(16) TimeRange ranges[kRows / 8];  // of the rows of the tile to be found next
+  Block blocks[2][kBlocks];                 // of a tile of even and of odd number
   // Low words of the times of the rows of the tile whose weights are computed.
   union {
     alignas(16) uint32_t rows[kRows];
@@ -79,7 +80,7 @@ struct TimeBlockMemory {
 
 // The weights by time of the blocks of a tile, in fp16, by chunk of 8 keys and by 8 rows.
 template <int kKeys>
-struct TimeWeights {
+struct TimeBlockWeights {
   // A weight that is no weight: the block has one for each score.
   static constexpr uint16_t kPatch = 0xffff;
 
@@ -100,10 +101,10 @@ struct TableEntries {
 struct TimesOfTile {
   const RelativeBias& bias;
   const MaskParams& mask;
-  const Sequence& sequence;
-  int sequence_index;
-  int head;
-  int heads;
+  // NOTE: these are in shared memory, so that they take no registers between the few uses.
+  const SequenceTile& tile;
+  const int& head;
+  const int& heads;
   int first_key;
 
   HSTU_DEVICE int table_head() const { return head / (heads / bias.time.heads); }
@@ -115,7 +116,7 @@ struct TimesOfTile {
   }
   // A row that does not exist has the time of the last one.
   HSTU_DEVICE int64_t time_of(int row) const {
-    return time_of_row(bias, sequence, min(row, sequence.q_len - 1));
+    return time_of_row(bias, tile.sequence, min(row, tile.sequence.q_len - 1));
   }
 };
 
@@ -124,7 +125,7 @@ class TimeBlocks {
   using Blocks = BlocksOfWarp<kRows, kKeys, kIsDescending>;
   using Memory = TimeBlockMemory<kRows, kKeys>;
   using Block = typename Memory::Block;
-  using Weights = TimeWeights<kKeys>;
+  using Weights = TimeBlockWeights<kKeys>;
   static constexpr uint32_t kAllLanes = 0xffffffff;
 
  public:
@@ -142,28 +143,32 @@ class TimeBlocks {
   }
 
   // Starts loading what find() needs of tile m of rows.
-  HSTU_DEVICE void start_load(const TimesOfTile& tile, int m) {
-    const Sequence& sequence = tile.sequence;
-    const int row = min(m * kRows + Blocks::row_block_of(lane() % 8) * 8, sequence.q_len - 1);
-    row_range_ =
-        ptx::ld_global_nc_volatile(tile.bias.prepared.row_ranges +
-                                   first_tile(sequence.q_begin, tile.sequence_index, 8) + row / 8);
+  HSTU_DEVICE void start_load(const TimesOfTile& times, int m) {
+    if (lane() >= Blocks::kRowBlocks) return;
+    const Sequence& sequence = times.tile.sequence;
+    const int row = min(m * kRows + Blocks::row_block_of(lane()) * 8, sequence.q_len - 1);
+    const TimeRange* const ranges =
+        times.bias.prepared.row_ranges + first_tile(sequence.q_begin, times.tile.sequence_index, 8);
+    ptx::cp_async_cached_16(ranges + row / 8, memory_.ranges + lane());
   }
 
   // Finds the weights of tile m, and those of the scores of blocks with several buckets: 64 words
   // of `patches` for each such block, in the order of the consumers' accumulator.
-  HSTU_DEVICE void find(const TimesOfTile& tile, int m, int parity, Weights& weights,
+  HSTU_DEVICE void find(const TimesOfTile& times, int m, int parity, Weights& weights,
                         uint32_t* patches) {
     const int row_block = Blocks::row_block_of(lane() % 8);
     const int chunk = Blocks::chunk_of(Blocks::group_of(thread_), lane() % 8);
     const TimeRange keys = ptx::ld_shared_volatile(&keys_.ranges[chunk]);
-    const DifferenceRange differences = find_difference_range(row_range_, keys);
+    ptx::cp_async_wait_all();
+    __syncwarp();
+    const TimeRange rows = ptx::ld_shared_volatile(&memory_.ranges[lane() % 8]);
+    const DifferenceRange differences = find_difference_range(rows, keys);
     const bool is_same =
         (low_ <= differences.least && differences.most < high_) || !Blocks::has_block(lane());
     previous_ = bucket_;
     if (!__all_sync(kAllLanes, is_same)) {
-      if (!is_same) find_bucket(tile, m, parity, row_block, chunk, keys, differences);
-      if (__any_sync(kAllLanes, bucket_ == kMixed)) find_patches(tile, m, parity, patches);
+      if (!is_same) find_bucket(times, m, parity, row_block, chunk, rows, keys, differences);
+      if (__any_sync(kAllLanes, bucket_ == kMixed)) find_patches(times, m, parity, patches);
     }
     if (Blocks::has_block(lane())) weights.blocks[chunk][row_block] = weight_;
   }
@@ -175,7 +180,7 @@ class TimeBlocks {
   // block; some lane has one that is not finite if dS is not. Calls release() when dS has been
   // read.
   template <typename Release>
-  HSTU_DEVICE void add(const TableEntries& entries, const TimesOfTile& tile, int m, int parity,
+  HSTU_DEVICE void add(const TableEntries& entries, const TimesOfTile& times, int m, int parity,
                        float total, const Element* ds, Release release) {
     const bool is_finite = __float_as_uint(fabsf(total)) < 0x7f800000;
     const bool is_same = previous_ == base_;
@@ -183,11 +188,11 @@ class TimeBlocks {
       release();
     } else {
       if (!__all_sync(kAllLanes, is_finite)) {
-        add_exactly(entries, tile, __ballot_sync(kAllLanes, previous_ != kNone), m, ds);
+        add_exactly(entries, times, __ballot_sync(kAllLanes, previous_ != kNone), m, ds);
         release();
         return;
       }
-      add_blocks(entries, tile, m, parity, total, ds);
+      add_blocks(entries, times, m, parity, total, ds);
       release();
     }
     if (previous_ == base_) sums_[0] += total;
@@ -211,9 +216,10 @@ class TimeBlocks {
   // --- weights ---
 
   // Finds the bucket of the lane's block. If there are several, writes the block to memory_.
-  HSTU_DEVICE void find_bucket(const TimesOfTile& tile, int m, int parity, int row_block, int chunk,
-                               const TimeRange& keys, const DifferenceRange& differences) {
-    const RelativeBias& bias = tile.bias;
+  HSTU_DEVICE void find_bucket(const TimesOfTile& times, int m, int parity, int row_block,
+                               int chunk, const TimeRange& rows, const TimeRange& keys,
+                               const DifferenceRange& differences) {
+    const RelativeBias& bias = times.bias;
     // NOTE: both loads are issued before the first is waited for.
     const BucketCell* const cells = bias.prepared.cells;
     const auto low = ptx::ld_global_nc_volatile(cells + difference_cell(differences.least));
@@ -225,21 +231,21 @@ class TimeBlocks {
       const auto* const list = reinterpret_cast<const uint64_t*>(bias.thresholds);
       low_ = first > 0 ? __ldg(list + first - 1) : 0;
       high_ = first < thresholds ? __ldg(list + first) : UINT64_MAX;
-      weight_ = static_cast<uint16_t>(half_pair(__ldg(tile.weights() + first), 0));
+      weight_ = static_cast<uint16_t>(half_pair(__ldg(times.weights() + first), 0));
       bucket_ = first;
       return;
     }
     low_ = 1;
     high_ = 0;
     const int row = m * kRows + row_block * 8;
-    const Mask mask(tile.mask, tile.sequence, tile.head);
-    const bool is_visible = tile.first_key + chunk * 8 < mask.estimate(row, row + 8).end;
+    const Mask mask(times.mask, times.tile.sequence, times.head);
+    const bool is_visible = times.first_key + chunk * 8 < mask.estimate(row, row + 8).end;
     weight_ = is_visible ? Weights::kPatch : 0;
     bucket_ = is_visible ? kMixed : kNone;
     if (!is_visible) return;
-    const int flags = keys.latest <= row_range_.earliest   ? Block::kIsPast
-                      : row_range_.latest <= keys.earliest ? Block::kIsFuture
-                                                           : 0;
+    const int flags = keys.latest <= rows.earliest   ? Block::kIsPast
+                      : rows.latest <= keys.earliest ? Block::kIsFuture
+                                                     : 0;
     const bool is_wide = differences.most - differences.least >= uint64_t{1} << 31;
     memory_.blocks[parity][lane() % Memory::kBlocks] = {
         differences.least, first,
@@ -290,11 +296,11 @@ class TimeBlocks {
 
   // Writes the weights of the scores of blocks with several buckets, and the times of the rows of
   // the tile to memory_.
-  HSTU_DEVICE void find_patches(const TimesOfTile& tile, int m, int parity, uint32_t* patches) {
+  HSTU_DEVICE void find_patches(const TimesOfTile& times, int m, int parity, uint32_t* patches) {
     uint32_t* const rows = memory_.rows;
 #pragma unroll
     for (int row = 0; row < kRows; row += 32) {
-      rows[row + lane()] = static_cast<uint32_t>(tile.time_of(m * kRows + row + lane()));
+      rows[row + lane()] = static_cast<uint32_t>(times.time_of(m * kRows + row + lane()));
     }
     const bool is_mixed = bucket_ == kMixed;
     const Block& own = memory_.blocks[parity][lane() % Memory::kBlocks];
@@ -304,10 +310,10 @@ class TimeBlocks {
     uint32_t few = __ballot_sync(kAllLanes, is_few && !is_wide);
     uint32_t many = __ballot_sync(kAllLanes, is_mixed && !is_few && !is_wide);
     uint32_t wide = __ballot_sync(kAllLanes, is_wide);
-    while (few) patch_few(tile, take(few, parity), patches);
-    while (many) patch_many(tile, take(many, parity), patches);
+    while (few) patch_few(times, take(few, parity), patches);
+    while (many) patch_many(times, take(many, parity), patches);
     if (__builtin_expect(wide != 0, 0)) {
-      while (wide) patch_exactly(tile, take(wide, parity), m, patches);
+      while (wide) patch_exactly(times, take(wide, parity), m, patches);
     }
   }
 
@@ -339,8 +345,9 @@ class TimeBlocks {
            static_cast<uint32_t>(block.least);
   }
 
-  HSTU_DEVICE void patch_few(const TimesOfTile& tile, const Mixed& mixed, uint32_t* patches) const {
-    const float* const weights = tile.weights() + mixed.block.first;
+  HSTU_DEVICE void patch_few(const TimesOfTile& times, const Mixed& mixed,
+                             uint32_t* patches) const {
+    const float* const weights = times.weights() + mixed.block.first;
     const float lowest = __ldg(weights);
     uint32_t differences[8];
     find_differences_of_key(mixed, differences);
@@ -349,7 +356,7 @@ class TimeBlocks {
     for (int e = 0; e < 8; ++e) x[e] = lowest;
 #pragma unroll 1
     for (int n = 1; __any_sync(kAllLanes, n < mixed.block.count()); ++n) {
-      const uint32_t threshold = threshold_of(tile.bias, mixed.block, n);
+      const uint32_t threshold = threshold_of(times.bias, mixed.block, n);
       const float weight = n < mixed.block.count() ? __ldg(weights + n) : 0;
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -359,13 +366,13 @@ class TimeBlocks {
     store_patch(mixed, x, patches);
   }
 
-  HSTU_DEVICE void patch_many(const TimesOfTile& tile, const Mixed& mixed,
+  HSTU_DEVICE void patch_many(const TimesOfTile& times, const Mixed& mixed,
                               uint32_t* patches) const {
     uint32_t differences[8];
     find_differences_of_key(mixed, differences);
     float x[8];
     bool has_search = false;
-    const WeightCell* const cells = tile.cells();
+    const WeightCell* const cells = times.cells();
     // Loads of four cells are in flight at once.
 #pragma unroll
     for (int half = 0; half < 8; half += 4) {
@@ -385,14 +392,14 @@ class TimeBlocks {
     if (has_search) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        x[n] = __ldg(tile.weights() + bucket_of(tile.bias, mixed.block.least + differences[n]));
+        x[n] = __ldg(times.weights() + bucket_of(times.bias, mixed.block.least + differences[n]));
       }
     }
     store_patch(mixed, x, patches);
   }
 
   // Any differences of times, by searches.
-  HSTU_DEVICE void patch_exactly(const TimesOfTile& tile, const Mixed& mixed, int m,
+  HSTU_DEVICE void patch_exactly(const TimesOfTile& times, const Mixed& mixed, int m,
                                  uint32_t* patches) const {
     const int64_t key_time = keys_.times[mixed.chunk * 8 + lane() % 8];
     uint32_t* const words = patches + (mixed.chunk * 8 + mixed.row / 8) * 32 + lane() % 8 * 4;
@@ -401,9 +408,9 @@ class TimeBlocks {
       float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int64_t row_time = tile.time_of(m * kRows + mixed.row + n + e);
-        const int bucket = bucket_of(tile.bias, time_difference(row_time, key_time));
-        x[e] = __ldg(tile.weights() + bucket);
+        const int64_t row_time = times.time_of(m * kRows + mixed.row + n + e);
+        const int bucket = bucket_of(times.bias, time_difference(row_time, key_time));
+        x[e] = __ldg(times.weights() + bucket);
       }
       words[n / 2] = half_pair(x[0], x[1]);
     }
@@ -435,7 +442,7 @@ class TimeBlocks {
   }
 
   // Adds all blocks, except for `total` of those with one bucket, to which sums_ is moved.
-  HSTU_DEVICE void add_blocks(const TableEntries& entries, const TimesOfTile& tile, int m,
+  HSTU_DEVICE void add_blocks(const TableEntries& entries, const TimesOfTile& times, int m,
                               int parity, float total, const Element* ds) {
     const bool is_mixed = previous_ == kMixed;
     const Block& own = memory_.blocks[parity][lane() % Memory::kBlocks];
@@ -447,7 +454,7 @@ class TimeBlocks {
     uint32_t two = __ballot_sync(kAllLanes, is_two);
     while (two) {
       const uint32_t taken = two;
-      const float above = sum_above(tile, take(two, parity), m, ds);
+      const float above = sum_above(times, take(two, parity), m, ds);
       const int place = __popc(taken & ((1u << lane()) - 1));
       const float own_above = __shfl_sync(kAllLanes, above, place % 4 * 8);
       if ((taken >> lane() & 1) && place < 4) {
@@ -456,9 +463,9 @@ class TimeBlocks {
       }
     }
     const uint32_t many = __ballot_sync(kAllLanes, is_mixed && !is_two && !is_wide);
-    if (many) add_many(entries, tile, many, first, own.count(), m, parity, ds);
+    if (many) add_many(entries, times, many, first, own.count(), m, parity, ds);
     const uint32_t wide = __ballot_sync(kAllLanes, is_wide);
-    if (__builtin_expect(wide != 0, 0)) add_exactly(entries, tile, wide, m, ds);
+    if (__builtin_expect(wide != 0, 0)) add_exactly(entries, times, wide, m, ds);
   }
 
   // A lane's row of 8 elements, zeros where there is no block.
@@ -478,27 +485,27 @@ class TimeBlocks {
   }
 
   // The differences of the lane's row and 8 keys, less block.least.
-  HSTU_DEVICE void find_differences_of_row(const TimesOfTile& tile, const Mixed& mixed, int m,
+  HSTU_DEVICE void find_differences_of_row(const TimesOfTile& times, const Mixed& mixed, int m,
                                            uint32_t (&differences)[8]) const {
-    const int64_t row_time = tile.time_of(m * kRows + mixed.row + lane() % 8);
+    const int64_t row_time = times.time_of(m * kRows + mixed.row + lane() % 8);
     const auto row = static_cast<int>(static_cast<uint32_t>(row_time) - mixed.moved(0));
-    const int4* const times = reinterpret_cast<const int4*>(keys_.times + mixed.chunk * 8);
+    const int4* const keys = reinterpret_cast<const int4*>(keys_.times + mixed.chunk * 8);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const int4 two = times[n];
+      const int4 two = keys[n];
       differences[2 * n] = abs(row - two.x);
       differences[2 * n + 1] = abs(row - two.z);
     }
   }
 
   // The sum of a block's elements in the second of two buckets, which the 8 lanes of a block get.
-  HSTU_DEVICE float sum_above(const TimesOfTile& tile, const Mixed& mixed, int m,
+  HSTU_DEVICE float sum_above(const TimesOfTile& times, const Mixed& mixed, int m,
                               const Element* ds) const {
     float x[8];
     unpack(read_row(mixed, ds), x);
     uint32_t differences[8];
-    find_differences_of_row(tile, mixed, m, differences);
-    const uint32_t threshold = threshold_of(tile.bias, mixed.block, 1);
+    find_differences_of_row(times, mixed, m, differences);
+    const uint32_t threshold = threshold_of(times.bias, mixed.block, 1);
     float above[2] = {};
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -515,7 +522,7 @@ class TimeBlocks {
   // Adds the blocks of the lanes `many`, score by score: integers in shared memory, which no order
   // of additions changes, and then these to the TableSum. `first` and `count` are the buckets of
   // the lane's block.
-  HSTU_DEVICE void add_many(const TableEntries& entries, const TimesOfTile& tile, uint32_t many,
+  HSTU_DEVICE void add_many(const TableEntries& entries, const TimesOfTile& times, uint32_t many,
                             int first, int count, int m, int parity, const Element* ds) {
     const bool is_own = many >> lane() & 1;
     const auto lowest =
@@ -542,7 +549,7 @@ class TimeBlocks {
     while (many) {
       const uint32_t before = many;
       const Mixed mixed = take(many, parity);
-      if (!add_to_bins(tile, mixed, m, ds, fixed, bins - lowest)) slow |= before & ~many;
+      if (!add_to_bins(times, mixed, m, ds, fixed, bins - lowest)) slow |= before & ~many;
     }
     __syncwarp();
 #pragma unroll
@@ -552,20 +559,20 @@ class TimeBlocks {
       entries.sums.time.add(entries.first_time + lowest + bin, fixed.to_float(addend));
     }
     __syncwarp();
-    if (__builtin_expect(slow != 0, 0)) add_exactly(entries, tile, slow, m, ds);
+    if (__builtin_expect(slow != 0, 0)) add_exactly(entries, times, slow, m, ds);
   }
 
   // Returns false, and adds nothing, if that needs an exact search.
-  HSTU_DEVICE bool add_to_bins(const TimesOfTile& tile, const Mixed& mixed, int m,
+  HSTU_DEVICE bool add_to_bins(const TimesOfTile& times, const Mixed& mixed, int m,
                                const Element* ds, const FixedPoint& fixed, int* bins) const {
     uint32_t differences[8];
-    find_differences_of_row(tile, mixed, m, differences);
+    find_differences_of_row(times, mixed, m, differences);
     int buckets[8];
     int most = 0;  // thresholds in a cell
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const uint64_t difference = mixed.block.least + differences[n];
-      const BucketCell cell = load_cell(tile.bias.prepared.cells + difference_cell(difference));
+      const BucketCell cell = load_cell(times.bias.prepared.cells + difference_cell(difference));
       buckets[n] = cell.first + (difference >= cell.threshold ? 1 : 0);
       most = max(most, cell.count);
     }
@@ -581,8 +588,8 @@ class TimeBlocks {
   }
 
   // Adds the blocks of some lanes to the TableSum, score by score: any times and any numbers.
-  HSTU_DEVICE void add_exactly(const TableEntries& entries, const TimesOfTile& tile, uint32_t lanes,
-                               int m, const Element* ds) const {
+  HSTU_DEVICE void add_exactly(const TableEntries& entries, const TimesOfTile& times,
+                               uint32_t lanes, int m, const Element* ds) const {
 #pragma unroll 1
     while (lanes) {
       const Mixed mixed = take(lanes, 0);
@@ -590,11 +597,11 @@ class TimeBlocks {
       const int r = lane() % 8;
       const auto* const x = reinterpret_cast<const Element*>(
           Blocks::chunk_at(ds + r * 64, mixed.row, r, mixed.chunk));
-      const int64_t row_time = tile.time_of(m * kRows + mixed.row + r);
+      const int64_t row_time = times.time_of(m * kRows + mixed.row + r);
 #pragma unroll 1
       for (int n = 0; n < 8; ++n) {
         const int64_t key_time = keys_.times[mixed.chunk * 8 + n];
-        const int bucket = bucket_of(tile.bias, time_difference(row_time, key_time));
+        const int bucket = bucket_of(times.bias, time_difference(row_time, key_time));
         entries.sums.time.add(entries.first_time + bucket, static_cast<float>(x[n]));
       }
     }
@@ -603,7 +610,6 @@ class TimeBlocks {
   int thread_;
   const KeyTimes<kKeys>& keys_;
   Memory& memory_;
-  TimeRange row_range_;  // of the lane's rows of the tile to be found next
   // All differences in [low_, high_) have the bucket of the tile found last.
   uint64_t low_ = 1;
   uint64_t high_ = 0;

@@ -315,8 +315,8 @@ def test_nan_stays_in_the_rows_that_read_it(device, dim, table, entry, times):
     torch.testing.assert_close(gradient[others], zero_gradient[others], rtol=0, atol=0)
     for name, where in is_nan.items():
         assert torch.equal(found[name].isnan(), where), name
-        # NOTE: sm90 sums dts_weight in a fixed point that the largest dS of a tile gives, which may
-        # be one of the NaN.
+        # NOTE: sm90 sums dts_weight of a tile in fp32 or a fixed point, but score by score where
+        # a tile has NaN.
         atol = 1e-6 * float(expected[name].abs().max()) if name == "dts_weight" else 0
         torch.testing.assert_close(
             found[name][~where], expected[name][~where], rtol=0, atol=atol, msg=name
