@@ -162,27 +162,25 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
 }
 
 BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params) {
-  const char* sm80_reason = nullptr;
+  const char* unsupported_reason = nullptr;
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
-    sm80_reason = sm90::backward_unsupported_reason(device, params);
-#if defined(HSTU_ATTN_SM80)
-    if (!sm80_reason) sm80_reason = sm90::backward_slow_reason(device, params);
-#endif
-    if (!sm80_reason) {
+    unsupported_reason = sm90::backward_unsupported_reason(device, params);
+    if (!unsupported_reason) {
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,
                   []<int kHeadDim, DType kDType>() { return sm90::backward<kHeadDim, kDType>(); });
     }
   }
 #endif
-  print_choice("backward", "sm80", sm80_reason);
+  print_choice("backward", "sm80", unsupported_reason);
 #if defined(HSTU_ATTN_SM80)
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::backward<kHeadDim, kDType>(); });
 #else
   throw NotImplemented(std::string("sm90: no backward for ") +
-                       (sm80_reason ? sm80_reason : "this GPU") + ", and sm80 is not built");
+                       (unsupported_reason ? unsupported_reason : "this GPU") +
+                       ", and sm80 is not built");
 #endif
 }
 

@@ -65,11 +65,9 @@ class BackwardBias {
       if constexpr (kHasTime) {
         times.enter();
         times.start_load(times_of_tile, m);
-        const HeadBias bias(tables, params.mask, tile.sequence, tile.sequence_index, params.heads,
-                            work_tile.head);
         sync();  // the times of keys have been read
-        bias.template start_copy_keys<kWarpgroup>(thread_of_warpgroup(),
-                                                  Traits::first_key(work_tile), memory.keys);
+        memory.keys.template start_copy<kWarpgroup>(tables, tile, Traits::first_key(work_tile),
+                                                    thread_of_warpgroup());
         ptx::cp_async_wait_all();
         sync();
       }

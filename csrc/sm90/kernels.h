@@ -77,15 +77,6 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
   return unsupported_reason(device, params);
 }
 
-// The reason why a backward that these kernels support is left to the sm80 kernels, because these
-// are faster; null if they are not.
-inline const char* backward_slow_reason(const CudaDevice& device, const BackwardParams& params) {
-  constexpr int kMostHeadDimOfTimeSums = 128;  // of the sm80 kernels, where these are faster
-  const bool sums_times = params.dts_weight && params.q.head_dim <= kMostHeadDimOfTimeSums;
-  if (sums_times && !device.is_forced) return "a gradient of ts_weight";
-  return nullptr;
-}
-
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
 

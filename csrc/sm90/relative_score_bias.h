@@ -10,9 +10,10 @@
 #include "../common/mask.h"
 #include "../common/opaque.h"
 #include "../common/ptx.h"
+#include "../common/relative_bias.h"
+#include "../scheduler/work_list.h"
 #include "pipeline.h"
 #include "position_window.h"
-#include "relative_bias.h"
 
 namespace hstu::sm90 {
 
@@ -24,6 +25,19 @@ struct RelativeBiasWindow {
 
   KeyBlockTimes times[kKeys / 8];
   Position position;
+};
+
+// The cells of time differences below 2^31.
+struct NarrowCells {
+  NarrowCell cells[kNarrowCells];
+};
+
+// A block of 8 x 8 scores that has several buckets.
+struct alignas(16) MixedBlock {
+  uint32_t threshold;  // of the second bucket
+  float low;           // the weights of both, if there are two
+  float high;
+  int index;  // of the block
 };
 
 // What a warp of a consumer has computed of a tile.

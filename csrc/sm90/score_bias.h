@@ -113,13 +113,6 @@ struct DenseScoreBias {
   };
 };
 
-// 8 weights in fp16, which represents them better than bf16 does; weights beyond its range become
-// its largest number.
-HSTU_DEVICE uint4 half_chunk(const float (&x)[8]) {
-  return {half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]),
-          half_pair(x[6], x[7])};
-}
-
 // Weights by position and by time. In the forward, consumers compute them and there are no tiles.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;

@@ -12,7 +12,7 @@
 #include "../common/mask.h"
 #include "../common/table_sum.h"
 #include "../scheduler/relative_bias.h"
-#include "relative_bias.h"
+#include "key_times.h"
 #include "tile_config.h"
 
 namespace hstu::sm90 {

@@ -345,31 +345,6 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
     assert printed(odd)[0] == forward + by_sm80(unaligned)
 
 
-def test_a_gradient_of_the_time_table_gets_the_faster_kernels(monkeypatch, capfd):
-    """sm80's up to head dim 128, unless sm90's are forced; the other calls get those of the GPU."""
-    monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
-    forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
-
-    def make(dim, bias):
-        return make_batch([72], device="cuda", dim=dim, dtype=BF16, mask="causal", bias=bias)
-
-    batch, wide = make(128, "position-time"), make(256, "position-time")
-    position_alone = make(128, "position")
-
-    def printed(batch):
-        run(hstu_attention, batch, random_dout(batch))
-        return capfd.readouterr().err.split("\n")[1]
-
-    backward = "hstu_attn: backward by sm"
-    assert printed(batch) == backward + forced
-    if forced == "80":
-        return
-    monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
-    assert printed(batch) == backward + "80, because of a gradient of ts_weight"
-    assert printed(position_alone) == backward + "90"
-    assert printed(wide) == backward + "90"
-
-
 def test_backward_on_another_thread_than_the_forward():
     """autograd's thread has not set a device when the first backward comes."""
     script = (
