@@ -22,7 +22,7 @@ NAME_COLUMNS = 72
 # Parts of the names of attention kernels that may spill, by the folder of their sources.
 MAY_SPILL = {
     "sm90": (
-        # Consumers compute the bias beside their accumulators, or another warpgroup takes registers.
+        # Consumers compute the bias beside their accumulators, or a warpgroup takes registers.
         "RelativeScoreBias",
         # The consumers leave 24 registers to the producer, which spills them once a work tile.
         "ForwardILi256EN7cutlass12float_e4m3_t",
