@@ -99,19 +99,21 @@ struct Arguments {
 
 // The schema of what forward_fp8 has behind them: norms of rows of q and blocks of k, see
 // Fp8Params.
-#define HSTU_FP8_SCHEMA ", Tensor q_norm, Tensor k_norm, Tensor? q_mean_product"
+#define HSTU_FP8_SCHEMA ", Tensor q_norm, Tensor k_norm, Tensor? q_mean_product, bool half_sums"
 
 // The arguments of forward_fp8 behind those of Arguments. There, q and k are e4m3, v is (blocks,
 // heads, head_dim_v, 128) in e4m3, and the descales are given; see Fp8Params for all of them.
 struct Fp8Arguments {
   TensorView q_norm, k_norm;
   OptionalView q_mean_product;
+  bool half_sums = false;
 
   template <typename Reader>
   explicit Fp8Arguments(Reader& in) {
     in.read(q_norm);
     in.read(k_norm);
     in.read(q_mean_product);
+    in.read(half_sums);
   }
 };
 

@@ -53,6 +53,32 @@ HSTU_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return word;
 }
 
+// Arithmetic on two numbers in fp16. None is flushed to zero.
+HSTU_DEVICE uint32_t fma_half_pairs(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+HSTU_DEVICE uint32_t multiply_half_pairs(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+// The result is limited to [0, 1]; NaN becomes 0.
+HSTU_DEVICE uint32_t saturating_fma_half_pairs(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+HSTU_DEVICE uint32_t tanh_approx_half_pair(uint32_t x) {
+  uint32_t result;
+  asm("tanh.approx.f16x2 %0, %1;" : "=r"(result) : "r"(x));
+  return result;
+}
+
+// A constant in both halves of a word.
+constexpr uint32_t twice_half(uint16_t bits) { return uint32_t{bits} << 16 | bits; }
+
 HSTU_DEVICE float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -51,7 +51,11 @@ HSTU_DEVICE float weight_scale(float bound) {
   return __uint_as_float(__float_as_uint(scale) & 0x7f800000);
 }
 
+// ScoreSum is float, or half_t for calls with Fp8Params::half_sums.
+template <typename ScoreSum_>
 struct E4m3Keys : PackedKeys {
+  static constexpr bool kIsFp8 = true;
+  using ScoreSum = ScoreSum_;
   static constexpr int kQueryCopyLanes = 32;
 
   // The first block of the sequence in k_descale, v_descale and k_norm.

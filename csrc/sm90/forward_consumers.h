@@ -26,7 +26,10 @@ struct ForwardConsumer {
       decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}));
   using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
   using Weights =
-      std::conditional_t<Traits::kIsFp8, E4m3Weights<Traits, Scores>, PlainWeights<Traits, Scores>>;
+      std::conditional_t<!Traits::kIsFp8, PlainWeights<Traits, Scores>,
+                         std::conditional_t<std::is_same_v<typename Traits::ScoreSum, float>,
+                                            E4m3Weights<Traits, Scores>,
+                                            HalfE4m3Weights<Traits, Scores>>>;
   using Promotion =
       std::conditional_t<!Traits::kIsFp8, NoPromotion,
                          std::conditional_t<Traits::kPromotesInRegisters, RegisterPromotion<Out>,

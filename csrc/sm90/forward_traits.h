@@ -46,12 +46,13 @@ struct ForwardTraits {
   static constexpr int kClusterSize = kClusterSize_;
   static_assert(kIsSplitByCluster == (kClusterSize > 1), "a cluster is for split-KV");
 
-  static constexpr bool kIsFp8 = std::is_same_v<Source, E4m3Keys>;
+  static constexpr bool kIsFp8 = Source::kIsFp8;
+  using ScoreSum = typename Source::ScoreSum;
   static_assert(kIsFp8 == (sizeof(Element) == 1), "e4m3 has its own source");
   static_assert(!kIsFp8 || !Bias::kHasTiles, "a bias is not built for e4m3");
 
   static constexpr ForwardTiles kTiles = [] {
-    if constexpr (kIsFp8) return fp8_tiles<kHeadDim>();
+    if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2>();
     return forward_tiles<kHeadDim, Bias::kHasTiles, Bias::kIsAddedAfter, Source::kIsPaged,
                          Source::kIsQuantized>();
   }();
@@ -59,9 +60,9 @@ struct ForwardTraits {
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      kIsFp8 ? fp8_registers(kHeadDim)
+      kIsFp8 ? fp8_registers(kHeadDim, kConsumers)
              : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
-  static constexpr bool kPromotesInRegisters = kHeadDim == 128;
+  static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr bool kHasBiasTiles = Bias::kHasTiles && !Bias::kIsAddedAfter;
   static constexpr int kWarpgroups = 1 + kConsumers;
@@ -78,7 +79,7 @@ struct ForwardTraits {
   static constexpr bool kBeginsUnlisted = true;
   static constexpr bool kWaitsForMemory = true;
 
-  using ScoreMma = SmemMma<Element, kKeys, kHeadDim>;
+  using ScoreMma = SmemMma<Element, kKeys, kHeadDim, ScoreSum>;
   using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
 
   static constexpr int kNoKey = INT_MAX;        // tile_from(): no key tile is visible
@@ -87,8 +88,8 @@ struct ForwardTraits {
 
   // The first of the two rows of a thread of a consumer warpgroup, which are 8 apart, in the tile.
   static HSTU_DEVICE int row_of_thread(int warpgroup) {
-    const int thread = reload_thread_idx();
-    return warpgroup * kWarpgroupRows + thread / 32 % 4 * 16 + thread % 32 / 4;
+    const unsigned thread = reload_thread_idx();
+    return warpgroup * kWarpgroupRows + static_cast<int>(thread / 32 % 4 * 16 + thread % 32 / 4);
   }
 
   // A tile of rows of one head, and the key tiles of its split that some row sees. Keys are counted

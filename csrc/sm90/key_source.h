@@ -35,8 +35,10 @@ HSTU_DEVICE const CUtensorMap& kv_map(const Maps& maps) {
 struct PackedKeys {
   static constexpr bool kIsPaged = false;
   static constexpr bool kIsQuantized = false;
+  static constexpr bool kIsFp8 = false;
   static constexpr int kCopyLanes = 1;
   static constexpr int kQueryCopyLanes = 1;
+  using ScoreSum = float;  // type of the accumulators of S
 
   static HSTU_DEVICE bool is_leader() { return true; }
 
@@ -95,6 +97,8 @@ struct PackedKeys {
 struct PagedKeys {
   static constexpr bool kIsPaged = true;
   static constexpr bool kIsQuantized = false;
+  static constexpr bool kIsFp8 = false;
+  using ScoreSum = float;
   static constexpr int kCopyLanes = 32;  // a lane copies the part of a tile that is in one page
   static constexpr int kQueryCopyLanes = 1;
 

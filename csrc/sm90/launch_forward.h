@@ -14,7 +14,10 @@ class ForwardLauncher {
  public:
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     if constexpr (kDType == DType::kFloat8E4M3) {
-      return plan_form<Kernel<E4m3Keys, NoScoreBias>>(params, launch, {});
+      return bool_switch(params.fp8.half_sums, [&](auto half_sums) {
+        using ScoreSum = std::conditional_t<half_sums, cutlass::half_t, float>;
+        return plan_form<Kernel<E4m3Keys<ScoreSum>, NoScoreBias>>(params, launch, {});
+      });
     } else {
       return plan_packed(params, launch);
     }

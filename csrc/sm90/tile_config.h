@@ -90,23 +90,31 @@ constexpr int early_chunks(int head_dim, int consumers, bool is_paged) {
 }
 
 // The tiles of e4m3, where a key tile is a block of Fp8Params.
-template <int kHeadDim>
+template <int kHeadDim, bool kHasHalfSums>
 constexpr ForwardTiles fp8_tiles() {
   if constexpr (kHeadDim == 64) {
-    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 6};
+    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 8};
   } else if constexpr (kHeadDim == 128) {
-    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
+    // S in fp16 takes 32 registers less.
+    return {.consumers = kHasHalfSums ? 3 : 2,
+            .keys = 128,
+            .query_stages = 2,
+            .key_stages = 4};
   } else if constexpr (kHeadDim == 256) {
     return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
   } else {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
-constexpr Registers fp8_registers(int head_dim) {
+constexpr Registers fp8_registers(int head_dim, int consumers) {
   if (head_dim == 256) return {.producer = 24, .consumer = 240};
-  if (head_dim == 128) return {.producer = 40, .consumer = 232};
+  if (consumers == 2) return {.producer = 40, .consumer = 232};
   return {.producer = 32, .consumer = 160};
 }
+
+// How many of 4 pairs of scores in fp16 have their tanh from a polynomial, while the unit for tanh
+// computes those of the others.
+constexpr int fp8_polynomial_quarters(int head_dim) { return head_dim == 256 ? 0 : 1; }
 
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is
 // the largest size that every GPU supports.

@@ -43,13 +43,28 @@ struct PlainWeights {
   }
 };
 
-// P in e4m3, scaled as e4m3_keys.h says.
-template <typename Traits, typename Scores>
-struct E4m3Weights {
+// What the two forms of P in e4m3 have in common.
+template <typename Traits>
+struct E4m3Fragment {
   using Element = typename Traits::Element;
   static constexpr int kKeys = Traits::kKeys;
 
   Tensor<ArrayEngine<Element, kKeys / 2>, Layout<Int<kKeys / 2>>> fragment;
+
+  HSTU_DEVICE void mask(uint64_t visible) {
+    Tensor words = recast<uint32_t>(fragment);
+    apply_mask_to_e4m3<kKeys>(visible, words);
+  }
+
+  static HSTU_DEVICE auto values(Element* tile) {
+    return rows_tensor<Traits::kHeadDim, kKeys>(tile);
+  }
+};
+
+// P in e4m3, scaled as e4m3_keys.h says, from fp32 scores.
+template <typename Traits, typename Scores>
+struct E4m3Weights : E4m3Fragment<Traits> {
+  using E4m3Fragment<Traits>::fragment;
 
   // For the two rows of a thread: x / 2 = score * S + mean, and P is multiplied by `weight`.
   struct Factors {
@@ -63,10 +78,11 @@ struct E4m3Weights {
                                    const typename Traits::WorkTile& work_tile, int warpgroup,
                                    int stage) const {
     const BlockDescales& descales = smem.block_descales[stage];
+    const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
     Factors factors;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const RowFactors& row = work_tile.row_factors[Traits::row_of_thread(warpgroup) + 8 * m];
+      const RowFactors& row = rows[8 * m];
       factors.score[m] = row.score * descales.k;
       factors.mean[m] = row.mean;
       factors.weight[m] = row.weight * descales.v;
@@ -93,14 +109,105 @@ struct E4m3Weights {
       words(n) = e4m3_quad(scores(first), scores(first + 1), scores(first + 4), scores(first + 5));
     }
   }
-  HSTU_DEVICE void mask(uint64_t visible) {
-    Tensor words = recast<uint32_t>(fragment);
-    apply_mask_to_e4m3<kKeys>(visible, words);
+};
+
+// The same from fp16 scores S of at most 57600, see Fp8Params::half_sums, in fp16:
+//
+//   h = (p_i * v_b / v_max) * x / 2 = weight * S + weight_mean, of at most 224
+//   P = h + h * tanh(x / 2)
+//
+// A factor loses bits below 2^-14, the smallest normal number, where S times the factor is small:
+// h below 2^-10 of its bound is less than half of the smallest number of e4m3, and tanh(x / 2) of
+// an x / 2 that is off by 57600 * 2^-25 is off by as much. Scores beyond 65504 become infinity,
+// whose tanh is 1.
+template <typename Traits, typename Scores>
+struct HalfE4m3Weights : E4m3Fragment<Traits> {
+  using E4m3Fragment<Traits>::fragment;
+  static constexpr int kQuarters = fp8_polynomial_quarters(Traits::kHeadDim);
+
+  // For the two rows of a thread, each twice in a word.
+  struct Factors {
+    uint32_t score[2];
+    uint32_t mean[2];
+    uint32_t weight[2];
+    uint32_t weight_mean[2];
+    uint32_t score_of_polynomial[2];
+    uint32_t mean_of_polynomial[2];
+  };
+
+  // Reads the factors of a key tile. Called before its stage of K is released.
+  HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory& smem,
+                                   const typename Traits::WorkTile& work_tile, int warpgroup,
+                                   int stage) const {
+    const BlockDescales& descales = smem.block_descales[stage];
+    const auto twice = [](float x) { return half_pair(x, x); };
+    const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
+    Factors factors;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const RowFactors& row = rows[8 * m];
+      const float score = row.score * descales.k;
+      const float weight = row.weight * descales.v;
+      factors.score[m] = twice(score);
+      factors.mean[m] = twice(row.mean);
+      factors.weight[m] = twice(weight * score);
+      factors.weight_mean[m] = twice(weight * row.mean);
+      factors.score_of_polynomial[m] =
+          multiply_half_pairs(factors.score[m], SaturatedTanh::kSlope);
+      factors.mean_of_polynomial[m] =
+          fma_half_pairs(factors.mean[m], SaturatedTanh::kSlope, twice_half(0x3800));  // + 0.5
+    }
+    return factors;
   }
 
-  static HSTU_DEVICE auto values(Element* tile) {
-    return rows_tensor<Traits::kHeadDim, kKeys>(tile);
+  HSTU_DEVICE void activate(const ForwardParams&, const Factors& factors, Scores& scores) const {
+    Tensor pairs = recast<uint32_t>(scores);  // of 2 keys, for row m = 0, then for row m = 1
+#pragma unroll
+    for (int n = 0; n < size(pairs); ++n) {
+      const int m = n % 2;
+      const uint32_t s = pairs(n);
+      const uint32_t h = fma_half_pairs(s, factors.weight[m], factors.weight_mean[m]);
+      uint32_t t;
+      if (n / 2 % 4 < kQuarters) {
+        t = SaturatedTanh::of(saturating_fma_half_pairs(s, factors.score_of_polynomial[m],
+                                                        factors.mean_of_polynomial[m]));
+      } else {
+        t = tanh_approx_half_pair(fma_half_pairs(s, factors.score[m], factors.mean[m]));
+      }
+      pairs(n) = fma_half_pairs(h, t, h);
+    }
   }
+
+  // The order is that of E4m3Weights::round().
+  HSTU_DEVICE void round(const Scores& scores) {
+    const Tensor pairs = recast<const uint32_t>(scores);
+    Tensor words = recast<uint32_t>(fragment);
+#pragma unroll
+    for (int n = 0; n < size(words); ++n) {
+      const int first = n / 2 * 4 + n % 2;
+      words(n) = e4m3_quad(pairs(first), pairs(first + 2));
+    }
+  }
+
+ private:
+  // tanh(x / 2) by a polynomial for |x| < 6.5, and beyond it +-1, in fp16: silu(x) is off by at
+  // most 1.8e-2. With w = x / 13, tanh(x / 2) = w * q(w^2), where q is fitted to the least error of
+  // silu such that q(1 / 4) is 2 without a rounding error.
+  struct SaturatedTanh {
+    static constexpr uint32_t kSlope = twice_half(0x30ec);  // 1 / 6.5, from x / 2 to w
+
+    // `u` is w + 1 / 2, limited to [0, 1].
+    static HSTU_DEVICE uint32_t of(uint32_t u) {
+      const uint32_t w = add_half_pairs(u, twice_half(0xb800));  // -0.5
+      const uint32_t z = multiply_half_pairs(w, w);
+      uint32_t q = twice_half(0x66e2);                     // 1762
+      q = fma_half_pairs(q, z, twice_half(0xe528));        // -1320
+      q = fma_half_pairs(q, z, twice_half(0x5e04));        // 385
+      q = fma_half_pairs(q, z, twice_half(0xd337));        // -57.71875
+      q = fma_half_pairs(q, z, twice_half(0x461c));        // 6.109375
+      return multiply_half_pairs(w, q);
+    }
+  };
 };
 
 // ---------------------------------------------------------------------------------- sums of P V
