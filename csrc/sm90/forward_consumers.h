@@ -25,11 +25,10 @@ struct ForwardConsumer {
   using Scores =
       decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}));
   using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
-  using Weights =
-      std::conditional_t<!Traits::kIsFp8, PlainWeights<Traits, Scores>,
-                         std::conditional_t<std::is_same_v<typename Traits::ScoreSum, float>,
-                                            E4m3Weights<Traits, Scores>,
-                                            HalfE4m3Weights<Traits, Scores>>>;
+  using Weights = std::conditional_t<
+      !Traits::kIsFp8, PlainWeights<Traits, Scores>,
+      std::conditional_t<std::is_same_v<typename Traits::ScoreSum, float>,
+                         E4m3Weights<Traits, Scores>, HalfE4m3Weights<Traits, Scores>>>;
   using Promotion =
       std::conditional_t<!Traits::kIsFp8, NoPromotion,
                          std::conditional_t<Traits::kPromotesInRegisters, RegisterPromotion<Out>,
@@ -180,9 +179,10 @@ struct ForwardConsumer {
   // Finds the bits of the mask while P V still runs. Its branch keeps the compiler from moving a
   // third of the activation behind the wait for P V, which took 1.5 % of a paged call at head dim
   // 256. At other head dims nothing moves without a relative bias, and calls are 1 to 3 % slower
-  // this way. E4m3 has no registers for it.
+  // this way. E4m3 with fp32 scores has no registers for it.
   static constexpr bool kFindsVisibleEarly =
-      (kHeadDim == 256 && !Traits::kIsFp8) || Traits::kHasRelativeBias;
+      (kHeadDim == 256 && !(Traits::kIsFp8 && std::is_same_v<typename Traits::ScoreSum, float>)) ||
+      Traits::kHasRelativeBias;
   HSTU_DEVICE uint64_t find_visible_early() const {
     return kFindsVisibleEarly && tile.is_partial() ? find_visible() : 0;
   }
