@@ -96,10 +96,7 @@ constexpr ForwardTiles fp8_tiles() {
     return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 8};
   } else if constexpr (kHeadDim == 128) {
     // S in fp16 takes 32 registers less.
-    return {.consumers = kHasHalfSums ? 3 : 2,
-            .keys = 128,
-            .query_stages = 2,
-            .key_stages = 4};
+    return {.consumers = kHasHalfSums ? 3 : 2, .keys = 128, .query_stages = 2, .key_stages = 4};
   } else if constexpr (kHeadDim == 256) {
     return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
   } else {
