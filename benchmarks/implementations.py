@@ -132,7 +132,8 @@ class Fp8(Implementation):
         x = Quantized(*op(*inputs, *sequences, quantization.mode, quantization.smooth_k))
         descales = (x.q_descale, x.k_descale, x.v_descale)
         shared = {n: value for n, value in options.items() if n not in ("bias", "paged_kv")}
-        arguments = (*NO_BIAS, *make_call(**shared, descales=descales), x.q_norm, x.k_norm, None)
+        rest = (x.q_norm, x.k_norm, None, quantization.mode in (1, 2))
+        arguments = (*NO_BIAS, *make_call(**shared, descales=descales), *rest)
         out = torch.empty_like(batch.v)
 
         def forward(*inputs: Tensor) -> Tensor:

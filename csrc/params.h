@@ -212,9 +212,8 @@ struct Fp8Params {
   // with the mean.
   const float* q_mean_product = nullptr;
   int64_t blocks = 0;  // N
-  // True if the e4m3 values of a row of q, and of a row of k, have a Euclidean norm of at most
-  // kHalfSumNorm. Then Q K^T fits into fp16, and a faster kernel adds it up in fp16. For that, a
-  // descale is amax / 448 times the least power of two that keeps the norm, of all rows in a block.
+  // True if the codes of each row of q, and of each row of k, have a Euclidean norm of at most
+  // kHalfSumNorm. Then Q K^T fits into fp16, and a faster kernel adds it up in fp16.
   bool half_sums = false;
   static constexpr float kHalfSumNorm = 240;  // 240 * 240 < 65504
 };

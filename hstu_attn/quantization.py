@@ -39,6 +39,7 @@ _HEAD_DIM_UNIT = 16
 _LARGEST_CODE = 448.0
 _SMALLEST_DESCALE = 2.0**-60
 _NORM_MARGIN = 1 + 2.0**-12
+_HALF_SUM_NORM = 240.0  # Fp8Params::kHalfSumNorm
 # Within a block, the CUDA kernel adds rows 16 apart first, and then these sums.
 _ROWS_AT_ONCE = 16
 
@@ -162,6 +163,9 @@ def quantize_qkv(
 
     Codes are `x / descale`, rounded to nearest with ties to even; NaN and infinity become NaN. A
     descale is the largest finite magnitude of what it serves, divided by 448, and at least 2^-60.
+    In modes 1 and 2, those of q and k are then multiplied by the least of 2, 4, ..., 32 with which
+    the codes of each row have a Euclidean norm of at most 240, so that products of q and k fit into
+    fp16.
 
     Args:
         q, k, v: `(total, heads, head dim)`: bf16 or fp16 to quantize, or float8_e4m3fn, whose codes
@@ -178,10 +182,11 @@ def quantize_qkv(
     if mean is not None:
         product = (q[q_rows.row].float() * mean[q_rows.sequence]).sum(-1)
         q_mean_product = _scatter(product, q_rows.row, q.shape[0]).t()
-    q_codes, q_scales = _quantize(q, q_rows, mode, None, q_descale)
+    limits_norms = mode in (1, 2)
+    q_codes, q_scales = _quantize(q, q_rows, mode, limits_norms, None, q_descale)
     block_mode = 2 if mode == 1 else mode
-    k_codes, k_scales = _quantize(k, k_rows, block_mode, mean, k_descale)
-    v_codes, v_scales = _quantize(v, k_rows, block_mode, None, v_descale)
+    k_codes, k_scales = _quantize(k, k_rows, block_mode, limits_norms, mean, k_descale)
+    v_codes, v_scales = _quantize(v, k_rows, block_mode, False, None, v_descale)
     blocks = k_rows.num_blocks
     k_norms = _largest(_norm(k_codes, k_scales), k_rows.block, blocks)
     v8 = torch.zeros((blocks, BLOCK, *v.shape[1:]), dtype=torch.uint8)
@@ -224,7 +229,12 @@ def _mean_by_sequence(k: Tensor, rows: _Rows) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, rows: _Rows, mode: int, mean: Tensor | None, given: Tensor | None
+    x: Tensor,
+    rows: _Rows,
+    mode: int,
+    limits_norms: bool,
+    mean: Tensor | None,
+    given: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns codes `(rows, heads, head dim)` and descales `(rows, heads)`."""
     if given is not None:
@@ -236,8 +246,34 @@ def _quantize(
     is_finite = values.isfinite()
     largest = torch.where(is_finite, values, 0).abs().amax(-1)
     scales = _descales(largest, rows, mode)
+    if limits_norms:
+        squares = _to_codes(values, scales * 2).float().nan_to_num(0).square()
+        # NOTE: integers below 2^24: sums are exact in every order.
+        sums = squares.ceil().sum(-1)
+        if mode == 2:
+            sums = _largest(sums, rows.block, rows.num_blocks)[rows.block]
+        scales = scales * _growth_of_descales(sums)
+    return _to_codes(values, scales), scales
+
+
+def _to_codes(values: Tensor, scales: Tensor) -> Tensor:
     scaled = (values * scales.reciprocal()[..., None]).clamp(-_LARGEST_CODE, _LARGEST_CODE)
-    return torch.where(is_finite, scaled, torch.nan).to(E4M3), scales
+    return torch.where(values.isfinite(), scaled, torch.nan).to(E4M3)
+
+
+def _growth_of_descales(squares: Tensor) -> Tensor:
+    """Returns the least powers of two, from 2 to 32, that make norms of rows at most 240.
+
+    Codes with a power of two are exactly that power smaller, except for subnormal ones, whose
+    squares are less than the integers that stand for them here.
+
+    Args:
+        squares: sums of the squares, each rounded up to an integer, of the codes with 2.
+    """
+    growth = torch.full_like(squares, 2)
+    for n in range(4):
+        growth = torch.where(squares > _HALF_SUM_NORM**2 * 4**n, growth * 2, growth)
+    return growth
 
 
 def _descales(largest: Tensor, rows: _Rows, mode: int) -> Tensor:

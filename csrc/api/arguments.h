@@ -97,8 +97,8 @@ struct Arguments {
   }
 };
 
-// The schema of what forward_fp8 has behind them: norms of rows of q and blocks of k, see
-// Fp8Params.
+// The schema of what forward_fp8 has behind them: norms of rows of q and blocks of k, and whether
+// norms of codes are limited; see Fp8Params.
 #define HSTU_FP8_SCHEMA ", Tensor q_norm, Tensor k_norm, Tensor? q_mean_product, bool half_sums"
 
 // The arguments of forward_fp8 behind those of Arguments. There, q and k are e4m3, v is (blocks,

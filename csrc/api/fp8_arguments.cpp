@@ -144,6 +144,7 @@ void check_fp8_tensors(const Arguments& args, const Fp8Arguments& fp8, ForwardPa
     to.q_mean_product = to_factors("q_mean_product", *fp8.q_mean_product, q, total_q, by_row);
   }
   to.blocks = blocks;
+  to.half_sums = fp8.half_sums;
 }
 
 void to_params(const QuantizeArguments& args, QuantizeParams& params) {

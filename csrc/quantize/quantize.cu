@@ -38,8 +38,8 @@ constexpr float kNormMargin = 1.0f + 0x1p-12f;
 
 HSTU_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
 
-// The largest magnitude becomes 448 exactly, and no power of two is chosen: next to 448 the steps
-// of e4m3 are 1/14 of a number, and next to 256 they are 1/8.
+// The largest magnitude becomes 448 exactly, or 448 / 2^n by growth_of_descale(), and no power of
+// two is chosen: next to 448 the steps of e4m3 are 1/14 of a number, and next to 256 they are 1/8.
 HSTU_DEVICE float descale_of(float largest) {
   return fmaxf(fminf(largest, FLT_MAX) / kLargestCode, kSmallestDescale);
 }
@@ -119,22 +119,49 @@ HSTU_DEVICE float2 from_e4m3(uint32_t pair) {
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
 }
 
-// The sum of squares of the four codes of each word.
-HSTU_DEVICE float sum_of_squares(const uint2& codes) {
-  float sum = 0.0f;
+// Calls sum = add(sum, x) for the four codes x of each word. NaN does not count.
+template <typename Add>
+HSTU_DEVICE float add_codes(const uint2& codes, float begin, Add add) {
+  float sum = begin;
 #pragma unroll
   for (const uint32_t pair : {codes.x & 0xffff, codes.x >> 16, codes.y & 0xffff, codes.y >> 16}) {
     const float2 x = from_e4m3(pair);
-    sum += x.x * x.x + x.y * x.y;
+    sum = add(add(sum, x.x), x.y);
   }
   if (is_finite(sum)) return sum;
-  sum = 0.0f;  // some are NaN, and do not count
+  sum = begin;
 #pragma unroll
   for (const uint32_t pair : {codes.x & 0xffff, codes.x >> 16, codes.y & 0xffff, codes.y >> 16}) {
     const float2 x = from_e4m3(pair);
-    sum += (is_finite(x.x) ? x.x * x.x : 0.0f) + (is_finite(x.y) ? x.y * x.y : 0.0f);
+    sum = add(add(sum, is_finite(x.x) ? x.x : 0.0f), is_finite(x.y) ? x.y : 0.0f);
   }
   return sum;
+}
+HSTU_DEVICE float sum_of_squares(const uint2& codes) {
+  return add_codes(codes, 0.0f, [](float sum, float x) { return sum + x * x; });
+}
+
+// The sum of squares, each rounded up to an integer, of codes of at most 224. For up to 256 codes
+// such sums are below 2^24, so that fp32 adds them without rounding, in any order.
+HSTU_DEVICE float sum_of_rounded_squares(const uint2& codes) {
+  // NOTE: from 2^23 to 2^24, the numbers of fp32 are the integers.
+  return add_codes(codes, 0x1p23f, [](float sum, float x) { return __fmaf_ru(x, x, sum); }) -
+         0x1p23f;
+}
+
+// Returns by how much a descale must grow so that norms of rows are at most kHalfSumNorm: the least
+// such power of two, of at least 2. `squares` is sum_of_rounded_squares() of the codes with twice
+// the descale. Those with the descale returned are exactly powers of two smaller, except for
+// subnormal ones, whose squares are less than the integers that stand for them here.
+HSTU_DEVICE float growth_of_descale(float squares) {
+  constexpr float kMost = 256 * 224.0f * 224.0f;
+  float growth = 2.0f;
+#pragma unroll
+  for (float limit = Fp8Params::kHalfSumNorm * Fp8Params::kHalfSumNorm; limit < kMost;
+       limit *= 4.0f) {
+    if (squares > limit) growth *= 2.0f;
+  }
+  return growth;
 }
 
 template <int kLanes, typename Combine>
@@ -297,6 +324,11 @@ struct Rows {
       }
       return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
     }
+  }
+
+  // sum_of_rounded_squares() of the codes of a row, with reciprocal `scale` of the descale.
+  HSTU_DEVICE float rounded_squares_of_row(int step, bool subtracts, float scale) const {
+    return reduce_lanes<kLanes>(sum_of_rounded_squares(codes(step, subtracts, scale)), Sum());
   }
 };
 
@@ -462,8 +494,17 @@ HSTU_DEVICE float block_descale(Rows<Element, kLanes>& rows, Part part, bool sub
       case QuantMode::kRow:
         if (part == Part::kQ) return 1.0f;  // not used
         [[fallthrough]];
-      case QuantMode::kBlock:
-        return descale_of(largest_of_block<Rows<Element, kLanes>::kThreads>(largest, scratch));
+      case QuantMode::kBlock: {
+        constexpr int kThreads = Rows<Element, kLanes>::kThreads;
+        const float descale = descale_of(largest_of_block<kThreads>(largest, scratch));
+        if (part == Part::kV) return descale;
+        float squares = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          squares = fmaxf(squares, rows.rounded_squares_of_row(n, subtracts, 0.5f / descale));
+        }
+        return descale * growth_of_descale(largest_of_block<kThreads>(squares, scratch));
+      }
       default:
         return descale_of(__uint_as_float(
             workspace.largest[largest_index(params, part, rows.block.sequence, rows.head)]));
@@ -490,6 +531,7 @@ HSTU_DEVICE void quantize_q(Rows<Element, kLanes>& rows, const Workspace& worksp
     } else if (params.mode == QuantMode::kRow) {
       const float largest = reduce_lanes<kLanes>(rows.largest_of_row(step, false), Largest());
       descale = descale_of(largest);
+      descale *= growth_of_descale(rows.rounded_squares_of_row(step, false, 0.5f / descale));
     }
     const uint2 codes = rows.codes(step, false, 1.0f / descale);
     const float squares = reduce_lanes<kLanes>(sum_of_squares(codes), Sum());

@@ -57,6 +57,12 @@ struct QuantizeParams {
   void* workspace = nullptr;        // quantize_workspace_bytes(), aligned to 16 bytes
 };
 
+// Whether rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.
+inline bool limits_norms(const QuantizeParams& params) {
+  return params.dtype != DType::kFloat8E4M3 &&
+         (params.mode == QuantMode::kRow || params.mode == QuantMode::kBlock);
+}
+
 // The number of blocks of keys that a batch may have.
 HSTU_HOST_DEVICE int64_t max_blocks(int64_t rows, int batch) {
   return rows / Fp8Params::kBlock + batch;

@@ -32,9 +32,9 @@ HSTU_DEVICE auto transposed_tensor(Element* data) {
                      tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));
 }
 
-// Products of a warpgroup's 64 rows, with fp32 accumulators if not said otherwise. SmemMma: A and B in shared memory, both
-// K-major. RegisterMma: A in registers, B in shared memory, MN-major, or K-major for e4m3, of which
-// wgmma reads no other.
+// Products of a warpgroup's 64 rows, with fp32 accumulators or those of `Sum`. SmemMma: A and B in
+// shared memory, both K-major. RegisterMma: A in registers, B in shared memory, MN-major, or
+// K-major for e4m3, of which wgmma reads no other.
 template <typename Element, int kColumns, int kDepth, typename Sum = float>
 using SmemMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, Sum,

@@ -74,8 +74,19 @@ def test_rounding(mode, dtype):
         assert (error <= tensor.double().abs() / 15.9 + step * 2.0**-10).all()
 
 
+def limited_descale(rows: Tensor) -> Tensor:
+    """Returns the least descale 2^n * amax / 448, n >= 1, with which codes have norms <= 240."""
+    descale = rows.float().abs().amax() / 224
+    while (rows.float() / descale).to(E4M3).float().norm(dim=-1).max() > 240:
+        descale *= 2
+    return descale
+
+
 def test_granularity():
-    """Each mode has the descales that its definition names: largest magnitudes over 448."""
+    """Each mode has the descales that its definition names: largest magnitudes over 448.
+
+    In modes 1 and 2, those of q and k are larger by what the norms of rows need.
+    """
     batch = batch_of(heads=3)
     offsets = batch.cu_seqlens_q.tolist()
     pairs = [(b, e) for b, e in itertools.pairwise(offsets) if e > b]
@@ -91,8 +102,8 @@ def test_granularity():
                     first = row - (row - begin) % BLOCK
                     expected = {
                         0: torch.ones(()),
-                        1: descale(batch.q[row, head]),
-                        2: descale(batch.q[first : min(first + BLOCK, end), head]),
+                        1: limited_descale(batch.q[row, head]),
+                        2: limited_descale(batch.q[first : min(first + BLOCK, end), head]),
                         3: descale(batch.q[begin:end, head]),
                         4: descale(batch.q[begin:end]),
                         5: descale(batch.q),
@@ -102,10 +113,11 @@ def test_granularity():
         for number, first, end in blocks_of(batch):
             begin, stop = next(pair for pair in pairs if pair[0] <= first < pair[1])
             for tensor, found in ((batch.k, x.k_descale), (batch.v, x.v_descale)):
+                of_block = limited_descale if tensor is batch.k else descale
                 for head in range(3):
                     expected = {
-                        1: descale(tensor[first:end, head]),
-                        2: descale(tensor[first:end, head]),
+                        1: of_block(tensor[first:end, head]),
+                        2: of_block(tensor[first:end, head]),
                         3: descale(tensor[begin:stop, head]),
                         4: descale(tensor[begin:stop]),
                     }
@@ -126,6 +138,44 @@ def test_norms_are_bounds(mode, smooth_k):
         exact = k[first:end].norm(dim=-1).amax(0)
         assert (x.k_norm[:, number] >= exact).all()
         torch.testing.assert_close(x.k_norm[:, number].double(), exact, rtol=1e-3, atol=0)
+
+
+def batch_of_many_norms(dim: int) -> Batch:
+    """Returns blocks of rows whose norms are from once to sqrt(dim) times their largest element."""
+    batch = make_batch([7 * BLOCK], dim=dim, dtype=torch.bfloat16)
+    for tensor in (batch.q, batch.k):
+        zeros, ones, single, normal, silu, decaying, mixed = tensor.split(BLOCK)
+        zeros.zero_()
+        ones.fill_(-0.3)
+        single.zero_()[..., dim // 2] = 5
+        normal.normal_()
+        silu.copy_(torch.nn.functional.silu(torch.randn(silu.shape)))
+        decaying.copy_(torch.exp2(-24 * torch.rand(decaying.shape)))
+        mixed.normal_().mul_(torch.exp2(-9 * torch.rand(BLOCK, 1, 1)))
+        mixed[5, 1, 3], mixed[6, 0, 0] = float("nan"), float("inf")
+    return batch
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@with_smooth_k
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+def test_norms_of_codes(mode, smooth_k, dim):
+    """Rows have norms of at most 240, so that fp16 holds their products, and more than half that.
+
+    It is less where the largest code is 224 already.
+    """
+    x = quantized(batch_of_many_norms(dim), mode, smooth_k)
+    for name, codes in (("q", x.q8), ("k", x.k8)):
+        codes = codes.float().nan_to_num(0)
+        norms, largest = codes.norm(dim=-1), codes.abs().amax(-1)
+        assert norms.max() <= 240
+        if name == "k" or mode == 2:
+            norms, largest = (part.unflatten(0, (-1, BLOCK)).amax(1) for part in (norms, largest))
+        exponents = (448 / largest[largest > 0]).log2()
+        assert torch.equal(exponents, exponents.round())
+        assert exponents.min() >= 1
+        # Squares are rounded up to integers, and small codes to multiples of 2^-9.
+        assert ((norms > 119) | (largest == 224) | (largest == 0)).all()
 
 
 def test_order_of_values():

@@ -197,7 +197,8 @@ int64_t lay_out(QuantizeParams& quantize, void* memory, ForwardParams& params) {
                 quantize.q_norm,
                 quantize.k_norm,
                 quantize.q_mean_product,
-                blocks};
+                blocks,
+                limits_norms(quantize)};
   return arena.used();
 }
 
