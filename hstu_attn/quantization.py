@@ -264,8 +264,8 @@ def _to_codes(values: Tensor, scales: Tensor) -> Tensor:
 def _growth_of_descales(squares: Tensor) -> Tensor:
     """Returns the least powers of two, from 2 to 32, that make norms of rows at most 240.
 
-    Codes with a power of two are exactly that power smaller, except for subnormal ones, whose
-    squares are less than the integers that stand for them here.
+    A larger power of two divides the codes exactly, except for those that become subnormal: their
+    squares are at most 2^-12 and count as 2^-8 or more.
 
     Args:
         squares: sums of the squares, each rounded up to an integer, of the codes with 2.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hstu_attn import Mask, Quantization, hstu_attention, reference
-from hstu_attn.quantization import E4M3
+from hstu_attn.quantization import E4M3, quantize_qkv
 from hstu_attn.testing import (
     MASK_NAMES,
     Batch,
@@ -122,6 +122,24 @@ def test_long_sums(hopper, dim, smooth_k):
     assert_as_good_as_the_emulation(batch, factor=1.1)
     emulated = run(reference.hstu_attention, batch, dtype=torch.float64)["out"]
     assert relative_error(on_gpu(batch), emulated) <= 5e-3
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("dim", "code"), [(64, 10), (128, 7.5), (256, 5)])
+def test_largest_products(hopper, mode, sign, dim, code):
+    """Rows of codes have norms just below 240, and products above 56400, or below -56400."""
+    batch = make_batch([300], dim=dim, dtype=BF16, mask="causal", alpha=0.5)
+    for tensor, factor in ((batch.q, 1), (batch.k, sign)):
+        tensor.fill_(factor * code / 224)
+        tensor[..., 0] = factor
+    batch.q.mul_(torch.linspace(1, 0.5, 300)[:, None, None])
+    batch.quantization = Quantization(mode)
+    sequences = (batch.cu_seqlens_q, batch.cu_seqlens_q, None, None)
+    x = quantize_qkv(batch.q, batch.k, batch.v, *sequences, mode, False)
+    products = torch.einsum("ihd,jhd->hij", x.q8.double(), x.k8.double())
+    assert products.abs().max() > 56400
+    assert_as_good_as_the_emulation(batch)
 
 
 @with_modes

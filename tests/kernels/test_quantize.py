@@ -442,6 +442,14 @@ def test_the_cuda_kernel(mode, smooth_k, dtype, dim, dim_v):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", [1, 2])
+@with_smooth_k
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+def test_the_cuda_kernel_with_many_norms(mode, smooth_k, dim):
+    assert_equal_to_cpu(batch_of_many_norms(dim), mode, smooth_k)
+
+
+@pytest.mark.gpu
 def test_the_cuda_kernel_with_strides_and_many_sequences():
     lengths = torch.randint(0, 300, (200,)).tolist()
     batch = make_batch(lengths, dim=64, dtype=torch.bfloat16)
