@@ -30,6 +30,13 @@ HSTU_DEVICE uint32_t half_pair(float low, float high) {
   return word;
 }
 
+// Adds two numbers in fp16.
+HSTU_DEVICE uint32_t add_half_pairs(uint32_t x, uint32_t y) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+  return sum;
+}
+
 // Unpacks the 16-bit numbers in the low and the high half of a word.
 template <typename Element>
 HSTU_DEVICE float low_half(uint32_t word) {
