@@ -180,7 +180,9 @@ def quantize_qkv(
     mean = _mean_by_sequence(k, k_rows) if smooth_k else None
     q_mean_product = torch.empty(0)
     if mean is not None:
-        product = (q[q_rows.row].float() * mean[q_rows.sequence]).sum(-1)
+        # Infinities become NaN, as in the codes of their rows.
+        rows = q[q_rows.row].float().nan_to_num(torch.nan, torch.nan, torch.nan)
+        product = (rows * mean[q_rows.sequence]).sum(-1)
         q_mean_product = _scatter(product, q_rows.row, q.shape[0]).t()
     limits_norms = mode in (1, 2)
     q_codes, q_scales = _quantize(q, q_rows, mode, limits_norms, None, q_descale)

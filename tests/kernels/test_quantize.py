@@ -423,7 +423,10 @@ def assert_equal_to_cpu(batch: Batch, *rest: Any) -> None:
             if "descale" in name:
                 assert torch.equal(a[:, index], b[:, index]), name
             else:
-                torch.testing.assert_close(a[:, index], b[:, index], rtol=1e-5, atol=1e-4)
+                # NaN of q and k is in the norms and products of its rows, on both devices.
+                torch.testing.assert_close(
+                    a[:, index], b[:, index], rtol=1e-5, atol=1e-4, equal_nan=True
+                )
 
 
 @pytest.mark.gpu
