@@ -90,6 +90,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "docs/kernels/cpu.md": {"limits": partial(tables, "cpu_limits")},
     ROOT / "docs/kernels/layer.md": {"layer": partial(tables, "layer")},
     ROOT / "docs/kernels/paged.md": {"paged": partial(tables, "paged", "stack")},
+    ROOT / "docs/kernels/fp8.md": {"fp8": partial(tables, "attention", group="fp8")},
     ROOT / "docs/kernels/relative_bias.md": {
         "relative": partial(tables, "attention", group="relative")
     },
