@@ -27,7 +27,7 @@ constexpr int blocks_per_sm(int lanes) {
 #endif
 }
 
-// What a norm is multiplied by, so that it is an upper bound although its sum is rounded.
+// A norm is multiplied by this, so that it is an upper bound although its sum is rounded.
 constexpr float kNormMargin = 1.0f + 0x1p-12f;
 
 struct E4m3 {};

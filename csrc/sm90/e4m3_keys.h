@@ -18,7 +18,7 @@
 
 namespace hstu::sm90 {
 
-// What a work tile keeps of each row.
+// The factors of a row, which a work tile keeps in shared memory.
 struct alignas(16) RowFactors {
   float score;   // alpha / 2 * q_i
   float mean;    // alpha / 2 * mean_i

@@ -17,7 +17,7 @@
 
 namespace hstu::sm90 {
 
-// What the warp that copies K copies for a key tile.
+// The inputs of the bias of a key tile, which the warp that copies K copies.
 template <int kRows, int kKeys>
 struct RelativeBiasWindow {
   using Position = PositionWindow<kRows, kKeys, 2>;
@@ -40,7 +40,7 @@ struct alignas(16) MixedBlock {
   int index;  // of the block
 };
 
-// What a warp of a consumer has computed of a tile.
+// The weights by time of 16 rows of a tile, which the consumer warp of these rows computes.
 template <int kKeys>
 struct RelativeBiasOfWarp {
   static constexpr int kBlocks = kKeys / 4;  // of 8 x 8 scores

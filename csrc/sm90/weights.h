@@ -43,7 +43,7 @@ struct PlainWeights {
   }
 };
 
-// What the two forms of P in e4m3 have in common.
+// The parts that both forms of P in e4m3 share.
 template <typename Traits>
 struct E4m3Fragment {
   using Element = typename Traits::Element;
