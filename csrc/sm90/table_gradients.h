@@ -131,7 +131,7 @@ class TableGradients {
     }
   }
 
-  // The lane's block has this of the sums of the columns of blocks.
+  // Returns the sum of the lane's block, from the sums of the columns of all blocks of the warp.
   HSTU_DEVICE float sum_of_block(const float (&columns)[kPairs][4]) const {
     // Lane 4 n + t gets the sum of block n of diagonal t, and hands it to lane 8 t + n.
     float sums[2];
