@@ -191,8 +191,8 @@ struct PagedParams {
   int64_t scale_slot_stride = 0;
 };
 
-// What a call with e4m3 q, k and v has besides them. An element is its e4m3 value times a descale:
-// of its row of q, or of its block of 128 keys of k and v.
+// The scales and norms of a call with e4m3 q, k and v. An element is its e4m3 value times a
+// descale: of its row of q, or of its block of 128 keys of k and v.
 //
 // A block has keys [128 j, 128 j + 128) of one sequence and is number first_tile(k_begin, b, 128) +
 // j of N = total_k / 128 + B, so that offsets alone tell its number. The v of a block is

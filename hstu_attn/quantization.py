@@ -336,7 +336,7 @@ def _pad(codes: Tensor, rows: Tensor, total: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# What the attention computes with
+# The inputs that attention computes with
 # ---------------------------------------------------------------------------------------------
 
 

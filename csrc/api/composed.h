@@ -1,4 +1,5 @@
-// What torch's functions compute, in hstu_attn/composed.py: fp32 and fp64 on a GPU, e4m3 on a CPU.
+// Hands calls to hstu_attn/composed.py, which computes them by torch's functions: fp32 and fp64 on
+// a GPU, e4m3 on a CPU.
 #pragma once
 
 #include "ops.h"

@@ -164,8 +164,8 @@ struct ForwardTraits {
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
   using BiasState = PipelineState<2>;
-  // Of a relative bias. With one more window than stages of K, consumers read a window after they
-  // have released K of its tile.
+  // The memory of a relative bias. There is one more window than there are stages of K, so that
+  // consumers may read a window after they have released K of its tile.
   static constexpr bool kHasRelativeBias = Bias::kIsAddedAfter;
   using BiasWindow = RelativeBiasWindow<kRows, kKeys>;
   using BiasOfWarp = RelativeBiasOfWarp<kKeys>;
@@ -233,8 +233,8 @@ struct ForwardTraits {
     if constexpr (Source::kIsQuantized) {
       for (Quantized& quantized : smem.quantized) quantized.init();
     }
-    // What comes with Q and K besides their copies: the factors and descales of e4m3, or the cells,
-    // times and weights of a relative bias.
+    // A second arrival at the barriers of Q and K is for further inputs: the factors and descales
+    // of e4m3, or the cells, times and weights of a relative bias.
     constexpr int kProducers = kIsFp8 || kHasRelativeBias ? 2 : 1;
     smem.pipeline_q.init(kConsumerWarps, kProducers);
     smem.pipeline_k.init(kConsumerWarps, kProducers);

@@ -388,8 +388,8 @@ class RelativeBiasConsumer {
     }
   }
 
-  // Those of the other blocks, score by score. Returns false if some score is in a cell of several
-  // thresholds, and then patches are wrong.
+  // Writes the patches of the other blocks, score by score. Returns false if some score is in a
+  // cell of several thresholds, and then patches are wrong.
   HSTU_DEVICE bool patch_many(const NarrowCells& cells, const KeyBlockTimes* times, int count,
                               OfWarp& own) const {
     uint32_t buckets = 0;

@@ -1,4 +1,4 @@
-// What is added to Q K^T before the activation: the policies of ForwardTraits::Bias and of
+// The bias that is added to Q K^T before the activation: the policies of ForwardTraits::Bias and of
 // BackwardTraits::Bias.
 //
 //   NoScoreBias        nothing

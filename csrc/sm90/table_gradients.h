@@ -215,7 +215,7 @@ class TableGradients {
   int thread_;
   Memory& memory_;
   // The sums of pairs of diagonals of blocks, of which the last pair ends within the next tile.
-  // Those of the first diagonal are in the first two numbers.
+  // The sums of the first diagonal of a pair are in the first two numbers.
   float diagonals_[kPairs][4] = {};
 };
 
