@@ -115,22 +115,19 @@ def attend_by_heads(
     whole_q = cast(Tensor, _RowsToHeads.apply(q, batch, parts, True))
     kv = cast(Tensor, _RowsToHeads.apply(torch.cat([k, v], -1), batch, parts, False))
     whole_k, whole_v = kv.split([k.shape[2], v.shape[2]], -1)
-    out = ops.attention(
-        whole_q,
-        whole_k,
-        whole_v,
-        make_call(
-            call.cu_seqlens_q,
-            call.max_seqlen_q,
-            mask=mask,
-            times=(call.timestamps, call.row_timestamps, call.ts_thresholds),
-            alpha=call.alpha,
-            scaling_seqlen=call.scaling_seqlen,
-            deterministic=call.deterministic,
-            sm_margin=batch.sm_margin,
-        ),
-        own_bias,
+    own_call = make_call(
+        call.cu_seqlens_q,
+        call.max_seqlen_q,
+        mask=mask,
+        times=(call.timestamps, call.row_timestamps, call.ts_thresholds),
+        alpha=call.alpha,
+        scaling_seqlen=call.scaling_seqlen,
+        deterministic=call.deterministic,
+        sm_margin=batch.sm_margin,
+        strict=call.strict,
     )
+    own_call = own_call._replace(quant_mode=call.quant_mode, smooth_k=call.smooth_k)
+    out = ops.attention(whole_q, whole_k, whole_v, own_call, own_bias)
     return cast(Tensor, _HeadsToRows.apply(out, batch, parts, heads))
 
 

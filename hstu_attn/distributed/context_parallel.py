@@ -38,10 +38,12 @@ from .. import ops
 from ..bias import Bias
 from ..call import AttentionCall, BiasTensors, bias_tensors, bias_times, make_call, mask_of
 from ..mask import Mask, clip_to_keys, sees_anything, select_rows
+from ..quantization import E4M3, Quantization
 from .context_heads import attend_by_heads
 from .context_rows import (
     MaskMemo,
     Shard,
+    check_call,
     chunk_bounds,
     locate_rows,
     shard_index,
@@ -172,6 +174,7 @@ class ContextBatch:
         bias: Bias | Tensor | None = None,
         alpha: float = 1.0,
         scaling_seqlen: int = -1,
+        quantization: Quantization | None = None,
     ) -> Tensor:
         """Computes `hstu_attention` of the whole sequences, for the local rows.
 
@@ -192,6 +195,8 @@ class ContextBatch:
                 computes; their sum over the group is the whole gradient.
             alpha: factor of the biased scores.
             scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means the batch's `max_seq_len`.
+            quantization: as for `hstu_attention`. Scales and means that a sequence or a tensor
+                shares there are those of its rows, keys and heads in one call of the operator here.
 
         Returns:
             `(local rows, heads, Dv)` of q's dtype. Without a bias, the operator rounds each part of
@@ -201,6 +206,7 @@ class ContextBatch:
         Raises:
             ValueError: for q, k or v of another number of rows or of different dtypes; and as
                 `hstu_attention`.
+            NotImplementedError: for float8_e4m3fn q, k and v on several ranks.
         """
         call = make_call(
             self.seq_offsets,
@@ -209,6 +215,7 @@ class ContextBatch:
             times=bias_times(bias),
             alpha=alpha,
             scaling_seqlen=scaling_seqlen,
+            quantization=quantization,
         )
         return self.attend(q, k, v, call, bias_tensors(bias))
 
@@ -221,6 +228,10 @@ class ContextBatch:
             q, k, v: as in `attention`.
             call: what `make_call` makes of the whole sequences. `sm_margin` is that of this batch.
             bias: `(rab, pos_weight, ts_weight)`.
+
+        Raises:
+            ValueError, NotImplementedError: as `attention`; the latter also for arguments in `call`
+                that several ranks do not pass on.
         """
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             self._check_rows(name, tensor)
@@ -229,14 +240,19 @@ class ContextBatch:
                     f"{name}: expected {q.dtype} (local rows, heads, width), got {tensor.dtype} "
                     f"{tuple(tensor.shape)}"
                 )
+        call = call._replace(sm_margin=self.sm_margin)
         if self.world == 1:
-            return ops.attention(q, k, v, call._replace(sm_margin=self.sm_margin), bias)
+            return ops.attention(q, k, v, call, bias)
+        check_call(call)
+        if q.dtype == E4M3:
+            raise NotImplementedError(
+                "q: context parallelism does not have float8_e4m3fn; pass bfloat16 or float16 and "
+                "quantization=Quantization()"
+            )
         if any(tensor is not None for tensor in bias):
             return attend_by_heads(self, q, k, v, call, bias)
         plan = self.calls.of_mask(mask_of(call))
-        length = call.max_seqlen_q if call.scaling_seqlen == -1 else call.scaling_seqlen
-        factors = (call.alpha, length or 1, self.sm_margin)
-        return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, factors))
+        return cast(Tensor, _ContextAttention.apply(q, k, v, self, plan, call))
 
     def shift(self, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
         """Starts to send a tensor to the next rank of the ring and to receive the previous rank's.
@@ -299,6 +315,7 @@ def context_parallel_attention(
     alpha: float = 1.0,
     scaling_seqlen: int = -1,
     group: dist.ProcessGroup | None = None,
+    quantization: Quantization | None = None,
 ) -> Tensor:
     """Constructs a `ContextBatch` and calls its `attention` once.
 
@@ -312,15 +329,23 @@ def context_parallel_attention(
         max_seqlen: no whole sequence is longer.
         mask, bias, alpha, scaling_seqlen: as for `hstu_attention` of the whole sequences.
         group: the ranks that share the sequences; None means all.
+        quantization: as in `ContextBatch.attention`.
 
     Returns:
         `(local rows, heads, Dv)` of q's dtype.
 
     Raises:
-        ValueError: as `ContextBatch` and its `attention`.
+        ValueError, NotImplementedError: as `ContextBatch` and its `attention`.
     """
     return ContextBatch(cu_seqlens, max_seqlen, group).attention(
-        q, k, v, mask=mask, bias=bias, alpha=alpha, scaling_seqlen=scaling_seqlen
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        alpha=alpha,
+        scaling_seqlen=scaling_seqlen,
+        quantization=quantization,
     )
 
 
@@ -368,18 +393,22 @@ class _Call:
     mask: Mask
     rows: Tensor | None = None  # the local rows that take part; None for all
 
-    def arguments(self, alpha: float, scaling_seqlen: int, sm_margin: int) -> AttentionCall:
-        """Returns the arguments of the operator."""
-        return make_call(
+    def arguments(self, whole: AttentionCall) -> AttentionCall:
+        """Returns the arguments of the operator for a part of the call `whole`."""
+        length = whole.max_seqlen_q if whole.scaling_seqlen == -1 else whole.scaling_seqlen
+        made = make_call(
             self.offsets_q,
             self.max_q,
             self.offsets_k,
             self.max_k,
             mask=self.mask,
-            alpha=alpha,
-            scaling_seqlen=scaling_seqlen,
-            sm_margin=sm_margin,
+            alpha=whole.alpha,
+            scaling_seqlen=length or 1,
+            deterministic=whole.deterministic,
+            sm_margin=whole.sm_margin,
+            strict=whole.strict,
         )
+        return made._replace(quant_mode=whole.quant_mode, smooth_k=whole.smooth_k)
 
 
 class _Calls:
@@ -518,15 +547,15 @@ class _ContextAttention(torch.autograd.Function):
         v: Tensor,
         batch: ContextBatch,
         plan: list[list[_Call]],
-        factors: tuple[float, int, int],
+        whole: AttentionCall,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.rest = batch, plan, factors
+        ctx.rest = batch, plan, whole
         out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=_sum_dtype(q))
         for source, shard in _ring(batch, _pack(batch, k, v)):
             for call in plan[source]:
                 keys = _keys_of(batch, call, k, v, shard)
-                part = ops.attention(_rows_of(call, q), *keys, call.arguments(*factors))
+                part = ops.attention(_rows_of(call, q), *keys, call.arguments(whole))
                 _add_rows(out, call.rows, part)
         return out.to(q.dtype)
 
@@ -534,7 +563,7 @@ class _ContextAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        batch, plan, factors = ctx.rest
+        batch, plan, whole = ctx.rest
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq = torch.zeros(q.shape, dtype=_sum_dtype(q), device=q.device)
         # The gradients of the shard at hand, which follow it around the ring and then come home.
@@ -548,7 +577,7 @@ class _ContextAttention(torch.autograd.Function):
                     _rows_of(call, dout),
                     _rows_of(call, q),
                     *_keys_of(batch, call, k, v, shard),
-                    call.arguments(*factors),
+                    call.arguments(whole),
                 )
                 _add_rows(dq, call.rows, part)
                 parts.append((call, torch.cat(of_keys, -1)))

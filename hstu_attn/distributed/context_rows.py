@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..call import AttentionCall
 from ..mask import Mask
 
 __all__ = [
     "MaskMemo",
     "Shard",
+    "check_call",
     "chunk_bounds",
     "locate_rows",
     "shard_index",
@@ -115,6 +117,29 @@ def shard_rows(x: Tensor, seq_offsets: Tensor, rank: int, world: int) -> Tensor:
         ValueError: for a rank that the group does not have.
     """
     return x.index_select(0, shard_index(seq_offsets, rank, world))
+
+
+# The arguments with a default that are passed on to the calls of each rank.
+_PASSED_ON = {
+    *("num_contexts", "num_targets", "target_group_size", "window_left", "window_right"),
+    *("min_full_attn_seq_len", "row_spans", "func", "timestamps", "row_timestamps"),
+    *("ts_thresholds", "alpha", "scaling_seqlen", "quant_mode", "smooth_k", "deterministic"),
+    *("sm_margin", "strict"),
+}
+
+
+def check_call(call: AttentionCall) -> None:
+    """Checks that a call of whole sequences has only arguments that each rank passes on.
+
+    Raises:
+        NotImplementedError: naming the first other argument that is not its default.
+    """
+    for name, default in AttentionCall._field_defaults.items():
+        value = getattr(call, name)
+        if name in _PASSED_ON or value is default:
+            continue
+        if isinstance(value, Tensor) or value != default:
+            raise NotImplementedError(f"{name}: context parallelism does not have it")
 
 
 class MaskMemo:
