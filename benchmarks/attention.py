@@ -38,7 +38,8 @@ PARSER = cli.parser(
 PARSER.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="(default: 64 128 256)")
 PARSER.add_argument(
     "--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, hstu_attn_fp8, "
-    "hstu_attn_e4m3, triton, flash2, cudnn (default: hstu_attn, hstu_attn_sm80, FP8 and baselines)",
+    "hstu_attn_e4m3, dense_bias, triton, flash2, cudnn "
+    "(default: hstu_attn, hstu_attn_sm80, FP8 and baselines)",
 )  # fmt: skip
 
 if __name__ == "__main__":

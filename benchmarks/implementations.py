@@ -4,6 +4,7 @@
 - hstu_attn_sm80 and the like: with those of the architecture named (HSTU_ATTN_FORCE_ARCH)
 - hstu_attn_fp8: FP8 attention, with the time that quantizing q, k and v takes
 - hstu_attn_e4m3: FP8 attention of q, k and v that have been quantized before
+- dense_bias: hstu_attn with the dense form of a relative bias, as in baselines/dense_bias.py
 - triton: the baseline of baselines/triton_hstu.py
 - flash2, cudnn: softmax attention of torch on a dense causal batch of the same shape
 """
@@ -36,6 +37,7 @@ __all__ = ["FP8", "Implementation", "Prepared", "is_installed", "make"]
 
 ARCH_VARIABLE = "HSTU_ATTN_FORCE_ARCH"
 FP8 = ("hstu_attn_fp8", "hstu_attn_e4m3")
+MOST_DENSE_PAIRS = 16 * 2048**2  # of rows and keys; autograd holds several tensors of them
 FP8_TOLERANCE = 6e-2  # of the output, against fp64 of the unquantized inputs
 
 
@@ -143,6 +145,18 @@ class Fp8(Implementation):
         return Prepared(forward, (x.q8, x.k8, x.v8), torch.empty(0))
 
 
+class DenseForm(Implementation):
+    """This library with a dense bias that is made from the tables of a relative one."""
+
+    def __init__(self) -> None:
+        from .baselines import dense_bias
+
+        super().__init__("dense_bias", dense_bias.hstu_attention)
+
+    def takes(self, case: Case) -> bool:
+        return bool(case.tables) and case.batch * case.longest**2 <= MOST_DENSE_PAIRS
+
+
 class Triton(Implementation):
     """The Triton baseline."""
 
@@ -208,12 +222,14 @@ def make(name: str) -> Implementation:
         return Implementation(name, hstu_attn.hstu_attention, match[1])
     if name in FP8:
         return Fp8(name)
+    if name == "dense_bias":
+        return DenseForm()
     if name == "triton":
         return Triton()
     backends = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     if name not in backends:
         raise ValueError(
-            f"impls: expected hstu_attn, hstu_attn_smNN, {', '.join(FP8)}, triton, flash2 or "
-            f"cudnn; got {name!r}"
+            f"impls: expected hstu_attn, hstu_attn_smNN, {', '.join(FP8)}, dense_bias, triton, "
+            f"flash2 or cudnn; got {name!r}"
         )
     return Softmax(name, backends[name])

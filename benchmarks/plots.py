@@ -4,8 +4,9 @@
     python -m benchmarks.plots benchmarks/results/h200/paged.json plots
 
 Of benchmarks.attention, `roofline.png` sets TFLOP/s against FLOPs per byte that has to be moved,
-below what the same run's matrix product and copy allow, and `forward-backward-dD.png`, one for each
-head dim D, has a bar for each implementation of the cases of the table. Of benchmarks.train,
+below what the same run's matrix product and copy allow; `roofline-relative.png` does so for the
+cases with a relative bias; and `forward-backward-dD.png`, one for each head dim D, has a bar for
+each implementation of the cases of the table. Of benchmarks.train,
 `train-STRATEGY.png` shows the tokens/s per GPU by the number of GPUs, and of benchmarks.paged,
 `paged.png` each form and what a request needs.
 """
@@ -37,6 +38,7 @@ MARKERS = {"forward": "o", "backward": "s"}
 COLORS = {
     "hstu_attn": "#3d6ea5",
     "triton": "#c97b2a",
+    "dense_bias": "#c97b2a",
     "flash2": "#8b8b86",
     "cudnn": "#3f8f62",
 }
@@ -53,9 +55,9 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _measured(records: Sequence[Record]) -> list[Record]:
-    """Returns the records of a table group that did not fail."""
-    return [r for r in records if r.get("group") == "table" and r.get("tflops")]
+def _measured(records: Sequence[Record], group: str = "table") -> list[Record]:
+    """Returns the records of a group that did not fail."""
+    return [r for r in records if r.get("group") == group and r.get("tflops")]
 
 
 def _implementations(records: Sequence[Record]) -> list[str]:
@@ -72,9 +74,8 @@ def _save(figure: Any, path: Path) -> None:
     _pyplot().close(figure)
 
 
-def roofline(records: Sequence[Record], path: Path) -> None:
+def roofline(measured: Sequence[Record], path: Path) -> None:
     """Draws TFLOP/s by arithmetic intensity, with the limits of the run."""
-    measured = _measured(records)
     figure, axes = _pyplot().subplots(figsize=(9, 6))
     for impl in _implementations(measured):
         for direction in DIRECTIONS:
@@ -90,13 +91,14 @@ def roofline(records: Sequence[Record], path: Path) -> None:
             )
     peak, bandwidth = measured[0]["matmul_tflops"], measured[0]["copy_tbps"]
     intensities = [r["flops"] / r["least_bytes"] for r in measured]
+    lowest = min(r["tflops"] for r in measured)
     ends = [min(peak / bandwidth, *intensities) / 2, max(peak / bandwidth, *intensities) * 2]
     corner = peak / bandwidth
     axes.plot([ends[0], corner, ends[1]], [ends[0] * bandwidth, peak, peak], color="#333333")
     axes.set(
         xscale="log",
         yscale="log",
-        ylim=(peak / 30, peak * 1.3),  # so that the legend has room below
+        ylim=(min(peak / 30, lowest / 3), peak * 1.3),  # so that the legend has room below
         xlabel="FLOP per byte that has to be moved",
         ylabel="TFLOP/s",
         title=_title(measured[0]),
@@ -205,10 +207,13 @@ def draw(file: Path, folder: Path) -> list[Path]:
         add(f"train-{records[0]['strategy']}.png", training, records)
     elif benchmark == "paged":
         add("paged.png", paged, records)
-    elif benchmark == "attention" and (measured := _measured(records)):
-        add("roofline.png", roofline, records)
+    elif benchmark == "attention":
+        if measured := _measured(records):
+            add("roofline.png", roofline, measured)
         for head_dim in sorted({r["head_dim"] for r in measured}):
             add(f"forward-backward-d{head_dim}.png", bars, records, head_dim)
+        if measured := _measured(records, "relative"):
+            add("roofline-relative.png", roofline, measured)
     return drawn
 
 

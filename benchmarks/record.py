@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Record = dict[str, Any]
-BASELINES = ("triton", "flash2", "cudnn")  # implementations that are not this library
+BASELINES = ("dense_bias", "triton", "flash2", "cudnn")  # what this library is compared with
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"

@@ -172,10 +172,12 @@ def cpu_limits(files: Sequence[File]) -> list[Table]:
 # The kernels for GPUs
 # ---------------------------------------------------------------------------------------------
 
-COMPARED = ("triton", "flash2")  # baselines with which this library is compared
+COMPARED = ("dense_bias", "triton", "flash2")  # baselines with which this library is compared
 
 
-def _attention_row(records: File, impls: Sequence[str], passes: Sequence[str]) -> list[str]:
+def _attention_row(
+    records: File, impls: Sequence[str], passes: Sequence[str], in_memory: Sequence[str]
+) -> list[str]:
     found = {(r["impl"], r["pass"]): r for r in records}
 
     def share(impl: str, direction: str) -> str:
@@ -188,6 +190,10 @@ def _attention_row(records: File, impls: Sequence[str], passes: Sequence[str]) -
     def times_as_fast(impl: str, other: str, direction: str) -> str:
         slower, faster = (found.get((name, direction), {}).get("ms") for name in (other, impl))
         return f"{slower / faster:.2f}" if slower and faster else "-"
+
+    def mebibytes(impl: str, direction: str) -> str:
+        peak = found.get((impl, direction), {}).get("peak_memory_bytes")
+        return _number(peak / 2**20) if peak else "-"
 
     def joined(cells: Iterable[str]) -> str:
         every = list(cells)
@@ -203,13 +209,15 @@ def _attention_row(records: File, impls: Sequence[str], passes: Sequence[str]) -
             for other in COMPARED
             if other in impls
         ),
+        *(joined(mebibytes(impl, direction) for direction in passes) for impl in in_memory),
     ]
 
 
 def attention(files: Sequence[File]) -> list[Table]:
     """Returns one table for each file: the fraction of the matmul's speed, and speedups.
 
-    Of the group "host" it shows microseconds of the host.
+    Of the group "host" it shows microseconds of the host, and beside the dense form of a relative
+    bias the peak of what a call allocates.
     """
     tables = []
     for records in files:
@@ -218,9 +226,14 @@ def attention(files: Sequence[File]) -> list[Table]:
         passes = list(dict.fromkeys(r["pass"] for r in records))
         ours = [impl for impl in impls if impl not in BASELINES]
         over = [f"{impl} over {other}" for impl in ours for other in COMPARED if other in impls]
-        rows = [_attention_row(each, impls, passes) for each in by(records, "case", "head_dim")]
+        in_memory = impls if "dense_bias" in impls else []
+        rows = [
+            _attention_row(each, impls, passes, in_memory)
+            for each in by(records, "case", "head_dim")
+        ]
         product = f"The matrix product runs at {_number(first['matmul_tflops'])} TFLOP/s."
-        header = ["sequences x lengths", "D", *impls, *over]
+        memory = [f"MiB {impl}" for impl in in_memory]
+        header = ["sequences x lengths", "D", *impls, *over, *memory]
         tables.append(Table(header, rows, f"{product} {_gpu_origin(first)}:"))
     return tables
 

@@ -76,10 +76,11 @@ def kernel(us, operator, name):
 
 @pytest.mark.slow
 def test_attention(small_cases, tmp_path):
-    command = "--rounds 2 --impls hstu_attn hstu_attn_fp8 flash2 --commit abc"
+    command = "--rounds 2 --impls hstu_attn hstu_attn_fp8 dense_bias flash2 --commit abc"
     records = run(attention.main, tmp_path, command)
     assert {r["group"] for r in records} == {"table", "rab", "relative", "fp8", "masks", "host"}
     assert {r["group"] for r in records if r["impl"] == "hstu_attn_fp8"} == {"fp8"}
+    assert {r["group"] for r in records if r["impl"] == "dense_bias"} == {"relative"}
     assert {r["commit"] for r in records} == {"abc"}
     for r in records:
         assert r["rounds"] == 2
@@ -92,7 +93,7 @@ def test_attention(small_cases, tmp_path):
         assert r["peak_memory_bytes"] == 2**20
     assert {r["case"] for r in records if r["impl"] == "flash2"} == {"2 x 40"}
     drawn = {path.name for path in plots.draw(tmp_path / "records.json", tmp_path / "plots")}
-    assert drawn == {"roofline.png", "forward-backward-d16.png"}
+    assert drawn == {"roofline.png", "forward-backward-d16.png", "roofline-relative.png"}
 
 
 @pytest.mark.slow
