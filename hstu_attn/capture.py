@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic
 
@@ -59,9 +60,10 @@ class CudaCapture:
                 for _ in range(self._warm_ups):
                     call()
                 # NOTE: other threads may use the GPU meanwhile, for whatever cannot be captured.
-                with torch.cuda.graph(
+                capturing = torch.cuda.graph(
                     graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-                ):
+                )
+                with _no_garbage_collection(), capturing:
                     call()
         except BaseException:
             self._end_failed(graph)
@@ -80,6 +82,18 @@ class CudaCapture:
         with suppress(RuntimeError):  # the pool has ended: the call failed, and not the capture
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keeps unreachable graphs and events alive: destroying one would invalidate a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------
