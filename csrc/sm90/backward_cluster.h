@@ -286,7 +286,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   static HSTU_DEVICE void consumer_release_in_cluster(const Pipeline<DsState::kStages>& pipeline,
                                                       DsState state) {
     __syncwarp();
-    if (threadIdx.x % 32 != 0) return;
+    if (!arrives_for_warp()) return;
     for (uint32_t rank = 0; rank < 2; ++rank) pipeline.empty[state.index()].arrive(rank);
   }
 };

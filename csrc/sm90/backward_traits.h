@@ -185,22 +185,24 @@ struct BackwardTraits {
 
   static HSTU_DEVICE void init(const BackwardParams& params, SharedMemory& smem) {
     constexpr int kBiasThreads = Bias::kWarpgroups * kWarpgroup;
-    constexpr int kBiasWarps = kBiasThreads / 32;
+    constexpr int kBiasArrivals = kBiasThreads / 32 * kArrivalsOfWarp;
+    constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
     // Readers: all consumer threads, the warp that copies rows, the threads that add dQ, and those
     // that compute a relative bias.
     smem.pipeline_work.init(
         /*consumers=*/kConsumers * kWarpgroup + 32 + DqState::kStages + kBiasThreads);
-    smem.pipeline_kv.init(/*consumers=*/kConsumerWarps);
+    smem.pipeline_kv.init(/*consumers=*/kConsumerArrivals);
     // Where dQ overwrites Q, the thread that adds dQ is the last to read this memory.
-    smem.pipeline_q.init(/*consumers=*/kIsCluster ? 1 : kConsumerWarps, /*producers=*/32);
-    smem.pipeline_dout.init(/*consumers=*/kConsumerWarps);
+    smem.pipeline_q.init(/*consumers=*/kIsCluster ? 1 : kConsumerArrivals, /*producers=*/32);
+    smem.pipeline_dout.init(/*consumers=*/kConsumerArrivals);
     smem.pipeline_mask.init(/*consumers=*/kConsumers * kWarpgroup);
-    smem.pipeline_bias.init(/*consumers=*/kConsumerWarps,
-                            /*producers=*/kBiasWarps ? kBiasWarps : 1);
+    smem.pipeline_bias.init(/*consumers=*/kConsumerArrivals,
+                            /*producers=*/kBiasArrivals ? kBiasArrivals : 1);
     // Readers of dS: the 4 warps of each warpgroup that computes a part of dQ, the thread that
     // TMA-stores dS as drab, and the warps that sum it for the tables of a relative bias.
-    smem.pipeline_ds.init(/*consumers=*/Dq::kParts * 4 + (stores_ds(params) ? 1 : 0) + kBiasWarps,
-                          /*producers=*/kConsumerWarps);
+    smem.pipeline_ds.init(/*consumers=*/Dq::kParts * 4 * kArrivalsOfWarp +
+                              (stores_ds(params) ? 1 : 0) + kBiasArrivals,
+                          /*producers=*/kConsumerArrivals);
     smem.pipeline_work_index.init(/*consumers=*/1);
     smem.pipeline_other_ds.init(/*consumers=*/1, /*producers=*/kConsumers);
     smem.consumer_barrier.init(/*consumers=*/1, /*producers=*/kConsumers * kWarpgroup);

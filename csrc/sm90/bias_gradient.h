@@ -73,9 +73,9 @@ struct BiasGradient {
                               const WorkList& list, SharedMemory& smem) {
     if (threadIdx.x == 0) {
       smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup);
-      smem.pipeline_qk.init(/*consumers=*/kConsumers * 4);
-      smem.pipeline_dout_v.init(/*consumers=*/kConsumers * 4);
-      smem.pipeline_bias.init(/*consumers=*/kConsumers * 4);
+      smem.pipeline_qk.init(/*consumers=*/kConsumers * 4 * kArrivalsOfWarp);
+      smem.pipeline_dout_v.init(/*consumers=*/kConsumers * 4 * kArrivalsOfWarp);
+      smem.pipeline_bias.init(/*consumers=*/kConsumers * 4 * kArrivalsOfWarp);
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();

@@ -236,10 +236,11 @@ struct ForwardTraits {
     // A second arrival at the barriers of Q and K is for further inputs: the factors and descales
     // of e4m3, or the cells, times and weights of a relative bias.
     constexpr int kProducers = kIsFp8 || kHasRelativeBias ? 2 : 1;
-    smem.pipeline_q.init(kConsumerWarps, kProducers);
-    smem.pipeline_k.init(kConsumerWarps, kProducers);
-    smem.pipeline_v.init(kConsumerWarps);
-    smem.pipeline_bias.init(kConsumerWarps);
+    constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
+    smem.pipeline_q.init(kConsumerArrivals, kProducers);
+    smem.pipeline_k.init(kConsumerArrivals, kProducers);
+    smem.pipeline_v.init(kConsumerArrivals);
+    smem.pipeline_bias.init(kConsumerArrivals);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }

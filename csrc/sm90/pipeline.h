@@ -8,6 +8,18 @@
 
 namespace hstu::sm90 {
 
+// How often a warp arrives at a barrier: its first lane does, after __syncwarp(). The racecheck
+// tool of compute-sanitizer knows only what the arriving thread did before, so in a build for it,
+// all lanes arrive.
+#if defined(HSTU_ATTN_RACECHECK)
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+
+// True in the threads of a warp that arrive for it.
+HSTU_DEVICE bool arrives_for_warp() { return kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0; }
+
 // A position in a ring of kStages stages, as in CUTLASS: index() is the stage and phase() the
 // parity that its barriers have.
 // NOTE: both are derived from one counter, which takes one register.
@@ -47,7 +59,7 @@ struct Pipeline {
   // For a producer that is a warp. Called by all of its threads.
   HSTU_DEVICE void producer_commit_by_warp(const PipelineState<kStages>& state) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) full[state.index()].arrive();
+    if (arrives_for_warp()) full[state.index()].arrive();
   }
   // For a consumer that is one thread.
   HSTU_DEVICE void consumer_release(const PipelineState<kStages>& state) const {
@@ -56,7 +68,7 @@ struct Pipeline {
   // For a consumer that is a warp. Called by all of its threads.
   HSTU_DEVICE void consumer_release_by_warp(const PipelineState<kStages>& state) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) empty[state.index()].arrive();
+    if (arrives_for_warp()) empty[state.index()].arrive();
   }
 };
 
