@@ -17,6 +17,7 @@ import hstu_attn.compat.fbgemm  # noqa: F401
 from hstu_attn import DenseBias, Mask, hstu_attn_varlen_func
 from hstu_attn.testing import (
     Batch,
+    assert_matches_reference,
     check_against_reference,
     make_batch,
     make_paged_batch,
@@ -288,13 +289,12 @@ def test_gradients_are_written_where_they_belong(device, deterministic, version)
     assert padded.shape[-1] == 72
     assert torch.equal(padded[..., :70], rab)
     assert not padded[..., 70:].any()
+    # NOTE: on sm90, this call may have other bits than those above: rab alone is not aligned, and
+    # then the sm80 kernels run.
     dk = torch.full_like(batch.k, 7.0)
-    # A call that stores drab rounds dS after scaling it, so that others have other bits.
-    *fresh, _ = backward(version, batch, dout, rab, False)
     dq, returned, dv, drab = backward(version, batch, dout, padded, False, (None, dk, None))
     assert returned.data_ptr() == dk.data_ptr()
-    for tensor, other in zip((dq, dk, dv), fresh, strict=True):
-        assert torch.equal(tensor, other)
+    assert_matches_reference({"dq": dq, "dk": dk, "dv": dv}, batch, dout)
     assert drab is None
 
 

@@ -12,6 +12,7 @@ from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention
 from hstu_attn.testing import (
     MASK_NAMES,
     Batch,
+    assert_matches_reference,
     check_against_reference,
     make_batch,
     make_mask,
@@ -76,7 +77,8 @@ def test_one_head_of_q_and_k_for_all(device):
 
 
 @pytest.mark.parametrize("kind", ["sum", "transposed", "expanded-rows"])
-def test_any_gradient_of_the_output(deterministic, device, kind):
+def test_any_gradient_of_the_output(device, kind):
+    """On sm90, a stride of 0 makes the sm80 kernels run."""
     batch = make_batch([50, 3], heads=2, dim_v=16, dtype=BF16, device=device, mask="causal")
     shape = (53, 2, 16)
     dout = {
@@ -84,11 +86,9 @@ def test_any_gradient_of_the_output(deterministic, device, kind):
         "transposed": torch.randn((16, 2, 53), dtype=BF16, device=device).permute(2, 1, 0),
         "expanded-rows": torch.randn((1, 1, 16), dtype=BF16, device=device).expand(shape),
     }[kind]
-    strided = run(hstu_attention, batch, dout)
-    contiguous = run(hstu_attention, batch, dout.contiguous())
-    for name, value in strided.items():
-        assert torch.equal(value, contiguous[name])
-    assert strided["dq"].any()
+    results = run(hstu_attention, batch, dout)
+    assert_matches_reference(results, batch, dout)
+    assert results["dq"].any()
 
 
 def test_rows_of_spans_and_func_may_be_strided(device):
