@@ -8,6 +8,7 @@
     hstu_attn_varlen_func      the operator as FBGEMM's users call it
     hstu_attn_qkvpacked_func   the same for q, k and v in one tensor
     HSTULayer, HSTUStack       the transduction layer around the operator
+    FP8                        what a layer computes in FP8
     jagged                     what joins, splits and embeds packed sequences around the layers
     compat                     the operator as users of other libraries call it
     reference, testing         its definition in plain PyTorch, and how to compare with that
@@ -27,9 +28,10 @@ from .quantization import Quantization
 
 if TYPE_CHECKING:
     from . import compat, jagged, reference, testing
-    from .layer import HSTULayer, HSTULayerConfig, HSTUStack
+    from .layer import FP8, HSTULayer, HSTULayerConfig, HSTUStack
 
 __all__ = [
+    "FP8",
     "DenseBias",
     "HSTULayer",
     "HSTULayerConfig",
@@ -49,7 +51,7 @@ __all__ = [
     "testing",
 ]
 
-_LAZY_NAMES = {"HSTULayer": "layer", "HSTULayerConfig": "layer", "HSTUStack": "layer"}
+_LAZY_NAMES = dict.fromkeys(("FP8", "HSTULayer", "HSTULayerConfig", "HSTUStack"), "layer")
 _LAZY_MODULES = {"compat", "jagged", "reference", "testing"}
 
 

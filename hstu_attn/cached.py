@@ -56,6 +56,11 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
             config.target_aware or not with_targets,
             "True: targets are not cached, so none may see another",
         ),
+        (
+            "fp8",
+            config.quantization is None,
+            "None, or FP8(attention=None): FP8 attention has no pages",
+        ),
     ):
         if not holds:
             raise ValueError(

@@ -33,12 +33,13 @@ from .cached import CachedRows
 from .call import NO_BIAS, NO_TIMES, AttentionCall, BiasTensors, Times, make_call
 from .fused import operator as fused
 from .jagged import jagged_positions
-from .layer_config import HSTULayerConfig
+from .layer_config import FP8, HSTULayerConfig
 from .layer_math import ComposedSteps, Weights, hstu_unit
 from .mask import Mask
 from .paged import append_paged_kv
 
 __all__ = [
+    "FP8",
     "HSTULayer",
     "HSTULayerConfig",
     "HSTUStack",
@@ -329,6 +330,7 @@ class HSTULayer(nn.Module):
             groups=config.num_heads if config.use_group_norm else 1,
             parts=config.output_parts,
             dropout=config.output_dropout_ratio,
+            fp8_linears=config.has_fp8_linears,
             recompute_norm=config.recompute_norm,
             recompute_linear=config.recompute_linear,
             recompute_silu=config.recompute_silu,
@@ -370,6 +372,7 @@ def attention_call(
         times=_times(config, timestamps, row_timestamps),
         alpha=config.alpha,
         scaling_seqlen=config.scaling_seqlen,
+        quantization=config.quantization,
     )
 
 

@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["HSTULayerConfig"]
+from .quantization import Quantization
+
+__all__ = ["FP8", "HSTULayerConfig"]
 
 Norm = Literal["layer_norm", "rms_norm"]
 LinearActivation = Literal["silu", "silu_u", "none"]
+
+
+@dataclass(frozen=True)
+class FP8:
+    """What a layer computes in FP8; experimental.
+
+    The parameters are the same, and fp32 ones are master weights. Gradients are straight through
+    the quantization.
+
+    Attributes:
+        attention: how attention quantizes q, k and v in the forward; None computes it in 16 bits.
+        linears: whether the two linears, and the gradients of what they read, are products of e4m3
+            with a scale for each row of both factors. Gradients of their weights are bf16 products.
+            It needs bf16 `x`, and on a GPU compute capability 8.9 or later.
+    """
+
+    attention: Quantization | None = field(default_factory=Quantization)
+    linears: bool = False
+
+    def __post_init__(self) -> None:
+        attention: Any = self.attention
+        if isinstance(attention, dict):  # made by `dataclasses.asdict`
+            attention = Quantization(**attention)
+            object.__setattr__(self, "attention", attention)
+        if not isinstance(attention, (Quantization, type(None))):
+            raise ValueError(
+                f"attention: expected a Quantization or None, got {type(attention).__name__}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +98,11 @@ class HSTULayerConfig:
         output_dropout_ratio: dropout before the output linear (`linear_dropout_rate` elsewhere).
         output_bias: whether the output linear has a bias.
 
+    FP8, experimental:
+        fp8: what is computed in FP8, an `FP8` or what `dataclasses.asdict` makes of it; None is
+            nothing. The state is the same, so a layer may be trained with it and served without it:
+            `dataclasses.replace(config, fp8=None)`.
+
     How it is computed. The results are the same up to rounding, and those of the three last are the
     same bit for bit where the device's steps are those of plain torch; a row is c bytes an element.
         fused: True runs the layer as one autograd function, with kernels of its own between the
@@ -113,6 +148,7 @@ class HSTULayerConfig:
     concat_ua: bool = False
     output_dropout_ratio: float = 0.0
     output_bias: bool = True
+    fp8: FP8 | None = None
     fused: bool | None = None
     recompute_norm: bool = False
     recompute_linear: bool = False
@@ -161,10 +197,27 @@ class HSTULayerConfig:
                 isinstance(thresholds, tuple) and rising,
                 "a tuple of non-negative, non-decreasing integers",
             )
+        self._check_fp8()
         if not self.causal:
             self._require(
                 "causal", self.contextual_seq_len == 0, "True where contextual_seq_len is given"
             )
+
+    def _check_fp8(self) -> None:
+        fp8: Any = self.fp8
+        if isinstance(fp8, dict):
+            object.__setattr__(self, "fp8", FP8(**fp8))
+        self._require("fp8", isinstance(self.fp8, (FP8, type(None))), "an FP8 or None")
+        if not self.has_fp8_linears:
+            return
+        widths = {
+            "embedding_dim": self.embedding_dim,
+            "num_heads * hidden_dim": self.num_heads * self.hidden_dim,
+            "num_heads * attention_dim": self.num_heads * self.attention_dim,
+        }
+        for name, width in widths.items():
+            if width % 16:
+                raise ValueError(f"{name}: expected a multiple of 16 with FP8 linears, got {width}")
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -179,6 +232,16 @@ class HSTULayerConfig:
     def dqk(self) -> int:
         """Width of q and k in each head; another name of `attention_dim`."""
         return self.attention_dim
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How attention quantizes q, k and v; None means that it does not."""
+        return None if self.fp8 is None else self.fp8.attention
+
+    @property
+    def has_fp8_linears(self) -> bool:
+        """Whether the linears are products of e4m3."""
+        return self.fp8 is not None and self.fp8.linears
 
     @property
     def alpha(self) -> float:

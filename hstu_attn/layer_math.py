@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fp8_linear import fp8_linear
 from .layer_config import HSTULayerConfig, LinearActivation
 
 __all__ = [
@@ -151,9 +152,11 @@ class ComposedSteps:
         self.config = config
         self.weights = weights
         self.training = training
+        self.linear = fp8_linear if config.has_fp8_linears else linear
 
     def project(self, x: Tensor) -> Tensor:
-        return linear(self.normalize_input(x), self.weights.uvqk_weight, self.weights.uvqk_bias)
+        normed = self.normalize_input(x)
+        return self.linear(normed, self.weights.uvqk_weight, self.weights.uvqk_bias)
 
     def silu(self, z: Tensor) -> Tensor:
         return F.silu(z)
@@ -162,7 +165,7 @@ class ComposedSteps:
         return self.dropout(self.concat_parts(attention, u))
 
     def add_output(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + linear(y, self.weights.output_weight, self.weights.output_bias)
+        return x + self.linear(y, self.weights.output_weight, self.weights.output_bias)
 
     def normalize_input(self, x: Tensor) -> Tensor:
         config, weights = self.config, self.weights

@@ -20,6 +20,8 @@ from torch import Tensor
 __all__ = [
     "BLOCK",
     "E4M3",
+    "LARGEST_CODE",
+    "SMALLEST_DESCALE",
     "Dequantized",
     "Quantization",
     "Quantized",
@@ -36,8 +38,8 @@ BLOCK = 128
 
 # As in csrc/quantize: rows of q8 and k8 are padded to a multiple of this.
 _HEAD_DIM_UNIT = 16
-_LARGEST_CODE = 448.0
-_SMALLEST_DESCALE = 2.0**-60
+LARGEST_CODE = 448.0
+SMALLEST_DESCALE = 2.0**-60
 _NORM_MARGIN = 1 + 2.0**-12
 _HALF_SUM_NORM = 240.0  # Fp8Params::kHalfSumNorm
 # Within a block, the CUDA kernel adds rows 16 apart first, and then these sums.
@@ -259,7 +261,7 @@ def _quantize(
 
 
 def _to_codes(values: Tensor, scales: Tensor) -> Tensor:
-    scaled = (values * scales.reciprocal()[..., None]).clamp(-_LARGEST_CODE, _LARGEST_CODE)
+    scaled = (values * scales.reciprocal()[..., None]).clamp(-LARGEST_CODE, LARGEST_CODE)
     return torch.where(values.isfinite(), scaled, torch.nan).to(E4M3)
 
 
@@ -291,8 +293,8 @@ def _descales(largest: Tensor, rows: _Rows, mode: int) -> Tensor:
             of_group = of_group.amax(1, keepdim=True).expand_as(of_group)
         largest = of_group[group]
     # NOTE: by a tensor: the reciprocal of a number might be rounded first.
-    scales = largest / torch.full_like(largest, _LARGEST_CODE)
-    return scales.clamp(min=_SMALLEST_DESCALE)
+    scales = largest / torch.full_like(largest, LARGEST_CODE)
+    return scales.clamp(min=SMALLEST_DESCALE)
 
 
 def _expand_descale(given: Tensor, rows: _Rows, shape: Sequence[int]) -> Tensor:
@@ -423,12 +425,12 @@ def weight_scales(
         if bias is not None and bias.numel() > 0
     )
     bound = abs(alpha) * (score_bound.float() + largest_bias)
-    exponent = torch.frexp(_LARGEST_CODE / bound).exponent - 1
+    exponent = torch.frexp(LARGEST_CODE / bound).exponent - 1
     scales = torch.ldexp(torch.ones_like(bound), exponent).clamp(2.0**-90, 2.0**46)
     return torch.where(bound.isfinite(), torch.where(bound > 0, scales, 2.0**46), 1)
 
 
 def round_weights(weights: Tensor, scales: Tensor) -> Tensor:
     """Returns weights as e4m3 represents them with the scale of each row, in their dtype."""
-    scaled = (weights * scales).clamp(-_LARGEST_CODE, _LARGEST_CODE)
+    scaled = (weights * scales).clamp(-LARGEST_CODE, LARGEST_CODE)
     return scaled.to(E4M3).to(weights.dtype) / scales

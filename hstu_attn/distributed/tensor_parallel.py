@@ -30,7 +30,7 @@ from ..bias import bias_of_heads
 from ..call import BiasTensors
 from ..layer import HSTULayer
 from ..layer_config import HSTULayerConfig
-from ..layer_math import ComposedSteps, Weights, cast_like, linear
+from ..layer_math import ComposedSteps, Weights, cast_like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -204,7 +204,7 @@ class ShardedSteps(ComposedSteps):
         return y * (kept / (1 - ratio))
 
     def add_output(self, x: Tensor, y: Tensor) -> Tensor:
-        local = linear(y, self.weights.output_weight, None)
+        local = self.linear(y, self.weights.output_weight, None)
         total, bias = _sum_of_all(local, self.group), cast_like(self.weights.output_bias, x)
         return x + (total if bias is None else total + bias)
 

@@ -43,6 +43,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..call import AttentionCall, BiasTensors
+from ..fp8_linear import check_rows, input_product, product
 from ..layer_config import LinearActivation
 from ..layer_math import Attend, Weights, activate, hstu_unit, linear, split_uvqk
 from .options import GateOptions
@@ -66,6 +67,7 @@ class Settings(NamedTuple):
         groups: in which attention's output is normalized: 1 or `num_heads`.
         parts: the parts of y: see `GateOptions`.
         dropout: the dropout ratio of y.
+        fp8_linears: as `FP8.linears`.
         recompute_norm, recompute_linear, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
         has_backward: whether anything is kept for a backward.
     """
@@ -80,6 +82,7 @@ class Settings(NamedTuple):
     groups: int
     parts: Sequence[str]
     dropout: float
+    fp8_linears: bool
     recompute_norm: bool
     recompute_linear: bool
     recompute_silu: bool
@@ -185,6 +188,23 @@ def _normalize(x: Tensor, weights: Weights, settings: Settings, functions: Steps
     return functions.layer_norm(x, weight, bias, settings.norm_eps, settings.input_centered)
 
 
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, functions: Steps
+) -> Tensor:
+    if not settings.fp8_linears:
+        return linear(x, weight, bias)
+    return product(functions.quantize_rows(x), functions.quantize_rows(weight), bias)
+
+
+def _linear_backward(
+    gradient: Tensor, weight: Tensor, settings: Settings, functions: Steps
+) -> Tensor:
+    """Returns the gradient of what a linear reads."""
+    if not settings.fp8_linears:
+        return gradient @ weight.to(gradient.dtype)
+    return input_product(gradient, weight, functions.quantize_rows)
+
+
 class FusedSteps:
     """The steps of one forward by the functions of `Steps`.
 
@@ -211,7 +231,7 @@ class FusedSteps:
     def project(self, x: Tensor) -> Tensor:
         normed = _normalize(x, self.weights, self.settings, self.functions)
         self._keep(normed=normed)
-        z = linear(normed, self.weights.uvqk_weight, self.weights.uvqk_bias)
+        z = self._linear(normed, self.weights.uvqk_weight, self.weights.uvqk_bias)
         self._keep(z=z)
         return z
 
@@ -232,12 +252,18 @@ class FusedSteps:
 
         Without a bias that is the addition of `x`. With one, cuBLASLt adds it at no cost and `x` is
         added in place afterwards: the same traffic as that of `addmm`, which copies its matrix
-        first.
+        first. A product of e4m3 adds no matrix.
         """
+        if self.settings.fp8_linears:
+            result = self._linear(y, self.weights.output_weight, self.weights.output_bias)
+            return result.add_(x)
         weight, bias = self.weights.output_weight.to(x.dtype).t(), self.weights.output_bias
         if bias is None:
             return torch.addmm(x, y, weight)
         return torch.addmm(bias.to(x.dtype), y, weight).add_(x)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _linear(x, weight, bias, self.settings, self.functions)
 
     def _keep(self, **tensors: Tensor) -> None:
         self.kept |= {name: tensor for name, tensor in tensors.items() if name in self._names}
@@ -252,6 +278,8 @@ def _forward(
     x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings, attend: Attend
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the result, and the tensors that `settings.kept` names for the backward."""
+    if settings.fp8_linears:
+        check_rows(x)
     steps = FusedSteps(x, weights, seed, settings)
     out = hstu_unit(x, settings, steps, attend)
     return out, [steps.kept[name] for name in settings.kept]
@@ -318,14 +346,14 @@ def _backward(
     attention, z, normed, activated, y = kept
     if z is None:
         again = _normalize(x, weights, settings, functions) if normed is None else normed
-        z = linear(again, weights.uvqk_weight, weights.uvqk_bias)
+        z = _linear(again, weights.uvqk_weight, weights.uvqk_bias, settings, functions)
         del again
     u, v, q, k = activate(z, settings, _silu_of_forward(functions, activated))
     dout = dout.contiguous()
     duvqk = torch.empty_like(z)
     du, dv, dq, dk = split_uvqk(duvqk, settings)
 
-    dy = dout @ weights.output_weight.to(x.dtype)
+    dy = _linear_backward(dout, weights.output_weight, settings, functions)
     dattention, y_again, dgate_weight, dgate_bias = functions.gate_backward(
         dy,
         attention,
@@ -357,7 +385,7 @@ def _backward(
         duvqk, z, settings.activated, weights.uvqk_bias is not None
     )
 
-    dnormed = duvqk @ weights.uvqk_weight.to(x.dtype)
+    dnormed = _linear_backward(duvqk, weights.uvqk_weight, settings, functions)
     dx, normed_again, dnorm_weight, dnorm_bias, doutput_bias = functions.layer_norm_backward(
         dnormed,
         x,

@@ -27,6 +27,8 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Steps(Protocol):
     """The steps of the layer that an implementation provides."""
 
+    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
     def layer_norm(
         self,
         x: Tensor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..fp8_linear import quantize_rows
 from .options import PHILOX_ROUNDS, GateOptions, dropout_threshold
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "kept_elements",
     "layer_norm",
     "layer_norm_backward",
+    "quantize_rows",
     "silu",
 ]
 

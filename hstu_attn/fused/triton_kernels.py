@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..quantization import LARGEST_CODE, SMALLEST_DESCALE
 from .options import PHILOX_ROUNDS
 
 __all__ = [
@@ -26,10 +27,13 @@ __all__ = [
     "gate_backward",
     "layer_norm",
     "layer_norm_backward",
+    "quantize_rows",
     "silu",
 ]
 
 _PHILOX_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+_LARGEST_CODE = tl.constexpr(LARGEST_CODE)
+_SMALLEST_DESCALE = tl.constexpr(SMALLEST_DESCALE)
 
 # ---------------------------------------------------------------------------------------------
 # Functions that several kernels share
@@ -85,6 +89,66 @@ def _normalized_backward(dunit, unit, factor, CENTERED: tl.constexpr, WIDTH: tl.
 def _store_sums(pointer, place, column, WIDTH: tl.constexpr, value):
     """Stores the sums over the rows of a program's tiles, `(ROWS, COLS)`."""
     tl.store(pointer + place + column, tl.sum(value, axis=0), mask=column < WIDTH)
+
+
+# ---------------------------------------------------------------------------------------------
+# e4m3
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _magnitude(x):
+    """Returns the magnitudes of finite elements, and 0 for others."""
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
+
+
+@triton.jit
+def _descale(largest):
+    return tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + _LARGEST_CODE), _SMALLEST_DESCALE)
+
+
+@triton.jit
+def _to_codes(x, factor):
+    """Returns `x * factor` in e4m3; NaN and infinity become NaN."""
+    scaled = tl.minimum(tl.maximum(x * factor, -_LARGEST_CODE), _LARGEST_CODE)
+    scaled = tl.where(tl.abs(x) < float("inf"), scaled, float("nan"))
+    return scaled.to(tl.float8e4nv)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_rows(
+    x,
+    codes,
+    descales,
+    rows,
+    stride_x,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Computes the descales and codes of rows; those of more than `COLS` columns are read twice."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = (row < rows)[:, None]
+    column = tl.arange(0, COLS)
+    inside = is_row & (column < WIDTH)[None, :]
+    tile = _load(x, row, stride_x, column, inside)
+    largest = tl.max(_magnitude(tile), axis=1)
+    for first in tl.range(COLS, WIDTH, COLS):
+        more = first + column
+        tile = _load(x, row, stride_x, more, is_row & (more < WIDTH)[None, :])
+        largest = tl.maximum(largest, tl.max(_magnitude(tile), axis=1))
+    descale = _descale(largest)
+    tl.store(descales + row, descale, mask=row < rows)
+    factor = tl.div_rn(tl.zeros_like(descale) + 1.0, descale)[:, None]
+    if WIDTH <= COLS:
+        _store(codes, row, WIDTH, column, inside, _to_codes(tile, factor))
+    else:
+        for first in tl.range(0, WIDTH, COLS):
+            more = first + column
+            inside = is_row & (more < WIDTH)[None, :]
+            tile = _load(x, row, stride_x, more, inside)
+            _store(codes, row, WIDTH, more, inside, _to_codes(tile, factor))
 
 
 # ---------------------------------------------------------------------------------------------

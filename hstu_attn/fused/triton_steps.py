@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..quantization import E4M3
 from . import triton_kernels as kernels
 from .options import MAX_WIDTH, GateOptions, dropout_threshold
 
@@ -23,6 +24,7 @@ __all__ = [
     "gate_backward",
     "layer_norm",
     "layer_norm_backward",
+    "quantize_rows",
     "silu",
 ]
 
@@ -47,6 +49,7 @@ class Form(NamedTuple):
     rows_read: int = 0
 
 
+QUANTIZE_ROWS = Form(2048, 4)
 LAYER_NORM = Form(2048, 2)
 SILU = Form(2048, 4)
 GATE = Form(2048, 4)
@@ -100,6 +103,19 @@ def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def _columns_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = _columns_contiguous(x)
+    rows, width = x.shape
+    codes = torch.empty((rows, width), dtype=E4M3, device=x.device)
+    descales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    tile = _tile(width, QUANTIZE_ROWS)
+    if rows:
+        grid = (triton.cdiv(rows, tile["ROWS"]),)
+        with _on_device(x):
+            kernels.quantize_rows[grid](x, codes, descales, rows, x.stride(0), WIDTH=width, **tile)
+    return codes, descales
 
 
 def layer_norm(

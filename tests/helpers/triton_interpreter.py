@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-__all__ = ["interpreter"]
+__all__ = ["interpreter", "round_e4m3_as_gpus_do"]
 
 
 def _why_not() -> str | None:
@@ -26,3 +27,21 @@ def _why_not() -> str | None:
 
 _reason = _why_not()
 interpreter = pytest.mark.skipif(_reason is not None, reason=_reason or "")
+
+
+def round_e4m3_as_gpus_do(patch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter convert fp32 to e4m3 as torch does, and the instruction of GPUs.
+
+    Its own conversion loses carries into the exponent, and has no NaN.
+    """
+    from triton.runtime import interpreter as module
+
+    convert = module._convert_float
+
+    def converted(value: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target.name != "fp8e4nv":
+            return convert(value, source, target, rounding)
+        values = torch.from_numpy(numpy.array(value, dtype=numpy.float32))
+        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    patch.setattr(module, "_convert_float", converted)

@@ -1,4 +1,4 @@
-"""Tests of FP8 attention under context parallelism: what ranks pass on, and what they refuse."""
+"""Tests of FP8 on several ranks: what they pass on, and what they refuse."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from hstu_attn import Quantization, RelativeBias, hstu_attention
+from hstu_attn import FP8, HSTULayerConfig, HSTUStack, Quantization, RelativeBias, hstu_attention
 from hstu_attn.call import NO_BIAS, make_call
 from hstu_attn.distributed.context_parallel import ContextBatch, context_parallel_attention
+from hstu_attn.distributed.tensor_parallel import shard_heads, shard_state_dict
 from hstu_attn.quantization import E4M3
 from hstu_attn.testing import make_bias
 from tests.helpers.distributed_runs import run_ranks
@@ -18,8 +21,12 @@ from tests.helpers.fp8 import accuracy_batch, relative_error
 LENGTHS = [0, 300, 1, 37]
 
 
-def _check_quantization() -> None:
-    """Checks that every rank quantizes, with and without a bias, and that gradients do not."""
+Errors = list[tuple[str, float, float]]  # of a rank, and of the same rows in one process
+
+
+def _errors_of_attention() -> Errors:
+    """Returns errors with and without a bias; gradients are checked to be those of 16 bits."""
+    errors = []
     for bias, quantization in (
         (None, Quantization()),
         (None, Quantization(1, smooth_k=True)),
@@ -40,8 +47,7 @@ def _check_quantization() -> None:
         found = context.attention(*local, **options)
         label = f"{bias}, {quantization}"
         of_one_rank = relative_error(context.shard(whole), context.shard(exact))
-        error = relative_error(found, context.shard(exact))
-        assert 0.5 * of_one_rank < error < 1.5 * of_one_rank, (label, error, of_one_rank)
+        errors.append((label, relative_error(found, context.shard(exact)), of_one_rank))
         offsets = {"cu_seqlens": batch.cu_seqlens_q, "max_seqlen": batch.max_seqlen_q}
         assert torch.equal(context_parallel_attention(*local, **offsets, **options), found)
 
@@ -51,6 +57,7 @@ def _check_quantization() -> None:
         gradients = torch.autograd.grad(found, local, dout)
         for ours, theirs in zip(gradients, torch.autograd.grad(without, local, dout), strict=True):
             assert torch.equal(ours, theirs), label
+    return errors
 
 
 def _check_refusals() -> None:
@@ -75,13 +82,51 @@ def _check_refusals() -> None:
         context.attention(q, q, q, quantization=Quantization(6))
 
 
-def _check_all() -> None:
-    _check_quantization()
-    _check_refusals()
+def _errors_of_layers() -> Errors:
+    """Returns errors of layers that share rows, and of layers that share heads."""
+    errors = []
+    widths = {"embedding_dim": 64, "num_heads": 2, "hidden_dim": 32, "attention_dim": 32}
+    config = HSTULayerConfig(**widths, scaling_seqlen=300)
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    x = torch.randn(sum(LENGTHS), 64).bfloat16()
+    weights = {name: p.detach() for name, p in HSTUStack(config, 2).named_parameters()}
+
+    def increment(fp8: FP8 | None, context: ContextBatch | None, heads: bool) -> torch.Tensor:
+        stack: nn.Module = HSTUStack(replace(config, fp8=fp8), 2)
+        if heads:
+            stack = shard_heads(stack, dist.group.WORLD)
+            stack.load_state_dict(shard_state_dict(stack, weights))
+        else:
+            stack.load_state_dict(weights)
+        rows = x if context is None else context.shard(x)
+        out = stack(rows, offsets, 300, context=context)
+        out.sum().backward()
+        assert all(p.grad.isfinite().all() for p in stack.parameters())
+        return out.detach().double() - rows
+
+    exact = increment(None, None, False)
+    context = ContextBatch(offsets, 300)
+    for fp8 in (FP8(Quantization(smooth_k=True)), FP8(Quantization(), linears=True)):
+        whole = increment(fp8, None, False)
+        for shared, found, part in (
+            ("heads", increment(fp8, None, True), lambda x: x),
+            ("rows", increment(fp8, context, False), context.shard),
+        ):
+            error, of_one_rank = (relative_error(x, part(exact)) for x in (found, part(whole)))
+            errors.append((f"{shared}, {fp8}", error, of_one_rank))
+    return errors
 
 
-def test_two_ranks():
-    run_ranks(2, _check_all)
+@pytest.mark.parametrize("errors_of", [_errors_of_attention, _errors_of_layers])
+def test_two_ranks_quantize_as_one_does(errors_of):
+    for errors in run_ranks(2, errors_of):
+        for label, error, of_one_rank in errors:
+            assert 0.01 < error < 0.15, label  # 16 bits have errors of .002
+            assert 0.5 * of_one_rank < error < 1.5 * of_one_rank, (label, error, of_one_rank)
+
+
+def test_refusals():
+    run_ranks(2, _check_refusals)
 
 
 def test_a_new_argument_is_refused_until_it_is_passed_on(monkeypatch):
