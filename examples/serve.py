@@ -7,7 +7,8 @@ r"""Serves the model that train_retrieval.py saved, over HTTP.
 
 Users and items have the data set's ids: whole numbers, or text where the data set's ids are text
 (Amazon reviews). What a user does arrives with the requests and is kept in memory, as are keys and
-values of the layers, so that each event is computed about once. recommender/http.py describes the
+values of the layers, so that each event is computed about once. On a GPU the layers' steps are
+captured in CUDA graphs before the server listens. recommender/http.py describes the
 paths and the limits of a request, recommender/connections.py those of a connection.
 """
 

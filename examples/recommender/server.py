@@ -13,7 +13,7 @@ import torch
 import uvicorn
 
 from hstu_attn.data import EventLog, open_event_log
-from hstu_attn.serving import Engine, EventStore, PagedKVCache
+from hstu_attn.serving import Engine, EventStore, GraphBuckets, PagedKVCache
 from recommender.connections import LimitedHTTP
 from recommender.http import MAX_CANDIDATES, make_app
 from recommender.options import choose_device
@@ -57,6 +57,8 @@ def make_engine(options: ServeOptions, saved: SavedModel) -> Engine:
         max_wait=options.max_wait_ms / 1000,
         max_queue=options.max_queue,
         max_candidates=MAX_CANDIDATES,
+        # On a GPU, no request waits for kernels to be compiled and steps to be captured.
+        graphs=GraphBuckets(ahead=True) if device.type == "cuda" else False,
     )
 
 

@@ -127,8 +127,8 @@ def test_scores_of_a_gpu(checkpoint: Path, ratings: Path, saved: SavedModel, log
     at = int(times[-1]) + 3600
     expected = whole(saved, items, times, at)
     arguments = ["--model", str(checkpoint), "--data", str(ratings), "--device", "cuda"]
-    with process(*arguments, "--timeout", "60") as (_, client):  # the first compiles kernels
-        for _ in range(3):  # computed, cached, and by a graph
+    with process(*arguments) as (_, client):
+        for _ in range(3):  # computed, then cached
             answer = client.post("/score", user=3, candidates=saved.item_ids.tolist(), time=at)
             found = torch.tensor(answer["scores"])
             torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
