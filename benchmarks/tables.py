@@ -6,6 +6,7 @@ are what a run prints at its end and what README.md and docs/ show (`report.py`)
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -501,6 +502,24 @@ def ranking(files: Sequence[File]) -> list[Table]:
     return tables
 
 
+def fp8_training(files: Sequence[File]) -> list[Table]:
+    """Returns a table for each example: means over the seeds, and their standard deviations."""
+    tables = []
+    for records in (example for file in files for example in by(file, "example")):
+        of_precision = {r[0]["precision"]: r for r in by(records, "precision")}
+        figures = [n for n in records[0] if n in ("loss", "seconds") or n.startswith("test_")]
+        rows = []
+        for name in figures:
+            values = [[r[name] for r in runs] for runs in of_precision.values()]
+            deviations = [statistics.stdev(x) if len(x) > 1 else 0.0 for x in values]
+            pairs = zip(values, deviations, strict=True)
+            rows.append([name, *(f"{statistics.fmean(x):.4f} ± {d:.4f}" for x, d in pairs)])
+        seeds, first = sorted({r["seed"] for r in records}), records[0]
+        before = f"{first['example']}, {first['steps']} steps, seeds {seeds}. {_gpu_origin(first)}:"
+        tables.append(Table(["", *of_precision], rows, before))
+    return tables
+
+
 LOAD = _numbers(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch="in a batch")
 
 
@@ -531,8 +550,8 @@ def engine(files: Sequence[File]) -> list[Table]:
 TABLES: dict[str, Callable[[Sequence[File]], list[Table]]] = {
     make.__name__: make
     for make in (
-        *(attention, context, cpu, cpu_limits, engine, layer, paged, ranking, retrieval),
-        *(serving, stack, train, training_step),
+        *(attention, context, cpu, cpu_limits, engine, fp8_training, layer, paged, ranking),
+        *(retrieval, serving, stack, train, training_step),
     )
 }
 

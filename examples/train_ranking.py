@@ -260,6 +260,7 @@ class RankingTrainer(Trainer[RankingBatch]):
             layers=options.layers,
             dropout=options.dropout,
             target_group_size=options.target_group_size,
+            fp8=options.layer_fp8,
         )
         embeddings = embedding_tables(options, data.sizes, device, processes)
         self.model = RankingModel(self.config, options.compute_dtype(device), embeddings).to(device)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -222,7 +222,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         )
         self.model = RetrievalModel(
             log.num_items,
-            config,
+            replace(config, fp8=options.layer_fp8),
             options.layers,
             options.max_seq_len,
             options.dropout,

@@ -97,7 +97,7 @@ def step_inputs(
 @torch.no_grad()
 def main() -> None:
     torch.set_printoptions(sci_mode=False)  # one line per batch, as score.cpp prints them
-    saved = load_model(parse_arguments(), torch.device("cpu"), torch.float32)
+    saved = load_model(parse_arguments(), torch.device("cpu"), torch.float32, fp8=False)
     model = ServedRetrieval(saved.model)
     step = ScoringStep(model, max_seq_len=model.max_history, max_key_len=model.max_history)
     program = step.export(PAGE_SIZE)

@@ -373,9 +373,9 @@ class Trainer(ABC, Generic[AnyBatch]):
         on_gpu = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if on_gpu else "the CPU"
         several = f"{self.processes.num_ranks} x " if self.processes.num_ranks > 1 else ""
-        dtype = str(self.options.compute_dtype(self.device)).removeprefix("torch.")
+        precision = self.options.describe_precision(self.device)
         graphs = ", steps by CUDA graphs" if on_gpu and self.captured is not None else ""
-        return f"Training on {several}{name}, layers in {dtype}{graphs}"
+        return f"Training on {several}{name}, layers in {precision}{graphs}"
 
     def _draw_curves(self) -> None:
         if time.monotonic() - self.drawn > DRAW_EVERY:

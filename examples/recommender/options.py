@@ -18,6 +18,7 @@ from recommender.files import naming
 if TYPE_CHECKING:
     import torch
 
+    from hstu_attn import FP8
     from hstu_attn.data import EventLog, LayoutName
 
 __all__ = ["Options", "Schedule", "Strategy", "choose_device", "make_parser", "open_data", "parse"]
@@ -61,6 +62,7 @@ class Options(argparse.Namespace):
     seed: int
     device: str
     bf16: bool
+    fp8: Literal["attention", "layer"] | None
     graph: bool | None
     steps: int | None
     epochs: int
@@ -97,7 +99,26 @@ class Options(argparse.Namespace):
         """Of the layers; parameters are fp32."""
         import torch
 
-        return torch.bfloat16 if self.bf16 or device.type == "cuda" else torch.float32
+        is_16_bits = self.bf16 or self.fp8 or device.type == "cuda"
+        return torch.bfloat16 if is_16_bits else torch.float32
+
+    @property
+    def layer_fp8(self) -> FP8 | None:
+        """What layers compute in FP8. Keys are not centered after SiLU, so their mean is kept."""
+        from hstu_attn import FP8, Quantization
+
+        if self.fp8 is None:
+            return None
+        return FP8(Quantization(smooth_k=True), linears=self.fp8 == "layer")
+
+    def describe_precision(self, device: torch.device) -> str:
+        """Returns in what the layers compute, in words."""
+        fp8 = {
+            None: "",
+            "attention": ", attention in FP8",
+            "layer": ", attention and linears in FP8",
+        }
+        return str(self.compute_dtype(device)).removeprefix("torch.") + fp8[self.fp8]
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -198,6 +219,12 @@ def make_parser(
     )
     running.add_argument(
         "--bf16", action="store_true", help="compute the layers in bfloat16; always so on cuda"
+    )
+    running.add_argument(
+        "--fp8",
+        choices=("attention", "layer"),
+        help="compute attention, or also the linears of the layers, in FP8 (experimental); the "
+        "rest in bfloat16",
     )
     running.add_argument(
         "--graph",

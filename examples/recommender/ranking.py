@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hstu_attn import HSTULayerConfig
+from hstu_attn import FP8, HSTULayerConfig
 from hstu_attn.data import ACTIONS, unpack_actions
 from hstu_attn.distributed import ShardedEmbedding
 from hstu_attn.jagged import (
@@ -69,6 +69,7 @@ class RankingConfig:
         dropout: the dropout ratio of the inputs, and in each layer.
         target_group_size: candidates in such a group see each other causally; 1 is none.
         head_dim: width of a head; None is `dim / heads`.
+        fp8: what the layers compute in FP8.
     """
 
     sizes: dict[str, int]
@@ -82,6 +83,7 @@ class RankingConfig:
     dropout: float = 0.0
     target_group_size: int = 1
     head_dim: int | None = None
+    fp8: FP8 | None = None
 
     @property
     def max_rows(self) -> int:
@@ -100,7 +102,7 @@ class RankingConfig:
             output_dropout_ratio=self.dropout,
             contextual_seq_len=len(CONTEXTS),
         )
-        return replace(config, target_group_size=self.target_group_size)
+        return replace(config, target_group_size=self.target_group_size, fp8=self.fp8)
 
 
 class EmbeddingTables(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,10 @@ def save_model(
 
 
 def load_model(
-    path: Path, device: torch.device, compute_dtype: torch.dtype | None = None
+    path: Path,
+    device: torch.device,
+    compute_dtype: torch.dtype | None = None,
+    fp8: bool = True,
 ) -> SavedModel:
     """Reads what `save_model` has written.
 
@@ -77,6 +80,7 @@ def load_model(
         path: the path of the file.
         device: the device of the model.
         compute_dtype: the dtype of the layers; None is as in training.
+        fp8: whether what was trained in FP8 is computed in it; pages of a cache have no FP8.
 
     Raises:
         OSError: the file cannot be read.
@@ -89,6 +93,8 @@ def load_model(
                 state[name] for name in ("arguments", "item_ids", "titles")
             )
             config = HSTULayerConfig(**arguments.pop("config"))
+            if not fp8:
+                config = replace(config, fp8=None)
             dtype = getattr(torch, arguments.pop("compute_dtype"))
             l2_normalize = arguments.pop("l2_normalise")
             model = RetrievalModel(

@@ -108,7 +108,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
         signal.signal(number, lambda *_: sys.exit(0))
     device = choose_device(options.device)
     dtype = torch.bfloat16 if options.bf16 or device.type == "cuda" else None
-    saved = load_model(options.model, device, dtype)
+    saved = load_model(options.model, device, dtype, fp8=False)
     with make_engine(options, saved) as engine:
         server = make_server(options, engine, saved)
         # A full garbage collection walks over every object of torch and of the users' events, and
