@@ -47,7 +47,7 @@ class RetrievalOptions(Options):
     negatives_per: Literal["batch", "row"]
     temperature: float
     similarity: str
-    keep_seen: bool
+    exclude: Literal["seen", "window", "nothing"]
     show_user: str | None
 
     not_part_of_the_run = (*NOT_PART_OF_THE_RUN, "show_user")
@@ -78,7 +78,11 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         "--similarity", choices=("cosine", "dot"), default="cosine", help="of users and items"
     )
     retrieval.add_argument(
-        "--keep-seen", action="store_true", help="rank items that the user has seen, too"
+        "--exclude",
+        choices=("seen", "window", "nothing"),
+        default="seen",
+        help="what is left out of the ranking of a user: every item seen before, those of the last "
+        "--max-seq-len events, or nothing",
     )
     retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
     options = RetrievalOptions()
@@ -102,7 +106,7 @@ from recommender.baselines import (
 )
 from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
-from recommender.evaluation import Evaluation, Metrics, Scorer, seen_items, without_seen
+from recommender.evaluation import Evaluation, Metrics, Scorer, excluded_items, without_items
 from recommender.files import write_json
 from recommender.kept import kept_baselines
 from recommender.loop import Trainer, progress_bar, seed_everything
@@ -127,7 +131,21 @@ Split = Literal["validation", "test"]
 
 CPU = torch.device("cpu")
 EVALUATION_TOKENS = {"cpu": 2**14, "cuda": 2**17}
-LABELS = {"hit_rate_50": "HR@50", "hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
+LABELS = {
+    "hit_rate_10": "HR@10",
+    "ndcg_10": "NDCG@10",
+    "hit_rate_50": "HR@50",
+    "ndcg_50": "NDCG@50",
+    "hit_rate_200": "HR@200",
+    "ndcg_200": "NDCG@200",
+    "mrr": "MRR",
+}
+SHOWN = ("hit_rate_10", "ndcg_10", "hit_rate_50")  # while training, and in the curves
+RANKED = {
+    "seen": "all items that the user has not seen",
+    "window": "all items but those of the sequence that the model reads",
+    "nothing": "all items",
+}
 
 
 def share_of_repeats(log: EventLog) -> float:
@@ -147,7 +165,7 @@ def make_evaluations(
             log,
             held_out_windows(log, split, options.max_seq_len),
             tokens_per_batch=EVALUATION_TOKENS[device.type],
-            exclude_seen=not options.keep_seen,
+            excluded=options.exclude,
             device=device,
         )
         for split in splits
@@ -161,7 +179,7 @@ def baselines_depend_on(log: EventLog, options: RetrievalOptions) -> dict[str, A
         "data content": log.manifest["content"],
         "held out": HELD_OUT,
         "max_seq_len": options.max_seq_len,
-        "keep_seen": options.keep_seen,
+        "exclude": options.exclude,
         "metrics": [field.name for field in fields(Metrics)],
         "candidates": CANDIDATES,
     }
@@ -264,7 +282,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         return metrics["ndcg_10"]
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        return "  ".join(f"{LABELS[name]} {metrics[name]:.4f}" for name in metrics)
+        return "  ".join(f"{LABELS[name]} {metrics[name]:.4f}" for name in SHOWN)
 
     def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
         save_model(path, self.model, self.log.source_item_ids, self.log.titles, validation)
@@ -274,16 +292,17 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
 
     def plot(self, path: Path) -> None:
         label = "sampled softmax cross-entropy"
-        plot_curves(path, self.losses, self.validation, self.baselines, LABELS, label)
+        shown = {name: LABELS[name] for name in SHOWN}
+        plot_curves(path, self.losses, self.validation, self.baselines, shown, label)
 
 
 def print_table(metrics: Mapping[str, Mapping[str, float]], caption: str) -> None:
-    """Prints one row for each name."""
-    columns = ("hit_rate_10", "hit_rate_50", "ndcg_10")
+    """Prints one row for each name, with "-" for a metric that it does not have."""
     width = max(len(name) for name in metrics)
-    print(f"\n{caption}\n\n{'':{width}}" + "".join(f"  {LABELS[name]:>7}" for name in columns))
+    print(f"\n{caption}\n\n{'':{width}}" + "".join(f"  {label:>8}" for label in LABELS.values()))
     for name, row in metrics.items():
-        print(f"{name:{width}}" + "".join(f"  {row[column]:7.4f}" for column in columns))
+        cells = (f"{row[column]:.4f}" if column in row else "-" for column in LABELS)
+        print(f"{name:{width}}" + "".join(f"  {cell:>8}" for cell in cells))
 
 
 def find_user(log: EventLog, name: str | None) -> int:
@@ -311,8 +330,8 @@ def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10)
     log, options = trainer.log, trainer.retrieval
     window = held_out_windows(log, "test", options.max_seq_len).take(np.array([user]))
     scores = trainer.model.scores(jagged_batch(log, window).to(trainer.device))
-    if not options.keep_seen:
-        scores = without_seen(scores, seen_items(log, window).to(scores.device))
+    excluded = excluded_items(log, window, options.exclude)
+    scores = without_items(scores, excluded.to(scores.device))
     end = int(window.ends[0]) - 1
     watched = [log.titles[item] for item in log.items[max(end - count, log.offsets[user]) : end]]
     recommended = scores[0].topk(min(count, log.num_items)).indices.tolist()
@@ -350,17 +369,16 @@ def train(options: RetrievalOptions) -> None:
     table = {**baselines["test"], "HSTU": asdict(trainer.evaluate("test"))}
     metrics, curves = options.out / "metrics.json", options.out / "curves.png"
     write_json(metrics, table)
-    ranked = "all items" if options.keep_seen else "all items that the user has not seen"
     print_table(
         table,
-        f"Test, leave-one-out: the last event of {log.num_users:,} users among {ranked} "
-        f"({log.num_items:,} items in all).",
+        f"Test, leave-one-out: the last event of {log.num_users:,} users among "
+        f"{RANKED[options.exclude]} ({log.num_items:,} items in all).",
     )
     repeats = share_of_repeats(log)
-    if repeats and not options.keep_seen:
+    if repeats and options.exclude == "seen":
         print(
             f"\nThe last item of {repeats:.1%} of the users is one that they had before: always a "
-            "miss here. --keep-seen ranks such items, too."
+            "miss here. --exclude nothing ranks such items, too."
         )
     if baselines["note"]:
         print(f"\n{baselines['note']}")

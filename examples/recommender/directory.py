@@ -24,7 +24,7 @@ __all__ = ["BASELINES", "RUN", "BaselineMetrics", "check_directory", "difference
 RUN, BASELINES = "run.json", "baselines.json"
 
 # A run that was started before these options existed was made with these values of them.
-EARLIER_VALUES = {"schedule": "cosine", "negatives_per": "batch"}
+EARLIER_VALUES = {"schedule": "cosine", "negatives_per": "batch", "exclude": "seen"}
 
 
 class BaselineMetrics(TypedDict):
@@ -69,8 +69,11 @@ def difference(made_with: Mapping[str, Any], wanted: Mapping[str, Any], out: Pat
     Returns:
         None where they are the same.
     """
+    earlier = dict(EARLIER_VALUES)
+    if made_with.get("keep_seen"):  # of a run from before --exclude
+        earlier["exclude"] = "nothing"
     for name, value in wanted.items():
-        of_run = made_with.get(name, EARLIER_VALUES.get(name))
+        of_run = made_with.get(name, earlier.get(name))
         if of_run != value:
             return (
                 f"--resume: the run in {out} was made with {name} = {of_run!r}, this "
@@ -81,8 +84,6 @@ def difference(made_with: Mapping[str, Any], wanted: Mapping[str, Any], out: Pat
 
 def check_directory(options: Options) -> None:
     """Raises an error for a directory with a run, unless `--resume` continues it with its options.
-
-    It runs before the data are read, and makes the directory if there is none.
 
     It runs before the data are read, and makes the directory if there is none.
 

@@ -1,10 +1,11 @@
-"""Leave-one-out evaluation over the whole catalogue: HR@10, HR@50 and NDCG@10."""
+"""Leave-one-out evaluation over the whole catalogue: hit rates, NDCG and MRR."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,16 +16,20 @@ from hstu_attn.upload import upload
 
 __all__ = [
     "Evaluation",
+    "Excluded",
     "Metrics",
     "Scorer",
+    "excluded_items",
     "metrics_of_ranks",
     "ranks_of_targets",
-    "seen_items",
-    "without_seen",
+    "without_items",
 ]
 
 SCORES_PER_BATCH = 2**27  # fp32, of which some copies are made
 KEPT_ROWS = 2**23  # of some 60 bytes each
+
+Excluded = Literal["seen", "window", "nothing"]
+"""What a ranking leaves out: all that the user has seen, the items of the window, or nothing."""
 
 Scorer = Callable[[JaggedBatch], Tensor]
 """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
@@ -34,13 +39,17 @@ Scorer = Callable[[JaggedBatch], Tensor]
 class Metrics:
     """Means over users.
 
-    `hit_rate_10` is the fraction of users whose target is among the first ten items; `ndcg_10`
-    weighs each such hit by `1 / log2(rank + 1)`.
+    `hit_rate_k` is the fraction of users whose target is among the first `k` items; `ndcg_k` weighs
+    each such hit by `1 / log2(rank + 1)`. `mrr` is the mean of `1 / rank`.
     """
 
     hit_rate_10: float
     hit_rate_50: float
+    hit_rate_200: float
     ndcg_10: float
+    ndcg_50: float
+    ndcg_200: float
+    mrr: float
 
 
 def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
@@ -64,30 +73,37 @@ def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
 
 def metrics_of_ranks(ranks: Tensor) -> Metrics:
     """Returns the metrics of ranks `(num_users,)`."""
-    gains = torch.where(ranks <= 10, 1 / torch.log2(ranks.double() + 1), 0.0)
-    return Metrics(
-        hit_rate_10=(ranks <= 10).double().mean().item(),
-        hit_rate_50=(ranks <= 50).double().mean().item(),
-        ndcg_10=gains.mean().item(),
-    )
+    ranks = ranks.double()
+    gains = 1 / torch.log2(ranks + 1)
+    means = {"mrr": (1 / ranks).mean().item()}
+    for k in (10, 50, 200):
+        is_hit = ranks <= k
+        means[f"hit_rate_{k}"] = is_hit.double().mean().item()
+        means[f"ndcg_{k}"] = torch.where(is_hit, gains, 0.0).mean().item()
+    return Metrics(**means)
 
 
-def seen_items(log: EventLog, windows: Windows) -> Tensor:
-    """Returns what each user has seen, as places in scores `(batch, num_items)`: `(n,)` int64.
+def excluded_items(log: EventLog, windows: Windows, excluded: Excluded) -> Tensor:
+    """Returns what each user's ranking leaves out, as places in scores `(batch, num_items)`.
 
-    These are the items of all events before the window's last one, including those before the
-    window.
+    With "seen" these are the items of all events before the window's last one, including those
+    before the window; with "window" those of the window alone.
+
+    Returns:
+        `(n,)` int64.
     """
-    starts = log.offsets[windows.users]
+    if excluded == "nothing":
+        return torch.empty(0, dtype=torch.int64)
+    starts = log.offsets[windows.users] if excluded == "seen" else windows.starts
     counts = windows.ends - 1 - starts
     first = np.cumsum(counts) - counts
     items = log.items[np.arange(counts.sum()) + np.repeat(starts - first, counts)]
     return torch.from_numpy(np.repeat(np.arange(len(windows)) * log.num_items, counts) + items)
 
 
-def without_seen(scores: Tensor, seen: Tensor) -> Tensor:
-    """Returns scores `(batch, num_items)` with -inf in the places of `seen_items`."""
-    return scores.flatten().index_fill(0, seen, -math.inf).view_as(scores)
+def without_items(scores: Tensor, excluded: Tensor) -> Tensor:
+    """Returns scores `(batch, num_items)` with -inf in the places of `excluded_items`."""
+    return scores.flatten().index_fill(0, excluded, -math.inf).view_as(scores)
 
 
 class Evaluation:
@@ -99,7 +115,7 @@ class Evaluation:
         log: the events.
         windows: one per user, as `hstu_attn.data.held_out_windows` makes them.
         tokens_per_batch: rows scored at a time; fewer where the catalogue is large.
-        exclude_seen: leaves out of the ranking what the user did before.
+        excluded: what the ranking leaves out.
         device: where to score.
     """
 
@@ -109,15 +125,15 @@ class Evaluation:
         windows: Windows,
         *,
         tokens_per_batch: int,
-        exclude_seen: bool,
+        excluded: Excluded,
         device: torch.device,
     ) -> None:
         self.log = log
         self.windows = windows
         self.tokens_per_batch = tokens_per_batch
-        self.exclude_seen = exclude_seen
+        self.excluded = excluded
         self.device = device
-        self._kept: list[tuple[JaggedBatch, Tensor | None]] | None = None
+        self._kept: list[tuple[JaggedBatch, Tensor]] | None = None
 
     @torch.no_grad()
     def __call__(self, scorer: Scorer) -> Metrics:
@@ -125,20 +141,17 @@ class Evaluation:
         if self._kept is None and self.windows.lengths.sum() <= KEPT_ROWS:
             self._kept = list(self._batches())
         ranks = []
-        for batch, seen in self._batches() if self._kept is None else self._kept:
-            scores = scorer(batch)
-            if seen is not None:
-                scores = without_seen(scores, seen)
+        for batch, excluded in self._batches() if self._kept is None else self._kept:
+            scores = without_items(scorer(batch), excluded)
             ranks.append(ranks_of_targets(scores, batch.target_items[batch.seq_offsets[1:] - 1]))
         return metrics_of_ranks(torch.cat(ranks).cpu())
 
-    def _batches(self) -> Iterator[tuple[JaggedBatch, Tensor | None]]:
-        """Yields batches and what their users have seen, both on the device."""
+    def _batches(self) -> Iterator[tuple[JaggedBatch, Tensor]]:
+        """Yields batches and what their rankings leave out, both on the device."""
         users = max(1, SCORES_PER_BATCH // self.log.num_items)
         for together in consecutive_batches(self.windows.lengths, self.tokens_per_batch):
             for indices in np.split(together, range(users, len(together), users)):
                 windows = self.windows.take(indices)
-                batch, seen = jagged_batch(self.log, windows).to(self.device), None
-                if self.exclude_seen:
-                    (seen,) = upload([seen_items(self.log, windows)], self.device)
-                yield batch, seen
+                places = excluded_items(self.log, windows, self.excluded)
+                (excluded,) = upload([places], self.device)
+                yield jagged_batch(self.log, windows).to(self.device), excluded

@@ -60,7 +60,7 @@ def test_tuned_baselines_are_kept_with_the_data(
     assert run("none", "--no-baselines") == (0, "")
 
     # Other options do, each beside the others.
-    for more in (("--keep-seen",), ("--max-seq-len", "20"), ("--min-item-events", "9")):
+    for more in (("--exclude", "nothing"), ("--max-seq-len", "20"), ("--min-item-events", "9")):
         assert run("changed" + more[0], *more)[0] == 1
         assert run("again" + more[0], *more)[0] == 0
     assert run("back") == (0, rows)

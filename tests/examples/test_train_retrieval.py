@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,16 @@ def ranking(scores: Tensor) -> list[int]:
     return sorted(range(len(scores)), key=scores.tolist().__getitem__, reverse=True)
 
 
-def brute_force_metrics(rankings: list[list[int]], targets: list[int]) -> Metrics:
-    places = [ranking.index(target) for ranking, target in zip(rankings, targets, strict=True)]
-    return Metrics(
-        hit_rate_10=sum(place < 10 for place in places) / len(places),
-        hit_rate_50=sum(place < 50 for place in places) / len(places),
-        ndcg_10=sum(1 / math.log2(place + 2) for place in places if place < 10) / len(places),
-    )
+def brute_force_metrics(rankings: list[list[int]], targets: list[int]) -> dict[str, float]:
+    sums = dict.fromkeys((field.name for field in fields(Metrics)), 0.0)
+    for order, target in zip(rankings, targets, strict=True):
+        rank = 1 + order.index(target)
+        sums["mrr"] += 1 / rank
+        for k in (10, 50, 200):
+            if rank <= k:
+                sums[f"hit_rate_{k}"] += 1
+                sums[f"ndcg_{k}"] += 1 / math.log2(rank + 1)
+    return {name: total / len(targets) for name, total in sums.items()}
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -89,14 +92,12 @@ def test_auto_is_a_gpu_with_kernels(
 
 
 def test_metrics_against_brute_force() -> None:
-    scores = torch.randn(200, 80)
-    targets = torch.randint(80, (200,))
+    scores = torch.randn(200, 400)
+    targets = torch.randint(400, (200,))
     rankings = [ranking(row) for row in scores]
-    expected = brute_force_metrics(rankings, targets.tolist())
-    metrics = metrics_of_ranks(ranks_of_targets(scores, targets))
-    assert metrics.hit_rate_10 == expected.hit_rate_10
-    assert metrics.hit_rate_50 == expected.hit_rate_50
-    assert metrics.ndcg_10 == pytest.approx(expected.ndcg_10, rel=1e-6)
+    metrics = asdict(metrics_of_ranks(ranks_of_targets(scores, targets)))
+    assert metrics == pytest.approx(brute_force_metrics(rankings, targets.tolist()), rel=1e-6)
+    assert metrics["hit_rate_10"] < metrics["hit_rate_50"] < metrics["hit_rate_200"] < 1
 
 
 def test_ranks_of_ties_and_nan() -> None:
@@ -107,18 +108,18 @@ def test_ranks_of_ties_and_nan() -> None:
     assert ranks.tolist() == [1.0, 2.0, 3.0, 3.0]
 
 
-@pytest.mark.parametrize("exclude_seen", [True, False])
+@pytest.mark.parametrize("excluded", ["seen", "window", "nothing"])
 @pytest.mark.parametrize("split", ["validation", "test"])
 @pytest.mark.parametrize("limit", [None, "KEPT_ROWS", "SCORES_PER_BATCH"])
 def test_evaluation_against_brute_force(
     log: EventLog,
     split: Any,
-    exclude_seen: bool,
+    excluded: Any,
     limit: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = torch.randn(log.num_users, log.num_items)
-    max_seq_len = 10  # shorter than the histories; items before it still count as seen
+    max_seq_len = 10  # shorter than the histories
 
     def scorer(batch: JaggedBatch) -> Tensor:
         return table[batch.users]
@@ -129,7 +130,7 @@ def test_evaluation_against_brute_force(
         log,
         held_out_windows(log, split, max_seq_len),
         tokens_per_batch=64,
-        exclude_seen=exclude_seen,
+        excluded=excluded,
         device=torch.device("cpu"),
     )
     metrics = evaluate(scorer)
@@ -138,13 +139,12 @@ def test_evaluation_against_brute_force(
     rankings, targets = [], []
     for user, events in enumerate(histories(log)):
         end = len(events) - (1 if split == "test" else 2)
-        seen = set(events[:end]) if exclude_seen else set()
-        rankings.append([item for item in ranking(table[user]) if item not in seen])
+        start = {"seen": 0, "window": max(0, end - max_seq_len), "nothing": end}[excluded]
+        left_out = set(events[start:end])
+        rankings.append([item for item in ranking(table[user]) if item not in left_out])
         targets.append(events[end])
     expected = brute_force_metrics(rankings, targets)
-    assert metrics.hit_rate_10 == pytest.approx(expected.hit_rate_10)
-    assert metrics.hit_rate_50 == pytest.approx(expected.hit_rate_50)
-    assert metrics.ndcg_10 == pytest.approx(expected.ndcg_10, rel=1e-6)
+    assert asdict(metrics) == pytest.approx(expected, rel=1e-6)
 
 
 def test_baselines_against_brute_force(log: EventLog) -> None:
@@ -279,7 +279,7 @@ def test_a_run_from_end_to_end(
         log,
         held_out_windows(log, "test", 30),
         tokens_per_batch=16384,
-        exclude_seen=True,
+        excluded="seen",
         device=torch.device("cpu"),
     )
     assert asdict(evaluate(saved.model.scores)) == rows["HSTU"]
