@@ -19,6 +19,7 @@ finished one on, and another `--out` starts a new one.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ SYNTHETIC_DATA = Path("runs/synthetic-movielens")
 class RetrievalOptions(Options):
     """The command line."""
 
-    tokens_per_batch: int
+    tokens_per_batch: int | None
+    sequences_per_batch: int | None
     max_seq_len: int
     negatives: int
     negatives_per: Literal["batch", "row"]
@@ -53,13 +55,44 @@ class RetrievalOptions(Options):
     not_part_of_the_run = (*NOT_PART_OF_THE_RUN, "show_user")
 
 
+class _InPlaceOf(argparse.Action):
+    """Stores an option, and None in the one that it replaces; the last that is given counts."""
+
+    def __init__(self, *arguments: Any, other: str, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.other = other
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, self.other, None)
+
+
 def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
     parser = make_parser(
         __doc__, "runs/retrieval", SYNTHETIC_DATA, epochs=28, learning_rate=4e-3, dropout=0.2
     )
     retrieval = parser.add_argument_group("retrieval")
     retrieval.add_argument(
-        "--tokens-per-batch", type=int, default=2048, help="events per optimizer step"
+        "--tokens-per-batch",
+        type=int,
+        default=2048,
+        action=_InPlaceOf,
+        other="sequences_per_batch",
+        help="events per optimizer step; all training events of a user are seen once an epoch",
+    )
+    retrieval.add_argument(
+        "--sequences-per-batch",
+        type=int,
+        action=_InPlaceOf,
+        other="tokens_per_batch",
+        help="users per optimizer step, in random order, in place of --tokens-per-batch; the "
+        "latest --max-seq-len events of each user are seen once an epoch, and no earlier ones",
     )
     retrieval.add_argument(
         "--max-seq-len", type=int, default=100, help="events per sequence; longer ones are cut"
@@ -86,7 +119,13 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
     )
     retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
     options = RetrievalOptions()
-    positive = ("tokens_per_batch", "max_seq_len", "negatives", "temperature")
+    positive = (
+        "tokens_per_batch",
+        "sequences_per_batch",
+        "max_seq_len",
+        "negatives",
+        "temperature",
+    )
     parse(parser, arguments, options, positive)
     return options
 
@@ -249,9 +288,15 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         ).to(device)
         self.retrieval = options
         self.log = log
-        self.windows = training_windows(log, options.max_seq_len)
+        latest_only = options.sequences_per_batch is not None
+        self.windows = training_windows(log, options.max_seq_len, latest_only=latest_only)
         self.evaluations = make_evaluations(log, options, device)
-        batches = BatchSampler(self.windows.lengths, options.tokens_per_batch, options.seed)
+        batches = BatchSampler(
+            self.windows.lengths,
+            options.tokens_per_batch,
+            options.seed,
+            options.sequences_per_batch,
+        )
         super().__init__(options, self.model, batches, {"data content": log.manifest["content"]})
 
     def draw(self) -> JaggedBatch:

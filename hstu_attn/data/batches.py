@@ -176,26 +176,46 @@ class SamplerState(TypedDict):
 class BatchSampler(Iterator[NDArray[np.int64]]):
     """Draws batches of sequences without end, each sequence once an epoch.
 
-    Sequences are shuffled, sorted by length within pools of some batches, and cut where a batch
-    would exceed `tokens_per_batch` rows; then the batches are shuffled. So the sequences of a
-    batch are about as long as each other and each batch holds about the same number of rows. The
-    order depends on `seed` and the epoch alone.
+    With `tokens_per_batch`, sequences are shuffled, sorted by length within pools of some batches,
+    and cut where a batch would exceed that many rows; then the batches are shuffled. So the
+    sequences of a batch are about as long as each other and each batch holds about the same number
+    of rows. With `sequences_per_batch`, they are shuffled and cut into batches of that many, of
+    which the last may have fewer. The order depends on `seed` and the epoch alone.
 
     Args:
         lengths: `(n,)`, rows of each sequence.
         tokens_per_batch: a batch has no more rows than this, but for a single longer sequence.
         seed: the seed of the order.
+        sequences_per_batch: how many sequences a batch has; either this or `tokens_per_batch` is
+            given, and the other is None.
+
+    Raises:
+        ValueError: there is no sequence, both sizes or none are given, or one is not positive.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], tokens_per_batch: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        tokens_per_batch: int | None,
+        seed: int,
+        sequences_per_batch: int | None = None,
+    ) -> None:
         if not len(lengths):
             raise ValueError("lengths: expected at least one sequence, got none")
-        if tokens_per_batch <= 0:
+        if (tokens_per_batch is None) == (sequences_per_batch is None):
             raise ValueError(
-                f"tokens_per_batch: expected a positive number, got {tokens_per_batch}"
+                "tokens_per_batch and sequences_per_batch: expected one of them and None, got "
+                f"{tokens_per_batch} and {sequences_per_batch}"
             )
+        for name, size in (
+            ("tokens_per_batch", tokens_per_batch),
+            ("sequences_per_batch", sequences_per_batch),
+        ):
+            if size is not None and size <= 0:
+                raise ValueError(f"{name}: expected a positive number, got {size}")
         self.lengths = lengths
         self.tokens_per_batch = tokens_per_batch
+        self.sequences_per_batch = sequences_per_batch
         self.seed = seed
         self._start(epoch=0, batch=0)
 
@@ -222,13 +242,17 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
         self.epoch, self.batch = epoch, batch
         generator = np.random.default_rng((self.seed, epoch))
         order = generator.permutation(len(self.lengths))
+        self._batches: list[NDArray[np.int64]]
+        if self.sequences_per_batch is not None:
+            cuts = range(self.sequences_per_batch, len(order), self.sequences_per_batch)
+            self._batches = np.split(order, cuts)
+            return
+        assert self.tokens_per_batch is not None
         per_batch = max(1.0, self.tokens_per_batch / self.lengths.mean())
         pool = np.arange(len(order)) // max(1, int(BATCHES_PER_POOL * per_batch))
         order = order[np.lexsort((self.lengths[order], pool))]
         batches = list(_cut(order, self.lengths, self.tokens_per_batch))
-        self._batches: list[NDArray[np.int64]] = [
-            batches[index] for index in generator.permutation(len(batches))
-        ]
+        self._batches = [batches[index] for index in generator.permutation(len(batches))]
 
 
 def consecutive_batches(

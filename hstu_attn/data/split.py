@@ -49,15 +49,29 @@ class Windows:
         return Windows(self.users[indices], self.starts[indices], self.ends[indices])
 
 
-def training_windows(log: EventLog, max_seq_len: int) -> Windows:
-    """Returns all training events, in sequences of at most `max_seq_len` rows.
+def training_windows(
+    log: EventLog,
+    max_seq_len: int,
+    *,
+    before: Literal["validation", "test"] = "validation",
+    latest_only: bool = False,
+) -> Windows:
+    """Returns the training events, in sequences of at most `max_seq_len` rows.
 
     A longer history is cut from its recent end, so only its oldest sequence is short. The target of
     the last row of each cut is the first input of the next.
+
+    Args:
+        log: the events.
+        max_seq_len: rows of the longest sequence.
+        before: the training events are those before the one that this split holds out.
+        latest_only: keeps only the most recent sequence of each user.
     """
-    limits = log.offsets[1:] - HELD_OUT["validation"]
+    limits = log.offsets[1:] - HELD_OUT[before]
     rows = np.maximum(limits - log.offsets[:-1] - 1, 0)
     pieces = -(-rows // max_seq_len)
+    if latest_only:
+        pieces = np.minimum(pieces, 1)
     users = np.repeat(np.arange(log.num_users), pieces)
     piece = np.arange(len(users)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     ends = limits[users] - piece * max_seq_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +269,21 @@ def test_leave_one_out(tmp_path: Path) -> None:
     assert (batch.timestamps == batch.items + 1000).all()
     assert np.bincount(windows.users, minlength=6).tolist() == [0, 1, 1, 1, 3, 8]
 
+    # The latest sequence of each user that has one, and all but the last event to train on.
+    for before, held_out in (("validation", 2), ("test", 1)):
+        latest = training_windows(log, max_seq_len, before=before, latest_only=True)
+        batch = jagged_batch(log, latest)
+        expected = {
+            user: events[-held_out - max_seq_len - 1 : -held_out] if len(events) > held_out else []
+            for user, events in enumerate(history)
+        }
+        expected = {user: events for user, events in expected.items() if len(events) > 1}
+        assert batch.users.tolist() == list(expected)
+        offsets = batch.seq_offsets.tolist()
+        for (first, end), events in zip(pairwise(offsets), expected.values(), strict=True):
+            assert batch.items[first:end].tolist() == events[:-1]
+            assert batch.target_items[first:end].tolist() == events[1:]
+
 
 def test_batches_hold_each_sequence_once_an_epoch_and_keep_the_budget() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 500)
@@ -289,19 +305,38 @@ def test_batches_hold_each_sequence_once_an_epoch_and_keep_the_budget() -> None:
     assert (orders[0] != orders[1]).any()
 
 
-def test_sampler_resumes_at_any_batch() -> None:
+def test_batches_of_a_number_of_sequences() -> None:
+    """Each sequence once an epoch, in random order whatever its length."""
+    lengths = np.sort(np.random.default_rng(0).integers(1, 100, 500))
+    sampler = BatchSampler(lengths, None, 1, sequences_per_batch=64)
+    orders = []
+    for _ in range(2):
+        batches = [next(sampler) for _ in range(sampler.batches_per_epoch)]
+        assert [len(batch) for batch in batches] == [64] * 7 + [52]
+        orders.append(np.concatenate(batches))
+        assert sorted(orders[-1]) == list(range(500))
+        assert abs(np.corrcoef(orders[-1], np.arange(500))[0, 1]) < 0.15
+        assert min(np.ptp(lengths[batch]) for batch in batches) > 0.8 * np.ptp(lengths)
+    assert (orders[0] != orders[1]).any()
+    assert [len(x) for x in BatchSampler(lengths, None, 1, 500)._batches] == [500]
+    assert [len(x) for x in BatchSampler(lengths, None, 1, 501)._batches] == [500]
+
+
+@pytest.mark.parametrize("sizes", [(200, None), (None, 7)])
+def test_sampler_resumes_at_any_batch(sizes: tuple[int | None, int | None]) -> None:
+    tokens, sequences = sizes
     lengths = np.random.default_rng(0).integers(1, 50, 60)
-    whole = BatchSampler(lengths, tokens_per_batch=200, seed=3)
+    whole = BatchSampler(lengths, tokens, 3, sequences)
     expected = [next(whole).tolist() for _ in range(30)]
     assert whole.epoch >= 2
     for stop in (0, 1, 7, 8, 29):
-        first = BatchSampler(lengths, tokens_per_batch=200, seed=3)
+        first = BatchSampler(lengths, tokens, 3, sequences)
         for _ in range(stop):
             next(first)
-        second = BatchSampler(lengths, tokens_per_batch=200, seed=3)
+        second = BatchSampler(lengths, tokens, 3, sequences)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert [next(second).tolist() for _ in range(30 - stop)] == expected[stop:]
-    other = BatchSampler(lengths, tokens_per_batch=200, seed=4)
+    other = BatchSampler(lengths, tokens, 4, sequences)
     assert [next(other).tolist() for _ in range(30)] != expected
 
 
@@ -316,6 +351,11 @@ def test_sampler_refuses() -> None:
         BatchSampler(np.array([], dtype=np.int64), 10, seed=0)
     with pytest.raises(ValueError, match="tokens_per_batch: expected a positive number, got 0"):
         BatchSampler(np.array([1]), 0, seed=0)
+    with pytest.raises(ValueError, match="sequences_per_batch: expected a positive number, got -1"):
+        BatchSampler(np.array([1]), None, 0, -1)
+    for sizes in ((None, None), (8, 8)):
+        with pytest.raises(ValueError, match=rf"expected one of them and None, got {sizes[0]} and"):
+            BatchSampler(np.array([1]), sizes[0], 0, sizes[1])
 
 
 def test_synthetic_data_are_movielens_shaped_and_repeatable(tmp_path: Path) -> None:
