@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import ops
+from . import fp8_tensors, ops
 from .bias import Bias
 from .call import bias_tensors, bias_times, make_call
 from .fx import Proxy, record_call
@@ -67,9 +67,10 @@ def hstu_attention(
 
     Args:
         q: `(total_q, heads, D)`, bf16, fp16, fp32 or fp64; or float8_e4m3fn with descales, without
-            gradients. `D` is a multiple of 8 up to 256. A GPU computes fp32 and fp64 by torch's
-            functions, and fp32 with TF32 products where `torch.backends.cuda.matmul.allow_tf32`
-            permits them. q, k and v may be strided views, with the last dimension contiguous.
+            gradients. A Float8Tensor of TransformerEngine or torchao has its own descale. `D` is a
+            multiple of 8 up to 256. A GPU computes fp32 and fp64 by torch's functions, and fp32
+            with TF32 products where `torch.backends.cuda.matmul.allow_tf32` permits them. q, k and
+            v may be strided views, with the last dimension contiguous.
         k: `(total_k, heads, D)`, q's dtype.
         v: `(total_k, heads, Dv)`, q's dtype; `Dv` may differ from `D`.
         cu_seqlens_q: int32 or int64 `(batch + 1,)`: offsets of the sequences in q, from 0 up.
@@ -118,6 +119,9 @@ def hstu_attention(
     """
     if isinstance(q, Proxy):
         return record_call(hstu_attention, (q,), **locals())
+    descales = (q_descale, k_descale, v_descale)
+    if not (type(q) is type(k) is type(v) is Tensor):
+        (q, k, v), descales = fp8_tensors.unwrapped((q, k, v), descales, cu_seqlens_q)
     call = make_call(
         cu_seqlens_q,
         max_seqlen_q,
@@ -134,7 +138,7 @@ def hstu_attention(
         deterministic,
         sm_margin,
         quantization=quantization,
-        descales=(q_descale, k_descale, v_descale),
+        descales=descales,
     )
     pages = ops.NO_PAGES if paged_kv is None else paged_kv.arguments
     return ops.attention(q, k, v, call, bias_tensors(bias), pages)
