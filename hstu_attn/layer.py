@@ -150,8 +150,8 @@ class HSTULayer(nn.Module):
     def reset_parameters(self) -> None:
         """Draws new parameters.
 
-        Linears are Xavier uniform with zero biases, bias tables have standard deviation 0.02, and
-        norms are the identity.
+        Linears are Xavier uniform with zero biases, but the first has what `linear_init_std` says;
+        bias tables have standard deviation 0.02, and norms are the identity.
         """
         self.input_norm.reset_parameters()
         self.output_norm.reset_parameters()
@@ -159,6 +159,8 @@ class HSTULayer(nn.Module):
             nn.init.xavier_uniform_(linear.weight)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
+        if self.config.linear_init_std is not None:
+            nn.init.normal_(self.uvqk.weight, std=self.config.linear_init_std)
         for table in (self.position_weight, self.time_weight):
             if table is not None:
                 nn.init.normal_(table, std=0.02)

@@ -58,6 +58,8 @@ class HSTULayerConfig:
     The linear to u, v, q, k:
         linear_bias: whether it has a bias.
         linear_activation: `"silu"` on all four, `"silu_u"` on u alone, or `"none"`.
+        linear_init_std: standard deviation of its initial weights, which are normal; None draws
+            them Xavier uniform.
 
     Attention:
         attn_alpha: factor on the scores; None is `1 / sqrt(attention_dim)`.
@@ -125,6 +127,7 @@ class HSTULayerConfig:
     attention_dim: int
     linear_bias: bool = True
     linear_activation: LinearActivation = "silu"
+    linear_init_std: float | None = None
     attn_alpha: float | None = None
     scaling_seqlen: int = -1
     causal: bool = True
@@ -171,6 +174,10 @@ class HSTULayerConfig:
         self._require("norm_eps", self.norm_eps > 0, "a positive number")
         activations = ("silu", "silu_u", "none")
         self._require("linear_activation", self.linear_activation in activations, str(activations))
+        std = self.linear_init_std
+        self._require(
+            "linear_init_std", std is None or 0 < std < math.inf, "None or a positive number"
+        )
         self._require("output_dropout_ratio", 0 <= self.output_dropout_ratio < 1, "in [0, 1)")
         self._require(
             "scaling_seqlen", self.scaling_seqlen == -1 or self.scaling_seqlen > 0, "-1 or positive"
@@ -291,7 +298,7 @@ class HSTULayerConfig:
         """Returns the configuration of the paper's public experiments.
 
         It has SiLU on u, v, q and k, unscaled scores, a relative bias by position and time, norms
-        without weights, and no bias in the first linear.
+        without weights, and no bias in the first linear, whose initial weights are N(0, 0.02).
         """
         return cls(
             embedding_dim=embedding_dim,
@@ -300,6 +307,7 @@ class HSTULayerConfig:
             attention_dim=attention_dim,
             linear_bias=False,
             linear_activation=linear_activation,
+            linear_init_std=0.02,
             attn_alpha=1.0,
             scaling_seqlen=max_sequence_len,
             enable_relative_attention_bias=enable_relative_attention_bias,

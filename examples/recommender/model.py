@@ -26,6 +26,9 @@ GATHERED_ELEMENTS = 2**24  # of item vectors at a time, 64 MiB; at least those o
 class RetrievalModel(nn.Module):
     """Predicts each row's next item (arXiv 2402.17152, section 4.1.1).
 
+    The weights start as in that paper's public experiments: items are N(0, 0.02) without what is
+    beyond two standard deviations, and positions Xavier normal.
+
     Args:
         num_items: size of the catalogue.
         config: the configuration of the layers; its `embedding_dim` is the width of the item
@@ -56,8 +59,9 @@ class RetrievalModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.reads_times = config.enable_relative_attention_bias and config.num_buckets > 0
         self.item_embedding = nn.Embedding(num_items, config.embedding_dim)
-        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02)
+        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)
         self.position = PositionalEmbedding(max_seq_len, config.embedding_dim, dropout_ratio)
+        nn.init.xavier_normal_(self.position.embedding.weight)
         self.stack = HSTUStack(config, num_layers)
 
     def forward(self, batch: JaggedBatch) -> Tensor:

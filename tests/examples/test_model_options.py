@@ -11,11 +11,12 @@ import pytest
 import torch
 import train_ranking
 import train_retrieval
+from recommender.model import RetrievalModel
 from recommender.ranking import load_ranking_model
 from recommender.saved import load_model
 from torch import nn
 
-from hstu_attn import HSTULayer
+from hstu_attn import HSTULayer, HSTULayerConfig
 from hstu_attn.data.synthetic import write_synthetic_movielens
 
 COMMON = ["--layers", "1", "--steps", "16", "--warmup-steps", "2", "--device", "cpu"]
@@ -52,3 +53,17 @@ def test_a_head_dim_apart_from_the_width(
     assert (config.hidden_dim, config.attention_dim) == (head_dim, head_dim)
     weights = {parameter.shape for parameter in layer.parameters()}
     assert any(4 * heads * head_dim in shape for shape in weights)  # u, v, q and k
+
+
+def test_initial_embeddings_of_retrieval() -> None:
+    """Items are normal within two standard deviations, positions Xavier normal."""
+    config = HSTULayerConfig.research(
+        embedding_dim=64, num_heads=2, linear_dim=32, attention_dim=32, max_sequence_len=400
+    )
+    model = RetrievalModel(3000, config, 1, 400, 0.0)
+    items, positions = model.item_embedding.weight, model.position.embedding.weight
+    assert 0.0399 < items.abs().max().item() <= 0.04
+    assert items.std().item() == pytest.approx(0.02 * 0.8796, rel=0.01)
+    assert positions.shape == (400, 64)
+    assert positions.std().item() == pytest.approx(math.sqrt(2 / 464), rel=0.02)
+    assert positions.abs().max().item() > 3 * math.sqrt(2 / 464)

@@ -486,3 +486,27 @@ def test_norms_are_torchs(eps: float) -> None:
         rest = (norm.weight,) if kind == "rms_norm" else (norm.weight, norm.bias)
         wanted = F.linear(function(x, (24,), *rest, eps=eps), layer.uvqk.weight, layer.uvqk.bias)
         torch.testing.assert_close(layer._steps().project(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_initial_weights() -> None:
+    """`research` starts with N(0, 0.02) in the first linear; all else is Xavier uniform."""
+    widths = {"embedding_dim": 192, "num_heads": 2, "attention_dim": 96}
+    research = HSTULayerConfig.research(**widths, linear_dim=96, max_sequence_len=300)
+    stu = HSTULayerConfig.stu(**widths, hidden_dim=96)
+    for config in (research, stu):
+        layer = HSTULayer(config)
+        outputs = [layer.output.weight] + ([layer.uvqk.weight] if config is stu else [])
+        for weight in outputs:
+            bound = math.sqrt(6 / sum(weight.shape))
+            assert 0.99 * bound < weight.abs().max().item() <= bound
+            assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    layer = HSTULayer(research)
+    assert layer.uvqk.weight.mean().item() == pytest.approx(0, abs=0.0005)
+    assert layer.uvqk.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    beyond = (layer.uvqk.weight.abs() > 0.04).double().mean().item()
+    assert beyond == pytest.approx(0.0455, rel=0.05)  # of a normal distribution
+    for table in (layer.position_weight, layer.time_weight):
+        assert table is not None
+        assert table.std().item() == pytest.approx(0.02, rel=0.25)
+    with pytest.raises(ValueError, match="linear_init_std: expected None or a positive number"):
+        replace(BASE, linear_init_std=0.0)
