@@ -9,12 +9,14 @@
 
 Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles next to them), Amazon
 reviews (ratings only, of 2014, 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
-testing, the one before it for validation, and the rest for training (arXiv 2402.17152, section
-4.1.1). Training is by sampled softmax; evaluation ranks the whole catalogue and compares with two
-baselines. The output directory holds the curves, the metrics and checkpoints, from which a killed
-run continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that
-holds a run is never written over: `--resume` continues the run, or with more `--epochs` trains a
-finished one on, and another `--out` starts a new one.
+testing, the one before it for validation, and the rest for training; `--protocol published` trains
+on all but the last, as for published figures (arXiv 2402.17152, section 4.1.1). Training is by
+sampled softmax; evaluation ranks the whole catalogue and compares with two baselines.
+
+The output directory holds the curves, the metrics and checkpoints, from which a killed run
+continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that holds a
+run is never written over: `--resume` continues the run, or with more `--epochs` trains a finished
+one on, and another `--out` starts a new one.
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ class RetrievalOptions(Options):
     negatives_per: Literal["batch", "row"]
     temperature: float
     similarity: str
+    protocol: Literal["validated", "published"]
     exclude: Literal["seen", "window", "nothing"]
     show_user: str | None
+    seeds: int
 
-    not_part_of_the_run = (*NOT_PART_OF_THE_RUN, "show_user")
+    not_part_of_the_run = (*NOT_PART_OF_THE_RUN, "show_user", "seeds")
 
 
 class _InPlaceOf(argparse.Action):
@@ -111,6 +115,14 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         "--similarity", choices=("cosine", "dot"), default="cosine", help="of users and items"
     )
     retrieval.add_argument(
+        "--protocol",
+        choices=("validated", "published"),
+        default="validated",
+        help="validated trains on all but the last two events of each user, and tests the weights "
+        "that are best in validation; published trains on all but the last event, tests at each "
+        "evaluation, and reports the last and the best of these tests",
+    )
+    retrieval.add_argument(
         "--exclude",
         choices=("seen", "window", "nothing"),
         default="seen",
@@ -118,8 +130,16 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         "--max-seq-len events, or nothing",
     )
     retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
+    retrieval.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="runs with as many seeds from --seed on, each in a directory of its own in --out, and "
+        "reports means and standard deviations",
+    )
     options = RetrievalOptions()
     positive = (
+        "seeds",
         "tokens_per_batch",
         "sequences_per_batch",
         "max_seq_len",
@@ -151,6 +171,7 @@ from recommender.kept import kept_baselines
 from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.saved import load_model, save_model
+from recommender.seeds import Table, train_seeds
 from torch import Tensor
 
 from hstu_attn import HSTULayerConfig
@@ -288,8 +309,13 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         ).to(device)
         self.retrieval = options
         self.log = log
-        latest_only = options.sequences_per_batch is not None
-        self.windows = training_windows(log, options.max_seq_len, latest_only=latest_only)
+        self.split = "test" if options.protocol == "published" else "validation"
+        self.windows = training_windows(
+            log,
+            options.max_seq_len,
+            before=self.split,
+            latest_only=options.sequences_per_batch is not None,
+        )
         self.evaluations = make_evaluations(log, options, device)
         batches = BatchSampler(
             self.windows.lengths,
@@ -321,7 +347,17 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         return self.evaluations[split](self.model.scores)
 
     def validate(self) -> dict[str, float]:
-        return asdict(self.evaluate("validation"))
+        return asdict(self.evaluate(self.split))
+
+    def results(self) -> dict[str, dict[str, float]]:
+        """Returns the rows of the trained model in the table of the test."""
+        if self.split == "validation":
+            return {"HSTU": asdict(self.evaluate("test"))}
+        tests = self.validation
+        return {
+            "HSTU, last epoch": tests[max(tests)],
+            "HSTU, best epoch": max(reversed(tests.values()), key=self.quality),
+        }
 
     def quality(self, metrics: Mapping[str, float]) -> float:
         return metrics["ndcg_10"]
@@ -338,10 +374,11 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
     def plot(self, path: Path) -> None:
         label = "sampled softmax cross-entropy"
         shown = {name: LABELS[name] for name in SHOWN}
-        plot_curves(path, self.losses, self.validation, self.baselines, shown, label)
+        split = self.split.capitalize()
+        plot_curves(path, self.losses, self.validation, self.baselines, shown, label, split)
 
 
-def print_table(metrics: Mapping[str, Mapping[str, float]], caption: str) -> None:
+def print_table(metrics: Table, caption: str) -> None:
     """Prints one row for each name, with "-" for a metric that it does not have."""
     width = max(len(name) for name in metrics)
     print(f"\n{caption}\n\n{'':{width}}" + "".join(f"  {label:>8}" for label in LABELS.values()))
@@ -393,8 +430,8 @@ def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10)
     print(f"\nWatched next: {log.titles[next_item]}")
 
 
-def train(options: RetrievalOptions) -> None:
-    """Runs the job, from reading the file to printing the table."""
+def train(options: RetrievalOptions) -> Table:
+    """Runs the job, from reading the file to printing the table, which it returns."""
     check_directory(options)
     device = choose_device(options.device)
     log = open_data(options, [SYNTHETIC_DATA / "ratings.dat"], write_synthetic_movielens)
@@ -411,7 +448,7 @@ def train(options: RetrievalOptions) -> None:
     trainer.run()
 
     # The result is on the disk before anything else can fail.
-    table = {**baselines["test"], "HSTU": asdict(trainer.evaluate("test"))}
+    table = {**baselines["test"], **trainer.results()}
     metrics, curves = options.out / "metrics.json", options.out / "curves.png"
     write_json(metrics, table)
     print_table(
@@ -425,17 +462,27 @@ def train(options: RetrievalOptions) -> None:
             f"\nThe last item of {repeats:.1%} of the users is one that they had before: always a "
             "miss here. --exclude nothing ranks such items, too."
         )
+    if options.protocol == "published":
+        print(
+            "\nTrained on all events but the last; the best epoch is that of the best NDCG@10 here."
+        )
     if baselines["note"]:
         print(f"\n{baselines['note']}")
     print_recommendations(trainer, user)
     trainer.plot(curves)
     print(f"\nCurves: {curves}; metrics: {metrics}; model: {trainer.best}")
+    return table
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the job; the exit status is 1 if it fails."""
     try:
-        train(parse_arguments(arguments))
+        options = parse_arguments(arguments)
+        if options.seeds == 1:
+            train(options)
+        else:
+            summary = train_seeds(options, train)
+            print_table(summary, f"Of {options.seeds} seeds, from {options.seed} on.")
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ def plot_curves(
     baselines: Mapping[str, Mapping[str, float]],
     labels: Mapping[str, str],
     loss_label: str,
+    metrics_title: str = "Validation",
 ) -> None:
     """Draws the loss of each step, and the validation metrics next to those of the baselines.
 
@@ -32,6 +33,7 @@ def plot_curves(
         baselines: validation metrics by name.
         labels: the labels of the metrics to draw, by their names.
         loss_label: what the loss is.
+        metrics_title: the title of the metrics.
     """
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     loss_axes, metric_axes = figure.subplots(1, 2)
@@ -54,7 +56,7 @@ def plot_curves(
                 linewidth=1,
                 label=f"{label}, {baseline}",
             )
-    metric_axes.set(title="Validation", xlabel="step")
+    metric_axes.set(title=metrics_title, xlabel="step")
     metric_axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (loss_axes, metric_axes):
         axes.spines[["top", "right"]].set_visible(False)

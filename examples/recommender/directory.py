@@ -4,7 +4,8 @@
     baselines.json  what the baselines reach, which is found once for each run
     checkpoints/    from which it continues
     best.pt         the model that did best in validation so far
-    history.json    losses and validation metrics, and curves.png and tensorboard/, which show them
+    history.json    losses and metrics of validation, or of the test with `--protocol published`;
+                    curves.png and tensorboard/ show them
     metrics.json    the result of the test, written when the run is finished
 
 No command removes or replaces these files of another run.
@@ -24,7 +25,12 @@ __all__ = ["BASELINES", "RUN", "BaselineMetrics", "check_directory", "difference
 RUN, BASELINES = "run.json", "baselines.json"
 
 # A run that was started before these options existed was made with these values of them.
-EARLIER_VALUES = {"schedule": "cosine", "negatives_per": "batch", "exclude": "seen"}
+EARLIER_VALUES = {
+    "schedule": "cosine",
+    "negatives_per": "batch",
+    "exclude": "seen",
+    "protocol": "validated",
+}
 
 
 class BaselineMetrics(TypedDict):

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from hstu_attn.upload import Prefetcher
 from recommender.checkpoint import write_state
 from recommender.directory import BASELINES, RUN, BaselineMetrics, difference, read_json
 from recommender.files import naming, write_json
-from recommender.options import Options
+from recommender.options import Interval, Options
 from recommender.processes import Processes
 from recommender.scalars import Scalars
 
@@ -169,13 +169,15 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     Attributes:
         losses: the losses of the steps that have been read.
-        validation: metrics by step.
-        baselines: validation metrics of what the model is compared with, by name, for the picture.
+        split: what is evaluated while the model is trained.
+        validation: metrics of `split` by step.
+        baselines: such metrics of what the model is compared with, by name, for the picture.
         best_quality: the quality of the model in `best.pt`.
         seconds: how long steps and validations have taken.
     """
 
     advice = "A lower --learning-rate or more --warmup-steps may help."
+    split: Literal["validation", "test"] = "validation"
 
     def __init__(
         self,
@@ -212,7 +214,8 @@ class Trainer(ABC, Generic[AnyBatch]):
         if is_graph:  # a fused optimizer changes nothing where this is 1
             self.optimizer.found_inf = self.has_failed  # type: ignore[attr-defined]
         self.optimizers = [self.optimizer, *(table.fused_optimizer for table in tables)]
-        self.steps = options.steps or options.epochs * batches.batches_per_epoch
+        self.steps_per_epoch = batches.batches_per_epoch
+        self.steps = options.steps or options.epochs * self.steps_per_epoch
         self.losses: list[float] = []
         self.unread: list[Made[AnyBatch]] = []
         self.seconds = {"training": 0.0, "validation": 0.0}
@@ -243,7 +246,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Returns the metrics of the current model, the same on every process."""
+        """Returns the metrics of the current model in `split`, the same on every process."""
 
     @abstractmethod
     def quality(self, metrics: Mapping[str, float]) -> float:
@@ -310,13 +313,13 @@ class Trainer(ABC, Generic[AnyBatch]):
         """
         path = self.options.out / BASELINES
         found: BaselineMetrics | None = self.processes.from_first(read_json(path))
-        if found is None and self.options.no_baselines:
+        if found is None and not self.options.baselines:
             found = {"validation": {}, "test": {}, "note": ""}
         elif found is None:
             found = measure()
             if self.processes.is_first:
                 write_json(path, found)
-        self.baselines = found["validation"]
+        self.baselines = found[self.split]
         return found
 
     def run(self) -> None:
@@ -355,8 +358,8 @@ class Trainer(ABC, Generic[AnyBatch]):
             while self.step < self.steps:
                 self._train_step()
                 last = self.step == self.steps
-                validates = last or self.step % options.eval_every == 0
-                saves = last or self.step % options.checkpoint_every == 0
+                validates = last or self.step % self._steps(options.eval_every) == 0
+                saves = last or self.step % self._steps(options.checkpoint_every) == 0
                 if validates or saves or self.step % READ_EVERY == 0:
                     self._read()
                 bar.update()
@@ -367,6 +370,9 @@ class Trainer(ABC, Generic[AnyBatch]):
                     self._save()
                     if is_first and not last:  # the example draws the last, after the metrics
                         self._draw_curves()
+
+    def _steps(self, interval: Interval) -> int:
+        return self.steps_per_epoch if interval == "epoch" else interval
 
     def _where_it_trains(self) -> str:
         """Returns a line that names the device and says how steps are computed on it."""
@@ -501,10 +507,12 @@ class Trainer(ABC, Generic[AnyBatch]):
             self.save_best(self.best, metrics)
             self.best_quality = self.quality(metrics)
         self.validation[self.step] = metrics
-        self.scalars.write("validation", metrics, self.step)
-        bar.write(
-            f"step {self.step:5d}  loss {self._recent_loss()}  validation {self.describe(metrics)}"
-        )
+        self.scalars.write(self.split, metrics, self.step)
+        place = f"step {self.step:5d}"
+        if self.options.eval_every == "epoch":
+            place = f"epoch {self.step / self.steps_per_epoch:3g}"
+        described = self.describe(metrics)
+        bar.write(f"{place}  loss {self._recent_loss()}  {self.split} {described}")
 
     # --- where something is wrong -----------------------------------------------------------------
 
@@ -611,7 +619,7 @@ class Trainer(ABC, Generic[AnyBatch]):
                 self.step, self.trained, self.optimizer, run=self, sampler=self.position
             )
         if self.processes.is_first:
-            history = {"losses": self.losses, "validation": self.validation}
+            history = {"losses": self.losses, self.split: self.validation}
             write_json(self.options.out / "history.json", history)
 
 

@@ -21,10 +21,20 @@ if TYPE_CHECKING:
     from hstu_attn import FP8
     from hstu_attn.data import EventLog, LayoutName
 
-__all__ = ["Options", "Schedule", "Strategy", "choose_device", "make_parser", "open_data", "parse"]
+__all__ = [
+    "Interval",
+    "Options",
+    "Schedule",
+    "Strategy",
+    "choose_device",
+    "make_parser",
+    "open_data",
+    "parse",
+]
 
 Strategy: TypeAlias = Literal["ddp", "fsdp2"]
 Schedule: TypeAlias = Literal["cosine", "constant"]
+Interval: TypeAlias = "int | Literal['epoch']"  # steps, or an epoch
 
 # hstu_attn.data has these too, and imports torch.
 LAYOUT_NAMES = ("movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand")
@@ -37,7 +47,7 @@ ACTIONS = (
 NOT_PART_OF_THE_RUN = (
     *("data", "layout", "only", "cache_dir", "out", "resume", "device", "checkpoint_every"),
     *("min_user_events", "min_item_events"),
-    *("steps", "epochs", "no_baselines", "graph"),
+    *("steps", "epochs", "baselines", "graph"),
 )
 POSITIVE = (
     *("min_user_events", "min_item_events"),
@@ -66,6 +76,7 @@ class Options(argparse.Namespace):
     graph: bool | None
     steps: int | None
     epochs: int
+    seeds: int = 1
     dim: int
     layers: int
     heads: int
@@ -76,9 +87,9 @@ class Options(argparse.Namespace):
     weight_decay: float
     warmup_steps: int
     clip_norm: float
-    eval_every: int
-    checkpoint_every: int
-    no_baselines: bool
+    eval_every: Interval
+    checkpoint_every: Interval
+    baselines: bool
 
     not_part_of_the_run: tuple[str, ...] = NOT_PART_OF_THE_RUN
 
@@ -218,7 +229,10 @@ def make_parser(
         "--device", default="auto", help="auto is cuda where it has the kernels, otherwise cpu"
     )
     running.add_argument(
-        "--bf16", action="store_true", help="compute the layers in bfloat16; always so on cuda"
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compute the layers in bfloat16; always so on cuda",
     )
     running.add_argument(
         "--fp8",
@@ -232,16 +246,22 @@ def make_parser(
         help="capture training steps in CUDA graphs, for batches padded to few shapes; None is on "
         "a GPU that a single process uses",
     )
-    running.add_argument("--eval-every", type=int, default=300, help="steps between validations")
-    running.add_argument("--checkpoint-every", type=int, default=300, help="steps between saves")
+    every: dict[str, Any] = {"type": _interval, "default": 300, "metavar": "STEPS"}
+    running.add_argument("--eval-every", **every, help="steps between evaluations, or epoch")
+    running.add_argument("--checkpoint-every", **every, help="steps between saves, or epoch")
     running.add_argument(
-        "--no-baselines",
-        action="store_true",
-        help="do not tune the baselines, which takes its time before the training begins; a run "
-        "that is continued shows those that it has",
+        "--baselines",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="tune the baselines, which takes its time before the training begins; a run that is "
+        "continued without this shows those that it has",
     )
     parser.set_defaults(**defaults)
     return parser
+
+
+def _interval(text: str) -> Interval:
+    return "epoch" if text == "epoch" else int(text)
 
 
 def parse(
@@ -261,7 +281,8 @@ def parse(
     parser.parse_args(arguments, namespace=options)
     for name in (*POSITIVE, *positive):
         value = getattr(options, name)
-        _require(parser, options, name, value is None or 0 < value < math.inf, "be positive")
+        is_positive = value in (None, "epoch") or 0 < value < math.inf
+        _require(parser, options, name, is_positive, "be positive")
     _require(parser, options, "dropout", 0 <= options.dropout < 1, "be from 0 to below 1")
     for name in ("weight_decay", "warmup_steps", "clip_norm"):
         _require(parser, options, name, 0 <= getattr(options, name) < math.inf, "be 0 or more")

@@ -1,0 +1,73 @@
+"""Runs that differ by their seed, and the means and the spread of what they reach."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+from recommender.directory import check_directory
+from recommender.files import write_json
+from recommender.options import Options
+
+__all__ = ["Table", "train_seeds"]
+
+Table: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Metrics by name, of each row by its name."""
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+SPREAD = "standard deviation"
+
+
+def train_seeds(options: AnyOptions, train: Callable[[AnyOptions], Table]) -> Table:
+    """Trains with `options.seeds` seeds from `options.seed` on, and summarizes the results.
+
+    The run of a seed is in the directory `seed-N` of `options.out`, where `seeds.json` gets the
+    summary and the results of each. With `--resume` the runs that have begun are continued.
+
+    Args:
+        options: those of the runs, but for `seed` and `out`.
+        train: makes a run; returns its table.
+
+    Returns:
+        The means of each row and, where the runs differ, their standard deviations.
+
+    Raises:
+        ValueError: a directory of a run must not be used, before any run begins.
+    """
+    parent = copy.copy(options)
+    parent.resume = False
+    check_directory(parent)
+    runs = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        run = copy.copy(options)
+        run.seed, run.out = seed, options.out / f"seed-{seed}"
+        check_directory(run)
+        runs.append(run)
+    tables = []
+    for run in runs:
+        print(f"\nSeed {run.seed}, in {run.out}")
+        tables.append(train(run))
+        gc.collect()  # frees the model and its graphs, which refer to each other
+    summary = summarize(tables)
+    by_seed = {str(run.seed): table for run, table in zip(runs, tables, strict=True)}
+    write_json(options.out / "seeds.json", {"summary": summary, "seeds": by_seed})
+    return summary
+
+
+def summarize(tables: Sequence[Table]) -> dict[str, dict[str, float]]:
+    """Returns the means of the rows that all tables have, each with its spread where it has one."""
+    summary = {}
+    for name in tables[0]:
+        rows = [table[name] for table in tables if name in table]
+        if len(rows) < len(tables):
+            continue
+        columns = {metric: [row[metric] for row in rows] for metric in rows[0]}
+        if all(row == rows[0] for row in rows):
+            summary[name] = dict(rows[0])
+            continue
+        summary[f"{name}, mean"] = {key: statistics.fmean(x) for key, x in columns.items()}
+        summary[f"{name}, {SPREAD}"] = {key: statistics.stdev(x) for key, x in columns.items()}
+    return summary
