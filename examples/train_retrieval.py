@@ -39,11 +39,13 @@ from recommender.options import (
 )
 
 SYNTHETIC_DATA = Path("runs/synthetic-movielens")
+MODELS = {"hstu": "HSTU", "sasrec": "SASRec"}  # and what tables call them
 
 
 class RetrievalOptions(Options):
     """The command line."""
 
+    model: Literal["hstu", "sasrec"]
     tokens_per_batch: int | None
     sequences_per_batch: int | None
     max_seq_len: int
@@ -57,6 +59,10 @@ class RetrievalOptions(Options):
     seeds: int
 
     not_part_of_the_run = (*NOT_PART_OF_THE_RUN, "show_user", "seeds")
+
+    @property
+    def uses_kernels(self) -> bool:
+        return self.model == "hstu"
 
 
 class _InPlaceOf(argparse.Action):
@@ -82,6 +88,12 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         __doc__, "runs/retrieval", SYNTHETIC_DATA, epochs=28, learning_rate=4e-3, dropout=0.2
     )
     retrieval = parser.add_argument_group("retrieval")
+    retrieval.add_argument(
+        "--model",
+        choices=MODELS,
+        default="hstu",
+        help="HSTU layers, or SASRec (softmax attention, in plain torch) to compare with",
+    )
     retrieval.add_argument(
         "--tokens-per-batch",
         type=int,
@@ -163,6 +175,7 @@ from recommender.baselines import (
     Popularity,
     co_occurrence_candidates,
 )
+from recommender.checkpoint import write_state
 from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
 from recommender.evaluation import Evaluation, Metrics, Scorer, excluded_items, without_items
@@ -170,6 +183,7 @@ from recommender.files import write_json
 from recommender.kept import kept_baselines
 from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
+from recommender.sasrec import SASRec
 from recommender.saved import load_model, save_model
 from recommender.seeds import Table, train_seeds
 from torch import Tensor
@@ -277,6 +291,30 @@ def measure_baselines(log: EventLog, options: RetrievalOptions) -> BaselineMetri
         }
 
 
+def make_model(
+    options: RetrievalOptions, num_items: int, device: torch.device
+) -> RetrievalModel | SASRec:
+    """Returns the model that is trained, on the CPU; `device` is where it will be."""
+    shared: dict[str, Any] = {
+        "num_layers": options.layers,
+        "max_seq_len": options.max_seq_len,
+        "dropout_ratio": options.dropout,
+        "l2_normalize": options.similarity == "cosine",
+        "compute_dtype": options.compute_dtype(device),
+    }
+    if options.model == "sasrec":
+        return SASRec(num_items, options.dim, options.heads, **shared)
+    config = HSTULayerConfig.research(
+        embedding_dim=options.dim,
+        num_heads=options.heads,
+        linear_dim=options.dim_per_head,
+        attention_dim=options.dim_per_head,
+        max_sequence_len=options.max_seq_len,
+        linear_dropout_rate=options.dropout,
+    )
+    return RetrievalModel(num_items, replace(config, fp8=options.layer_fp8), **shared)
+
+
 class RetrievalTrainer(Trainer[JaggedBatch]):
     """Trains the model to tell each row's next item from others.
 
@@ -290,23 +328,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
 
     def __init__(self, options: RetrievalOptions, log: EventLog, device: torch.device) -> None:
         seed_everything(options.seed)
-        config = HSTULayerConfig.research(
-            embedding_dim=options.dim,
-            num_heads=options.heads,
-            linear_dim=options.dim_per_head,
-            attention_dim=options.dim_per_head,
-            max_sequence_len=options.max_seq_len,
-            linear_dropout_rate=options.dropout,
-        )
-        self.model = RetrievalModel(
-            log.num_items,
-            replace(config, fp8=options.layer_fp8),
-            options.layers,
-            options.max_seq_len,
-            options.dropout,
-            l2_normalize=options.similarity == "cosine",
-            compute_dtype=options.compute_dtype(device),
-        ).to(device)
+        self.model = make_model(options, log.num_items, device).to(device)
         self.retrieval = options
         self.log = log
         self.split = "test" if options.protocol == "published" else "validation"
@@ -351,12 +373,13 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
 
     def results(self) -> dict[str, dict[str, float]]:
         """Returns the rows of the trained model in the table of the test."""
+        name = MODELS[self.retrieval.model]
         if self.split == "validation":
-            return {"HSTU": asdict(self.evaluate("test"))}
+            return {name: asdict(self.evaluate("test"))}
         tests = self.validation
         return {
-            "HSTU, last epoch": tests[max(tests)],
-            "HSTU, best epoch": max(reversed(tests.values()), key=self.quality),
+            f"{name}, last epoch": tests[max(tests)],
+            f"{name}, best epoch": max(reversed(tests.values()), key=self.quality),
         }
 
     def quality(self, metrics: Mapping[str, float]) -> float:
@@ -366,10 +389,16 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         return "  ".join(f"{LABELS[name]} {metrics[name]:.4f}" for name in SHOWN)
 
     def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
-        save_model(path, self.model, self.log.source_item_ids, self.log.titles, validation)
+        if isinstance(self.model, SASRec):  # which is not served
+            write_state(path, {"model": self.model.state_dict(), "validation": dict(validation)})
+        else:
+            save_model(path, self.model, self.log.source_item_ids, self.log.titles, validation)
 
     def load_best(self, path: Path) -> None:
-        self.model = load_model(path, self.device).model
+        if isinstance(self.model, SASRec):
+            self.model.load_weights(path)
+        else:
+            self.model = load_model(path, self.device).model
 
     def plot(self, path: Path) -> None:
         label = "sampled softmax cross-entropy"

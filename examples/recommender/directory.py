@@ -26,6 +26,7 @@ RUN, BASELINES = "run.json", "baselines.json"
 
 # A run that was started before these options existed was made with these values of them.
 EARLIER_VALUES = {
+    "model": "hstu",
     "schedule": "cosine",
     "negatives_per": "batch",
     "exclude": "seen",

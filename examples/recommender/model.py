@@ -1,4 +1,4 @@
-"""A retrieval model and its loss.
+"""The retrieval model and its loss.
 
 The model has item and position embeddings, a stack of HSTU layers, and scores by dot products with
 the item embeddings.
@@ -18,16 +18,54 @@ from torch.autograd.function import once_differentiable
 from hstu_attn.data import JaggedBatch
 from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
 
-__all__ = ["RetrievalModel", "sampled_softmax_loss"]
+__all__ = ["ItemModel", "RetrievalModel", "sampled_softmax_loss"]
 
 GATHERED_ELEMENTS = 2**24  # of item vectors at a time, 64 MiB; at least those of one row
 
 
-class RetrievalModel(nn.Module):
+class ItemModel(nn.Module):
+    """Item embeddings, and how the state of a row is compared with them.
+
+    A model of sequences derives from it, and its `forward` gives the states.
+
+    Args:
+        num_items: size of the catalogue.
+        dim: width of the embeddings, which start as N(0, 0.02) without what is beyond two standard
+            deviations.
+        l2_normalize: compares by cosine; False compares by dot product, with the states
+            layer-normalized.
+    """
+
+    def __init__(self, num_items: int, dim: int, l2_normalize: bool) -> None:
+        super().__init__()
+        self.l2_normalize = l2_normalize
+        self.item_embedding = nn.Embedding(num_items, dim)
+        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)
+
+    def state_vectors(self, x: Tensor) -> Tensor:
+        """Returns the vectors of layer outputs `(n, dim)` to compare items with."""
+        x = x.float()
+        return F.normalize(x, dim=1) if self.l2_normalize else F.layer_norm(x, x.shape[1:])
+
+    def item_vectors(self, items: Tensor | None = None) -> Tensor:
+        """Returns the vectors `(n, dim)` fp32 of the given items, or of all.
+
+        States are compared with them.
+        """
+        table = self.item_embedding.weight
+        vectors = table if items is None else F.embedding(items, table)
+        return F.normalize(vectors, dim=1) if self.l2_normalize else vectors
+
+    def scores(self, batch: JaggedBatch) -> Tensor:
+        """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
+        states: Tensor = self(batch)
+        return states[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
+
+
+class RetrievalModel(ItemModel):
     """Predicts each row's next item (arXiv 2402.17152, section 4.1.1).
 
-    The weights start as in that paper's public experiments: items are N(0, 0.02) without what is
-    beyond two standard deviations, and positions Xavier normal.
+    The weights start as in that paper's public experiments; positions are Xavier normal.
 
     Args:
         num_items: size of the catalogue.
@@ -36,8 +74,7 @@ class RetrievalModel(nn.Module):
         num_layers: how many layers.
         max_seq_len: no sequence is longer.
         dropout_ratio: the dropout ratio of the embedded inputs.
-        l2_normalize: compares by cosine; False compares by dot product, with the states
-            layer-normalized.
+        l2_normalize: as in `ItemModel`.
         compute_dtype: the dtype of the layers; embeddings and scores are fp32.
     """
 
@@ -51,15 +88,12 @@ class RetrievalModel(nn.Module):
         l2_normalize: bool = True,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        super().__init__(num_items, config.embedding_dim, l2_normalize)
         self.config = config
         self.max_seq_len = max_seq_len
         self.dropout_ratio = dropout_ratio
-        self.l2_normalize = l2_normalize
         self.compute_dtype = compute_dtype
         self.reads_times = config.enable_relative_attention_bias and config.num_buckets > 0
-        self.item_embedding = nn.Embedding(num_items, config.embedding_dim)
-        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)
         self.position = PositionalEmbedding(max_seq_len, config.embedding_dim, dropout_ratio)
         nn.init.xavier_normal_(self.position.embedding.weight)
         self.stack = HSTUStack(config, num_layers)
@@ -75,26 +109,6 @@ class RetrievalModel(nn.Module):
             row_timestamps=batch.target_timestamps if self.reads_times else None,
         )
         return self.state_vectors(x)
-
-    def state_vectors(self, x: Tensor) -> Tensor:
-        """Returns the vectors of layer outputs `(n, embedding_dim)` to compare items with."""
-        x = x.float()
-        return F.normalize(x, dim=1) if self.l2_normalize else F.layer_norm(x, x.shape[1:])
-
-    def item_vectors(self, items: Tensor | None = None) -> Tensor:
-        """Returns the vectors of the given items, or of all: `(n, embedding_dim)` fp32.
-
-        States are compared with them.
-
-        They are those of the given items, or of all.
-        """
-        table = self.item_embedding.weight
-        vectors = table if items is None else F.embedding(items, table)
-        return F.normalize(vectors, dim=1) if self.l2_normalize else vectors
-
-    def scores(self, batch: JaggedBatch) -> Tensor:
-        """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
-        return self.forward(batch)[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
 
 
 class _ScoresOfOwnItems(Function):
@@ -140,7 +154,7 @@ def _parts_of_rows(items: Tensor, dim: int) -> Iterator[slice]:
 
 
 def sampled_softmax_loss(
-    model: RetrievalModel,
+    model: ItemModel,
     states: Tensor,
     target_items: Tensor,
     num_negatives: int,

@@ -102,6 +102,11 @@ class Options(argparse.Namespace):
         }
 
     @property
+    def uses_kernels(self) -> bool:
+        """Whether heads must have a width that the kernels of HSTU attention take."""
+        return True
+
+    @property
     def dim_per_head(self) -> int:
         """Width of q, k, u and v in each head."""
         return self.head_dim or self.dim // self.heads
@@ -290,8 +295,19 @@ def parse(
     _require(parser, options, "seed", in_range, f"be from 0 to {LARGEST_SEED}")
     is_device = re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", options.device) is not None
     _require(parser, options, "device", is_device, "be auto, cpu, cuda or cuda:NUMBER")
+    _check_model(parser, options)
+
+
+def _check_model(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Ends the program with an error for widths or FP8 that the model cannot have."""
     head_dim = options.head_dim
-    if head_dim is None:
+    if not options.uses_kernels:
+        is_divisible = options.dim % options.heads == 0
+        _require(parser, options, "dim", is_divisible, "be a multiple of --heads")
+        for name in ("head_dim", "fp8"):
+            is_absent = getattr(options, name) is None
+            _require(parser, options, name, is_absent, "not be given with this model")
+    elif head_dim is None:
         is_divisible = options.dim % (8 * options.heads) == 0
         multiple = "be a multiple of 8 times --heads where --head-dim is not given"
         _require(parser, options, "dim", is_divisible, multiple)

@@ -21,3 +21,10 @@ def test_a_run_from_before_exclude_ranked_what_keep_seen_says(
     else:
         assert problem is not None
         assert f"exclude = {of_run!r}, this run has {exclude!r}" in problem
+
+
+def test_the_model_of_a_run_is_the_same() -> None:
+    for made_with, of_run in (({}, "hstu"), ({"model": "sasrec"}, "sasrec")):
+        for model in ("hstu", "sasrec"):
+            problem = difference(made_with, {"model": model}, Path("run"))
+            assert (problem is None) == (model == of_run)
