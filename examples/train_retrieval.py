@@ -2,6 +2,8 @@
 
     python examples/train_retrieval.py                                      # a made-up data set
     python examples/train_retrieval.py --data ml-1m/ratings.dat --out runs/ml
+    python examples/train_retrieval.py --data ml-1m/ratings.dat --out runs/r --recipe hstu-ml-1m
+    python examples/train_retrieval.py --data ml-1m/ratings.dat --recipe sasrec-ml-1m --seeds 3
     python examples/train_retrieval.py --data ml-1m/ratings.dat --out runs/ml --resume
     python examples/train_retrieval.py --data ml-1m/ratings.dat --out runs/ml --resume --epochs 60
     python examples/train_retrieval.py --data Video_Games.csv.gz --out runs/games --no-baselines
@@ -10,8 +12,9 @@
 Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles next to them), Amazon
 reviews (ratings only, of 2014, 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
 testing, the one before it for validation, and the rest for training; `--protocol published` trains
-on all but the last, as for published figures (arXiv 2402.17152, section 4.1.1). Training is by
-sampled softmax; evaluation ranks the whole catalogue and compares with two baselines.
+on all but the last, as for published figures (arXiv 2402.17152, section 4.1.1). A recipe, a TOML
+file of options, repeats one of these. Training is by sampled softmax; evaluation ranks the whole
+catalogue and compares with two baselines.
 
 The output directory holds the curves, the metrics and checkpoints, from which a killed run
 continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that holds a
@@ -37,14 +40,27 @@ from recommender.options import (
     open_data,
     parse,
 )
+from recommender.recipes import add_recipe, with_recipe
 
 SYNTHETIC_DATA = Path("runs/synthetic-movielens")
 MODELS = {"hstu": "HSTU", "sasrec": "SASRec"}  # and what tables call them
+
+LABELS = {
+    "hit_rate_10": "HR@10",
+    "ndcg_10": "NDCG@10",
+    "hit_rate_50": "HR@50",
+    "ndcg_50": "NDCG@50",
+    "hit_rate_200": "HR@200",
+    "ndcg_200": "NDCG@200",
+    "mrr": "MRR",
+}
 
 
 class RetrievalOptions(Options):
     """The command line."""
 
+    recipe: str | None
+    published: dict[str, float]
     model: Literal["hstu", "sasrec"]
     tokens_per_batch: int | None
     sequences_per_batch: int | None
@@ -58,7 +74,7 @@ class RetrievalOptions(Options):
     show_user: str | None
     seeds: int
 
-    not_part_of_the_run = (*NOT_PART_OF_THE_RUN, "show_user", "seeds")
+    not_part_of_the_run = (*NOT_PART_OF_THE_RUN, *("recipe", "published", "show_user", "seeds"))
 
     @property
     def uses_kernels(self) -> bool:
@@ -88,6 +104,7 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         __doc__, "runs/retrieval", SYNTHETIC_DATA, epochs=28, learning_rate=4e-3, dropout=0.2
     )
     retrieval = parser.add_argument_group("retrieval")
+    add_recipe(retrieval)
     retrieval.add_argument(
         "--model",
         choices=MODELS,
@@ -158,6 +175,7 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         "negatives",
         "temperature",
     )
+    arguments, options.published = with_recipe(parser, arguments, LABELS.values())
     parse(parser, arguments, options, positive)
     return options
 
@@ -205,15 +223,6 @@ Split = Literal["validation", "test"]
 
 CPU = torch.device("cpu")
 EVALUATION_TOKENS = {"cpu": 2**14, "cuda": 2**17}
-LABELS = {
-    "hit_rate_10": "HR@10",
-    "ndcg_10": "NDCG@10",
-    "hit_rate_50": "HR@50",
-    "ndcg_50": "NDCG@50",
-    "hit_rate_200": "HR@200",
-    "ndcg_200": "NDCG@200",
-    "mrr": "MRR",
-}
 SHOWN = ("hit_rate_10", "ndcg_10", "hit_rate_50")  # while training, and in the curves
 RANKED = {
     "seen": "all items that the user has not seen",
@@ -407,6 +416,12 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         plot_curves(path, self.losses, self.validation, self.baselines, shown, label, split)
 
 
+def with_published(table: Table, published: Mapping[str, float]) -> Table:
+    """Returns the table with a last row of the published metrics, if there are any."""
+    row = {name: published[label] for name, label in LABELS.items() if label in published}
+    return {**table, "published": row} if row else table
+
+
 def print_table(metrics: Table, caption: str) -> None:
     """Prints one row for each name, with "-" for a metric that it does not have."""
     width = max(len(name) for name in metrics)
@@ -481,7 +496,7 @@ def train(options: RetrievalOptions) -> Table:
     metrics, curves = options.out / "metrics.json", options.out / "curves.png"
     write_json(metrics, table)
     print_table(
-        table,
+        with_published(table, options.published),
         f"Test, leave-one-out: the last event of {log.num_users:,} users among "
         f"{RANKED[options.exclude]} ({log.num_items:,} items in all).",
     )
@@ -511,6 +526,7 @@ def main(arguments: list[str] | None = None) -> int:
             train(options)
         else:
             summary = train_seeds(options, train)
+            summary = with_published(summary, options.published)
             print_table(summary, f"Of {options.seeds} seeds, from {options.seed} on.")
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
