@@ -117,6 +117,7 @@ def make_call(
     strict: bool = True,
     quantization: Quantization | None = None,
     descales: Descales = NO_DESCALES,
+    may_keep_e4m3: bool = False,
 ) -> AttentionCall:
     """Returns the call of a batch, for `ops.attention`.
 
@@ -124,12 +125,14 @@ def make_call(
         times: `bias_times` of a bias; unlike its tables, all layers share them.
         strict: see `AttentionCall`.
         descales: `(q_descale, k_descale, v_descale)`.
+        may_keep_e4m3: whether the caller heeds `quantization.keep`.
 
     The other arguments are those of `hstu_attention`.
 
     Raises:
         ValueError: for a mask that is no `Mask`, a quantization that is no `Quantization` or given
             beside `quant_mode`, or an `attn_scale` that requires a gradient.
+        NotImplementedError: for a `quantization.keep` that the caller does not have.
     """
     if mask is None:
         mask = _FULL
@@ -140,6 +143,10 @@ def make_call(
     smooth_k = False
     if quantization is not None:
         quant_mode, smooth_k = _check_quantization(quantization, quant_mode)
+        if quantization.keep == "e4m3" and not may_keep_e4m3:
+            raise NotImplementedError(
+                "quantization: only hstu_attention without pages has keep='e4m3'"
+            )
     timestamps, row_timestamps, thresholds = times
     q_descale, k_descale, v_descale = descales
     window_left, window_right = mask.window_size

@@ -133,7 +133,7 @@ def _quantized(inputs: _Inputs) -> tuple[_Inputs, Tensor]:
 
 
 def quantize(*args: Any) -> None:
-    """Computes `quantize_qkv` into the last nine arguments, of the schema's."""
+    """Computes `quantize_qkv` into the last ten arguments, of the schema's."""
     count = len(Quantized._fields)
     for output, result in zip(args[-count:], quantize_qkv(*args[:-count]), strict=True):
         output.copy_(result)

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import fp8_tensors, ops
 from .bias import Bias
 from .call import bias_tensors, bias_times, make_call
+from .fp8_attention import attention_keeping_e4m3
 from .fx import Proxy, record_call
 from .mask import Mask
 from .paged import PagedKV
@@ -93,8 +94,8 @@ def hstu_attention(
         sm_margin: streaming multiprocessors to leave free on a GPU, for overlapping communication.
         quantization: how bf16 or fp16 q, k, v and the weights are quantized to e4m3 in the forward
             (experimental); None means that they are not. The gradients are those of the inputs
-            without it. It needs a Hopper GPU, without a bias or pages; on a CPU torch's functions
-            compute it, without pages.
+            without it, unless `Quantization.keep` says otherwise. It needs a Hopper GPU, without a
+            bias or pages; on a CPU torch's functions compute it, without pages.
         q_descale, k_descale, v_descale: what elements of float8_e4m3fn q, k and v are multiplied
             by; with that dtype, all are needed. fp32, of shape `()` or `(1,)`, `(batch,)`,
             `(batch, heads)`, or `(heads, total // 128 + batch)`, where rows `128 * j` to
@@ -139,8 +140,11 @@ def hstu_attention(
         sm_margin,
         quantization=quantization,
         descales=descales,
+        may_keep_e4m3=paged_kv is None,
     )
     pages = ops.NO_PAGES if paged_kv is None else paged_kv.arguments
+    if quantization is not None and quantization.keep == "e4m3":
+        return attention_keeping_e4m3(q, k, v, call, bias_tensors(bias))
     return ops.attention(q, k, v, call, bias_tensors(bias), pages)
 
 

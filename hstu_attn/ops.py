@@ -31,9 +31,11 @@ __all__ = [
     "attention_backward",
     "attention_gradients",
     "attention_packed",
+    "below_autograd",
     "check_build",
     "explain_types",
     "has_cuda_kernels",
+    "only_once",
 ]
 
 LIBRARY_PATH = Path(__file__).with_name("_C.abi3.so")
@@ -208,6 +210,7 @@ def _quantize_fake(*args: Any) -> tuple[Tensor, ...]:
         codes(blocks, heads, head_dim_v, BLOCK),
         *(floats(heads, count) for count in (total_q, blocks, blocks, total_q, blocks)),
         floats(heads, total_q) if smooth_k else floats(0),
+        floats(cu_seqlens_q.shape[0] - 1, heads, head_dim) if smooth_k else floats(0),
     )
 
 
@@ -262,7 +265,7 @@ def _check_gradients(q: Tensor, kv_cache: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def _call(op: Callable[..., _Result], *args: Any) -> _Result:
+def below_autograd(op: Callable[..., _Result], *args: Any) -> _Result:
     """Calls `op`, a raw operator, below autograd; errors get the types that they have in C++."""
     try:
         with torch._C._AutoDispatchBelowAutograd():
@@ -305,7 +308,7 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(SINGLE_BACKWARD)
 
 
-def _only_once(
+def only_once(
     inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Wraps `gradients` so that differentiating them again raises `SINGLE_BACKWARD`."""
@@ -331,7 +334,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, rab, pos_weight, ts_weight)
         ctx.call = call
-        return _call(_fwd, q, k, v, rab, pos_weight, ts_weight, *call, *NO_PAGES)
+        return below_autograd(_fwd, q, k, v, rab, pos_weight, ts_weight, *call, *NO_PAGES)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -339,7 +342,7 @@ class _Attention(torch.autograd.Function):
         *_, pos_weight, ts_weight = saved = ctx.saved_tensors
         _, _, _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
         dout_rows = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dq, dk, dv, drab, dpos, dts = _call(
+        dq, dk, dv, drab, dpos, dts = below_autograd(
             _bwd, dout_rows, *saved, *ctx.call, has_drab, has_dpos or has_dts
         )
         gradients: Sequence[Tensor | None] = (
@@ -351,7 +354,7 @@ class _Attention(torch.autograd.Function):
             dts.to(ts_weight.dtype) if has_dts else None,
         )
         if torch.is_grad_enabled():
-            gradients = _only_once((dout, *saved), gradients)
+            gradients = only_once((dout, *saved), gradients)
         return (*gradients, None)
 
 
@@ -369,7 +372,7 @@ class _AttentionPacked(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(qkv, rab, pos_weight, ts_weight)
         ctx.call = call
-        return _call(_fwd, *qkv.unbind(1), rab, pos_weight, ts_weight, *call, *NO_PAGES)
+        return below_autograd(_fwd, *qkv.unbind(1), rab, pos_weight, ts_weight, *call, *NO_PAGES)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -392,7 +395,7 @@ class _AttentionPacked(torch.autograd.Function):
             None if dts is None else dts.to(ts_weight.dtype),
         )
         if torch.is_grad_enabled():
-            gradients = _only_once((dout, *saved), gradients)
+            gradients = only_once((dout, *saved), gradients)
         return (*gradients, None)
 
 
@@ -434,7 +437,7 @@ def attention(
         ):
             _check_gradients(q, pages[0])
             return _Attention.apply(q, k, v, *bias, call)  # type: ignore[no-any-return]
-        return _call(_fwd, q, k, v, *bias, *call, *pages)
+        return below_autograd(_fwd, q, k, v, *bias, *call, *pages)
     except (AttributeError, RuntimeError, TypeError):
         op = torch.ops.hstu_attn.hstu_varlen_fwd.default
         explain_types(op, q, k, v, *bias, *call, *pages)
@@ -464,7 +467,7 @@ def attention_gradients(
     It is for an autograd function of the caller. The arguments are those of `attention`, and `dout`
     is `(total_q, heads, Dv)`.
     """
-    dq, dk, dv, *_ = _call(_bwd, dout, q, k, v, *NO_BIAS, *call, False, False)
+    dq, dk, dv, *_ = below_autograd(_bwd, dout, q, k, v, *NO_BIAS, *call, False, False)
     return dq, dk, dv
 
 
@@ -496,7 +499,7 @@ def attention_backward(
         table.new_empty(table.shape, dtype=torch.float) if wanted and table is not None else None
         for table, wanted in ((pos_weight, has_dpos), (ts_weight, has_dts))
     )
-    _call(_bwd_out, dout, *qkv, *bias, *call, *gradients, drab, dpos, dts)
+    below_autograd(_bwd_out, dout, *qkv, *bias, *call, *gradients, drab, dpos, dts)
     return drab, dpos, dts
 
 
@@ -522,7 +525,7 @@ def append_paged_kv(*args: Tensor | None) -> None:
         if torch.compiler.is_compiling():
             op(*args)
         else:
-            _call(op, *args)
+            below_autograd(op, *args)
     except (RuntimeError, TypeError):
         explain_types(op, *args)
         raise

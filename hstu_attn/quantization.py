@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "Quantization",
     "Quantized",
     "dequantize",
+    "dequantized_rows",
     "max_blocks",
     "padded_head_dim",
     "quantize_qkv",
@@ -58,10 +59,18 @@ class Quantization:
         smooth_k: whether to quantize k without its mean over each sequence and head, whose product
             with q is then added to the scores in fp32. Where k is not centered, as after SiLU, this
             halves the error.
+        keep: what a call keeps for its backward: "inputs", q, k and v, with the gradients that they
+            have without a quantization; or "e4m3", the quantized ones in half the memory, with the
+            gradients of what these stand for.
     """
 
     mode: int = 2
     smooth_k: bool = False
+    keep: str = "inputs"
+
+    def __post_init__(self) -> None:
+        if self.keep not in ("inputs", "e4m3"):
+            raise ValueError(f"keep: expected 'inputs' or 'e4m3', got {self.keep!r}")
 
 
 class Quantized(NamedTuple):
@@ -83,6 +92,7 @@ class Quantized(NamedTuple):
         k_norm: `(heads, blocks)`: the largest of these bounds of the rows of a block.
         q_mean_product: `(heads, total_q)`: with `smooth_k`, rows of q times the mean that was
             subtracted from K, to be added to the scores; else `(0,)`.
+        k_mean: `(batch, heads, D)`: with `smooth_k`, that mean; else `(0,)`.
     """
 
     q8: Tensor
@@ -94,6 +104,13 @@ class Quantized(NamedTuple):
     q_norm: Tensor
     k_norm: Tensor
     q_mean_product: Tensor
+    k_mean: Tensor
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What `dequantized_rows` needs of it."""
+        codes = (self.q8, self.k8, self.v8)
+        return *codes, self.q_descale, self.k_descale, self.v_descale, self.k_mean
 
 
 def max_blocks(rows: int, batch: int) -> int:
@@ -133,13 +150,10 @@ class _Rows:
         self.slot = position % BLOCK
 
 
-@cache
-def _slot_positions() -> Tensor:
-    """Returns where v8 has each of the 128 keys of a block: the inverse of `key_at` in C++."""
-    position = torch.arange(BLOCK)
-    within = position % 16
-    key = position - within + within % 4 // 2 * 8 + within // 4 * 2 + within % 2
-    return key.argsort()
+def _slot_positions(slots: Tensor) -> Tensor:
+    """Returns where v8 has the keys of a block: the inverse of `key_at` in C++."""
+    within = slots % 16
+    return slots - within + within % 8 // 2 * 4 + within // 8 * 2 + within % 2
 
 
 # ---------------------------------------------------------------------------------------------
@@ -194,7 +208,7 @@ def quantize_qkv(
     blocks = k_rows.num_blocks
     k_norms = _largest(_norm(k_codes, k_scales), k_rows.block, blocks)
     v8 = torch.zeros((blocks, BLOCK, *v.shape[1:]), dtype=torch.uint8)
-    v8[k_rows.block, _slot_positions()[k_rows.slot]] = v_codes.view(torch.uint8)
+    v8[k_rows.block, _slot_positions(k_rows.slot)] = v_codes.view(torch.uint8)
     return Quantized(
         _pad(q_codes, q_rows.row, q.shape[0]),
         _pad(k_codes, k_rows.row, k.shape[0]),
@@ -205,6 +219,7 @@ def quantize_qkv(
         _scatter(_norm(q_codes, q_scales), q_rows.row, q.shape[0]).t().contiguous(),
         k_norms.t().contiguous(),
         q_mean_product.contiguous(),
+        torch.empty(0) if mean is None else mean,
     )
 
 
@@ -390,7 +405,7 @@ def dequantize(
     q = values(rows_of(x.q8, q_rows), q_rows, x.q_descale.t()[q_rows.row], total_q)
     k = values(rows_of(x.k8, k_rows), k_rows, x.k_descale.t()[k_rows.block], total_k)
     slots = x.v8.view(torch.uint8).permute(0, 3, 1, 2)
-    v_codes = slots[k_rows.block, _slot_positions()[k_rows.slot]].contiguous().view(E4M3)
+    v_codes = slots[k_rows.block, _slot_positions(k_rows.slot)].contiguous().view(E4M3)
     v = values(v_codes, k_rows, x.v_descale.t()[k_rows.block], total_k)
 
     k_norms = x.k_norm.t()[k_rows.block]
@@ -403,6 +418,40 @@ def dequantize(
         v,
         _scatter(bound, q_rows.row, total_q),
     )
+
+
+def dequantized_rows(
+    kept: Sequence[Tensor], cu_seqlens_k: Tensor, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the q, k (with its mean) and v that codes stand for, rounded to `dtype`.
+
+    The host reads no value. Rows that belong to no sequence are undefined.
+
+    Args:
+        kept: `Quantized.kept`.
+        cu_seqlens_k: `(batch + 1,)` that they were quantized with.
+        head_dim: D.
+        dtype: bf16, fp16 or wider, so that it holds every code.
+    """
+    q8, k8, v8, q_descale, k_descale, v_descale, k_mean = kept
+    q = q8[..., :head_dim].to(dtype).mul_(q_descale.t()[..., None])
+    if cu_seqlens_k.shape[0] < 2:
+        return q, k8[..., :head_dim].to(dtype), q.new_zeros((*k8.shape[:2], v8.shape[2]))
+    rows = torch.arange(k8.shape[0], device=k8.device)
+    begin = cu_seqlens_k.to(torch.int64)[:-1]
+    sequence = (torch.searchsorted(begin, rows, right=True) - 1).clamp(min=0)
+    position = (rows - begin[sequence]).clamp(min=0)
+    block = begin[sequence] // BLOCK + sequence + position // BLOCK
+    block = block.clamp(0, v8.shape[0] - 1)
+
+    k_factor = k_descale.t()[block][..., None]
+    if k_mean.numel() == 0:
+        k = k8[..., :head_dim].to(dtype).mul_(k_factor)
+    else:
+        k = torch.addcmul(k_mean[sequence], k8[..., :head_dim].float(), k_factor).to(dtype)
+    codes = v8.view(torch.uint8).permute(0, 3, 1, 2)[block, _slot_positions(position % BLOCK)]
+    v = codes.contiguous().view(E4M3).to(dtype).mul_(v_descale.t()[block][..., None])
+    return q, k, v
 
 
 def weight_scales(

@@ -26,6 +26,7 @@ from .quantization import (
     E4M3,
     Quantization,
     dequantize,
+    dequantized_rows,
     quantize_qkv,
     round_weights,
     weight_scales,
@@ -138,7 +139,8 @@ def hstu_attention(
 def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) -> Tensor:
     """Computes `hstu_attention(**arguments)` of quantized q, k and v, with rounded weights.
 
-    The gradients are those without a quantization.
+    The gradients are those without a quantization or, with `keep="e4m3"`, those of the quantized q,
+    k and v.
     """
     q, k, v, bias = (arguments[name] for name in ("q", "k", "v", "bias"))
     cu_seqlens_q, cu_seqlens_k = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
@@ -163,7 +165,12 @@ def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) 
     out = out.to(q.dtype)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
         return out
-    plain = hstu_attention(**arguments)
+    if quantization.keep == "e4m3":
+        kept = dequantized_rows(x.kept, sequences[1], q.shape[2], dtype)
+        for name, of_codes in zip("qkv", kept, strict=True):
+            given = arguments[name].to(dtype)
+            arguments[name] = given + (of_codes - given).detach()
+    plain = hstu_attention(**arguments).to(q.dtype)
     return out + (plain - plain.detach())
 
 

@@ -85,6 +85,7 @@ void set_outputs(const QuantizeOutputs& outputs, QuantizeParams& params) {
   params.q_norm = static_cast<float*>(at(6));
   params.k_norm = static_cast<float*>(at(7));
   params.q_mean_product = static_cast<float*>(at(8));
+  params.k_mean = static_cast<float*>(at(9));
 }
 
 // ----------------------------------------------------------------------------------------- CPU
@@ -235,7 +236,7 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   if (params.batch.batch > 0 && params.batch.total_q > 0) DeviceOps::append(args, params);
 }
 
-// quantize_qkv(...) -> nine tensors
+// quantize_qkv(...) -> ten tensors
 template <typename DeviceOps>
 void quantize(StableIValue* stack, uint64_t, uint64_t) {
   StackReader in(stack);
@@ -260,7 +261,8 @@ void quantize(StableIValue* stack, uint64_t, uint64_t) {
       floats({heads, blocks}),
       floats({heads, total_q}),
       floats({heads, blocks}),
-      params.smooth_k ? floats({heads, total_q}) : floats({0})};
+      params.smooth_k ? floats({heads, total_q}) : floats({0}),
+      params.smooth_k ? floats({params.batch.batch, heads, params.k.head_dim}) : floats({0})};
   QuantizeOutputs outputs;
   for (int n = 0; n < QuantizeOutputs::kCount; ++n) outputs.tensors[n] = written_view(tensors[n]);
   set_outputs(outputs, params);
@@ -314,11 +316,11 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
         ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> bool");
   m.def("quantize_qkv(" HSTU_QUANTIZE_SCHEMA("=None") ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
-        "Tensor, Tensor, Tensor, Tensor)");
+        "Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("composed_quantize(" HSTU_QUANTIZE_SCHEMA(
       "") ", Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, Tensor(d!) out_q_descale, "
           "Tensor(e!) out_k_descale, Tensor(f!) out_v_descale, Tensor(g!) q_norm, "
-          "Tensor(h!) k_norm, Tensor(i!) q_mean_product) -> bool");
+          "Tensor(h!) k_norm, Tensor(i!) q_mean_product, Tensor(j!) k_mean) -> bool");
   m.def(
       "append_paged_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor page_offsets, "
       "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets, "

@@ -30,7 +30,7 @@ struct Gradients {
 
 // The tensors that quantize_qkv writes: see QuantizeParams.
 struct QuantizeOutputs {
-  static constexpr int kCount = 9;
+  static constexpr int kCount = 10;
   TensorView tensors[kCount];
 
   template <typename Function>

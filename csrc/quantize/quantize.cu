@@ -143,7 +143,7 @@ struct Workspace {
     if (params.mode >= QuantMode::kHead) largest = arena.take<unsigned>(3 * sequences);
     zeroed_bytes = arena.used();
     if (params.smooth_k) {
-      mean = arena.take<float>(sequences * params.k.head_dim);
+      mean = params.k_mean ? params.k_mean : arena.take<float>(sequences * params.k.head_dim);
       block_sums = arena.take<float>(max_blocks(params.batch.total_k, params.batch.batch) *
                                      params.heads * params.k.head_dim);
     }

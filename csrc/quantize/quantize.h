@@ -54,6 +54,7 @@ struct QuantizeParams {
   float* q_norm = nullptr;          // [H, total_q]: an upper bound of the norm of the row of q8
   float* k_norm = nullptr;          // [H, blocks]: the same, the largest of the rows of k8
   float* q_mean_product = nullptr;  // [H, total_q] with smooth_k: the row of q times K's mean
+  float* k_mean = nullptr;          // [B, H, D] with smooth_k, or null: not wanted
   void* workspace = nullptr;        // quantize_workspace_bytes(), aligned to 16 bytes
 };
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hstu_attn import reference
+from hstu_attn import hstu_attention, reference
 from hstu_attn.quantization import BLOCK, E4M3, dequantize, quantize_qkv
-from hstu_attn.testing import Batch, make_batch
+from hstu_attn.testing import Batch, make_batch, run
 
 BF16 = torch.bfloat16
 MODES = range(6)
@@ -63,6 +63,21 @@ def exact_and_emulated(batch: Batch, given: dict[str, Tensor]) -> tuple[Tensor, 
     exact = reference.hstu_attention(x.q[..., :-1], x.k[..., :-1], x.v, **options)
     emulated = reference.hstu_attention(*inputs, **options, **given, compute_dtype=torch.float64)
     return exact, emulated
+
+
+def assert_gradients_of_kept_codes(
+    batch: Batch, dout: Tensor, of_inputs: dict[str, Tensor]
+) -> None:
+    """Checks a call with `keep="e4m3"`, where `of_inputs` are the results without.
+
+    The gradients are those of what the codes stand for, up to the rounding of bf16.
+    """
+    expected = run(reference.hstu_attention, to_device(batch, "cpu"), dout.cpu(), torch.float64)
+    found = run(hstu_attention, batch, dout)
+    assert torch.equal(found.pop("out"), of_inputs["out"])
+    for name, gradient in found.items():
+        assert relative_error(gradient.cpu(), expected[name]) <= 1e-2, name
+        assert not torch.equal(gradient, of_inputs[name]), name
 
 
 def shapes_of_descales(name: str) -> list[tuple[int, ...]]:

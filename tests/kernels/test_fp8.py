@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_attn import Mask, Quantization, hstu_attention, hstu_attn_varlen_func, reference
+from hstu_attn.call import make_call
 from hstu_attn.quantization import round_weights, weight_scales
 from hstu_attn.testing import Batch, make_batch, make_bias, run
 from tests.helpers import raw_ops
@@ -18,6 +19,7 @@ from tests.helpers.fp8 import (
     LENGTHS,
     MODES,
     accuracy_batch,
+    assert_gradients_of_kept_codes,
     descales,
     e4m3_batch,
     exact_and_emulated,
@@ -170,6 +172,52 @@ def test_gradients_are_those_of_the_inputs():
 
 
 @with_modes
+@with_smooth_k
+@pytest.mark.parametrize("bias", [None, "rab", "position-time"])
+def test_gradients_of_kept_codes(mode, smooth_k, bias):
+    batch = make_batch([140, 0, 33], [140, 0, 20], dim=40, dim_v=24, dtype=BF16, mask="causal")
+    batch.k.add_(0.3)
+    if bias is not None:
+        batch = batch.with_bias(make_bias(bias, batch, BF16))
+    dout = torch.randn(160, 2, 24).to(BF16)
+    batch.quantization = Quantization(mode, smooth_k)
+    of_inputs = run(hstu_attention, batch, dout)
+    batch.quantization = Quantization(mode, smooth_k, keep="e4m3")
+    assert_gradients_of_kept_codes(batch, dout, of_inputs)
+
+
+def test_memory_of_kept_codes():
+    batch = make_batch([512, 256], dim=64, heads=4, dtype=BF16, mask="causal")
+    for tensor in (batch.q, batch.k, batch.v):
+        tensor.requires_grad_()
+    kept = {}
+    for keep in ("inputs", "e4m3"):
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        batch.quantization = Quantization(keep=keep)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = hstu_attention(batch.q, batch.k, batch.v, **batch.options())
+        kept[keep] = sum(sizes.values())
+        del out
+    assert kept["inputs"] >= 3 * 768 * 4 * 64 * 2
+    assert kept["e4m3"] <= 0.6 * kept["inputs"]
+
+
+def test_kept_codes_are_differentiated_once():
+    batch = make_batch([70], dim=64, dtype=BF16)
+    leaves = [x.requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    batch.quantization = Quantization(keep="e4m3")
+    out = hstu_attention(*leaves, **batch.options())
+    gradient, *_ = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        gradient.sum().backward()
+
+
+@with_modes
 def test_interfaces_agree(mode):
     batch = make_batch([70, 33], dim=64, dtype=torch.float16, mask="causal")
     expected = hstu_attention(
@@ -208,6 +256,18 @@ def test_compile_and_export():
         assert torch.equal(found, gradient)
 
 
+@pytest.mark.slow
+def test_compile_of_kept_codes():
+    batch = make_batch([70, 33], dim=64, dtype=BF16, mask="causal")
+    batch.quantization = Quantization(2, smooth_k=True, keep="e4m3")
+    dout = torch.randn(103, 2, 64).to(BF16)
+    expected = run(hstu_attention, batch, dout)
+    found = run(torch.compile(hstu_attention, fullgraph=True), batch, dout)
+    assert torch.equal(found["out"], expected["out"])
+    for name, value in expected.items():  # a product and a sum may be rounded once or twice
+        assert relative_error(found[name], value.double()) <= 2e-3, name
+
+
 def test_opcheck():
     batch = make_batch([9, 0, 70], dim=16, dtype=BF16, mask="causal")
     arguments = raw_ops.arguments(batch, paged=True) | {"quant_mode": 2, "smooth_k": True}
@@ -215,6 +275,10 @@ def test_opcheck():
 
 
 def test_errors():
+    with pytest.raises(ValueError, match="keep: expected 'inputs' or 'e4m3', got 'e5m2'"):
+        Quantization(keep="e5m2")
+    with pytest.raises(NotImplementedError, match="quantization: only hstu_attention without page"):
+        make_call(torch.tensor([0, 9]), 9, quantization=Quantization(keep="e4m3"))
     batch = make_batch([9], dim=16)
     options = {n: x for n, x in batch.options().items() if n != "quantization"}
     call = (batch.q, batch.k, batch.v)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.helpers.fp8 import (
     BF16,
     MODES,
     accuracy_batch,
+    assert_gradients_of_kept_codes,
     descales,
     e4m3_batch,
     exact_and_emulated,
@@ -232,22 +235,55 @@ def test_gradients_are_those_of_the_inputs(hopper):
         assert torch.equal(found[name], gradient), name
 
 
-@pytest.fixture
+@with_modes
+@with_smooth_k
+@pytest.mark.parametrize("bias", [None])
+def test_gradients_of_kept_codes(hopper, mode, smooth_k, bias):
+    for dim, dtype in ((64, BF16), (40, torch.float16), (128, BF16)):
+        batch = make_batch([300, 0, 133], [300, 0, 70], dim=dim, dtype=dtype, mask="causal")
+        batch.k.add_(0.3)
+        batch = to_device(batch, "cuda")
+        if bias is not None:
+            batch = batch.with_bias(make_bias(bias, batch, dtype))
+        dout = torch.randn(370, 2, dim, device="cuda").to(dtype)
+        batch.quantization = Quantization(mode, smooth_k)
+        of_inputs = run(hstu_attention, batch, dout)
+        batch.quantization = Quantization(mode, smooth_k, keep="e4m3")
+        assert_gradients_of_kept_codes(batch, dout, of_inputs)
+
+
+def test_memory_of_kept_codes(hopper):
+    batch = make_batch([8192], dim=128, heads=4, device="cuda", dtype=BF16, mask="causal")
+    for tensor in (batch.q, batch.k, batch.v):
+        tensor.requires_grad_()
+    batch.quantization = Quantization(keep="e4m3")
+    before = torch.cuda.memory_allocated()
+    out = hstu_attention(batch.q, batch.k, batch.v, **batch.options())
+    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    assert kept <= 3 * 8192 * 4 * 128 * 1.1
+
+
+@contextmanager
 def forbidden_syncs() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @with_modes
-def test_calls_do_not_wait(hopper, request, mode):
+def test_calls_do_not_wait(hopper, mode):
     batch = make_batch([300, 0, 70], dim=64, device="cuda", dtype=BF16, mask="context-target")
-    batch.quantization = Quantization(mode, smooth_k=True)
-    run(hstu_attention, batch)  # loads the kernels
-    request.getfixturevalue("forbidden_syncs")
-    torch.cuda._sleep(10**9)
-    run(hstu_attention, batch)
-    assert not torch.cuda.current_stream().query(), "the call waited for the GPU"
+    dout = torch.randn(370, 2, 64, device="cuda").to(BF16)
+    for bias, keep in itertools.product((None,), ("inputs", "e4m3")):
+        batch.quantization = Quantization(mode, smooth_k=True, keep=keep)
+        own = batch if bias is None else batch.with_bias(make_bias(bias, batch, BF16))
+        run(hstu_attention, own, dout)  # loads the kernels
+        with forbidden_syncs():
+            torch.cuda._sleep(10**9)
+            run(hstu_attention, own, dout)
+            assert not torch.cuda.current_stream().query(), "the call waited for the GPU"
 
 
 @pytest.mark.parametrize("mode", [2, 5])

@@ -201,16 +201,21 @@ def test_smooth_k(mode):
     batch = batch_of()
     batch.k.add_(3)
     batch.k[:, :, ::2] *= -1
-    _q, k, _, product = values(batch, quantized(batch, mode, True))
+    x = quantized(batch, mode, True)
+    _q, k, _, product = values(batch, x)
     offsets = batch.cu_seqlens_k.tolist()
-    for begin, end in itertools.pairwise(offsets):
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if begin == end:
+            continue
         keys = batch.k[begin:end].double()
         mean = keys.mean(0)
+        torch.testing.assert_close(x.k_mean[b].double(), mean, rtol=1e-5, atol=1e-5)
         error = (k[begin:end] - (keys - mean)).abs()
         assert (error <= (keys - mean).abs() / 15.9 + 2 / 448).all()
         exact = (batch.q[begin:end].double() * mean).sum(-1)
         torch.testing.assert_close(product[begin:end], exact, rtol=1e-5, atol=1e-5)
     assert quantized(batch, mode).q_mean_product.numel() == 0
+    assert quantized(batch, mode).k_mean.numel() == 0
 
 
 @with_modes

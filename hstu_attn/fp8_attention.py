@@ -1,0 +1,117 @@
+"""FP8 attention that keeps q, k and v in e4m3 for its backward: `Quantization(keep="e4m3")`.
+
+The backward is that of the 16-bit kernels, of the values that the codes stand for. It widens them
+to 16 bits when it begins. The quantization itself counts as the identity: the gradients of a
+quantized value are those of the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .call import NO_BIAS, AttentionCall, BiasTensors
+from .quantization import Quantized, dequantized_rows
+
+__all__ = ["attention_keeping_e4m3"]
+
+
+def attention_keeping_e4m3(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors = NO_BIAS
+) -> Tensor:
+    """Calls `ops.attention`; where gradients are recorded, q, k and v are kept in e4m3.
+
+    Args:
+        q, k, v: `(total, heads, head dim)`, bf16 or fp16.
+        call: has a `quant_mode` from 0 to 5.
+        bias: `(rab, pos_weight, ts_weight)`.
+
+    Returns:
+        `(total_q, heads, Dv)` of q's dtype.
+
+    Raises:
+        ValueError, NotImplementedError: as `hstu_attention`.
+    """
+    inputs = (q, k, v, *bias)
+    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if not records:
+        return ops.attention(q, k, v, call, bias)
+    ops.check_build(q)
+    return _Attention.apply(q, k, v, *bias, call)  # type: ignore[no-any-return]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rab: Tensor | None,
+        pos_weight: Tensor | None,
+        ts_weight: Tensor | None,
+        call: AttentionCall,
+    ) -> Tensor:
+        sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+        namespace = torch.ops.hstu_attn
+        x = Quantized(
+            *_run(namespace.quantize_qkv, q, k, v, *sequences, call.quant_mode, call.smooth_k)
+        )
+        bias = (rab, pos_weight, ts_weight)
+        if q.is_cuda:
+            out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+            of_codes = _plain(call)._replace(
+                q_descale=x.q_descale, k_descale=x.k_descale, v_descale=x.v_descale
+            )
+            product = x.q_mean_product if call.smooth_k else None
+            limits_norms = call.quant_mode in (1, 2)
+            _run(
+                namespace.forward_fp8,
+                *(x.q8, x.k8, x.v8, *bias, *of_codes),
+                *(x.q_norm, x.k_norm, product, limits_norms, out),
+            )
+        else:
+            # NOTE: this quantizes once more: there is no operator for codes on a CPU.
+            out = _run(namespace.hstu_varlen_fwd, q, k, v, *bias, *call, *ops.NO_PAGES)
+        ctx.save_for_backward(*bias, *x.kept)
+        ctx.call, ctx.head_dim, ctx.dtype = call, q.shape[2], q.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        rab, pos_weight, ts_weight, *codes = saved = ctx.saved_tensors
+        _, _, _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
+        call = ctx.call
+        q, k, v = dequantized_rows(codes, call.cu_seqlens_k, ctx.head_dim, ctx.dtype)
+        dq, dk, dv, drab, dpos, dts = _run(
+            torch.ops.hstu_attn.hstu_varlen_bwd,
+            dout if dout.stride(-1) == 1 else dout.contiguous(),
+            *(q, k, v, rab, pos_weight, ts_weight, *_plain(call)),
+            has_drab,
+            has_dpos or has_dts,
+        )
+        gradients: Sequence[Tensor | None] = (
+            dq,
+            dk,
+            dv,
+            drab if has_drab else None,
+            dpos.to(pos_weight.dtype) if has_dpos else None,
+            dts.to(ts_weight.dtype) if has_dts else None,
+        )
+        if torch.is_grad_enabled():
+            # NOTE: the codes lead to no input: without this, a second derivative might be lost.
+            inputs = dout.new_zeros((), requires_grad=True)
+            gradients = ops.only_once((inputs, dout, *saved), gradients)
+        return (*gradients, None)
+
+
+def _plain(call: AttentionCall) -> AttentionCall:
+    return call._replace(quant_mode=-1, smooth_k=False)
+
+
+def _run(op: Callable[..., Any], *args: Any) -> Any:
+    return op(*args) if torch.compiler.is_compiling() else ops.below_autograd(op, *args)
