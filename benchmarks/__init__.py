@@ -10,6 +10,7 @@
 - cpu_limits: the CPU kernels by instruction set, against a matrix product
 - engine: the inference engine under load; serving: examples/serve.py under load, over loopback
 - retrieval, ranking: what the examples that train reach
+- published: what the recipes of the retrieval example reach, beside published results
 - report: writes the tables of README.md and docs/ from stored results; plots: draws them
 
 They share the command line (cli), the runner with its timing loop (runner), records (record) and

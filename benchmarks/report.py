@@ -69,6 +69,11 @@ def speed_lines() -> list[str]:
     return speed(ours, theirs)
 
 
+def published() -> list[str]:
+    """Renders what the recipes reach as Markdown; says so where nothing is stored."""
+    return tables("published") or ["No results are stored."]
+
+
 # The text between marks in each document, by the marks' name.
 DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "README.md": {"speed": speed_lines, "peers": partial(with_others, *SUMMARY)},
@@ -82,6 +87,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "retrieval": partial(tables, "retrieval"),
         "ranking": partial(tables, "ranking"),
     },
+    ROOT / "docs/published.md": {"published": published},
     ROOT / "docs/quickstart/serving.md": {"serving": partial(tables, "serving")},
     ROOT / "docs/distributed.md": {
         "train": partial(tables, "train"),

@@ -490,6 +490,47 @@ def retrieval(files: Sequence[File]) -> list[Table]:
     ]
 
 
+PUBLISHED = {
+    "hit_rate_10": "HR@10",
+    "ndcg_10": "NDCG@10",
+    "hit_rate_50": "HR@50",
+    "ndcg_50": "NDCG@50",
+    "hit_rate_200": "HR@200",
+    "ndcg_200": "NDCG@200",
+    "mrr": "MRR",
+}
+
+
+def _spread(record: Record, name: str) -> str:
+    deviation = record["deviation"][name]
+    return f"{record['mean'][name]:.4f}" + (f" ± {deviation:.4f}" if deviation else "")
+
+
+def published(files: Sequence[File]) -> list[Table]:
+    """Returns a table for each data set of a file, with the published rows below those reached."""
+    tables = []
+    for records in (data for file in files for data in by(file, "fingerprint", "set")):
+        first, rows = records[0], {}
+        mark = ", order only" if first["order_only"] else ""
+        for recipe in by(records, "recipe"):
+            for record in recipe:
+                is_run = "epoch" in record["row"]  # and not a baseline, alike in all recipes
+                name = f"{record['recipe']}, {record['row']}" if is_run else record["row"]
+                seconds = _number(record["seconds"]) if is_run else "-"
+                rows[name + mark] = [*(_spread(record, key) for key in PUBLISHED), seconds]
+            given = recipe[0]["published"]
+            cells = [f"{given[key]:.4f}" if key in given else "-" for key in PUBLISHED]
+            rows[f"{recipe[0]['recipe']}, published"] = [*cells, "-"]
+        before = (
+            f"{first['set']}: {first['events']:,} events of {first['users']:,} users on "
+            f"{first['items']:,} items, content {first['fingerprint']}. {first['epochs']} epochs; "
+            f"means and standard deviations of {first['seeds']} seeds. {_gpu_origin(first)}:"
+        )
+        header = ["", *PUBLISHED.values(), "seconds"]
+        tables.append(Table(header, [[name, *cells] for name, cells in rows.items()], before))
+    return tables
+
+
 def ranking(files: Sequence[File]) -> list[Table]:
     """Returns one table for each machine."""
     kinds = {"auc": "AUC", "ne": "NE"}
@@ -550,8 +591,8 @@ def engine(files: Sequence[File]) -> list[Table]:
 TABLES: dict[str, Callable[[Sequence[File]], list[Table]]] = {
     make.__name__: make
     for make in (
-        *(attention, context, cpu, cpu_limits, engine, fp8_training, layer, paged, ranking),
-        *(retrieval, serving, stack, train, training_step),
+        *(attention, context, cpu, cpu_limits, engine, fp8_training, layer, paged, published),
+        *(ranking, retrieval, serving, stack, train, training_step),
     )
 }
 

@@ -324,6 +324,15 @@ def make_model(
     return RetrievalModel(num_items, replace(config, fp8=options.layer_fp8), **shared)
 
 
+def baselines_of(log: EventLog, options: RetrievalOptions) -> BaselineMetrics:
+    """Returns what `measure_baselines` finds, or an earlier run on these data has found."""
+    return kept_baselines(
+        log.directory,
+        baselines_depend_on(log, options),
+        lambda: measure_baselines(log, options),
+    )
+
+
 class RetrievalTrainer(Trainer[JaggedBatch]):
     """Trains the model to tell each row's next item from others.
 
@@ -482,13 +491,7 @@ def train(options: RetrievalOptions) -> Table:
     user = find_user(log, options.show_user)
     trainer = RetrievalTrainer(options, log, device)
     trainer.start()
-    baselines = trainer.compare_with(
-        lambda: kept_baselines(
-            log.directory,
-            baselines_depend_on(log, options),
-            lambda: measure_baselines(log, options),
-        )
-    )
+    baselines = trainer.compare_with(lambda: baselines_of(log, options))
     trainer.run()
 
     # The result is on the disk before anything else can fail.

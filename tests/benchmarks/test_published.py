@@ -1,0 +1,86 @@
+"""Tests of the benchmark that trains recipes and shows what they reach beside what is published."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import train_retrieval
+
+from benchmarks import published, tables
+from hstu_attn.data import open_event_log
+from hstu_attn.data.synthetic import write_synthetic_movielens
+
+
+def in_order_only(ratings: Path, directory: Path, first: int) -> Path:
+    """Writes ratings with the number of the event of a user, from `first` on, as its time."""
+    lines = [line.split("::") for line in ratings.read_text("latin-1").splitlines()]
+    lines.sort(key=lambda fields: (int(fields[0]), int(fields[3])))
+    numbers: dict[str, int] = {}
+    directory.mkdir()
+    path = directory / "ratings.dat"
+    with path.open("w") as file:
+        for user, item, rating, _ in lines:
+            numbers[user] = numbers.get(user, first) + 1
+            file.write(f"{user}::{item}::{rating}::{numbers[user]}\n")
+    return path
+
+
+@pytest.mark.parametrize("first", [0, 1_300_000_000])
+def test_data_without_times_are_told(tmp_path: Path, first: int) -> None:
+    ratings = write_synthetic_movielens(tmp_path, 50, 120, 25)
+    assert published.has_times(open_event_log(ratings))
+    order = in_order_only(ratings, tmp_path / "order", first)
+    assert not published.has_times(open_event_log(order))
+
+
+def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Means and deviations are those of runs of the example with each seed."""
+    ratings = write_synthetic_movielens(tmp_path / "times", 140, 100, 20)
+    data = in_order_only(ratings, tmp_path / "order", 0)
+    file = tmp_path / "records.json"
+    shared = ["--data", str(data), "--device", "cpu", "--epochs", "2"]
+    asked = ["--cases", "hstu-ml", "--seeds", "2", "--baselines", "--json", str(file), *shared]
+    assert published.main(asked) == 0
+    printed = capsys.readouterr().out
+    records: list[dict[str, Any]] = json.loads(file.read_text())
+    names = ["popularity", "co-occurrence", "HSTU, last epoch", "HSTU, best epoch"]
+    assert [record["row"] for record in records] == names
+
+    out = tmp_path / "runs"
+    more = ["--recipe", "hstu-ml-1m", "--seeds", "2", "--out", str(out), "--no-baselines"]
+    assert train_retrieval.main([*more, *shared]) == 0
+    summary = json.loads((out / "seeds.json").read_text())["summary"]
+    last = records[2]
+    for kind, name in (("mean", "mean"), ("deviation", "standard deviation")):
+        expected = summary[f"HSTU, last epoch, {name}"]
+        assert last[kind] == pytest.approx(expected, rel=1e-3)
+    assert last["fingerprint"] == open_event_log(data).manifest["content"]
+    assert (last["order_only"], last["users"], last["epochs"]) == (True, 140, 2)
+    assert last["seconds"] > 0
+    assert last["published"]["hit_rate_10"] == 0.3097
+
+    (table,) = tables.published([records])
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert list(rows) == [
+        "popularity, order only",
+        "co-occurrence, order only",
+        "hstu-ml-1m, HSTU, last epoch, order only",
+        "hstu-ml-1m, HSTU, best epoch, order only",
+        "hstu-ml-1m, published",
+    ]
+    mean, deviation = last["mean"]["hit_rate_10"], last["deviation"]["hit_rate_10"]
+    expected = f"{mean:.4f} ± {deviation:.4f}" if deviation else f"{mean:.4f}"
+    assert rows["hstu-ml-1m, HSTU, last epoch, order only"][0] == expected
+    assert rows["hstu-ml-1m, published"][:2] == ["0.3097", "0.1720"]
+    assert rows["hstu-ml-1m, published"][-2:] == ["-", "-"]
+    assert re.search(rf"140 users on .* items, content {last['fingerprint']}", table.before)
+    assert "hstu-ml-1m, published" in printed
+
+
+def test_data_must_be_named() -> None:
+    with pytest.raises(ValueError, match="--data: expected the file of the data set; got none"):
+        published.main(["--cases", "hstu-ml"])
