@@ -126,6 +126,20 @@ std::string describe_build() {
          "\nruntime " + std::to_string(CUDART_VERSION) + "\ndriver " + std::to_string(driver);
 }
 
+std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParams& params,
+                                    bool is_backward) {
+#if defined(HSTU_ATTN_SM90)
+  if (device.arch != 90 || !sm90::unsupported_reason(device, params)) return std::nullopt;
+  ForwardParams copied = params;
+  copied.rab = sm90::aligned_copy(params.rab);
+  if (!sm90::unsupported_reason(device, copied) &&
+      sm90::gains_by_aligned_copy(params, is_backward)) {
+    return copied.rab;
+  }
+#endif
+  return std::nullopt;
+}
+
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
   if (params.dtype == DType::kFloat8E4M3) return fp8_forward_kernel(device, params);
   const char* pass = params.paged.kv_cache ? "paged forward" : "forward";

@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "common/not_implemented.h"
@@ -64,6 +65,11 @@ struct BackwardKernel {
   void (*run)(const BackwardParams& params, const CudaLaunch& launch);
   bool writes_drab_whole;  // false: writes only the visible elements of drab
 };
+
+// Returns the strides, with null data, of a copy of params.rab by which the call runs faster
+// kernels, where these gain more time than the copy takes; nullopt elsewhere.
+std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParams& params,
+                                    bool is_backward);
 
 // Throws NotImplemented, and names what is built, where there is no kernel for the arguments.
 // Pointers must be aligned to 16 bytes, and row and head strides must be multiples of 8 elements.

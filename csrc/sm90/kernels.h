@@ -4,6 +4,7 @@
 
 #include <climits>
 
+#include "../common/math.h"
 #include "../dispatch.h"
 #include "tile_config.h"
 
@@ -20,7 +21,7 @@ inline bool can_map(const PackedTensor& tensor, int64_t rows, int heads) {
 // True if a tensor map can describe the bias.
 inline bool can_map(const DenseBias& bias, int batch, DType dtype) {
   const auto is_step = [](int64_t stride, int64_t count) {
-    return count == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
+    return count == 1 || (stride >= 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
   };
   return bias.dtype == dtype && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
          bias.row_stride > 0 && bias.row_stride % 8 == 0 && is_step(bias.head_stride, bias.heads) &&
@@ -75,6 +76,31 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
     return "strides of dout that no tensor map can have";
   }
   return unsupported_reason(device, params);
+}
+
+// Returns the strides of a copy that a tensor map can describe, which has those of 0 that `bias`
+// has.
+inline DenseBias aligned_copy(const DenseBias& bias) {
+  DenseBias copy = bias;
+  copy.data = nullptr;
+  copy.row_stride = round_up(int64_t{bias.length}, 8);
+  copy.head_stride = bias.head_stride ? bias.length * copy.row_stride : 0;
+  copy.batch_stride =
+      bias.batch_stride ? (bias.head_stride ? bias.heads : 1) * bias.length * copy.row_stride : 0;
+  return copy;
+}
+
+// Whether a copy of params.rab takes less time than these kernels gain on the sm80 kernels. Both
+// times are in fs (1e-15 s), as on an H200: copying an element takes 2,000, allocating and
+// launching 1e10; and a score of the whole square takes 4 fewer in the forward and 10 in the
+// backward for each column of K, as for 16 sequences of 2048 rows with a causal mask.
+inline bool gains_by_aligned_copy(const ForwardParams& params, bool is_backward) {
+  const DenseBias& bias = params.rab;
+  const double square = double(bias.length) * bias.length;
+  const double copied =
+      square * (bias.head_stride ? bias.heads : 1) * (bias.batch_stride ? params.batch.batch : 1);
+  const double scores = double(params.batch.total_q) * bias.length * params.heads;
+  return scores * params.q.head_dim * (is_backward ? 10 : 4) > copied * 2000 + 1e10;
 }
 
 template <int kHeadDim, DType kDType>

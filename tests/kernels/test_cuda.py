@@ -6,6 +6,7 @@ shared memory and 32-bit offsets matter. All of them need a GPU.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -192,6 +193,23 @@ def test_aligned_bias(n):
     batch = batch.with_bias(DenseBias(poisoned))
     for name, tensor in run(hstu_attention, batch, dout, deterministic=True).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@both_dtypes
+@pytest.mark.parametrize("stored", [(1, 1), (1, 8), (4, 1)], ids=["one", "by-head", "by-sequence"])
+@pytest.mark.parametrize("size", [1000, 1001], ids=["aligned", "unaligned"])
+def test_bias_for_several_sequences_or_heads(size, stored, dtype, monkeypatch, capfd):
+    """sm90 reads a bias of stride 0, and a copy of one with unaligned rows where that is faster."""
+    monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
+    lengths = [size, 700, 0, 333]
+    batch = make_batch(lengths, heads=8, dim=256, dtype=dtype, device="cuda", mask="causal")
+    rab = torch.empty(*stored, size, size, dtype=dtype, device="cuda").uniform_(-1, 1)
+    check(batch.with_bias(DenseBias(rab.expand(4, stored[1], size, size))))
+    printed = capfd.readouterr().err
+    kernels = "sm" + os.environ["HSTU_ATTN_FORCE_ARCH"]
+    assert f"backward by {kernels}\n" in printed
+    is_copied_in_forward = size % 8 == 0 or stored == (1, 1)
+    assert (f"forward by {kernels}\n" in printed) == (is_copied_in_forward or kernels == "sm80")
 
 
 def test_rab_is_larger_than_the_sequences():
