@@ -1,4 +1,4 @@
-// Loads tiles of the dense bias from shared memory.
+// Loads tiles of the dense bias from shared memory, or from device memory.
 #pragma once
 
 #include "tensors.h"
@@ -29,6 +29,28 @@ HSTU_DEVICE void load_bias(const Element* from, Scores& scores) {
     for (int n = 0; n < 4; ++n) {
       scores(part * 8 + n * 2) = low_half<Element>(words[n]);
       scores(part * 8 + n * 2 + 1) = high_half<Element>(words[n]);
+    }
+  }
+}
+
+// The same from device memory, with zeros outside the bias: of the thread's rows `row` and `row` +
+// 8 and of the keys from `key` on. `from` is the bias of a sequence and head, [length, length].
+template <int kKeys, typename Element, typename Scores>
+HSTU_DEVICE void load_bias(const Element* from, int64_t row_stride, int length, int row, int key,
+                           Scores& scores) {
+  const int first = key + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const int i = row + 8 * m;
+    const int columns = i >= 0 && i < length ? length - first : 0;
+    const Element* const line = from + i * row_stride + first;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = n * 8 + c;
+        scores(n * 4 + m * 2 + c) = column < columns ? static_cast<float>(line[column]) : 0.0f;
+      }
     }
   }
 }

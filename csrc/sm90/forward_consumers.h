@@ -64,7 +64,7 @@ struct ForwardConsumer {
     scheduler_barrier.init();
     while (wait_for_work()) {
       smem.pipeline_k.consumer_wait(k_state);
-      bias.init_accumulator(smem, warpgroup, scores);
+      init_accumulator();
       scheduler_barrier.sync();
       start_scores();
       scheduler_barrier.arrive();
@@ -83,7 +83,7 @@ struct ForwardConsumer {
           if (Traits::kIsSplitByList || !tile.is_last() || !wait_for_work()) break;
         }
         consumer_wait(smem.pipeline_k, k_state, smem.pipeline_v, k_state.prev());
-        bias.init_accumulator(smem, warpgroup, scores);
+        init_accumulator();
         scheduler_barrier.sync();
         start_scores();
         start_out(k_state.prev());
@@ -118,6 +118,8 @@ struct ForwardConsumer {
   }
 
  private:
+  static constexpr bool kMayBeUnaligned = Traits::kHasBiasTiles && Traits::Source::kIsPaged;
+
   HSTU_DEVICE const WorkTile& work_tile_at(WorkState state) const {
     return smem.work_tiles[state.index()];
   }
@@ -130,6 +132,18 @@ struct ForwardConsumer {
     if constexpr (Traits::kHasRelativeBias) bias.enter(work_tile, warpgroup);
     smem.pipeline_q.consumer_wait(q_state);
     return true;
+  }
+
+  // Gives the scores of the next key tile the value that Q K^T is added to.
+  HSTU_DEVICE void init_accumulator() {
+    if constexpr (kMayBeUnaligned) {
+      const int first = read_by_warp(smem.key_tiles[k_state.index()]).first_key();
+      const WorkTile& work_tile = work_tile_at(work_state);
+      if (Bias::template is_unaligned<Traits>(work_tile, first)) {
+        return bias.load_unaligned(params, work_tile, warpgroup, first, scores);
+      }
+    }
+    bias.init_accumulator(smem, warpgroup, scores);
   }
 
   // Issues S = Q K^T + bias, or Q K^T alone if the bias is added after.
@@ -209,9 +223,17 @@ struct ForwardConsumer {
       tile = read_by_warp(smem.key_tiles[k_state.index()]);
       smem.pipeline_k.consumer_release_by_warp(k_state);
       smem.pipeline_v.consumer_release_by_warp(k_state);
-      bias.skip_tile(smem);
+      skip_bias();
       k_state.advance();
     }
+  }
+
+  HSTU_DEVICE void skip_bias() {
+    if constexpr (kMayBeUnaligned) {
+      const WorkTile& work_tile = work_tile_at(work_state.prev());
+      if (Bias::template is_unaligned<Traits>(work_tile, tile.first_key())) return;
+    }
+    bias.skip_tile(smem);
   }
 
   // Stores O of a work tile, unless the blocks of a cluster add theirs at the end.

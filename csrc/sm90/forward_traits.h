@@ -190,8 +190,9 @@ struct ForwardTraits {
   // 4. Order of the products. Warpgroups issue them in turn: each calls sync() and then arrive() of
   //    the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
   // 5. Bias. The tile of a dense bias of a key tile is copied after its K, and is consumed with K:
-  //    pipeline_bias advances with pipeline_k, also in drain_tiles(). For a relative bias, the
-  //    windows of keys and the cells of the head arrive on the barriers of K and Q.
+  //    pipeline_bias advances with pipeline_k, also in drain_tiles(), except for tiles whose bias
+  //    TMA cannot copy (DenseScoreBias::is_unaligned). For a relative bias, the windows of keys and
+  //    the cells of the head arrive on the barriers of K and Q.
   struct SharedMemory {
     alignas(1024) Element q[QState::kStages][kConsumers][kWarpgroupRows * kHeadDim];
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];

@@ -61,11 +61,6 @@ inline const char* unsupported_reason(const CudaDevice& device, const ForwardPar
   }
   if (params.paged.scales && params.rab.data) return "a rab and a cache of e4m3";
   if (params.paged.scales && params.relative_bias) return "a relative bias and a cache of e4m3";
-  // NOTE: the first target begins a tile, and TMA requires that a box of the bias begins at a
-  // multiple of 16 bytes.
-  if (params.paged.kv_cache && params.rab.data && batch.num_targets) {
-    return "a rab beside targets and a paged cache";
-  }
   return nullptr;
 }
 

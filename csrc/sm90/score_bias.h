@@ -2,7 +2,8 @@
 // BackwardTraits::Bias.
 //
 //   NoScoreBias        nothing
-//   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile
+//   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile, except for
+//                      tiles that TMA cannot copy
 //   RelativeScoreBias  weights by position and by time
 //
 // In the forward, a policy has a Producer, whose load() is called by the warp that copies K for
@@ -59,6 +60,16 @@ struct DenseScoreBias {
     cute::prefetch_tma_descriptor(&maps.bias);
   }
 
+  // Whether consumers read the bias of the key tile that begins with padded key `first` from device
+  // memory: TMA copies begin at a multiple of 16 bytes, and the first target of a paged sequence
+  // begins a tile at any key.
+  template <typename Traits>
+  static HSTU_DEVICE bool is_unaligned(const typename Traits::WorkTile& work_tile, int first) {
+    using Source = typename Traits::Source;
+    const int key = Source::template key_of<Traits::kKeys>(work_tile.tile.sequence, first);
+    return Source::kIsPaged && key % 8 != 0;
+  }
+
   template <typename Traits>
   struct Producer {
     typename Traits::BiasState state;
@@ -72,7 +83,7 @@ struct DenseScoreBias {
       constexpr int kRows = Traits::kRows;
       constexpr int kKeys = Traits::kKeys;
       using Source = typename Traits::Source;
-      if (!Source::is_leader()) return;
+      if (!Source::is_leader() || is_unaligned<Traits>(work_tile, first)) return;
       const Sequence& sequence = work_tile.tile.sequence;
       auto& pipeline = smem.pipeline_bias;
       pipeline.producer_acquire(state);
@@ -103,6 +114,22 @@ struct DenseScoreBias {
       load_bias<kKeys>(smem.bias[state.index()] + warpgroup * (kWarpgroupRows * kKeys), scores);
       pipeline.consumer_release_by_warp(state);
       state.advance();
+    }
+    // The same for an unaligned key tile, see is_unaligned().
+    template <typename Scores>
+    HSTU_DEVICE void load_unaligned(const ForwardParams& params,
+                                    const typename Traits::WorkTile& work_tile, int warpgroup,
+                                    int first, Scores& scores) const {
+      using Element = typename Traits::Element;
+      constexpr int kKeys = Traits::kKeys;
+      const DenseBias& rab = params.rab;
+      const SequenceTile& tile = work_tile.tile;
+      const int head = work_tile.head / (params.heads / rab.heads);
+      const int row = tile.index * Traits::kRows + Traits::row_of_thread(warpgroup);
+      load_bias<kKeys>(static_cast<const Element*>(rab.data) +
+                           tile.sequence_index * rab.batch_stride + head * rab.head_stride,
+                       rab.row_stride, rab.length, row + tile.sequence.offset,
+                       Traits::Source::template key_of<kKeys>(tile.sequence, first), scores);
     }
     // Releases the bias of a key tile that no row of the warpgroup sees.
     HSTU_DEVICE void skip_tile(typename Traits::SharedMemory& smem) {
