@@ -95,13 +95,53 @@ def test_full_and_arbitrary_masks(device, fp8):
 
 
 @with_and_without_fp8
-def test_dense_bias(device, fp8):
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("size", [128, 125], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_dense_bias(device, group, size, dtype, fp8):
+    """Columns of a bias count cached keys, new history and targets, one after the other."""
     batch = make_paged_batch(
-        [90, 3], [30, 13], [5, 0], page_size=32, dtype=BF16, device=device, fp8=fp8
+        [90, 3, 24],
+        [30, 13, 0],
+        [5, 0, 70],
+        page_size=32,
+        dtype=BF16,
+        device=device,
+        target_group_size=group,
+        fp8=fp8,
     )
-    size = batch.max_seqlen_k
-    rab = torch.randn(2, 1, size, size, dtype=BF16, device=device)
-    check_against_reference(hstu_attention, batch.with_bias(DenseBias(rab)), backward=False)
+    batch.max_seqlen_k = size
+    for shape in ((3, 1), (1, 2)):
+        rab = torch.randn(*shape, size, size, dtype=dtype, device=device).expand(3, -1, -1, -1)
+        check_against_reference(hstu_attention, batch.with_bias(DenseBias(rab)), backward=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("history", [336, 337, 340, 383, 384, 0], ids="history-{}".format)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_a_dense_bias_whose_targets_begin_anywhere(monkeypatch, capfd, dim, history):
+    """Sm90 copies no tile of the bias that begins between multiples of 16 bytes."""
+    monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
+    batch = make_paged_batch(
+        [max(0, history - 36), 129],
+        [min(36, history), 3],
+        [200, 150],
+        page_size=32,
+        dim=dim,
+        dtype=BF16,
+        device="cuda",
+    )
+    size = batch.max_seqlen_k + -batch.max_seqlen_k % 8
+    batch.max_seqlen_k = size
+    rab = torch.randn(2, 2, size, size, dtype=BF16, device="cuda")
+    batch = batch.with_bias(DenseBias(rab))
+    check_against_reference(hstu_attention, batch, backward=False)
+    assert f"paged forward by sm{os.environ['HSTU_ATTN_FORCE_ARCH']}\n" in capfd.readouterr().err
+    # What lies outside the sequences is never used.
+    out = run(hstu_attention, batch)["out"]
+    for b, length in enumerate(batch.cu_seqlens_k.diff().tolist()):
+        rab[b, :, length:] = rab[b, :, :, length:] = torch.nan
+    assert torch.equal(run(hstu_attention, batch)["out"], out)
 
 
 @with_and_without_fp8
@@ -309,7 +349,7 @@ def batch_for_kernel(
     batch = make_paged_batch(
         [2500 if is_split else 300, 40],
         [37, 70],
-        [0, 0] if bias == "rab" else [80, 9],  # a dense bias with targets runs sm80
+        [80, 9],
         page_size=32,
         dim=dim,
         dtype=dtype,
