@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <string>
 
 #include "../scheduler/prepare.h"
 #include "../scheduler/workspace.h"
@@ -49,6 +50,12 @@ template <typename Kernel, typename... Arguments>
 void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, int64_t blocks,
                       const char* name, const Arguments&... arguments) {
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
+  if (kSmemBytes > launch.device.shared_memory_bytes) {
+    throw NotImplemented(std::string(name) + ": this kernel needs " + std::to_string(kSmemBytes) +
+                         " bytes of shared memory for a block, and this GPU, or " +
+                         "HSTU_ATTN_SHARED_MEMORY, allows " +
+                         std::to_string(launch.device.shared_memory_bytes));
+  }
   // NOTE: this runs once for each kernel and device; bit n of `prepared` is for device n.
   static std::atomic<uint64_t> prepared{0};
   int device = 0;

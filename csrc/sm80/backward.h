@@ -121,6 +121,8 @@ struct Backward {
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
                 "the blocks that registers allow find room on compute capability 9.0");
+  static_assert(kMemory == Memory::kLarge || sizeof(SharedMemory) <= kSmallMemory,
+                "the small form fits on every GPU");
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {

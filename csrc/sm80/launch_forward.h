@@ -12,13 +12,13 @@ namespace hstu::sm80 {
 template <int kHeadDim, DType kDType, KeySource kSource>
 struct ForwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, ScoreBias kBias = ScoreBias::kNone>
+  template <Memory kMemory, ScoreBias kBias>
   using Kernel = Forward<kHeadDim, Element, kMemory, kBias, kSource>;
 
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
-    return memory_switch<Kernel<Memory::kLarge>>(launch, [&](auto memory) {
-      return bias_switch(
-          params, [&](auto bias) { return plan_kernel<Kernel<memory, bias>>(params, launch); });
+    return bias_switch(params, [&](auto bias) {
+      return memory_switch<Kernel<Memory::kLarge, bias>>(
+          launch, [&](auto memory) { return plan_kernel<Kernel<memory, bias>>(params, launch); });
     });
   }
 

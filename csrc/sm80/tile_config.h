@@ -68,7 +68,8 @@ template <int kHeadDim, Memory kMemory, bool kIsDeterministic>
 constexpr BackwardTiles backward_tiles() {
   constexpr bool kLarge = kMemory == Memory::kLarge;
   if constexpr (kHeadDim == 32) {
-    return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
+    if constexpr (kLarge) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
+    return {64, 128, 8, 1, 2, 2, 8, 4, {2, true}};
   } else if constexpr (kHeadDim == 64) {
     // A key tile twice as large halves the additions to dQ that wait for dq_semaphore.
     if constexpr (kLarge && kIsDeterministic) return {128, 128, 8, 1, 2, 4, 4, 4, {2, true}};

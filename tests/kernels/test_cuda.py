@@ -235,6 +235,16 @@ def test_small_shared_memory(monkeypatch, dim, bias, dtype):
         check(batch)
 
 
+@pytest.mark.parametrize("bias", [None, "rab", "position-time"])
+def test_too_little_shared_memory(monkeypatch, bias):
+    batch = make_batch([40], dim=64, dtype=DTYPES[0], device="cuda", bias=bias)
+    needs = r"this kernel needs \d+ bytes of shared memory for a block, .* allows"
+    for name, limit in (("forward", 16384), ("backward", 65536)):
+        monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", str(limit))
+        with pytest.raises(NotImplementedError, match=f"{name}: {needs} {limit}"):
+            run(hstu_attention, batch, random_dout(batch))
+
+
 # ---------------------------------------------------------------------------------------------
 # A small case of each kernel, also for compute-sanitizer
 # ---------------------------------------------------------------------------------------------

@@ -370,6 +370,17 @@ def batch_for_kernel(
 
 @with_and_without_fp8
 @pytest.mark.gpu
+@pytest.mark.parametrize("bias", [None, "rab", "relative"])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_small_shared_memory(monkeypatch, dim, bias, fp8):
+    """GPUs of compute capability 8.6, 8.9 and 12.0 have 99 KB for a block."""
+    monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", "101376")
+    batch = batch_for_kernel(dim, "1 block", bias, BF16, fp8)
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
+@with_and_without_fp8
+@pytest.mark.gpu
 @pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
