@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -77,6 +79,35 @@ def test_captured_steps_are_those_without_a_graph(device: str) -> None:
         training.model.parameters(), expected.model.parameters(), strict=True
     ):
         torch.testing.assert_close(found, parameter)
+
+
+@pytest.mark.gpu(kernels=False)
+def test_garbage_does_not_break_a_capture() -> None:
+    """A graph that nobody refers to any more is destroyed after a capture, not within it."""
+    x = torch.zeros(8, device="cuda:0")
+    new_capture = capture.CudaCapture(x.device, warm_ups=0)
+    gc.collect()
+    gc.disable()
+    cycle: list[object] = [capture.CudaCapture(x.device)(lambda: x.add_(1))]
+    cycle.append(cycle)
+    graph = weakref.ref(cycle[0])
+    gc.enable()
+    del cycle
+    lives = []
+
+    def call() -> None:
+        lives.append(graph() is not None)
+        x.add_(1)
+        containers: list[list[int]] = [[] for _ in range(1000)]  # the collector would run here
+        lives.append(graph() is not None and len(containers) > 0)
+        x.mul_(2)
+
+    replay = new_capture(call)
+    assert lives == [True, True]
+    assert gc.isenabled()
+    before = x.clone()
+    replay()
+    assert torch.equal(x, (before + 1) * 2)
 
 
 def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
