@@ -93,10 +93,6 @@ ForwardKernel find_fp8(std::integer_sequence<int, kHeadDims...>, const ForwardPa
 
 // Returns the kernel for q, k and v in e4m3.
 ForwardKernel fp8_forward_kernel(const CudaDevice& device, const ForwardParams& params) {
-  if (params.rab.data) throw NotImplemented("rab: FP8 attention on a GPU does not have it yet");
-  if (params.relative_bias) {
-    throw NotImplemented("bias: FP8 attention on a GPU does not have a relative bias yet");
-  }
   const std::string lacks = "quant_mode, or float8_e4m3fn: there is no FP8 attention ";
 #if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
   if (device.arch != 90) throw NotImplemented(lacks + "but on Hopper GPUs");

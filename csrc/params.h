@@ -216,6 +216,9 @@ struct Fp8Params {
   // kHalfSumNorm. Then Q K^T fits into fp16, and a faster kernel adds it up in fp16.
   bool half_sums = false;
   static constexpr float kHalfSumNorm = 240;  // 240 * 240 < 65504
+  // In the workspace: [rab.heads, total_q], or [H] for a relative bias; see
+  // scheduler/bias_bounds.h.
+  float* bias_bounds = nullptr;
 };
 
 struct ForwardParams {

@@ -24,6 +24,8 @@ MAY_SPILL = {
     "sm90": (
         # Consumers compute the bias beside their accumulators, or a warpgroup takes registers.
         "RelativeScoreBias",
+        # Consumers know where a tile of the bias is, beside their accumulators.
+        "AddedDenseBias",
         # The consumers leave 24 registers to the producer, which spills them once a work tile.
         "ForwardILi256EN7cutlass12float_e4m3_t",
     ),

@@ -9,9 +9,10 @@ namespace hstu::sm90 {
 // the order of the accumulator. `from` points to a warpgroup's 64 rows in panels of 64 keys, as
 // start_copy_bias() writes them.
 template <typename Element>
-HSTU_DEVICE void load_bias_part(const Element* from, int part, uint32_t (&words)[4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+HSTU_DEVICE void load_bias_part(const Element* from, int part, uint32_t (&words)[4],
+                                int thread = static_cast<int>(threadIdx.x)) {
+  const int lane = thread % 32;
+  const int row = thread / 32 % 4 * 16 + lane % 16;
   const int chunk = part % 4 * 2 + lane / 16;  // a swizzled chunk of 16 bytes
   const Element* block = from + (part / 4 * kWarpgroupRows + row) * 64 + (chunk ^ row % 8) * 8;
   SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(block), words[0], words[1], words[2],

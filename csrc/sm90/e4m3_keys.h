@@ -9,11 +9,13 @@
 //
 // v_max is the largest v_b of the work tile, and p_i the largest power of two with which P cannot
 // overflow: |silu(x)| <= |x| <= |alpha| * (|Q_i| * max |K_j| + |mean_i|). Both are the same for all
-// key tiles of a work tile, so that wgmma adds up O.
+// key tiles of a work tile, so that wgmma adds up O. With a bias, alpha / 2 times it is added to
+// x / 2, and its bound (scheduler/bias_bounds.h) to that of |silu(x)|.
 #pragma once
 
 #include <cfloat>
 
+#include "../scheduler/bias_bounds.h"
 #include "key_source.h"
 
 namespace hstu::sm90 {
@@ -112,7 +114,8 @@ struct E4m3Keys : PackedKeys {
 #pragma unroll 1
       for (int n = static_cast<int>(threadIdx.x) % 32; n < Traits::kRows; n += 32) {
         const RowFactors copied = factors[n];
-        const float bound = fabsf(alpha) * (copied.weight * largest.k + fabsf(copied.mean));
+        float bound = fabsf(alpha) * (copied.weight * largest.k + fabsf(copied.mean));
+        if constexpr (Traits::kHasBias) bound += copied.out;
         const float scale = weight_scale(bound);
         factors[n] = {0.5f * alpha * copied.score, 0.5f * alpha * copied.mean, scale / largest.v,
                       largest.v / scale};
@@ -123,8 +126,8 @@ struct E4m3Keys : PackedKeys {
     }
 
    private:
-    // Starts copying the descale, mean product and norm of each row to score, mean and weight. Rows
-    // behind the sequence have zeros.
+    // Starts copying the descale, mean product and norm of each row to score, mean and weight, and
+    // the bound of the bias to out. Rows behind the sequence have zeros.
     static HSTU_DEVICE void start_copy(const ForwardParams& params,
                                        const typename Traits::WorkTile& work_tile,
                                        RowFactors (&factors)[Traits::kRows]) {
@@ -141,6 +144,12 @@ struct E4m3Keys : PackedKeys {
         ptx::cp_async_4_or_zeros((has_mean ? fp8.q_mean_product : fp8.q_norm) + at,
                                  &factors[n].mean, has_mean);
         ptx::cp_async_4_or_zeros(fp8.q_norm + at, &factors[n].weight, exists);
+        if constexpr (Traits::kHasBias) {
+          ptx::cp_async_4_or_zeros(
+              fp8.bias_bounds + index_of_bias_bound(params, work_tile.head,
+                                                    sequence.q_begin + (exists ? row : 0)),
+              &factors[n].out, exists);
+        }
       }
     }
 

@@ -177,7 +177,7 @@ struct ForwardConsumer {
   HSTU_DEVICE void silu_scores(const Factors& factors) {
     if constexpr (!Traits::kHasRelativeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
     smem.pipeline_k.consumer_release_by_warp(k_state);
-    if constexpr (Traits::kHasRelativeBias) bias.scale(smem, warpgroup, k_state, scores);
+    if constexpr (Bias::kIsAddedAfter) bias.scale(smem, warpgroup, k_state, factors, scores);
     weights.activate(params, factors, scores);
     // NOTE: this is a branch, and the compiler does not move the activation behind it, where P V is
     // waited for.

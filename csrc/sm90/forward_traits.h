@@ -49,27 +49,29 @@ struct ForwardTraits {
   static constexpr bool kIsFp8 = Source::kIsFp8;
   using ScoreSum = typename Source::ScoreSum;
   static_assert(kIsFp8 == (sizeof(Element) == 1), "e4m3 has its own source");
-  static_assert(!kIsFp8 || !Bias::kHasTiles, "a bias is not built for e4m3");
+  static_assert(!kIsFp8 || Bias::kIsAddedAfter || !Bias::kHasTiles, "e4m3 has its own dense bias");
 
+  static constexpr bool kHasBias = Bias::kHasTiles;
+  static constexpr bool kHasRelativeBias = Bias::kIsRelative;
+  static constexpr bool kHasBiasTiles = kHasBias && !kHasRelativeBias;
   static constexpr ForwardTiles kTiles = [] {
-    if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2>();
-    return forward_tiles<kHeadDim, Bias::kHasTiles, Bias::kIsAddedAfter, Source::kIsPaged,
+    if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2, kHasBias>();
+    return forward_tiles<kHeadDim, kHasBias, kHasRelativeBias, Source::kIsPaged,
                          Source::kIsQuantized>();
   }();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      kIsFp8 ? fp8_registers(kHeadDim, kConsumers)
+      kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasRelativeBias)
              : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
-  static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2;
+  static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2 && !kHasBias;
   static constexpr int kConsumerWarps = kConsumers * 4;
-  static constexpr bool kHasBiasTiles = Bias::kHasTiles && !Bias::kIsAddedAfter;
   static constexpr int kWarpgroups = 1 + kConsumers;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
-  static_assert(!Source::kIsQuantized || !Bias::kHasTiles, "a bias leaves no room for scales");
+  static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for scales");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
@@ -163,10 +165,9 @@ struct ForwardTraits {
   using WorkState = PipelineState<4>;
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
-  using BiasState = PipelineState<2>;
+  using BiasState = PipelineState<kTiles.bias_stages>;
   // The memory of a relative bias. There is one more window than there are stages of K, so that
   // consumers may read a window after they have released K of its tile.
-  static constexpr bool kHasRelativeBias = Bias::kIsAddedAfter;
   using BiasWindow = RelativeBiasWindow<kRows, kKeys>;
   using BiasOfWarp = RelativeBiasOfWarp<kKeys>;
   static constexpr int kBiasWindows = kHasRelativeBias ? KVState::kStages + 1 : 0;
@@ -234,9 +235,9 @@ struct ForwardTraits {
     if constexpr (Source::kIsQuantized) {
       for (Quantized& quantized : smem.quantized) quantized.init();
     }
-    // A second arrival at the barriers of Q and K is for further inputs: the factors and descales
-    // of e4m3, or the cells, times and weights of a relative bias.
-    constexpr int kProducers = kIsFp8 || kHasRelativeBias ? 2 : 1;
+    // Further arrivals at the barriers of Q and K are for further inputs: the factors and descales
+    // of e4m3, and the cells, times and weights of a relative bias.
+    constexpr int kProducers = 1 + kIsFp8 + kHasRelativeBias;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
     smem.pipeline_q.init(kConsumerArrivals, kProducers);
     smem.pipeline_k.init(kConsumerArrivals, kProducers);

@@ -18,13 +18,16 @@ inline bool can_map(const PackedTensor& tensor, int64_t rows, int heads) {
          rows < INT_MAX - kRaggedRows;
 }
 
-// True if a tensor map can describe the bias.
+// True if a tensor map can describe the bias of q in `dtype`. For e4m3, bf16 and fp16 will do.
 inline bool can_map(const DenseBias& bias, int batch, DType dtype) {
   const auto is_step = [](int64_t stride, int64_t count) {
     return count == 1 || (stride >= 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
   };
-  return bias.dtype == dtype && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
-         bias.row_stride > 0 && bias.row_stride % 8 == 0 && is_step(bias.head_stride, bias.heads) &&
+  const bool good_dtype =
+      bias.dtype == dtype || (dtype == DType::kFloat8E4M3 &&
+                              (bias.dtype == DType::kBFloat16 || bias.dtype == DType::kFloat16));
+  return good_dtype && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 && bias.row_stride > 0 &&
+         bias.row_stride % 8 == 0 && is_step(bias.head_stride, bias.heads) &&
          is_step(bias.batch_stride, batch);
 }
 

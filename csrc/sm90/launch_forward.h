@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/attention_launch.h"
+#include "../scheduler/bias_bounds.h"
 #include "../scheduler/relative_bias.h"
 #include "forward.h"
 #include "kernels.h"
@@ -14,6 +15,12 @@ class ForwardLauncher {
  public:
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     if constexpr (kDType == DType::kFloat8E4M3) {
+      if (params.relative_bias) {
+        return plan_form<Kernel<E4m3Keys<float>, RelativeScoreBias>>(params, launch, {});
+      }
+      if (params.rab.data) {
+        return plan_form<Kernel<E4m3Keys<float>, AddedDenseBias>>(params, launch, {});
+      }
       return bool_switch(params.fp8.half_sums, [&](auto half_sums) {
         using ScoreSum = std::conditional_t<half_sums, cutlass::half_t, float>;
         return plan_form<Kernel<E4m3Keys<ScoreSum>, NoScoreBias>>(params, launch, {});
@@ -53,7 +60,7 @@ class ForwardLauncher {
   template <typename Source, typename Bias>
   static ForwardPlan plan_splits(const ForwardParams& params, const CudaLaunch& launch) {
     using Form = Kernel<Source, Bias>;
-    constexpr bool kAllowsCluster = !Bias::kIsAddedAfter;  // fewer kernels to compile
+    constexpr bool kAllowsCluster = !Bias::kIsRelative;  // fewer kernels to compile
     const BatchParams& batch = params.batch;
     const SplitKVPlan split_kv = plan_split_kv({
         .row_tiles = int64_t{batch.batch} * params.heads *
@@ -89,6 +96,7 @@ class ForwardLauncher {
     Workspace workspace(nullptr);
     take_metadata<Form>(workspace, params, launch, split_kv);
     if constexpr (Form::kHasRelativeBias) take_bias<Form>(workspace, params);
+    if constexpr (Form::kIsFp8 && Form::kHasBias) take_bias_bounds(workspace, params);
     return {.workspace_bytes = workspace.used(), .split_kv = split_kv, .run = run<Form>};
   }
 
@@ -137,6 +145,10 @@ class ForwardLauncher {
       RelativeBias& bias = params.relative_bias;
       bias.prepared = take_bias<Form>(workspace, params);
       prepare_relative_bias(bias, params.batch, launch);
+    }
+    if constexpr (Form::kIsFp8 && Form::kHasBias) {
+      params.fp8.bias_bounds = take_bias_bounds(workspace, params);
+      find_bias_bounds(params, launch);
     }
     const int64_t counter_bytes =
         metadata.arrived ? Workspace::bytes<int>(partial_slots<Form>(metadata.list, params)) : 0;

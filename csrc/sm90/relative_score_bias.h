@@ -171,7 +171,7 @@ class RelativeBiasConsumer {
   static constexpr int kBatch = 4;  // chunks that are added up together
   // How many chunks are added up before S is waited for.
   static constexpr int kEarly =
-      early_chunks(Traits::kHeadDim, Traits::kConsumers, Traits::Source::kIsPaged);
+      early_chunks(Traits::kHeadDim, Traits::kConsumers, Traits::Source::kIsPaged, Traits::kIsFp8);
   static constexpr uint32_t kAllLanes = 0xffffffff;
 
  public:
@@ -211,17 +211,20 @@ class RelativeBiasConsumer {
     add_patches<0, kEarly>(own, half_alpha(), early_);
   }
 
-  // scores = alpha / 2 * (scores + bias).
-  template <typename Scores>
-  HSTU_DEVICE void scale(SharedMemory& smem, int warpgroup, KVState k_state, Scores& scores) {
+  // scores = x / 2, of the scores and the bias. With Factors of e4m3, scores are multiplied by more
+  // than alpha / 2, and patches are added when this has been done.
+  template <typename Factors, typename Scores>
+  HSTU_DEVICE void scale(SharedMemory& smem, int warpgroup, KVState k_state, const Factors& factors,
+                         Scores& scores) {
     const OfWarp& own = smem.bias_warps[warp_of_rows(warpgroup)];
     const Window& window = smem.bias_windows[Traits::bias_window(k_state)];
     const float factor = half_alpha();
-    add_patches<kEarly, kChunks>(own, 1, scores);
+    const auto add = [&](int n, float x) { scores(n) = factors.half_x(n, factor, scores(n), x); };
+    if constexpr (!Traits::kIsFp8) add_patches<kEarly, kChunks>(own, 1, scores);
 #pragma unroll
-    for (int n = 0; n < kEarly * 4; ++n) scores(n) = fmaf(factor, scores(n), early_[n]);
-    add_up<kEarly, kChunks>(own, window, warpgroup,
-                            [&](int n, float x) { scores(n) = fmaf(factor, scores(n), x); });
+    for (int n = 0; n < kEarly * 4; ++n) add(n, early_[n]);
+    add_up<kEarly, kChunks>(own, window, warpgroup, add);
+    if constexpr (Traits::kIsFp8) add_patches<kEarly, kChunks>(own, factor, scores);
   }
 
  private:

@@ -4,12 +4,14 @@
 //   NoScoreBias        nothing
 //   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile, except for
 //                      tiles that TMA cannot copy
+//   AddedDenseBias     the same for e4m3, in bf16 or fp16
 //   RelativeScoreBias  weights by position and by time
 //
 // In the forward, a policy has a Producer, whose load() is called by the warp that copies K for
 // each key tile, and a Consumer. Its init_accumulator() gives the scores the value that Q K^T is
-// added to; where kIsAddedAfter, find() computes the bias while the product runs, and scale() adds
-// it. In the backward, kWarpgroups further warpgroups compute tiles of the bias.
+// added to; where kIsAddedAfter, scale() makes x / 2 of Q K^T and the bias, and where kIsRelative,
+// find() computes the bias before that, while the product runs. In the backward, kWarpgroups
+// further warpgroups compute tiles of the bias.
 #pragma once
 
 #include "bias.h"
@@ -22,6 +24,7 @@ struct NoScoreBias {
   static constexpr bool kHasTiles = false;  // of shared memory
   static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
+  static constexpr bool kIsRelative = false;
   template <typename Element>
   using TileElement = Element;  // for a call with tensors of Element
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
@@ -50,6 +53,7 @@ struct DenseScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
+  static constexpr bool kIsRelative = false;
   template <typename Element>
   using TileElement = Element;
   // Q K^T is added to what the accumulator holds.
@@ -140,11 +144,73 @@ struct DenseScoreBias {
   };
 };
 
+// A dense bias of e4m3 q and k. Their products are multiplied by factors of rows and keys, so that
+// the bias is added when this has been done. Its dtype is that of the tensor, bf16 or fp16.
+struct AddedDenseBias : DenseScoreBias {
+  static constexpr bool kIsAddedAfter = true;
+  template <typename Element>
+  using TileElement = cutlass::half_t;  // or bfloat16_t
+  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
+
+  template <typename Traits>
+  struct Consumer {
+    const ForwardParams& params;
+    typename Traits::BiasState state;
+
+    HSTU_DEVICE explicit Consumer(const ForwardParams& params) : params(params) {}
+
+    template <typename Scores>
+    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
+
+    // scores = x / 2, of the scores and the bias. Called by a warpgroup.
+    template <typename Factors, typename Scores>
+    HSTU_DEVICE void scale(typename Traits::SharedMemory& smem, int warpgroup,
+                           typename Traits::KVState, const Factors& factors, Scores& scores) {
+      smem.pipeline_bias.consumer_wait(state);
+      const auto* const from =
+          smem.bias[state.index()] + warpgroup * (kWarpgroupRows * Traits::kKeys);
+      if (params.rab.dtype == DType::kFloat16) {
+        add<cutlass::half_t>(from, factors, scores);
+      } else {
+        add<cutlass::bfloat16_t>(from, factors, scores);
+      }
+      smem.pipeline_bias.consumer_release_by_warp(state);
+      state.advance();
+    }
+    HSTU_DEVICE void skip_tile(typename Traits::SharedMemory& smem) {
+      smem.pipeline_bias.consumer_wait(state);
+      smem.pipeline_bias.consumer_release_by_warp(state);
+      state.advance();
+    }
+
+   private:
+    template <typename Element, typename Factors, typename Scores>
+    HSTU_DEVICE void add(const cutlass::half_t* from, const Factors& factors,
+                         Scores& scores) const {
+      const float half_alpha = 0.5f * static_cast<float>(params.alpha);
+      const int thread = reload_thread_idx();  // so that no register keeps where it reads
+#pragma unroll
+      for (int part = 0; part < Traits::kKeys / 16; ++part) {
+        uint32_t words[4];
+        load_bias_part(from, part, words, thread);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const float bias =
+              n % 2 ? high_half<Element>(words[n / 2]) : low_half<Element>(words[n / 2]);
+          float& score = scores(part * 8 + n);
+          score = factors.half_x(part * 8 + n, half_alpha, score, half_alpha * bias);
+        }
+      }
+    }
+  };
+};
+
 // Weights by position and by time. In the forward, consumers compute them and there are no tiles.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = 1;
   static constexpr bool kIsAddedAfter = true;
+  static constexpr bool kIsRelative = true;
   template <typename Element>
   using TileElement = cutlass::half_t;
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;

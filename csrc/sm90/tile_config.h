@@ -11,10 +11,11 @@ constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // rows of a wgmma
 
 struct ForwardTiles {
-  int consumers;     // warpgroups, with 64 rows each
-  int keys;          // of a tile of scores
-  int query_stages;  // of Q; with 2, Q of the next work tile is copied early
-  int key_stages;    // of K and V
+  int consumers;        // warpgroups, with 64 rows each
+  int keys;             // of a tile of scores
+  int query_stages;     // of Q; with 2, Q of the next work tile is copied early
+  int key_stages;       // of K and V
+  int bias_stages = 2;  // of a dense bias
 };
 
 // Registers per thread, which setmaxnreg moves from the producer to the consumers.
@@ -83,27 +84,35 @@ constexpr ForwardTiles forward_tiles() {
 
 // How many chunks of 8 keys of a relative bias a consumer adds up while S is being computed: as
 // many as there are registers for.
-constexpr int early_chunks(int head_dim, int consumers, bool is_paged) {
-  if (consumers == 3) return 0;
+constexpr int early_chunks(int head_dim, int consumers, bool is_paged, bool is_fp8) {
+  if (consumers == 3 || (is_fp8 && head_dim == 256)) return 0;
   if (head_dim <= 64) return is_paged ? 8 : 12;
   return head_dim == 256 && is_paged ? 4 : 8;
 }
 
 // The tiles of e4m3, where a key tile is a block of Fp8Params.
-template <int kHeadDim, bool kHasHalfSums>
+template <int kHeadDim, bool kHasHalfSums, bool kHasBias>
 constexpr ForwardTiles fp8_tiles() {
   if constexpr (kHeadDim == 64) {
-    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 8};
+    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = kHasBias ? 5 : 8};
   } else if constexpr (kHeadDim == 128) {
     // S in fp16 takes 32 registers less.
-    return {.consumers = kHasHalfSums ? 3 : 2, .keys = 128, .query_stages = 2, .key_stages = 4};
+    return {.consumers = kHasHalfSums ? 3 : 2,
+            .keys = 128,
+            .query_stages = 2,
+            .key_stages = kHasBias ? 3 : 4};
   } else if constexpr (kHeadDim == 256) {
-    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
+    return {.consumers = 2,
+            .keys = 128,
+            .query_stages = kHasBias ? 1 : 2,
+            .key_stages = 2,
+            .bias_stages = 1};
   } else {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
-constexpr Registers fp8_registers(int head_dim, int consumers) {
+constexpr Registers fp8_registers(int head_dim, int consumers, bool is_relative) {
+  if (is_relative && consumers == 3) return {.producer = 56, .consumer = 152};
   if (head_dim == 256) return {.producer = 24, .consumer = 240};
   if (consumers == 2) return {.producer = 40, .consumer = 232};
   return {.producer = 32, .consumer = 160};

@@ -19,18 +19,23 @@ struct PlainWeights {
 
   decltype(make_tensor_like<Element>(Scores{})) fragment;
 
-  struct Factors {};
+  struct Factors {
+    // x / 2 of score n, from alpha / 2 times its bias.
+    HSTU_DEVICE float half_x(int, float half_alpha, float score, float half_bias) const {
+      return fmaf(half_alpha, score, half_bias);
+    }
+  };
   HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory&,
                                    const typename Traits::WorkTile&, int, int) const {
     return {};
   }
 
-  // scores = silu(alpha * scores). With a relative bias they have been multiplied by alpha / 2.
+  // scores = silu(alpha * scores), or silu(x) if the bias is added after and they are x / 2.
   HSTU_DEVICE void activate(const ForwardParams& params, const Factors&, Scores& scores) const {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
     for (int n = 0; n < size(scores); ++n) {
-      const float x = Traits::kHasRelativeBias ? scores(n) : half_alpha * scores(n);
+      const float x = Traits::Bias::kIsAddedAfter ? scores(n) : half_alpha * scores(n);
       scores(n) = silu_of_half(x, tanh_approx(x));
     }
   }
@@ -71,6 +76,12 @@ struct E4m3Weights : E4m3Fragment<Traits> {
     float score[2];
     float mean[2];
     float weight[2];
+
+    // x / 2 of score n, from alpha / 2 times its bias.
+    HSTU_DEVICE float half_x(int n, float, float sum, float half_bias) const {
+      const int m = n / 2 % 2;
+      return fmaf(score[m], sum, mean[m] + half_bias);
+    }
   };
 
   // Reads the factors of a key tile. Called before its stage of K is released.
@@ -93,9 +104,8 @@ struct E4m3Weights : E4m3Fragment<Traits> {
   HSTU_DEVICE void activate(const ForwardParams&, const Factors& factors, Scores& scores) const {
 #pragma unroll
     for (int n = 0; n < size(scores); ++n) {
-      const int m = n / 2 % 2;
-      const float x = factors.score[m] * scores(n) + factors.mean[m];
-      scores(n) = silu_of_half(factors.weight[m] * x, tanh_approx(x));
+      const float x = Traits::Bias::kIsAddedAfter ? scores(n) : factors.half_x(n, 0, scores(n), 0);
+      scores(n) = silu_of_half(factors.weight[n / 2 % 2] * x, tanh_approx(x));
     }
   }
 

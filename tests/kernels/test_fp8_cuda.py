@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 from hstu_attn import Mask, Quantization, hstu_attention, reference
 from hstu_attn.quantization import E4M3, quantize_qkv
 from hstu_attn.testing import (
+    BIAS_NAMES,
     MASK_NAMES,
     Batch,
     make_batch,
@@ -143,6 +145,86 @@ def test_largest_products(hopper, mode, sign, dim, code):
     products = torch.einsum("ihd,jhd->hij", x.q8.double(), x.k8.double())
     assert products.abs().max() > 56400
     assert_as_good_as_the_emulation(batch)
+
+
+# ---------------------------------------------------------------------------------------------
+# Biases
+# ---------------------------------------------------------------------------------------------
+
+with_biases = pytest.mark.parametrize("bias", BIAS_NAMES)
+
+
+@with_biases
+@pytest.mark.parametrize("mask", ["full", "causal", "context-target", "local-context-target"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_biases(hopper, bias, mask, dim):
+    batch = make_batch([700, 0, 129, 1], [700, 0, 100, 1], dim=dim, dtype=BF16, mask=mask)
+    batch.k.add_(0.3)
+    for mode, smooth_k in ((2, True), (0, False)):
+        batch.quantization = Quantization(mode, smooth_k)
+        assert_as_good_as_the_emulation(batch.with_bias(make_bias(bias, batch, BF16)))
+    batch.seqused_q = torch.tensor([600, 0, 60, 1])
+    batch.seqused_k = torch.tensor([650, 0, 128, 1])
+    assert_as_good_as_the_emulation(batch.with_bias(make_bias(bias, batch, BF16)))
+
+
+@pytest.mark.parametrize("bias", ["rab", "rab-1-head", "position-time"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_biases_of_fp16_inputs(hopper, bias, dim):
+    """The lengths of the first batch are those of tensors that TMA reads without a copy."""
+    for lengths in ([512, 300], [77, 301]):
+        batch = make_batch(lengths, dim=dim, dtype=torch.float16, mask="causal", heads=4)
+        batch.quantization = Quantization()
+        assert_as_good_as_the_emulation(batch.with_bias(make_bias(bias, batch, torch.float16)))
+
+
+@pytest.mark.parametrize("bias", ["rab", "position-time"])
+@pytest.mark.parametrize("factor", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("alpha", [1e-3, 1.0, -2.0])
+def test_sizes_of_a_bias(hopper, bias, factor, alpha):
+    """Weights neither overflow nor vanish beside the largest and the smallest scores."""
+    batch = make_batch([300, 77], dim=64, dtype=BF16, mask="causal", alpha=alpha)
+    batch = batch.with_bias(make_bias(bias, batch, BF16))
+    for name, tensor in batch.differentiable().items():
+        if name not in "qkv":
+            tensor.mul_(factor)
+    batch.quantization = Quantization()
+    assert_as_good_as_the_emulation(batch)
+    batch.q.mul_(1e-3)
+    assert_as_good_as_the_emulation(batch)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_bias_that_hides_keys(hopper, dim):
+    batch = make_batch([256, 77], dim=dim, dtype=BF16, mask="causal", bias="rab")
+    batch.quantization = Quantization()
+    batch.bias.rab[..., ::3] = -1e9
+    assert_as_good_as_the_emulation(batch)
+
+
+@pytest.mark.parametrize("bias", ["rab", "rab-fp32", "position-time"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_biases_of_e4m3_inputs(hopper, bias, dim):
+    batch = e4m3_batch(dim=dim)
+    batch = batch.with_bias(make_bias(bias, batch, BF16))
+    given = descales((len(batch.cu_seqlens_q) - 1,))
+    exact, emulated = exact_and_emulated(batch, given)
+    found = on_gpu(batch, **{name: tensor.cuda() for name, tensor in given.items()})
+    bound = 1.15 * relative_error(emulated, exact) + torch.finfo(BF16).eps
+    assert relative_error(found, exact) <= bound
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nonfinite_biases_stay_in_their_row(hopper, bad):
+    batch = make_batch([200, 136], dim=64, dtype=BF16, mask="causal", bias="rab")
+    batch.quantization = Quantization()
+    before = on_gpu(batch)
+    batch.bias.rab[1, 0, 100, 50] = bad
+    out = on_gpu(batch)
+    row = out[300, 0].clone()
+    out[300, 0] = before[300, 0]
+    assert torch.equal(out, before)
+    assert row.isnan().all() == math.isnan(bad)
 
 
 @with_modes
@@ -338,9 +420,6 @@ def test_compile(hopper):
 def test_errors(hopper, monkeypatch):
     batch = make_batch([70, 30], dim=64, device="cuda", dtype=BF16, mask="causal")
     batch.quantization = Quantization()
-    for bias, name in (("rab", "rab"), ("position-time", "bias")):
-        with pytest.raises(NotImplementedError, match=f"^{name}: FP8 attention on a GPU"):
-            run(hstu_attention, batch.with_bias(make_bias(bias, batch, BF16)))
     wide = replace(batch, q=batch.q.float(), k=batch.k.float(), v=batch.v.float())
     with pytest.raises(ValueError, match="q: expected bfloat16 or float16 with quant_mode"):
         run(hstu_attention, wide)

@@ -102,6 +102,32 @@ class AlignedCopies {
     params.rab.data = whole.mutable_data_ptr();
     inputs_.push_back(whole);
   }
+  // Copies a dense bias whose rows are not aligned, or that has more than 16 bits, for the kernels
+  // of e4m3: there are no others to which such a call could fall back.
+  void fp8_bias(const OptionalView& rab, DenseBias& bias) {
+    if (!rab) return;
+    const bool is_wide = bias.dtype != DType::kBFloat16 && bias.dtype != DType::kFloat16;
+    const auto is_step = [](int64_t stride, int64_t count) {
+      return count == 1 || (stride > 0 && stride % 8 == 0);
+    };
+    if (!is_wide && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
+        is_step(bias.row_stride, 2) && is_step(bias.head_stride, rab->size(1)) &&
+        is_step(bias.batch_stride, rab->size(0))) {
+      return;
+    }
+    const int64_t sizes[] = {rab->size(0), rab->size(1), rab->size(2), round_up(bias.length, 8)};
+    const Tensor padded =
+        allocate(*rab, Sizes(sizes, 4), is_wide ? ScalarType::BFloat16 : rab->dtype);
+    inputs_.push_back(padded);
+    Tensor whole = padded;
+    Tensor copy = torch::stable::narrow(whole, 3, 0, bias.length);
+    torch::stable::copy_(copy, as_tensor(*rab));
+    bias.data = whole.mutable_data_ptr();
+    if (is_wide) bias.dtype = DType::kBFloat16;
+    bias.batch_stride = whole.stride(0);
+    bias.head_stride = whole.stride(1);
+    bias.row_stride = whole.stride(2);
+  }
   void output(const TensorView& tensor, PackedTensor& packed) {
     if (!is_aligned(packed)) outputs_.emplace_back(tensor, replace(tensor, packed));
   }
@@ -296,13 +322,14 @@ void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParam
   if (is_composed(params)) return composed_forward(args, out);
   AlignedCopies copies;
   copies.inputs(args, params);
-  copies.bias(args, params, call.device(), /*is_backward=*/false);
   copies.output(out, params.out);
   if (args.quant_mode >= 0 || params.dtype == DType::kFloat8E4M3) {
+    copies.fp8_bias(args.rab, params.rab);
     QuantizeParams quantize;
     to_params(args, params, quantize);
     call.run_quantized(quantize, params);
   } else {
+    copies.bias(args, params, call.device(), /*is_backward=*/false);
     call.run(forward_kernel(call.device(), params), params);
   }
   copies.copy_back();
@@ -315,6 +342,7 @@ void CudaOps::forward_fp8(const Arguments& args, const TensorView& out, ForwardP
     return;
   }
   AlignedCopies copies;
+  copies.fp8_bias(args.rab, params.rab);
   copies.output(out, params.out);
   call.run(forward_kernel(call.device(), params), params);
   copies.copy_back();
