@@ -319,7 +319,7 @@ def test_gradients_are_those_of_the_inputs(hopper):
 
 @with_modes
 @with_smooth_k
-@pytest.mark.parametrize("bias", [None])
+@pytest.mark.parametrize("bias", [None, "rab", "position-time"])
 def test_gradients_of_kept_codes(hopper, mode, smooth_k, bias):
     for dim, dtype in ((64, BF16), (40, torch.float16), (128, BF16)):
         batch = make_batch([300, 0, 133], [300, 0, 70], dim=dim, dtype=dtype, mask="causal")
@@ -358,7 +358,7 @@ def forbidden_syncs() -> Iterator[None]:
 def test_calls_do_not_wait(hopper, mode):
     batch = make_batch([300, 0, 70], dim=64, device="cuda", dtype=BF16, mask="context-target")
     dout = torch.randn(370, 2, 64, device="cuda").to(BF16)
-    for bias, keep in itertools.product((None,), ("inputs", "e4m3")):
+    for bias, keep in itertools.product((None, "rab", "position-time"), ("inputs", "e4m3")):
         batch.quantization = Quantization(mode, smooth_k=True, keep=keep)
         own = batch if bias is None else batch.with_bias(make_bias(bias, batch, BF16))
         run(hstu_attention, own, dout)  # loads the kernels
