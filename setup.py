@@ -92,12 +92,14 @@ class CudaTarget(NamedTuple):
 # Hopper runs sm80 kernels, too (HSTU_ATTN_FORCE_ARCH=80), and later GPUs compile them from PTX;
 # wgmma and TMA exist in sm_90a alone.
 ANY_GPU = "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90"
+# FP8 attention is for Hopper alone, and before it, conversions to e4m3 are many instructions.
+HOPPER_OR_LATER = "-gencode=arch=compute_90,code=[sm_90,compute_90]"
 CUDA_TARGETS = {
     "sm80/backward": CudaTarget(ANY_GPU, 105),
     "sm80/forward": CudaTarget(ANY_GPU, 50),
     "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 95),
     "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 70),
-    "quantize": CudaTarget(ANY_GPU, 85),
+    "quantize": CudaTarget(HOPPER_OR_LATER, 10),
     "common": CudaTarget(ANY_GPU, 8),
 }
 

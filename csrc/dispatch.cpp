@@ -118,8 +118,14 @@ std::string describe_build() {
 #if defined(HSTU_ATTN_SM90)
   archs += " sm90";
 #endif
-  return "archs" + archs + "\ndtypes " + built_dtypes() + "\nhead_dims " + names(HeadDims{}) +
-         "\nruntime " + std::to_string(CUDART_VERSION) + "\ndriver " + std::to_string(driver);
+#if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
+  const std::string fp8 = "sm90";
+#else
+  const std::string fp8 = "none";
+#endif
+  return "archs" + archs + "\ndtypes " + built_dtypes() + "\nfp8 " + fp8 + "\nhead_dims " +
+         names(HeadDims{}) + "\nruntime " + std::to_string(CUDART_VERSION) + "\ndriver " +
+         std::to_string(driver);
 }
 
 std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParams& params,

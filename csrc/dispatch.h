@@ -31,9 +31,9 @@ struct CudaDevice {
 // The device with CUDA's ordinal `index`.
 CudaDevice cuda_device(int index);
 
-// Describes the build in lines "name value": archs, dtypes, head dims, the version of its CUDA
-// runtime and the newest version that the driver supports (0 without a driver). Versions are
-// encoded as CUDA does: 1000 * major + 10 * minor.
+// Describes the build in lines "name value": archs, 16-bit dtypes, the arch of FP8 attention or
+// "none", head dims, the version of its CUDA runtime and the newest version that the driver
+// supports (0 without a driver). Versions are encoded as CUDA does: 1000 * major + 10 * minor.
 std::string describe_build();
 
 // How a call is to run.

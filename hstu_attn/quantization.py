@@ -42,7 +42,9 @@ _HEAD_DIM_UNIT = 16
 LARGEST_CODE = 448.0
 SMALLEST_DESCALE = 2.0**-60
 _NORM_MARGIN = 1 + 2.0**-12
-_HALF_SUM_NORM = 240.0  # Fp8Params::kHalfSumNorm
+# kNormLimit and kRounding of csrc/quantize/codes.h.
+_NORM_LIMIT = 225.0
+_ROUNDING = 17 / 16
 # Within a block, the CUDA kernel adds rows 16 apart first, and then these sums.
 _ROWS_AT_ONCE = 16
 
@@ -180,8 +182,8 @@ def quantize_qkv(
     Codes are `x / descale`, rounded to nearest with ties to even; NaN and infinity become NaN. A
     descale is the largest finite magnitude of what it serves, divided by 448, and at least 2^-60.
     In modes 1 and 2, those of q and k are then multiplied by the least of 2, 4, ..., 32 with which
-    the codes of each row have a Euclidean norm of at most 240, so that products of q and k fit into
-    fp16.
+    each row divided by its descale has a Euclidean norm of at most 225, its squares being rounded
+    up to integers. Then codes have norms of at most 240, so that products of q and k fit into fp16.
 
     Args:
         q, k, v: `(total, heads, head dim)`: bf16 or fp16 to quantize, or float8_e4m3fn, whose codes
@@ -201,12 +203,11 @@ def quantize_qkv(
         product = (rows * mean[q_rows.sequence]).sum(-1)
         q_mean_product = _scatter(product, q_rows.row, q.shape[0]).t()
     limits_norms = mode in (1, 2)
-    q_codes, q_scales = _quantize(q, q_rows, mode, limits_norms, None, q_descale)
+    q_codes, q_scales, q_norms = _quantize(q, q_rows, mode, limits_norms, None, q_descale)
     block_mode = 2 if mode == 1 else mode
-    k_codes, k_scales = _quantize(k, k_rows, block_mode, limits_norms, mean, k_descale)
-    v_codes, v_scales = _quantize(v, k_rows, block_mode, False, None, v_descale)
+    k_codes, k_scales, k_norms = _quantize(k, k_rows, block_mode, limits_norms, mean, k_descale)
+    v_codes, v_scales, _ = _quantize(v, k_rows, block_mode, False, None, v_descale)
     blocks = k_rows.num_blocks
-    k_norms = _largest(_norm(k_codes, k_scales), k_rows.block, blocks)
     v8 = torch.zeros((blocks, BLOCK, *v.shape[1:]), dtype=torch.uint8)
     v8[k_rows.block, _slot_positions(k_rows.slot)] = v_codes.view(torch.uint8)
     return Quantized(
@@ -216,8 +217,8 @@ def quantize_qkv(
         _scatter(q_scales, q_rows.row, q.shape[0]).t().contiguous(),
         _scatter(k_scales, k_rows.block, blocks).t().contiguous(),
         _scatter(v_scales, k_rows.block, blocks).t().contiguous(),
-        _scatter(_norm(q_codes, q_scales), q_rows.row, q.shape[0]).t().contiguous(),
-        k_norms.t().contiguous(),
+        _scatter(q_norms, q_rows.row, q.shape[0]).t().contiguous(),
+        _largest(k_norms, k_rows.block, blocks).t().contiguous(),
         q_mean_product.contiguous(),
         torch.empty(0) if mean is None else mean,
     )
@@ -254,25 +255,29 @@ def _quantize(
     limits_norms: bool,
     mean: Tensor | None,
     given: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Returns codes `(rows, heads, head dim)` and descales `(rows, heads)`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns codes `(rows, heads, head dim)`, descales and bounds of norms `(rows, heads)`."""
     if given is not None:
         codes = x.view(torch.uint8)[rows.row].view(E4M3)
-        return codes, _expand_descale(given, rows, x.shape)
+        scales = _expand_descale(given, rows, x.shape)
+        return codes, scales, _norm(codes, scales)
     values = x[rows.row].float()
     if mean is not None:
         values = values - mean[rows.sequence]
     is_finite = values.isfinite()
     largest = torch.where(is_finite, values, 0).abs().amax(-1)
     scales = _descales(largest, rows, mode)
-    if limits_norms:
-        squares = _to_codes(values, scales * 2).float().nan_to_num(0).square()
-        # NOTE: integers below 2^24: sums are exact in every order.
-        sums = squares.ceil().sum(-1)
-        if mode == 2:
-            sums = _largest(sums, rows.block, rows.num_blocks)[rows.block]
-        scales = scales * _growth_of_descales(sums)
-    return _to_codes(values, scales), scales
+    if not limits_norms:
+        codes = _to_codes(values, scales)
+        return codes, scales, _norm(codes, scales)
+    scaled = torch.where(is_finite, values, 0) * (scales * 2).reciprocal()[..., None]
+    # NOTE: fp64 has the squares exactly, and integers below 2^24 have one sum in every order.
+    sums = scaled.double().square().ceil().sum(-1).float()
+    norms = sums.sqrt() * (scales * 2) * _ROUNDING
+    if mode == 2:
+        sums = _largest(sums, rows.block, rows.num_blocks)[rows.block]
+    scales = scales * _growth_of_descales(sums)
+    return _to_codes(values, scales), scales, norms
 
 
 def _to_codes(values: Tensor, scales: Tensor) -> Tensor:
@@ -281,17 +286,14 @@ def _to_codes(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _growth_of_descales(squares: Tensor) -> Tensor:
-    """Returns the least powers of two, from 2 to 32, that make norms of rows at most 240.
-
-    A larger power of two divides the codes exactly, except for those that become subnormal: their
-    squares are at most 2^-12 and count as 2^-8 or more.
+    """Returns the least powers of two, from 2 to 32, that make norms of rows at most 225.
 
     Args:
-        squares: sums of the squares, each rounded up to an integer, of the codes with 2.
+        squares: sums of the squares, each rounded up to an integer, with 2.
     """
     growth = torch.full_like(squares, 2)
     for n in range(4):
-        growth = torch.where(squares > _HALF_SUM_NORM**2 * 4**n, growth * 2, growth)
+        growth = torch.where(squares > _NORM_LIMIT**2 * 4**n, growth * 2, growth)
     return growth
 
 

@@ -49,25 +49,27 @@ HSTU_DEVICE float sum_of_squares(const uint2& codes) {
   return add_codes(codes, 0.0f, [](float sum, float x) { return sum + x * x; });
 }
 
-// The sum of squares, each rounded up to an integer, of codes of at most 224. For up to 256 codes
-// such sums are below 2^24, so that fp32 adds them without rounding, in any order.
-HSTU_DEVICE float sum_of_rounded_squares(const uint2& codes) {
-  // NOTE: from 2^23 to 2^24, the numbers of fp32 are the integers.
-  return add_codes(codes, 0x1p23f, [](float sum, float x) { return __fmaf_ru(x, x, sum); }) -
-         0x1p23f;
-}
+// The norm rule of modes 1 and 2. It adds up the squares of a row's elements divided by twice the
+// descale, so that they are at most 224, each square rounded up to an integer. For up to 256
+// elements such sums are below 2^24, so that fp32 adds them without rounding, in any order.
+//
+// A code is at most 18 / 17 of what it was rounded from, and a subnormal one has a square below the
+// integer that it counts as. So kRounding times the root of the sum bounds the norm of the codes.
+constexpr float kRounding = 17.0f / 16.0f;
+constexpr float kNormLimit = 225.0f;
+static_assert(kNormLimit * kRounding <= Fp8Params::kHalfSumNorm);
 
-// Returns the least power of two, from 2 to 32, that a descale must be multiplied by so that norms
-// of rows of codes are at most kHalfSumNorm. `squares` is the largest sum_of_rounded_squares() of
-// the rows, of the codes with twice the descale. A larger power of two divides these exactly,
-// except for codes that become subnormal: their squares are at most 2^-12 and count as 2^-8 or
-// more.
+// The sum begins with this: from 2^23 to 2^24, the numbers of fp32 are the integers.
+constexpr float kSquaresBegin = 0x1p23f;
+HSTU_DEVICE float add_rounded_square(float sum, float x) { return __fmaf_ru(x, x, sum); }
+
+// Returns the power of two, from 2 to 32, that the descale of rows is multiplied by: the least with
+// which the sum of squares of each row is at most kNormLimit^2. `squares` is the largest sum.
 HSTU_DEVICE float growth_of_descale(float squares) {
   constexpr float kMost = 256 * 224.0f * 224.0f;
   float growth = 2.0f;
 #pragma unroll
-  for (float limit = Fp8Params::kHalfSumNorm * Fp8Params::kHalfSumNorm; limit < kMost;
-       limit *= 4.0f) {
+  for (float limit = kNormLimit * kNormLimit; limit < kMost; limit *= 4.0f) {
     if (squares > limit) growth *= 2.0f;
   }
   return growth;

@@ -5,125 +5,19 @@
 // sequences need their largest magnitude before, and smooth_k the mean of K: a kernel for each.
 #include "../common/arena.h"
 #include "../common/cuda_check.h"
-#include "../common/device_math.h"
-#include "../scheduler/work_list.h"
-#include "codes.h"
-#include "quantize.h"
+#include "rows.h"
 
 namespace hstu {
 namespace {
 
-constexpr int kPiece = 8;  // elements of a row that a thread holds
-constexpr int kSteps = 8;  // rows that a thread holds a piece of
-constexpr int kRowsAtOnce = Fp8Params::kBlock / kSteps;
-
 // Blocks of a multiprocessor: with 80 registers a thread, or 64 where a block has 512 threads. Each
 // thread has 128 bytes of rows under way.
 constexpr int blocks_per_sm(int lanes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-  return 1;  // conversions to e4m3 are no single instructions and take more registers
-#else
   return (lanes <= 16 ? 768 : 1024) / (lanes * kRowsAtOnce);
-#endif
 }
 
 // A norm is multiplied by this, so that it is an upper bound although its sum is rounded.
 constexpr float kNormMargin = 1.0f + 0x1p-12f;
-
-struct E4m3 {};
-
-// ------------------------------------------------------------------------------------- blocks
-
-enum class Part : int { kQ, kK, kV };
-
-// Rows of a sequence that a block of threads quantizes.
-struct RowBlock {
-  int sequence = 0;
-  int64_t number = 0;  // see first_tile()
-  int64_t begin = 0;   // the first row in the packed tensor
-  int rows = 0;        // at most Fp8Params::kBlock; 0: there is no such block
-};
-
-// Finds block `number` of Q or of K and V. Called by all lanes of a warp.
-HSTU_DEVICE RowBlock find_block(const BatchParams& batch, bool is_q, int64_t number) {
-  const IndexArray& offsets = is_q ? batch.cu_seqlens_q : batch.cu_seqlens_k;
-  const IndexArray& used = is_q ? batch.seqused_q : batch.seqused_k;
-  const int64_t total = is_q ? batch.total_q : batch.total_k;
-  const int lane = threadIdx.x % 32;
-  // The last sequence that does not begin after the block is one of `count`, from `low` on.
-  int low = 0, count = batch.batch;
-  while (count > 1) {
-    const int step = ceil_div(count, 32);
-    const int b = low + lane * step;
-    const bool is_before =
-        lane * step < count &&
-        (lane == 0 || first_tile(clamp(offsets[b], 0, total), b, Fp8Params::kBlock) <= number);
-    const int last = 31 - __clz(__ballot_sync(~0u, is_before));
-    low += last * step;
-    count = min(step, count - last * step);
-  }
-  const int64_t begin = clamp(offsets[low], 0, total);
-  const int64_t room = clamp(offsets[low + 1], begin, total) - begin;
-  const int64_t length = used ? clamp(used[low], 0, room) : room;
-  const int64_t first = (number - first_tile(begin, low, Fp8Params::kBlock)) * Fp8Params::kBlock;
-  if (first < 0 || first >= length) return {};
-  return {low, number, begin + first,
-          static_cast<int>(clamp(length - first, 0, Fp8Params::kBlock))};
-}
-
-// -------------------------------------------------------------------------------------- pieces
-
-// kPiece elements of a row.
-template <typename Element>
-struct Piece {
-  static constexpr bool kIsE4m3 = std::is_same_v<Element, E4m3>;
-  static constexpr int kElementBytes = kIsE4m3 ? 1 : 2;
-  using Words = std::conditional_t<kIsE4m3, uint2, uint4>;
-
-  alignas(Words) uint32_t words[sizeof(Words) / 4];
-
-  HSTU_DEVICE void load(const PackedTensor& tensor, int64_t row, int head, int column,
-                        bool exists) {
-    Words loaded = {};
-    if (exists) {
-      const int64_t element = row * tensor.row_stride + head * tensor.head_stride + column;
-      loaded = __ldg(reinterpret_cast<const Words*>(static_cast<const char*>(tensor.data) +
-                                                    element * kElementBytes));
-    }
-    *reinterpret_cast<Words*>(words) = loaded;
-  }
-
-  HSTU_DEVICE float operator[](int n) const {
-    return n % 2 ? high_half<Element>(words[n / 2]) : low_half<Element>(words[n / 2]);
-  }
-
-  HSTU_DEVICE void set_nan(int n) { words[n / 2] |= n % 2 ? 0x7fff0000u : 0x7fffu; }
-};
-
-template <int kLanes, typename Combine>
-HSTU_DEVICE float reduce_lanes(float x, Combine combine) {
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
-struct Largest {
-  HSTU_DEVICE float operator()(float x, float y) const { return fmaxf(x, y); }
-};
-struct Sum {
-  HSTU_DEVICE float operator()(float x, float y) const { return x + y; }
-};
-
-// The largest `x` of a block of threads. `scratch` has 32 elements; all threads call it.
-template <int kThreads>
-HSTU_DEVICE float largest_of_block(float x, float* scratch) {
-  x = reduce_lanes<32>(x, Largest());
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-  __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) x = fmaxf(x, scratch[warp]);
-  return x;
-}
 
 // ----------------------------------------------------------------------------------- workspace
 
@@ -163,110 +57,6 @@ HSTU_DEVICE int64_t largest_index(const QuantizeParams& params, Part part, int b
       return first;
   }
 }
-
-// ------------------------------------------------------------------------------------- a block
-
-// The rows of a block of threads: each row of a head is divided among kLanes lanes.
-template <typename Element, int kLanes>
-struct Rows {
-  static constexpr int kThreads = kLanes * kRowsAtOnce;
-
-  const QuantizeParams& params;
-  const PackedTensor& tensor;
-  RowBlock block;
-  int head;
-  int row;     // the first row of this thread; the next are kRowsAtOnce further each
-  int column;  // of this thread's pieces
-  Piece<Element> pieces[kSteps];
-  float mean[kPiece];  // K's, where it is subtracted or multiplied with; else 0
-
-  HSTU_DEVICE Rows(const QuantizeParams& params, const PackedTensor& tensor, const RowBlock& block,
-                   int head)
-      : params(params),
-        tensor(tensor),
-        block(block),
-        head(head),
-        row(threadIdx.x / kLanes),
-        column(threadIdx.x % kLanes * kPiece) {
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      const int r = row + n * kRowsAtOnce;
-      pieces[n].load(tensor, block.begin + r, head, column,
-                     r < block.rows && column < tensor.head_dim);
-    }
-#pragma unroll
-    for (float& x : mean) x = 0.0f;
-  }
-
-  HSTU_DEVICE void load_mean(const float* means) {
-    if (column >= tensor.head_dim) return;
-    const int64_t at = (int64_t{block.sequence} * params.heads + head) * tensor.head_dim + column;
-#pragma unroll
-    for (int n = 0; n < kPiece; n += 4) {
-      *reinterpret_cast<float4*>(mean + n) = *reinterpret_cast<const float4*>(means + at + n);
-    }
-  }
-
-  HSTU_DEVICE bool has_row(int step) const { return row + step * kRowsAtOnce < block.rows; }
-
-  // The element without the mean if `subtracts`.
-  HSTU_DEVICE float value(int step, int n, bool subtracts) const {
-    const float x = pieces[step][n];
-    return subtracts ? x - mean[n] : x;
-  }
-
-  HSTU_DEVICE float largest_of_row(int step, bool subtracts) const {
-    float largest = 0.0f;
-    // NOTE: a row without elements has no mean to subtract.
-    if (has_row(step)) {
-#pragma unroll
-      for (int n = 0; n < kPiece; ++n) {
-        largest = fmaxf(largest, fabsf(value(step, n, subtracts)));  // not NaN
-      }
-    }
-    return largest;
-  }
-
-  // Returns this thread's largest finite magnitude. Infinities become NaN.
-  HSTU_DEVICE float find_largest(bool subtracts) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n) largest = fmaxf(largest, largest_of_row(n, subtracts));
-    if (is_finite(largest)) return largest;
-    largest = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int n = 0; n < kPiece; ++n) {
-        if (!is_finite(value(step, n, subtracts))) pieces[step].set_nan(n);
-      }
-      largest = fmaxf(largest, largest_of_row(step, subtracts));
-    }
-    return largest;
-  }
-
-  // The codes of a piece, with reciprocal `scale` of the descale.
-  HSTU_DEVICE uint2 codes(int step, bool subtracts, float scale) const {
-    if constexpr (Piece<Element>::kIsE4m3) {
-      return {pieces[step].words[0], pieces[step].words[1]};
-    } else {
-      if (!has_row(step) || column >= tensor.head_dim) return {};
-      uint32_t pairs[kPiece / 2];
-#pragma unroll
-      for (int n = 0; n < kPiece; n += 2) {
-        const float2 two = {value(step, n, subtracts) * scale,
-                            value(step, n + 1, subtracts) * scale};
-        pairs[n / 2] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
-      }
-      return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
-    }
-  }
-
-  // sum_of_rounded_squares() of the codes of a row, with reciprocal `scale` of the descale.
-  HSTU_DEVICE float rounded_squares_of_row(int step, bool subtracts, float scale) const {
-    return reduce_lanes<kLanes>(sum_of_rounded_squares(codes(step, subtracts, scale)), Sum());
-  }
-};
 
 // --------------------------------------------------------------------------------- K's mean
 
@@ -340,23 +130,20 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
     largest_kernel(const __grid_constant__ QuantizeParams params,
                    const __grid_constant__ Workspace workspace) {
   __shared__ float scratch[32];
-  const int64_t q_blocks = max_blocks(params.batch.total_q, params.batch.batch);
-  const int64_t k_blocks = max_blocks(params.batch.total_k, params.batch.batch);
-  const int head = blockIdx.x % params.heads;
-  const int64_t index = blockIdx.x / params.heads;
-  const Part part = index < q_blocks ? Part::kQ : index < q_blocks + k_blocks ? Part::kK : Part::kV;
-  const int64_t number =
-      index - (part == Part::kQ ? 0 : q_blocks) - (part == Part::kV ? k_blocks : 0);
-  const RowBlock block = find_block(params.batch, part == Part::kQ, number);
-  if (block.rows == 0) return;
-  const PackedTensor& tensor = part == Part::kQ ? params.q : part == Part::kK ? params.k : params.v;
-  Rows<Element, kLanes> rows(params, tensor, block, head);
-  const bool subtracts = part == Part::kK && params.smooth_k;
-  if (subtracts) rows.load_mean(workspace.mean);
+  const BlockOfPart own(params);
+  if (!own.has_rows()) return;
   using Block = Rows<Element, kLanes>;
-  const float largest = largest_of_block<Block::kThreads>(rows.find_largest(subtracts), scratch);
+  Block rows(params, tensor_of(params, own.part), own.block, own.head);
+  float of_steps[kSteps];
+  if (own.part == Part::kK && params.smooth_k) {
+    rows.load_mean(workspace.mean);
+    rows.template find_largest<true>(of_steps);
+  } else {
+    rows.template find_largest<false>(of_steps);
+  }
+  const float largest = largest_of_block<Block::kThreads>(largest_of(of_steps), scratch);
   if (threadIdx.x == 0) {
-    atomicMax(workspace.largest + largest_index(params, part, block.sequence, head),
+    atomicMax(workspace.largest + largest_index(params, own.part, own.block.sequence, own.head),
               __float_as_uint(largest));
   }
 }
@@ -409,123 +196,138 @@ struct Transpose {
   }
 };
 
-// The descale of all rows of a block, unless each row has its own.
-template <typename Element, int kLanes>
-HSTU_DEVICE float block_descale(Rows<Element, kLanes>& rows, Part part, bool subtracts,
-                                const Workspace& workspace, float* scratch) {
+// The descale of the rows of a block, without the norm rule; that of the row that the lane owns, if
+// is_by_row.
+template <bool kSubtracts, typename Element, int kLanes>
+HSTU_DEVICE float base_descale(Rows<Element, kLanes>& rows, Part part, bool is_by_row,
+                               const Workspace& workspace, float* scratch) {
   const QuantizeParams& params = rows.params;
   if constexpr (Piece<Element>::kIsE4m3) {
     const GivenDescale& given = part == Part::kQ   ? params.given_q
                                 : part == Part::kK ? params.given_k
                                                    : params.given_v;
-    const int64_t index = given.per == GivenDescale::Per::kSequence ? rows.block.sequence
-                          : given.per == GivenDescale::Per::kBlock  ? rows.block.number
-                                                                    : 0;
+    int64_t index = given.per == GivenDescale::Per::kSequence ? rows.block.sequence
+                    : given.per == GivenDescale::Per::kBlock  ? rows.block.number
+                                                              : 0;
+    if (given.per == GivenDescale::Per::kRow) {
+      index = rows.has_row(rows.own_step()) ? rows.own_row() : rows.block.begin;
+    }
     return given.data[index * given.stride + rows.head * given.head_stride];
   } else {
-    const float largest = rows.find_largest(subtracts);
-    switch (params.mode) {
-      case QuantMode::kCast:
-        return 1.0f;
-      case QuantMode::kRow:
-        if (part == Part::kQ) return 1.0f;  // not used
-        [[fallthrough]];
-      case QuantMode::kBlock: {
-        constexpr int kThreads = Rows<Element, kLanes>::kThreads;
-        const float descale = descale_of(largest_of_block<kThreads>(largest, scratch));
-        if (part == Part::kV) return descale;
-        float squares = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
-          squares = fmaxf(squares, rows.rounded_squares_of_row(n, subtracts, 0.5f / descale));
-        }
-        return descale * growth_of_descale(largest_of_block<kThreads>(squares, scratch));
-      }
-      default:
-        return descale_of(__uint_as_float(
-            workspace.largest[largest_index(params, part, rows.block.sequence, rows.head)]));
+    float largest[kSteps];
+    rows.template find_largest<kSubtracts>(largest);
+    if (is_by_row) return descale_of(reduce_to_owners<kLanes>(largest, Largest()));
+    if (params.mode == QuantMode::kCast) return 1.0f;
+    if (params.mode > QuantMode::kBlock) {
+      return descale_of(__uint_as_float(
+          workspace.largest[largest_index(params, part, rows.block.sequence, rows.head)]));
+    }
+    return descale_of(
+        largest_of_block<Rows<Element, kLanes>::kThreads>(largest_of(largest), scratch));
+  }
+}
+
+// What quantizes the row of Q or K that a lane owns.
+struct Scale {
+  float descale;
+  float bound;  // of the norm of its codes times the descale; negative if not known
+};
+
+template <bool kSubtracts, typename Element, int kLanes>
+HSTU_DEVICE Scale row_scale(Rows<Element, kLanes>& rows, Part part, const Workspace& workspace,
+                            float* scratch) {
+  const QuantMode mode = rows.params.mode;
+  const bool is_by_row = mode == QuantMode::kRow && part == Part::kQ;
+  const float descale = base_descale<kSubtracts>(rows, part, is_by_row, workspace, scratch);
+  if constexpr (!Piece<Element>::kIsE4m3) {
+    if (mode == QuantMode::kRow || mode == QuantMode::kBlock) {
+      float sums[kSteps];
+      rows.template find_squares<kSubtracts>(0.5f / descale, sums);
+      const float squares = reduce_to_owners<kLanes>(sums, Sum());
+      constexpr int kThreads = Rows<Element, kLanes>::kThreads;
+      const float most = is_by_row ? squares : largest_of_block<kThreads>(squares, scratch);
+      return {descale * growth_of_descale(most), sqrtf(squares) * (2.0f * descale) * kRounding};
     }
   }
+  return {descale, -1.0f};
+}
+
+// Writes the codes of the rows of Q or K, and returns the bound of the norm of the row that the
+// lane owns.
+template <bool kSubtracts, typename Element, int kLanes>
+HSTU_DEVICE float write_rows(const Rows<Element, kLanes>& rows, const Scale& scale, uint8_t* to) {
+  const QuantizeParams& params = rows.params;
+  const int head_dim8 = round_up(rows.tensor.head_dim, kQuantizedHeadDimUnit);
+  const bool is_in_head = rows.column < head_dim8;
+  const float reciprocal = 1.0f / scale.descale;
+  const bool knows_bound = scale.bound >= 0.0f;
+  float squares[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int64_t row = rows.block.begin + rows.row + step * kRowsAtOnce;
+    const uint2 codes =
+        rows.template codes<kSubtracts>(step, read_from_owner<kLanes>(reciprocal, step));
+    if (to && rows.has_row(step) && is_in_head) {
+      *reinterpret_cast<uint2*>(to + (row * params.heads + rows.head) * head_dim8 + rows.column) =
+          codes;
+    }
+    squares[step] = knows_bound ? 0.0f : sum_of_squares(codes);
+  }
+  if (knows_bound) return scale.bound;
+  return sqrtf(reduce_to_owners<kLanes>(squares, Sum())) * scale.descale * kNormMargin;
 }
 
 template <typename Element, int kLanes>
 HSTU_DEVICE void quantize_q(Rows<Element, kLanes>& rows, const Workspace& workspace,
                             float* scratch) {
   const QuantizeParams& params = rows.params;
-  const int head_dim8 = round_up(params.q.head_dim, kQuantizedHeadDimUnit);
-  if (params.smooth_k) rows.load_mean(workspace.mean);
-  float descale = block_descale(rows, Part::kQ, false, workspace, scratch);
+  const Scale scale = row_scale<false>(rows, Part::kQ, workspace, scratch);
+  const float bound = write_rows<false>(rows, scale, params.q8);
+  const int64_t out = rows.head * params.batch.total_q + rows.own_row();
+  if (rows.is_owner()) {
+    params.q_descale[out] = scale.descale;
+    params.q_norm[out] = bound;
+  }
+  if constexpr (!Piece<Element>::kIsE4m3) {
+    if (!params.smooth_k) return;
+    rows.load_mean(workspace.mean);
+    float products[kSteps];
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int64_t row = rows.block.begin + rows.row + step * kRowsAtOnce;
-    const int64_t out = rows.head * params.batch.total_q + row;
-    if constexpr (Piece<Element>::kIsE4m3) {
-      const GivenDescale& given = params.given_q;
-      if (given.per == GivenDescale::Per::kRow && rows.has_row(step)) {
-        descale = given.data[row * given.stride + rows.head * given.head_stride];
-      }
-    } else if (params.mode == QuantMode::kRow) {
-      const float largest = reduce_lanes<kLanes>(rows.largest_of_row(step, false), Largest());
-      descale = descale_of(largest);
-      descale *= growth_of_descale(rows.rounded_squares_of_row(step, false, 0.5f / descale));
-    }
-    const uint2 codes = rows.codes(step, false, 1.0f / descale);
-    const float squares = reduce_lanes<kLanes>(sum_of_squares(codes), Sum());
-    float product = 0.0f;
-    if constexpr (!Piece<Element>::kIsE4m3) {
-      if (params.smooth_k) {
+    for (int step = 0; step < kSteps; ++step) {
+      products[step] = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kPiece; ++n) product += rows.pieces[step][n] * rows.mean[n];
-        product = reduce_lanes<kLanes>(product, Sum());
-      }
+      for (int n = 0; n < kPiece; ++n) products[step] += rows.pieces[step][n] * rows.mean[n];
     }
-    if (!rows.has_row(step)) continue;
-    if (params.q8 && rows.column < head_dim8) {
-      *reinterpret_cast<uint2*>(params.q8 + (row * params.heads + rows.head) * head_dim8 +
-                                rows.column) = codes;
-    }
-    if (rows.column != 0) continue;
-    params.q_descale[out] = descale;
-    params.q_norm[out] = sqrtf(squares) * descale * kNormMargin;
-    if (params.smooth_k) params.q_mean_product[out] = product;
+    const float product = reduce_to_owners<kLanes>(products, Sum());
+    if (rows.is_owner()) params.q_mean_product[out] = product;
   }
 }
 
-template <typename Element, int kLanes>
+template <bool kSubtracts, typename Element, int kLanes>
 HSTU_DEVICE void quantize_k(Rows<Element, kLanes>& rows, const Workspace& workspace,
                             float* scratch) {
   const QuantizeParams& params = rows.params;
-  const int head_dim8 = round_up(params.k.head_dim, kQuantizedHeadDimUnit);
-  if (params.smooth_k) rows.load_mean(workspace.mean);
-  const float descale = block_descale(rows, Part::kK, params.smooth_k, workspace, scratch);
-  float most_squares = 0.0f;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int64_t row = rows.block.begin + rows.row + step * kRowsAtOnce;
-    const uint2 codes = rows.codes(step, params.smooth_k, 1.0f / descale);
-    most_squares = fmaxf(most_squares, reduce_lanes<kLanes>(sum_of_squares(codes), Sum()));
-    if (params.k8 && rows.has_row(step) && rows.column < head_dim8) {
-      *reinterpret_cast<uint2*>(params.k8 + (row * params.heads + rows.head) * head_dim8 +
-                                rows.column) = codes;
-    }
-  }
-  most_squares = largest_of_block<Rows<Element, kLanes>::kThreads>(most_squares, scratch);
+  if (kSubtracts) rows.load_mean(workspace.mean);
+  const Scale scale = row_scale<kSubtracts>(rows, Part::kK, workspace, scratch);
+  const float bound = largest_of_block<Rows<Element, kLanes>::kThreads>(
+      write_rows<kSubtracts>(rows, scale, params.k8), scratch);
   if (threadIdx.x != 0) return;
   const int64_t out =
       rows.head * max_blocks(params.batch.total_k, params.batch.batch) + rows.block.number;
-  params.k_descale[out] = descale;
-  params.k_norm[out] = sqrtf(most_squares) * descale * kNormMargin;
+  params.k_descale[out] = scale.descale;
+  params.k_norm[out] = bound;
 }
 
 template <typename Element, int kLanes>
 HSTU_DEVICE void quantize_v(Rows<Element, kLanes>& rows, const Workspace& workspace, float* scratch,
                             Transpose<kLanes>& transpose) {
   const QuantizeParams& params = rows.params;
-  const float descale = block_descale(rows, Part::kV, false, workspace, scratch);
+  const float descale = base_descale<false>(rows, Part::kV, false, workspace, scratch);
+  const float reciprocal = 1.0f / descale;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     transpose.write(rows.row + step * kRowsAtOnce, rows.column,
-                    rows.codes(step, false, 1.0f / descale));
+                    rows.template codes<false>(step, reciprocal));
   }
   __syncthreads();
   const int head_dim = params.v.head_dim;
@@ -543,25 +345,15 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
                     const __grid_constant__ Workspace workspace) {
   __shared__ float scratch[32];
   __shared__ Transpose<kLanes> transpose;
-  const int64_t q_blocks = max_blocks(params.batch.total_q, params.batch.batch);
-  const int64_t k_blocks = max_blocks(params.batch.total_k, params.batch.batch);
-  const int head = blockIdx.x % params.heads;
-  const int64_t index = blockIdx.x / params.heads;
-  const Part part = index < q_blocks ? Part::kQ : index < q_blocks + k_blocks ? Part::kK : Part::kV;
-  const int64_t number =
-      index - (part == Part::kQ ? 0 : q_blocks) - (part == Part::kV ? k_blocks : 0);
-  const RowBlock block = find_block(params.batch, part == Part::kQ, number);
-  if (block.rows == 0) return;
-  const PackedTensor& tensor = part == Part::kQ ? params.q : part == Part::kK ? params.k : params.v;
-  Rows<Element, kLanes> rows(params, tensor, block, head);
-  switch (part) {
-    case Part::kQ:
-      return quantize_q(rows, workspace, scratch);
-    case Part::kK:
-      return quantize_k(rows, workspace, scratch);
-    case Part::kV:
-      return quantize_v(rows, workspace, scratch, transpose);
+  const BlockOfPart own(params);
+  if (!own.has_rows()) return;
+  Rows<Element, kLanes> rows(params, tensor_of(params, own.part), own.block, own.head);
+  if (own.part == Part::kQ) return quantize_q(rows, workspace, scratch);
+  if (own.part == Part::kV) return quantize_v(rows, workspace, scratch, transpose);
+  if constexpr (!Piece<Element>::kIsE4m3) {
+    if (params.smooth_k) return quantize_k<true>(rows, workspace, scratch);
   }
+  quantize_k<false>(rows, workspace, scratch);
 }
 
 // ------------------------------------------------------------------------------------- launches

@@ -75,10 +75,14 @@ def test_rounding(mode, dtype):
 
 
 def limited_descale(rows: Tensor) -> Tensor:
-    """Returns the least descale 2^n * amax / 448, n >= 1, with which codes have norms <= 240."""
+    """Returns the least descale 2^n * amax / 448, n >= 1, with which rows have norms <= 225.
+
+    Squares are rounded up to integers where the largest element is 224.
+    """
     descale = rows.float().abs().amax() / 224
-    while (rows.float() / descale).to(E4M3).float().norm(dim=-1).max() > 240:
-        descale *= 2
+    squares = (rows.float() * descale.reciprocal()).double().square().ceil().sum(-1).max()
+    while squares > 225**2:
+        descale, squares = descale * 2, squares / 4
     return descale
 
 
@@ -131,13 +135,15 @@ def test_norms_are_bounds(mode, smooth_k):
     batch = batch_of()
     x = quantized(batch, mode, smooth_k)
     q, k, _, _ = values(batch, x)
-    for norm, exact in ((x.q_norm, q.norm(dim=-1).t()),):
-        assert (norm >= exact).all()
-        torch.testing.assert_close(norm.double(), exact, rtol=1e-3, atol=0)
+    # Modes 1 and 2 have the norms before the elements are rounded, and a bound of the rounding.
+    margin = 0.13 if mode in (1, 2) else 1e-3
+    exact = q.norm(dim=-1).t()
+    assert (x.q_norm >= exact).all()
+    assert (x.q_norm <= exact * (1 + margin)).all()
     for number, first, end in blocks_of(batch):
         exact = k[first:end].norm(dim=-1).amax(0)
         assert (x.k_norm[:, number] >= exact).all()
-        torch.testing.assert_close(x.k_norm[:, number].double(), exact, rtol=1e-3, atol=0)
+        assert (x.k_norm[:, number] <= exact * (1 + margin)).all()
 
 
 def batch_of_many_norms(dim: int) -> Batch:
@@ -160,9 +166,9 @@ def batch_of_many_norms(dim: int) -> Batch:
 @with_smooth_k
 @pytest.mark.parametrize("dim", [8, 64, 128, 256])
 def test_norms_of_codes(mode, smooth_k, dim):
-    """Rows have norms of at most 240, so that fp16 holds their products, and more than half that.
+    """Rows have norms of at most 240, so that fp16 holds their products.
 
-    It is less where the largest code is 224 already.
+    Before their rounding, those are above 225 / 2, unless the largest code is 224 already.
     """
     x = quantized(batch_of_many_norms(dim), mode, smooth_k)
     for name, codes in (("q", x.q8), ("k", x.k8)):
@@ -174,8 +180,8 @@ def test_norms_of_codes(mode, smooth_k, dim):
         exponents = (448 / largest[largest > 0]).log2()
         assert torch.equal(exponents, exponents.round())
         assert exponents.min() >= 1
-        # Squares are rounded up to integers, and small codes to multiples of 2^-9.
-        assert ((norms > 119) | (largest == 224) | (largest == 0)).all()
+        # Squares are rounded up to integers, codes by up to 1 / 17, and small ones by 2^-10.
+        assert ((norms > 105) | (largest == 224) | (largest == 0)).all()
 
 
 def test_order_of_values():

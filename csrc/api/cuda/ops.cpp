@@ -394,6 +394,11 @@ void CudaOps::quantize(const QuantizeArguments& args, const QuantizeOutputs&,
                        QuantizeParams& params) {
   const int device_index = args.q.device_index;
   const DeviceGuard guard(device_index);
+  const int capability = cuda_device(device_index).capability;
+  if (capability < 90) {
+    throw NotImplemented("q: quantize_qkv needs a GPU of compute capability 9.0 or later, got " +
+                         std::to_string(capability / 10) + "." + std::to_string(capability % 10));
+  }
   if (environment::checks_values()) {
     HostCopies copies(current_stream(device_index));
     QuantizeParams copied = params;

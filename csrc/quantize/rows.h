@@ -1,0 +1,335 @@
+// The rows that a block of threads quantizes, in registers: 128 rows of a head of Q, K or V.
+#pragma once
+
+#include "../scheduler/work_list.h"
+#include "codes.h"
+#include "quantize.h"
+
+namespace hstu {
+
+constexpr int kPiece = 8;  // elements of a row that a thread holds
+constexpr int kSteps = 8;  // rows that a thread holds a piece of
+constexpr int kRowsAtOnce = Fp8Params::kBlock / kSteps;
+
+struct E4m3 {};
+
+// ------------------------------------------------------------------------------------- blocks
+
+enum class Part : int { kQ, kK, kV };
+
+HSTU_DEVICE const PackedTensor& tensor_of(const QuantizeParams& params, Part part) {
+  return part == Part::kQ ? params.q : part == Part::kK ? params.k : params.v;
+}
+
+// Rows of a sequence that a block of threads quantizes.
+struct RowBlock {
+  int sequence = 0;
+  int64_t number = 0;  // see first_tile()
+  int64_t begin = 0;   // the first row in the packed tensor
+  int rows = 0;        // at most Fp8Params::kBlock; 0: there is no such block
+};
+
+// Finds block `number` of Q or of K and V. Called by all lanes of a warp.
+HSTU_DEVICE RowBlock find_block(const BatchParams& batch, bool is_q, int64_t number) {
+  const IndexArray& offsets = is_q ? batch.cu_seqlens_q : batch.cu_seqlens_k;
+  const IndexArray& used = is_q ? batch.seqused_q : batch.seqused_k;
+  const int64_t total = is_q ? batch.total_q : batch.total_k;
+  const int lane = threadIdx.x % 32;
+  // The last sequence that does not begin after the block is one of `count`, from `low` on.
+  int low = 0, count = batch.batch;
+  while (count > 1) {
+    const int step = ceil_div(count, 32);
+    const int b = low + lane * step;
+    const bool is_before =
+        lane * step < count &&
+        (lane == 0 || first_tile(clamp(offsets[b], 0, total), b, Fp8Params::kBlock) <= number);
+    const int last = 31 - __clz(__ballot_sync(~0u, is_before));
+    low += last * step;
+    count = min(step, count - last * step);
+  }
+  const int64_t begin = clamp(offsets[low], 0, total);
+  const int64_t room = clamp(offsets[low + 1], begin, total) - begin;
+  const int64_t length = used ? clamp(used[low], 0, room) : room;
+  const int64_t first = (number - first_tile(begin, low, Fp8Params::kBlock)) * Fp8Params::kBlock;
+  if (first < 0 || first >= length) return {};
+  return {low, number, begin + first,
+          static_cast<int>(clamp(length - first, 0, Fp8Params::kBlock))};
+}
+
+// The part of a block of threads, its head and its rows. A grid has the blocks of Q, then those of
+// K, then those of V.
+struct BlockOfPart {
+  Part part = Part::kQ;
+  int head;
+  RowBlock block;
+
+  HSTU_DEVICE explicit BlockOfPart(const QuantizeParams& params)
+      : head(static_cast<int>(blockIdx.x) % params.heads) {
+    const int64_t q_blocks = max_blocks(params.batch.total_q, params.batch.batch);
+    const int64_t k_blocks = max_blocks(params.batch.total_k, params.batch.batch);
+    int64_t number = blockIdx.x / params.heads;
+    if (number >= q_blocks) {
+      number -= q_blocks;
+      part = number < k_blocks ? Part::kK : Part::kV;
+      if (part == Part::kV) number -= k_blocks;
+    }
+    block = find_block(params.batch, part == Part::kQ, number);
+  }
+  HSTU_DEVICE bool has_rows() const { return block.rows > 0; }
+};
+
+// -------------------------------------------------------------------------------------- pieces
+
+// kPiece elements of a row.
+template <typename Element>
+struct Piece {
+  static constexpr bool kIsE4m3 = std::is_same_v<Element, E4m3>;
+  static constexpr int kElementBytes = kIsE4m3 ? 1 : 2;
+  using Words = std::conditional_t<kIsE4m3, uint2, uint4>;
+
+  alignas(Words) uint32_t words[sizeof(Words) / 4];
+
+  HSTU_DEVICE void load(const PackedTensor& tensor, int64_t row, int head, int column,
+                        bool exists) {
+    Words loaded = {};
+    if (exists) {
+      const int64_t element = row * tensor.row_stride + head * tensor.head_stride + column;
+      loaded = __ldg(reinterpret_cast<const Words*>(static_cast<const char*>(tensor.data) +
+                                                    element * kElementBytes));
+    }
+    *reinterpret_cast<Words*>(words) = loaded;
+  }
+
+  HSTU_DEVICE float operator[](int n) const {
+    return n % 2 ? high_half<Element>(words[n / 2]) : low_half<Element>(words[n / 2]);
+  }
+
+  HSTU_DEVICE void set_nan(int n) { words[n / 2] |= n % 2 ? 0x7fff0000u : 0x7fffu; }
+
+  // Two numbers whose magnitudes are the largest of those in the same halves of words; NaN where
+  // one is NaN.
+  HSTU_DEVICE uint32_t largest_pair() const {
+    static_assert(!kIsE4m3);
+    return larger_magnitudes<Element>(larger_magnitudes<Element>(words[0], words[1]),
+                                      larger_magnitudes<Element>(words[2], words[3]));
+  }
+};
+
+template <int kLanes, typename Combine>
+HSTU_DEVICE float reduce_lanes(float x, Combine combine) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+struct Largest {
+  HSTU_DEVICE float operator()(float x, float y) const { return fmaxf(x, y); }
+};
+struct Sum {
+  HSTU_DEVICE float operator()(float x, float y) const { return x + y; }
+};
+
+HSTU_DEVICE float largest_of(const float (&x)[kSteps]) {
+  float largest = x[0];
+#pragma unroll
+  for (int n = 1; n < kSteps; ++n) largest = fmaxf(largest, x[n]);
+  return largest;
+}
+
+// Combines x[n] over the kLanes lanes of a row, for each n < 8. Lane l of these returns what
+// belongs to n = l / (kLanes / 8): the lane that owns n, if it is the first such one.
+template <int kLanes, typename Combine>
+HSTU_DEVICE float reduce_to_owners(float (&x)[kSteps], Combine combine) {
+  static_assert(kSteps == 8 && kLanes >= 8);
+  int lanes = kLanes / 2;
+#pragma unroll
+  for (int count = 4; count > 0; count /= 2, lanes /= 2) {
+    const bool is_upper = threadIdx.x & lanes;
+#pragma unroll
+    for (int n = 0; n < count; ++n) {
+      const float kept = is_upper ? x[n + count] : x[n];
+      const float sent = is_upper ? x[n] : x[n + count];
+      x[n] = combine(kept, __shfl_xor_sync(~0u, sent, lanes));
+    }
+  }
+#pragma unroll
+  for (int step = kLanes / 16; step > 0; step /= 2) {
+    x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], step));
+  }
+  return x[0];
+}
+// The `x` of the lane that owns n.
+template <int kLanes>
+HSTU_DEVICE float read_from_owner(float x, int n) {
+  return __shfl_sync(~0u, x, n * (kLanes / 8), kLanes);
+}
+
+// The largest `x` of a block of threads. `scratch` has 32 elements; all threads call it.
+template <int kThreads>
+HSTU_DEVICE float largest_of_block(float x, float* scratch) {
+  x = reduce_lanes<32>(x, Largest());
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) x = fmaxf(x, scratch[warp]);
+  return x;
+}
+
+// ------------------------------------------------------------------------------------- a block
+
+// The rows of a block of threads: each row of a head is divided among kLanes lanes.
+template <typename Element, int kLanes>
+struct Rows {
+  static constexpr int kThreads = kLanes * kRowsAtOnce;
+
+  const QuantizeParams& params;
+  const PackedTensor& tensor;
+  RowBlock block;
+  int head;
+  int row;     // the first row of this thread; the next are kRowsAtOnce further each
+  int column;  // of this thread's pieces
+  Piece<Element> pieces[kSteps];
+  float mean[kPiece];         // K's, where it is subtracted or multiplied with; else 0
+  bool is_all_finite = true;  // what find_largest() has seen
+
+  HSTU_DEVICE Rows(const QuantizeParams& params, const PackedTensor& tensor, const RowBlock& block,
+                   int head)
+      : params(params),
+        tensor(tensor),
+        block(block),
+        head(head),
+        row(threadIdx.x / kLanes),
+        column(threadIdx.x % kLanes * kPiece) {
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+      const int r = row + n * kRowsAtOnce;
+      pieces[n].load(tensor, block.begin + r, head, column,
+                     r < block.rows && column < tensor.head_dim);
+    }
+#pragma unroll
+    for (float& x : mean) x = 0.0f;
+  }
+
+  HSTU_DEVICE void load_mean(const float* means) {
+    if (column >= tensor.head_dim) return;
+    const int64_t at = (int64_t{block.sequence} * params.heads + head) * tensor.head_dim + column;
+#pragma unroll
+    for (int n = 0; n < kPiece; n += 4) {
+      *reinterpret_cast<float4*>(mean + n) = *reinterpret_cast<const float4*>(means + at + n);
+    }
+  }
+
+  HSTU_DEVICE bool has_row(int step) const { return row + step * kRowsAtOnce < block.rows; }
+
+  // The step that this lane owns, see reduce_to_owners().
+  static HSTU_DEVICE int own_step() {
+    return static_cast<int>(threadIdx.x) % kLanes / (kLanes / 8);
+  }
+  HSTU_DEVICE bool is_owner() const {
+    return threadIdx.x % (kLanes / 8) == 0 && has_row(own_step());
+  }
+  HSTU_DEVICE int64_t own_row() const { return block.begin + row + own_step() * kRowsAtOnce; }
+
+  // The element, without the mean if kSubtracts.
+  template <bool kSubtracts>
+  HSTU_DEVICE float value(int step, int n) const {
+    const float x = pieces[step][n];
+    return kSubtracts ? x - mean[n] : x;
+  }
+
+  // Finds the largest finite magnitude of each piece. Infinities become NaN.
+  template <bool kSubtracts>
+  HSTU_DEVICE void find_largest(float (&largest)[kSteps]) {
+    float zero = 0.0f;  // NaN if a number is NaN or infinity
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      largest[step] = largest_or_nan<kSubtracts>(step);
+      zero += 0.0f * largest[step];
+    }
+    is_all_finite = zero == 0.0f;
+    if (!is_all_finite) find_largest_finite<kSubtracts>(largest);
+  }
+  // The codes of a piece, with reciprocal `scale` of the descale.
+  template <bool kSubtracts>
+  HSTU_DEVICE uint2 codes(int step, float scale) const {
+    if constexpr (Piece<Element>::kIsE4m3) {
+      return {pieces[step].words[0], pieces[step].words[1]};
+    } else {
+      if (kSubtracts && !has_row(step)) return {};
+      uint32_t pairs[kPiece / 2];
+#pragma unroll
+      for (int n = 0; n < kPiece; n += 2) {
+        const float2 two = {value<kSubtracts>(step, n) * scale,
+                            value<kSubtracts>(step, n + 1) * scale};
+        pairs[n / 2] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
+      }
+      return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+    }
+  }
+
+  // Finds the sums of squares of the norm rule, see codes.h, over each piece. The elements are
+  // multiplied by the `scale` of the lane that owns their row. NaN does not count.
+  template <bool kSubtracts>
+  HSTU_DEVICE void find_squares(float scale, float (&sums)[kSteps]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const float own = read_from_owner<kLanes>(scale, step);
+      sums[step] = kSubtracts && !has_row(step) ? 0.0f
+                   : is_all_finite              ? rounded_squares<kSubtracts, false>(step, own)
+                                                : rounded_squares<kSubtracts, true>(step, own);
+    }
+  }
+
+ private:
+  template <bool kSubtracts, bool kHasNan>
+  HSTU_DEVICE float rounded_squares(int step, float scale) const {
+    float sum = kSquaresBegin;
+#pragma unroll
+    for (int n = 0; n < kPiece; ++n) {
+      const float x = value<kSubtracts>(step, n) * scale;
+      sum = add_rounded_square(sum, !kHasNan || is_finite(x) ? x : 0.0f);
+    }
+    return sum - kSquaresBegin;
+  }
+
+  // The largest magnitude of a piece, or NaN or infinity if one is in it.
+  template <bool kSubtracts>
+  HSTU_DEVICE float largest_or_nan(int step) const {
+    if constexpr (!kSubtracts) {
+      const uint32_t pair = pieces[step].largest_pair();
+      return larger_or_nan(fabsf(low_half<Element>(pair)), fabsf(high_half<Element>(pair)));
+    }
+    float largest = 0.0f;
+    if (!has_row(step)) return largest;  // a row without elements has no mean to subtract
+#pragma unroll
+    for (int n = 0; n < kPiece; ++n) {
+      largest = larger_or_nan(largest, fabsf(value<kSubtracts>(step, n)));
+    }
+    return largest;
+  }
+  static HSTU_DEVICE float larger_or_nan(float x, float y) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
+  }
+
+  // The same of the finite magnitudes. Infinities become NaN.
+  template <bool kSubtracts>
+  HSTU_DEVICE void find_largest_finite(float (&largest)[kSteps]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      largest[step] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kPiece; ++n) {
+        const float x = fabsf(value<kSubtracts>(step, n));
+        if (!is_finite(x)) {
+          pieces[step].set_nan(n);
+        } else if (!kSubtracts || has_row(step)) {
+          largest[step] = fmaxf(largest[step], x);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace hstu
