@@ -282,11 +282,17 @@ inline void check_dtype(const char* name, const TensorView& tensor, ScalarType d
   if (tensor.dtype != dtype) fail(name, expected, describe_dtype(tensor));
 }
 
-// Returns the dtype of a bias, which may be that of q or float32.
+// Returns the dtype of a bias, which may be that of q or float32, and with q in e4m3 any of 16
+// bits.
 inline DType bias_dtype(const char* name, const TensorView& tensor, const TensorView& q) {
-  const bool good = tensor.dtype == q.dtype || tensor.dtype == ScalarType::Float;
-  if (!good)
-    fail(name, "float32 or the dtype of q (" + describe_dtype(q) + ")", describe_dtype(tensor));
+  const bool is_e4m3 = q.dtype == ScalarType::Float8_e4m3fn;
+  const bool has_16_bits = tensor.dtype == ScalarType::BFloat16 || tensor.dtype == ScalarType::Half;
+  if (tensor.dtype != ScalarType::Float && !(is_e4m3 ? has_16_bits : tensor.dtype == q.dtype)) {
+    fail(name,
+         is_e4m3 ? "float32, bfloat16 or float16"
+                 : "float32 or the dtype of q (" + describe_dtype(q) + ")",
+         describe_dtype(tensor));
+  }
   return to_dtype(name, tensor);
 }
 
