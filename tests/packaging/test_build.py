@@ -209,7 +209,7 @@ def test_the_build_writes_its_kernels_from_the_lists(
         ("sm80", "forward_tiles", "Memory::kLarge, false"),
         ("sm80", "backward_tiles", "Memory::kLarge, false"),
         ("sm90", "forward_tiles", "false, false, false, false"),
-        ("sm90", "fp8_tiles", "false"),
+        ("sm90", "fp8_tiles", "false, false"),
     ],
 )
 def test_the_compiler_names_the_file_that_lacks_a_head_dim(
