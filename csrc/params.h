@@ -100,7 +100,7 @@ struct TimeRange {
   int64_t latest;
 };
 
-// The times of 8 keys. After the last key of a sequence, its time is repeated.
+// The times of 8 keys, or of 8 rows. After the last one of a sequence, its time is repeated.
 struct alignas(16) KeyBlockTimes {
   TimeRange range;
   uint32_t times[8];  // the low words
@@ -150,7 +150,9 @@ struct PreparedBias {
   // [total_k / 8 + B]: of 8 keys, see first_tile(). The sm90 forward has time_blocks instead.
   TimeRange* ranges = nullptr;
   KeyBlockTimes* time_blocks = nullptr;
-  TimeRange* row_ranges = nullptr;  // [total_q / 8 + B]: of 8 rows, see first_tile()
+  // [total_q / 8 + B]: of 8 rows, see first_tile(). The sm90 backward has row_blocks instead.
+  TimeRange* row_ranges = nullptr;
+  KeyBlockTimes* row_blocks = nullptr;
 };
 
 // Bias computed in the kernel from positions and event times.

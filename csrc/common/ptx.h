@@ -105,6 +105,13 @@ HSTU_DEVICE uint32_t ld_shared_if(uint32_t bits, uint32_t mask, const uint32_t* 
   return word;
 }
 
+// Ones in the low half where x is negative, and in the high half where y is.
+HSTU_DEVICE uint32_t signs_of(int x, int y) {
+  uint32_t word;
+  asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(word) : "r"(x), "r"(y));
+  return word;
+}
+
 // Loads 16 bytes of device memory that the kernel does not write.
 template <typename T>
 HSTU_DEVICE T ld_global_nc_volatile(const T* address) {
@@ -160,6 +167,11 @@ HSTU_DEVICE void cp_async_8(const void* from, void* to) {
 
 HSTU_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 
+// Waits for all groups of this thread but the last kGroups.
+template <int kGroups>
+HSTU_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 HSTU_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // --- bulk copies, from compute capability 9.0 on

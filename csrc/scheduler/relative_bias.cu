@@ -70,9 +70,11 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
   }
 }
 
-// Finds the ranges of `length` times, where time_of(n) is one. Calls store(n, range) for each.
-template <typename TimeOf, typename Store>
-__device__ void find_ranges(int length, int thread, int threads, TimeOf time_of, Store store) {
+// Finds the ranges of `length` times, where time_of(n) is one, and writes them to one of the arrays:
+// with the times, or without.
+template <typename TimeOf>
+__device__ void find_ranges(int length, int thread, int threads, TimeOf time_of, TimeRange* ranges,
+                            KeyBlockTimes* blocks) {
   for (int n = thread; n * 8 < length; n += threads) {
     const int64_t first = time_of(n * 8);
     TimeRange range = {first, first};
@@ -81,8 +83,23 @@ __device__ void find_ranges(int length, int thread, int threads, TimeOf time_of,
       range.earliest = min(range.earliest, time);
       range.latest = max(range.latest, time);
     }
-    store(n, range);
+    if (!blocks) {
+      ranges[n] = range;
+      continue;
+    }
+    KeyBlockTimes block;
+    block.range = range;
+    for (int next = 0; next < 8; ++next) {
+      block.times[next] = static_cast<uint32_t>(time_of(min(n * 8 + next, length - 1)));
+    }
+    blocks[n] = block;
   }
+}
+
+// Element n of an array, or null if there is no array.
+template <typename T>
+__device__ T* at(T* array, int64_t n) {
+  return array ? array + n : nullptr;
 }
 
 __device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, int b, int thread,
@@ -91,21 +108,13 @@ __device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, 
   const PreparedBias& prepared = bias.prepared;
   const int64_t first_keys = first_tile(sequence.k_begin, b, 8);
   const int64_t first_rows = first_tile(sequence.q_begin, b, 8);
-  const auto time_of_key = [&](int key) { return bias.timestamps[sequence.k_begin + key]; };
-  find_ranges(sequence.k_len, thread, threads, time_of_key, [&](int n, const TimeRange& range) {
-    if (!prepared.time_blocks) {
-      prepared.ranges[first_keys + n] = range;
-      return;
-    }
-    KeyBlockTimes block;
-    block.range = range;
-    for (int key = 0; key < 8; ++key)
-      block.times[key] = static_cast<uint32_t>(time_of_key(min(n * 8 + key, sequence.k_len - 1)));
-    prepared.time_blocks[first_keys + n] = block;
-  });
+  find_ranges(
+      sequence.k_len, thread, threads,
+      [&](int key) { return bias.timestamps[sequence.k_begin + key]; },
+      prepared.ranges + first_keys, at(prepared.time_blocks, first_keys));
   find_ranges(
       sequence.q_len, thread, threads, [&](int row) { return time_of_row(bias, sequence, row); },
-      [&](int n, const TimeRange& range) { prepared.row_ranges[first_rows + n] = range; });
+      prepared.row_ranges + first_rows, at(prepared.row_blocks, first_rows));
 }
 
 // The first `table_blocks` blocks copy the tables. Each of the others finds a part of the ranges of

@@ -10,10 +10,10 @@
 namespace hstu {
 
 // Takes the memory of PreparedBias. With tile_keys > 0, it has time_blocks, so many that those of
-// each tile of this many keys can be read.
+// each tile of this many keys can be read. With has_row_blocks, it has row_blocks.
 inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
                                        const BatchParams& batch, int position_margin = 8,
-                                       int tile_keys = 0) {
+                                       int tile_keys = 0, bool has_row_blocks = false) {
   PreparedBias prepared;
   prepared.position_margin = position_margin;
   if (bias.position.data) {
@@ -33,8 +33,12 @@ inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias&
     } else {
       prepared.ranges = workspace.take<TimeRange>(blocks);
     }
-    prepared.row_ranges =
-        workspace.take<TimeRange>(WorkList::max_tiles(batch.total_q, batch.batch, 8));
+    const int64_t row_blocks = WorkList::max_tiles(batch.total_q, batch.batch, 8);
+    if (has_row_blocks) {
+      prepared.row_blocks = workspace.take<KeyBlockTimes>(row_blocks);
+    } else {
+      prepared.row_ranges = workspace.take<TimeRange>(row_blocks);
+    }
   }
   return prepared;
 }

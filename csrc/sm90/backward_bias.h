@@ -52,19 +52,22 @@ class BackwardBias {
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
       const SequenceTile& tile = work_tile.tile;
       const RelativeBias& tables = params.relative_bias;
+      const int time_head = table_head(tables.time, params, work_tile.head);
       const TableEntries entries = {
           sums,
           tile.sequence,
           tables.position.size,
-          first_entry(tables.position, params, work_tile.head),
-          first_entry(tables.time, params, work_tile.head),
+          table_head(tables.position, params, work_tile.head) * tables.position.size,
+          time_head * tables.time.size,
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
       const TimesOfTile times_of_tile = {
-          tables, params.mask, tile, work_tile.head, params.heads, Traits::first_key(work_tile)};
+          tables,         params.mask, tile,
+          work_tile.map,  work_tile.head, time_head, Traits::first_key(work_tile)};
       int m = Traits::first_row_tile(work_tile);
       if constexpr (kHasTime) {
         times.enter();
-        times.start_load(times_of_tile, m);
+        times.start_load_ranges(times_of_tile, m);
+        times.start_load_rows(times_of_tile, m, bias_state.count % 2);
         sync();  // the times of keys have been read
         memory.keys.template start_copy<kWarpgroup>(tables, tile, Traits::first_key(work_tile),
                                                     thread_of_warpgroup());
@@ -78,8 +81,8 @@ class BackwardBias {
         gradients.set_thread(thread);
         times.set_thread(thread);
         const int parity = ds_state.count % 2;  // of tile m
+        int after = -1;
         if constexpr (kHasTime) {
-          int after = -1;
           if (next >= 0) {
             after = Traits::next_row_tile(work_tile, next);
             smem.pipeline_bias.producer_acquire(bias_state);
@@ -87,11 +90,12 @@ class BackwardBias {
                        reinterpret_cast<uint32_t*>(smem.bias[bias_state.index()]));
             smem.pipeline_bias.producer_commit_by_warp(bias_state);
             bias_state.advance();
-            if (after >= 0) times.start_load(times_of_tile, after);
+            if (after >= 0) times.start_load_ranges(times_of_tile, after);
           } else {
             times.skip();
           }
           if (is_first) {
+            if (after >= 0) times.start_load_rows(times_of_tile, after, bias_state.count % 2);
             next = after;
             continue;
           }
@@ -113,6 +117,9 @@ class BackwardBias {
           release();
         }
         ds_state.advance();
+        if constexpr (kHasTime) {
+          if (after >= 0) times.start_load_rows(times_of_tile, after, bias_state.count % 2);
+        }
         if (kSumsPositions && sums.position.words) skip_tiles(entries, m, next, gradients);
         m = next;
         if (m < 0) break;
@@ -127,10 +134,10 @@ class BackwardBias {
   static HSTU_DEVICE int thread_of_warpgroup() { return bounded_thread_idx() % kWarpgroup; }
   static HSTU_DEVICE void sync() { sync_warpgroup(Traits::kConsumers); }
 
-  // The first entry of the table of a head.
-  static HSTU_DEVICE int first_entry(const BiasTable& table, const BackwardParams& params,
-                                     int head) {
-    return table.data ? head / (params.heads / table.heads) * table.size : 0;
+  // The head of a table that a head reads.
+  static HSTU_DEVICE int table_head(const BiasTable& table, const BackwardParams& params,
+                                    int head) {
+    return table.data ? head / (params.heads / table.heads) : 0;
   }
 
   // Adds the sums of diagonals that do not reach from tile m of rows to tile `next`. With -1, these

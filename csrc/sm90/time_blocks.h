@@ -54,28 +54,27 @@ constexpr int kTimeBins = 64;
 // Shared memory of a warp.
 template <int kRows, int kKeys>
 struct TimeBlockMemory {
-  // A block with several buckets.
+  // A block with several buckets, whose differences less the smallest one fit into 31 bits.
   struct alignas(16) Block {
-    static constexpr int kIsPast = 1;    // all keys are earlier than all rows
-    static constexpr int kIsFuture = 2;  // or later
-    static constexpr int kIsWide = 4;    // differences less `least` do not fit into 31 bits
-    static constexpr int kFlags = 8;
+    // With two buckets: what is added to the time of a key, so that the absolute value of its
+    // difference from that of a row is the difference less the smallest one. Low word.
+    uint32_t offset;
+    // With two buckets: the threshold between them, less the smallest difference. With more: the
+    // last bucket.
+    uint32_t threshold;
+    uint32_t weights;  // with two buckets: theirs, in fp16
+    int place;         // 8 times the chunk of 8 keys, plus the number of the 8 rows
 
-    uint64_t least;  // difference
-    int first;       // bucket
-    int bits;        // flags, and kFlags times the number of buckets
-
-    HSTU_DEVICE int count() const { return bits / kFlags; }
-    HSTU_DEVICE bool is_wide() const { return bits & kIsWide; }
+    HSTU_DEVICE int chunk() const { return place / 8; }
+    HSTU_DEVICE int row() const { return place % 8 * 8; }  // the first one
   };
   static constexpr int kBlocks = kRows * kKeys / 64 / 4;  // of a warp
   alignas(16) TimeRange ranges[kRows / 8];  // of the rows of the tile to be found next
-  Block blocks[2][kBlocks];                 // of a tile of even and of odd number
-  // Low words of the times of the rows of the tile whose weights are computed.
-  union {
-    alignas(16) uint32_t rows[kRows];
-    int bins[kTimeBins];  // sums by time
-  };
+  // Of a tile of even and of odd number: low words of the times of its rows, and its blocks with
+  // two buckets, then those with more.
+  alignas(16) uint32_t rows[2][kRows];
+  Block blocks[2][kBlocks];
+  alignas(16) int bins[kTimeBins];  // sums by time
 };
 
 // The weights by time of the blocks of a tile, in fp16, by chunk of 8 keys and by 8 rows.
@@ -103,20 +102,30 @@ struct TimesOfTile {
   const MaskParams& mask;
   // NOTE: these are in shared memory, so that they take no registers between the few uses.
   const SequenceTile& tile;
+  const TileMap& map;
   const int& head;
-  const int& heads;
+  int table_head;
   int first_key;
 
-  HSTU_DEVICE int table_head() const { return head / (heads / bias.time.heads); }
   HSTU_DEVICE const float* weights() const {
-    return bias.prepared.time + table_head() * bias.time.size;
+    return bias.prepared.time + table_head * bias.time.size;
   }
-  HSTU_DEVICE const WeightCell* cells() const {
-    return bias.prepared.weight_cells + table_head() * kDifferenceCells;
+  HSTU_DEVICE const NarrowCell* cells() const {
+    return bias.prepared.narrow_cells + table_head * kNarrowCells;
   }
-  // A row that does not exist has the time of the last one.
-  HSTU_DEVICE int64_t time_of(int row) const {
-    return time_of_row(bias, tile.sequence, min(row, tile.sequence.q_len - 1));
+  // The times of 8 rows, or of the last rows for those that do not exist.
+  HSTU_DEVICE const KeyBlockTimes* rows(int row_block) const {
+    const Sequence& sequence = tile.sequence;
+    return bias.prepared.row_blocks + first_tile(sequence.q_begin, tile.sequence_index, 8) +
+           min(row_block, (sequence.q_len - 1) / 8);
+  }
+  // A row or key that does not exist has the time of the last one.
+  HSTU_DEVICE int64_t time_of_row(int row) const {
+    return hstu::time_of_row(bias, tile.sequence, min(row, tile.sequence.q_len - 1));
+  }
+  HSTU_DEVICE int64_t time_of_key(int key) const {
+    const Sequence& sequence = tile.sequence;
+    return bias.timestamps[sequence.k_begin + min(first_key + key, sequence.k_len - 1)];
   }
 };
 
@@ -139,17 +148,24 @@ class TimeBlocks {
   HSTU_DEVICE void enter() {
     low_ = 1;
     high_ = 0;
-    bucket_ = kNone;
+    state_ = kNone;
   }
 
-  // Starts loading what find() needs of tile m of rows.
-  HSTU_DEVICE void start_load(const TimesOfTile& times, int m) {
-    if (lane() >= Blocks::kRowBlocks) return;
-    const Sequence& sequence = times.tile.sequence;
-    const int row = min(m * kRows + Blocks::row_block_of(lane()) * 8, sequence.q_len - 1);
-    const TimeRange* const ranges =
-        times.bias.prepared.row_ranges + first_tile(sequence.q_begin, times.tile.sequence_index, 8);
-    ptx::cp_async_cached_16(ranges + row / 8, memory_.ranges + lane());
+  // Start loading what find() needs of tile m of rows: first the ranges of its rows, when the
+  // tile before has been found, then their times, when the one before that has been added.
+  HSTU_DEVICE void start_load_ranges(const TimesOfTile& times, int m) {
+    if (lane() < Blocks::kRowBlocks) {
+      ptx::cp_async_cached_16(&times.rows(m * Blocks::kRowBlocks + lane())->range,
+                              memory_.ranges + lane());
+    }
+    ptx::cp_async_commit();
+  }
+  HSTU_DEVICE void start_load_rows(const TimesOfTile& times, int m, int parity) {
+    if (lane() < 2 * Blocks::kRowBlocks) {
+      const KeyBlockTimes* const rows = times.rows(m * Blocks::kRowBlocks + lane() / 2);
+      ptx::cp_async_cached_16(rows->times + lane() % 2 * 4, memory_.rows[parity] + lane() * 4);
+    }
+    ptx::cp_async_commit();
   }
 
   // Finds the weights of tile m, and those of the scores of blocks with several buckets: 64 words
@@ -158,23 +174,39 @@ class TimeBlocks {
                         uint32_t* patches) {
     const int row_block = Blocks::row_block_of(lane() % 8);
     const int chunk = Blocks::chunk_of(Blocks::group_of(thread_), lane() % 8);
-    const TimeRange keys = ptx::ld_shared_volatile(&keys_.ranges[chunk]);
-    ptx::cp_async_wait_all();
+    const TimeRange keys = ptx::ld_shared_volatile(&keys_.blocks[chunk].range);
+    ptx::cp_async_wait<1>();  // the times of rows may still be on their way
     __syncwarp();
-    const TimeRange rows = ptx::ld_shared_volatile(&memory_.ranges[lane() % 8]);
+    const TimeRange rows = ptx::ld_shared_volatile(&memory_.ranges[row_block]);
     const DifferenceRange differences = find_difference_range(rows, keys);
     const bool is_same =
         (low_ <= differences.least && differences.most < high_) || !Blocks::has_block(lane());
-    previous_ = bucket_;
+    previous_ = state_;
     if (!__all_sync(kAllLanes, is_same)) {
-      if (!is_same) find_bucket(times, m, parity, row_block, chunk, rows, keys, differences);
-      if (__any_sync(kAllLanes, bucket_ == kMixed)) find_patches(times, m, parity, patches);
+      Block block;
+      if (!is_same) {
+        block = find_bucket(times, m, row_block, chunk, rows, keys, differences);
+      }
+      const int kind = kind_of(state_);
+      const uint32_t two = __ballot_sync(kAllLanes, kind == kTwo);
+      const uint32_t many = __ballot_sync(kAllLanes, kind == kMany);
+      const uint32_t wide = __ballot_sync(kAllLanes, kind == kWide);
+      if (two | many | wide) {
+        if (kind == kTwo || kind == kMany) {
+          memory_.blocks[parity][place_in_list(kind, two, many)] = block;
+        }
+        ptx::cp_async_wait<0>();
+        __syncwarp();
+        patch_two(__popc(two), parity, patches);
+        if (many) patch_many(times, __popc(two), __popc(two) + __popc(many), parity, m, patches);
+        if (__builtin_expect(wide != 0, 0)) patch_exactly(times, wide, m, patches);
+      }
     }
     if (Blocks::has_block(lane())) weights.blocks[chunk][row_block] = weight_;
   }
 
   // There is no further tile to find: the last one is to be summed.
-  HSTU_DEVICE void skip() { previous_ = bucket_; }
+  HSTU_DEVICE void skip() { previous_ = state_; }
 
   // Adds dS of tile m, which was found before the one found last. `total` is the sum of the lane's
   // block; some lane has one that is not finite if dS is not. Calls release() when dS has been
@@ -182,298 +214,260 @@ class TimeBlocks {
   template <typename Release>
   HSTU_DEVICE void add(const TableEntries& entries, const TimesOfTile& times, int m, int parity,
                        float total, const Element* ds, Release release) {
+    const int kind = kind_of(previous_);
     const bool is_finite = __float_as_uint(fabsf(total)) < 0x7f800000;
-    const bool is_same = previous_ == base_;
-    if (__all_sync(kAllLanes, is_finite && (is_same || previous_ == kNone))) {
-      release();
-    } else {
+    const bool is_plain = previous_ == base_ * kKinds + kOne || kind == kNone;
+    float above = 0;  // of two buckets
+    if (!__all_sync(kAllLanes, is_finite && is_plain)) {
       if (!__all_sync(kAllLanes, is_finite)) {
-        add_exactly(entries, times, __ballot_sync(kAllLanes, previous_ != kNone), m, ds);
+        add_exactly(entries, times, __ballot_sync(kAllLanes, kind != kNone), m, ds);
         release();
         return;
       }
-      add_blocks(entries, times, m, parity, total, ds);
+      const uint32_t two = __ballot_sync(kAllLanes, kind == kTwo);
+      const uint32_t many = __ballot_sync(kAllLanes, kind == kMany);
+      const uint32_t wide = __ballot_sync(kAllLanes, kind == kWide);
+      if (two) above = sum_above(kind, two, parity, ds);
+      if (many) add_many(entries, times, kind, two, many, m, parity, ds);
+      if (__builtin_expect(wide != 0, 0)) add_exactly(entries, times, wide, m, ds);
+      release();
+      move_to(entries, kind <= kTwo ? bucket_of(previous_) : base_);
+    } else {
       release();
     }
-    if (previous_ == base_) sums_[0] += total;
+    if (kind <= kTwo) {
+      sums_[0] += total - above;
+      sums_[1] += above;
+    }
   }
 
   // Adds what has been summed up, at the end of a work tile.
-  HSTU_DEVICE void finish(const TableEntries& entries) {
-    flush(entries, 0);
-    flush(entries, 1);
-  }
+  HSTU_DEVICE void finish(const TableEntries& entries) { move_to(entries, -2); }
 
  private:
-  // In place of the bucket of a block:
-  static constexpr int kNone = -1;   // no row sees a key of it, or the lane has no block
-  static constexpr int kMixed = -2;  // it has several
+  // The state of a block is kKinds times its first bucket, plus one of these:
+  static constexpr int kOne = 0;   // it has one bucket
+  static constexpr int kTwo = 1;   // two, and no difference is 2^31 or more larger than another
+  static constexpr int kMany = 2;  // more, and all differences are below 2^31
+  static constexpr int kWide = 3;  // several, of other differences
+  static constexpr int kNone = 4;  // no row sees a key of it, or the lane has no block
+  static constexpr int kKinds = 8;
 
-  static constexpr int kFewBuckets = 4;
+  static HSTU_DEVICE int kind_of(int state) { return state & (kKinds - 1); }
+  static HSTU_DEVICE int bucket_of(int state) { return static_cast<int>(static_cast<uint32_t>(state) / kKinds); }
 
   HSTU_DEVICE int lane() const { return thread_ % 32; }
 
+  // The place of the lane's block in the list: first those with two buckets, then those with more.
+  HSTU_DEVICE int place_in_list(int kind, uint32_t two, uint32_t many) const {
+    const uint32_t before = (1u << lane()) - 1;
+    return kind == kTwo ? __popc(two & before) : __popc(two) + __popc(many & before);
+  }
+
   // --- weights ---
 
-  // Finds the bucket of the lane's block. If there are several, writes the block to memory_.
-  HSTU_DEVICE void find_bucket(const TimesOfTile& times, int m, int parity, int row_block,
-                               int chunk, const TimeRange& rows, const TimeRange& keys,
-                               const DifferenceRange& differences) {
+  // Finds the bucket, or the buckets, of the lane's block.
+  HSTU_DEVICE Block find_bucket(const TimesOfTile& times, int m, int row_block, int chunk,
+                                const TimeRange& rows, const TimeRange& keys,
+                                const DifferenceRange& differences) {
     const RelativeBias& bias = times.bias;
+    const auto least = static_cast<uint32_t>(differences.least);
+    const auto most = static_cast<uint32_t>(differences.most);
+    const bool is_narrow = differences.most < uint64_t{1} << 31;
     // NOTE: both loads are issued before the first is waited for.
-    const BucketCell* const cells = bias.prepared.cells;
-    const auto low = ptx::ld_global_nc_volatile(cells + difference_cell(differences.least));
-    const auto high = ptx::ld_global_nc_volatile(cells + difference_cell(differences.most));
-    const int first = bucket_in_any(bias, low, differences.least);
-    const int last = bucket_in_any(bias, high, differences.most);
-    if (first == last) {
-      const int thresholds = min(bias.num_thresholds, bias.time.size - 1);
-      const auto* const list = reinterpret_cast<const uint64_t*>(bias.thresholds);
-      low_ = first > 0 ? __ldg(list + first - 1) : 0;
-      high_ = first < thresholds ? __ldg(list + first) : UINT64_MAX;
-      weight_ = static_cast<uint16_t>(half_pair(__ldg(times.weights() + first), 0));
-      bucket_ = first;
-      return;
+    const NarrowCell* const cells = times.cells();
+    const NarrowCell low =
+        ptx::ld_global_nc_volatile(cells + (is_narrow ? difference_cell(least) : 0));
+    const NarrowCell high =
+        ptx::ld_global_nc_volatile(cells + (is_narrow ? difference_cell(most) : 0));
+    const bool is_low_past = least >= low.threshold;
+    const bool is_high_past = most >= high.threshold;
+    auto first = static_cast<int>(low.bucket) + is_low_past;
+    auto last = static_cast<int>(high.bucket) + is_high_past;
+    float first_weight = is_low_past ? low.high : low.low;
+    float last_weight = is_high_past ? high.high : high.low;
+    if (!is_narrow || ((low.bucket | high.bucket) & NarrowCell::kSeveral)) {
+      first = hstu::bucket_of(bias, differences.least);
+      last = hstu::bucket_of(bias, differences.most);
+      first_weight = __ldg(times.weights() + first);
+      last_weight = __ldg(times.weights() + last);
     }
+    const int thresholds = min(bias.num_thresholds, bias.time.size - 1);
+    const auto* const list = reinterpret_cast<const uint64_t*>(bias.thresholds) + first;
+    const uint64_t next = first < thresholds ? __ldg(list) : UINT64_MAX;
+    const bool is_one = first == last;
     low_ = 1;
     high_ = 0;
-    const int row = m * kRows + row_block * 8;
-    const Mask mask(times.mask, times.tile.sequence, times.head);
-    const bool is_visible = times.first_key + chunk * 8 < mask.estimate(row, row + 8).end;
-    weight_ = is_visible ? Weights::kPatch : 0;
-    bucket_ = is_visible ? kMixed : kNone;
-    if (!is_visible) return;
-    const int flags = keys.latest <= rows.earliest   ? Block::kIsPast
-                      : rows.latest <= keys.earliest ? Block::kIsFuture
-                                                     : 0;
-    const bool is_wide = differences.most - differences.least >= uint64_t{1} << 31;
-    memory_.blocks[parity][lane() % Memory::kBlocks] = {
-        differences.least, first,
-        (last - first + 1) * Block::kFlags + flags + (is_wide ? Block::kIsWide : 0)};
-  }
-
-  static HSTU_DEVICE int bucket_in_any(const RelativeBias& bias, const BucketCell& cell,
-                                       uint64_t difference) {
-    if (cell.count <= 1) return bucket_in(cell, difference);
-    return count_reached(bias.thresholds, cell.first, cell.first + cell.count, difference);
-  }
-
-  // One of four blocks, of which 8 lanes have a row or a key each.
-  struct Mixed {
-    Block block;
-    int row;  // the first one
-    int chunk;
-    bool exists;
-
-    // The low word of the time of a key, moved so that the absolute value of its difference from
-    // that of a row is the difference less block.least.
-    HSTU_DEVICE uint32_t moved(uint32_t key_time) const {
-      const auto least = static_cast<uint32_t>(block.least);
-      if (block.bits & Block::kIsPast) return key_time + least;
-      return block.bits & Block::kIsFuture ? key_time - least : key_time;
+    if (is_one) {
+      low_ = first > 0 ? __ldg(list - 1) : 0;
+      high_ = next;
     }
-  };
+    const bool is_short = differences.most - differences.least < uint64_t{1} << 31;
+    const int kind = is_one                           ? kOne
+                     : last - first == 1 && is_short ? kTwo
+                     : is_narrow                      ? kMany
+                                                      : kWide;
+    Block block;
+    const bool is_future = rows.latest <= keys.earliest && keys.latest > rows.earliest;
+    block.offset = is_future ? -least : least;
+    block.threshold = kind == kTwo ? static_cast<uint32_t>(next) - least : last;
+    block.weights = half_pair(first_weight, last_weight);
+    block.place = chunk * 8 + row_block;
+    state_ = first * kKinds + kind;
+    weight_ = static_cast<uint16_t>(is_one ? block.weights : Weights::kPatch);
+    if (!is_one && times.map.has_partial(m)) {
+      const int row = m * kRows + row_block * 8;
+      const Mask mask(times.mask, times.tile.sequence, times.head);
+      if (times.first_key + chunk * 8 >= mask.estimate(row, row + 8).end) {
+        state_ = kNone;
+        weight_ = 0;
+      }
+    }
+    return block;
+  }
 
-  // Takes up to four blocks from a set of lanes. 8 lanes get one of them.
-  HSTU_DEVICE Mixed take(uint32_t& lanes, int parity) const {
-    int owner = __ffs(static_cast<int>(lanes)) - 1;
-    Mixed mixed;
-    mixed.exists = lane() < 8;
+  // The weights of the scores of the blocks with two buckets: the first ones of the list. 8 lanes
+  // have a block, one key each.
+  HSTU_DEVICE void patch_two(int count, int parity, uint32_t* patches) const {
+#pragma unroll 1
+    for (int own = lane() / 8; own < count + lane() / 8; own += 4) {
+      const Block block = ptx::ld_shared_volatile(&memory_.blocks[parity][min(own, count - 1)]);
+      int differences[8];
+      find_differences_of_key(block, block.offset, parity, differences);
+      const uint32_t low = __byte_perm(block.weights, 0, 0x1010);
+      const uint32_t high = __byte_perm(block.weights, 0, 0x3232);
+      uint32_t words[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        // Ones in the halves of differences below the threshold: their signs.
+        const uint32_t is_low = ptx::signs_of(differences[2 * n] - static_cast<int>(block.threshold),
+                                              differences[2 * n + 1] - static_cast<int>(block.threshold));
+        words[n] = (low & is_low) | (high & ~is_low);
+      }
+      if (own < count) store_patch(block, words, patches);
+    }
+  }
+
+  // The same for the others of the list, from `first` on, whose buckets are looked up.
+  HSTU_DEVICE void patch_many(const TimesOfTile& times, int first, int count, int parity, int m,
+                              uint32_t* patches) const {
+    const NarrowCell* const cells = times.cells();
+#pragma unroll 1
+    for (int own = first + lane() / 8; own < count + lane() / 8; own += 4) {
+      const Block block = ptx::ld_shared_volatile(&memory_.blocks[parity][min(own, count - 1)]);
+      int differences[8];
+      find_differences_of_key(block, 0, parity, differences);
+      uint32_t words[4];
+      uint32_t buckets = 0;
+      // Loads of four cells are in flight at once.
+#pragma unroll
+      for (int half = 0; half < 8; half += 4) {
+        NarrowCell found[4];
+        float x[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          found[n] = ptx::ld_global_nc_volatile(
+              cells + difference_cell(static_cast<uint32_t>(differences[half + n])));
+        }
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          buckets |= found[n].bucket;
+          const bool is_high = static_cast<uint32_t>(differences[half + n]) >= found[n].threshold;
+          x[n] = is_high ? found[n].high : found[n].low;
+        }
+        words[half / 2] = half_pair(x[0], x[1]);
+        words[half / 2 + 1] = half_pair(x[2], x[3]);
+      }
+      if (own < count) store_patch(block, words, patches);
+      const bool has_search = buckets & NarrowCell::kSeveral;
+      if (__any_sync(kAllLanes, has_search)) {
+        if (has_search && own < count) patch_key(times, block, m, patches);
+      }
+    }
+  }
+
+  // The differences of the lane's key and 8 rows.
+  HSTU_DEVICE void find_differences_of_key(const Block& block, uint32_t offset, int parity,
+                                           int (&differences)[8]) const {
+    const uint32_t* const rows = memory_.rows[parity] + block.row();
+    uint32_t low[4], high[4];
+    ptx::ld_shared(rows, low);
+    ptx::ld_shared(rows + 4, high);
+    const uint32_t key = keys_.blocks[block.chunk()].times[lane() % 8] + offset;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const int next = __ffs(static_cast<int>(lanes)) - 1;
-      if (lane() / 8 == n && next >= 0) {
-        owner = next;
-        mixed.exists = true;
-      }
-      lanes &= lanes - 1;
-    }
-    mixed.block = memory_.blocks[parity][owner];
-    mixed.row = Blocks::row_block_of(owner % 8) * 8;
-    mixed.chunk = Blocks::chunk_of(Blocks::group_of(thread_ / 32 * 32 + owner), owner % 8);
-    return mixed;
-  }
-
-  // Writes the weights of the scores of blocks with several buckets, and the times of the rows of
-  // the tile to memory_.
-  HSTU_DEVICE void find_patches(const TimesOfTile& times, int m, int parity, uint32_t* patches) {
-    uint32_t* const rows = memory_.rows;
-#pragma unroll
-    for (int row = 0; row < kRows; row += 32) {
-      rows[row + lane()] = static_cast<uint32_t>(times.time_of(m * kRows + row + lane()));
-    }
-    const bool is_mixed = bucket_ == kMixed;
-    const Block& own = memory_.blocks[parity][lane() % Memory::kBlocks];
-    const bool is_wide = is_mixed && own.is_wide();
-    const bool is_few = is_mixed && own.count() <= kFewBuckets;
-    __syncwarp();
-    uint32_t few = __ballot_sync(kAllLanes, is_few && !is_wide);
-    uint32_t many = __ballot_sync(kAllLanes, is_mixed && !is_few && !is_wide);
-    uint32_t wide = __ballot_sync(kAllLanes, is_wide);
-    while (few) patch_few(times, take(few, parity), patches);
-    while (many) patch_many(times, take(many, parity), patches);
-    if (__builtin_expect(wide != 0, 0)) {
-      while (wide) patch_exactly(times, take(wide, parity), m, patches);
+      differences[n] = abs(static_cast<int>(low[n] - key));
+      differences[4 + n] = abs(static_cast<int>(high[n] - key));
     }
   }
 
-  // The differences of the lane's key and 8 rows, less block.least.
-  HSTU_DEVICE void find_differences_of_key(const Mixed& mixed, uint32_t (&differences)[8]) const {
-    const auto* const rows = reinterpret_cast<const int4*>(memory_.rows + mixed.row);
-    const int4 low = rows[0];
-    const int4 high = rows[1];
-    const auto key = static_cast<int>(
-        mixed.moved(static_cast<uint32_t>(keys_.times[mixed.chunk * 8 + lane() % 8])));
-    differences[0] = abs(low.x - key), differences[1] = abs(low.y - key);
-    differences[2] = abs(low.z - key), differences[3] = abs(low.w - key);
-    differences[4] = abs(high.x - key), differences[5] = abs(high.y - key);
-    differences[6] = abs(high.z - key), differences[7] = abs(high.w - key);
+  // Where the weights of 8 rows and of key n of a block are.
+  static HSTU_DEVICE uint32_t* patch_of(const Block& block, int n, uint32_t* patches) {
+    return patches + block.place * 32 + n * 4;
+  }
+  HSTU_DEVICE void store_patch(const Block& block, const uint32_t (&words)[4],
+                               uint32_t* patches) const {
+    *reinterpret_cast<uint4*>(patch_of(block, lane() % 8, patches)) = {words[0], words[1], words[2],
+                                                                       words[3]};
   }
 
-  // Stores the weights of 8 rows and the lane's key.
-  HSTU_DEVICE void store_patch(const Mixed& mixed, const float (&x)[8], uint32_t* patches) const {
-    uint32_t* const words = patches + (mixed.chunk * 8 + mixed.row / 8) * 32 + lane() % 8 * 4;
-    *reinterpret_cast<uint4*>(words) = {half_pair(x[0], x[1]), half_pair(x[2], x[3]),
-                                        half_pair(x[4], x[5]), half_pair(x[6], x[7])};
-  }
-
-  // The threshold between bucket n - 1 and n of a block, less block.least. 0xffffffff: no
-  // difference is as large.
-  static HSTU_DEVICE uint32_t threshold_of(const RelativeBias& bias, const Block& block, int n) {
-    if (n >= block.count()) return 0xffffffff;
-    return static_cast<uint32_t>(__ldg(bias.thresholds + block.first + n - 1)) -
-           static_cast<uint32_t>(block.least);
-  }
-
-  HSTU_DEVICE void patch_few(const TimesOfTile& times, const Mixed& mixed,
+  // Any differences of times, by searches, for the lane's key.
+  HSTU_DEVICE void patch_key(const TimesOfTile& times, const Block& block, int m,
                              uint32_t* patches) const {
-    const float* const weights = times.weights() + mixed.block.first;
-    const float lowest = __ldg(weights);
-    uint32_t differences[8];
-    find_differences_of_key(mixed, differences);
-    float x[8];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] = lowest;
-#pragma unroll 1
-    for (int n = 1; __any_sync(kAllLanes, n < mixed.block.count()); ++n) {
-      const uint32_t threshold = threshold_of(times.bias, mixed.block, n);
-      const float weight = n < mixed.block.count() ? __ldg(weights + n) : 0;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (differences[e] >= threshold) x[e] = weight;
-      }
-    }
-    store_patch(mixed, x, patches);
-  }
-
-  HSTU_DEVICE void patch_many(const TimesOfTile& times, const Mixed& mixed,
-                              uint32_t* patches) const {
-    uint32_t differences[8];
-    find_differences_of_key(mixed, differences);
-    float x[8];
-    bool has_search = false;
-    const WeightCell* const cells = times.cells();
-    // Loads of four cells are in flight at once.
-#pragma unroll
-    for (int half = 0; half < 8; half += 4) {
-      WeightCell found[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        found[n] = ptx::ld_global_nc_volatile(
-            cells + difference_cell(mixed.block.least + differences[half + n]));
-      }
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        has_search |= found[n].threshold == WeightCell::kSeveral;
-        const uint64_t difference = mixed.block.least + differences[half + n];
-        x[half + n] = difference >= found[n].threshold ? found[n].high : found[n].low;
-      }
-    }
-    if (has_search) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        x[n] = __ldg(times.weights() + bucket_of(times.bias, mixed.block.least + differences[n]));
-      }
-    }
-    store_patch(mixed, x, patches);
-  }
-
-  // Any differences of times, by searches.
-  HSTU_DEVICE void patch_exactly(const TimesOfTile& times, const Mixed& mixed, int m,
-                                 uint32_t* patches) const {
-    const int64_t key_time = keys_.times[mixed.chunk * 8 + lane() % 8];
-    uint32_t* const words = patches + (mixed.chunk * 8 + mixed.row / 8) * 32 + lane() % 8 * 4;
+    const int64_t key_time = times.time_of_key(block.chunk() * 8 + lane() % 8);
+    uint32_t* const words = patch_of(block, lane() % 8, patches);
 #pragma unroll 1
     for (int n = 0; n < 8; n += 2) {
       float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int64_t row_time = times.time_of(m * kRows + mixed.row + n + e);
-        const int bucket = bucket_of(times.bias, time_difference(row_time, key_time));
+        const int64_t row_time = times.time_of_row(m * kRows + block.row() + n + e);
+        const int bucket = hstu::bucket_of(times.bias, time_difference(row_time, key_time));
         x[e] = __ldg(times.weights() + bucket);
       }
       words[n / 2] = half_pair(x[0], x[1]);
     }
   }
 
-  // --- sums ---
-
-  HSTU_DEVICE void flush(const TableEntries& entries, int n) {
-    if (sums_[n] != 0) entries.sums.time.add(entries.first_time + base_ + n, sums_[n]);
-    sums_[n] = 0;
+  // The same for the blocks of some lanes.
+  HSTU_DEVICE void patch_exactly(const TimesOfTile& times, uint32_t lanes, int m,
+                                 uint32_t* patches) const {
+#pragma unroll 1
+    for (; lanes; lanes &= lanes - 1) {
+      if (lane() >= 8) continue;
+      Block block;
+      block.place = place_of(__ffs(static_cast<int>(lanes)) - 1);
+      patch_key(times, block, m, patches);
+    }
   }
+
+  // The place in the tile of a lane's block.
+  HSTU_DEVICE int place_of(int owner) const {
+    return Blocks::chunk_of(Blocks::group_of(thread_ / 32 * 32 + owner), owner % 8) * 8 +
+           Blocks::row_block_of(owner % 8);
+  }
+
+  // --- sums ---
 
   // Makes sums_ those of buckets `first` and `first` + 1.
   HSTU_DEVICE void move_to(const TableEntries& entries, int first) {
-    if (first == base_) return;
-    if (first == base_ + 1) {
-      flush(entries, 0);
-      sums_[0] = sums_[1];
-      sums_[1] = 0;
-    } else if (first == base_ - 1) {
-      flush(entries, 1);
-      sums_[1] = sums_[0];
-      sums_[0] = 0;
-    } else {
-      flush(entries, 0);
-      flush(entries, 1);
-    }
+    const int distance = first - base_;
+    const int entry = entries.first_time + base_;
+    const bool keeps_first = distance == 0 || distance == -1;
+    const bool keeps_second = distance == 0 || distance == 1;
+    if (!keeps_first) entries.sums.time.add(entry, sums_[0]);
+    if (!keeps_second) entries.sums.time.add(entry + 1, sums_[1]);
+    const float low = keeps_first ? sums_[0] : 0;
+    const float high = keeps_second ? sums_[1] : 0;
+    sums_[0] = distance == 0 ? low : distance == 1 ? high : 0;
+    sums_[1] = distance == 0 ? high : distance == -1 ? low : 0;
     base_ = first;
   }
 
-  // Adds all blocks, except for `total` of those with one bucket, to which sums_ is moved.
-  HSTU_DEVICE void add_blocks(const TableEntries& entries, const TimesOfTile& times, int m,
-                              int parity, float total, const Element* ds) {
-    const bool is_mixed = previous_ == kMixed;
-    const Block& own = memory_.blocks[parity][lane() % Memory::kBlocks];
-    const int first = is_mixed ? own.first : previous_;
-    const bool is_wide = is_mixed && own.is_wide();
-    const bool is_two = is_mixed && own.count() == 2 && !is_wide;
-    if (previous_ >= 0 || is_two) move_to(entries, first);
-    if (is_two) sums_[0] += total;
-    uint32_t two = __ballot_sync(kAllLanes, is_two);
-    while (two) {
-      const uint32_t taken = two;
-      const float above = sum_above(times, take(two, parity), m, ds);
-      const int place = __popc(taken & ((1u << lane()) - 1));
-      const float own_above = __shfl_sync(kAllLanes, above, place % 4 * 8);
-      if ((taken >> lane() & 1) && place < 4) {
-        sums_[0] -= own_above;
-        sums_[1] += own_above;
-      }
-    }
-    const uint32_t many = __ballot_sync(kAllLanes, is_mixed && !is_two && !is_wide);
-    if (many) add_many(entries, times, many, first, own.count(), m, parity, ds);
-    const uint32_t wide = __ballot_sync(kAllLanes, is_wide);
-    if (__builtin_expect(wide != 0, 0)) add_exactly(entries, times, wide, m, ds);
-  }
-
-  // A lane's row of 8 elements, zeros where there is no block.
-  HSTU_DEVICE uint4 read_row(const Mixed& mixed, const Element* ds) const {
+  // A row of 8 elements of a block.
+  HSTU_DEVICE uint4 read_row(const Block& block, const Element* ds) const {
     const int r = lane() % 8;
-    uint4 words = {};
-    if (mixed.exists) words = *Blocks::chunk_at(ds + r * 64, mixed.row, r, mixed.chunk);
-    return words;
+    return *Blocks::chunk_at(ds + r * 64, block.row(), r, block.chunk());
   }
   static HSTU_DEVICE void unpack(const uint4& words, float (&x)[8]) {
     const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
@@ -484,55 +478,64 @@ class TimeBlocks {
     }
   }
 
-  // The differences of the lane's row and 8 keys, less block.least.
-  HSTU_DEVICE void find_differences_of_row(const TimesOfTile& times, const Mixed& mixed, int m,
+  // The differences of the lane's row and 8 keys.
+  HSTU_DEVICE void find_differences_of_row(const Block& block, uint32_t offset, int parity,
                                            uint32_t (&differences)[8]) const {
-    const int64_t row_time = times.time_of(m * kRows + mixed.row + lane() % 8);
-    const auto row = static_cast<int>(static_cast<uint32_t>(row_time) - mixed.moved(0));
-    const int4* const keys = reinterpret_cast<const int4*>(keys_.times + mixed.chunk * 8);
+    const uint32_t row = memory_.rows[parity][block.row() + lane() % 8] - offset;
+    const uint32_t* const keys = keys_.blocks[block.chunk()].times;
+    uint32_t low[4], high[4];
+    ptx::ld_shared(keys, low);
+    ptx::ld_shared(keys + 4, high);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const int4 two = keys[n];
-      differences[2 * n] = abs(row - two.x);
-      differences[2 * n + 1] = abs(row - two.z);
+      differences[n] = abs(static_cast<int>(row - low[n]));
+      differences[4 + n] = abs(static_cast<int>(row - high[n]));
     }
   }
 
-  // The sum of a block's elements in the second of two buckets, which the 8 lanes of a block get.
-  HSTU_DEVICE float sum_above(const TimesOfTile& times, const Mixed& mixed, int m,
-                              const Element* ds) const {
-    float x[8];
-    unpack(read_row(mixed, ds), x);
-    uint32_t differences[8];
-    find_differences_of_row(times, mixed, m, differences);
-    const uint32_t threshold = threshold_of(times.bias, mixed.block, 1);
-    float above[2] = {};
+  // The sum of the elements in the second bucket of the lane's block, if it has two.
+  HSTU_DEVICE float sum_above(int kind, uint32_t two, int parity, const Element* ds) const {
+    const int count = __popc(two);
+    const int own = place_in_list(kTwo, two, 0);
+    float result = 0;
+#pragma unroll 1
+    for (int first = 0; first < count; first += 4) {
+      const int n = min(first + lane() / 8, count - 1);
+      const Block block = ptx::ld_shared_volatile(&memory_.blocks[parity][n]);
+      float x[8];
+      unpack(read_row(block, ds), x);
+      uint32_t differences[8];
+      find_differences_of_row(block, block.offset, parity, differences);
+      float above[2] = {};
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if (differences[e] >= threshold) above[e % 2] += x[e];
-    }
-    float sum = above[0] + above[1];
+      for (int e = 0; e < 8; ++e) {
+        if (differences[e] >= block.threshold) above[e % 2] += x[e];
+      }
+      float sum = above[0] + above[1];
 #pragma unroll
-    for (int distance = 4; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, distance);
+      for (int distance = 4; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(kAllLanes, sum, distance);
+      }
+      const float own_sum = __shfl_sync(kAllLanes, sum, own % 4 * 8);
+      if (kind == kTwo && own / 4 == first / 4) result = own_sum;
     }
-    return sum;
+    return result;
   }
 
   // Adds the blocks of the lanes `many`, score by score: integers in shared memory, which no order
-  // of additions changes, and then these to the TableSum. `first` and `count` are the buckets of
-  // the lane's block.
-  HSTU_DEVICE void add_many(const TableEntries& entries, const TimesOfTile& times, uint32_t many,
-                            int first, int count, int m, int parity, const Element* ds) {
-    const bool is_own = many >> lane() & 1;
-    const auto lowest =
-        static_cast<int>(__reduce_min_sync(kAllLanes, is_own ? static_cast<uint32_t>(first) : ~0u));
-    const bool is_past_bins = is_own && first + count - lowest > kTimeBins;
-    uint32_t slow = __ballot_sync(kAllLanes, is_past_bins);
-    many &= ~slow;
+  // of additions changes, and then these to the TableSum.
+  HSTU_DEVICE void add_many(const TableEntries& entries, const TimesOfTile& times, int kind,
+                            uint32_t two, uint32_t many, int m, int parity, const Element* ds) {
+    const int list = __popc(two);
+    const int count = list + __popc(many);
+    const bool is_own = kind == kMany;
+    const int own = place_in_list(kind, two, many);
+    const auto lowest = static_cast<int>(__reduce_min_sync(
+        kAllLanes, is_own ? static_cast<uint32_t>(bucket_of(previous_)) : ~0u));
     uint32_t largest = 0;
-    for (uint32_t left = many; left;) {
-      const uint4 words = read_row(take(left, parity), ds);
+#pragma unroll 1
+    for (int n = list + lane() / 8; n < count; n += 4) {
+      const uint4 words = read_row(memory_.blocks[parity][n], ds);
       largest = larger_magnitudes<Element>(
           larger_magnitudes<Element>(larger_magnitudes<Element>(words.x, words.y),
                                      larger_magnitudes<Element>(words.z, words.w)),
@@ -546,10 +549,17 @@ class TimeBlocks {
 #pragma unroll
     for (int bin = 0; bin < kTimeBins; bin += 32) bins[bin + lane()] = 0;
     __syncwarp();
-    while (many) {
-      const uint32_t before = many;
-      const Mixed mixed = take(many, parity);
-      if (!add_to_bins(times, mixed, m, ds, fixed, bins - lowest)) slow |= before & ~many;
+    bool is_slow = false;  // the lane's block needs an exact search, and is not in the bins
+#pragma unroll 1
+    for (int first = list; first < count; first += 4) {
+      const int n = min(first + lane() / 8, count - 1);
+      const Block block = ptx::ld_shared_volatile(&memory_.blocks[parity][n]);
+      const bool exists = first + lane() / 8 < count;
+      const bool is_past_bins = static_cast<int>(block.threshold) - lowest >= kTimeBins;
+      const bool has_search =
+          add_to_bins(times, block, exists && !is_past_bins, parity, ds, fixed, bins - lowest);
+      const uint32_t slow = __ballot_sync(kAllLanes, exists && (is_past_bins || has_search));
+      if (is_own && own - first >= 0 && own - first < 4) is_slow = slow >> (own - first) * 8 & 1;
     }
     __syncwarp();
 #pragma unroll
@@ -559,49 +569,53 @@ class TimeBlocks {
       entries.sums.time.add(entries.first_time + lowest + bin, fixed.to_float(addend));
     }
     __syncwarp();
+    const uint32_t slow = __ballot_sync(kAllLanes, is_slow);
     if (__builtin_expect(slow != 0, 0)) add_exactly(entries, times, slow, m, ds);
   }
 
-  // Returns false, and adds nothing, if that needs an exact search.
-  HSTU_DEVICE bool add_to_bins(const TimesOfTile& times, const Mixed& mixed, int m,
-                               const Element* ds, const FixedPoint& fixed, int* bins) const {
+  // Adds the lane's row of a block, if `exists`. Returns true in all lanes of a block, and adds
+  // nothing of it, if it needs an exact search.
+  HSTU_DEVICE bool add_to_bins(const TimesOfTile& times, const Block& block, bool exists,
+                               int parity, const Element* ds, const FixedPoint& fixed,
+                               int* bins) const {
     uint32_t differences[8];
-    find_differences_of_row(times, mixed, m, differences);
-    int buckets[8];
-    int most = 0;  // thresholds in a cell
+    find_differences_of_row(block, 0, parity, differences);
+    uint32_t buckets[8];
+    uint32_t all = 0;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const uint64_t difference = mixed.block.least + differences[n];
-      const BucketCell cell = load_cell(times.bias.prepared.cells + difference_cell(difference));
-      buckets[n] = cell.first + (difference >= cell.threshold ? 1 : 0);
-      most = max(most, cell.count);
+      const NarrowCell cell = load_cell(times.cells() + difference_cell(differences[n]));
+      buckets[n] = cell.bucket + (differences[n] >= cell.threshold ? 1 : 0);
+      all |= cell.bucket;
     }
-    if (__any_sync(kAllLanes, mixed.exists && most > 1)) return false;
+    const uint32_t search = __ballot_sync(kAllLanes, all & NarrowCell::kSeveral);
+    const bool has_search = search >> (lane() & 24) & 0xff;
+    if (!exists || has_search) return has_search;
     float x[8];
-    unpack(read_row(mixed, ds), x);
+    unpack(read_row(block, ds), x);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int addend = fixed.small_to_integer(x[n]);
-      if (addend != 0) atomicAdd(bins + buckets[n], addend);
+      if (addend != 0) atomicAdd(bins + static_cast<int>(buckets[n]), addend);
     }
-    return true;
+    return false;
   }
 
   // Adds the blocks of some lanes to the TableSum, score by score: any times and any numbers.
   HSTU_DEVICE void add_exactly(const TableEntries& entries, const TimesOfTile& times,
                                uint32_t lanes, int m, const Element* ds) const {
 #pragma unroll 1
-    while (lanes) {
-      const Mixed mixed = take(lanes, 0);
-      if (!mixed.exists) continue;
-      const int r = lane() % 8;
+    for (; lanes; lanes &= lanes - 1) {
+      Block block;
+      block.place = place_of(__ffs(static_cast<int>(lanes)) - 1);
+      const int r = lane() / 4;
       const auto* const x = reinterpret_cast<const Element*>(
-          Blocks::chunk_at(ds + r * 64, mixed.row, r, mixed.chunk));
-      const int64_t row_time = times.time_of(m * kRows + mixed.row + r);
+          Blocks::chunk_at(ds + r * 64, block.row(), r, block.chunk()));
+      const int64_t row_time = times.time_of_row(m * kRows + block.row() + r);
 #pragma unroll 1
-      for (int n = 0; n < 8; ++n) {
-        const int64_t key_time = keys_.times[mixed.chunk * 8 + n];
-        const int bucket = bucket_of(times.bias, time_difference(row_time, key_time));
+      for (int n = lane() % 4 * 2; n < lane() % 4 * 2 + 2; ++n) {
+        const int64_t key_time = times.time_of_key(block.chunk() * 8 + n);
+        const int bucket = hstu::bucket_of(times.bias, time_difference(row_time, key_time));
         entries.sums.time.add(entries.first_time + bucket, static_cast<float>(x[n]));
       }
     }
@@ -614,8 +628,8 @@ class TimeBlocks {
   uint64_t low_ = 1;
   uint64_t high_ = 0;
   uint16_t weight_ = 0;
-  int bucket_ = kNone;
-  int previous_ = kNone;  // the bucket of the tile before
+  int state_ = kNone;
+  int previous_ = kNone;  // the state of the tile before
   int base_ = 0;
   float sums_[2] = {};  // of dS in buckets base_ and base_ + 1
 };
