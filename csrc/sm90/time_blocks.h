@@ -48,9 +48,6 @@ struct BlocksOfWarp {
   }
 };
 
-// Sums by time of neighboring buckets, in shared memory.
-constexpr int kTimeBins = 64;
-
 // Shared memory of a warp.
 template <int kRows, int kKeys>
 struct TimeBlockMemory {
@@ -71,10 +68,9 @@ struct TimeBlockMemory {
   static constexpr int kBlocks = kRows * kKeys / 64 / 4;  // of a warp
   alignas(16) TimeRange ranges[kRows / 8];  // of the rows of the tile to be found next
   // Of a tile of even and of odd number: low words of the times of its rows, and its blocks with
-  // two buckets, then those with more.
+  // two buckets, then those with more. Sums by time take the place of the times of rows.
   alignas(16) uint32_t rows[2][kRows];
   Block blocks[2][kBlocks];
-  alignas(16) int bins[kTimeBins];  // sums by time
 };
 
 // The weights by time of the blocks of a tile, in fp16, by chunk of 8 keys and by 8 rows.
@@ -245,6 +241,8 @@ class TimeBlocks {
   HSTU_DEVICE void finish(const TableEntries& entries) { move_to(entries, -2); }
 
  private:
+  static constexpr int kTimeBins = kRows;  // sums by time of neighboring buckets
+
   // The state of a block is kKinds times its first bucket, plus one of these:
   static constexpr int kOne = 0;   // it has one bucket
   static constexpr int kTwo = 1;   // two, and no difference is 2^31 or more larger than another
@@ -478,10 +476,9 @@ class TimeBlocks {
     }
   }
 
-  // The differences of the lane's row and 8 keys.
-  HSTU_DEVICE void find_differences_of_row(const Block& block, uint32_t offset, int parity,
+  // The differences of a row and 8 keys.
+  HSTU_DEVICE void find_differences_of_row(const Block& block, uint32_t row,
                                            uint32_t (&differences)[8]) const {
-    const uint32_t row = memory_.rows[parity][block.row() + lane() % 8] - offset;
     const uint32_t* const keys = keys_.blocks[block.chunk()].times;
     uint32_t low[4], high[4];
     ptx::ld_shared(keys, low);
@@ -505,7 +502,8 @@ class TimeBlocks {
       float x[8];
       unpack(read_row(block, ds), x);
       uint32_t differences[8];
-      find_differences_of_row(block, block.offset, parity, differences);
+      const uint32_t row = memory_.rows[parity][block.row() + lane() % 8];
+      find_differences_of_row(block, row - block.offset, differences);
       float above[2] = {};
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -545,7 +543,11 @@ class TimeBlocks {
         __reduce_max_sync(kAllLanes, max(__float_as_uint(fabsf(low_half<Element>(largest))),
                                          __float_as_uint(fabsf(high_half<Element>(largest)))));
     const FixedPoint fixed = FixedPoint::of_largest(largest_bits);
-    int* const bins = memory_.bins;
+    uint32_t rows[kTimeBins / 32];
+#pragma unroll
+    for (int n = 0; n < kTimeBins / 32; ++n) rows[n] = memory_.rows[parity][n * 32 + lane()];
+    __syncwarp();
+    int* const bins = reinterpret_cast<int*>(memory_.rows[parity]);
 #pragma unroll
     for (int bin = 0; bin < kTimeBins; bin += 32) bins[bin + lane()] = 0;
     __syncwarp();
@@ -557,7 +559,7 @@ class TimeBlocks {
       const bool exists = first + lane() / 8 < count;
       const bool is_past_bins = static_cast<int>(block.threshold) - lowest >= kTimeBins;
       const bool has_search =
-          add_to_bins(times, block, exists && !is_past_bins, parity, ds, fixed, bins - lowest);
+          add_to_bins(times, block, exists && !is_past_bins, rows, ds, fixed, bins - lowest);
       const uint32_t slow = __ballot_sync(kAllLanes, exists && (is_past_bins || has_search));
       if (is_own && own - first >= 0 && own - first < 4) is_slow = slow >> (own - first) * 8 & 1;
     }
@@ -576,10 +578,13 @@ class TimeBlocks {
   // Adds the lane's row of a block, if `exists`. Returns true in all lanes of a block, and adds
   // nothing of it, if it needs an exact search.
   HSTU_DEVICE bool add_to_bins(const TimesOfTile& times, const Block& block, bool exists,
-                               int parity, const Element* ds, const FixedPoint& fixed,
-                               int* bins) const {
+                               const uint32_t (&rows)[kTimeBins / 32], const Element* ds,
+                               const FixedPoint& fixed, int* bins) const {
+    const int row = block.row() + lane() % 8;
+    const uint32_t low_row = __shfl_sync(kAllLanes, rows[0], row);
+    const uint32_t high_row = __shfl_sync(kAllLanes, rows[1], row);
     uint32_t differences[8];
-    find_differences_of_row(block, 0, parity, differences);
+    find_differences_of_row(block, row < 32 ? low_row : high_row, differences);
     uint32_t buckets[8];
     uint32_t all = 0;
 #pragma unroll
