@@ -73,6 +73,14 @@ HSTU_DEVICE void ld_shared(const T* address, uint32_t (&words)[4]) {
                : "r"(shared_address(address)));
 }
 
+// Loads four matrices of 8 x 8 numbers of 16 bits: lane n passes the address of row n % 8 of matrix
+// n / 8.
+HSTU_DEVICE void ldmatrix_x4(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address));
+}
+
 // Returns `word`, or what is at an address of shared memory if all bits of `word` are ones.
 HSTU_DEVICE uint32_t ld_shared_if_ones(uint32_t word, const uint32_t* address) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0xffffffff; @p ld.shared.b32 %0, [%1];}"

@@ -62,13 +62,20 @@ class BackwardBias {
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
       const TimesOfTile times_of_tile = {
           tables,         params.mask, tile,
-          work_tile.map,  work_tile.head, time_head, Traits::first_key(work_tile)};
+          work_tile.map,  work_tile.head, time_head, Traits::first_key(work_tile),
+          memory.first_rows, memory.last_rows};
       int m = Traits::first_row_tile(work_tile);
       if constexpr (kHasTime) {
         times.enter();
+        sync();  // the times of keys have been read
+        if (thread_of_warpgroup() == 0) {
+          memory.first_rows = static_cast<int>(
+              first_tile(tile.sequence.q_begin, tile.sequence_index, 8));
+          memory.last_rows = (tile.sequence.q_len - 1) / 8;
+        }
+        sync();
         times.start_load_ranges(times_of_tile, m);
         times.start_load_rows(times_of_tile, m, bias_state.count % 2);
-        sync();  // the times of keys have been read
         memory.keys.template start_copy<kWarpgroup>(tables, tile, Traits::first_key(work_tile),
                                                     thread_of_warpgroup());
         ptx::cp_async_wait_all();

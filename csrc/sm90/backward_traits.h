@@ -143,6 +143,7 @@ struct BackwardTraits {
     KeyTimes<kBlockKeys> keys;
     TimeBlockWeights<kBlockKeys> times[BiasState::kStages];
     TimeBlockMemory<kRows, kBlockKeys> warps[4];
+    int first_rows, last_rows;  // see TimesOfTile
     TableGradientMemory gradients;
   };
 

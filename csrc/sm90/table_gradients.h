@@ -60,8 +60,11 @@ class TableGradients {
 
   // The same for an empty tile.
   HSTU_DEVICE void add_empty_tile(const TableEntries& entries, int m) {
-    store_finished(0);
-    store_finished(1);
+    float(&sums)[4] = diagonals_[kPairs - 1];
+    store_finished(0, sums[0], sums[1]);
+    store_finished(1, sums[2], sums[3]);
+#pragma unroll
+    for (float& sum : sums) sum = 0;
     finish_tile(entries, m);
   }
 
@@ -85,76 +88,90 @@ class TableGradients {
   HSTU_DEVICE float add_blocks(const Element* ds) {
     const uint32_t bits = Element(1.0f).raw();
     const uint32_t ones = bits | bits << 16;
-    // The identity: lane 4 g + t has elements 2 t and 2 t + 1 of row g, and of row g + 8.
-    const uint32_t one = lane() / 8 == lane() % 4 ? bits << lane() / 4 % 2 * 16 : 0;
-    const uint32_t identity[4] = {one, 0, 0, one};
-    // Rows n and n + 8 are the sums of the columns of block n of two diagonals.
-    float columns[kPairs][4] = {};
-    // Lanes 8 q to 8 q + 7 pass the addresses of block q of four: one of each diagonal, or two.
-    constexpr int kStep = 2 / kPairs;
-    const int own_step = kPairs == 2 ? 0 : lane() / 16;
-    const Element* const own_row = ds + lane() % 8 * 64;
-    const int group = Blocks::group_of(thread_);
     const int warp = thread_ / 32;
+    // The identity of 8 x 8 elements: lane 4 g + t has elements 2 t and 2 t + 1 of column g.
+    const uint32_t identity = lane() / 8 == lane() % 4 ? bits << lane() / 4 % 2 * 16 : 0;
+    // The two diagonals of the last pair end within the tile, and others begin: the second one at
+    // block 4 - warp, the first one at block 8 - warp. Blocks n and n + 4 are before their ends
+    // if before[n], or else after[n].
+    uint32_t before[4], after[4];
 #pragma unroll
-    for (int n = 0; n < kRowBlocks; n += kStep) {
-      const int own = n + own_step;
-      uint32_t words[4];
-      cute::SM75_U16x8_LDSM_T::copy(
-          *reinterpret_cast<const cute::uint128_t*>(Blocks::chunk_at(
-              own_row, Blocks::row_block_of(own) * 8, lane() % 8, Blocks::chunk_of(group, own))),
-          words[0], words[1], words[2], words[3]);
+    for (int n = 0; n < 4; ++n) {
+      before[n] = n < 4 - warp ? identity : 0;
+      after[n] = n < 4 - warp ? 0 : identity;
+    }
+    float(&first_part)[4] = diagonals_[kPairs - 1];  // blocks before both ends
+    float second_part[4] = {};                       // between them
+    float third_part[4] = {};                        // after both
+    // Column n are the sums of the rows of block n of two diagonals.
+    float rows[kPairs][4] = {};
+    // Lanes 8 q to 8 q + 7 pass the addresses of the rows of block q of four: two of each diagonal
+    // of a pair.
+    const int own_step = lane() / 16;
+    const int group = lane() / 8 % 2 * 4 + warp;
+    const uint32_t own_row = ptx::shared_address(ds) + Blocks::row_block_of(own_step) * 1024 +
+                             lane() % 8 * 128;
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const int block = n + pair / kPairs;
-        const int first = pair * 2;
+    for (int n = 0; n < kRowBlocks; n += 2) {
+      const uint32_t address = own_row + (kIsDescending ? -n : n) * 1024;
+      const int chunk = Blocks::chunk_of(group, n + own_step);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        uint32_t words[4];
+        ptx::ldmatrix_x4(address + Blocks::offset_of(pair == 0 ? chunk : chunk ^ 8, lane() % 8),
+                         words);
         if constexpr (kHasPosition) {
-          if (pair == 0 || kPairs == 1) {
-            // Two diagonals of the last pair end within the tile, and others begin.
-            if (block == 4 - warp) store_finished(1);
-            if (block == 8 - warp) store_finished(0);
+          if (pair < kPairs - 1) {
+            multiply(diagonals_[pair], words, identity, identity);
+          } else if (n < 4) {
+            multiply(first_part, words, before[n], before[n + 1]);
+            multiply(second_part, words, after[n], after[n + 1]);
+          } else {
+            multiply(second_part, words, before[n - 4], before[n - 3]);
+            multiply(third_part, words, after[n - 4], after[n - 3]);
           }
-          multiply(diagonals_[pair % kPairs], identity, words[first], words[first + 1]);
         }
         if constexpr (kHasTime) {
-          const uint32_t ones_of_row = lane() / 4 == block ? ones : 0;
-          const uint32_t left[4] = {ones_of_row, 0, 0, ones_of_row};
-          multiply(columns[pair % kPairs], left, words[first], words[first + 1]);
+          multiply(rows[pair], words, lane() / 4 == n ? ones : 0, lane() / 4 == n + 1 ? ones : 0);
         }
       }
     }
-    if (kHasPosition && warp == 0) store_finished(0);
+    if constexpr (kHasPosition) {
+      store_finished(0, first_part[0] + second_part[0], first_part[1] + second_part[1]);
+      store_finished(1, first_part[2], first_part[3]);
+      first_part[0] = third_part[0], first_part[1] = third_part[1];
+      first_part[2] = second_part[2] + third_part[2];
+      first_part[3] = second_part[3] + third_part[3];
+    }
     if constexpr (kHasTime) {
-      return sum_of_block(columns);
+      return sum_of_block(rows);
     } else {
       return 0;
     }
   }
 
-  // Returns the sum of the lane's block, from the sums of the columns of all blocks of the warp.
-  HSTU_DEVICE float sum_of_block(const float (&columns)[kPairs][4]) const {
-    // Lane 4 n + t gets the sum of block n of diagonal t, and hands it to lane 8 t + n.
-    float sums[2];
+  // Returns the sum of the lane's block, from the sums of the rows of all blocks of the warp. Lane
+  // 4 g + t has those of row g of blocks 2 t and 2 t + 1 of each diagonal.
+  HSTU_DEVICE float sum_of_block(const float (&rows)[kPairs][4]) const {
+    float sums[2][2];  // of two diagonals, by two blocks
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      sums[pair] =
-          exchange(columns[pair][0] + columns[pair][1], columns[pair][2] + columns[pair][3], 1);
+    for (int n = 0; n < 4; ++n) {
+      if constexpr (kPairs == 2) {
+        sums[n / 2][n % 2] = exchange(rows[0][n], rows[1][n], 16);
+      } else {
+        sums[n / 2][n % 2] = rows[0][n] + __shfl_xor_sync(kAllLanes, rows[0][n], 16);
+      }
     }
-    float sum;
-    if constexpr (kPairs == 2) {
-      sum = exchange(sums[0], sums[1], 2);
-    } else {
-      sum = sums[0] + __shfl_xor_sync(kAllLanes, sums[0], 2);
-    }
-    return __shfl_sync(kAllLanes, sum, lane() % 8 * 4 + lane() / 8);
+    const float even = exchange(sums[0][0], sums[1][0], 8);
+    const float odd = exchange(sums[0][1], sums[1][1], 8);
+    const float sum = exchange(even, odd, 4);
+    return __shfl_sync(kAllLanes, sum, (lane() & 24) | (lane() & 1) << 2 | (lane() & 6) >> 1);
   }
 
-  // Stores the sums of the first or the second diagonal of the last pair, and begins another.
-  HSTU_DEVICE void store_finished(int half) {
-    float (&sums)[4] = diagonals_[kPairs - 1];
+  // Stores the sums of the first or the second diagonal of the last pair.
+  HSTU_DEVICE void store_finished(int half, float x, float y) {
     float* const to = memory_.diagonals[thread_ / 32].sums[half][lane() / 4] + lane() % 4 * 2;
-    *reinterpret_cast<float2*>(to) = {sums[half * 2], sums[half * 2 + 1]};
-    sums[half * 2] = sums[half * 2 + 1] = 0;
+    *reinterpret_cast<float2*>(to) = {x, y};
   }
 
   // Adds the diagonals that tile m has finished, and goes on to the next tile of rows, whose

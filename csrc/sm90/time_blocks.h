@@ -39,6 +39,11 @@ struct BlocksOfWarp {
     return (kIsDescending ? kChunks - 1 - group - n : group + n) & (kChunks - 1);
   }
 
+  // The offset in bytes of a chunk of 8 keys in row r of 8.
+  static HSTU_DEVICE uint32_t offset_of(int chunk, int r) {
+    return (chunk & 8) * (kRows * 16) + ((chunk ^ r) & 7) * 16;
+  }
+
   // Row `first` + `r` of a chunk of 8 keys in a tile of dS, in the layout of rows_tensor();
   // `first` is a multiple of 8. `from` points to row r.
   template <typename Element>
@@ -102,6 +107,9 @@ struct TimesOfTile {
   const int& head;
   int table_head;
   int first_key;
+  // Of 8 rows: the first ones of the sequence in all row_blocks, and the last ones.
+  const int& first_rows;
+  const int& last_rows;
 
   HSTU_DEVICE const float* weights() const {
     return bias.prepared.time + table_head * bias.time.size;
@@ -111,9 +119,7 @@ struct TimesOfTile {
   }
   // The times of 8 rows, or of the last rows for those that do not exist.
   HSTU_DEVICE const KeyBlockTimes* rows(int row_block) const {
-    const Sequence& sequence = tile.sequence;
-    return bias.prepared.row_blocks + first_tile(sequence.q_begin, tile.sequence_index, 8) +
-           min(row_block, (sequence.q_len - 1) / 8);
+    return bias.prepared.row_blocks + (first_rows + min(row_block, last_rows));
   }
   // A row or key that does not exist has the time of the last one.
   HSTU_DEVICE int64_t time_of_row(int row) const {
