@@ -70,8 +70,8 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
   }
 }
 
-// Finds the ranges of `length` times, where time_of(n) is one, and writes them to one of the arrays:
-// with the times, or without.
+// Finds the ranges of `length` times, where time_of(n) is one, and writes them to one of the
+// arrays: with the times, or without.
 template <typename TimeOf>
 __device__ void find_ranges(int length, int thread, int threads, TimeOf time_of, TimeRange* ranges,
                             KeyBlockTimes* blocks) {

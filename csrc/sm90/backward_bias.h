@@ -60,17 +60,22 @@ class BackwardBias {
           table_head(tables.position, params, work_tile.head) * tables.position.size,
           time_head * tables.time.size,
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
-      const TimesOfTile times_of_tile = {
-          tables,         params.mask, tile,
-          work_tile.map,  work_tile.head, time_head, Traits::first_key(work_tile),
-          memory.first_rows, memory.last_rows};
+      const TimesOfTile times_of_tile = {tables,
+                                         params.mask,
+                                         tile,
+                                         work_tile.map,
+                                         work_tile.head,
+                                         time_head,
+                                         Traits::first_key(work_tile),
+                                         memory.first_rows,
+                                         memory.last_rows};
       int m = Traits::first_row_tile(work_tile);
       if constexpr (kHasTime) {
         times.enter();
         sync();  // the times of keys have been read
         if (thread_of_warpgroup() == 0) {
-          memory.first_rows = static_cast<int>(
-              first_tile(tile.sequence.q_begin, tile.sequence_index, 8));
+          memory.first_rows =
+              static_cast<int>(first_tile(tile.sequence.q_begin, tile.sequence_index, 8));
           memory.last_rows = (tile.sequence.q_len - 1) / 8;
         }
         sync();

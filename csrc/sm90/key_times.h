@@ -23,9 +23,9 @@ struct KeyTimes {
     const int block = thread / kParts;
     if (block >= kKeys / 8) return;
     const Sequence& sequence = tile.sequence;
-    const KeyBlockTimes* const from =
-        bias.prepared.time_blocks + first_tile(sequence.k_begin, tile.sequence_index, 8) +
-        min(first / 8 + block, (sequence.k_len - 1) / 8);
+    const KeyBlockTimes* const from = bias.prepared.time_blocks +
+                                      first_tile(sequence.k_begin, tile.sequence_index, 8) +
+                                      min(first / 8 + block, (sequence.k_len - 1) / 8);
     const int part = thread % kParts;
     ptx::cp_async_cached_16(reinterpret_cast<const uint4*>(from) + part,
                             reinterpret_cast<uint4*>(blocks + block) + part);

@@ -60,7 +60,7 @@ class TableGradients {
 
   // The same for an empty tile.
   HSTU_DEVICE void add_empty_tile(const TableEntries& entries, int m) {
-    float(&sums)[4] = diagonals_[kPairs - 1];
+    float (&sums)[4] = diagonals_[kPairs - 1];
     store_finished(0, sums[0], sums[1]);
     store_finished(1, sums[2], sums[3]);
 #pragma unroll
@@ -100,17 +100,17 @@ class TableGradients {
       before[n] = n < 4 - warp ? identity : 0;
       after[n] = n < 4 - warp ? 0 : identity;
     }
-    float(&first_part)[4] = diagonals_[kPairs - 1];  // blocks before both ends
-    float second_part[4] = {};                       // between them
-    float third_part[4] = {};                        // after both
+    float (&first_part)[4] = diagonals_[kPairs - 1];  // blocks before both ends
+    float second_part[4] = {};                        // between them
+    float third_part[4] = {};                         // after both
     // Column n are the sums of the rows of block n of two diagonals.
     float rows[kPairs][4] = {};
     // Lanes 8 q to 8 q + 7 pass the addresses of the rows of block q of four: two of each diagonal
     // of a pair.
     const int own_step = lane() / 16;
     const int group = lane() / 8 % 2 * 4 + warp;
-    const uint32_t own_row = ptx::shared_address(ds) + Blocks::row_block_of(own_step) * 1024 +
-                             lane() % 8 * 128;
+    const uint32_t own_row =
+        ptx::shared_address(ds) + Blocks::row_block_of(own_step) * 1024 + lane() % 8 * 128;
 #pragma unroll
     for (int n = 0; n < kRowBlocks; n += 2) {
       const uint32_t address = own_row + (kIsDescending ? -n : n) * 1024;

@@ -186,9 +186,7 @@ class TimeBlocks {
     previous_ = state_;
     if (!__all_sync(kAllLanes, is_same)) {
       Block block;
-      if (!is_same) {
-        block = find_bucket(times, m, row_block, chunk, rows, keys, differences);
-      }
+      if (!is_same) block = find_bucket(times, m, row_block, chunk, rows, keys, differences);
       const int kind = kind_of(state_);
       const uint32_t two = __ballot_sync(kAllLanes, kind == kTwo);
       const uint32_t many = __ballot_sync(kAllLanes, kind == kMany);
@@ -258,7 +256,9 @@ class TimeBlocks {
   static constexpr int kKinds = 8;
 
   static HSTU_DEVICE int kind_of(int state) { return state & (kKinds - 1); }
-  static HSTU_DEVICE int bucket_of(int state) { return static_cast<int>(static_cast<uint32_t>(state) / kKinds); }
+  static HSTU_DEVICE int bucket_of(int state) {
+    return static_cast<int>(static_cast<uint32_t>(state) / kKinds);
+  }
 
   HSTU_DEVICE int lane() const { return thread_ % 32; }
 
@@ -307,10 +307,10 @@ class TimeBlocks {
       high_ = next;
     }
     const bool is_short = differences.most - differences.least < uint64_t{1} << 31;
-    const int kind = is_one                           ? kOne
+    const int kind = is_one                          ? kOne
                      : last - first == 1 && is_short ? kTwo
-                     : is_narrow                      ? kMany
-                                                      : kWide;
+                     : is_narrow                     ? kMany
+                                                     : kWide;
     Block block;
     const bool is_future = rows.latest <= keys.earliest && keys.latest > rows.earliest;
     block.offset = is_future ? -least : least;
@@ -338,14 +338,15 @@ class TimeBlocks {
       const Block block = ptx::ld_shared_volatile(&memory_.blocks[parity][min(own, count - 1)]);
       int differences[8];
       find_differences_of_key(block, block.offset, parity, differences);
+      const auto threshold = static_cast<int>(block.threshold);
       const uint32_t low = __byte_perm(block.weights, 0, 0x1010);
       const uint32_t high = __byte_perm(block.weights, 0, 0x3232);
       uint32_t words[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         // Ones in the halves of differences below the threshold: their signs.
-        const uint32_t is_low = ptx::signs_of(differences[2 * n] - static_cast<int>(block.threshold),
-                                              differences[2 * n + 1] - static_cast<int>(block.threshold));
+        const uint32_t is_low =
+            ptx::signs_of(differences[2 * n] - threshold, differences[2 * n + 1] - threshold);
         words[n] = (low & is_low) | (high & ~is_low);
       }
       if (own < count) store_patch(block, words, patches);
@@ -534,8 +535,8 @@ class TimeBlocks {
     const int count = list + __popc(many);
     const bool is_own = kind == kMany;
     const int own = place_in_list(kind, two, many);
-    const auto lowest = static_cast<int>(__reduce_min_sync(
-        kAllLanes, is_own ? static_cast<uint32_t>(bucket_of(previous_)) : ~0u));
+    const auto lowest = static_cast<int>(
+        __reduce_min_sync(kAllLanes, is_own ? static_cast<uint32_t>(bucket_of(previous_)) : ~0u));
     uint32_t largest = 0;
 #pragma unroll 1
     for (int n = list + lane() / 8; n < count; n += 4) {
