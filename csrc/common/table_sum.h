@@ -13,7 +13,7 @@ namespace hstu {
 
 struct TableSum {
   static constexpr int kExponents = 12;  // of a word
-  // The last word is 8 times the count of the numbers that are not finite.
+  // The last word counts the numbers that are not finite.
   static constexpr int kWords = (254 + kExponents) / kExponents + 1;
 
   int64_t* words = nullptr;  // [kWords, entries], zeroed
@@ -26,13 +26,12 @@ struct TableSum {
   };
   static HSTU_HOST_DEVICE Term term_of(uint32_t bits) {
     const int exponent = static_cast<int>(bits >> 23 & 0xff);
-    const bool is_finite = exponent != 0xff;
-    const auto fraction = static_cast<int>(bits & 0x7fffff);
+    if (exponent == 0xff) return {kWords - 1, 1};
+    const int64_t fraction = bits & 0x7fffff;
     // NOTE: numbers of exponent 0 have no hidden bit, and the unit of those of exponent 1.
-    const int integer = exponent == 0 ? fraction << 1 : fraction | 0x800000;
-    const int with_sign = bits >> 31 ? -integer : integer;
-    const int64_t shifted = int64_t{is_finite ? with_sign : 1} * (1 << exponent % kExponents);
-    return {is_finite ? exponent / kExponents : kWords - 1, shifted};
+    const int64_t integer = exponent == 0 ? fraction << 1 : fraction | 0x800000;
+    const int64_t shifted = integer << exponent % kExponents;
+    return {exponent / kExponents, bits >> 31 ? -shifted : shifted};
   }
 
 #if defined(__CUDACC__)
