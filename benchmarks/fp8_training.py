@@ -4,10 +4,11 @@
     python -m benchmarks.fp8_training --example ranking --steps 600
     python -m benchmarks.fp8_training --seeds 0 1 2 3 4 -- --data ml-1m/ratings.dat --epochs 20
 
-What follows `--` goes to the example. All runs are of one process, so that kernels are compiled and
-data are read once. There is one record for each run, with the mean training loss of the last tenth
-of the steps, the losses of every tenth, the metrics of the test, and the seconds that it took; at
-the end the means over the seeds are printed side by side, with their standard deviations.
+Arguments after `--` are passed to the example. All runs share one process, so that kernels are
+compiled and data are read once. There is one record for each run, with the mean training loss of
+the last tenth of the steps, the losses of every tenth, the metrics of the test, and the seconds
+that it took; at the end the means over the seeds are printed side by side, with their standard
+deviations.
 """
 
 from __future__ import annotations

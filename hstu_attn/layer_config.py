@@ -17,7 +17,7 @@ LinearActivation = Literal["silu", "silu_u", "none"]
 
 @dataclass(frozen=True)
 class FP8:
-    """What a layer computes in FP8; experimental.
+    """The choice of the parts of a layer that are computed in FP8. Experimental.
 
     The parameters are the same, and fp32 ones are master weights. Gradients are straight through
     the quantization.

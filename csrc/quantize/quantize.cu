@@ -227,7 +227,7 @@ HSTU_DEVICE float base_descale(Rows<Element, kLanes>& rows, Part part, bool is_b
   }
 }
 
-// What quantizes the row of Q or K that a lane owns.
+// The scale with which a lane quantizes its row of Q or K.
 struct Scale {
   float descale;
   float bound;  // of the norm of its codes times the descale; negative if not known

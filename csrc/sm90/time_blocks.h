@@ -72,8 +72,9 @@ struct TimeBlockMemory {
   };
   static constexpr int kBlocks = kRows * kKeys / 64 / 4;  // of a warp
   alignas(16) TimeRange ranges[kRows / 8];  // of the rows of the tile to be found next
-  // Of a tile of even and of odd number: low words of the times of its rows, and its blocks with
-  // two buckets, then those with more. Sums by time take the place of the times of rows.
+  // Index 0 belongs to tiles with an even number, 1 to those with an odd one. `rows` has the low
+  // words of the times of rows, and later sums by time; `blocks` lists blocks with two buckets,
+  // then others.
   alignas(16) uint32_t rows[2][kRows];
   Block blocks[2][kBlocks];
 };

@@ -29,7 +29,7 @@ SCORES_PER_BATCH = 2**27  # fp32, of which some copies are made
 KEPT_ROWS = 2**23  # of some 60 bytes each
 
 Excluded = Literal["seen", "window", "nothing"]
-"""What a ranking leaves out: all that the user has seen, the items of the window, or nothing."""
+"""The items that a ranking leaves out: all that the user has seen, the window's, or none."""
 
 Scorer = Callable[[JaggedBatch], Tensor]
 """Scores of all items after the last row of each sequence, `(batch, num_items)`."""

@@ -120,7 +120,7 @@ class Options(argparse.Namespace):
 
     @property
     def layer_fp8(self) -> FP8 | None:
-        """What layers compute in FP8. Keys are not centered after SiLU, so their mean is kept."""
+        """`fp8` of the layers' config; `smooth_k` subtracts the mean that keys have after SiLU."""
         from hstu_attn import FP8, Quantization
 
         if self.fp8 is None:

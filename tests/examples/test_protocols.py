@@ -18,6 +18,7 @@ from recommender.seeds import summarize
 
 from hstu_attn.data import held_out_windows, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from tests.helpers.interrupted import interrupted_at
 
 SMALL = [
     *("--dim", "16", "--layers", "1", "--max-seq-len", "20", "--negatives", "16"),
@@ -97,20 +98,10 @@ def test_the_validated_protocol_tests_once(
     assert list(json.loads((tmp_path / "history.json").read_text())["validation"]) == STEPS
 
 
-def test_an_interrupted_published_run_continues_exactly(
-    ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_published_run_continues_exactly(ratings: Path, tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run(ratings, whole, *PUBLISHED) == 0
-    draw = train_retrieval.RetrievalTrainer.draw
-
-    def stop(trainer: Any) -> Any:
-        if trainer.step == 10:
-            raise KeyboardInterrupt
-        return draw(trainer)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train_retrieval.RetrievalTrainer, "draw", stop)
+    with interrupted_at(10):
         assert run(ratings, stopped, *PUBLISHED) == 130
     assert run(ratings, stopped, *PUBLISHED, "--resume") == 0
     assert run(ratings, stopped, *PUBLISHED, "--resume") == 0  # is finished: reports it again
@@ -141,7 +132,7 @@ def test_several_seeds(ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{mean:.4f}" in printed
     assert "Of 3 seeds, from 5 on." in printed
 
-    # What there is, is not replaced; --resume continues it.
+    # A run that exists is not replaced; --resume continues it.
     capsys.readouterr()
     assert run(ratings, tmp_path / "all", *three) == 1
     assert f"expected a directory without a run; got {tmp_path / 'all' / 'seed-5'}" in (

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hstu_attn.data import JaggedBatch, held_out_windows, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from tests.helpers.interrupted import interrupted_at
 
 ITEMS, DIM, HEADS, LONGEST = 30, 12, 3, 9
 SMALL = [
@@ -125,7 +126,6 @@ def test_a_run_learns_and_continues_exactly(
     ratings: Path,
     tmp_path: Path,
     graph: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(out: Path, *more: str) -> int:
@@ -148,15 +148,7 @@ def test_a_run_learns_and_continues_exactly(
     evaluate = Evaluation(log, windows, tokens_per_batch=512, excluded="seen", device=cpu)
     assert evaluate(model.eval().scores).ndcg_10 == pytest.approx(row["ndcg_10"], rel=1e-6)
 
-    draw = train_retrieval.RetrievalTrainer.draw
-
-    def stop(trainer: Any) -> Any:
-        if trainer.step == 10:
-            raise KeyboardInterrupt
-        return draw(trainer)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train_retrieval.RetrievalTrainer, "draw", stop)
+    with interrupted_at(10):
         assert run(stopped) == 130
     assert run(stopped, "--resume") == 0
     for name in ("history.json", "metrics.json"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import train_retrieval
 
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from tests.helpers.interrupted import interrupted_at
 
 SMALL = [
     *("--dim", "16", "--layers", "1", "--max-seq-len", "20", "--negatives", "16"),
@@ -60,9 +60,7 @@ def test_sequences_are_the_latest_and_padded_to_few_shapes(ratings: Path, tmp_pa
 
 
 @pytest.mark.parametrize("graph", ["--graph", "--no-graph"])
-def test_an_interrupted_run_continues_exactly(
-    ratings: Path, tmp_path: Path, graph: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_continues_exactly(ratings: Path, tmp_path: Path, graph: str) -> None:
     more = ["--sequences-per-batch", "64", "--epochs", "3", "--checkpoint-every", "4", graph]
 
     def run(out: Path, *last: str) -> int:
@@ -72,15 +70,7 @@ def test_an_interrupted_run_continues_exactly(
 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run(whole) == 0
-    draw = train_retrieval.RetrievalTrainer.draw
-
-    def stop(trainer: Any) -> Any:
-        if trainer.step == 10:
-            raise KeyboardInterrupt
-        return draw(trainer)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train_retrieval.RetrievalTrainer, "draw", stop)
+    with interrupted_at(10):
         assert run(stopped) == 130
     assert run(stopped, "--resume") == 0
     for name in ("history.json", "metrics.json"):

@@ -137,7 +137,7 @@ def test_a_dense_bias_whose_targets_begin_anywhere(monkeypatch, capfd, dim, hist
     batch = batch.with_bias(DenseBias(rab))
     check_against_reference(hstu_attention, batch, backward=False)
     assert f"paged forward by sm{os.environ['HSTU_ATTN_FORCE_ARCH']}\n" in capfd.readouterr().err
-    # What lies outside the sequences is never used.
+    # Entries of the bias outside the sequences are never used.
     out = run(hstu_attention, batch)["out"]
     for b, length in enumerate(batch.cu_seqlens_k.diff().tolist()):
         rab[b, :, length:] = rab[b, :, :, length:] = torch.nan
