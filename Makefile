@@ -158,7 +158,7 @@ SANITIZERS ?= memcheck racecheck initcheck synccheck
 sanitize-cuda: $(VENV)/.built
 	for tool in $(SANITIZERS); do \
 	  SANITIZER_TOOL=$$tool PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
-	    $(BIN)/python -m pytest -m sanitize -p no:cacheprovider $(PYTEST_ARGS) || exit 1; \
+	    $(BIN)/python -m pytest -m "sanitize and gpu" -p no:cacheprovider $(PYTEST_ARGS) || exit 1; \
 	done
 
 # --- distributions -------------------------------------------------------------------------------

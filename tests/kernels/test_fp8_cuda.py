@@ -82,7 +82,13 @@ def test_modes(hopper, mode, smooth_k, dim):
         assert_as_good_as_the_emulation(batch)
 
 
-@pytest.mark.parametrize("mask", MASK_NAMES)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(m, marks=pytest.mark.sanitize if m == "context-target" else ())
+        for m in MASK_NAMES
+    ],
+)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_masks(hopper, mask, dim):
     batch = make_batch(
@@ -130,11 +136,14 @@ def test_long_sums(hopper, dim, smooth_k):
 
 
 @pytest.mark.parametrize("mode", [1, 2])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("sign", "alpha"), [(1, 0.5), (-1, 0.05)])
 @pytest.mark.parametrize(("dim", "code"), [(64, 108), (128, 76), (256, 54)])
-def test_largest_products(hopper, mode, sign, dim, code):
-    """Rows of codes have norms close to the limit, and products above 52000, or below -52000."""
-    batch = make_batch([300], dim=dim, dtype=BF16, mask="causal", alpha=0.5)
+def test_largest_products(hopper, mode, sign, alpha, dim, code):
+    """Rows of codes have norms close to the limit, and products above 52000, or below -52000.
+
+    With `alpha`, scores are at least -1: near -5, the polynomial of tanh is off by more than silu.
+    """
+    batch = make_batch([300], dim=dim, dtype=BF16, mask="causal", alpha=alpha)
     for tensor, factor in ((batch.q, 1), (batch.k, sign)):
         tensor.fill_(factor * code / 224)
         tensor[..., 0] = factor
@@ -155,7 +164,15 @@ with_biases = pytest.mark.parametrize("bias", BIAS_NAMES)
 
 
 @with_biases
-@pytest.mark.parametrize("mask", ["full", "causal", "context-target", "local-context-target"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "full",
+        "causal",
+        pytest.param("context-target", marks=pytest.mark.sanitize),
+        "local-context-target",
+    ],
+)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_biases(hopper, bias, mask, dim):
     batch = make_batch([700, 0, 129, 1], [700, 0, 100, 1], dim=dim, dtype=BF16, mask=mask)
