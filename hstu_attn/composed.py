@@ -111,13 +111,13 @@ def forward(*args: Any) -> None:
         inputs, scales = _quantized(inputs)
     rows = inputs.v.new_zeros((out.shape[0] + 1, *out.shape[1:]))
     for group in _groups(inputs):
+        results = []
         for chunk in group.chunks():
             weights = F.silu(chunk.scores(), inplace=True)
             if scales is not None:
-                weights = round_weights(weights, chunk.rows_of(scales, empty=1))
-            weights.masked_fill_(chunk.hidden, 0)
-            result = torch.matmul(weights, group.v[:, :, chunk.keys]).mul_(chunk.scale)
-            rows.index_copy_(0, chunk.packed_rows, _to_rows(result))
+                weights = round_weights(weights, group.rows_of(scales, empty=1)[:, :, chunk.rows])
+            results.append(torch.matmul(chunk.hide_(weights), group.v[:, :, chunk.keys]))
+        rows.index_copy_(0, group.packed_rows, _to_rows(torch.cat(results, 2).mul_(group.scale)))
     out.copy_(rows[:-1])
 
 
@@ -151,21 +151,22 @@ def backward(dout: Tensor, *args: Any) -> None:
     dts = None if dts_weight is None else _TimeGradient(dts_weight, dout.dtype)
     for group in _groups(inputs):
         group_dk, group_dv = torch.zeros_like(group.k), torch.zeros_like(group.v)
+        group_dout = group.rows_of(dout).mul_(group.scale)
+        group_dq = []
         for chunk in group.chunks():
-            keys, hidden = chunk.keys, chunk.hidden
-            scaled_dout = chunk.rows_of(dout).mul_(chunk.scale)
+            keys = chunk.keys
+            scaled_dout = group_dout[:, :, chunk.rows]
             x = chunk.scores()
             sigmoid = torch.sigmoid(x)
             weights = x.mul_(sigmoid)
             # The derivative of x * s is s * (1 + x * (1 - s)) = s + x * s * (1 - s).
             dx = torch.addcmul(sigmoid, weights, 1 - sigmoid)
             dx.mul_(torch.matmul(scaled_dout, group.v[:, :, keys].transpose(2, 3)))
-            dx.masked_fill_(hidden, 0)
-            weights.masked_fill_(hidden, 0)
+            chunk.hide_(dx)
+            chunk.hide_(weights)
             group_dv[:, :, keys] += torch.matmul(weights.transpose(2, 3), scaled_dout)
             group_dk[:, :, keys] += torch.matmul(dx.transpose(2, 3), chunk.scaled_q)
-            result = torch.matmul(dx, group.k[:, :, keys]).mul_(call.alpha)
-            dq_rows.index_copy_(0, chunk.packed_rows, _to_rows(result))
+            group_dq.append(torch.matmul(dx, group.k[:, :, keys]))
             if drab is not None:
                 values = _sum_heads(dx, drab.shape[1]) * call.alpha
                 drab.index_put_(chunk.rab_index, values.to(drab.dtype))
@@ -173,6 +174,8 @@ def backward(dout: Tensor, *args: Any) -> None:
                 dpos.add(dx, chunk)
             if dts is not None:
                 dts.add(dx, chunk.buckets)
+        result = torch.cat(group_dq, 2).mul_(call.alpha)
+        dq_rows.index_copy_(0, group.packed_rows, _to_rows(result))
         dk_rows.index_copy_(0, group.packed_keys, _to_rows(group_dk))
         dv_rows.index_copy_(0, group.packed_keys, _to_rows(group_dv))
     for gradient, rows in ((dq, dq_rows), (dk, dk_rows), (dv, dv_rows)):
@@ -251,9 +254,11 @@ class _Group:
         row: `(sequences, max_q)`: the number of each row slot in its sequence, negative if empty.
         key: `(sequences, max_k)`: the same of key slots.
         packed_row: `(sequences, max_q)`: the row of q in each slot; of no meaning if empty.
+        packed_rows: `(sequences * max_q,)`: the row of q in each slot, or total_q if empty.
         packed_keys: `(sequences * max_k,)`: the row of k in each slot, or total_k if empty.
         intervals: `(sequences, 1 or heads, max_q, m, 2)`: intervals of key slots that rows see.
         timestamps: `(sequences, max_k)`: the times of the keys; None without a time table.
+        scaled_q: `(sequences, heads, max_q, head dim)`: alpha times q, 0 in empty slots.
         k, v: `(sequences, heads, max_k, head dim)`, 0 in empty slots.
     """
 
@@ -279,6 +284,9 @@ class _Group:
         ]
         of_keys = torch.stack(intervals).unflatten(1, self.row.shape).transpose(0, 1)
         self.intervals = of_keys + (max_k - k_len)[..., None, None, None]
+
+        self.packed_rows = self.packed_row.masked_fill(self.row < 0, q.shape[0]).flatten()
+        self.scaled_q = self.rows_of(q).mul_(inputs.call.alpha)
 
         packed_key = k_end - k_len + self.key
         is_empty = self.key < 0
@@ -313,6 +321,35 @@ class _Group:
             cached = codes.to(x.dtype) * kv_scales[page, n, slot].to(x.dtype)[..., None]
         cached = cached.masked_fill_((is_empty | is_target)[..., None, None], 0).transpose(1, 2)
         return _to_slots(x, q_end - k_len + self.key, is_empty | ~is_target) + cached
+
+    def rows_of(self, x: Tensor, empty: float = 0) -> Tensor:
+        """Returns rows of `(total_q, heads, head dim)` in slots, `empty` where no key is before."""
+        sees_none = self.row + (self.sequences.k_len - self.sequences.q_len) < 0
+        return _to_slots(x, self.packed_row, sees_none | (self.row < 0), empty)
+
+    @property
+    def scale(self) -> Tensor | float:
+        """Returns the factor of each row of the weights."""
+        call = self.inputs.call
+        if call.attn_scale is None:
+            length = call.max_seqlen_q if call.scaling_seqlen == -1 else call.scaling_seqlen
+            return 1 / length
+        scale = call.attn_scale.to(self.scaled_q.dtype).flatten()
+        if scale.shape[0] == 1:
+            return scale
+        return scale[self.packed_row.clamp(min=0)][:, None, :, None]
+
+    @property
+    def is_triangle(self) -> bool:
+        """Returns whether rows see the key slots up to their own.
+
+        Keys in empty slots are among them. They are 0, and so are their weights without a bias.
+        """
+        inputs, mask = self.inputs, self.mask
+        others = (inputs.rab, inputs.pos_weight, inputs.ts_weight, mask.num_contexts)
+        if any(x is not None for x in (*others, mask.num_targets)):
+            return False
+        return not mask.is_arbitrary and mask.window_size == (-1, 0)
 
     def chunks(self) -> Iterator[_Chunk]:
         """Divides the row slots."""
@@ -367,9 +404,9 @@ class _Chunk:
     """The row slots `[first, end)` of a group, with the key slots that any of them may see.
 
     Attributes:
-        keys: those key slots.
-        scaled_q: `(sequences, heads, rows, head dim)`: alpha times q, 0 in empty slots.
-        packed_rows: `(sequences * rows,)`: the row of q in each slot, or total_q if empty.
+        rows, keys: those slots.
+        scaled_q: the group's of these rows.
+        packed_row: likewise.
         lowest_distance: slot of the first key minus slot of the last row.
     """
 
@@ -381,33 +418,19 @@ class _Chunk:
         begin, last = key_range(group.mask, first + ahead, end + ahead)
         self.keys = slice(begin, group.max_k if last is None else min(last, group.max_k))
         self.lowest_distance = self.keys.start - (end - 1 + ahead)
-        self.is_empty = group.row[:, self.rows] < 0
         self.packed_row = group.packed_row[:, self.rows]
-        total_q = group.inputs.q.shape[0]
-        self.packed_rows = self.packed_row.masked_fill(self.is_empty, total_q).flatten()
-        self.scaled_q = self.rows_of(group.inputs.q).mul_(group.inputs.call.alpha)
+        self.scaled_q = group.scaled_q[:, :, self.rows]
 
-    def rows_of(self, x: Tensor, empty: float = 0) -> Tensor:
-        """Returns the chunk's rows of `(total_q, heads, head dim)`, `empty` in empty slots."""
-        return _to_slots(x, self.packed_row, self.is_empty, empty)
+    def hide_(self, x: Tensor) -> Tensor:
+        """Sets `x`, of the shape of the scores, to 0 where the mask hides a key from a row."""
+        if self.group.is_triangle:
+            return x.tril_(self.rows.start - self.rows.stop + 1 - self.lowest_distance)
+        return x.masked_fill_(self._hidden, 0)
 
     @cached_property
-    def hidden(self) -> Tensor:
-        """`(sequences, 1 or heads, rows, keys)`: whether the mask hides a key from a row."""
+    def _hidden(self) -> Tensor:
         column = torch.arange(self.keys.start, self.keys.stop, device=self.scaled_q.device)
         return visible_keys(self.group.intervals[:, :, self.rows], column).logical_not_()
-
-    @property
-    def scale(self) -> Tensor | float:
-        """Returns the factor of each row of the weights."""
-        call = self.group.inputs.call
-        if call.attn_scale is None:
-            length = call.max_seqlen_q if call.scaling_seqlen == -1 else call.scaling_seqlen
-            return 1 / length
-        scale = call.attn_scale.to(self.scaled_q.dtype).flatten()
-        if scale.shape[0] == 1:
-            return scale
-        return scale[self.packed_row.clamp(min=0)][:, None, :, None]
 
     def scores(self) -> Tensor:
         """Returns alpha times the biased scores, `(sequences, heads, rows, keys)`."""

@@ -209,6 +209,17 @@ def test_rows_of_no_sequence_do_not_matter(device, small_chunks, name):
         assert torch.equal(value, expected[key]), key
 
 
+def test_nan_of_rows_without_keys(device, small_chunks):
+    batch = make_batch([40, 5, 7], [40, 9, 3], dtype=FP32, device=device, mask="causal")
+    dout = random_dout(batch)
+    expected = run(attention_of(device), batch, dout)
+    batch.q[40:44] = dout[40:44] = float("nan")  # before the first key of their sequence
+    found = run(attention_of(device), batch, dout)
+    assert not found["out"][40:44].any()
+    for name, result in found.items():
+        torch.testing.assert_close(result, expected[name])
+
+
 def test_a_nan_of_a_table_stays_in_the_rows_that_read_it(device, small_chunks):
     batch = make_batch([40, 10], device=device, mask="causal", bias="position-time")
     dout = random_dout(batch)
