@@ -7,8 +7,9 @@ Of benchmarks.attention, `roofline.png` sets TFLOP/s against FLOPs per byte that
 below what the same run's matrix product and copy allow; `roofline-relative.png` does so for the
 cases with a relative bias; and `forward-backward-dD.png`, one for each head dim D, has a bar for
 each implementation of the cases of the table. Of benchmarks.train,
-`train-STRATEGY.png` shows the tokens/s per GPU by the number of GPUs, and of benchmarks.paged,
-`paged.png` each form and what a request needs.
+`train-STRATEGY.png` shows the tokens/s per GPU by the number of GPUs, of benchmarks.paged,
+`paged.png` each form and what a request needs, and of benchmarks.published, `published-SET.png` the
+metrics after each epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 
 from .record import Record, read_records
 
-__all__ = ["bars", "draw", "main", "paged", "roofline", "training"]
+__all__ = ["bars", "curves", "draw", "main", "paged", "roofline", "training"]
 
 DIRECTIONS = ("forward", "backward")
 MARKERS = {"forward": "o", "backward": "s"}
@@ -192,6 +193,31 @@ def training(records: Sequence[Record], path: Path) -> None:
     _save(figure, path)
 
 
+def curves(records: Sequence[Record], path: Path) -> None:
+    """Draws benchmarks.published: metrics by epoch, with the published ones as dashed lines."""
+    metrics = {"hit_rate_10": "HR@10", "ndcg_10": "NDCG@10"}
+    figure, panels = _pyplot().subplots(1, len(metrics), figsize=(11, 4.5))
+    drawn = [r for r in records if r["curve"]]
+    for axes, (name, label) in zip(panels, metrics.items(), strict=True):
+        for n, record in enumerate(drawn):
+            epochs = range(1, len(record["curve"]) + 1)
+            legend = " ".join(filter(None, (record["recipe"], record["options"])))
+            legend += ", order only" if record["order_only"] else ""
+            values = [each[name] for each in record["curve"]]
+            axes.plot(epochs, values, color=f"C{n}", linewidth=1.2, label=legend)
+            if name in record["published"] and not record["options"]:
+                axes.axhline(record["published"][name], color=f"C{n}", linestyle="--", linewidth=1)
+        for style, r in zip((":", "-."), (r for r in records if not r["of_model"]), strict=False):
+            value = r["mean"][name]
+            axes.axhline(value, color="#8b8b86", linestyle=style, linewidth=1, label=r["row"])
+        axes.set(xlabel="epoch", ylabel=label)
+        axes.grid(alpha=0.2)
+    panels[0].legend(fontsize=8, loc="lower right")
+    panels[0].set_title(f"{drawn[0]['set']}; dashed: published", fontsize=10)
+    panels[1].set_title(f"{drawn[0]['gpu']}, commit {drawn[0]['commit']}", fontsize=10)
+    _save(figure, path)
+
+
 def draw(file: Path, folder: Path) -> list[Path]:
     """Draws all plots of a file of records; returns none if it has no record to be drawn."""
     records = read_records(file)
@@ -205,6 +231,8 @@ def draw(file: Path, folder: Path) -> list[Path]:
     benchmark = records[0]["benchmark"]
     if benchmark == "train":
         add(f"train-{records[0]['strategy']}.png", training, records)
+    elif benchmark == "published":
+        add(f"published-{records[0]['set']}.png", curves, records)
     elif benchmark == "paged":
         add("paged.png", paged, records)
     elif benchmark == "attention":

@@ -507,26 +507,29 @@ def _spread(record: Record, name: str) -> str:
 
 
 def published(files: Sequence[File]) -> list[Table]:
-    """Returns a table for each data set of a file, with the published rows below those reached."""
+    """Returns a table for each data set, with the published rows below those reached."""
     tables = []
-    for records in (data for file in files for data in by(file, "fingerprint", "set")):
+    every = [record for file in files for record in file]
+    for records in by(every, "set", "fingerprint"):
         first, rows = records[0], {}
         mark = ", order only" if first["order_only"] else ""
-        for recipe in by(records, "recipe"):
+        for recipe in by(records, "recipe", "options"):
+            name = " ".join(filter(None, (recipe[0]["recipe"], recipe[0]["options"])))
             for record in recipe:
-                is_run = "epoch" in record["row"]  # and not a baseline, alike in all recipes
-                name = f"{record['recipe']}, {record['row']}" if is_run else record["row"]
-                seconds = _number(record["seconds"]) if is_run else "-"
-                rows[name + mark] = [*(_spread(record, key) for key in PUBLISHED), seconds]
-            given = recipe[0]["published"]
-            cells = [f"{given[key]:.4f}" if key in given else "-" for key in PUBLISHED]
-            rows[f"{recipe[0]['recipe']}, published"] = [*cells, "-"]
+                row = f"{name}, {record['row']}" if record["of_model"] else record["row"]
+                runs = [str(record["seeds"]), _number(record["seconds"])]
+                cells = [_spread(record, key) for key in PUBLISHED]
+                rows[row + mark] = [*cells, *(runs if record["of_model"] else ("-", "-"))]
+            if given := recipe[0]["published"]:
+                cells = [f"{given[key]:.4f}" if key in given else "-" for key in PUBLISHED]
+                rows[f"{recipe[0]['recipe']}, published"] = [*cells, "-", "-"]
+        note = f" {first['note']}" if first["note"] else ""
         before = (
             f"{first['set']}: {first['events']:,} events of {first['users']:,} users on "
-            f"{first['items']:,} items, content {first['fingerprint']}. {first['epochs']} epochs; "
-            f"means and standard deviations of {first['seeds']} seeds. {_gpu_origin(first)}:"
+            f"{first['items']:,} items, content {first['fingerprint']}.{note} {first['epochs']} "
+            f"epochs; means and standard deviations over the seeds. {_gpu_origin(first)}:"
         )
-        header = ["", *PUBLISHED.values(), "seconds"]
+        header = ["", *PUBLISHED.values(), "seeds", "seconds"]
         tables.append(Table(header, [[name, *cells] for name, cells in rows.items()], before))
     return tables
 

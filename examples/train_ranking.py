@@ -5,11 +5,13 @@
     python examples/train_ranking.py --data KuaiRand-Pure/data --out runs/views --resume
     python examples/train_ranking.py --data KuaiRand-Pure/data --out runs/views --resume --epochs 6
     python examples/train_ranking.py --data ml-1m/ratings.dat --out runs/stars --tasks rating_4=0.5
+    python examples/train_ranking.py --data ml-1m/ratings.dat --out runs/late --held-out-share 0.1
     python examples/train_ranking.py --data Video_Games.csv.gz --out runs/games --no-baselines
 
 Data are KuaiRand's logs, whose tasks are its actions, MovieLens ratings or Amazon reviews, whose
 tasks are ratings of that many stars or more. Of each user the last events are for testing, those
-before them for validation, and the rest for training.
+before them for validation, and the rest for training; with `--held-out-share`, two times divide the
+events of all users so.
 
 A sequence is a request: contextual features, a history of items and actions by turns, and
 candidates that see all of it but not each other. In training the candidates are a user's next
@@ -58,6 +60,7 @@ class RankingOptions(Options):
     history: int
     targets: int
     held_out: int
+    held_out_share: float | None
     sequences_per_batch: int
     user_buckets: int
     target_group_size: int
@@ -85,6 +88,13 @@ def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
     )
     ranking.add_argument(
         "--held-out", type=int, default=5, help="events of each user for validation, and for test"
+    )
+    ranking.add_argument(
+        "--held-out-share",
+        type=float,
+        metavar="SHARE",
+        help="in place of --held-out, test on the latest SHARE of the events of all users, "
+        "validate on as large a share before it, and train on what is earlier",
     )
     ranking.add_argument(
         "--sequences-per-batch", type=int, default=32, help="of one step, over all processes"
@@ -115,12 +125,16 @@ def parse_arguments(arguments: list[str] | None = None) -> RankingOptions:
         "target_group_size",
     )
     parse(parser, arguments, options, positive)
+    share = options.held_out_share
+    if share is not None and not 0 < share < 0.5:
+        parser.error(f"--held-out-share must be above 0 and below 0.5, got {share:g}")
     return options
 
 
 if __name__ == "__main__":
     parse_arguments()  # --help or a wrong option ends here, before torch is imported
 
+import numpy as np
 import torch
 from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
@@ -253,7 +267,7 @@ class RankingTrainer(Trainer[RankingBatch]):
             actions=data.actions,
             tasks=tuple(weights),
             max_history=options.history,
-            max_targets=max(options.targets, int(data.held_out.max())),
+            max_targets=data.most_targets,
             dim=options.dim,
             heads=options.heads,
             head_dim=options.head_dim,
@@ -405,7 +419,12 @@ def train(options: RankingOptions, world: World) -> None:
         with processes.first_goes_first():
             log = open_data(options, SYNTHETIC_LOGS, write_synthetic_kuairand)
         data = RankingData(
-            log, options.history, options.targets, options.held_out, options.user_buckets
+            log,
+            options.history,
+            options.targets,
+            options.held_out,
+            options.user_buckets,
+            options.held_out_share,
         )
         weights = task_weights(options.tasks, data.actions)
         tasks = tuple(weights)
@@ -425,7 +444,8 @@ def train(options: RankingOptions, world: World) -> None:
 def report(trainer: RankingTrainer, table: Mapping[str, Mapping[str, float]]) -> None:
     """Prints what the test found, and draws the curves."""
     out, data = trainer.options.out, trainer.data
-    users, events = data.log.num_users, data.held_out.sum()
+    begins, ends = data.bounds[2:]
+    users, events = np.count_nonzero(ends > begins), (ends - begins).sum()
     print(f"\nTest: the last events of {users:,} users, {events:,} in all.")
     print_table(table, trainer.config.tasks)
     trainer.plot(out / "curves.png")

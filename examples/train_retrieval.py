@@ -9,12 +9,12 @@
     python examples/train_retrieval.py --data Video_Games.csv.gz --out runs/games --no-baselines
     python examples/train_retrieval.py --data KuaiRand-Pure/data --out runs/views --only long_view
 
-Data are MovieLens ratings (`ratings.dat` or `ratings.csv`, with the titles next to them), Amazon
-reviews (ratings only, of 2014, 2018 or 2023) or KuaiRand's logs. Of each user the last event is for
-testing, the one before it for validation, and the rest for training; `--protocol published` trains
-on all but the last, as for published figures (arXiv 2402.17152, section 4.1.1). A recipe, a TOML
-file of options, repeats one of these. Training is by sampled softmax; evaluation ranks the whole
-catalogue and compares with two baselines.
+Data are MovieLens ratings (`u.data`, `ratings.dat` or `ratings.csv`, with the titles next to them),
+Amazon reviews (ratings only, of 2014, 2018 or 2023) or KuaiRand's logs. Of each user the last event
+is for testing, the one before it for validation, and the rest for training; `--protocol published`
+trains on all but the last, as for published figures (arXiv 2402.17152, section 4.1.1). A recipe, a
+TOML file of options, repeats one of these. Training is by sampled softmax; evaluation ranks the
+whole catalogue and compares with two baselines.
 
 The output directory holds the curves, the metrics and checkpoints, from which a killed run
 continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that holds a
@@ -69,6 +69,7 @@ class RetrievalOptions(Options):
     negatives_per: Literal["batch", "row"]
     temperature: float
     similarity: str
+    relative_bias: Literal["time", "position", "none"]
     protocol: Literal["validated", "published"]
     exclude: Literal["seen", "window", "nothing"]
     show_user: str | None
@@ -144,6 +145,12 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         "--similarity", choices=("cosine", "dot"), default="cosine", help="of users and items"
     )
     retrieval.add_argument(
+        "--relative-bias",
+        choices=("time", "position", "none"),
+        default="time",
+        help="of the attention scores of HSTU: by position and time, by position alone, or none",
+    )
+    retrieval.add_argument(
         "--protocol",
         choices=("validated", "published"),
         default="validated",
@@ -202,7 +209,7 @@ from recommender.kept import kept_baselines
 from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.sasrec import SASRec
-from recommender.saved import load_model, save_model
+from recommender.saved import SASREC, load_model, save_model
 from recommender.seeds import Table, train_seeds
 from torch import Tensor
 
@@ -320,6 +327,8 @@ def make_model(
         attention_dim=options.dim_per_head,
         max_sequence_len=options.max_seq_len,
         linear_dropout_rate=options.dropout,
+        enable_relative_attention_bias=options.relative_bias != "none",
+        num_buckets=128 if options.relative_bias == "time" else 0,
     )
     return RetrievalModel(num_items, replace(config, fp8=options.layer_fp8), **shared)
 
@@ -408,7 +417,8 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
 
     def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
         if isinstance(self.model, SASRec):  # which is not served
-            write_state(path, {"model": self.model.state_dict(), "validation": dict(validation)})
+            state = {"kind": SASREC, "model": self.model.state_dict()}
+            write_state(path, {**state, "validation": dict(validation)})
         else:
             save_model(path, self.model, self.log.source_item_ids, self.log.titles, validation)
 

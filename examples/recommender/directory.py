@@ -29,6 +29,7 @@ EARLIER_VALUES = {
     "model": "hstu",
     "schedule": "cosine",
     "negatives_per": "batch",
+    "relative_bias": "time",
     "exclude": "seen",
     "protocol": "validated",
 }

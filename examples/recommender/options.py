@@ -37,7 +37,7 @@ Schedule: TypeAlias = Literal["cosine", "constant"]
 Interval: TypeAlias = "int | Literal['epoch']"  # steps, or an epoch
 
 # hstu_attn.data has these too, and imports torch.
-LAYOUT_NAMES = ("movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand")
+LAYOUT_NAMES = ("movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand", "parquet")
 ACTIONS = (
     *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
     "is_profile_enter",
@@ -45,7 +45,17 @@ ACTIONS = (
 
 # These options may differ when a run is continued; the loop checks steps and epochs.
 NOT_PART_OF_THE_RUN = (
-    *("data", "layout", "only", "cache_dir", "out", "resume", "device", "checkpoint_every"),
+    *(
+        "data",
+        "layout",
+        "columns",
+        "only",
+        "cache_dir",
+        "out",
+        "resume",
+        "device",
+        "checkpoint_every",
+    ),
     *("min_user_events", "min_item_events"),
     *("steps", "epochs", "baselines", "graph"),
 )
@@ -63,6 +73,7 @@ class Options(argparse.Namespace):
 
     data: list[Path] | None
     layout: LayoutName | None
+    columns: dict[str, str] | None
     only: str | None
     min_user_events: int
     min_item_events: int
@@ -141,6 +152,22 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
     """Shows defaults, and paragraphs as they are."""
 
 
+class _ByName(argparse.Action):
+    """Stores `NAME=VALUE` arguments as a dict."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        pairs = [text.partition("=") for text in values]
+        if not all(name and value for name, _, value in pairs):
+            parser.error(f"{option_string} must be FEATURE=COLUMN, got {' '.join(values)}")
+        setattr(namespace, self.dest, {name: value for name, _, value in pairs})
+
+
 def make_parser(
     documentation: str | None, out: str, made_up_data: Path, **defaults: Any
 ) -> argparse.ArgumentParser:
@@ -164,12 +191,21 @@ def make_parser(
         "--data",
         type=Path,
         nargs="+",
-        help="MovieLens ratings.dat or ratings.csv, Amazon reviews as ratings only, or KuaiRand's "
-        "logs or their directory, each also as .gz; without it a made-up data set is written to "
-        f"{made_up_data} once and read from there",
+        help="MovieLens u.data, ratings.dat or ratings.csv, Amazon reviews as ratings only, "
+        "KuaiRand's logs or their directory, each also as .gz, or Parquet files or their "
+        "directory; without it a made-up data set is "
+        f"written to {made_up_data} once and read from there",
     )
     files.add_argument(
         "--layout", choices=LAYOUT_NAMES, help="of --data; None is told by its first line"
+    )
+    files.add_argument(
+        "--columns",
+        nargs="+",
+        action=_ByName,
+        metavar="FEATURE=COLUMN",
+        help="the columns of Parquet files that hold user, item, timestamp and rating; those not "
+        "given have these names, and rating may be absent",
     )
     files.add_argument(
         "--only", choices=ACTIONS, help="events with this action alone, where the data have actions"
@@ -376,6 +412,7 @@ def open_data(
             options.cache_dir,
             progress=True,
             layout=options.layout,
+            columns=options.columns,
             only=options.only,
             min_user_events=options.min_user_events,
             min_item_events=options.min_item_events,

@@ -151,26 +151,43 @@ class RankingData:
     the candidates of the validation. Users with few events have fewer held out, so that one event
     is always trained on.
 
+    With `held_out_share`, the latest share of the events of all users is for the test, and as large
+    a share before it for the validation, as when a model is trained at one time and serves
+    afterwards. These events are divided into windows as in training: the history of a window has
+    all earlier events of the user. Some users have no events to train on, or none held out.
+
     Args:
         log: the events.
         max_history: events before the candidates; older ones are left out.
         max_targets: candidates of a window in training.
-        held_out: candidates of a window in validation and test.
+        held_out: events of each user in validation and test, candidates of one window.
         user_buckets: users share this many embeddings, by a hash, if there are more users.
+        held_out_share: above 0 and below a half; None holds out `held_out` events of each user.
 
     Attributes:
         actions: the names of the bits of an action.
         bits: `(num_events,)` uint8, what was done, as bits.
         sizes: the sizes of the embedding tables that the features index, by name.
+        bounds: `(4, num_users)` int64, the first event of each user in training, validation and
+            test, and one past the user's last.
+        most_targets: no window has more candidates.
+
+    Raises:
+        ValueError: times by which no event is in one of the splits.
     """
 
     def __init__(
-        self, log: EventLog, max_history: int, max_targets: int, held_out: int, user_buckets: int
+        self,
+        log: EventLog,
+        max_history: int,
+        max_targets: int,
+        held_out: int,
+        user_buckets: int,
+        held_out_share: float | None = None,
     ) -> None:
         self.log = log
         self.max_history = max_history
         self.max_targets = max_targets
-        self.held_out = np.minimum(held_out, (np.diff(log.offsets) - 1) // 2)
         self.actions: tuple[str, ...]
         self.bits: NDArray[np.uint8]
         if "actions" in log.columns:
@@ -183,28 +200,36 @@ class RankingData:
             "activity": ACTIVITY_BUCKETS,
             "hour": HOURS_PER_DAY,
         }
+        first, last = log.offsets[:-1], log.offsets[1:]
+        if held_out_share is None:
+            held_out_events = np.minimum(held_out, (np.diff(log.offsets) - 1) // 2)
+            self.held_out_targets = int(held_out_events.max())
+            self.bounds = np.stack(
+                [first, last - 2 * held_out_events, last - held_out_events, last]
+            )
+        else:
+            self.held_out_targets = max_targets
+            ends = [first + _count_before(log, time) for time in _cuts(log, held_out_share)]
+            self.bounds = np.stack([first, *ends, last])
+        self.most_targets = max(max_targets, self.held_out_targets)
 
     def windows(self, split: Split) -> RankingWindows:
         """Returns all windows of a split.
 
-        In training each event is a candidate once. The windows are cut from the recent end, so that
-        only the oldest window of a user has fewer candidates.
+        Each event of the split is a candidate once. The windows are cut from the recent end, so
+        that only the oldest window of a user has fewer candidates.
         """
-        if split not in get_args(Split):
-            raise ValueError(f"split: expected one of {get_args(Split)}, got {split!r}")
-        first, last = self.log.offsets[:-1], self.log.offsets[1:]
-        if split != "training":
-            users = np.arange(self.log.num_users)
-            ends = last - (self.held_out if split == "validation" else 0)
-            requests = ends - self.held_out
-        else:
-            trained = last - 2 * self.held_out - first
-            pieces = -(-trained // self.max_targets)
-            users = np.repeat(np.arange(self.log.num_users), pieces)
-            piece = np.arange(len(users)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            ends = (first + trained)[users] - piece * self.max_targets
-            requests = np.maximum(ends - self.max_targets, first[users])
-        starts = np.maximum(requests - self.max_history, first[users])
+        splits = get_args(Split)
+        if split not in splits:
+            raise ValueError(f"split: expected one of {splits}, got {split!r}")
+        most = self.max_targets if split == "training" else self.held_out_targets
+        first, last = self.bounds[splits.index(split) : splits.index(split) + 2]
+        pieces = -(-(last - first) // most)
+        users = np.repeat(np.arange(self.log.num_users), pieces)
+        piece = np.arange(len(users)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        ends = last[users] - piece * most
+        requests = np.maximum(ends - most, first[users])
+        starts = np.maximum(requests - self.max_history, self.log.offsets[users])
         return RankingWindows(users, starts, requests, ends)
 
     def batch(self, windows: RankingWindows) -> RankingBatch:
@@ -259,9 +284,34 @@ class RankingData:
         return np.stack([self.user_rows(windows.users), activity, hour], axis=1)
 
 
+def _cuts(log: EventLog, share: float) -> tuple[int, int]:
+    """Returns the times at which the validation and the test begin."""
+    count = round(share * log.num_events)
+    places = [log.num_events - 2 * count, log.num_events - count]
+    times = np.partition(log.timestamps, places)
+    validation, test = times[places].tolist()
+    if not (times[0] < validation < test):
+        raise ValueError(
+            f"held_out_share: expected times that differ where {share:g} of the {log.num_events:,} "
+            f"events are for validation and for test, got {validation} and {test} (the first is "
+            f"{times[0]})"
+        )
+    return validation, test
+
+
+def _count_before(log: EventLog, time: int) -> NDArray[np.int64]:
+    """Returns how many events each user has before a time."""
+    before: NDArray[np.int64] = np.add.reduceat(
+        log.timestamps < time, log.offsets[:-1], dtype=np.int64
+    )
+    return before
+
+
 def _rating_bits(ratings: NDArray[np.float32]) -> NDArray[np.uint8]:
-    reached = np.asarray(ratings)[:, None] >= np.array(RATING_LEVELS)
-    return np.packbits(reached, axis=1, bitorder="little")[:, 0]
+    bits = np.zeros(len(ratings), np.uint8)
+    for bit, level in enumerate(RATING_LEVELS):
+        bits |= (ratings >= level).astype(np.uint8) << bit
+    return bits
 
 
 def _events_of(

@@ -15,7 +15,14 @@ from hstu_attn.layer import HSTULayerConfig
 from recommender.checkpoint import write_state
 from recommender.model import RetrievalModel
 
-__all__ = ["SavedModel", "load_model", "save_model"]
+__all__ = ["SASREC", "SavedModel", "load_model", "save_model"]
+
+SASREC = "SASRec"
+"""The `kind` in a file of a model that is not read here; files of `save_model` have none."""
+
+
+class _OtherModelError(Exception):
+    """A file holds a model of another kind."""
 
 
 class SavedModel(NamedTuple):
@@ -84,11 +91,13 @@ def load_model(
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else.
+        ValueError: it holds something else, of which SASRec is named.
     """
     with path.open("rb") as file:
         try:
             state: Any = torch.load(file, "cpu", weights_only=True)
+            if state.get("kind") == SASREC:
+                raise _OtherModelError
             arguments, item_ids, titles = (
                 state[name] for name in ("arguments", "item_ids", "titles")
             )
@@ -104,6 +113,11 @@ def load_model(
                 compute_dtype=compute_dtype or dtype,
             )
             model.load_state_dict(state["model"])
+        except _OtherModelError:
+            raise ValueError(
+                f"{path}: expected an HSTU model, as train_retrieval.py --model hstu saves it, "
+                "which alone is served; got a SASRec model (--model sasrec)"
+            ) from None
         except Exception as error:  # torch.load raises errors of many classes for foreign files
             raise ValueError(
                 f"{path} is not a model that train_retrieval.py has saved, or is damaged "

@@ -5,8 +5,9 @@
     sampler = BatchSampler(windows.lengths, tokens_per_batch=8192, seed=0)
     batch = jagged_batch(log, windows.take(next(sampler)))
 
-Besides MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`) and KuaiRand
-(`hstu_attn.data.kuairand`). `BalancedBatchSampler` divides batches among ranks by what they cost.
+Besides MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`), KuaiRand
+(`hstu_attn.data.kuairand`) and Parquet files (`hstu_attn.data.parquet`).
+`BalancedBatchSampler` divides batches among ranks by what they cost.
 
 It needs numpy and tqdm in addition to torch: `pip install hstu_attn[data]`.
 """

@@ -18,14 +18,14 @@ Ids are text. They get whole numbers in the order of the text, and the log keeps
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from .layout import Events, MalformedLines, Reject, only_source
-from .table import KeyIndex, read_table
+from .table import read_table
 
 __all__ = [
     "AMAZON_2014",
@@ -63,7 +63,9 @@ class AmazonLayout:
     has_header: bool
     ticks_per_second: int
 
-    def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
+    def read(
+        self, sources: Sequence[Path], malformed: MalformedLines, progress: bool
+    ) -> Generator[Events, None, None]:
         """Reads the events of the one file.
 
         Raises:
@@ -72,8 +74,7 @@ class AmazonLayout:
         source = only_source(sources, self.name)
         in_seconds = self.ticks_per_second == 1
         times = {"most": FIRST_MILLISECOND - 1} if in_seconds else {"least": FIRST_MILLISECOND}
-        users, items = KeyIndex(), KeyIndex()
-        blocks = []
+        block = None
         for block in read_table(
             source, self.columns, has_header=self.has_header, progress=progress
         ):
@@ -87,22 +88,15 @@ class AmazonLayout:
                         f"an ASIN of {ASIN_LENGTH} characters (the files of 2018 have the item "
                         "first, those of 2014 the user)",
                     )
-            blocks.append(
-                (
-                    users.numbers(block.keys(self.user)),
-                    items.numbers(asins),
-                    block.decimal("rating", LOWEST_RATING, HIGHEST_RATING),
-                    block.natural("timestamp", **times),
-                )
+            yield Events(
+                block.keys(self.user),
+                asins,
+                block.decimal("rating", LOWEST_RATING, HIGHEST_RATING),
+                block.natural("timestamp", **times),
+                self.ticks_per_second,
             )
-        if not blocks:
+        if block is None:
             raise ValueError(f"{source}: expected ratings, got none")
-        user, item, ratings, timestamps = (
-            np.concatenate(column) for column in zip(*blocks, strict=True)
-        )
-        user_keys, user = users.sorted(user)
-        item_keys, item = items.sorted(item)
-        return Events(user, item, ratings, timestamps, self.ticks_per_second, user_keys, item_keys)
 
     def companions(self, source: Path) -> list[Path]:
         """Returns None: the titles are in files of other kinds."""

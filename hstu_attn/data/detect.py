@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 from .amazon import AMAZON_2014, AMAZON_2018, AMAZON_2023, ASIN_LENGTH, place_of_item
 from .kuairand import KUAIRAND, kuairand_logs
 from .layout import EventLayout, open_bytes, shown
-from .movielens import MOVIELENS_CSV, MOVIELENS_DAT
-from .table import BYTE_ORDER_MARK
+from .movielens import MOVIELENS_100K, MOVIELENS_CSV, MOVIELENS_DAT
+from .parquet import ParquetLayout, parquet_files
+from .table import BYTE_ORDER_MARK, delimiter_of
 
 __all__ = ["LAYOUT_NAMES", "LayoutName", "detect_layout", "source_files"]
 
-LayoutName = Literal["movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand"]
+LayoutName = Literal["movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand", "parquet"]
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 WITHOUT_HEADER = {layout.name: layout for layout in (AMAZON_2014, AMAZON_2018)}
@@ -22,7 +23,9 @@ LONGEST_HEADER = 4096  # bytes
 
 
 def source_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Returns the files of a source: itself, each of them, or the logs in a directory of KuaiRand.
+    """Returns the files of a source: itself, each of them, or those in a directory.
+
+    The latter are Parquet files, also in directories below, or the logs of KuaiRand.
 
     Raises:
         ValueError: there are none.
@@ -30,34 +33,41 @@ def source_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     given = [source] if isinstance(source, str | Path) else source
     files = []
     for path in map(Path, given):
-        files += kuairand_logs(path) if path.is_dir() else [path]
+        files += (parquet_files(path) or kuairand_logs(path)) if path.is_dir() else [path]
     if not files:
         raise ValueError("source: expected at least one file, got none")
     return files
 
 
-def detect_layout(source: Path, name: LayoutName | None = None) -> EventLayout:
+def detect_layout(
+    source: Path, name: LayoutName | None = None, columns: Mapping[str, str] | None = None
+) -> EventLayout:
     """Returns the layout of a file, by the ending of its name and by its first line.
 
     Args:
         source: the file.
         name: one of `LAYOUT_NAMES`; None is any of them.
+        columns: names of the columns of Parquet files, by feature.
 
     Raises:
-        ValueError: none of the layouts, or a line of Amazon reviews in which either of two fields
-            may be the item.
+        ValueError: none of the layouts, `columns` for another layout than Parquet, or a line of
+            Amazon reviews in which either of two fields may be the item.
     """
     if name is not None and name not in LAYOUT_NAMES:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
+    if name == "parquet" or (name is None and source.suffix == ".parquet"):
+        return ParquetLayout(columns or {})
+    if columns is not None:
+        raise ValueError(f"columns: expected None for what is not Parquet, got {dict(columns)}")
     suffix = source.with_suffix("").suffix if source.suffix == ".gz" else source.suffix
     if name in (None, "movielens"):
-        if suffix not in (".dat", ".csv"):
+        if suffix not in (".dat", ".csv", ".data"):
             raise ValueError(
-                f"source: expected a name that ends in .dat or .csv (or either and .gz), "
-                f"got {str(source)!r}"
+                f"source: expected a name that ends in .dat, .csv or .data (or one of them and "
+                f".gz), got {str(source)!r}"
             )
-        if suffix == ".dat":
-            return MOVIELENS_DAT
+        if suffix != ".csv":
+            return MOVIELENS_DAT if suffix == ".dat" else MOVIELENS_100K
         if name == "movielens":
             return MOVIELENS_CSV
     if name == "kuairand":
@@ -83,11 +93,10 @@ def detect_layout(source: Path, name: LayoutName | None = None) -> EventLayout:
         )
     if fields[:2] == ["userId", "movieId"]:
         return MOVIELENS_CSV
-    if {"user_id", "video_id", "time_ms"} <= set(fields):
+    if {b"user_id", b"video_id", b"time_ms"} <= set(line.split(delimiter_of(line))):
         return KUAIRAND
-    expected = MOVIELENS_CSV.header.decode() if MOVIELENS_CSV.header else ""
     raise ValueError(
-        f"{source}:1: expected the header {expected!r} (MovieLens), "
+        f"{source}:1: expected the header {','.join(MOVIELENS_CSV.columns)!r} (MovieLens), "
         f"{','.join(AMAZON_2023.columns)!r} (Amazon, 2023) or that of KuaiRand's logs, or a line "
         f"{','.join(AMAZON_2018.columns)!r} (Amazon, 2018) or "
         f"{','.join(AMAZON_2014.columns)!r} (2014), got {shown(line)!r}"

@@ -13,8 +13,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from numpy.typing import NDArray
 from .detect import LayoutName, detect_layout, source_files
 from .kuairand import ACTIONS
 from .layout import EventLayout, Events, MalformedLines
+from .preprocess import LEAST_USER_EVENTS, preprocess
 
 __all__ = ["EventLog", "open_event_log"]
 
 FORMAT_VERSION = 3
 ARRAYS = ("user_ids", "item_ids", "offsets", "items", "ratings", "timestamps")
-KEY_ARRAYS = ("user_keys", "item_keys")
-LEAST_USER_EVENTS = 3  # one to learn from, one to validate on, one to test on
 
 
 class EventLog:
@@ -158,27 +157,33 @@ def open_event_log(
     progress: bool = False,
     *,
     layout: LayoutName | None = None,
+    columns: Mapping[str, str] | None = None,
     only: str | None = None,
     min_user_events: int = 1,
     min_item_events: int = 1,
 ) -> EventLog:
     """Opens files of events, preprocessing them if that has not been done.
 
-    Preprocessing keeps up to some 100 bytes an event in memory.
+    Preprocessing needs memory for the different users and items, not for the events, and while it
+    runs up to 100 bytes an event in `cache_dir`.
 
     Args:
         source: one of these, each also with a name that ends in .gz:
 
-            * MovieLens `ratings.dat` or `ratings.csv`; titles are read from `movies.dat` or
-              `movies.csv` next to it. Malformed lines are left out and reported.
+            * MovieLens `u.data`, `ratings.dat` or `ratings.csv`; titles are read from `u.item`,
+              `movies.dat` or `movies.csv` next to it. Malformed lines are left out and reported.
             * Amazon reviews, ratings only, of 2014, 2018 or 2023
               (`hstu_attn.data.amazon`). A malformed line is an error.
             * KuaiRand's logs, one file or several, or the directory that holds them
               (`hstu_attn.data.kuairand`). A malformed line is an error.
+            * Parquet files, one or several, or the directory that holds them
+              (`hstu_attn.data.parquet`).
         cache_dir: where the preprocessed form goes; None is `hstu_cache` next to `source`.
         progress: shows a progress bar while reading.
-        layout: "movielens", "amazon", one of its "amazon-2014" and "amazon-2018", or "kuairand";
-            None is told by the first line.
+        layout: "movielens", "amazon", one of its "amazon-2014" and "amazon-2018", "kuairand" or
+            "parquet"; None is told by the first line, or by a name that ends in .parquet.
+        columns: the names of the columns of Parquet files, by feature: "user", "item", "timestamp"
+            and "rating". A feature without a name has its own; None names none.
         only: keeps only the events with that action, for example "long_view", where the layout has
             actions.
         min_user_events: leaves out users with fewer events.
@@ -195,9 +200,11 @@ def open_event_log(
         if least < 1:
             raise ValueError(f"{name}: expected 1 or more, got {least}")
     sources = source_files(source)
-    kind = detect_layout(sources[0], layout)
+    kind = detect_layout(sources[0], layout, columns)
     root = Path(cache_dir) if cache_dir is not None else sources[0].parent / "hstu_cache"
     fingerprint = _fingerprint(sources, kind, only, min_user_events, min_item_events)
+    if columns is not None:
+        fingerprint["columns"] = dict(sorted(columns.items()))
     digest = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=6).hexdigest()
     directory = root / f"{sources[0].name}-{digest}"
     if not (directory / "manifest.json").is_file():
@@ -259,36 +266,13 @@ def _remove_stale(root: Path, sources: list[Path], fingerprint: dict[str, Any]) 
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _keep_only(events: Events, only: str, layout: EventLayout) -> Events:
+def _with_action(block: Events, only: str, layout: EventLayout) -> Events:
     """Returns the events with an action."""
-    if "actions" not in events.columns:
+    if "actions" not in block.columns:
         raise ValueError(f"only: expected None for the layout {layout.name}, got {only!r}")
     if only not in ACTIONS:
         raise ValueError(f"only: expected one of {', '.join(ACTIONS)}, got {only!r}")
-    keep = (events.columns["actions"] >> ACTIONS.index(only) & 1).astype(bool)
-    return _select(events, keep)
-
-
-def _without_rare(events: Events, min_user_events: int, min_item_events: int) -> Events:
-    """Returns the events of users and on items with enough events; both are counted before."""
-    keep = np.ones(len(events.users), bool)
-    for ids, least in ((events.users, min_user_events), (events.items, min_item_events)):
-        if least > 1:
-            _, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
-            keep &= counts[places] >= least
-    return events if keep.all() else _select(events, keep)
-
-
-def _select(events: Events, keep: NDArray[np.bool_]) -> Events:
-    """Returns the events for which `keep` holds."""
-    return replace(
-        events,
-        users=events.users[keep],
-        items=events.items[keep],
-        ratings=events.ratings[keep],
-        timestamps=events.timestamps[keep],
-        columns={name: column[keep] for name, column in events.columns.items()},
-    )
+    return block.select((block.columns["actions"] >> ACTIONS.index(only) & 1).astype(bool))
 
 
 def _preprocess(
@@ -299,67 +283,52 @@ def _preprocess(
     progress: bool,
 ) -> None:
     """Writes the arrays, the titles, the malformed lines and, last, the manifest."""
+    only = fingerprint["only"]
     with (directory / "malformed.txt").open("w", encoding="utf-8") as report:
         malformed = MalformedLines(report)
-        events = layout.read(sources, malformed, progress)
-        titles = layout.read_titles(sources[0], malformed.reject)
-    read_events = len(events.users)
-    if fingerprint["only"] is not None:
-        events = _keep_only(events, fingerprint["only"], layout)
-    kept_events = len(events.users)
-    events = _without_rare(events, fingerprint["min_user_events"], fingerprint["min_item_events"])
+        read_events = 0
 
-    users = events.users
-    order = np.lexsort((events.timestamps, users))
-    _, user_of_event, events_of_user = np.unique(users, return_inverse=True, return_counts=True)
-    keep = order[events_of_user[user_of_event[order]] >= LEAST_USER_EVENTS]
-    if not len(keep):
+        def selected(blocks: Iterable[Events]) -> Iterator[Events]:
+            nonlocal read_events
+            for block in blocks:
+                read_events += len(block.users)
+                yield block if only is None else _with_action(block, only, layout)
+
+        with closing(layout.read(sources, malformed, progress)) as blocks:
+            found = preprocess(
+                selected(blocks),
+                fingerprint["min_user_events"],
+                fingerprint["min_item_events"],
+                directory,
+                progress,
+            )
+        titles = layout.read_titles(sources[0], malformed.reject)
+    if not len(found.item_ids):
         first = "".join(f"\n  {example}" for example in malformed.examples)
         raise ValueError(
             f"{sources[0]} has no user with at least {LEAST_USER_EVENTS} events "
-            f"({len(users):,} events, {malformed.count:,} malformed lines){first}"
+            f"({found.dropped_events:,} events, {malformed.count:,} malformed lines){first}"
         )
-    user_ids, counts = np.unique(users[keep], return_counts=True)
-    item_ids, item_of_event = np.unique(events.items[keep], return_inverse=True)
-    keys: dict[str, NDArray[np.bytes_]] = {}
-    if events.user_keys is not None:
-        keys["user_keys"], user_ids = events.user_keys[user_ids], np.arange(len(user_ids))
-    if events.item_keys is not None:
-        keys["item_keys"], item_ids = events.item_keys[item_ids], np.arange(len(item_ids))
-    arrays: dict[str, NDArray[Any]] = {
-        "user_ids": user_ids,
-        "item_ids": item_ids,
-        "offsets": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        "items": item_of_event.astype(np.int32),
-        "ratings": events.ratings[keep],
-        "timestamps": events.timestamps[keep] // events.ticks_per_second,
-        **keys,
-        **{f"column-{name}": column[keep] for name, column in events.columns.items()},
-    }
-    content = hashlib.blake2b(digest_size=16)
-    for name, values in arrays.items():
-        np.save(directory / f"{name}.npy", values)
-        content.update(values.tobytes())
-    item_keys = keys.get("item_keys")
+    item_keys = found.keys.get("item_keys")
     (directory / "titles.json").write_text(
         json.dumps(
             [
-                titles.get(int(item), f"item {_name(item_ids, item_keys, index)}")
-                for index, item in enumerate(item_ids)
+                titles.get(int(item), f"item {_name(found.item_ids, item_keys, index)}")
+                for index, item in enumerate(found.item_ids)
             ]
         )
     )
     manifest = {
         "source": _source_name(sources),
         "fingerprint": fingerprint,
-        "content": content.hexdigest(),
-        "keys": list(keys),
-        "columns": list(events.columns),
+        "content": found.content,
+        "keys": list(found.keys),
+        "columns": found.columns,
         "read_events": read_events,
-        "other_events": read_events - kept_events,
-        "rare_events": kept_events - len(users),
-        "dropped_users": int((events_of_user < LEAST_USER_EVENTS).sum()),
-        "dropped_events": len(users) - len(keep),
+        "other_events": read_events - found.num_events,
+        "rare_events": found.rare_events,
+        "dropped_users": found.dropped_users,
+        "dropped_events": found.dropped_events,
         "malformed_lines": malformed.count,
         "malformed_examples": malformed.examples,
     }

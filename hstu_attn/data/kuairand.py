@@ -3,7 +3,7 @@
 Logs are `log_standard_*.csv` with a header, in one or more files whose lines belong together
 (https://kuairand.com; the columns are those of "Descriptions of the fields in log_xxx.csv" in
 https://github.com/chongminggao/KuaiRand, arXiv 2208.08696). Columns are found by their names, and
-others are not looked at.
+others are not looked at. Fields are separated by commas, or by tabs where the header is.
 
 `EventLog.columns` holds, for each event:
 
@@ -18,7 +18,7 @@ predicts what is watched next wants some of them: `open_event_log(..., only="lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,36 +73,37 @@ class KuaiRandLayout:
 
     name: str = "kuairand"
 
-    def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
+    def read(
+        self, sources: Sequence[Path], malformed: MalformedLines, progress: bool
+    ) -> Generator[Events, None, None]:
         """Reads the events of all files, one file after the other.
 
         Raises:
             ValueError: a malformed line.
         """
         names = ("user_id", "video_id", "time_ms", *ACTIONS, *MOST_OF)
-        parts: dict[str, list[NDArray[Any]]] = {}
+        block = None
         for source in sources:
-            for block in read_table(source, names, has_header=True, progress=progress):
+            for block in read_table(
+                source, names, has_header=True, progress=progress, delimiter=None
+            ):
                 actions = np.zeros(len(block), np.uint8)
                 for bit, name in enumerate(ACTIONS):
                     actions |= (block.natural(name, most=1) << bit).astype(np.uint8)
-                columns: dict[str, NDArray[Any]] = {
-                    "users": block.natural("user_id"),
-                    "items": block.natural("video_id"),
-                    "timestamps": block.natural("time_ms", least=FIRST_MILLISECOND),
-                    "actions": actions,
-                }
+                columns: dict[str, NDArray[Any]] = {"actions": actions}
                 for name, most in MOST_OF.items():
                     dtype = np.int32 if most > 255 else np.uint8
                     columns[name] = block.natural(name, most=most).astype(dtype)
-                for name, column in columns.items():
-                    parts.setdefault(name, []).append(column)
-        if not parts:
+                yield Events(
+                    block.natural("user_id"),
+                    block.natural("video_id"),
+                    (actions >> ACTIONS.index("is_click") & 1).astype(np.float32),
+                    block.natural("time_ms", least=FIRST_MILLISECOND),
+                    1000,
+                    columns,
+                )
+        if block is None:
             raise ValueError(f"{', '.join(map(str, sources))}: expected events, got none")
-        whole = {name: np.concatenate(part) for name, part in parts.items()}
-        users, items, timestamps = (whole.pop(name) for name in ("users", "items", "timestamps"))
-        clicks = whole["actions"] >> ACTIONS.index("is_click") & 1
-        return Events(users, items, clicks.astype(np.float32), timestamps, 1000, columns=whole)
 
     def companions(self, source: Path) -> list[Path]:
         """Returns no further files."""

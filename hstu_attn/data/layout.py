@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -16,25 +15,19 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 __all__ = [
-    "Event",
     "EventLayout",
     "Events",
-    "LineLayout",
     "MalformedLineError",
     "MalformedLines",
     "only_source",
     "open_bytes",
     "parse_natural_number",
-    "read_lines",
     "shown",
 ]
 
 EXAMPLES_KEPT = 10
 LONGEST_NATURAL_NUMBER = 18  # digits: always fits int64
 LONGEST_SHOWN_LINE = 200  # bytes
-
-Event = tuple[int, int, float, int]
-"""User, item, rating, timestamp in seconds."""
 
 Reject = Callable[[Path, int, bytes, str], None]
 """Takes a malformed line: path, line number from 1, the line, and what is wrong with it."""
@@ -46,26 +39,33 @@ class MalformedLineError(ValueError):
 
 @dataclass(frozen=True)
 class Events:
-    """The events of a source in its order, one element each.
+    """Some consecutive events of a source, one element each.
 
     Attributes:
-        users: int64, the source's ids, or indices into `user_keys`.
-        items: int64, the source's ids, or indices into `item_keys`.
+        users: the source's ids, int64 or text (ASCII).
+        items: the same of items.
         ratings: float32.
         timestamps: int64, of which `ticks_per_second` make a second.
-        user_keys: the source's ids where they are text, sorted.
-        item_keys: the same of items.
         columns: what else the layout tells of each event, by name.
     """
 
-    users: NDArray[np.int64]
-    items: NDArray[np.int64]
+    users: NDArray[Any]
+    items: NDArray[Any]
     ratings: NDArray[np.float32]
     timestamps: NDArray[np.int64]
     ticks_per_second: int = 1
-    user_keys: NDArray[np.bytes_] | None = None
-    item_keys: NDArray[np.bytes_] | None = None
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    def select(self, keep: NDArray[np.bool_]) -> Events:
+        """Returns the events for which `keep` holds."""
+        return replace(
+            self,
+            users=self.users[keep],
+            items=self.items[keep],
+            ratings=self.ratings[keep],
+            timestamps=self.timestamps[keep],
+            columns={name: column[keep] for name, column in self.columns.items()},
+        )
 
 
 class EventLayout(Protocol):
@@ -78,22 +78,16 @@ class EventLayout(Protocol):
     def companions(self, source: Path) -> list[Path]:
         """Further files that the preprocessed log is made from."""
 
-    def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
-        """Reads all events; a malformed line goes to `malformed` or raises a `ValueError`."""
+    def read(
+        self, sources: Sequence[Path], malformed: MalformedLines, progress: bool
+    ) -> Generator[Events, None, None]:
+        """Reads all events in blocks of some megabytes, in the order of the source.
+
+        A malformed line goes to `malformed` or raises a `ValueError`.
+        """
 
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
         """Returns titles by item id; malformed lines go to `reject`."""
-
-
-class LineLayout(Protocol):
-    """A layout that is parsed line by line, by `read_lines`."""
-
-    @property
-    def header(self) -> bytes | None:
-        """The first line of the file, or None where it has none."""
-
-    def parse(self, line: bytes) -> Event:
-        """Parses a line without its line break, or raises a `MalformedLineError`."""
 
 
 def parse_natural_number(name: str, text: bytes) -> int:
@@ -155,41 +149,6 @@ def open_bytes(path: Path, progress: bool) -> Iterator[tuple[IO[bytes], Callable
                 yield cast("IO[bytes]", unpacked), moved
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: expected a whole gzip file, got: {error}") from error
-
-
-def read_lines(
-    source: Path, layout: LineLayout, malformed: MalformedLines, progress: bool
-) -> Events:
-    """Reads the events of a file that is parsed line by line, in its order."""
-    users, items, ratings, timestamps = array("q"), array("q"), array("f"), array("q")
-    with open_bytes(source, progress) as (file, moved):
-        for number, raw in enumerate(file, start=1):
-            line = raw.rstrip(b"\r\n")
-            if number == 1 and layout.header is not None:
-                if line != layout.header:
-                    raise ValueError(
-                        f"{source}:1: expected the header {layout.header.decode()!r}, "
-                        f"got {shown(line)!r}"
-                    )
-                continue
-            try:
-                user, item, rating, timestamp = layout.parse(line)
-            except MalformedLineError as error:
-                malformed.reject(source, number, line, str(error))
-            else:
-                users.append(user)
-                items.append(item)
-                ratings.append(rating)
-                timestamps.append(timestamp)
-            if number % 65536 == 0:
-                moved()
-        moved()
-    return Events(
-        np.frombuffer(users, np.int64),
-        np.frombuffer(items, np.int64),
-        np.frombuffer(ratings, np.float32),
-        np.frombuffer(timestamps, np.int64),
-    )
 
 
 class MalformedLines:

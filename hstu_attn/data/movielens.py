@@ -1,81 +1,77 @@
 """The layouts in which MovieLens is published.
 
-The 1M and 10M sets are `ratings.dat` and `movies.dat`, with fields separated by `::`. The 20M, 25M,
-32M and latest sets are `ratings.csv` and `movies.csv`, with headers.
+The 100K set is `u.data`, with tabs between the fields, and `u.item`. The 1M and 10M sets are
+`ratings.dat` and `movies.dat`, with fields separated by `::`. The 20M, 25M, 32M and latest sets are
+`ratings.csv` and `movies.csv`, with headers.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .layout import (
-    Event,
     Events,
     MalformedLineError,
     MalformedLines,
     Reject,
     only_source,
     parse_natural_number,
-    read_lines,
 )
+from .table import read_table
 
-__all__ = ["MOVIELENS_CSV", "MOVIELENS_DAT", "MovieLensLayout"]
+__all__ = ["MOVIELENS_100K", "MOVIELENS_CSV", "MOVIELENS_DAT", "MovieLensLayout"]
 
 LOWEST_RATING, HIGHEST_RATING = 0.5, 5.0
 
 
 @dataclass(frozen=True)
 class MovieLensLayout:
-    """One of the two MovieLens layouts.
+    """One of the MovieLens layouts.
 
     Args:
         name: the name in the manifest of the preprocessed log.
         delimiter: between the fields of a line.
-        header: the first line of the ratings file, or None where neither file has one.
+        columns: of the ratings: user, item, rating and timestamp.
+        has_header: whether the first lines of both files name their columns.
         titles_file: name of the file of titles, next to the ratings.
         titles_encoding: its text encoding.
+        titles_delimiter: between its fields, of which the first two are the item and the title.
+        titles_fields: how many fields its lines have.
     """
 
     name: str
     delimiter: bytes
-    header: bytes | None
+    columns: tuple[str, str, str, str]
+    has_header: bool
     titles_file: str
     titles_encoding: str
+    titles_delimiter: str
+    titles_fields: int = 3
 
-    def parse(self, line: bytes) -> Event:
-        """Parses user, item, rating and timestamp of a line.
-
-        Raises:
-            MalformedLineError: saying what is wrong with it.
-        """
-        fields = line.split(self.delimiter)
-        if len(fields) != 4:
-            raise MalformedLineError(
-                f"expected 4 fields separated by {self.delimiter.decode()!r}, got {len(fields)}"
+    def read(
+        self, sources: Sequence[Path], malformed: MalformedLines, progress: bool
+    ) -> Generator[Events, None, None]:
+        """Reads the events of the one file of ratings; malformed lines go to `malformed`."""
+        source = only_source(sources, self.name)
+        for block in read_table(
+            source,
+            self.columns,
+            has_header=self.has_header,
+            progress=progress,
+            delimiter=self.delimiter,
+            malformed=malformed,
+        ):
+            user, item, rating, timestamp = self.columns
+            events = Events(
+                block.natural(user),
+                block.natural(item),
+                block.decimal(rating, LOWEST_RATING, HIGHEST_RATING),
+                block.natural(timestamp),
             )
-        user, item, rating_text, timestamp = fields
-        try:
-            rating = float(rating_text)
-        except ValueError:
-            rating = float("nan")
-        if not LOWEST_RATING <= rating <= HIGHEST_RATING:
-            raise MalformedLineError(
-                f"rating: expected a number from {LOWEST_RATING} to {HIGHEST_RATING}, "
-                f"got {rating_text.decode(errors='backslashreplace')!r}"
-            )
-        return (
-            parse_natural_number("user", user),
-            parse_natural_number("item", item),
-            rating,
-            parse_natural_number("timestamp", timestamp),
-        )
-
-    def read(self, sources: Sequence[Path], malformed: MalformedLines, progress: bool) -> Events:
-        """Reads the events of the one file of ratings."""
-        return read_lines(only_source(sources, self.name), self, malformed, progress)
+            yield events.select(block.report())
 
     def companions(self, source: Path) -> list[Path]:
         """Returns the file of titles, where it exists."""
@@ -91,7 +87,7 @@ class MovieLensLayout:
         for path in self.companions(source):
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    if number == 1 and self.header is not None:
+                    if number == 1 and self.has_header:
                         continue
                     line = line.rstrip(b"\r\n")
                     try:
@@ -104,16 +100,30 @@ class MovieLensLayout:
 
     def _parse_title(self, line: bytes) -> tuple[int, str]:
         text = line.decode(self.titles_encoding, errors="replace")
-        delimiter = self.delimiter.decode()
+        delimiter = self.titles_delimiter
         fields = next(csv.reader([text]), []) if delimiter == "," else text.split(delimiter)
-        if len(fields) != 3:
+        if len(fields) != self.titles_fields:
             raise MalformedLineError(
-                f"expected 3 fields separated by {delimiter!r}, got {len(fields)}"
+                f"expected {self.titles_fields} fields separated by {delimiter!r}, "
+                f"got {len(fields)}"
             )
         return parse_natural_number("item", fields[0].encode()), fields[1]
 
 
-MOVIELENS_DAT = MovieLensLayout("movielens-dat", b"::", None, "movies.dat", "latin-1")
+COLUMNS = ("user", "item", "rating", "timestamp")
+
+MOVIELENS_100K = MovieLensLayout(
+    "movielens-100k", b"\t", COLUMNS, False, "u.item", "latin-1", "|", 24
+)
+MOVIELENS_DAT = MovieLensLayout(
+    "movielens-dat", b"::", COLUMNS, False, "movies.dat", "latin-1", "::"
+)
 MOVIELENS_CSV = MovieLensLayout(
-    "movielens-csv", b",", b"userId,movieId,rating,timestamp", "movies.csv", "utf-8"
+    "movielens-csv",
+    b",",
+    ("userId", "movieId", "rating", "timestamp"),
+    True,
+    "movies.csv",
+    "utf-8",
+    ",",
 )

@@ -1,7 +1,8 @@
-"""Tables of text with comma-separated fields, read in blocks of some megabytes.
+"""Tables of text with delimited fields, read in blocks of some megabytes.
 
-Each column of a block is checked and converted by array operations. A field that does not follow
-its layout raises a `ValueError` that names the file, line, column, expectation and value.
+Each column of a block is checked and converted by array operations. A line that does not follow
+its layout raises a `ValueError` that names the file, line, column, expectation and value, or is
+left out and reported.
 
 Fields are not quoted in the tables that are read here; a quote is a malformed field.
 """
@@ -10,46 +11,63 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .layout import LONGEST_NATURAL_NUMBER, open_bytes, shown
+from .layout import LONGEST_NATURAL_NUMBER, MalformedLines, open_bytes, shown
 
-__all__ = ["Block", "KeyIndex", "read_table"]
+__all__ = ["Block", "delimiter_of", "read_table"]
 
 BLOCK_BYTES = 1 << 22
 LONGEST_KEY = 64  # bytes
-COMMA, LINE_BREAK, CARRIAGE_RETURN, QUOTE = b',\n\r"'
+LINE_BREAK, CARRIAGE_RETURN, QUOTE = b'\n\r"'
+KEY = re.compile(rb"[!#-~]{1,%d}" % LONGEST_KEY)
 DECIMAL = re.compile(rb"\d+(\.\d*)?")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive lines of a table.
+    """Some lines of a table.
 
     Attributes:
         path: the file.
-        first_line: the number of the first line, from 1.
         names: the names of the columns.
+        numbers: `(lines,)` int64, the number of each line in the file, from 1.
         data: the bytes of the lines.
         starts: `(lines, columns)`, where each field begins in `data`.
         stops: `(lines, columns)`, one past its end.
+        malformed: where malformed lines are reported; None means that the first one is an error.
+        reasons: why lines of these numbers are malformed, with their text.
     """
 
     path: Path
-    first_line: int
     names: Sequence[str]
+    numbers: NDArray[np.int64]
     data: NDArray[np.uint8]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
+    malformed: MalformedLines | None = None
+    reasons: dict[int, tuple[bytes, str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.numbers)
+
+    def report(self) -> NDArray[np.bool_]:
+        """Reports the malformed lines of the columns converted so far, in the order of the lines.
+
+        Returns:
+            `(lines,)`, which lines are not among them.
+        """
+        if self.malformed is None or not self.reasons:
+            return np.ones(len(self), bool)
+        for number, (text, reason) in sorted(self.reasons.items()):
+            self.malformed.reject(self.path, number, text, reason)
+        return ~np.isin(self.numbers, list(self.reasons))
 
     def natural(
         self, name: str, least: int = 0, most: int = 10**LONGEST_NATURAL_NUMBER - 1
@@ -57,12 +75,13 @@ class Block:
         """Converts a column of whole numbers.
 
         Raises:
-            ValueError: a field that is something else, or is not from `least` to `most`.
+            ValueError: a field that is something else, or is not from `least` to `most`, where
+                malformed lines are errors.
         """
         starts, lengths = self._fields(name)
         bad = (lengths < 1) | (lengths > LONGEST_NATURAL_NUMBER)
         numbers = np.zeros(len(self), np.int64)
-        for place in range(min(int(lengths.max()), LONGEST_NATURAL_NUMBER)):
+        for place in range(min(int(lengths.max(initial=0)), LONGEST_NATURAL_NUMBER)):
             inside = lengths > place
             digits = self.data[np.where(inside, starts + place, 0)] - np.uint8(ord("0"))
             bad |= inside & (digits > 9)
@@ -74,43 +93,57 @@ class Block:
         """Converts a column of ids that are text.
 
         Raises:
-            ValueError: a field that is empty, too long, or has blanks, quotes or other than ASCII.
+            ValueError: a field that is empty, too long, or has blanks, quotes or other than ASCII,
+                where malformed lines are errors.
         """
-        starts, lengths = self._fields(name)
+        keys, good = self._text(name)
         expected = f"1 to {LONGEST_KEY} printable ASCII characters without blanks and quotes"
-        self._require((lengths >= 1) & (lengths <= LONGEST_KEY), name, expected)
-        places = np.arange(int(lengths.max()))
-        outside = places >= lengths[:, None]
-        text = self.data[np.where(outside, 0, starts[:, None] + places)]
-        good = ((text > ord(" ")) & (text <= ord("~")) & (text != QUOTE)) | outside
-        self._require(good.all(axis=1), name, expected)
-        text[outside] = 0
-        return text.view(f"S{len(places)}").reshape(-1)
+        self._require(good, name, expected)
+        return keys
 
     def decimal(self, name: str, least: float, most: float) -> NDArray[np.float32]:
         """Converts a column of decimal numbers of which few are different.
 
         Raises:
-            ValueError: a field that is something else, or is not from `least` to `most`.
+            ValueError: a field that is something else, or is not from `least` to `most`, where
+                malformed lines are errors.
         """
-        texts, places = np.unique(self.keys(name), return_inverse=True)
+        keys, good = self._text(name)
+        texts, places = np.unique(keys, return_inverse=True)
         numbers = np.array([float(t) if DECIMAL.fullmatch(t) else np.nan for t in texts.tolist()])
-        good = (numbers >= least) & (numbers <= most)
-        self._require(good[places], name, f"a number from {least} to {most}")
+        in_range = (numbers >= least) & (numbers <= most)
+        self._require(good & in_range[places], name, f"a number from {least} to {most}")
         return numbers.astype(np.float32)[places]
 
     def refuse(self, row: int, name: str, expected: str) -> NoReturn:
         """Raises the `ValueError` of a malformed field."""
+        raise ValueError(f"{self.path}:{self.numbers[row]}: {self._reason(row, name, expected)}")
+
+    def _reason(self, row: int, name: str, expected: str) -> str:
         column = self.names.index(name)
         text = self.data[self.starts[row, column] : self.stops[row, column]].tobytes()
-        raise ValueError(
-            f"{self.path}:{self.first_line + row}: column {column + 1}, {name}: "
-            f"expected {expected}, got {shown(text)!r}"
-        )
+        return f"column {column + 1}, {name}: expected {expected}, got {shown(text)!r}"
 
     def _require(self, good: NDArray[np.bool_], name: str, expected: str) -> None:
-        if not good.all():
+        if good.all():
+            return
+        if self.malformed is None:
             self.refuse(int(np.argmin(good)), name, expected)
+        for row in np.flatnonzero(~good).tolist():
+            line = self.data[self.starts[row, 0] : self.stops[row, -1]].tobytes()
+            reason = self._reason(row, name, expected)
+            self.reasons.setdefault(int(self.numbers[row]), (line, reason))
+
+    def _text(self, name: str) -> tuple[NDArray[np.bytes_], NDArray[np.bool_]]:
+        """Returns the fields of a column, cut at `LONGEST_KEY`, and which may be keys."""
+        starts, lengths = self._fields(name)
+        places = np.arange(min(max(1, int(lengths.max(initial=0))), LONGEST_KEY))
+        outside = places >= lengths[:, None]
+        text = self.data[np.where(outside, 0, starts[:, None] + places)]
+        printable = ((text > ord(" ")) & (text <= ord("~")) & (text != QUOTE)) | outside
+        text[outside] = 0
+        good = (lengths >= 1) & (lengths <= LONGEST_KEY) & printable.all(axis=1)
+        return text.view(f"S{len(places)}").reshape(-1), good
 
     def _fields(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         column = self.names.index(name)
@@ -126,7 +159,13 @@ def _whole(least: int, most: int) -> str:
 
 
 def read_table(
-    path: Path, names: Sequence[str], *, has_header: bool, progress: bool
+    path: Path,
+    names: Sequence[str],
+    *,
+    has_header: bool,
+    progress: bool,
+    delimiter: bytes | None = b",",
+    malformed: MalformedLines | None = None,
 ) -> Iterator[Block]:
     """Reads the lines of a file block by block; unpacks it if its name ends in .gz.
 
@@ -136,15 +175,20 @@ def read_table(
             in any order and among others.
         has_header: whether the first line names the columns.
         progress: shows a progress bar.
+        delimiter: between the fields of a line, one byte or more; None is told by the header.
+        malformed: where malformed lines go, which `Block.report` leaves out; None means that they
+            are errors.
 
     Raises:
-        ValueError: a header without one of the columns, or a line with another number of fields.
+        ValueError: a header without one of the columns, or, without `malformed`, a line with
+            another number of fields.
     """
     line = 1
     with open_bytes(path, progress) as (file, moved):
         if has_header:
             header = file.readline().rstrip(b"\r\n").removeprefix(BYTE_ORDER_MARK)
-            found = header.decode(errors="backslashreplace").split(",")
+            delimiter = delimiter or delimiter_of(header)
+            found = header.decode(errors="backslashreplace").split(delimiter.decode())
             missing = [name for name in names if found.count(name) != 1]
             if missing:
                 raise ValueError(
@@ -153,61 +197,84 @@ def read_table(
                 )
             names = found
             line += 1
+        assert delimiter is not None
         while data := file.read(BLOCK_BYTES) + file.readline():
             moved()
             if not data.endswith(b"\n"):
                 data += b"\n"
-            block, rest = _split(path, line, names, data)
-            line += len(block)
+            block, lines = _split(path, line, names, data, delimiter, malformed)
+            line += lines
+            if malformed is not None:
+                yield block
+                continue
             if len(block):
                 yield block
-            if rest is not None:
-                raise ValueError(
-                    f"{path}:{line}: expected {len(names)} fields separated by ',' "
-                    f"({', '.join(names)}), got {rest.count(b',') + 1}: {shown(rest)!r}"
-                )
+            for number, (_, reason) in block.reasons.items():
+                raise ValueError(f"{path}:{number}: {reason}")
+
+
+def delimiter_of(header: bytes) -> bytes:
+    """Returns what separates the names of a header: a tab if it has one, otherwise a comma."""
+    return b"\t" if b"\t" in header else b","
+
+
+def _places(text: bytes, data: NDArray[np.uint8], delimiter: bytes) -> NDArray[np.int64]:
+    """Returns where the delimiter is; where it would overlap itself, the first counts."""
+    at = data == delimiter[0]
+    for place, byte in enumerate(delimiter[1:], start=1):
+        at[:-place] &= data[place:] == byte
+        at[-place:] = False
+    found = np.flatnonzero(at)
+    if len(delimiter) > 1 and (np.diff(found) < len(delimiter)).any():
+        matches = re.finditer(re.escape(delimiter), text)
+        found = np.array([match.start() for match in matches], np.int64)
+    return found
 
 
 def _split(
-    path: Path, first_line: int, names: Sequence[str], text: bytes
-) -> tuple[Block, bytes | None]:
-    """Returns the lines before the first malformed one, and the malformed line or None."""
+    path: Path,
+    first_line: int,
+    names: Sequence[str],
+    text: bytes,
+    delimiter: bytes,
+    malformed: MalformedLines | None,
+) -> tuple[Block, int]:
+    """Returns the lines that have as many fields as there are names, and how many lines there are.
+
+    The others are in `Block.reasons`. Without `malformed`, that is only the first of them, and the
+    block has the lines before it.
+    """
     data = np.frombuffer(text, np.uint8)
-    breaks = np.flatnonzero((data == COMMA) | (data == LINE_BREAK))
-    fields = np.diff(np.flatnonzero(data[breaks] == LINE_BREAK), prepend=-1)
-    bad = fields != len(names)
-    rest = None
-    if bad.any():
-        row = int(np.argmax(bad))
-        rest = text.split(b"\n", row + 1)[row].rstrip(b"\r")
-        breaks = breaks[: row * len(names)]
-    starts = np.concatenate([[0], breaks[:-1] + 1])[: len(breaks)].reshape(-1, len(names))
-    stops = breaks.reshape(-1, len(names))
+    breaks = np.flatnonzero(data == LINE_BREAK)
+    places = np.concatenate([_places(text, data, delimiter), breaks])
+    places.sort(kind="stable")
+    is_break = data[places] == LINE_BREAK
+    starts = np.concatenate([[0], (places + np.where(is_break, 1, len(delimiter)))[:-1]])
+    fields = np.diff(np.flatnonzero(is_break), prepend=-1)
+    numbers = np.arange(first_line, first_line + len(fields))
+    bad = np.flatnonzero(fields != len(names))
+    reasons = {}
+    if len(bad):
+        if malformed is None:
+            bad = bad[:1]
+        ends = breaks[bad]
+        begins = np.where(bad > 0, breaks[bad - 1] + 1, 0)
+        for row, begin, end in zip(bad.tolist(), begins.tolist(), ends.tolist(), strict=True):
+            line = text[begin:end].rstrip(b"\r")
+            reason = (
+                f"expected {len(names)} fields separated by {delimiter.decode()!r} "
+                f"({', '.join(names)}), got {fields[row]}"
+            )
+            if malformed is None:
+                reason += f": {shown(line)!r}"
+            reasons[first_line + row] = line, reason
+        good = fields == len(names)
+        if malformed is None:
+            good[bad[0] :] = False
+        keep = np.repeat(good, fields)
+        numbers, starts, places = numbers[good], starts[keep], places[keep]
+    starts = starts.reshape(-1, len(names))
+    stops = places.reshape(-1, len(names))
     last = stops[:, -1]
     last -= (data[np.maximum(last - 1, 0)] == CARRIAGE_RETURN) & (last > starts[:, -1])
-    return Block(path, first_line, names, data, starts, stops), rest
-
-
-class KeyIndex:
-    """Numbers for ids that are text, handed out block by block."""
-
-    def __init__(self) -> None:
-        self._number_of: dict[bytes, int] = {}
-
-    def numbers(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
-        """Returns a number for each key, in the order in which keys were first seen."""
-        different, places = np.unique(keys, return_inverse=True)
-        known = self._number_of
-        numbers = [known.setdefault(key, len(known)) for key in different.tolist()]
-        return np.array(numbers, np.int64)[places]
-
-    def sorted(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
-        """Returns all keys, sorted, and for each number the index of its key among them.
-
-        The indices do not depend on the order of the lines.
-        """
-        keys = np.array(list(self._number_of), dtype=np.bytes_)
-        order = np.argsort(keys)
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        return keys[order], place[numbers]
+    return Block(path, names, numbers, data, starts, stops, malformed, reasons), len(fields)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import train_retrieval
 
-from benchmarks import published, tables
+from benchmarks import plots, published, tables
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 
@@ -61,6 +61,12 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert last["fingerprint"] == open_event_log(data).manifest["content"]
     assert (last["order_only"], last["users"], last["epochs"]) == (True, 140, 2)
     assert last["seconds"] > 0
+    history = json.loads((out / "seed-0" / "history.json").read_text())["test"]
+    assert [len(record["curve"]) for record in records] == [0, 0, 2, 0]
+    other = json.loads((out / "seed-1" / "history.json").read_text())["test"]
+    for epoch, step in zip(last["curve"], history, strict=True):
+        expected = (history[step]["ndcg_10"] + other[step]["ndcg_10"]) / 2
+        assert epoch["ndcg_10"] == pytest.approx(expected, rel=1e-3)
     assert last["published"]["hit_rate_10"] == 0.3097
 
     (table,) = tables.published([records])
@@ -76,9 +82,33 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     expected = f"{mean:.4f} ± {deviation:.4f}" if deviation else f"{mean:.4f}"
     assert rows["hstu-ml-1m, HSTU, last epoch, order only"][0] == expected
     assert rows["hstu-ml-1m, published"][:2] == ["0.3097", "0.1720"]
-    assert rows["hstu-ml-1m, published"][-2:] == ["-", "-"]
+    assert rows["hstu-ml-1m, published"][-3:] == ["-", "-", "-"]
+    assert rows["hstu-ml-1m, HSTU, last epoch, order only"][-2] == "2"
+    assert rows["popularity, order only"][-2:] == ["-", "-"]
     assert re.search(rf"140 users on .* items, content {last['fingerprint']}", table.before)
     assert "hstu-ml-1m, published" in printed
+    assert plots.draw(file, tmp_path) == [tmp_path / "published-ml-1m.png"]
+    assert (tmp_path / "published-ml-1m.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_seeds_at_once_are_the_same_runs(tmp_path: Path) -> None:
+    """With other processes, with a model's options, and without seconds."""
+    data = write_synthetic_movielens(tmp_path, 50, 120, 25)
+    shared = ["--cases", "hstu-ml-1m", "--seeds", "2", "--data", str(data), "--device", "cpu"]
+    shared += ["--epochs", "1", "--note", "Made up."]
+    more_options = ["--", "--relative-bias", "none"]
+    found = []
+    for name, more in (("one", []), ("two", ["--jobs", "2", "--shared"])):
+        file = tmp_path / f"{name}.json"
+        assert published.main([*shared, "--json", str(file), *more, *more_options]) == 0
+        found.append(json.loads(file.read_text()))
+    one, two = found
+    assert [record["mean"] for record in one] == [record["mean"] for record in two]
+    assert one[0]["seconds"] > 0
+    assert two[0]["seconds"] is None
+    (table,) = tables.published([two])
+    assert table.rows[0][0] == "hstu-ml-1m --relative-bias none, HSTU, last epoch"
+    assert "Made up. 1 epochs" in table.before
 
 
 def test_data_must_be_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from itertools import pairwise
@@ -17,9 +18,11 @@ from hstu_attn.data import (
     held_out_windows,
     jagged_batch,
     open_event_log,
+    table,
     training_windows,
 )
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.data.synthetic_scale import write_synthetic_scale
 
 EVENTS = [  # user, item, rating, timestamp, in no order
     (7, 30, 5, 300),
@@ -78,21 +81,49 @@ def test_reads_csv(tmp_path: Path) -> None:
     assert log.titles[:2] == ["City of Lost Children, The (1995)", "item 20"]
 
 
-def test_malformed_lines_are_reported_and_counted(tmp_path: Path) -> None:
+def test_reads_the_layout_of_100k(tmp_path: Path) -> None:
+    """Tabs between fields; titles between bars, with 22 more fields, in latin-1."""
+    lines = "".join("\t".join(map(str, event)) + "\n" for event in EVENTS)
+    genres = "|".join("0" * 19)
+    titles = f"10|Amélie (2001)|01-Jan-2001||http://a/|{genres}\n20|Alien (1979)|1979|\n"
+    for path, pack in ((tmp_path / "u.data", bytes), (tmp_path / "u.data.gz", gzip.compress)):
+        path.write_bytes(pack(lines.encode()))
+        path.with_name("u.item").write_bytes(titles.encode("latin-1"))
+        log = open_event_log(path)
+        check_events(log)
+        assert log.manifest["fingerprint"]["layout"] == "movielens-100k"
+        assert log.titles[:2] == ["Amélie (2001)", "item 20"]
+        assert log.manifest["malformed_examples"] == [
+            f"{path.with_name('u.item')}:2: expected 24 fields separated by '|', got 4: "
+            "'20|Alien (1979)|1979|'"
+        ]
+
+
+@pytest.mark.parametrize("block_bytes", [table.BLOCK_BYTES, 64])
+def test_malformed_lines_are_reported_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    fields = "expected 4 fields separated by '::' (user, item, rating, timestamp), got"
+    whole = "expected a whole number of at most 18 digits, got"
+    stars = "column 3, rating: expected a number from 0.5 to 5.0, got"
     bad = {
-        b"1::2::3": "expected 4 fields separated by '::', got 3",
-        b"1::2::3::4::5": "expected 4 fields separated by '::', got 5",
-        b"": "expected 4 fields separated by '::', got 1",
-        b"x::2::3::4": "user: expected a number of at most 18 digits, got 'x'",
-        b"1::-2::3::4": "item: expected a number of at most 18 digits, got '-2'",
-        b"1::2::good::4": "rating: expected a number from 0.5 to 5.0, got 'good'",
-        b"1::2::nan::4": "rating: expected a number from 0.5 to 5.0, got 'nan'",
-        b"1::2::6::4": "rating: expected a number from 0.5 to 5.0, got '6'",
-        b"1::2::3::4.5": "timestamp: expected a number of at most 18 digits, got '4.5'",
-        b"1::2::3::9999999999999999999": "timestamp: expected a number of at most 18 digits",
-        b"\xff\x00::2::3::4": r"user: expected a number of at most 18 digits, got '\\xff\x00'",
-        b"1::2::3::": "timestamp: expected a number of at most 18 digits, got ''",
+        b"1::2::3": f"{fields} 3",
+        b"1::2::3::4::5": f"{fields} 5",
+        b"1:2::3::4": f"{fields} 3",
+        b"": f"{fields} 1",
+        b"x::2::3::4": f"column 1, user: {whole} 'x'",
+        b"1::-2::3::4": f"column 2, item: {whole} '-2'",
+        b"1:::2::3::4": f"column 2, item: {whole} ':2'",
+        b"1::2::good::4": f"{stars} 'good'",
+        b"1::2::nan::4": f"{stars} 'nan'",
+        b"1::2::6::4": f"{stars} '6'",
+        b"1::2::3::4.5": f"column 4, timestamp: {whole} '4.5'",
+        b"1::2::3::9999999999999999999": f"column 4, timestamp: {whole} '9999999999999999999'",
+        b"\xff\x00::2::3::4": f"column 1, user: {whole} " + r"'\\xff\x00'",
+        b"1::2::3::": f"column 4, timestamp: {whole} ''",
+        b"::::::": f"column 1, user: {whole} ''",
     }
+    monkeypatch.setattr(table, "BLOCK_BYTES", block_bytes)
     path = write_dat(tmp_path, b"".join(line + b"\n" for line in bad))
     (tmp_path / "movies.dat").open("ab").write(b"11:Lost::x\n")
     log = open_event_log(path)
@@ -126,7 +157,7 @@ def test_a_missing_last_line_break_is_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("ratings.txt", b"1::2::3::4\n", r"ends in .dat or .csv .*ratings.txt"),
+        ("ratings.txt", b"1::2::3::4\n", r"ends in .dat, .csv or .data .*ratings.txt"),
         (
             "ratings.csv",
             b"1,2,3,4\n",
@@ -380,3 +411,20 @@ def test_synthetic_data_refuse(tmp_path: Path) -> None:
         write_synthetic_movielens(tmp_path, num_items=10_000)
     with pytest.raises(ValueError, match="mean_events: expected 20 to a quarter"):
         write_synthetic_movielens(tmp_path, num_items=100)
+
+
+def test_random_events_are_as_many_as_wanted(tmp_path: Path) -> None:
+    size = {"num_users": 70, "num_items": 50, "num_events": 3001}
+    paths = [
+        write_synthetic_scale(tmp_path / name, **size, seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert paths[0].read_bytes() == paths[1].read_bytes() != paths[2].read_bytes()
+    log = open_event_log(paths[0])
+    assert log.manifest["fingerprint"]["layout"] == "movielens-csv"
+    assert log.manifest["malformed_lines"] == 0
+    assert (log.num_users, log.num_items, log.num_events) == (70, 50, 3001)
+    assert np.diff(log.offsets).min() >= 20
+    assert np.bincount(log.items).max() > 3 * 3001 / 50
+    with pytest.raises(ValueError, match="num_events: expected at least 20 for each of 70 users"):
+        write_synthetic_scale(tmp_path, 70, 50, 1399)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import io
 import random
 import re
 from collections.abc import Iterable
@@ -23,10 +24,12 @@ from hstu_attn.data import (
     held_out_windows,
     jagged_batch,
     open_event_log,
+    preprocess,
     table,
     training_windows,
     unpack_actions,
 )
+from hstu_attn.data.layout import MalformedLines
 from hstu_attn.data.synthetic import synthetic_events, write_synthetic_movielens
 from hstu_attn.data.synthetic_layouts import (
     KUAIRAND_HEADER,
@@ -162,6 +165,26 @@ def test_reads_kuairand(tmp_path: Path) -> None:
     assert batch.target_actions is not None
     assert batch.actions.tolist() == log.columns["actions"][[0, 1, 3, 4]].tolist()
     assert batch.target_actions.tolist() == log.columns["actions"][[1, 2, 4, 5]].tolist()
+
+
+@pytest.mark.usefixtures("_blocks")
+def test_reads_other_forms_of_kuairand(tmp_path: Path) -> None:
+    """Files as tools write them: with tabs, a column of row numbers, CRLF or a byte order mark."""
+    paths = write_kuairand(tmp_path)
+    expected = open_event_log(paths).manifest["content"]
+    first, second = (path.read_text().splitlines() for path in paths)
+    rows = [f"{'' if number == 0 else number - 1},{line}" for number, line in enumerate(first)]
+    paths[0].write_text("\ufeff" + "\n".join(rows), encoding="utf-8")
+    paths[1].write_text("".join(line.replace(",", "\t") + "\r\n" for line in second), newline="")
+    for order in (paths, paths[::-1]):
+        log = open_event_log(order)
+        assert log.manifest["fingerprint"]["layout"] == "kuairand"
+        assert log.manifest["content"] == expected
+    with paths[1].open("a") as file:
+        file.write(second[1].replace(",", "\t", 3) + "\n")
+    message = r"08_1k.csv:5: expected 19 fields separated by '\\t' \(user_id, video_id, .*got 4: "
+    with pytest.raises(ValueError, match=message):
+        open_event_log(paths)
 
 
 def test_keeps_only_events_with_an_action(tmp_path: Path) -> None:
@@ -351,7 +374,8 @@ def test_refuses_logs(tmp_path: Path) -> None:
         open_event_log([])
     with pytest.raises(
         ValueError,
-        match="layout: expected one of movielens, amazon, amazon-2014, amazon-2018, kuairand, got",
+        match="layout: expected one of movielens, amazon, amazon-2014, amazon-2018, kuairand, "
+        "parquet, got",
     ):
         open_event_log(path, layout="netflix")  # type: ignore[arg-type]
     amazon = write_amazon(tmp_path, 2023)
@@ -359,15 +383,21 @@ def test_refuses_logs(tmp_path: Path) -> None:
         open_event_log([amazon, amazon])
 
 
-def read_line_by_line(text: bytes) -> list[tuple[bytes, int, float]] | int:
-    """Parses line by line: key, whole number, rating; or the number of the first malformed line."""
-    rows = []
+Rows = list[tuple[bytes, int, float]]
+
+
+def read_line_by_line(text: bytes, delimiter: bytes) -> tuple[Rows, list[int]]:
+    """Returns key, whole number and rating of each line, and the numbers of malformed lines."""
+    rows, malformed = [], []
     for number, line in enumerate(text.removesuffix(b"\n").split(b"\n") if text else [], start=1):
-        fields = re.fullmatch(rb"([!#-+\--~]{1,64}),(\d{1,18}),(\d+(?:\.\d*)?)\r?", line)
-        if fields is None or not 0 <= float(fields[3]) <= 5:
-            return number
-        rows.append((fields[1], int(fields[2]), float(np.float32(fields[3]))))
-    return rows
+        fields = line.removesuffix(b"\r").split(delimiter)
+        patterns = (rb"[!#-~]{1,64}", rb"\d{1,18}", rb"\d+(\.\d*)?")
+        good = len(fields) == 3 and all(map(re.fullmatch, patterns, fields))
+        if good and 0 <= float(fields[2]) <= 5:
+            rows.append((fields[0], int(fields[1]), float(np.float32(float(fields[2])))))
+        else:
+            malformed.append(number)
+    return rows, malformed
 
 
 def test_reads_what_a_reader_of_single_lines_reads(
@@ -377,38 +407,89 @@ def test_reads_what_a_reader_of_single_lines_reads(
     generator = random.Random(0)
     path = tmp_path / "table.csv"
     outcomes = set()
-    for _ in range(400):
+    for _ in range(600):
         monkeypatch.setattr(table, "BLOCK_BYTES", generator.choice([1, 7, 40, 1 << 20]))
+        delimiter = generator.choice([b",", b"\t", b"::"])
         lines = [
-            b"%s,%d,%s"
-            % (
-                bytes(generator.choices(b"ABCxyz019_", k=generator.randint(1, 20))),
-                generator.randrange(10 ** generator.randint(1, 18)),
-                generator.choice([b"5.0", b"3", b"0.5"]),
+            delimiter.join(
+                (
+                    bytes(generator.choices(b"ABCxyz019_", k=generator.randint(1, 20))),
+                    b"%d" % generator.randrange(10 ** generator.randint(1, 18)),
+                    generator.choice([b"5.0", b"3", b"0.5"]),
+                )
             )
             for _ in range(generator.randint(1, 12))
         ]
         text = generator.choice([b"\n", b"\r\n"]).join(lines) + generator.choice([b"", b"\n"])
         place = generator.randrange(len(text))
-        change = generator.choice([*b',\n\r 0a"\xff-.\x00', None])
+        change = generator.choice([*b',:\t\n\r 0a"\xff-.\x00', None])
         if change is not None:
             text = text[:place] + bytes([change]) + text[place + generator.randint(0, 1) :]
         path.write_bytes(text)
-        expected = read_line_by_line(text)
-        rows: list[tuple[bytes, int, float]] = []
-        try:
-            for block in table.read_table(path, "knr", has_header=False, progress=False):
+        expected, bad = read_line_by_line(text, delimiter)
+
+        def read(malformed: MalformedLines | None, delimiter: bytes = delimiter) -> Rows:
+            rows: Rows = []
+            for block in table.read_table(
+                path,
+                "knr",
+                has_header=False,
+                progress=False,
+                delimiter=delimiter,
+                malformed=malformed,
+            ):
                 columns = block.keys("k"), block.natural("n"), block.decimal("r", 0, 5)
-                rows += zip(*(column.tolist() for column in columns), strict=True)
-        except ValueError as error:
-            line = int(str(error).removeprefix(f"{path}:").split(":")[0])
-            # A block's columns are checked one after another, so the error may name a later line.
-            assert isinstance(expected, int)
-            assert expected <= line
+                keep = block.report()
+                rows += zip(*(column[keep].tolist() for column in columns), strict=True)
+            return rows
+
+        report = io.StringIO()
+        malformed = MalformedLines(report)
+        assert read(malformed) == expected
+        assert malformed.count == len(bad)
+        reported = re.findall(rf"^{re.escape(str(path))}:(\d+): ", report.getvalue(), re.MULTILINE)
+        assert list(map(int, reported)) == bad
+        if bad:
+            with pytest.raises(ValueError, match=r"table.csv:\d+: ") as error:
+                read(None)
+            # A block's columns are checked one after another, so this may name a later line.
+            assert int(str(error.value).removeprefix(f"{path}:").split(":")[0]) in bad
         else:
-            assert rows == expected
-        outcomes.add(isinstance(expected, int))
+            assert read(None) == expected
+        outcomes.add(bool(bad))
     assert outcomes == {False, True}
+
+
+@pytest.mark.parametrize("options", [{}, {"min_user_events": 21, "min_item_events": 4}])
+@pytest.mark.parametrize("kind", ["movielens", "amazon", "kuairand"])
+def test_chunks_do_not_matter(
+    kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many chunks of few events, and users of more than a chunk, make the log of one chunk."""
+    write = {
+        "movielens": write_synthetic_movielens,
+        "amazon": write_synthetic_amazon,
+        "kuairand": write_synthetic_kuairand,
+    }[kind]
+    source: Any = write(tmp_path, **SIZE)
+    if kind == "movielens":  # users in no order, and equal times
+        lines = source.read_text().splitlines()
+        lines = [re.sub(r"\d\d\d$", "000", line) for line in lines]
+        random.Random(0).shuffle(lines)
+        source.write_text("\n".join([*lines, "1::1::5::0", "9::2::5::0", "1::3::5::0"]))
+    expected = open_event_log(source, **options)
+    monkeypatch.setattr(table, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(preprocess, "PENDING_IDS", 8)
+    for chunk in (40, 300):
+        monkeypatch.setattr(preprocess, "CHUNK_EVENTS", chunk)
+        log = open_event_log(source, tmp_path / str(chunk), **options)
+        assert log.manifest == expected.manifest
+        for name in ("user_ids", "item_ids", "offsets", "items", "ratings", "timestamps"):
+            assert (getattr(log, name) == getattr(expected, name)).all()
+        for name, column in expected.columns.items():
+            assert (log.columns[name] == column).all()
+            assert log.columns[name].dtype == column.dtype
+        assert {path.suffix for path in log.directory.iterdir()} == {".npy", ".json", ".txt"}
 
 
 def test_columns_are_found_by_name(tmp_path: Path) -> None:

@@ -67,3 +67,26 @@ def test_initial_embeddings_of_retrieval() -> None:
     assert positions.shape == (400, 64)
     assert positions.std().item() == pytest.approx(math.sqrt(2 / 464), rel=0.02)
     assert positions.abs().max().item() > 3 * math.sqrt(2 / 464)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tables"),
+    [
+        ("time", {"position_weight", "time_weight"}),
+        ("position", {"position_weight"}),
+        ("none", set()),
+    ],
+)
+def test_forms_of_the_relative_bias(kind: str, tables: set[str], tmp_path: Path) -> None:
+    """The saved model has the tables of that form alone, and no other run is continued with it."""
+    ratings = write_synthetic_movielens(tmp_path, 50, 120, 25)
+    out = tmp_path / "run"
+    paths = ["--data", str(ratings), "--out", str(out), "--no-baselines"]
+    asked = [*COMMON, *OF_EXAMPLE["train_retrieval"], *paths, "--relative-bias"]
+    assert train_retrieval.main([*asked, kind]) == 0
+    model = load_model(out / "best.pt", torch.device("cpu")).model
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    assert {name for name in names if name in ("position_weight", "time_weight")} == tables
+    assert model.reads_times == (kind == "time")
+    other = "none" if kind == "time" else "time"
+    assert train_retrieval.main([*asked, other, "--resume"]) == 1

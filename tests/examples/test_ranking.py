@@ -200,6 +200,34 @@ def test_splits_are_by_time_and_disjoint(data: RankingData) -> None:
         data.windows("all")  # type: ignore[arg-type]
 
 
+def test_a_share_of_the_events_is_held_out_by_time(log: EventLog) -> None:
+    data = RankingData(log, 9, 4, held_out=3, user_buckets=1000, held_out_share=0.2)
+    held = round(0.2 * log.num_events)
+    times = np.sort(log.timestamps)
+    cuts = times[-2 * held], times[-held]
+    assert data.most_targets == 4
+    found = {}
+    for split in ("training", "validation", "test"):
+        windows = data.windows(split)
+        sizes = windows.ends - windows.requests
+        assert 1 <= sizes.min() <= sizes.max() <= 4
+        # The history is what the user did before, also in the time that is held out.
+        first = log.offsets[windows.users]
+        assert (windows.starts == np.maximum(windows.requests - 9, first)).all()
+        runs = [np.arange(a, b) for a, b in zip(windows.requests, windows.ends, strict=True)]
+        found[split] = np.sort(np.concatenate(runs))
+    late = [log.timestamps >= cut for cut in cuts]
+    assert found["training"].tolist() == np.flatnonzero(~late[0]).tolist()
+    assert found["validation"].tolist() == np.flatnonzero(late[0] & ~late[1]).tolist()
+    assert found["test"].tolist() == np.flatnonzero(late[1]).tolist()
+    assert (found["training"] == data.training_events()).all()
+    assert abs(len(found["test"]) - held) <= 3  # equal times are not divided
+    of_users = np.diff(data.bounds, axis=0)
+    assert of_users.min() == 0  # some user has nothing in some split
+    with pytest.raises(ValueError, match="held_out_share: expected times that differ"):
+        RankingData(spoilt_log(log, ..., timestamps=lambda t: 0 * t), 9, 4, 3, 1000, 0.499)
+
+
 def test_users_with_few_events_keep_some_to_train_on(tmp_path: Path) -> None:
     path = tmp_path / "ratings.dat"
     counts = (3, 4, 5, 9)
@@ -211,7 +239,7 @@ def test_users_with_few_events_keep_some_to_train_on(tmp_path: Path) -> None:
         )
     )
     data = RankingData(open_event_log(path), 5, 5, held_out=3, user_buckets=10)
-    assert data.held_out.tolist() == [1, 1, 2, 3]
+    assert np.diff(data.bounds, axis=0)[1:].tolist() == [[1, 1, 2, 3]] * 2
     trained = np.bincount(data.user_of(data.training_events())).tolist()
     assert trained == [1, 2, 1, 3]
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serve
 import torch
 import torch.nn.functional as F
 import train_retrieval
 from recommender.evaluation import Evaluation
 from recommender.sasrec import SASRec
+from recommender.saved import load_model
 from torch import Tensor, nn
 
 from hstu_attn.data import JaggedBatch, held_out_windows, open_event_log
@@ -127,6 +130,7 @@ def test_a_run_learns_and_continues_exactly(
     tmp_path: Path,
     graph: str,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(out: Path, *more: str) -> int:
         paths = ["--data", str(ratings), "--out", str(out)]
@@ -147,6 +151,14 @@ def test_a_run_learns_and_continues_exactly(
     cpu = torch.device("cpu")
     evaluate = Evaluation(log, windows, tokens_per_batch=512, excluded="seen", device=cpu)
     assert evaluate(model.eval().scores).ndcg_10 == pytest.approx(row["ndcg_10"], rel=1e-6)
+
+    message = r"best\.pt: expected an HSTU model, .* got a SASRec model \(--model sasrec\)"
+    with pytest.raises(ValueError, match=message):
+        load_model(whole / "best.pt", cpu)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", lambda *_: None)
+        assert serve.main(["--port", "0", "--model", str(whole / "best.pt")]) == 1
+    assert "which alone is served" in capsys.readouterr().err
 
     with interrupted_at(10):
         assert run(stopped) == 130

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import train_ranking
@@ -26,9 +27,13 @@ from recommender.scalars import Scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from hstu_attn.data import open_event_log
+from hstu_attn.data import ACTIONS, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
-from hstu_attn.data.synthetic_layouts import write_synthetic_amazon, write_synthetic_kuairand
+from hstu_attn.data.synthetic_layouts import (
+    KUAIRAND_HEADER,
+    write_synthetic_amazon,
+    write_synthetic_kuairand,
+)
 from hstu_attn.distributed import Checkpoints
 from tests.helpers.checkpoint_files import newest_checkpoint
 from tests.helpers.paths import EXAMPLES
@@ -128,6 +133,59 @@ def test_a_run_from_end_to_end(
     # A checkpoint is not continued with other options.
     assert train_ranking.main([*arguments, "--resume", "--targets", "5"]) == 1
     assert "was made with targets = 6, this run has 5" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_kuairand_as_in_public_examples(tmp_path: Path) -> None:
+    """Eight tasks, 100 candidates, and histories of 4,096 events, which one user has."""
+    generator = random.Random(0)
+    lines = [KUAIRAND_HEADER + "\n"]
+    for user, count in enumerate((4450, 310, 40)):
+        for number in range(count):
+            values = dict.fromkeys(KUAIRAND_HEADER.split(","), 0)
+            values |= {"user_id": user, "video_id": generator.randrange(50), "date": 20220408}
+            values |= {"time_ms": 1_650_000_000_000 + 1000 * number}
+            values |= {action: int(generator.random() < 0.3) for action in ACTIONS}
+            lines.append(",".join(map(str, values.values())) + "\n")
+    path = tmp_path / "log_standard_4_08_to_4_21_27k_part1.csv"
+    path.write_text("".join(lines))
+    out = tmp_path / "run"
+    arguments = [
+        *("--data", str(path), "--out", str(out), "--device", "cpu", "--dim", "8", "--heads", "1"),
+        *("--layers", "1", "--steps", "2", "--eval-every", "2", "--sequences-per-batch", "2"),
+        *("--history", "4096", "--targets", "100", "--held-out", "100", "--tasks", *ACTIONS),
+    ]
+    assert train_ranking.main(arguments) == 0
+    rows = json.loads((out / "metrics.json").read_text())
+    metrics = {f"{metric}/{action}" for metric in ("auc", "ne") for action in ACTIONS}
+    assert all(metrics <= set(row) for row in rows.values())
+    model = load_ranking_model(out / "best.pt", torch.device("cpu"))
+    assert model.config.tasks == ACTIONS
+    assert model.config.max_rows == 3 + 2 * 4096 + 100
+    data = RankingData(open_event_log(path), 4096, 100, 100, 1000)
+    lengths = data.windows("test").lengths
+    assert lengths.tolist() == [model.config.max_rows, 3 + 2 * 210 + 100, 3 + 2 * 21 + 19]
+
+
+def test_ratings_divided_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ratings = write_synthetic_movielens(tmp_path, **SIZE)
+    out = tmp_path / "run"
+    arguments = [*SMALL, "--data", str(ratings), "--out", str(out), "--held-out-share", "0.1"]
+    assert train_ranking.main(arguments) == 0
+    log = open_event_log(ratings)
+    start = np.sort(log.timestamps)[-round(0.1 * log.num_events)]
+    late = np.add.reduceat(log.timestamps >= start, log.offsets[:-1], dtype=np.int64)
+    expected = f"Test: the last events of {np.count_nonzero(late)} users, {late.sum()} in all."
+    assert expected in capsys.readouterr().out
+    rows = json.loads((out / "metrics.json").read_text())
+    assert list(rows) == ["base rate", "item rate", "item and user rate", "HSTU"]
+    assert set(rows["HSTU"]) == {"auc/rating_4", "ne/rating_4", "auc/rating_5", "ne/rating_5"}
+    # Which events are held out is a part of the run.
+    assert train_ranking.main([*arguments[:-1], "0.2", "--resume"]) == 1
+    assert "was made with held_out_share = 0.1, this run has 0.2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_ranking.parse_arguments([*arguments[:-1], "0.5"])
+    assert "--held-out-share must be above 0 and below 0.5, got 0.5" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -369,8 +369,9 @@ def test_malformed_files_are_reported(
     assert train_retrieval.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "Left out: 2 malformed lines, all listed in" in printed
-    assert f"{spoiled}:1: expected 4 fields separated by '::', got 3: '1::2::3'" in printed
-    assert f"{spoiled}:{lines}: expected 4 fields separated by '::', got 1: 'oops'" in printed
+    expected = "expected 4 fields separated by '::' (user, item, rating, timestamp)"
+    assert f"{spoiled}:1: {expected}, got 3: '1::2::3'" in printed
+    assert f"{spoiled}:{lines}: {expected}, got 1: 'oops'" in printed
 
     spoiled.write_bytes(b"nothing of use\n")
     assert train_retrieval.main([*arguments, "--out", str(tmp_path / "other")]) == 1
