@@ -199,11 +199,11 @@ def test_sampled_softmax_loss(
 ) -> None:
     """The losses and the gradients, in parts of 40, of 7 and of 1 rows."""
     monkeypatch.setattr(model_module, "GATHERED_ELEMENTS", gathered)
-    model = small_model(l2_normalize)
+    model = small_model(l2_normalize).double()
     weight = model.item_embedding.weight
-    states = torch.randn(40, 16, requires_grad=True)
+    states = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (40,))
-    factors = torch.randn(40)  # different gradients of the losses
+    factors = torch.randn(40, dtype=torch.float64)  # different gradients of the losses
     torch.manual_seed(0)
     found = sampled_softmax_loss(model, states, targets, 9, 0.5, per_row)
     of_found = torch.autograd.grad((found * factors).sum(), (states, weight))
@@ -219,7 +219,7 @@ def test_sampled_softmax_loss(
     expected = torch.stack(losses)
     torch.testing.assert_close(found, expected)
     of_expected = torch.autograd.grad((expected * factors).sum(), (states, weight))
-    torch.testing.assert_close(of_found, of_expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(of_found, of_expected)
 
 
 def test_negatives_per_row_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
