@@ -256,7 +256,6 @@ class _Group:
         packed_row: `(sequences, max_q)`: the row of q in each slot; of no meaning if empty.
         packed_rows: `(sequences * max_q,)`: the row of q in each slot, or total_q if empty.
         packed_keys: `(sequences * max_k,)`: the row of k in each slot, or total_k if empty.
-        intervals: `(sequences, 1 or heads, max_q, m, 2)`: intervals of key slots that rows see.
         timestamps: `(sequences, max_k)`: the times of the keys; None without a time table.
         scaled_q: `(sequences, heads, max_q, head dim)`: alpha times q, 0 in empty slots.
         k, v: `(sequences, heads, max_k, head dim)`, 0 in empty slots.
@@ -268,23 +267,10 @@ class _Group:
         self.mask = _to_mask(inputs.call)
 
         q, k, v = inputs[:3]
-        q_end, q_len, k_end, k_len, contexts, targets, _ = sequences
+        q_end, q_len, k_end, k_len, *_ = sequences
         self.row = torch.arange(max_q, device=q.device) + (q_len - max_q)
         self.key = torch.arange(max_k, device=q.device) + (k_len - max_k)
         self.packed_row = q_end - q_len + self.row
-        intervals = [
-            packed_intervals(
-                self.mask,
-                self.packed_row.clamp(min=0).flatten(),
-                torch.where(self.row < 0, q_len, self.row).flatten(),
-                *(x.expand(-1, max_q).flatten() for x in (q_len, k_len, contexts, targets)),
-                head=head,
-            )
-            for head in range(mask_heads(self.mask))
-        ]
-        of_keys = torch.stack(intervals).unflatten(1, self.row.shape).transpose(0, 1)
-        self.intervals = of_keys + (max_k - k_len)[..., None, None, None]
-
         self.packed_rows = self.packed_row.masked_fill(self.row < 0, q.shape[0]).flatten()
         self.scaled_q = self.rows_of(q).mul_(inputs.call.alpha)
 
@@ -326,6 +312,23 @@ class _Group:
         """Returns rows of `(total_q, heads, head dim)` in slots, `empty` where no key is before."""
         sees_none = self.row + (self.sequences.k_len - self.sequences.q_len) < 0
         return _to_slots(x, self.packed_row, sees_none | (self.row < 0), empty)
+
+    @cached_property
+    def intervals(self) -> Tensor:
+        """`(sequences, 1 or heads, max_q, m, 2)`: the intervals of key slots that rows see."""
+        _, q_len, _, k_len, contexts, targets, _ = self.sequences
+        intervals = [
+            packed_intervals(
+                self.mask,
+                self.packed_row.clamp(min=0).flatten(),
+                torch.where(self.row < 0, q_len, self.row).flatten(),
+                *(x.expand(-1, self.max_q).flatten() for x in (q_len, k_len, contexts, targets)),
+                head=head,
+            )
+            for head in range(mask_heads(self.mask))
+        ]
+        of_keys = torch.stack(intervals).unflatten(1, self.row.shape).transpose(0, 1)
+        return of_keys + (self.max_k - k_len)[..., None, None, None]
 
     @property
     def scale(self) -> Tensor | float:
@@ -423,8 +426,9 @@ class _Chunk:
 
     def hide_(self, x: Tensor) -> Tensor:
         """Sets `x`, of the shape of the scores, to 0 where the mask hides a key from a row."""
-        if self.group.is_triangle:
-            return x.tril_(self.rows.start - self.rows.stop + 1 - self.lowest_distance)
+        if self.group.is_triangle:  # only the last keys are hidden from any of the rows
+            x[..., self.rows.start - self.rows.stop :].tril_()
+            return x
         return x.masked_fill_(self._hidden, 0)
 
     @cached_property
