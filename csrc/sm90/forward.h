@@ -11,7 +11,8 @@
 //   tile_scheduler.h              which work tiles a block gets
 //   epilogue.h                    how O is stored, and how split-KV adds up
 //   key_source.h, score_bias.h    policies: packed or paged keys, a bias or none
-//   relative_score_bias.h         how consumers compute a relative bias
+//   position_score_bias.h         how consumers add weights by position
+//   relative_score_bias.h         how they compute a relative bias by time
 //   split_heuristic.h             how many splits there are
 //   launch_forward.h              the host side
 #pragma once
@@ -42,7 +43,7 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
       Bias::prefetch(maps);
       if constexpr (Source::kIsPaged) cute::prefetch_tma_descriptor(&maps.pages.map);
     }
-    if constexpr (Traits::kHasRelativeBias) Traits::clear_bias(params.relative_bias, smem);
+    if constexpr (Traits::kHasTimeBias) Traits::clear_bias(params.relative_bias, smem);
     __syncthreads();
     if (!has_list) wait_for_previous_kernel();  // else the scheduler waits before it reads the list
 

@@ -129,7 +129,7 @@ struct ForwardConsumer {
     smem.pipeline_work.consumer_wait(work_state);
     const WorkTile& work_tile = work_tile_at(work_state);
     if (work_tile.is_end() || (Traits::kIsSplitByCluster && work_tile.is_empty())) return false;
-    if constexpr (Traits::kHasRelativeBias) bias.enter(work_tile, warpgroup);
+    if constexpr (Traits::kHasTimeBias) bias.enter(work_tile, warpgroup);
     smem.pipeline_q.consumer_wait(q_state);
     return true;
   }
@@ -143,7 +143,7 @@ struct ForwardConsumer {
         return bias.load_unaligned(params, work_tile, warpgroup, first, scores);
       }
     }
-    bias.init_accumulator(smem, warpgroup, scores);
+    bias.init_accumulator(smem, warpgroup, k_state, scores);
   }
 
   // Issues S = Q K^T + bias, or Q K^T alone if the bias is added after.
@@ -164,9 +164,9 @@ struct ForwardConsumer {
     return weights.load_factors(smem, work_tile_at(work_state), warpgroup, k_state.index());
   }
 
-  // Computes a relative bias of the scores, while products run.
+  // Computes a bias by time of the scores, while products run.
   HSTU_DEVICE void find_bias() {
-    if constexpr (Traits::kHasRelativeBias) {
+    if constexpr (Traits::kHasTimeBias) {
       tile = read_by_warp(smem.key_tiles[k_state.index()]);
       bias.find(smem, work_tile_at(work_state), warpgroup, k_state, q_state, tile.first_key());
     }
@@ -175,7 +175,7 @@ struct ForwardConsumer {
   // P = silu(alpha * S), before the mask.
   template <typename Factors>
   HSTU_DEVICE void silu_scores(const Factors& factors) {
-    if constexpr (!Traits::kHasRelativeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
+    if constexpr (!Traits::kHasTimeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
     smem.pipeline_k.consumer_release_by_warp(k_state);
     if constexpr (Bias::kIsAddedAfter) bias.scale(smem, warpgroup, k_state, factors, scores);
     weights.activate(params, factors, scores);
@@ -196,7 +196,7 @@ struct ForwardConsumer {
   // this way. E4m3 with fp32 scores has no registers for it.
   static constexpr bool kFindsVisibleEarly =
       (kHeadDim == 256 && !(Traits::kIsFp8 && std::is_same_v<typename Traits::ScoreSum, float>)) ||
-      Traits::kHasRelativeBias;
+      Traits::kHasTimeBias;
   HSTU_DEVICE uint64_t find_visible_early() const {
     return kFindsVisibleEarly && tile.is_partial() ? find_visible() : 0;
   }

@@ -43,7 +43,7 @@ class ForwardProducer {
         smem.pipeline_q.producer_acquire(state);
         copy_rows<Traits::kRows, Traits::kHeadDim, kWarpgroupRows>(
             maps.q, rows, first, smem.q[state.index()][0], smem.pipeline_q.full[state.index()]);
-        if constexpr (Traits::kHasRelativeBias)
+        if constexpr (Traits::kHasTimeBias)
           RelativeBiasProducer<Traits>::load_cells(params, smem, work_tile, state);
       }
       state.advance();

@@ -53,17 +53,18 @@ struct ForwardTraits {
 
   static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kIsRelative;
+  static constexpr bool kHasTimeBias = Bias::kHasTime;
   static constexpr bool kHasBiasTiles = kHasBias && !kHasRelativeBias;
   static constexpr ForwardTiles kTiles = [] {
     if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2, kHasBias>();
-    return forward_tiles<kHeadDim, kHasBias, kHasRelativeBias, Source::kIsPaged,
+    return forward_tiles<kHeadDim, kHasBias, kHasTimeBias, Source::kIsPaged,
                          Source::kIsQuantized>();
   }();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasRelativeBias)
+      kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
              : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2 && !kHasBias;
   static constexpr int kConsumerWarps = kConsumers * 4;
@@ -166,13 +167,13 @@ struct ForwardTraits {
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
   using BiasState = PipelineState<kTiles.bias_stages>;
-  // The memory of a relative bias. There is one more window than there are stages of K, so that
-  // consumers may read a window after they have released K of its tile.
-  using BiasWindow = RelativeBiasWindow<kRows, kKeys>;
+  // The memory of a relative bias. With weights by time, there is one more window than there are
+  // stages of K, so that consumers may read a window after they have released K of its tile.
+  using BiasWindow = RelativeBiasWindow<kRows, kKeys, kHasTimeBias>;
   using BiasOfWarp = RelativeBiasOfWarp<kKeys>;
-  static constexpr int kBiasWindows = kHasRelativeBias ? KVState::kStages + 1 : 0;
+  static constexpr int kBiasWindows = KVState::kStages + kHasTimeBias;
   static HSTU_DEVICE int bias_window(KVState state) {
-    return static_cast<int>(state.count % (KVState::kStages + 1));
+    return static_cast<int>(state.count % kBiasWindows);
   }
   using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
 
@@ -210,9 +211,9 @@ struct ForwardTraits {
     Pipeline<KVState::kStages> pipeline_k;
     Pipeline<KVState::kStages> pipeline_v;
     Pipeline<BiasState::kStages> pipeline_bias;
-    BiasWindow bias_windows[kBiasWindows];
-    NarrowCells bias_cells[kHasRelativeBias ? QState::kStages : 0];
-    BiasOfWarp bias_warps[kHasRelativeBias ? kConsumerWarps : 0];
+    BiasWindow bias_windows[kHasRelativeBias ? kBiasWindows : 0];
+    NarrowCells bias_cells[kHasTimeBias ? QState::kStages : 0];
+    BiasOfWarp bias_warps[kHasTimeBias ? kConsumerWarps : 0];
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
@@ -237,10 +238,10 @@ struct ForwardTraits {
     }
     // Further arrivals at the barriers of Q and K are for further inputs: the factors and descales
     // of e4m3, and the cells, times and weights of a relative bias.
-    constexpr int kProducers = 1 + kIsFp8 + kHasRelativeBias;
+    constexpr int kProducers = 1 + kIsFp8;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
-    smem.pipeline_q.init(kConsumerArrivals, kProducers);
-    smem.pipeline_k.init(kConsumerArrivals, kProducers);
+    smem.pipeline_q.init(kConsumerArrivals, kProducers + kHasTimeBias);
+    smem.pipeline_k.init(kConsumerArrivals, kProducers + kHasRelativeBias);
     smem.pipeline_v.init(kConsumerArrivals);
     smem.pipeline_bias.init(kConsumerArrivals);
     smem.next_work_wanted.init(/*arrivals=*/1);

@@ -49,8 +49,11 @@ class ForwardLauncher {
   using Kernel = Forward<kHeadDim, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
 
   static ForwardPlan plan_packed(const ForwardParams& params, const CudaLaunch& launch) {
-    if (params.relative_bias) {
+    if (params.relative_bias.time.data) {
       return plan_form<Kernel<PackedKeys, RelativeScoreBias>>(params, launch, {});
+    }
+    if (params.relative_bias) {
+      return plan_form<Kernel<PackedKeys, PositionScoreBias>>(params, launch, {});
     }
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});

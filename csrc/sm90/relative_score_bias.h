@@ -13,19 +13,9 @@
 #include "../common/relative_bias.h"
 #include "../scheduler/work_list.h"
 #include "pipeline.h"
-#include "position_window.h"
+#include "position_score_bias.h"
 
 namespace hstu::sm90 {
-
-// The inputs of the bias of a key tile, which the warp that copies K copies.
-template <int kRows, int kKeys>
-struct RelativeBiasWindow {
-  using Position = PositionWindow<kRows, kKeys, 2>;
-  static constexpr int kTimeBytes = kKeys / 8 * sizeof(KeyBlockTimes);
-
-  KeyBlockTimes times[kKeys / 8];
-  Position position;
-};
 
 // The cells of time differences below 2^31.
 struct NarrowCells {
@@ -90,13 +80,13 @@ class RelativeBiasProducer {
                         SharedMemory& smem, const WorkTile& work_tile, int first,
                         typename Traits::KVState state) {
     const RelativeBias& bias = params.relative_bias;
-    const SequenceTile& tile = work_tile.tile;
-    const Sequence& sequence = tile.sequence;
+    const Sequence& sequence = work_tile.tile.sequence;
     auto& full = smem.pipeline_k.full[state.index()];
     Window& window = smem.bias_windows[Traits::bias_window(state)];
     const int key = Source::template key_of<kKeys>(sequence, first);
     const KeyBlockTimes* const blocks =
-        bias.prepared.time_blocks + first_tile(sequence.k_begin, tile.sequence_index, 8) + key / 8;
+        bias.prepared.time_blocks + first_tile(sequence.k_begin, work_tile.tile.sequence_index, 8) +
+        key / 8;
     bool is_copied = bias.time.data != nullptr;
     if constexpr (Source::kIsPaged) {
       if (is_copied && key % 8 != 0) {
@@ -111,13 +101,8 @@ class RelativeBiasProducer {
       cute::SM90_BULK_COPY_G2S::copy(blocks, reinterpret_cast<uint64_t*>(&full), window.times,
                                      Window::kTimeBytes);
     }
-    if (bias.position.data) {
-      const int table_head = work_tile.head / (params.heads / bias.position.heads);
-      const float* const table =
-          bias.prepared.position + table_head * bias.prepared.position_head_stride;
-      window.position.start_copy(bias.prepared, table, sequence, tile.index * Traits::kRows, key,
-                                 full);
-    }
+    if (bias.position.data)
+      start_copy_position<Traits>(params, work_tile, key, window.position, full);
   }
 
   // Starts copying the cells of a work tile's head. Called by one thread.
@@ -178,7 +163,7 @@ class RelativeBiasConsumer {
   HSTU_DEVICE explicit RelativeBiasConsumer(const ForwardParams& params) : params_(params) {}
 
   template <typename Scores>
-  HSTU_DEVICE void init_accumulator(SharedMemory&, int, Scores&) {}
+  HSTU_DEVICE void init_accumulator(SharedMemory&, int, KVState, Scores&) {}
   HSTU_DEVICE void skip_tile(SharedMemory&) {}
 
   // Starts loading the times of the warp's rows.

@@ -5,17 +5,20 @@
 //   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile, except for
 //                      tiles that TMA cannot copy
 //   AddedDenseBias     the same for e4m3, in bf16 or fp16
-//   RelativeScoreBias  weights by position and by time
+//   PositionScoreBias  the weights by position of a relative bias that has no weights by time
+//   RelativeScoreBias  weights by position and by time, or either
 //
 // In the forward, a policy has a Producer, whose load() is called by the warp that copies K for
 // each key tile, and a Consumer. Its init_accumulator() gives the scores the value that Q K^T is
-// added to; where kIsAddedAfter, scale() makes x / 2 of Q K^T and the bias, and where kIsRelative,
-// find() computes the bias before that, while the product runs. In the backward, kWarpgroups
-// further warpgroups compute tiles of the bias.
+// added to; where kIsAddedAfter, scale() makes x / 2 of Q K^T and the bias, and where kHasTime,
+// find() computes the bias before that, while the product runs. Where kIsRelative, windows of the
+// position table are copied to shared memory. In the backward, kWarpgroups further warpgroups
+// compute tiles of the bias, or sum dS for the gradients of tables.
 #pragma once
 
 #include "bias.h"
 #include "pipeline.h"
+#include "position_score_bias.h"
 #include "relative_score_bias.h"
 
 namespace hstu::sm90 {
@@ -25,6 +28,7 @@ struct NoScoreBias {
   static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
   static constexpr bool kIsRelative = false;
+  static constexpr bool kHasTime = false;
   template <typename Element>
   using TileElement = Element;  // for a call with tensors of Element
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
@@ -44,7 +48,8 @@ struct NoScoreBias {
     HSTU_DEVICE explicit Consumer(const ForwardParams&) {}
 
     template <typename Scores>
-    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
+    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, typename Traits::KVState,
+                                      Scores&) {}
     HSTU_DEVICE void skip_tile(typename Traits::SharedMemory&) {}
   };
 };
@@ -54,6 +59,7 @@ struct DenseScoreBias {
   static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
   static constexpr bool kIsRelative = false;
+  static constexpr bool kHasTime = false;
   template <typename Element>
   using TileElement = Element;
   // Q K^T is added to what the accumulator holds.
@@ -111,7 +117,7 @@ struct DenseScoreBias {
     // scores = bias of the next key tile. Called by a warpgroup.
     template <typename Scores>
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
-                                      Scores& scores) {
+                                      typename Traits::KVState, Scores& scores) {
       constexpr int kKeys = Traits::kKeys;
       auto& pipeline = smem.pipeline_bias;
       pipeline.consumer_wait(state);
@@ -160,7 +166,8 @@ struct AddedDenseBias : DenseScoreBias {
     HSTU_DEVICE explicit Consumer(const ForwardParams& params) : params(params) {}
 
     template <typename Scores>
-    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
+    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, typename Traits::KVState,
+                                      Scores&) {}
 
     // scores = x / 2, of the scores and the bias. Called by a warpgroup.
     template <typename Factors, typename Scores>
@@ -205,12 +212,34 @@ struct AddedDenseBias : DenseScoreBias {
   };
 };
 
+// Weights by position alone, in fp32. The values that Q K^T is added to are read from a window of
+// their table.
+struct PositionScoreBias {
+  static constexpr bool kHasTiles = false;
+  static constexpr int kWarpgroups = 1;
+  static constexpr bool kIsAddedAfter = false;
+  static constexpr bool kIsRelative = true;
+  static constexpr bool kHasTime = false;
+  template <typename Element>
+  using TileElement = Element;
+  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::One;
+
+  template <typename Maps>
+  static HSTU_DEVICE void prefetch(const Maps&) {}
+
+  template <typename Traits>
+  using Producer = PositionBiasProducer<Traits>;
+  template <typename Traits>
+  using Consumer = PositionBiasConsumer<Traits>;
+};
+
 // Weights by position and by time. In the forward, consumers compute them and there are no tiles.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = 1;
   static constexpr bool kIsAddedAfter = true;
   static constexpr bool kIsRelative = true;
+  static constexpr bool kHasTime = true;
   template <typename Element>
   using TileElement = cutlass::half_t;
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
