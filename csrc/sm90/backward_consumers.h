@@ -1,5 +1,5 @@
-// The consumers of the backward: warpgroups that issue the products. Those of a cluster run in
-// another order, see backward_cluster.h.
+// The consumers of the backward: warpgroups that issue the products. In a cluster, they issue them
+// in another order, see backward_cluster.h.
 #pragma once
 
 #include "backward_scores.h"
@@ -42,14 +42,14 @@ struct BackwardConsumers : Traits {
   // are too short to hide it.
   static constexpr bool kLoadsBiasEarly = kHeadDim > 64;
 
-  // With the registers that a relative bias leaves, S and dP do not fit beside dK and dV: dP
-  // replaces S, of which silu'(alpha * S) remains, rounded to fp16.
+  // A relative bias leaves too few registers for S and dP beside dK and dV: the accumulator of dP
+  // reuses that of S, and only silu'(alpha * S) is kept, rounded to fp16.
   static constexpr bool kReusesScores = Traits::kHasRelativeBias && kHeadDim == 128;
 
-  // S of the next tile of rows is issued before dQ of this one, because dQ waits for dS of both
-  // warpgroups: so these need not run in lockstep. Above head dim 64, a relative bias leaves no
-  // registers for it.
-  // NOTE: where registers do not suffice, ptxas waits for each single wgmma.
+  // S of the next row tile is issued before dQ of this one. dQ waits for dS of both warpgroups,
+  // which need not run in lockstep this way. Above head dim 64, a relative bias leaves no registers
+  // for it.
+  // NOTE: where registers do not suffice, ptxas serializes the wgmmas: it waits after each of them.
   static constexpr bool kStartsScoresEarly = !(Traits::kHasRelativeBias && kHeadDim > 64);
 
   static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
@@ -246,7 +246,7 @@ struct BackwardConsumers : Traits {
       if constexpr (Traits::kHasRelativeBias) {
         if (params.relative_bias.time.data) smem.pipeline_bias.consumer_wait(bias_state);
         if (params.relative_bias.position.data) smem.pipeline_q.consumer_wait(state);
-        compiler_barrier();  // before plain loads of what has been waited for
+        compiler_barrier();  // keeps the plain loads behind the waits
         // NOTE: each case is a basic block, in which all loads are issued before the first is
         // waited for.
         if (!params.relative_bias.position.data) {
@@ -351,14 +351,14 @@ struct BackwardConsumers : Traits {
     return tile;
   }
 
-  // The warpgroup's part of a tile of scores.
+  // The first row and the group of 64 keys of the warpgroup's part of a tile of scores.
   static HSTU_DEVICE int first_row(int warpgroup) {
     return kIsCluster ? warpgroup * kScoreRows : 0;
   }
   static HSTU_DEVICE int key_group(int warpgroup) { return kIsCluster ? 0 : warpgroup; }
 
-  // Multiplies each row of dO in shared memory by its own scale, and so dV, dP and what follows
-  // from them.
+  // Multiplies each row of dO in shared memory by the scale of the row, which scales dV, dP and all
+  // that is computed from dP.
   // NOTE: the factor is relative to params.scale, by which results are multiplied after the main
   // loop: scaled by both, dO might underflow in fp16.
   static HSTU_DEVICE void scale_rows(const BackwardParams& params, const WorkTile& work_tile,

@@ -107,7 +107,7 @@ struct BackwardProducers : Traits {
         if (lane == 0) copy_keys(maps, work_tile, KVState{state.count}, smem);
         if (lane == 0 && Traits::stores_ds(params)) start_zeroing_unseen(maps, work_tile, smem);
         // NOTE: the next work tile is not taken before it is needed, because an idle block could
-        // have it.
+        // process it in the meantime.
         smem.next_work_wanted.wait(state.count % 2);
         __syncwarp();
         state.advance();

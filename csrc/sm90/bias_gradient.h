@@ -36,7 +36,7 @@ struct BiasGradient {
   struct WorkTile {
     SequenceTile tile;  // sequence and sequence_index; index is not used
     int bias_head;
-    int first_head;  // of those that share the bias head
+    int first_head;  // the first of the heads that share the bias head
     int first_row;   // a query row, a multiple of kRows; rows below 0 do not exist
     int first_key;
     bool is_visible;           // some row of some head sees some key

@@ -52,7 +52,7 @@ class Epilogue {
   }
 
  private:
-  // The thread has this row and the one 8 rows behind it.
+  // The first of the thread's two rows, which are 8 apart.
   static HSTU_DEVICE int first_row_of_thread(const WorkTile& work_tile, int warpgroup) {
     return work_tile.first_row_of_warp(warpgroup) + reload_thread_idx() % 32 / 4;
   }

@@ -82,8 +82,8 @@ class ForwardProducer {
     });
   }
 
-  // Describes the key tile that begins with key `first` to the consumers; `next` begins the next
-  // one.
+  // Returns what consumers read about the key tile that begins with key `first`. `next` is the
+  // first key of the next one.
   static HSTU_DEVICE KeyTile key_tile(const WorkTile& work_tile, int first, int next) {
     int bits = first;
     const bool is_full =

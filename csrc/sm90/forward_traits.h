@@ -99,8 +99,8 @@ struct ForwardTraits {
   // in padded keys if they are paged, see paged_keys.h.
   struct WorkTile {
     SequenceTile tile;
-    SpanSummary summary;   // of the keys that all of its rows see
-    int head;              // or kEndOfWork
+    SpanSummary summary;   // which keys its rows see
+    int head;              // kEndOfWork: there is no more work
     int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
     RowFactors row_factors[kIsFp8 ? kRows : 0];
     PageList pages;
@@ -121,7 +121,7 @@ struct ForwardTraits {
       if constexpr (!kIsSplitByList) return tile_of(first, INT_MAX);
       return tile_of(max(first, split.begin), split.end);
     }
-    // The same for all splits, and for tiles that begin before key `last`.
+    // The same regardless of splits, for tiles that begin before key `last`.
     HSTU_DEVICE int tile_of(int first, int last) const {
       int found = kNoKey;
       for (const Interval& keys : summary.hull) {
@@ -156,8 +156,8 @@ struct ForwardTraits {
   };
 
   // The scheduler looks for the next work tile when this many key tiles of the current one are left
-  // to be copied. If it looked earlier, it would keep work from blocks that become idle. Splits may
-  // be short, and their epilogue takes longer: they leave more time.
+  // to be copied. If it looked earlier, it would keep work from blocks that become idle. It looks
+  // earlier for splits, because they may be short and their epilogue takes longer.
   static constexpr int kTilesLeft = kIsSplitByList ? 4 : 2;
   // Lanes of the scheduler's warp that write to a work tile: one for the rows of each warpgroup,
   // and one for all rows.
@@ -217,7 +217,7 @@ struct ForwardTraits {
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
-  // Where there is no table, weights are zeros that are not written again. Called by all threads.
+  // The weights of a table that does not exist are zeros, written once. Called by all threads.
   static HSTU_DEVICE void clear_bias(const RelativeBias& bias, SharedMemory& smem) {
     if (!bias.position.data) {
       for (BiasWindow& window : smem.bias_windows) window.position.clear(threadIdx.x, kThreads);

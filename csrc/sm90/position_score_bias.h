@@ -8,7 +8,7 @@
 
 namespace hstu::sm90 {
 
-// The inputs of a relative bias of a key tile. Without weights by time, it has no times.
+// What a relative bias reads for a key tile; `times` is empty if it has no weights by time.
 template <int kRows, int kKeys, bool kHasTime>
 struct RelativeBiasWindow {
   using Position = PositionWindow<kRows, kKeys, 2>;
@@ -18,8 +18,8 @@ struct RelativeBiasWindow {
   Position position;
 };
 
-// Starts copying the weights by position of a work tile's rows and of a tile of keys from `key` on,
-// and tells `full`, which expects their bytes. Called by one thread.
+// Starts copying the weights by position of a work tile's rows and of a tile of keys from `key` on.
+// The copy completes on `full`, which already expects its bytes. Called by one thread.
 template <typename Traits>
 HSTU_DEVICE void start_copy_position(const ForwardParams& params,
                                      const typename Traits::WorkTile& work_tile, int key,
@@ -33,7 +33,7 @@ HSTU_DEVICE void start_copy_position(const ForwardParams& params,
                     work_tile.tile.index * Traits::kRows, key, full);
 }
 
-// The producer's part: K's barriers count the copies of windows.
+// The producer's part. The copies of windows complete on the barriers of K.
 template <typename Traits>
 struct PositionBiasProducer {
   using Source = typename Traits::Source;
@@ -64,7 +64,8 @@ struct PositionBiasConsumer {
   HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
                                     typename Traits::KVState state, Scores& scores) {
     constexpr int kChunks = Traits::kKeys / 8;
-    // The weights of the lane's first row are those of its second row 8 keys later.
+    // positions[n] has the weights of chunk n for the lane's second row. The first row is 8 rows
+    // above, so its weights are those of the next chunk.
     const int row = Traits::row_of_thread(warpgroup) + 8;
     const float* const from = smem.bias_windows[Traits::bias_window(state)].position.of_row(row) +
                               reload_thread_idx() % 4 * 2;
