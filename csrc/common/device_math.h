@@ -60,7 +60,7 @@ HSTU_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return word;
 }
 
-// Arithmetic on two numbers in fp16. None is flushed to zero.
+// Arithmetic on pairs of fp16 numbers. Subnormal numbers are not flushed to zero.
 HSTU_DEVICE uint32_t fma_half_pairs(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t result;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));

@@ -58,7 +58,7 @@ struct QuantizeParams {
   void* workspace = nullptr;        // quantize_workspace_bytes(), aligned to 16 bytes
 };
 
-// Whether rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.
+// True if rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.
 inline bool limits_norms(const QuantizeParams& params) {
   return params.dtype != DType::kFloat8E4M3 &&
          (params.mode == QuantMode::kRow || params.mode == QuantMode::kBlock);

@@ -90,7 +90,7 @@ HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t tile_index
   return tile >= 0 && tile * size < found.sequence.q_len;
 }
 
-// The key tiles [begin, end), twice, that some row of a tile of rows sees. In a deterministic
+// Two ranges [begin, end) of the key tiles that some row of a tile of rows sees. In a deterministic
 // backward they add to its dQ in ascending order.
 // NOTE: only this, and not the mask, decides whether a key tile takes part. With inconsistent
 // offsets sequences share tiles of rows, and blocks could wait for a key tile that never adds.
