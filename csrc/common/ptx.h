@@ -12,8 +12,7 @@ HSTU_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- device memory that blocks hand over to each other
-// --------------------------------------------
+// --- device memory through which blocks synchronize
 
 HSTU_DEVICE int ld_relaxed(const int* address) {
   int value;
@@ -139,7 +138,6 @@ HSTU_DEVICE void prefetch_l2(const void* address) {
 }
 
 // --- asynchronous copies from device to shared memory
-// ---------------------------------------------
 
 // Copies 16 bytes, bypassing the L1 cache.
 HSTU_DEVICE void cp_async_16(const void* from, void* to) {
@@ -184,7 +182,6 @@ HSTU_DEVICE void cp_async_wait() {
 HSTU_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // --- bulk copies, from compute capability 9.0 on
-// --------------------------------------------------
 
 // Starts adding kBytes of fp32 in shared memory to device memory, as part of the bulk group.
 template <int kBytes>
@@ -221,7 +218,6 @@ HSTU_DEVICE float4 ld_shared_cluster_v4(uint32_t address) {
 }
 
 // --- barriers and the order of kernels
-// ------------------------------------------------------------
 
 // Waits at a named barrier, and returns whether `value` is true in any of its threads.
 template <int kThreads>
@@ -252,8 +248,7 @@ HSTU_DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// --- loads under a condition
-// ----------------------------------------------------------------------
+// --- predicated loads
 
 // Loads consecutive words if the condition is true; otherwise leaves them as they are. The loads
 // are predicated, so that several of them are in flight: there is no branch between them.

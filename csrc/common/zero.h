@@ -35,8 +35,8 @@ HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, in
   }
 }
 
-// Zeroes all rows between sequences. Called by `warps` warps, of which this is number `warp`. Gap b
-// is before sequence b, and the last gap reaches to the end.
+// Zeroes all rows between sequences. Called by `warps` warps; this one has number `warp`. Gap b is
+// before sequence b, and the last gap reaches to the end.
 template <RowsOf kRows>
 __device__ void zero_unowned_rows(const BatchParams& params, const PackedTensor& tensor, int heads,
                                   int warp, int warps) {

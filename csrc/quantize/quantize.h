@@ -69,7 +69,7 @@ HSTU_HOST_DEVICE int64_t max_blocks(int64_t rows, int batch) {
   return rows / Fp8Params::kBlock + batch;
 }
 
-// The key, of 32 consecutive ones, whose value stands at `position` in v8. This is the order in
+// Returns which of 32 consecutive keys has its value at `position` in v8. This is the order in
 // which a thread's accumulators of S hold the keys that its registers of P need.
 HSTU_HOST_DEVICE constexpr int key_at(int position) {
   const int thread = position % 16 / 4;

@@ -113,9 +113,9 @@ struct alignas(16) TileSpans {
 
 #if defined(__CUDACC__)
 
-// The tile scheduler of a block: hands it one work tile after another. While the block works on
-// one, request_next() learns which is next; while the block stores its results, fetch_next() copies
-// the description of the next tile.
+// The tile scheduler of a block, which gives it one work tile after another. While the block works
+// on one, request_next() learns which is next; while the block stores its results, fetch_next()
+// copies the description of the next tile.
 class WorkQueue {
  public:
   struct Entry {

@@ -128,7 +128,7 @@ class DiagonalSums {
   }
 
   // sums[q] = z[4q + t] of the 4 lanes of a row, added up. In each of two steps, a lane keeps half
-  // of the sums and gets its partner's parts of these.
+  // of the sums and adds its partner's parts to them.
   static HSTU_DEVICE void add_lanes(const float (&z)[kCount], int t, float (&sums)[kCount / 4]) {
     const bool is_odd = t % 2 == 1;
     const bool is_upper = t >= 2;

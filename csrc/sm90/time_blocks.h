@@ -144,7 +144,7 @@ class TimeBlocks {
   HSTU_DEVICE TimeBlocks(int thread, const KeyTimes<kKeys>& keys, Memory& memory)
       : thread_(thread), keys_(keys), memory_(memory) {}
 
-  // As in TableGradients.
+  // See TableGradients::set_thread().
   HSTU_DEVICE void set_thread(int thread) { thread_ = thread; }
 
   // Begins a work tile.
