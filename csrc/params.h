@@ -11,7 +11,7 @@
 
 namespace hstu {
 
-// kFloat8E4M3 is a dtype of q, k and v alone, in the forward on a GPU.
+// Only q, k and v can be kFloat8E4M3, and only in the forward on a GPU.
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat64, kFloat8E4M3 };
 
 // A read-only array of int32 or int64 values.

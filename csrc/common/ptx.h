@@ -1,5 +1,5 @@
-// PTX instructions for which CUDA C++ and CUTLASS have no function that fits. Values that the
-// compiler shall not see through are in opaque.h.
+// PTX instructions for which CUDA C++ and CUTLASS have no function that fits. opaque.h has the
+// functions that hide a value from the compiler.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ HSTU_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Adds four values at an address aligned to 16 bytes. From compute capability 9.0 on.
+// Adds four values at an address aligned to 16 bytes. Needs compute capability 9.0.
 HSTU_DEVICE void red_add_v4(float* address, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y),
                "f"(z), "f"(w)
@@ -181,7 +181,7 @@ HSTU_DEVICE void cp_async_wait() {
 }
 HSTU_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// --- bulk copies, from compute capability 9.0 on
+// --- bulk copies, which need compute capability 9.0
 
 // Starts adding kBytes of fp32 in shared memory to device memory, as part of the bulk group.
 template <int kBytes>

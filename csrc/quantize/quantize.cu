@@ -197,8 +197,8 @@ struct Transpose {
   }
 };
 
-// The descale of the rows of a block, without the norm rule; that of the row that the lane owns, if
-// is_by_row.
+// Returns the descale of the rows of a block or, if is_by_row, of the row that the lane owns. It
+// does not apply the norm rule.
 template <bool kSubtracts, typename Element, int kLanes>
 HSTU_DEVICE float base_descale(Rows<Element, kLanes>& rows, Part part, bool is_by_row,
                                const Workspace& workspace, float* scratch) {

@@ -237,7 +237,7 @@ struct Rows {
     return kSubtracts ? x - mean[n] : x;
   }
 
-  // Finds the largest finite magnitude of each piece. Infinities become NaN.
+  // Finds the largest finite magnitude of each piece. Infinities in `pieces` become NaN.
   template <bool kSubtracts>
   HSTU_DEVICE void find_largest(float (&largest)[kSteps]) {
     float zero = 0.0f;  // NaN if a number is NaN or infinity
@@ -292,7 +292,7 @@ struct Rows {
     return sum - kSquaresBegin;
   }
 
-  // The largest magnitude of a piece, or NaN or infinity if one is in it.
+  // Returns the largest magnitude of the piece of a step; NaN or infinity if it has one.
   template <bool kSubtracts>
   HSTU_DEVICE float largest_or_nan(int step) const {
     if constexpr (!kSubtracts) {
@@ -313,7 +313,7 @@ struct Rows {
     return larger;
   }
 
-  // The same of the finite magnitudes. Infinities become NaN.
+  // Does the work of find_largest() where some number is not finite.
   template <bool kSubtracts>
   HSTU_DEVICE void find_largest_finite(float (&largest)[kSteps]) {
 #pragma unroll

@@ -9,9 +9,9 @@
 
 namespace hstu {
 
-// Takes the memory of PreparedBias. With tile_keys > 0 it has time_blocks in place of ranges,
-// enough for reading those of any tile of tile_keys keys. With has_row_blocks it has row_blocks in
-// place of row_ranges.
+// Takes the memory of PreparedBias. With tile_keys > 0 it has time_blocks in place of ranges:
+// enough of them that a tile of tile_keys keys can be read anywhere. With has_row_blocks it has
+// row_blocks in place of row_ranges.
 inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
                                        const BatchParams& batch, int position_margin = 8,
                                        int tile_keys = 0, bool has_row_blocks = false) {

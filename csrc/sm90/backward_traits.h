@@ -130,8 +130,8 @@ struct BackwardTraits {
   using DqState = PipelineState<2>;  // one thread per stage adds its dQ
   using ConsumerBarrierState = PipelineState<1>;
   static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
-  // One buffer of dQ is enough, except where blocks wait for dq_semaphore and there is room for
-  // two. In a cluster, dQ overwrites Q.
+  // One buffer of dQ is enough, except in a deterministic backward, whose blocks wait for
+  // dq_semaphore: it has two where there is room. In a cluster, dQ overwrites Q.
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
   // Where shared memory has no room for two copies of the window, there is one.

@@ -39,7 +39,7 @@ HSTU_DEVICE float larger_finite(float largest, float x) {
   return fabsf(x) <= FLT_MAX ? fmaxf(largest, fabsf(x)) : largest;
 }
 
-// Returns the largest value of a warp in all lanes. No value is negative.
+// Returns in all lanes the largest value of a warp. No value may be negative.
 HSTU_DEVICE float largest_of_warp(float x) {
   return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(x)));
 }

@@ -133,7 +133,7 @@ class ForwardLauncher {
     }
     return metadata;
   }
-  // How many warpgroups of row tiles may have partial O.
+  // Returns how many warpgroups, over all row tiles, may have partial O.
   template <typename Form>
   static int64_t partial_slots(const WorkList& list, const ForwardParams& params) {
     return int64_t{list.capacity} * params.heads * Form::kConsumers;

@@ -83,8 +83,8 @@ class TileScheduler {
     return reload_grid_dim() + atomicAdd(list.next, 1);
   }
 
-  // Describes work tile `work_index`: its rows and keys. It is empty if there are other work tiles
-  // behind it although it has no rows or sees no key, and the end if there are none.
+  // Describes work tile `work_index`: its rows and the keys that they see; there may be none. It is
+  // the end (kEndOfWork) only if no later work tile of the block can have rows.
   static HSTU_DEVICE void get_next_work(const ForwardParams& params,
                                         const SchedulerMetadata& metadata, int work_index,
                                         WorkTile& work_tile) {

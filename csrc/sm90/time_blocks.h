@@ -3,8 +3,8 @@
 //
 // A lane has one block of 8 x 8 scores of each tile: the same 8 keys in all tiles of a work tile,
 // and the same 8 rows of each tile of 64. Elapsed time changes slowly from one tile to the next, so
-// the lane keeps the bucket of its block, and the differences between which all have this bucket. A
-// tile whose blocks all have the bucket that they had before costs a warp a comparison and an
+// the lane keeps the bucket of its block, and the differences between which all have this bucket.
+// Where all blocks of a tile keep their bucket, the tile costs a warp one comparison and one
 // addition.
 #pragma once
 
