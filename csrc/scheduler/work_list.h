@@ -45,7 +45,7 @@ struct WorkList {
   SequenceTile* tiles = nullptr;  // [capacity]; null: no list, each block has one work tile
   int capacity = 0;
   int work_per_tile = 1;  // work tiles of each listed tile
-  int unlisted = 0;  // how many of the first tiles are not listed: blocks begin with them
+  int unlisted = 0;       // how many of the first tiles are not listed: blocks begin with them
   SpanSummaries summaries;
 
   // Classifies tile n of keys for tile m of rows.
