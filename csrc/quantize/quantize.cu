@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) sum += sums[r][column];
     block_sums[block.number * stride] = sum;
-    __threadfence();
+    __threadfence();  // the sums are visible before the block counts as finished
   }
   __syncthreads();
   const int64_t begin = clamp(params.batch.cu_seqlens_k[block.sequence], 0, params.batch.total_k);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
   if (threadIdx.x == 0) is_last = atomicAdd(workspace.finished + own, 1) == blocks - 1;
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
+  __threadfence();  // the sums of the other blocks are read after their counts
   float sum = 0.0f;
   if (column < head_dim) {
 #pragma unroll 8

@@ -167,7 +167,7 @@ HSTU_DEVICE float read_from_owner(float x, int n) {
 template <int kThreads>
 HSTU_DEVICE float largest_of_block(float x, float* scratch) {
   x = reduce_lanes<32>(x, Largest());
-  __syncthreads();
+  __syncthreads();  // an earlier call has read `scratch`
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
 #pragma unroll

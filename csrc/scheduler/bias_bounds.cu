@@ -89,7 +89,7 @@ HSTU_DEVICE float bound_of_table(const float* table, int size, double alpha) {
   Extremes extremes;
   for (int n = static_cast<int>(threadIdx.x); n < size; n += kThreads) extremes.add(table[n]);
   extremes.add_lanes();
-  __syncthreads();
+  __syncthreads();  // an earlier call has read `of_warps`
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = extremes;
   __syncthreads();
   for (const Extremes& other : of_warps) {

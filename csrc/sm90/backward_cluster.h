@@ -259,9 +259,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     const int own = Traits::rank() * kTileSize + warpgroup * kSize;
     store_transposed<kScoreRows>(weights, smem.p + own);
     store_transposed<kScoreRows>(dscores, smem.ds[0] + own);
-    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::fence_view_async_shared();  // before wgmma and the copy to the other block
     smem.pipeline_ds.producer_commit_by_warp(state);
-    sync_warpgroup(warpgroup);
+    sync_warpgroup(warpgroup);  // all threads have stored
     if (reload_thread_idx() % kWarpgroup == 0) {
       constexpr int kBytes = kSize * sizeof(Element);
       auto& full = smem.pipeline_other_ds.full[state.index()];

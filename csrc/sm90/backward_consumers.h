@@ -89,7 +89,7 @@ struct BackwardConsumers : Traits {
         smem.pipeline_dout.consumer_wait(q_state);
         if (params.attn_scale_per_row) {
           scale_rows(params, work_tile, tile, dout);
-          sync_consumers<kConsumers>();
+          sync_consumers<kConsumers>();  // the products read rows that all consumers have scaled
         }
         if (!kReusesScores) {
           start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
@@ -129,7 +129,7 @@ struct BackwardConsumers : Traits {
         Element* const ds = Traits::ds_tile(smem, ds_state);
         smem.pipeline_ds.producer_acquire(ds_state);
         store_transposed<kRows>(dscores, ds + warpgroup * (kRows * kWarpgroupRows));
-        cutlass::arch::fence_view_async_shared();
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads dS
         smem.pipeline_ds.producer_commit_by_warp(ds_state);
         const bool is_last = tile.is_last();
         if (kLoadsBiasEarly && !is_last) {
@@ -331,7 +331,7 @@ struct BackwardConsumers : Traits {
     for (int n = 0; n < size(dq); n += 4) {
       *reinterpret_cast<float4*>(own + n * kWarpgroup) = {dq(n), dq(n + 1), dq(n + 2), dq(n + 3)};
     }
-    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::fence_view_async_shared();  // before TMA reads dQ
     smem.pipeline_dq.full[state.index()].arrive();
   }
 
@@ -345,7 +345,7 @@ struct BackwardConsumers : Traits {
         Traits::template find_row_bits<kScoreRows, kWarpgroup>(
             params, work_tile, tile.first_row() + first_row(warpgroup), key_group(warpgroup),
             smem.visible[state.index()][key_group(warpgroup)] + first_row(warpgroup));
-        sync_warpgroup(warpgroup);
+        sync_warpgroup(warpgroup);  // each thread reads bits of many rows
       }
     }
     return tile;
@@ -377,7 +377,7 @@ struct BackwardConsumers : Traits {
       Element& x = dout[column / kPanel * (kRows * kPanel) + own * kPanel + column % kPanel];
       x = static_cast<Element>(static_cast<float>(x) * factor);
     }
-    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::fence_view_async_shared();  // before wgmma reads dO
   }
 
   // Stores dK or dV: the block's columns of the 64 keys of group `key_group` of the work tile.

@@ -60,7 +60,7 @@ struct BackwardProducers : Traits {
     if (Traits::stores_ds(params)) {
       uint4* const zeros = reinterpret_cast<uint4*>(smem.zeros);
       for (int n = lane; n < kRows * 64 / 8; n += 32) zeros[n] = uint4{};
-      cutlass::arch::fence_view_async_shared();
+      cutlass::arch::fence_view_async_shared();  // before TMA reads the zeros
     }
     WorkState state;
     if (lane == 0) smem.work_index = static_cast<int>(blockIdx.x) / kClusterSize;

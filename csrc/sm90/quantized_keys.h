@@ -84,7 +84,7 @@ HSTU_DEVICE void dequantize_tile(const Quantized& quantized, typename Quantized:
     uint4 pieces[kAtOnce];
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) pieces[n] = bytes[first + n * 32];
-    __syncwarp();
+    __syncwarp();  // all lanes have loaded what the stores may overwrite
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int piece = first + n * 32;

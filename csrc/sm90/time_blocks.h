@@ -197,7 +197,7 @@ class TimeBlocks {
           memory_.blocks[parity][place_in_list(kind, two, many)] = block;
         }
         ptx::cp_async_wait<0>();
-        __syncwarp();
+        __syncwarp();  // the list, and the times that all lanes have copied, can be read
         patch_two(__popc(two), parity, patches);
         if (many) patch_many(times, __popc(two), __popc(two) + __popc(many), parity, m, patches);
         if (__builtin_expect(wide != 0, 0)) patch_exactly(times, wide, m, patches);
@@ -556,7 +556,7 @@ class TimeBlocks {
     uint32_t rows[kTimeBins / 32];
 #pragma unroll
     for (int n = 0; n < kTimeBins / 32; ++n) rows[n] = memory_.rows[parity][n * 32 + lane()];
-    __syncwarp();
+    __syncwarp();  // all lanes have loaded the times that the bins overwrite
     int* const bins = reinterpret_cast<int*>(memory_.rows[parity]);
 #pragma unroll
     for (int bin = 0; bin < kTimeBins; bin += 32) bins[bin + lane()] = 0;
