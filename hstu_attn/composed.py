@@ -327,7 +327,7 @@ class _Group:
             )
             for head in range(mask_heads(self.mask))
         ]
-        of_keys = torch.stack(intervals).unflatten(1, self.row.shape).transpose(0, 1)
+        of_keys: Tensor = torch.stack(intervals).unflatten(1, self.row.shape).transpose(0, 1)
         return of_keys + (self.max_k - k_len)[..., None, None, None]
 
     @property
