@@ -111,6 +111,49 @@ def test_seeds_at_once_are_the_same_runs(tmp_path: Path) -> None:
     assert "Made up. 1 epochs" in table.before
 
 
+@pytest.mark.slow
+def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) -> None:
+    """What was stopped goes on from its checkpoint, and the records are those of whole runs."""
+    data = write_synthetic_movielens(tmp_path, 50, 120, 25)
+    shared = ["--cases", "hstu-ml-1m", "--data", str(data), "--device", "cpu", "--epochs", "2"]
+    options = ["--", "--checkpoint-every", "1"]
+    kept = [*shared, "--runs", str(tmp_path / "kept")]
+
+    def records(*arguments: str) -> list[dict[str, Any]]:
+        file = tmp_path / "records.json"
+        assert published.main([*arguments, "--json", str(file), *options]) == 0
+        found: list[dict[str, Any]] = json.loads(file.read_text())
+        return found
+
+    assert records(*kept, "--finished") == []
+    run = tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1" / "seed-0"
+    begun = ["--recipe", "hstu-ml-1m", "--data", str(data), "--device", "cpu", "--steps", "1"]
+    assert train_retrieval.main([*begun, "--out", str(run), "--no-baselines", *options[1:]]) == 0
+    (run / "metrics.json").unlink()  # as if it had been killed
+    assert records(*kept, "--finished") == []
+
+    whole = records(*shared, "--seeds", "2")
+    made = records(*kept, "--seeds", "2", "--jobs", "2")
+    results = ("mean", "deviation", "curve", "seeds", "fingerprint")
+    assert [[r[name] for name in results] for r in made] == [
+        [r[name] for name in results] for r in whole
+    ]
+    assert [whole[0]["seconds"] > 0, made[0]["seconds"]] == [True, None]
+
+    (run / "checkpoints").rename(run / "gone")  # nothing is trained again
+    assert [r["mean"] for r in records(*kept, "--seeds", "2")] == [r["mean"] for r in whole]
+    (reported, _) = records(*kept, "--seeds", "3", "--finished")
+    assert (reported["seeds"], reported["mean"]) == (2, whole[0]["mean"])
+    with pytest.raises(ValueError, match="was made with dim = 50, this run has 24"):
+        (run.parent).rename(tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1 --dim 24")
+        published.main([*kept, "--finished", *options, "--dim", "24"])
+
+
+def test_finished_runs_are_in_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--finished: expected --runs, which names a directory"):
+        published.main(["--cases", "hstu-ml", "--data", str(tmp_path), "--finished"])
+
+
 def test_data_must_be_named() -> None:
     with pytest.raises(ValueError, match="--data: expected the file of the data set; got none"):
         published.main(["--cases", "hstu-ml"])
