@@ -144,8 +144,8 @@ def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) 
     assert [r["mean"] for r in records(*kept, "--seeds", "2")] == [r["mean"] for r in whole]
     (reported, _) = records(*kept, "--seeds", "3", "--finished")
     assert (reported["seeds"], reported["mean"]) == (2, whole[0]["mean"])
+    run.parent.rename(tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1 --dim 24")
     with pytest.raises(ValueError, match="was made with dim = 50, this run has 24"):
-        (run.parent).rename(tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1 --dim 24")
         published.main([*kept, "--finished", *options, "--dim", "24"])
 
 
