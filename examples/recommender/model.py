@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from hstu_attn.data import JaggedBatch
+from hstu_attn.distributed import ShardedEmbedding
 from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
 
 __all__ = ["ItemModel", "RetrievalModel", "sampled_softmax_loss"]
@@ -34,13 +37,23 @@ class ItemModel(nn.Module):
             deviations.
         l2_normalize: compares by cosine; False compares by dot product, with the states
             layer-normalized.
+        mesh: the ranks that have a part of the rows of the embeddings each, which start without
+            that limit; all of them call a method together. None has the whole table here.
     """
 
-    def __init__(self, num_items: int, dim: int, l2_normalize: bool) -> None:
+    item_embedding: nn.Embedding | ShardedEmbedding
+
+    def __init__(
+        self, num_items: int, dim: int, l2_normalize: bool, mesh: DeviceMesh | None = None
+    ) -> None:
         super().__init__()
         self.l2_normalize = l2_normalize
-        self.item_embedding = nn.Embedding(num_items, dim)
-        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)
+        if mesh is None:
+            self.item_embedding = nn.Embedding(num_items, dim)
+            nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)
+        else:
+            seed = torch.initial_seed()
+            self.item_embedding = ShardedEmbedding("item", num_items, dim, mesh, seed=seed)
 
     def state_vectors(self, x: Tensor) -> Tensor:
         """Returns the vectors of layer outputs `(n, dim)` to compare items with."""
@@ -48,18 +61,41 @@ class ItemModel(nn.Module):
         return F.normalize(x, dim=1) if self.l2_normalize else F.layer_norm(x, x.shape[1:])
 
     def item_vectors(self, items: Tensor | None = None) -> Tensor:
-        """Returns the vectors `(n, dim)` fp32 of the given items, or of all.
+        """Returns the vectors `(n, dim)` fp32 of the given items, or of all that are here.
 
         States are compared with them.
         """
-        table = self.item_embedding.weight
-        vectors = table if items is None else F.embedding(items, table)
+        table = self.item_embedding
+        vectors: Tensor
+        if items is not None:
+            vectors = table(items)
+        elif isinstance(table, ShardedEmbedding):
+            vectors = table.local_weight()
+        else:
+            vectors = table.weight
         return F.normalize(vectors, dim=1) if self.l2_normalize else vectors
 
     def scores(self, batch: JaggedBatch) -> Tensor:
-        """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
+        """Scores of all items after the last row of each sequence, `(batch, num_items)`.
+
+        Ranks that divide the table have the same batch, and each computes the scores of its items.
+        """
         states: Tensor = self(batch)
-        return states[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
+        scores = states[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
+        table = self.item_embedding
+        return _of_all_ranks(scores, table) if isinstance(table, ShardedEmbedding) else scores
+
+
+def _of_all_ranks(scores: Tensor, table: ShardedEmbedding) -> Tensor:
+    """Joins each rank's scores `(batch, owned)` to `(batch, num_items)`."""
+    if table.num_ranks == 1:
+        return scores
+    assert table.mesh is not None
+    owned = -(-table.num_embeddings // table.num_ranks)  # by the first rank; the last may own fewer
+    columns = F.pad(scores, (0, owned - scores.shape[1])).T.contiguous()
+    joined = columns.new_empty(table.num_ranks * owned, columns.shape[1])
+    dist.all_gather_into_tensor(joined, columns, group=table.mesh.get_group())
+    return joined[: table.num_embeddings].T
 
 
 class RetrievalModel(ItemModel):
@@ -76,6 +112,7 @@ class RetrievalModel(ItemModel):
         dropout_ratio: the dropout ratio of the embedded inputs.
         l2_normalize: as in `ItemModel`.
         compute_dtype: the dtype of the layers; embeddings and scores are fp32.
+        mesh: as in `ItemModel`.
     """
 
     def __init__(
@@ -87,8 +124,9 @@ class RetrievalModel(ItemModel):
         dropout_ratio: float,
         l2_normalize: bool = True,
         compute_dtype: torch.dtype = torch.float32,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        super().__init__(num_items, config.embedding_dim, l2_normalize)
+        super().__init__(num_items, config.embedding_dim, l2_normalize, mesh)
         self.config = config
         self.max_seq_len = max_seq_len
         self.dropout_ratio = dropout_ratio
@@ -153,6 +191,17 @@ def _parts_of_rows(items: Tensor, dim: int) -> Iterator[slice]:
         yield slice(first, first + count)
 
 
+def _vectors_of(model: ItemModel, items: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns vectors `(n, dim)`, and the places in them of items of any shape.
+
+    These are the vectors of all items, or where ranks divide the table those of the items alone.
+    """
+    if not isinstance(model.item_embedding, ShardedEmbedding):
+        return model.item_vectors(), items
+    different, places = torch.unique(items, return_inverse=True)
+    return model.item_vectors(different), places
+
+
 def sampled_softmax_loss(
     model: ItemModel,
     states: Tensor,
@@ -181,7 +230,8 @@ def sampled_softmax_loss(
     negatives = torch.randint(num_items, shape, device=states.device)
     positive = (states * model.item_vectors(target_items)).sum(dim=1, keepdim=True)
     if per_row:
-        negative: Tensor = _ScoresOfOwnItems.apply(states, model.item_vectors(), negatives)
+        vectors, places = _vectors_of(model, negatives)
+        negative: Tensor = _ScoresOfOwnItems.apply(states, vectors, places)
     else:
         negative = states @ model.item_vectors(negatives).T
     negative = negative.masked_fill(target_items[:, None] == negatives, float("-inf"))
