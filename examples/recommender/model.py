@@ -23,7 +23,8 @@ from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
 
 __all__ = ["ItemModel", "RetrievalModel", "sampled_softmax_loss"]
 
-GATHERED_ELEMENTS = 2**24  # of item vectors at a time, 64 MiB; at least those of one row
+PART_ELEMENTS = 2**24  # of item vectors or of scores at a time, 64 MiB; at least those of one row
+FEW_ITEMS = 32  # times the items of a row: scores of all are then computed faster than gathered
 
 
 class ItemModel(nn.Module):
@@ -152,7 +153,8 @@ class RetrievalModel(ItemModel):
 class _ScoresOfOwnItems(Function):
     """Scores of each row's own items, without all their vectors `(n, k, dim)` at once.
 
-    The vectors are gathered for some rows at a time, and again in the backward pass.
+    For some rows at a time, and again in the backward pass, the vectors are gathered; or where
+    there are few items, their scores are taken from those of all items.
     """
 
     @staticmethod
@@ -167,7 +169,11 @@ class _ScoresOfOwnItems(Function):
         """
         ctx.save_for_backward(states, vectors, items)
         scores = states.new_empty(items.shape)
-        for rows in _parts_of_rows(items, states.shape[1]):
+        if _has_few_items(vectors, items):
+            for rows in _parts_of_rows(items, len(vectors)):
+                scores[rows] = (states[rows] @ vectors.T).gather(1, items[rows])
+            return scores
+        for rows in _parts_of_rows(items, items.shape[1] * states.shape[1]):
             gathered = vectors[items[rows]]
             scores[rows] = (gathered @ states[rows, :, None]).squeeze(2)
         return scores
@@ -177,16 +183,27 @@ class _ScoresOfOwnItems(Function):
     def backward(ctx: Any, of_scores: Tensor) -> tuple[Tensor, Tensor, None]:
         states, vectors, items = ctx.saved_tensors
         of_states, of_vectors = torch.empty_like(states), torch.zeros_like(vectors)
-        for rows in _parts_of_rows(items, states.shape[1]):
+        if _has_few_items(vectors, items):
+            for rows in _parts_of_rows(items, len(vectors)):
+                of_all = states.new_zeros(len(items[rows]), len(vectors))
+                of_all.scatter_add_(1, items[rows], of_scores[rows])
+                torch.mm(of_all, vectors, out=of_states[rows])
+                of_vectors.addmm_(of_all.T, states[rows])
+            return of_states, of_vectors, None
+        for rows in _parts_of_rows(items, items.shape[1] * states.shape[1]):
             of_states[rows] = (of_scores[rows, None] @ vectors[items[rows]]).squeeze(1)
             products = of_scores[rows, :, None] * states[rows, None]
             of_vectors.index_add_(0, items[rows].flatten(), products.flatten(0, 1))
         return of_states, of_vectors, None
 
 
-def _parts_of_rows(items: Tensor, dim: int) -> Iterator[slice]:
-    """Yields parts of the rows whose items have at most `GATHERED_ELEMENTS` elements."""
-    count = max(1, GATHERED_ELEMENTS // (items.shape[1] * dim))
+def _has_few_items(vectors: Tensor, items: Tensor) -> bool:
+    return len(vectors) <= FEW_ITEMS * items.shape[1]
+
+
+def _parts_of_rows(items: Tensor, elements: int) -> Iterator[slice]:
+    """Yields parts of the rows, of which each has so many elements: at most `PART_ELEMENTS`."""
+    count = max(1, PART_ELEMENTS // elements)
     for first in range(0, len(items), count):
         yield slice(first, first + count)
 
