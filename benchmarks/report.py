@@ -74,6 +74,12 @@ def published() -> list[str]:
     return tables("published") or ["No results are stored."]
 
 
+def ranking(of_real_data: bool) -> list[str]:
+    """Renders what the ranking example reaches, on real data or on those made up, as Markdown."""
+    files = [file for file in stored("ranking") if ("data" in file[0]) == of_real_data]
+    return [line for table in TABLES["ranking"](files) for line in (*table.markdown(), "")][:-1]
+
+
 # The text between marks in each document, by the marks' name.
 DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "README.md": {"speed": speed_lines, "peers": partial(with_others, *SUMMARY)},
@@ -85,9 +91,9 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     },
     ROOT / "docs/quickstart/training.md": {
         "retrieval": partial(tables, "retrieval"),
-        "ranking": partial(tables, "ranking"),
+        "ranking": partial(ranking, False),
     },
-    ROOT / "docs/published.md": {"published": published},
+    ROOT / "docs/published.md": {"published": published, "ratings": partial(ranking, True)},
     ROOT / "docs/quickstart/serving.md": {"serving": partial(tables, "serving")},
     ROOT / "docs/distributed.md": {
         "train": partial(tables, "train"),

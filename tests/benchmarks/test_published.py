@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import train_ranking
 import train_retrieval
 
-from benchmarks import plots, published, tables
+from benchmarks import plots, published, ranking, tables
+from benchmarks.record import ROOT
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 
@@ -147,6 +149,34 @@ def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) 
     run.parent.rename(tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1 --dim 24")
     with pytest.raises(ValueError, match="was made with dim = 50, this run has 24"):
         published.main([*kept, "--finished", *options, "--dim", "24"])
+
+
+@pytest.mark.slow
+def test_ranking_on_ratings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means and deviations are over the seeds; the rates are the same for each."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    data = in_order_only(write_synthetic_movielens(tmp_path, 40, 100, 25), tmp_path / "order", 0)
+    file = tmp_path / "records.json"
+    few = ["--dim", "8", "--heads", "1", "--layers", "1", "--steps", "2", "--tasks", "rating_4"]
+    asked = ["--data", str(data), "--seeds", "2", "--json", str(file), "--", *few]
+    assert ranking.main(asked) == 0
+    records = json.loads(file.read_text())
+    assert [r["model"] for r in records] == ["base rate", "item rate", "item and user rate", "HSTU"]
+    out = tmp_path / "runs"
+    made = []
+    for seed in ("0", "1"):
+        more = ["--data", str(data), "--device", "cpu", "--seed", seed, "--out", str(out / seed)]
+        assert train_ranking.main([*few, *more]) == 0
+        made.append(json.loads((out / seed / "metrics.json").read_text())["HSTU"]["auc/rating_4"])
+    model = records[-1]
+    assert model["metrics"]["auc/rating_4"] == pytest.approx(sum(made) / 2)
+    assert model["deviation"]["auc/rating_4"] == pytest.approx(abs(made[0] - made[1]) / 2**0.5)
+    assert records[1]["deviation"] == {"auc/rating_4": None, "ne/rating_4": None}
+    (table,) = tables.ranking([records])
+    assert table.before.startswith("ratings.dat, `--dim 8 --heads 1")
+    assert table.before.endswith(f"content {model['fingerprint']}, order only; seeds: 2.")
+    mean, deviation = (model[kind]["auc/rating_4"] for kind in ("metrics", "deviation"))
+    assert table.rows[-1][:2] == ["HSTU", f"{mean:.4f} ± {deviation:.4f}"]
 
 
 def test_finished_runs_are_in_a_directory(tmp_path: Path) -> None:
