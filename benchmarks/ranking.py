@@ -47,7 +47,7 @@ def measure(run: Run, case: str) -> Iterator[Record]:
         arguments += ["--data", str(options.data)]
         log = open_event_log(options.data)
         about |= {
-            "data": options.data.name,
+            "data": "/".join(options.data.parts[-2:]),
             "fingerprint": log.manifest["content"],
             "users": log.num_users,
             "items": log.num_items,

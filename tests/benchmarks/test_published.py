@@ -173,7 +173,7 @@ def test_ranking_on_ratings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert model["deviation"]["auc/rating_4"] == pytest.approx(abs(made[0] - made[1]) / 2**0.5)
     assert records[1]["deviation"] == {"auc/rating_4": None, "ne/rating_4": None}
     (table,) = tables.ranking([records])
-    assert table.before.startswith("ratings.dat, `--dim 8 --heads 1")
+    assert table.before.startswith("order/ratings.dat, `--dim 8 --heads 1")
     assert table.before.endswith(f"content {model['fingerprint']}, order only; seeds: 2.")
     mean, deviation = (model[kind]["auc/rating_4"] for kind in ("metrics", "deviation"))
     assert table.rows[-1][:2] == ["HSTU", f"{mean:.4f} ± {deviation:.4f}"]
