@@ -203,7 +203,7 @@ def _has_few_items(vectors: Tensor, items: Tensor) -> bool:
 
 def _parts_of_rows(items: Tensor, elements: int) -> Iterator[slice]:
     """Yields parts of the rows, of which each has so many elements: at most `PART_ELEMENTS`."""
-    count = max(1, PART_ELEMENTS // elements)
+    count = max(1, PART_ELEMENTS // max(1, elements))
     for first in range(0, len(items), count):
         yield slice(first, first + count)
 
