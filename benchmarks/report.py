@@ -70,8 +70,14 @@ def speed_lines() -> list[str]:
 
 
 def published() -> list[str]:
-    """Renders what the recipes reach as Markdown; says so where nothing is stored."""
-    return tables("published") or ["No results are stored."]
+    """Renders what the recipes reach as Markdown, with the stored pictures of their curves."""
+    pictures = [
+        f'<img src="../{path.relative_to(ROOT).as_posix()}" width="800" '
+        f'alt="HR@10 and NDCG@10 after each epoch, {path.stem.removeprefix("published-")}">'
+        for path in sorted(RESULTS.glob("*/published-*.png"))
+    ]
+    between = [line for picture in pictures for line in ("", picture)]
+    return [*(tables("published") or ["No results are stored."]), *between]
 
 
 def ranking(of_real_data: bool) -> list[str]:
