@@ -10,8 +10,8 @@
 A recipe is one of `examples/recipes`, of which `--set` names the end. There is one record for each
 row of the example's table: means and standard deviations over the seeds, the published metrics, and
 a fingerprint of the data. The record of a model's first row has the curve, the metrics after each
-epoch, and that of each row of a model the seconds of the first run (training, tests after each
-epoch and the files of the run; no baselines).
+epoch, and that of a baseline its level there. Those of a model have the seconds of the first run
+(training, tests after each epoch and the files of the run; no baselines).
 
 All runs are of one process, so that kernels are compiled once. `--jobs` makes several at once, each
 in its own process, after the first of each recipe, which alone has the device and whose seconds
@@ -217,10 +217,12 @@ def measure(run: Run, case: str) -> Iterator[Record]:
             shown = "  ".join(f"{module.LABELS[key]} {reached[key]:.4f}" for key in CURVE)
             print(f"{name} seed {seed}, {row}: {shown}{took}", flush=True)
     of_model = {name: [table[name] for table in tables] for name in tables[0]}
-    rows = dict(of_model)
+    rows, split = dict(of_model), SPLIT_OF[first.protocol]
+    levels: dict[str, dict[str, float]] = {}
     if options.baselines:
-        found = module.baselines_of(log, first)["test"]
-        rows = {**{name: [row] for name, row in found.items()}, **rows}
+        found = module.baselines_of(log, first)
+        rows = {**{name: [row] for name, row in found["test"].items()}, **rows}
+        levels = found[split]
     about = {
         "recipe": case,
         "options": shlex.join(options.options),
@@ -257,6 +259,8 @@ def measure(run: Run, case: str) -> Iterator[Record]:
                 for key, x in columns.items()
             },
             "curve": by_epoch if row == next(iter(of_model)) else [],
+            "curve_split": split,
+            "level": {key: rounded(levels[row][key]) for key in CURVE} if row in levels else None,
         }
 
 

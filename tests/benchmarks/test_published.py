@@ -70,6 +70,9 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         expected = (history[step]["ndcg_10"] + other[step]["ndcg_10"]) / 2
         assert epoch["ndcg_10"] == pytest.approx(expected, rel=1e-3)
     assert last["published"]["hit_rate_10"] == 0.3097
+    assert [record["curve_split"] for record in records] == ["test"] * 4
+    assert [record["level"] is None for record in records] == [False, False, True, True]
+    assert records[0]["level"]["ndcg_10"] == records[0]["mean"]["ndcg_10"]
 
     (table,) = tables.published([records])
     rows = {row[0]: row[1:] for row in table.rows}
