@@ -207,10 +207,10 @@ def curves(records: Sequence[Record], path: Path) -> None:
             axes.plot(epochs, values, color=f"C{n}", linewidth=1.2, label=legend)
             if name in record["published"] and not record["options"]:
                 axes.axhline(record["published"][name], color=f"C{n}", linestyle="--", linewidth=1)
-        for style, r in zip((":", "-."), (r for r in records if r["level"]), strict=False):
+        for style, r in zip((":", "-."), (r for r in records if r.get("level")), strict=False):
             value = r["level"][name]
             axes.axhline(value, color="#8b8b86", linestyle=style, linewidth=1, label=r["row"])
-        axes.set(xlabel="epoch", ylabel=f"{label}, {drawn[0]['curve_split']}")
+        axes.set(xlabel="epoch", ylabel=f"{label}, {drawn[0].get('curve_split', 'test')}")
         axes.grid(alpha=0.2)
     panels[0].legend(fontsize=8, loc="lower right")
     first = drawn[0]
