@@ -7,11 +7,11 @@
     python -m benchmarks.published --data ml-1m/ratings.dat --runs runs/published --finished
     python -m benchmarks.published --data ml-1m/ratings.dat -- --relative-bias none
 
-A recipe is one of `examples/recipes`, of which `--set` names the end. There is one record for each
-row of the example's table: means and standard deviations over the seeds, the published metrics, and
-a fingerprint of the data. The record of a model's first row has the curve, the metrics after each
-epoch, and that of a baseline its level there. Those of a model have the seconds of the first run
-(training, tests after each epoch and the files of the run; no baselines).
+A recipe is one of `examples/recipes`; `--set` names the end of its name. There is one record for
+each row of the example's table: means and standard deviations over the seeds, the published
+metrics, and a fingerprint of the data. The record of a model's first row has the curve, the metrics
+after each epoch, and that of a baseline its level there. Those of a model have the seconds of the
+first run (training, tests after each epoch and the files of the run; no baselines).
 
 All runs are of one process, so that kernels are compiled once. `--jobs` makes several at once, each
 in its own process, after the first of each recipe, which alone has the device and whose seconds

@@ -302,7 +302,7 @@ def measure_returning(case: Stack, device: str, rounds: int) -> Record:
         case: what is asked for.
         device: "cuda" or "cpu"; on a CPU nothing overlaps, and copies the other way are done before
             the layers compute.
-        rounds: of which the medians count.
+        rounds: how many there are; their medians count.
 
     Raises:
         AssertionError: as `Users.check`.

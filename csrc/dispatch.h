@@ -42,10 +42,10 @@ struct CudaLaunch {
   cudaStream_t stream = nullptr;
   int sm_margin = 0;           // multiprocessors to leave free
   bool deterministic = false;  // backward: bitwise repeatable
-  void* workspace = nullptr;   // device memory, aligned to 256 bytes, uninitialized
+  void* workspace = nullptr;   // uninitialized device memory, aligned to 256 bytes
 };
 
-// How a call of the forward runs: decided once, and handed on.
+// How a call of the forward runs. It is decided once and then passed on.
 struct ForwardPlan {
   int64_t workspace_bytes = 0;
   SplitKVPlan split_kv;
@@ -66,8 +66,8 @@ struct BackwardKernel {
   bool writes_drab_whole;  // false: writes only the visible elements of drab
 };
 
-// Returns the strides, with null data, of a copy of params.rab by which the call runs faster
-// kernels, where these gain more time than the copy takes; nullopt elsewhere.
+// Returns the layout, with null data, of a copy of params.rab with which the call can run faster
+// kernels, if they save more time than the copy takes. Otherwise returns nullopt.
 std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParams& params,
                                     bool is_backward);
 

@@ -1,7 +1,7 @@
 // The environment variables that the C++ reads at run time; setup.py has those of the build.
 //
-// They are read in every call, so that tests and benchmarks may change them between calls: a
-// look-up takes about 30 ns, and a call on a GPU, which makes four, at least 10 us of the host.
+// They are read in every call, so that tests and benchmarks may change them between calls. A
+// look-up takes about 30 ns; a call on a GPU makes four of them and takes the host at least 10 us.
 #pragma once
 
 #include <climits>

@@ -11,7 +11,7 @@
 
 namespace hstu {
 
-// kFloat8E4M3 is a dtype of q, k and v alone, in the forward on a GPU.
+// Only q, k and v can be kFloat8E4M3, and only in the forward on a GPU.
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat64, kFloat8E4M3 };
 
 // A read-only array of int32 or int64 values.
@@ -38,9 +38,9 @@ struct PackedTensor {
 struct BatchParams {
   int batch = 0;
   int64_t total_q = 0;
-  int64_t total_k = 0;      // of a paged call: the keys that its pages and targets have room for
+  int64_t total_k = 0;      // if paged: the keys that the pages and targets have room for
   int max_seqlen_q = 0;     // as the caller states it; not checked against cu_seqlens_q
-  int max_seqlen_k = 0;     // the same of keys, including cached keys and targets
+  int max_seqlen_k = 0;     // the same for keys, including cached keys and targets
   bool paged = false;       // keys before the targets are in pages; targets are rows of q
   IndexArray cu_seqlens_q;  // [B + 1]
   IndexArray cu_seqlens_k;  // [B + 1]
@@ -118,7 +118,7 @@ struct alignas(16) BucketCell {
 struct alignas(16) WeightCell {
   static constexpr uint64_t kSeveral = uint64_t{1} << 63;
 
-  uint64_t threshold;  // or UINT64_MAX, with low = high
+  uint64_t threshold;  // UINT64_MAX: there is none, and low = high
   float low;           // of differences below the threshold
   float high;
 };
@@ -127,7 +127,7 @@ struct alignas(16) WeightCell {
 struct alignas(16) NarrowCell {
   static constexpr uint32_t kSeveral = uint32_t{1} << 31;
 
-  uint32_t threshold;  // or UINT32_MAX
+  uint32_t threshold;  // UINT32_MAX: there is none
   uint32_t bucket;     // of differences below the threshold, or kSeveral
   float low;
   float high;
@@ -136,8 +136,8 @@ struct alignas(16) NarrowCell {
 // The tables and ranges of times in the form that the GPU kernels read. prepare_relative_bias()
 // writes them to the workspace.
 struct PreparedBias {
-  // [position.heads, 4, position_copy_stride]: position_margin times the first entry, the table,
-  // and as often the last entry; copy n begins with entry n of these. Aligned to 16 bytes.
+  // [position.heads, 4, position_copy_stride]: four copies of the table, in which its first and its
+  // last entry are repeated position_margin times. Copy n begins with entry n. Aligned to 16 bytes.
   float* position = nullptr;
   int64_t position_head_stride = 0;
   int position_copy_stride = 0;
@@ -147,10 +147,11 @@ struct PreparedBias {
   BucketCell* cells = nullptr;         // [kDifferenceCells]
   WeightCell* weight_cells = nullptr;  // [time.heads, kDifferenceCells]
   NarrowCell* narrow_cells = nullptr;  // [time.heads, kNarrowCells]
-  // [total_k / 8 + B]: of 8 keys, see first_tile(). The sm90 forward has time_blocks instead.
+  // [total_k / 8 + B], each for 8 keys, see first_tile(). The sm90 kernels have time_blocks
+  // instead.
   TimeRange* ranges = nullptr;
   KeyBlockTimes* time_blocks = nullptr;
-  // [total_q / 8 + B]: of 8 rows, see first_tile(). The sm90 backward has row_blocks instead.
+  // [total_q / 8 + B], each for 8 rows, see first_tile(). The sm90 backward has row_blocks instead.
   TimeRange* row_ranges = nullptr;
   KeyBlockTimes* row_blocks = nullptr;
 };
@@ -194,24 +195,24 @@ struct PagedParams {
 };
 
 // The scales and norms of a call with e4m3 q, k and v. An element is its e4m3 value times a
-// descale: of its row of q, or of its block of 128 keys of k and v.
+// descale, which belongs to its row of q, or to its block of 128 keys of k and v.
 //
 // A block has keys [128 j, 128 j + 128) of one sequence and is number first_tile(k_begin, b, 128) +
 // j of N = total_k / 128 + B, so that offsets alone tell its number. The v of a block is
-// transposed: [N, H, Dv, 128], with zeros behind the last key of the sequence. Of each 32 keys of
-// it, the order is that of key_at() in quantize/quantize.h, in which a thread of wgmma has them in
-// an accumulator.
+// transposed: [N, H, Dv, 128], with zeros behind the last key of the sequence. Each 32 keys of it
+// are in the order of key_at() in quantize/quantize.h, in which an accumulator of wgmma has them in
+// a thread.
 struct Fp8Params {
   static constexpr int kBlock = 128;  // keys of a block
 
   const float* q_descale = nullptr;  // [H, total_q]
   const float* k_descale = nullptr;  // [H, N]
   const float* v_descale = nullptr;  // [H, N]
-  // Upper bounds of Euclidean norms: of a row of q, and of the rows of k in a block.
+  // Upper bounds of the Euclidean norms of a row of q, and of all rows of k in a block.
   const float* q_norm = nullptr;  // [H, total_q]
   const float* k_norm = nullptr;  // [H, N]
-  // [H, total_q], added to Q K^T; or null. If k is given less its mean, this is the product of q
-  // with the mean.
+  // [H, total_q], added to Q K^T; or null. If the mean of k has been subtracted from k, this is the
+  // product of q with that mean.
   const float* q_mean_product = nullptr;
   int64_t blocks = 0;  // N
   // True if the codes of each row of q, and of each row of k, have a Euclidean norm of at most

@@ -172,7 +172,8 @@ def _check_thresholds(num_buckets: int, increment: float, divisor: float) -> Non
             raise ValueError(f"{name}: expected a positive finite number, got {number}")
 
 
-# Computed once: bisection over 63 bits for each of 145 buckets takes a millisecond or two.
+# These are computed once: bisection over 63 bits for each of 145 buckets takes a millisecond or
+# two.
 _DEFAULT_THRESHOLDS = _first_differences(
     lambda d: math.log(float(max(d, 1))) / BUCKET_LOG_WIDTH, 1 << 10
 )

@@ -1,4 +1,4 @@
-"""The rows of a cached forward: their places in the call and in a cache."""
+"""The rows of a cached forward: where they are in the call and in a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
 
     Raises:
         ValueError: naming the field that lets a row's output depend on later rows or on lengths in
-            the call, or that has no place in the pages of a cache.
+            the call, or that the pages of a cache cannot hold.
     """
     windowed = config.max_attn_len > 0
     for name, holds, expected in (
@@ -79,7 +79,7 @@ class CachedPages(Protocol):
         """int32 or int64 `(B,)` tokens of each user that stay as they are."""
 
     def paged_kv(self, layer: int) -> PagedKV:
-        """Returns the pages of a layer, which have places for what it writes."""
+        """Returns the pages of a layer, which have room for what it writes."""
 
 
 class StepTensors(NamedTuple):

@@ -1,4 +1,4 @@
-"""HSTU attention composed of torch's functions: what fp32 and fp64 get on a GPU, and FP8 on a CPU.
+"""HSTU attention composed of torch's functions, for fp32 and fp64 on a GPU and for FP8 on a CPU.
 
 `register` makes `forward` and `backward` the kernels of two operators with the schemas of
 `hstu_varlen_fwd_out` and `hstu_varlen_bwd_out`. csrc/api/composed.cpp calls them through the
@@ -133,7 +133,7 @@ def _quantized(inputs: _Inputs) -> tuple[_Inputs, Tensor]:
 
 
 def quantize(*args: Any) -> None:
-    """Computes `quantize_qkv` into the last ten arguments, of the schema's."""
+    """Computes `quantize_qkv` into the last ten of the schema's arguments."""
     count = len(Quantized._fields)
     for output, result in zip(args[-count:], quantize_qkv(*args[:-count]), strict=True):
         output.copy_(result)
@@ -253,7 +253,7 @@ class _Group:
         max_q, max_k: row slots and key slots of a sequence.
         row: `(sequences, max_q)`: the number of each row slot in its sequence, negative if empty.
         key: `(sequences, max_k)`: the same of key slots.
-        packed_row: `(sequences, max_q)`: the row of q in each slot; of no meaning if empty.
+        packed_row: `(sequences, max_q)`: the row of q in each slot; arbitrary if empty.
         packed_rows: `(sequences * max_q,)`: the row of q in each slot, or total_q if empty.
         packed_keys: `(sequences * max_k,)`: the row of k in each slot, or total_k if empty.
         timestamps: `(sequences, max_k)`: the times of the keys; None without a time table.
@@ -409,7 +409,7 @@ class _Chunk:
     Attributes:
         rows, keys: those slots.
         scaled_q: the group's of these rows.
-        packed_row: likewise.
+        packed_row: the group's, of these rows.
         lowest_distance: slot of the first key minus slot of the last row.
     """
 

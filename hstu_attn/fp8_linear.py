@@ -5,8 +5,8 @@
     dW = dz^T x           a bf16 product: its sums over rows have no scale to share
 
 Scales are those of quantization.py: the largest finite magnitude over 448. A factor is quantized
-from what it is kept in, so a fp32 weight is rounded once. Results are bf16, for which alone
-`torch._scaled_mm` takes scales of rows; on a CPU it computes the same sums in fp32.
+from what it is kept in, so a fp32 weight is rounded once. Results are bf16, the only dtype for
+which `torch._scaled_mm` takes scales of rows; on a CPU it computes the same sums in fp32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     is_finite = wide.isfinite()
     largest = torch.where(is_finite, wide, 0).abs().amax(1, keepdim=True)
-    # NOTE: by a tensor: the reciprocal of a number might be rounded first.
+    # NOTE: the divisor is a tensor, because torch might multiply by the rounded reciprocal of a
+    # number.
     descales = (largest / torch.full_like(largest, LARGEST_CODE)).clamp(min=SMALLEST_DESCALE)
     scaled = (wide * descales.reciprocal()).clamp(-LARGEST_CODE, LARGEST_CODE)
     return torch.where(is_finite, scaled, torch.nan).to(E4M3), descales

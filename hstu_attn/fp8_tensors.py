@@ -1,4 +1,4 @@
-"""e4m3 tensors of TransformerEngine and torchao as codes and descales, told by their attributes.
+"""e4m3 tensors of TransformerEngine and torchao as codes and descales, known by their attributes.
 
     TransformerEngine   Float8Tensor, Float8TensorStorage   _data, _scale_inv, _fp8_dtype
     torchao             Float8Tensor                        qdata, scale

@@ -9,7 +9,7 @@ could look at. So a public function that is given a proxy records the call of it
 
 It does so wherever the caller has the name from, which `torch.fx.wrap` does for one module's names
 only, and for an eager call it costs one `isinstance`. `record_call` is the protocol for functions
-that are not torch's own: it hands the call to the proxy's `__torch_function__`.
+that are not torch's own: it passes the call to the proxy's `__torch_function__`.
 """
 
 import torch.fx

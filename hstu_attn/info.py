@@ -61,7 +61,7 @@ def nvidia_smi() -> list[tuple[str, str]]:
 
 
 def describe(what: str, *index: int) -> dict[str, str]:
-    """Returns what csrc/api/describe.cpp says of "cpu", "build", or "gpu" with an index."""
+    """Returns what csrc/api/describe.cpp reports about "cpu", "build", or "gpu" with an index."""
     try:
         function = getattr(ctypes.CDLL(str(ops.LIBRARY_PATH)), f"hstu_attn_describe_{what}")
     except AttributeError:

@@ -12,8 +12,8 @@ Nothing is padded on the way and nothing is copied to the host: the sizes of all
 the sizes of the arguments, so that every function runs in a CUDA graph, in
 `torch.compile(fullgraph=True)` and in `torch.export`. All are differentiable in their floating
 arguments. What the host knows of the arguments (shapes, dtypes, devices) is checked; what offsets
-hold is not. Offsets that do not start at 0, decrease or exceed the rows give rows of no meaning,
-but are never followed out of a tensor.
+hold is not. Offsets that do not start at 0, decrease or exceed the rows give arbitrary rows, but
+nothing outside of a tensor is read.
 """
 
 from __future__ import annotations
@@ -555,8 +555,9 @@ def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor
     """Returns `values[rows]` where `held`, and `fill` elsewhere."""
     if values.shape[0] == 0:  # a row to read, though none is held
         values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-    # NOTE: in bounds for any offsets. If they were clamped, rows that are not held would all be the
-    # same one, and its gradient, a sum by atomics on a GPU, would wait for each of them.
+    # NOTE: the remainder is in bounds for any offsets. If rows were clamped, all that are not held
+    # would be the same row, and the atomic additions to its gradient on a GPU would wait for one
+    # another.
     rows = rows.remainder(values.shape[0])
     return values.index_select(0, rows).masked_fill(~_like_rows(held, values), fill)
 

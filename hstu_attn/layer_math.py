@@ -1,4 +1,4 @@
-"""The formula of an HSTU layer, which stands here once for all the ways in which it is computed.
+"""The formula of an HSTU layer, stated once for all the ways in which it is computed.
 
 `hstu_unit` is the formula. A `UnitSteps` computes its four steps around attention:
 

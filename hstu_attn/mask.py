@@ -509,7 +509,7 @@ def batch_row_spans(
     inside = (sequence >= 0) & (sequence < batch)
     sequence = sequence.clamp(0, batch - 1)
     row = packed_row - starts_q[sequence]
-    # A row of no sequence is given the length 0, of which it is past the end.
+    # A row of no sequence gets the length 0, so that it is past the end.
     q_len = torch.where(inside, lengths_q[sequence], 0)
     k_len = lengths_k[sequence]
     zeros = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -578,8 +578,8 @@ def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor)
     else:
         assert mask.func is not None
         assert not mask.func_causal
-        # The first interval of a func begins at 0: it becomes an empty one, and what it held the
-        # second one.
+        # The first interval of a func begins at 0. It becomes empty here, and its keys go to the
+        # second interval.
         bounds = F.pad(mask.func, (0, 0, 1, 0))
     bounds = (bounds.clamp(min=0) - first_key).clamp(min=0).minimum(num_keys) + shift
     if mask.row_spans is not None:

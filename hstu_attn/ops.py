@@ -6,8 +6,8 @@
 `torch.library.register_autograd` costs a call 140 us or more of host time when gradients are
 recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers.
 
-A bad argument is a ValueError, and what is not built a NotImplementedError. To direct callers and
-compiled code the latter, and from torch 2.15 on both, come as RuntimeErrors of the same text.
+A bad argument is a ValueError, and what is not built a NotImplementedError. Direct callers and
+compiled code get the latter, and from torch 2.15 on both, as a RuntimeError of the same text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _has_cuda_kernels = False
 
 
 def load(path: Path = LIBRARY_PATH) -> bool:
-    """Loads the operator library and registers its Python side; False, with a reason, if absent."""
+    """Loads the operator library and registers its Python side; False if the library is missing."""
     global _load_error
     if not path.exists():
         checkout = path.parents[1]
@@ -276,14 +276,14 @@ def below_autograd(op: Callable[..., _Result], *args: Any) -> _Result:
 
 
 def _raise_what_is_meant(error: RuntimeError) -> None:
-    # NOTE: csrc/api/composed.cpp. What Python raises does not pass through the stable ABI.
+    # NOTE: what Python raises does not pass through the stable ABI; see csrc/api/composed.cpp.
     if "hstu_attn::composed_" in str(error) and (failure := composed.take_failure()):
         raise failure from None
-    # NOTE: csrc/dispatch.h. The stable ABI has no exception that arrives as this type.
+    # NOTE: csrc/common/not_implemented.h says why the stable ABI has no exception of this type.
     _, marker, text = str(error).partition("NotImplementedError: ")
     if marker:
         raise NotImplementedError(text) from None
-    # NOTE: csrc/api/arguments.h. This arrives as ValueError up to torch 2.14, and not from 2.15 on.
+    # NOTE: csrc/api/arguments.h throws these. They arrive as ValueError up to torch 2.14 only.
     if _BAD_ARGUMENT.match(str(error)):
         raise ValueError(str(error)) from None
 

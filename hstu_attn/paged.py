@@ -111,8 +111,8 @@ def append_paged_kv(
     """Writes the new history of a batch into its pages, before the attention that reads them.
 
     The arguments are those of the `hstu_attention` call that follows: of each sequence, k and v
-    hold `[new history | targets]`, and rows that are targets are left out. Written by one kernel,
-    without a copy of offsets to the host; may be captured in a CUDA graph.
+    hold `[new history | targets]`, and rows that are targets are left out. One kernel writes them,
+    without a copy of offsets to the host, so the call may be captured in a CUDA graph.
 
     Into a float8_e4m3fn cache, each row of a head is written as `x / scale`, rounded to the nearest
     (ties to even), and its scale `max |x| / 448` into `kv_scales`, so that what is there already
@@ -158,7 +158,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
-    # NOTE: by a tensor: a number's reciprocal would be rounded first on a GPU.
+    # NOTE: the divisor is a tensor, because torch on a GPU would multiply by the rounded reciprocal
+    # of a number.
     scales = largest / torch.full_like(largest, 448)
     scales = torch.where(scales > 0, scales, 1)
     elements = (x / scales[..., None]).clamp(-448, 448)

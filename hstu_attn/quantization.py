@@ -1,4 +1,4 @@
-"""FP8 attention: its options, and how q, k, v and the weights are quantized, by torch's functions.
+"""FP8 attention: its options, and how q, k, v and the weights are quantized by torch's functions.
 
 The CUDA kernels (csrc/quantize/quantize.cu) and `quantize_qkv` give bitwise equal codes and
 descales. Every function works for any floating dtype, so that tests can compute in fp64.
@@ -289,7 +289,7 @@ def _growth_of_descales(squares: Tensor) -> Tensor:
     """Returns the least powers of two, from 2 to 32, that make norms of rows at most 225.
 
     Args:
-        squares: sums of the squares, each rounded up to an integer, with 2.
+        squares: sums of squares, each rounded up to an integer, for the growth 2.
     """
     growth = torch.full_like(squares, 2)
     for n in range(4):
@@ -298,7 +298,7 @@ def _growth_of_descales(squares: Tensor) -> Tensor:
 
 
 def _descales(largest: Tensor, rows: _Rows, mode: int) -> Tensor:
-    """Returns the descale of each row and head, of which `largest` has the largest magnitude."""
+    """Returns the descale of each row and head, given its largest magnitude."""
     if mode == 0 or largest.numel() == 0:
         return torch.ones_like(largest)
     if mode > 1:
@@ -309,7 +309,8 @@ def _descales(largest: Tensor, rows: _Rows, mode: int) -> Tensor:
         if mode > 3:
             of_group = of_group.amax(1, keepdim=True).expand_as(of_group)
         largest = of_group[group]
-    # NOTE: by a tensor: the reciprocal of a number might be rounded first.
+    # NOTE: the divisor is a tensor, because torch might multiply by the rounded reciprocal of a
+    # number.
     scales = largest / torch.full_like(largest, LARGEST_CODE)
     return scales.clamp(min=SMALLEST_DESCALE)
 
@@ -339,7 +340,7 @@ def _largest(values: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def _scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """Returns `(size, ...)` with `values` at `index`, of which equal entries have equal values."""
+    """Returns `(size, ...)` with `values` at `index`. Equal indices must have equal values."""
     result = values.new_zeros((size, *values.shape[1:]))
     result[index] = values
     return result
@@ -469,8 +470,8 @@ def weight_scales(
         score_bound: `Dequantized.score_bound`.
         alpha: as in `hstu_attention`.
         biases: what is added to the scores. Each adds the largest `alpha * bias` to the bound or,
-            since silu is at least -0.2785, the largest `-alpha * bias` up to this: a bias of -1e9,
-            which hides a key, costs weights no precision.
+            since silu is at least -0.2785, the largest `-alpha * bias` up to 0.2785: a bias of
+            -1e9, which hides a key, costs weights no precision.
     """
     bound = abs(alpha) * score_bound.float()
     for bias in biases:

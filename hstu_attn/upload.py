@@ -1,4 +1,4 @@
-"""From the host to a device: many tensors in one copy, and batches ahead of their use."""
+"""Copies from the host to a device: many tensors in one copy, and batches ahead of their use."""
 
 from __future__ import annotations
 

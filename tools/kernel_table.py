@@ -2,9 +2,9 @@
 
 The build leaves the output of `nvcc -Xptxas=-v` next to each object, as *.cu.o.log. The table has a
 line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run
-time is not in it), stack, and bytes spilled. --check instead fails where an attention kernel
-spills that is not one of MAY_SPILL, or where ptxas serializes wgmma: it then waits for each one,
-because the accumulators of those in flight do not fit into the registers.
+time is not in it), stack, and bytes spilled. --check instead fails if an attention kernel spills
+that is not one of MAY_SPILL, or if ptxas serializes wgmma, because the accumulators of those in
+flight do not fit into the registers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ NAME_COLUMNS = 72
 # Parts of the names of attention kernels that may spill, by the folder of their sources.
 MAY_SPILL = {
     "sm90": (
-        # Consumers compute the bias beside their accumulators, or a warpgroup takes registers.
+        # Consumers compute the bias beside their accumulators (forward), or a further warpgroup
+        # takes registers (backward).
         "RelativeScoreBias",
-        # Consumers know where a tile of the bias is, beside their accumulators.
+        # Consumers keep the address of a tile of the bias beside their accumulators.
         "AddedDenseBias",
-        # The consumers leave 24 registers to the producer, which spills them once a work tile.
+        # The consumers leave 24 registers to the producer, which spills once per work tile.
         "ForwardILi256EN7cutlass12float_e4m3_t",
     ),
 }

@@ -2,7 +2,7 @@
 // into the kernels' pointers and strides: params.h. This file uses nothing of torch but ScalarType.
 //
 // A bad argument throws std::invalid_argument (ValueError in Python) with the argument's name, what
-// was expected and what came.
+// was expected and what was given.
 #pragma once
 
 #include <algorithm>
@@ -97,12 +97,12 @@ struct Arguments {
   }
 };
 
-// The schema of what forward_fp8 has behind them: norms of rows of q and blocks of k, and whether
-// norms of codes are limited; see Fp8Params.
+// The schema of the further arguments of forward_fp8: norms of rows of q and blocks of k, and
+// whether norms of codes are limited; see Fp8Params.
 #define HSTU_FP8_SCHEMA ", Tensor q_norm, Tensor k_norm, Tensor? q_mean_product, bool half_sums"
 
-// The arguments of forward_fp8 behind those of Arguments. There, q and k are e4m3, v is (blocks,
-// heads, head_dim_v, 128) in e4m3, and the descales are given; see Fp8Params for all of them.
+// The further arguments of forward_fp8. In its Arguments, q and k are e4m3, v is (blocks, heads,
+// head_dim_v, 128) in e4m3, and the descales are given. Fp8Params explains all of them.
 struct Fp8Arguments {
   TensorView q_norm, k_norm;
   OptionalView q_mean_product;
@@ -236,7 +236,7 @@ inline void check_device(const char* name, const TensorView& tensor, const Tenso
   fail(name, join("the device of ", whose, " (", describe(q), ")"), describe(tensor));
 }
 
-// Checks a shape, of which an entry of -1 accepts any size. `meaning` names its dimensions.
+// Checks a shape. An entry of -1 in `shape` accepts any size; `meaning` names the dimensions.
 inline void check_shape(const char* name, const TensorView& tensor,
                         std::initializer_list<int64_t> shape, const char* meaning) {
   const auto matches = [](int64_t size, int64_t wanted) { return wanted < 0 || size == wanted; };
@@ -282,8 +282,7 @@ inline void check_dtype(const char* name, const TensorView& tensor, ScalarType d
   if (tensor.dtype != dtype) fail(name, expected, describe_dtype(tensor));
 }
 
-// Returns the dtype of a bias, which may be that of q or float32, and with q in e4m3 any of 16
-// bits.
+// Returns the dtype of a bias. It may be float32 or that of q; if q is e4m3, float32, bf16 or fp16.
 inline DType bias_dtype(const char* name, const TensorView& tensor, const TensorView& q) {
   const bool is_e4m3 = q.dtype == ScalarType::Float8_e4m3fn;
   const bool has_16_bits = tensor.dtype == ScalarType::BFloat16 || tensor.dtype == ScalarType::Half;
@@ -351,7 +350,8 @@ void to_params(const Arguments& args, ForwardParams& params);
 void to_params(const Arguments& args, const Fp8Arguments& fp8, ForwardParams& params);
 void to_params(const AppendArguments& args, AppendParams& params);
 void to_params(const QuantizeArguments& args, QuantizeParams& params);
-// Fills `params` with what quantizes q, k and v of an attention call, which `checked` comes from.
+// Fills `params` for the quantization of q, k and v of an attention call. `checked` has been filled
+// from the same arguments.
 void to_params(const Arguments& args, const ForwardParams& checked, QuantizeParams& params);
 
 // These are parts of to_params(), in fp8_arguments.cpp.

@@ -1,6 +1,7 @@
 // The composition is in Python, where torch's functions are called by names that every version has;
-// torch's stable ABI has few of them. It hangs behind the operators, and not before them in Python,
-// so that their schemas, fake kernels and gradients serve compiled and exported calls as well.
+// torch's stable ABI has few of them. The operators call it, so that their schemas, fake kernels
+// and gradients serve these calls, too, also when they are compiled or exported. A switch in Python
+// in front of the operators would not do that.
 #include "composed.h"
 
 #include <cstdio>
@@ -12,7 +13,7 @@
 #include "../environment.h"
 #include "stable_tensor.h"
 
-// NOTE: torch 2.13 and later have this function; before, torch prints the text of an exception.
+// NOTE: torch 2.13 and later have this function; older versions print the text of an exception.
 extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
 
 namespace hstu {

@@ -1,4 +1,5 @@
-// The arguments of FP8: those of quantize_qkv and forward_fp8, and what the attention has of them.
+// Checks the arguments of FP8: those of quantize_qkv and forward_fp8, and those of the attention
+// operators.
 #include <algorithm>
 #include <climits>
 

@@ -41,7 +41,8 @@ struct QuantizeOutputs {
 
 // The operators on a GPU (cuda/ops.cpp). CpuOps in ops.cpp has the same functions for the CPU.
 struct CudaOps {
-  // Checks what to_params() cannot: whether there are kernels, and the values of index arrays.
+  // Checks the values of index arrays, if HSTU_ATTN_CHECK=1 is set: they have to be copied to the
+  // host.
   static void check(const Arguments& args, const ForwardParams& params);
   // In these, `params` points into the tensors of the other arguments.
   static void forward(const Arguments& args, const TensorView& out, ForwardParams& params);

@@ -21,7 +21,7 @@ class Arena {
     return piece;
   }
 
-  // The bytes that take() takes.
+  // The number of bytes that take() uses.
   template <typename T>
   static HSTU_HOST_DEVICE int64_t bytes(int64_t count) {
     return round_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);

@@ -71,9 +71,9 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, in
   launch_kernel(kernel, config, launch, name, arguments...);
 }
 
-// Takes the work list of a forward by Form, with `num_splits` work tiles for each tile of rows and
-// head. There is no list if all work tiles of the batch are resident at once, unless there are
-// splits or the mask needs summaries.
+// Takes the memory of the work list of forward kernel Form, with `num_splits` work tiles for each
+// tile of rows and head. There is no list if all work tiles of the batch are resident at once,
+// unless there are splits or the mask needs summaries.
 template <typename Form>
 WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
                            const CudaLaunch& launch, int num_splits = 1) {
@@ -95,8 +95,8 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
   return list;
 }
 
-// Prepares the list, if there is one, and zeroes `zero_bytes` of workspace. Returns the number of
-// blocks to launch.
+// Makes the list on the device, if there is one, and zeroes `zero_bytes` of workspace. Returns the
+// number of blocks to launch.
 template <typename Form>
 int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
                         void* zeros = nullptr, int64_t zero_bytes = 0) {
@@ -125,7 +125,7 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const
   return blocks;
 }
 
-// Parameters that all backward kernels set in the same way.
+// Returns the parameters that the backward kernels of all architectures set in the same way.
 inline PrepareParams prepare_params(const BackwardParams& params) {
   PrepareParams prepared;
   prepared.batch = params.batch;

@@ -47,8 +47,8 @@ HSTU_DEVICE float high_half(uint32_t word) {
   return static_cast<float>(Element::bitcast(static_cast<uint16_t>(word >> 16)));
 }
 
-// Numbers whose absolute values are the larger ones of two pairs; NaN where one is NaN. The signs
-// are undefined.
+// Returns for each half the number with the larger absolute value, or NaN if one is NaN. The signs
+// of the result are undefined.
 template <typename Element>
 HSTU_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   uint32_t word;
@@ -60,7 +60,7 @@ HSTU_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return word;
 }
 
-// Arithmetic on two numbers in fp16. None is flushed to zero.
+// Arithmetic on pairs of fp16 numbers. Subnormal numbers are not flushed to zero.
 HSTU_DEVICE uint32_t fma_half_pairs(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t result;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
@@ -83,7 +83,7 @@ HSTU_DEVICE uint32_t tanh_approx_half_pair(uint32_t x) {
   return result;
 }
 
-// A constant in both halves of a word.
+// Returns a word with a constant in both halves.
 constexpr uint32_t twice_half(uint16_t bits) { return uint32_t{bits} << 16 | bits; }
 
 HSTU_DEVICE float tanh_approx(float x) {

@@ -1,4 +1,4 @@
-// Conversion of e4m3 values to 16-bit elements.
+// Conversions between e4m3 and 16-bit or fp32 numbers.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -1,4 +1,4 @@
-// Fixed-point numbers of 32 bits, for sums that no order of additions changes.
+// Fixed-point numbers of 32 bits, whose sums do not depend on the order of additions.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace hstu {
 
 // Numbers up to a known largest one become integers below 2^kBits, so that 2^(31 - kBits) of them
-// can be added. The largest number must be one of bf16 or fp16, as fp32.
+// can be added. The largest number must be representable in bf16 or fp16.
 class FixedPoint {
  public:
   static constexpr int kBits = 20;
@@ -23,9 +23,10 @@ class FixedPoint {
     return {to_float_bits(exponent_of_scale), to_float_bits(254 - exponent_of_scale)};
   }
 
-  // For numbers up to the largest one.
+  // Converts a number up to the largest one.
   HSTU_HOST_DEVICE int small_to_integer(float x) const {
-    // NOTE: the sum has its last bit at 1. This is faster than a conversion.
+    // NOTE: the last bit of `sum` stands for 1, so that its low bits are the rounded integer. This
+    // is faster than a conversion.
     constexpr float kShift = 0x1.8p23f;
     float sum;
 #if defined(__CUDA_ARCH__)
@@ -36,7 +37,7 @@ class FixedPoint {
     return static_cast<int>(bits_of(sum) - bits_of(kShift));
   }
 
-  // For sums of these.
+  // Converts a sum of such numbers.
   HSTU_HOST_DEVICE int to_integer(float x) const {
 #if defined(__CUDA_ARCH__)
     return __float2int_rn(x * scale_);

@@ -10,7 +10,7 @@
 
 namespace hstu {
 
-// bytes of shared memory that the system keeps for each block
+// Bytes of shared memory that the system reserves for each block.
 constexpr int kReservedMemory = 1024;
 
 struct LaunchConfig {

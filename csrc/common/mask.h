@@ -10,9 +10,9 @@
 //                kv_intervals(r0, r1)        keys that some row of [r0, r1) sees
 //                q_intervals(k0, k1)         rows that see some key of [k0, k1)
 //                classify(r0, r1, k0, k1)    whether a tile is empty, partial or full
-//                estimate(r0, r1)            about what kv_intervals says
+//                estimate(r0, r1)            one interval around those of kv_intervals, cheaply
 //                fully_visible(r0, r1)       keys that every row of [r0, r1) sees
-//                summarize(r)                what of classify() a GPU keeps of a row
+//                summarize(r)                the SpanSummary of row r
 //   tiles(...)   an interval list in tiles of a given size
 //
 // Rows are query rows 0 .. Lq-1 of the sequence; positions i = r + offset and keys j are absolute.

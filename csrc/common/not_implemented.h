@@ -1,4 +1,4 @@
-// The exception for what a build or a GPU has no kernel for.
+// The exception for calls for which a build or a GPU has no kernel.
 #pragma once
 
 #include <stdexcept>
@@ -6,8 +6,8 @@
 
 namespace hstu {
 
-// NOTE: torch's stable ABI turns it into a RuntimeError of the same text, and hstu_attn/ops.py that
-// into a NotImplementedError.
+// NOTE: torch's stable ABI turns it into a RuntimeError of the same text, which hstu_attn/ops.py
+// turns into a NotImplementedError.
 struct NotImplemented : std::runtime_error {
   explicit NotImplemented(const std::string& text)
       : std::runtime_error("NotImplementedError: " + text) {}

@@ -5,8 +5,8 @@
 
 namespace hstu {
 
-// Where a kernel finds keys and values: kPacked: in packed rows; kPaged: the history in pages, and
-// targets in the last packed rows of the sequence's queries.
+// Where a kernel finds keys and values. kPacked: all are in packed rows. kPaged: the history is in
+// pages, and targets are in the last packed rows of the sequence's queries.
 enum class KeySource { kPacked, kPaged };
 
 enum class PagePart { kKeys, kValues };

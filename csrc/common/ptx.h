@@ -1,5 +1,5 @@
-// PTX instructions for which CUDA C++ and CUTLASS have no function that fits. Values that the
-// compiler shall not see through are in opaque.h.
+// PTX instructions for which CUDA C++ and CUTLASS have no function that fits. opaque.h has the
+// functions that hide a value from the compiler.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,7 @@ HSTU_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- device memory that blocks hand over to each other
-// --------------------------------------------
+// --- device memory through which blocks synchronize
 
 HSTU_DEVICE int ld_relaxed(const int* address) {
   int value;
@@ -48,7 +47,7 @@ HSTU_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Adds four values at an address aligned to 16 bytes. From compute capability 9.0 on.
+// Adds four values at an address aligned to 16 bytes. Needs compute capability 9.0.
 HSTU_DEVICE void red_add_v4(float* address, float x, float y, float z, float w) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y),
                "f"(z), "f"(w)
@@ -113,7 +112,8 @@ HSTU_DEVICE uint32_t ld_shared_if(uint32_t bits, uint32_t mask, const uint32_t* 
   return word;
 }
 
-// Ones in the low half where x is negative, and in the high half where y is.
+// Returns a word whose low half is all ones if x is negative, and whose high half is all ones if y
+// is.
 HSTU_DEVICE uint32_t signs_of(int x, int y) {
   uint32_t word;
   asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(word) : "r"(x), "r"(y));
@@ -138,9 +138,8 @@ HSTU_DEVICE void prefetch_l2(const void* address) {
 }
 
 // --- asynchronous copies from device to shared memory
-// ---------------------------------------------
 
-// Copies 16 bytes past the L1 cache.
+// Copies 16 bytes, bypassing the L1 cache.
 HSTU_DEVICE void cp_async_16(const void* from, void* to) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
 }
@@ -182,8 +181,7 @@ HSTU_DEVICE void cp_async_wait() {
 }
 HSTU_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// --- bulk copies, from compute capability 9.0 on
-// --------------------------------------------------
+// --- bulk copies, which need compute capability 9.0
 
 // Starts adding kBytes of fp32 in shared memory to device memory, as part of the bulk group.
 template <int kBytes>
@@ -198,8 +196,9 @@ HSTU_DEVICE void bulk_reduce_add(const float* from, float* to) {
 // waits until their shared memory has been read.
 HSTU_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Starts copying kBytes to the shared memory of another block of the cluster, and tells its
-// barrier. Addresses of shared memory; `to` and `barrier` are mapped to the other block.
+// Starts copying kBytes to the shared memory of another block of the cluster; the copy completes on
+// a barrier of that block. All addresses are of shared memory; `to` and `barrier` are mapped to the
+// other block.
 template <int kBytes>
 HSTU_DEVICE void bulk_copy_to_cluster(uint32_t from, uint32_t to, uint32_t barrier) {
   asm volatile(
@@ -219,9 +218,8 @@ HSTU_DEVICE float4 ld_shared_cluster_v4(uint32_t address) {
 }
 
 // --- barriers and the order of kernels
-// ------------------------------------------------------------
 
-// Whether `value` holds in any thread of those that meet at a barrier of the block.
+// Waits at a named barrier, and returns whether `value` is true in any of its threads.
 template <int kThreads>
 HSTU_DEVICE bool barrier_red_or(int barrier, bool value) {
   int result = value;
@@ -250,11 +248,10 @@ HSTU_DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// --- loads under a condition
-// ----------------------------------------------------------------------
+// --- predicated loads
 
-// Where the condition holds, loads consecutive words; else leaves them as they are. No branch parts
-// one such load from the next.
+// Loads consecutive words if the condition is true; otherwise leaves them as they are. The loads
+// are predicated, so that several of them are in flight: there is no branch between them.
 HSTU_DEVICE void ld_if(bool condition, const uint32_t* address, uint32_t& a) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %1, 0;\n"

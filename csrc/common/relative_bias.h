@@ -126,7 +126,8 @@ struct DifferenceRange {
   uint64_t most;
 };
 
-// The differences of all rows and keys with times in these ranges are among these.
+// Returns a range that contains the time differences of all rows and keys whose times are in these
+// ranges.
 HSTU_HOST_DEVICE DifferenceRange find_difference_range(const TimeRange& rows,
                                                        const TimeRange& keys) {
   const uint64_t past = time_difference(rows.latest, keys.earliest);
@@ -145,7 +146,7 @@ HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias, const T
   return find_bucket_range(bias, find_difference_range(rows, keys));
 }
 
-// Where the time of query row `row` is.
+// Returns the address of the time of query row `row`.
 HSTU_HOST_DEVICE const int64_t* find_time_of_row(const RelativeBias& bias, const Sequence& sequence,
                                                  int row) {
   if (bias.row_timestamps) return bias.row_timestamps + sequence.q_begin + row;

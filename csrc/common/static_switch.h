@@ -1,4 +1,4 @@
-// From run-time conditions to template arguments.
+// Turns run-time conditions into template arguments.
 #pragma once
 
 #include <type_traits>

@@ -12,14 +12,14 @@
 namespace hstu {
 
 struct TableSum {
-  static constexpr int kExponents = 12;  // of a word
+  static constexpr int kExponents = 12;  // that share a word
   // The last word counts the numbers that are not finite.
   static constexpr int kWords = (254 + kExponents) / kExponents + 1;
 
   int64_t* words = nullptr;  // [kWords, entries], zeroed
   int64_t entries = 0;
 
-  // Where `value` is added: a word and the integer.
+  // What add() adds, and to which word.
   struct Term {
     int word;
     int64_t addend;

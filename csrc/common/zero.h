@@ -23,7 +23,7 @@ __device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads,
 }
 
 // Zeroes `count` rows of a head from row `begin` on. Called by one warp.
-// NOTE: producers call it, which have fewer registers than zero_rows() takes.
+// NOTE: this is for producers, which have fewer registers than zero_rows() takes.
 HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, int count, int head) {
   const int column = reload_thread_idx() % 32 * 8;  // a row has at most 256 columns
   if (column >= tensor.head_dim) return;
@@ -35,8 +35,8 @@ HSTU_DEVICE void zero_rows_of_head(const PackedTensor& tensor, int64_t begin, in
   }
 }
 
-// Zeroes all rows between sequences. Called by `warps` warps, of which this is number `warp`. Gap b
-// is before sequence b, and the last gap reaches to the end.
+// Zeroes all rows between sequences. Called by `warps` warps; this one has number `warp`. Gap b is
+// before sequence b, and the last gap reaches to the end.
 template <RowsOf kRows>
 __device__ void zero_unowned_rows(const BatchParams& params, const PackedTensor& tensor, int heads,
                                   int warp, int warps) {

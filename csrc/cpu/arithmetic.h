@@ -9,7 +9,7 @@
 //   kBlock      rows of the blocks that a partial tile is cut into (tile.h)
 //   kAnyStride  whether A may have a column stride other than 1
 //
-// and gives gemm(): C[m][n] (+)= sum_k A[m][k] B[k][n]. Operands are matrices of units:
+// and defines gemm(): C[m][n] (+)= sum_k A[m][k] B[k][n]. Operands are matrices of units:
 //
 //   left form   A: [m][k / kPair], the pairs along k
 //   right form  B: [k / kPair][n], the pairs along k

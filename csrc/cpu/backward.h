@@ -1,9 +1,11 @@
-// The fused CPU backward: scores recomputed, dQ, dK, dV and the bias gradient in one pass.
+// The fused CPU backward: it recomputes the scores and computes dQ, dK, dV and the bias gradient in
+// one pass.
 //
-// A work item is a chunk of keys of one head (of all heads of a bias head, where a dense bias has a
-// gradient). dK and dV of the chunk stay in scratch; each row tile's dQ is summed over the chunk
-// and then added, chunk after chunk in ascending order, so that results do not depend on timing.
-// Scores are computed transposed (keys by rows): P^T and dS^T are then operands as they stand.
+// A work item is a chunk of keys of one head, or of all heads that share a bias head if a dense
+// bias has a gradient. dK and dV of the chunk stay in scratch; each row tile's dQ is summed over
+// the chunk and then added, chunk after chunk in ascending order, so that results do not depend on
+// timing. Scores are computed transposed (keys by rows): P^T and dS^T are then operands of the
+// products for dV and dK without another transposition.
 #pragma once
 
 #include <sched.h>

@@ -43,7 +43,7 @@ HSTU_INLINE float to_float(Float16 x) {
   return as_float(sign | special | as_bits(magnitude));
 }
 
-// As above; the exponent's bias changes from 7 to 127.
+// Works like the conversion above; the exponent's bias changes from 7 to 127.
 HSTU_INLINE float to_float(E4m3 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
   const uint32_t magnitude = x.bits & 0x7f;

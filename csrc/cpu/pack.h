@@ -28,7 +28,7 @@ struct RowSource {
 
   HSTU_INLINE bool is_quantized() const { return scales != nullptr; }
 
-  // Returns row r where it is, or dequantized in `copy`.
+  // Returns row r in place, or, if its page is quantized, dequantized in `copy`.
   HSTU_INLINE const T* row(int r, T* copy) const {
     if (r >= paged_rows) return first + r * row_stride;
     const int64_t page = paged->page_ids[first_page + r / paged->page_size];
@@ -81,7 +81,7 @@ class RowStore {
     for (int d = 0; d < tensor_.head_dim; ++d) out[d] = from_float<T>(factor * sums[d]);
   }
 
-  // Begins to fetch a row that will be stored soon.
+  // Prefetches a row that will be stored soon.
   HSTU_INLINE void expect(int64_t row, int head) const {
     if (streams_) return;
     constexpr int kLine = 64 / sizeof(T);

@@ -104,7 +104,8 @@ HSTU_INLINE Vector<double> keep(uint64_t bits, Vector<double> v) {
 // The accuracy of the sigmoid: an fp32 rounding, or well below a bf16 rounding.
 enum class Accuracy { kFull, kBFloat16 };
 
-// 2^f for f in [-1/2, 1/2], the minimax polynomial of relative error 2e-9 (kFull) or 3e-6.
+// Returns 2^f for f in [-1/2, 1/2] by a minimax polynomial with relative error 2e-9 (kFull) or
+// 3e-6.
 template <Accuracy accuracy>
 HSTU_INLINE Vector<float> exp2_fraction(Vector<float> f) {
   if constexpr (accuracy == Accuracy::kFull) {

@@ -9,8 +9,8 @@
 
 namespace hstu::cpu::HSTU_CPU_ISA {
 
-// Calls `function(rows, keys)` for blocks that cover what is visible in a partial tile: `size` rows
-// each, and the keys that these rows see, from a multiple of `size` onwards.
+// Calls `function(rows, keys)` for blocks that cover the visible scores of a partial tile. A block
+// has `size` rows and the keys that they see, and its keys begin at a multiple of `size`.
 template <typename Function>
 HSTU_INLINE void for_each_visible_block(const Mask& mask, Interval rows, Interval keys, int size,
                                         Function function) {

@@ -59,8 +59,8 @@ class HostMask {
     batch.num_contexts = {&contexts_, false};
     batch.num_targets = {&targets_, false};
     sequence_ = load_sequence(batch, 0);
-    // load_sequence() leaves out the rows in front of the first key. They are put back here, since
-    // a mask is also defined for them.
+    // load_sequence() leaves out the rows in front of the first key. This puts them back, since a
+    // mask is defined for them, too.
     sequence_.q_begin = 0;
     sequence_.q_len = q_len;
     sequence_.offset = k_len - q_len;

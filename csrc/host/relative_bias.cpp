@@ -54,7 +54,7 @@ class HostBuckets {
   RelativeBias bias_;
 };
 
-// The sum that a TableSum has for `values`, which are rounded to fp32 first, each `count` times.
+// Returns the sum that a TableSum gives for `values`, each of them added `count` times.
 double table_sum(const std::vector<float>& values, int64_t count) {
   int64_t words[TableSum::kWords] = {};
   for (const float value : values) {
@@ -69,8 +69,8 @@ double table_sum(const std::vector<float>& values, int64_t count) {
   return sum.value(0);
 }
 
-// The sum of `values`, which are bf16 or fp16 numbers, in the fixed point of the largest: number by
-// number, and of their fp32 sum.
+// Returns two sums of `values` (bf16 or fp16 numbers) in fixed point, scaled for the largest of
+// them: the sum of the converted numbers, and their converted fp32 sum.
 std::pair<double, double> fixed_point_sums(const std::vector<float>& values) {
   uint32_t largest = 0;
   float total = 0;

@@ -16,8 +16,8 @@ constexpr float kLargestCode = 448.0f;
 
 HSTU_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
 
-// The largest magnitude becomes 448 exactly, or 448 / 2^n by growth_of_descale(), and no power of
-// two is chosen: next to 448 the steps of e4m3 are 1/14 of a number, and next to 256 they are 1/8.
+// A descale is no power of two, so that the largest magnitude becomes 448 exactly, or 448 / 2^n by
+// growth_of_descale(): the steps of e4m3 are 1/14 of a number next to 448, and 1/8 next to 256.
 HSTU_DEVICE float descale_of(float largest) {
   return fmaxf(fminf(largest, FLT_MAX) / kLargestCode, kSmallestDescale);
 }

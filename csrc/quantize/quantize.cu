@@ -2,7 +2,8 @@
 //
 // A block of threads takes 128 rows of one head of Q, K or V, and holds them in registers: so one
 // pass over the inputs finds the largest magnitude of the rows and converts them. Scales of whole
-// sequences need their largest magnitude before, and smooth_k the mean of K: a kernel for each.
+// sequences need the largest magnitude first, and smooth_k needs the mean of K: each is computed by
+// one more kernel.
 #include "../common/arena.h"
 #include "../common/cuda_check.h"
 #include "rows.h"
@@ -10,8 +11,8 @@
 namespace hstu {
 namespace {
 
-// Blocks of a multiprocessor: with 80 registers a thread, or 64 where a block has 512 threads. Each
-// thread has 128 bytes of rows under way.
+// Resident blocks per multiprocessor, with 80 registers per thread, or 64 if a block has 512
+// threads. Each thread has loads of 128 bytes in flight.
 constexpr int blocks_per_sm(int lanes) {
   return (lanes <= 16 ? 768 : 1024) / (lanes * kRowsAtOnce);
 }
@@ -45,7 +46,7 @@ struct Workspace {
   }
 };
 
-// The place in Workspace::largest of a part of sequence `b`.
+// The index in Workspace::largest of a part of sequence `b`.
 HSTU_DEVICE int64_t largest_index(const QuantizeParams& params, Part part, int b, int head) {
   const int64_t first = static_cast<int>(part) * int64_t{params.batch.batch} * params.heads;
   switch (params.mode) {
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) sum += sums[r][column];
     block_sums[block.number * stride] = sum;
-    __threadfence();
+    __threadfence();  // the sums are visible before the block counts as finished
   }
   __syncthreads();
   const int64_t begin = clamp(params.batch.cu_seqlens_k[block.sequence], 0, params.batch.total_k);
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
   if (threadIdx.x == 0) is_last = atomicAdd(workspace.finished + own, 1) == blocks - 1;
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
+  __threadfence();  // the sums of the other blocks are read after their counts
   float sum = 0.0f;
   if (column < head_dim) {
 #pragma unroll 8
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
 
 // ------------------------------------------------------------------------------------ quantize
 
-// The values of a block of keys, on their way to the order of v8.
+// Shared memory that transposes the values of a block of keys to the order of v8.
 template <int kLanes>
 struct Transpose {
   // A row of words, each of four channels of a key. Rows begin in the same bank.
@@ -196,8 +197,8 @@ struct Transpose {
   }
 };
 
-// The descale of the rows of a block, without the norm rule; that of the row that the lane owns, if
-// is_by_row.
+// Returns the descale of the rows of a block or, if is_by_row, of the row that the lane owns. It
+// does not apply the norm rule.
 template <bool kSubtracts, typename Element, int kLanes>
 HSTU_DEVICE float base_descale(Rows<Element, kLanes>& rows, Part part, bool is_by_row,
                                const Workspace& workspace, float* scratch) {

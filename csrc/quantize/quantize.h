@@ -58,7 +58,7 @@ struct QuantizeParams {
   void* workspace = nullptr;        // quantize_workspace_bytes(), aligned to 16 bytes
 };
 
-// Whether rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.
+// True if rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.
 inline bool limits_norms(const QuantizeParams& params) {
   return params.dtype != DType::kFloat8E4M3 &&
          (params.mode == QuantMode::kRow || params.mode == QuantMode::kBlock);
@@ -69,7 +69,7 @@ HSTU_HOST_DEVICE int64_t max_blocks(int64_t rows, int batch) {
   return rows / Fp8Params::kBlock + batch;
 }
 
-// The key, of 32 consecutive ones, whose value stands at `position` in v8. This is the order in
+// Returns which of 32 consecutive keys has its value at `position` in v8. This is the order in
 // which a thread's accumulators of S hold the keys that its registers of P need.
 HSTU_HOST_DEVICE constexpr int key_at(int position) {
   const int thread = position % 16 / 4;

@@ -35,7 +35,7 @@ HSTU_DEVICE RowBlock find_block(const BatchParams& batch, bool is_q, int64_t num
   const IndexArray& used = is_q ? batch.seqused_q : batch.seqused_k;
   const int64_t total = is_q ? batch.total_q : batch.total_k;
   const int lane = threadIdx.x % 32;
-  // The last sequence that does not begin after the block is one of `count`, from `low` on.
+  // The last sequence that does not begin after the block is among the `count` from `low` on.
   int low = 0, count = batch.batch;
   while (count > 1) {
     const int step = ceil_div(count, 32);
@@ -135,8 +135,8 @@ HSTU_DEVICE float largest_of(const float (&x)[kSteps]) {
   return largest;
 }
 
-// Combines x[n] over the kLanes lanes of a row, for each n < 8. Lane l of these returns what
-// belongs to n = l / (kLanes / 8): the lane that owns n, if it is the first such one.
+// Combines x[n] over the kLanes lanes of a row, for each n < 8. Lane l of these returns the result
+// for n = l / (kLanes / 8), and the first of the lanes with the same n owns n.
 template <int kLanes, typename Combine>
 HSTU_DEVICE float reduce_to_owners(float (&x)[kSteps], Combine combine) {
   static_assert(kSteps == 8 && kLanes >= 8);
@@ -167,7 +167,7 @@ HSTU_DEVICE float read_from_owner(float x, int n) {
 template <int kThreads>
 HSTU_DEVICE float largest_of_block(float x, float* scratch) {
   x = reduce_lanes<32>(x, Largest());
-  __syncthreads();
+  __syncthreads();  // an earlier call has read `scratch`
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
 #pragma unroll
@@ -186,11 +186,11 @@ struct Rows {
   const PackedTensor& tensor;
   RowBlock block;
   int head;
-  int row;     // the first row of this thread; the next are kRowsAtOnce further each
+  int row;     // the first row of this thread; the others follow in steps of kRowsAtOnce
   int column;  // of this thread's pieces
   Piece<Element> pieces[kSteps];
   float mean[kPiece];         // K's, where it is subtracted or multiplied with; else 0
-  bool is_all_finite = true;  // what find_largest() has seen
+  bool is_all_finite = true;  // of what find_largest() has read
 
   HSTU_DEVICE Rows(const QuantizeParams& params, const PackedTensor& tensor, const RowBlock& block,
                    int head)
@@ -237,7 +237,7 @@ struct Rows {
     return kSubtracts ? x - mean[n] : x;
   }
 
-  // Finds the largest finite magnitude of each piece. Infinities become NaN.
+  // Finds the largest finite magnitude of each piece. Infinities in `pieces` become NaN.
   template <bool kSubtracts>
   HSTU_DEVICE void find_largest(float (&largest)[kSteps]) {
     float zero = 0.0f;  // NaN if a number is NaN or infinity
@@ -292,7 +292,7 @@ struct Rows {
     return sum - kSquaresBegin;
   }
 
-  // The largest magnitude of a piece, or NaN or infinity if one is in it.
+  // Returns the largest magnitude of the piece of a step; NaN or infinity if it has one.
   template <bool kSubtracts>
   HSTU_DEVICE float largest_or_nan(int step) const {
     if constexpr (!kSubtracts) {
@@ -313,7 +313,7 @@ struct Rows {
     return larger;
   }
 
-  // The same of the finite magnitudes. Infinities become NaN.
+  // Does the work of find_largest() where some number is not finite.
   template <bool kSubtracts>
   HSTU_DEVICE void find_largest_finite(float (&largest)[kSteps]) {
 #pragma unroll

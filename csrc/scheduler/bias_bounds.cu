@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;  // rows of a block, with a dense bias
 
-// The largest and the smallest of the finite numbers and of 0.
+// The largest and the smallest of the finite numbers that were added, and of 0.
 struct Extremes {
   float largest = 0;
   float smallest = 0;
@@ -38,7 +38,7 @@ struct Extremes {
   }
 };
 
-// Adds the first `count` numbers of a row, of which each lane of a warp has a part.
+// Adds the first `count` numbers of a row. Each lane of a warp adds a part of them.
 template <typename Element>
 HSTU_DEVICE void add_row(const Element* row, int count, Extremes& extremes) {
   constexpr int kPiece = 8;
@@ -89,7 +89,7 @@ HSTU_DEVICE float bound_of_table(const float* table, int size, double alpha) {
   Extremes extremes;
   for (int n = static_cast<int>(threadIdx.x); n < size; n += kThreads) extremes.add(table[n]);
   extremes.add_lanes();
-  __syncthreads();
+  __syncthreads();  // an earlier call has read `of_warps`
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = extremes;
   __syncthreads();
   for (const Extremes& other : of_warps) {

@@ -1,9 +1,9 @@
 // The kernel that runs before the attention kernel of e4m3 with a bias: it finds how much the bias
 // can add to a weight of each row.
 //
-// The bound of a row is that of |silu(s + b)| - |s| for any s and each b = alpha * bias that the
-// row may see: the largest b or, since silu is at least -0.2785, the largest -b up to this. NaN
-// and infinity do not count. So a bias of -1e9, which hides a key, costs weights no precision.
+// The bound of a row is at least |silu(s + b)| - |s| for any s and each b = alpha * bias that the
+// row may see. It is the largest b or, since silu is at least -0.2785, the largest -b up to 0.2785.
+// NaN and infinity do not count. So a bias of -1e9, which hides a key, costs weights no precision.
 #pragma once
 
 #include "../dispatch.h"
@@ -11,7 +11,7 @@
 
 namespace hstu {
 
-// The place of a row of q, counted in the packed tensor, in Fp8Params::bias_bounds.
+// The index in Fp8Params::bias_bounds of row `row` of the packed q.
 HSTU_HOST_DEVICE int64_t index_of_bias_bound(const ForwardParams& params, int head, int64_t row) {
   if (!params.rab.data) return head;
   return head / (params.heads / params.rab.heads) * params.batch.total_q + row;

@@ -227,8 +227,8 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
   }
 }
 
-// Zeroes the rows of the bias gradient that belong to no query, and what is behind the last tile of
-// keys. Each warp takes 32 rows.
+// Zeroes the rows of the bias gradient that belong to no query, and the columns behind the last
+// tile of keys. Each warp takes 32 rows.
 __device__ void zero_bias_gradient(const PrepareParams& params, int first, int step) {
   const DenseBias& bias = params.bias_gradient;
   const int chunks = ceil_div(bias.length, 32);  // chunks of 32 rows of a matrix

@@ -70,8 +70,8 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
   }
 }
 
-// Finds the ranges of `length` times, where time_of(n) is one, and writes them to one of the
-// arrays: with the times, or without.
+// Finds the range of each 8 of the times time_of(0) to time_of(length - 1). Writes them to
+// `blocks`, together with the times, or to `ranges` if `blocks` is null.
 template <typename TimeOf>
 __device__ void find_ranges(int length, int thread, int threads, TimeOf time_of, TimeRange* ranges,
                             KeyBlockTimes* blocks) {

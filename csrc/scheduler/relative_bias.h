@@ -9,8 +9,9 @@
 
 namespace hstu {
 
-// Takes the memory of PreparedBias. With tile_keys > 0, it has time_blocks, so many that those of
-// each tile of this many keys can be read. With has_row_blocks, it has row_blocks.
+// Takes the memory of PreparedBias. With tile_keys > 0 it has time_blocks in place of ranges:
+// enough of them that a tile of tile_keys keys can be read anywhere. With has_row_blocks it has
+// row_blocks in place of row_ranges.
 inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
                                        const BatchParams& batch, int position_margin = 8,
                                        int tile_keys = 0, bool has_row_blocks = false) {
@@ -43,8 +44,8 @@ inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias&
   return prepared;
 }
 
-// The sums that become the gradients of the tables; an empty one is not wanted. Entry
-// head * table.size + n is the sum of dS over the scores that read entry n of the head's table.
+// The sums that become the gradients of the tables. A sum without entries is not wanted. Entry head
+// * table.size + n is the sum of dS over the scores that read entry n of the head's table.
 struct TableSums {
   TableSum position;
   TableSum time;
@@ -63,8 +64,8 @@ inline TableSums take_table_sums(Workspace& workspace, const BackwardParams& par
           take(params.dts_weight, params.relative_bias.time)};
 }
 
-// Writes params.dpos_weight and params.dts_weight: the sums, times alpha and the scale. Where each
-// row has its own scale, `rest_of_scale` is what the kernel has not multiplied dS by.
+// Writes params.dpos_weight and params.dts_weight: the sums, multiplied by alpha and the scale. If
+// each row has its own scale, `rest_of_scale` is the factor that the kernel has not applied to dS.
 void round_table_sums(const BackwardParams& params, const TableSums& sums, double rest_of_scale,
                       const CudaLaunch& launch);
 

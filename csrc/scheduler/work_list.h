@@ -45,7 +45,7 @@ struct WorkList {
   SequenceTile* tiles = nullptr;  // [capacity]; null: no list, each block has one work tile
   int capacity = 0;
   int work_per_tile = 1;  // work tiles of each listed tile
-  int unlisted = 0;  // how many first tiles of the batch are not listed: blocks begin with these
+  int unlisted = 0;       // how many of the first tiles are not listed: blocks begin with them
   SpanSummaries summaries;
 
   // Classifies tile n of keys for tile m of rows.
@@ -90,7 +90,7 @@ HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t tile_index
   return tile >= 0 && tile * size < found.sequence.q_len;
 }
 
-// The key tiles [begin, end), twice, that some row of a tile of rows sees. In a deterministic
+// Two ranges [begin, end) of the key tiles that some row of a tile of rows sees. In a deterministic
 // backward they add to its dQ in ascending order.
 // NOTE: only this, and not the mask, decides whether a key tile takes part. With inconsistent
 // offsets sequences share tiles of rows, and blocks could wait for a key tile that never adds.
@@ -113,9 +113,9 @@ struct alignas(16) TileSpans {
 
 #if defined(__CUDACC__)
 
-// The tile scheduler of a block: hands it one work tile after another. While the block works on
-// one, request_next() learns which is next; while the block stores its results, fetch_next() copies
-// the description of the next tile.
+// The tile scheduler of a block, which gives it one work tile after another. While the block works
+// on one, request_next() learns which is next; while the block stores its results, fetch_next()
+// copies the description of the next tile.
 class WorkQueue {
  public:
   struct Entry {

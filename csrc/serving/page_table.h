@@ -13,7 +13,7 @@
 
 namespace hstu {
 
-// Thrown when a batch needs more pages than are free or can be had by eviction.
+// Thrown if a batch needs more pages than are free or can be freed by eviction.
 struct OutOfPages : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,4 +1,5 @@
-// The fused backward: scores recomputed, dQ, dK, dV and the gradients of the bias in one pass.
+// The fused backward: it recomputes the scores and computes dQ, dK, dV and the gradients of the
+// bias in one pass.
 //
 // A work tile is a tile of keys of one head. Where a bias has a gradient, it is a tile of keys of
 // all heads that share a bias head: they are processed one after another, so that one thread sums
@@ -16,7 +17,7 @@
 
 namespace hstu::sm80 {
 
-// What a backward call keeps in its workspace.
+// The workspace of a backward call.
 struct BackwardBuffers {
   WorkList list;
   int heads_per_work_tile;
@@ -78,8 +79,8 @@ struct Backward {
   static constexpr int kStages = kTiles.stages;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
 
-  // How the product for dQ reads its operands: with a relative bias, head dim 256 would spill with
-  // more copies in flight.
+  // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
+  // more copies were in flight.
   static constexpr Reading kRowReading =
       kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;
 
@@ -102,8 +103,8 @@ struct Backward {
   using HeadDrab = std::conditional_t<kHasRelativeBias, ZeroChunk, BiasMatrix>;
 
   struct SharedMemory {
-    alignas(128) Element k[kKeys * kHeadDim];  // staging of dK after the main loop
-    alignas(128) Element v[kKeys * kHeadDim];  // staging of dV after the main loop
+    alignas(128) Element k[kKeys * kHeadDim];  // stages dK after the main loop
+    alignas(128) Element v[kKeys * kHeadDim];  // stages dV after the main loop
     alignas(128) Element q[kStages][kRows * kHeadDim];
     alignas(128) Element dout[kStages][kRows * kHeadDim];
     alignas(128) Element p[kRows * kKeys];
@@ -293,7 +294,7 @@ struct Backward {
         }
       }
       if constexpr (kFindsAhead) {
-        // NOTE: there is no register for `next` from above until here.
+        // NOTE: the row tile is looked up again, because no register can keep `next` until here.
         const int found = kHeadDim > 32 ? smem.map.before(row_tile) : next;
         block = bias_of_tile(params, sequence, found * kRows, k0, smem).find_block(found >= 0);
       }
@@ -310,7 +311,7 @@ struct Backward {
       RowSum dq = {};
       gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
       DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
-      // NOTE: with a relative bias, there is no register for `next` until here.
+      // NOTE: with a relative bias, no register can keep `next` until here.
       row_tile = kHasRelativeBias && kHeadDim > 32 ? smem.map.before(row_tile) : next;
     }
 
@@ -444,7 +445,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
       smem, params.dq, work.sequence.q_begin + r0, work.sequence.q_len - r0, head);
 }
 
-// The bias gradient, summed over heads in fp32, rounded once.
+// Rounds the bias gradient, which has been summed over heads in fp32.
 template <typename Element>
 __global__ void round_drab(const float* sums, DenseBias drab, int64_t rows) {
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {

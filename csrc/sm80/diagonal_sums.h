@@ -1,8 +1,8 @@
 // The sums along the diagonals of a tile of dS in shared memory: the scores of a diagonal have the
 // same distance of key and row, and read the same entry of a relative bias's position table.
 //
-// Along a diagonal, chunk n of 8 elements of row b + 8n follows upon chunk 0 of row b. A warp takes
-// 16 values of b at a time, and adds up the 16 x 8 elements of each chunk by mma.sync with an
+// Along a diagonal, chunk 0 of row b is continued by chunk n of 8 elements of row b + 8n. A warp
+// takes 16 values of b at a time, and adds up the 16 x 8 elements of each chunk by mma.sync with an
 // identity matrix. That leaves elements Y[b][t][i], which are 2t + i of a chunk, with t < 4 and i <
 // 2. Their distance is 2t + i - b, and they are added up over i and t by shuffles.
 #pragma once
@@ -34,7 +34,7 @@ class DiagonalSums {
     add_chunks(ds, zeros, first, lane, z);
     float all[kCount / 4];
     add_lanes(z, t, all);
-    // Distances that are not in the table have its first or its last entry.
+    // Distances past the ends of the table read its first or its last entry.
     const int last_entry = bias.position.size - 1;
     float before = 0;
     float after = 0;
@@ -64,9 +64,9 @@ class DiagonalSums {
  private:
   static constexpr int kChunks = kKeys / 8;
   static constexpr int kFirst = 8 - kKeys;  // values of b are in [kFirst, kRows)
-  static constexpr int kBlocks = ceil_div(kRows - kFirst, 16 * kWarps);  // 16 of b, for a warp
-  // Groups of 8 b that the warp's sums are added to: one before its first and 2 kBlocks, and as
-  // many more as make a multiple of 4.
+  static constexpr int kBlocks = ceil_div(kRows - kFirst, 16 * kWarps);  // groups of 16 b
+  // Groups of 8 values of b to which the warp's sums belong: its own 2 kBlocks groups and one
+  // before them. kCount rounds their number up to a multiple of 4.
   static constexpr int kGroups = 2 * kBlocks + 1;
   static constexpr int kCount = ceil_div(kGroups, 4) * 4;
 
@@ -116,7 +116,7 @@ class DiagonalSums {
       const float given = lane < 4 ? y[n + 1][1] : y[n][1];
       pairs[n] = y[n][0] + __shfl_sync(kAllLanes, given, lane + 4);
     }
-    // Takes the sum of b + 2t, which the lane 2t rows on has.
+    // Takes the sum of b + 2t from the lane that has the row 2t further on.
     const int t = lane % 4;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
@@ -128,7 +128,7 @@ class DiagonalSums {
   }
 
   // sums[q] = z[4q + t] of the 4 lanes of a row, added up. In each of two steps, a lane keeps half
-  // of the sums and gets its partner's parts of these.
+  // of the sums and adds its partner's parts to them.
   static HSTU_DEVICE void add_lanes(const float (&z)[kCount], int t, float (&sums)[kCount / 4]) {
     const bool is_odd = t % 2 == 1;
     const bool is_upper = t >= 2;

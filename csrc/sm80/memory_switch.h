@@ -6,8 +6,8 @@
 
 namespace hstu::sm80 {
 
-// Returns use(std::integral_constant<Memory, ...>()): kSmall on a GPU without the shared memory of
-// the kernel LargeKernel. A kernel that needs no more than kSmallMemory has no such form.
+// Returns use(std::integral_constant<Memory, ...>()): kSmall on a GPU whose shared memory is too
+// small for LargeKernel, else kLarge. A kernel that fits into kSmallMemory has no small form.
 template <typename LargeKernel, typename Use>
 auto memory_switch(const CudaLaunch& launch, Use use) {
   constexpr int kLargeBytes = sizeof(typename LargeKernel::SharedMemory);

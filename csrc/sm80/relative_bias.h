@@ -2,8 +2,8 @@
 //
 // A warp's part of a tile consists of blocks of 8 rows and 8 keys. Lane 4g + t has keys 2t and 2t +
 // 1 of row g of each block (m, n): they are columns 2n and 2n + 1 of row m of the fragment. Lane 4n
-// + m finds the buckets of block (m, n) from the ranges of the rows' and the keys' times, and hands
-// what all lanes need to know of it to them by shuffles.
+// + m finds the buckets of block (m, n) from the ranges of the rows' and the keys' times, and
+// passes them to the other lanes by shuffles.
 #pragma once
 
 #include "../common/relative_bias.h"
@@ -14,7 +14,7 @@ namespace hstu::sm80 {
 
 constexpr uint32_t kAllLanes = 0xffffffff;
 
-// The same value in all lanes: the sum of theirs, in a fixed order.
+// Returns to all lanes the sum of x over the warp, added in a fixed order.
 HSTU_DEVICE float warp_sum(float x) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
@@ -30,7 +30,7 @@ struct RelativeMatrix {
   const WeightCell* weight_cells = nullptr;
   const int64_t* key_times = nullptr;
   const int64_t* row_times = nullptr;
-  int last_row_time = 0;  // of row_times; later rows have this one
+  int last_row_time = 0;  // last index of row_times, used for later rows, too
   const TimeRange* key_ranges = nullptr;
   const TimeRange* row_ranges = nullptr;
   int64_t position_entry = 0;  // the head's first entry in the tables
@@ -62,14 +62,14 @@ struct RelativeMatrix {
 
 // The buckets and times of a lane's block.
 struct TimeBlock {
-  static constexpr int kHidden = -1;  // by the mask
+  static constexpr int kHidden = -1;  // the mask hides the block
   static constexpr int kSeveral = -2;
 
   // The bucket of the earlier keys, and that of the later ones, which differ by 1 or less; or
   // kHidden, or kSeveral buckets.
   // NOTE: they are in one word, because registers are few.
   int buckets = 1;
-  float weight = 0;  // of the earlier keys; 0 if the bucket is not known
+  float weight = 0;  // weight of the earlier keys; 0 if the bucket is not known
 
   HSTU_DEVICE void set_buckets(int early, int late) { buckets = early * 4 + late - early + 1; }
   HSTU_DEVICE int bucket() const { return buckets >> 2; }
@@ -116,7 +116,7 @@ class RelativeTile {
     return block;
   }
 
-  // Takes the buckets from a block that the mask hides.
+  // Marks a block that the mask hides as kHidden, with weight 0.
   HSTU_DEVICE void hide_block(const MaskParams& params, int head, TimeBlock& block) const {
     if (!matrix_.weights) return;
     const Mask mask(params, sequence_, head);
@@ -170,7 +170,7 @@ class RelativeTile {
   HSTU_DEVICE void prefetch(int r0, int k0) const {
     const int warp = bounded_thread_idx() / 32;
     if (warp == 0 && matrix_.position) {
-      // Lane 2n + c prefetches line n of copy c of the table.
+      // Lane 2n + c prefetches cache line n of copy c of the table.
       static_assert(kTileSpan <= 15 * 32, "a warp prefetches the entries of a tile");
       const int size = bias_.position.size;
       const int of_tile = size / 2 + k0 - (r0 + sequence_.offset);
@@ -306,11 +306,11 @@ class RelativeTile {
     return low | static_cast<uint64_t>(high) << 32;
   }
 
-  // Prefetches times [first, first + count), a line of 16 by each lane.
+  // Prefetches times [first, first + count). Each lane prefetches a cache line of 16 times.
   static HSTU_DEVICE void prefetch_times(const int64_t* times, int first, int count, int last) {
     if (lane() <= count / 16) ptx::prefetch_l1(times + min(first + lane() * 16, last));
   }
-  // Prefetches the ranges of these times, a line of 8 by each lane.
+  // Prefetches the ranges of these times. Each lane prefetches a cache line of 8 ranges.
   static HSTU_DEVICE void prefetch_ranges(const TimeRange* ranges, int first, int count, int last) {
     if (lane() <= count / 64) ptx::prefetch_l1(ranges + min(first / 8 + lane() * 8, last / 8));
   }
@@ -322,7 +322,7 @@ class RelativeTile {
     return Tile::key_offset(2 * n) - Tile::row_offset(m);
   }
   struct PositionPairs {
-    float2 pairs[kTileSpan / 8];  // from block (kRowBlocks - 1, 0) on; some are of no block
+    float2 pairs[kTileSpan / 8];  // from block (kRowBlocks - 1, 0) on; some belong to no block
 
     HSTU_DEVICE float2 of_block(int m, int n) const {
       return pairs[(block_distance(m, n) - block_distance(kRowBlocks - 1, 0)) / 8];
@@ -357,7 +357,8 @@ class RelativeTile {
     return result;
   }
 
-  // The position table from an entry on, of which 8 come before the first and after the last.
+  // Returns the position table from an entry on. The prepared table has 8 more entries before its
+  // first and after its last one.
   // NOTE: copy n of the table begins with its entry n, so that any two entries are aligned to 8
   // bytes in one copy.
   HSTU_DEVICE const float2* position_entries(int entry) const {

@@ -5,8 +5,8 @@
 namespace hstu::sm80 {
 
 // Shared memory that a block can have: 99 KB on GPUs of compute capability 8.6, 8.9 and 12.0, 163
-// KB on 8.0 and 227 KB on 9.0. A kernel that needs more than kSmallMemory has a second form for the
-// former.
+// KB on 8.0 and 227 KB on 9.0. A kernel that needs more than kSmallMemory has a second, smaller
+// form for GPUs with 99 KB.
 constexpr int kSmallMemory = 99 * 1024;
 
 enum class Memory { kLarge, kSmall };
@@ -28,7 +28,7 @@ struct ForwardTiles {
   int warps;
   int blocks_per_sm;  // limited by registers
   Reading reading;
-  bool keeps_q = false;  // keeps Q in registers, not read again for each tile of keys
+  bool keeps_q = false;  // keeps Q in registers: it is not read again per key tile
 };
 
 // Entries are {rows, keys, warps, blocks_per_sm, {ahead, hides_thread}, keeps_q}.

@@ -1,8 +1,9 @@
 // The sums of dS of a tile over the scores of each bucket, for the gradient of the time table.
 //
 // dS of a block of 8 rows and 8 keys, rounded to 16 bits, is the right operand of an mma.sync whose
-// left operand has ones in the row of the block's bucket. So the accumulator's rows are the sums of
-// up to 8 buckets, over keys; those of a row's 8 columns, over rows, are added up at last.
+// left operand has ones in the row of the block's bucket. So row r of the accumulator has the sums
+// over keys for one of up to 8 buckets, and each of its 8 columns belongs to a row of dS. The
+// columns are added up at the end.
 #pragma once
 
 #include <cfloat>
@@ -31,12 +32,13 @@ class TimeSums {
       }
     }
     const Buckets buckets = {own.bucket(), own.late_bucket()};
-    bool is_finite = false;  // what is not has been taken out of `words`
+    bool is_finite = false;  // true: `words` has zeros where dS is not finite
 #pragma unroll 1
     for (int first = next_bucket(buckets, 0); first != INT_MAX;) {
       const float own_sum = sum_of_own_bucket(multiply_blocks(tile, own, buckets, words, first));
       if (!is_finite && __any_sync(kAllLanes, !(fabsf(own_sum) <= FLT_MAX))) {
-        // A product of zero and NaN is NaN, in all buckets.
+        // A product of zero and NaN is NaN, which would reach all buckets: adds NaN to the buckets
+        // that have it, and goes on without.
         is_finite = true;
         add_not_finite(tile, own, ds, sums);
 #pragma unroll
@@ -56,7 +58,7 @@ class TimeSums {
  private:
   static constexpr int kRowBlocks = Bias::kRowBlocks;
   static constexpr int kKeyBlocks = Bias::kKeyBlocks;
-  static constexpr int kBuckets = 8;  // summed up at a time
+  static constexpr int kBuckets = 8;  // summed by one mma
   static constexpr uint32_t kOnes =
       std::is_same_v<Element, cutlass::half_t> ? 0x3c003c00 : 0x3f803f80;
   static constexpr uint32_t kExponent = std::is_same_v<Element, cutlass::half_t> ? 0x7c00 : 0x7f80;
@@ -85,7 +87,8 @@ class TimeSums {
 
   // The sums of buckets [first, first + kBuckets), one in each row of an accumulator.
   struct Sums {
-    // NOTE: there are two, because an addition waits for the last one to the same accumulator.
+    // NOTE: there are two accumulators, because an mma waits for the previous one to the same
+    // accumulator.
     float parts[2][4];  // the last two elements are 0
   };
   static HSTU_DEVICE Sums multiply_blocks(const Bias& tile, const TimeBlock& own,
@@ -153,7 +156,7 @@ class TimeSums {
     return own + __shfl_xor_sync(kAllLanes, own, 2);
   }
   // Adds the sum of bucket first + lane() / 4.
-  // NOTE: there is no such bucket where it is 0.
+  // NOTE: the bucket may not exist, but then its sum is 0 and is not added.
   static HSTU_DEVICE void add_own_bucket(const Bias& tile, float own, int first,
                                          const TableSum& sums) {
     if (lane() % 4 == 0) sums.add(tile.time_entry() + first + lane() / 4, own);
@@ -185,14 +188,14 @@ class TimeSums {
     });
   }
 
-  // Adds the sums of blocks in which each score's bucket is searched for.
+  // Adds the blocks that have several buckets: the bucket of each score is searched for.
   static HSTU_DEVICE void add_other_blocks(const Bias& tile, uint32_t set, const Element* ds,
                                            const TableSum& sums) {
     tile.for_each_block(set, [&](int, int row, int key) {
       const Elements elements = load_elements(tile, ds, row, key);
       add_not_finite(tile, elements, sums);
       const uint32_t word = finite_halves(elements.word);
-      // Zeros are in no bucket, so that the buckets of hidden scores are not looked for.
+      // Zeros count as having no bucket, so that buckets of hidden scores are not searched for.
       const bool has_first = word & 0x7fff;
       const bool has_second = word >> 16 & 0x7fff;
       const Buckets buckets = {has_first ? elements.buckets.first : -1,

@@ -34,7 +34,7 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_> 
       cute::prefetch_tma_descriptor(&maps.dout);
       Traits::Bias::prefetch(maps);
     }
-    sync_blocks();
+    sync_blocks();  // the barriers are initialized
     wait_for_previous_kernel();
 
     // NOTE: the shuffle tells the compiler that the value is the same in all lanes.

@@ -38,8 +38,8 @@ class BackwardBias {
   }
 
  private:
-  // kHasTime: there is a time table. kSumsPositions: there may be a gradient of the position table;
-  // kSumsTimes: there is one of the time table.
+  // kHasTime: the bias has a time table. kSumsPositions: the gradient of the position table may be
+  // wanted. kSumsTimes: that of the time table is wanted.
   template <bool kHasTime, bool kSumsPositions, bool kSumsTimes>
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
@@ -86,13 +86,13 @@ class BackwardBias {
         ptx::cp_async_wait_all();
         sync();
       }
-      // With weights by time, the first round only computes those of the first tile.
+      // With weights by time, the first iteration only computes the weights of the first tile.
       int next = kHasTime ? m : Traits::next_row_tile(work_tile, m);
       for (bool is_first = kHasTime;; is_first = false) {
         const int thread = thread_of_warpgroup();
         gradients.set_thread(thread);
         times.set_thread(thread);
-        const int parity = ds_state.count % 2;  // of tile m
+        const int parity = ds_state.count % 2;  // of the step of tile m
         int after = -1;
         if constexpr (kHasTime) {
           if (next >= 0) {
@@ -113,7 +113,7 @@ class BackwardBias {
           }
         }
         smem.pipeline_ds.consumer_wait(ds_state);
-        compiler_barrier();  // before plain loads of what has been waited for
+        compiler_barrier();  // keeps the plain loads of dS behind the wait
         const Element* const ds =
             Traits::ds_tile(smem, ds_state) + Traits::rank() * (kRows * kKeys);
         const auto release = [&] { smem.pipeline_ds.consumer_release_by_warp(ds_state); };
@@ -141,19 +141,19 @@ class BackwardBias {
     });
   }
 
-  // NOTE: the compiler knows nothing about the value. Otherwise it would keep, and spill, what
-  // follows from it for all steps.
+  // NOTE: the value is opaque to the compiler, which would otherwise keep, and spill, all that it
+  // derives from the thread index.
   static HSTU_DEVICE int thread_of_warpgroup() { return bounded_thread_idx() % kWarpgroup; }
   static HSTU_DEVICE void sync() { sync_warpgroup(Traits::kConsumers); }
 
-  // The head of a table that a head reads.
+  // Returns the head of the table that query head `head` reads.
   static HSTU_DEVICE int table_head(const BiasTable& table, const BackwardParams& params,
                                     int head) {
     return table.data ? head / (params.heads / table.heads) : 0;
   }
 
-  // Adds the sums of diagonals that do not reach from tile m of rows to tile `next`. With -1, these
-  // are all.
+  // Adds the sums of the diagonals that end in the row tiles between tile m and tile `next`, which
+  // the main loop skips. If `next` is -1, all diagonals end.
   static HSTU_DEVICE void skip_tiles(const TableEntries& entries, int m, int next,
                                      Gradients& gradients) {
     const int skipped = min(next < 0 ? kRows : abs(next - m) - 1, Gradients::kTilesOfDiagonal);

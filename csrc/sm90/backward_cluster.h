@@ -123,7 +123,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
           apply_mask_transposed<kScoreRows>(visible, weights);
           apply_mask_transposed<kScoreRows>(visible, dscores);
         }
-        sync_block_consumers(smem, barrier_state);  // both have read what the other wrote
+        sync_block_consumers(smem, barrier_state);  // both warpgroups have read their half
         store_p_and_ds(weights, dscores, kOwn, ds_state, smem);
         const bool is_last = tile.is_last();
         if (kStartsScoresEarly && !is_last) {
@@ -243,9 +243,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   }
 
   // A barrier of all consumers of the block.
-  // NOTE: it is an mbarrier and not a named barrier, at which all threads would have to wait by the
-  // same instruction. Each thread arrives, because racecheck does not see what a warp's other
-  // threads wrote before one lane arrived.
+  // NOTE: this is an mbarrier, because the two warpgroups run different code, and all threads of a
+  // named barrier would have to wait in the same instruction. Each thread arrives, because
+  // racecheck attributes to an arrival only what the arriving thread wrote before it.
   static HSTU_DEVICE void sync_block_consumers(SharedMemory& smem, ConsumerBarrierState& state) {
     smem.consumer_barrier.full[state.index()].arrive();
     smem.consumer_barrier.consumer_wait(state);
@@ -259,9 +259,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     const int own = Traits::rank() * kTileSize + warpgroup * kSize;
     store_transposed<kScoreRows>(weights, smem.p + own);
     store_transposed<kScoreRows>(dscores, smem.ds[0] + own);
-    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::fence_view_async_shared();  // before wgmma and the copy to the other block
     smem.pipeline_ds.producer_commit_by_warp(state);
-    sync_warpgroup(warpgroup);
+    sync_warpgroup(warpgroup);  // all threads have stored
     if (reload_thread_idx() % kWarpgroup == 0) {
       constexpr int kBytes = kSize * sizeof(Element);
       auto& full = smem.pipeline_other_ds.full[state.index()];

@@ -1,5 +1,5 @@
-// The consumers of the backward: warpgroups that issue the products. Those of a cluster run in
-// another order, see backward_cluster.h.
+// The consumers of the backward: warpgroups that issue the products. In a cluster, they issue them
+// in another order, see backward_cluster.h.
 #pragma once
 
 #include "backward_scores.h"
@@ -42,14 +42,14 @@ struct BackwardConsumers : Traits {
   // are too short to hide it.
   static constexpr bool kLoadsBiasEarly = kHeadDim > 64;
 
-  // With the registers that a relative bias leaves, S and dP do not fit beside dK and dV: dP
-  // replaces S, of which silu'(alpha * S) remains, rounded to fp16.
+  // A relative bias leaves too few registers for S and dP beside dK and dV: the accumulator of dP
+  // reuses that of S, and only silu'(alpha * S) is kept, rounded to fp16.
   static constexpr bool kReusesScores = Traits::kHasRelativeBias && kHeadDim == 128;
 
-  // S of the next tile of rows is issued before dQ of this one, because dQ waits for dS of both
-  // warpgroups: so these need not run in lockstep. Above head dim 64, a relative bias leaves no
-  // registers for it.
-  // NOTE: where registers do not suffice, ptxas waits for each single wgmma.
+  // S of the next row tile is issued before dQ of this one. dQ waits for dS of both warpgroups,
+  // which need not run in lockstep this way. Above head dim 64, a relative bias leaves no registers
+  // for it.
+  // NOTE: where registers do not suffice, ptxas serializes the wgmmas: it waits after each of them.
   static constexpr bool kStartsScoresEarly = !(Traits::kHasRelativeBias && kHeadDim > 64);
 
   static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
@@ -89,7 +89,7 @@ struct BackwardConsumers : Traits {
         smem.pipeline_dout.consumer_wait(q_state);
         if (params.attn_scale_per_row) {
           scale_rows(params, work_tile, tile, dout);
-          sync_consumers<kConsumers>();
+          sync_consumers<kConsumers>();  // the products read rows that all consumers have scaled
         }
         if (!kReusesScores) {
           start_product(smem.v, dout, warpgroup, gradients, GMMA::ScaleOut::Zero);
@@ -129,7 +129,7 @@ struct BackwardConsumers : Traits {
         Element* const ds = Traits::ds_tile(smem, ds_state);
         smem.pipeline_ds.producer_acquire(ds_state);
         store_transposed<kRows>(dscores, ds + warpgroup * (kRows * kWarpgroupRows));
-        cutlass::arch::fence_view_async_shared();
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads dS
         smem.pipeline_ds.producer_commit_by_warp(ds_state);
         const bool is_last = tile.is_last();
         if (kLoadsBiasEarly && !is_last) {
@@ -246,7 +246,7 @@ struct BackwardConsumers : Traits {
       if constexpr (Traits::kHasRelativeBias) {
         if (params.relative_bias.time.data) smem.pipeline_bias.consumer_wait(bias_state);
         if (params.relative_bias.position.data) smem.pipeline_q.consumer_wait(state);
-        compiler_barrier();  // before plain loads of what has been waited for
+        compiler_barrier();  // keeps the plain loads behind the waits
         // NOTE: each case is a basic block, in which all loads are issued before the first is
         // waited for.
         if (!params.relative_bias.position.data) {
@@ -331,7 +331,7 @@ struct BackwardConsumers : Traits {
     for (int n = 0; n < size(dq); n += 4) {
       *reinterpret_cast<float4*>(own + n * kWarpgroup) = {dq(n), dq(n + 1), dq(n + 2), dq(n + 3)};
     }
-    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::fence_view_async_shared();  // before TMA reads dQ
     smem.pipeline_dq.full[state.index()].arrive();
   }
 
@@ -345,20 +345,20 @@ struct BackwardConsumers : Traits {
         Traits::template find_row_bits<kScoreRows, kWarpgroup>(
             params, work_tile, tile.first_row() + first_row(warpgroup), key_group(warpgroup),
             smem.visible[state.index()][key_group(warpgroup)] + first_row(warpgroup));
-        sync_warpgroup(warpgroup);
+        sync_warpgroup(warpgroup);  // each thread reads bits of many rows
       }
     }
     return tile;
   }
 
-  // The warpgroup's part of a tile of scores.
+  // The first row and the group of 64 keys of the warpgroup's part of a tile of scores.
   static HSTU_DEVICE int first_row(int warpgroup) {
     return kIsCluster ? warpgroup * kScoreRows : 0;
   }
   static HSTU_DEVICE int key_group(int warpgroup) { return kIsCluster ? 0 : warpgroup; }
 
-  // Multiplies each row of dO in shared memory by its own scale, and so dV, dP and what follows
-  // from them.
+  // Multiplies each row of dO in shared memory by the scale of the row, which scales dV, dP and all
+  // that is computed from dP.
   // NOTE: the factor is relative to params.scale, by which results are multiplied after the main
   // loop: scaled by both, dO might underflow in fp16.
   static HSTU_DEVICE void scale_rows(const BackwardParams& params, const WorkTile& work_tile,
@@ -377,7 +377,7 @@ struct BackwardConsumers : Traits {
       Element& x = dout[column / kPanel * (kRows * kPanel) + own * kPanel + column % kPanel];
       x = static_cast<Element>(static_cast<float>(x) * factor);
     }
-    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::fence_view_async_shared();  // before wgmma reads dO
   }
 
   // Stores dK or dV: the block's columns of the 64 keys of group `key_group` of the work tile.

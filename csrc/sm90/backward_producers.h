@@ -60,7 +60,7 @@ struct BackwardProducers : Traits {
     if (Traits::stores_ds(params)) {
       uint4* const zeros = reinterpret_cast<uint4*>(smem.zeros);
       for (int n = lane; n < kRows * 64 / 8; n += 32) zeros[n] = uint4{};
-      cutlass::arch::fence_view_async_shared();
+      cutlass::arch::fence_view_async_shared();  // before TMA reads the zeros
     }
     WorkState state;
     if (lane == 0) smem.work_index = static_cast<int>(blockIdx.x) / kClusterSize;
@@ -107,7 +107,7 @@ struct BackwardProducers : Traits {
         if (lane == 0) copy_keys(maps, work_tile, KVState{state.count}, smem);
         if (lane == 0 && Traits::stores_ds(params)) start_zeroing_unseen(maps, work_tile, smem);
         // NOTE: the next work tile is not taken before it is needed, because an idle block could
-        // have it.
+        // process it in the meantime.
         smem.next_work_wanted.wait(state.count % 2);
         __syncwarp();
         state.advance();

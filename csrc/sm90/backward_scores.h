@@ -9,8 +9,8 @@
 
 namespace hstu::sm90 {
 
-// P = silu(alpha * S), rounded, and derivatives = silu'(alpha * S), which may be S itself, or
-// rounded.
+// P = silu(alpha * S), rounded, and derivatives = silu'(alpha * S). `derivatives` may be `scores`
+// itself, or have another type, to which they are rounded.
 template <typename Scores, typename Weights, typename Derivatives>
 HSTU_DEVICE void silu_and_derivative(float alpha, const Scores& scores, Weights& weights,
                                      Derivatives& derivatives) {

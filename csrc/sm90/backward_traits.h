@@ -26,7 +26,7 @@ struct BackwardBuffers {
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   // [row tiles, H, cluster size]: how many key tiles have added; zeroed; null: any order
   int* dq_semaphore;
-  TableSums sums;  // what becomes the gradients of a relative bias's tables; zeroed
+  TableSums sums;  // for the gradients of a relative bias's tables; zeroed
 };
 
 // How the consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64 keys, except
@@ -89,9 +89,9 @@ struct BackwardTraits {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
-  // If true, the warp that copies rows also computes which keys they see. Otherwise each consumer
-  // does, and only has the registers for it while no product runs. The producer needs more
-  // registers for it than other head dims can spare.
+  // If true, the producer warp that copies Q and dO also computes which keys their rows see.
+  // Otherwise each consumer does, and has the registers for it only while no product runs. The
+  // producer needs up to 88 registers for it, which larger head dims cannot spare.
   static constexpr bool kProducerFindsMask =
       kDqPartition == DqPartition::kAlternateSteps && !kHasRelativeBias;
   static constexpr Registers kRegisters = kHasRelativeBias ? backward_registers_with_bias(kHeadDim)
@@ -130,11 +130,11 @@ struct BackwardTraits {
   using DqState = PipelineState<2>;  // one thread per stage adds its dQ
   using ConsumerBarrierState = PipelineState<1>;
   static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
-  // One buffer of dQ is enough, except where blocks wait for dq_semaphore and there is room for
-  // two. In a cluster, dQ overwrites Q.
+  // One buffer of dQ is enough, except in a deterministic backward, whose blocks wait for
+  // dq_semaphore: it has two where there is room. In a cluster, dQ overwrites Q.
   static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
 
-  // One copy where shared memory has no room for two.
+  // Where shared memory has no room for two copies of the window, there is one.
   using PositionWindow = sm90::PositionWindow<kRows, kBlockKeys, kIsCluster ? 1 : 2>;
 
   // Shared memory of the warpgroup that computes a relative bias; see backward_bias.h.
@@ -177,7 +177,7 @@ struct BackwardTraits {
     // In a cluster: a barrier of the consumers of a block.
     Pipeline<ConsumerBarrierState::kStages> consumer_barrier;
     Pipeline<DqState::kStages> pipeline_dq;  // dQ, from the consumers to the producer that adds it
-    // Signals that nearly all rows of a work tile have been copied, and that the next one is
+    // The warp that copies rows arrives when it has nearly finished a work tile: the next one is
     // wanted.
     cutlass::arch::ClusterBarrier next_work_wanted;
   };
@@ -259,7 +259,7 @@ struct BackwardTraits {
     return work_tile.tile.index * kKeys + rank() * kBlockKeys;
   }
 
-  // The block's parts of dQ.
+  // The block's parts of dQ in shared memory.
   static HSTU_DEVICE float* dq_tile(SharedMemory& smem, DqState state) {
     if constexpr (kIsCluster) {
       return reinterpret_cast<float*>(smem.q[state.index()]);

@@ -34,8 +34,9 @@ HSTU_DEVICE void load_bias(const Element* from, Scores& scores) {
   }
 }
 
-// The same from device memory, with zeros outside the bias: of the thread's rows `row` and `row` +
-// 8 and of the keys from `key` on. `from` is the bias of a sequence and head, [length, length].
+// The same from device memory, with zeros outside the bias. The thread has rows `row` and `row` +
+// 8, and the tile begins with key `key`. `from` is the bias of a sequence and head, [length,
+// length].
 template <int kKeys, typename Element, typename Scores>
 HSTU_DEVICE void load_bias(const Element* from, int64_t row_stride, int length, int row, int key,
                            Scores& scores) {

@@ -1,7 +1,7 @@
-// Halves the time of a backward whose heads share a bias head (16 x 2048, head dim 64, on an H200:
-// 1808 to 765 us), which would run the sm80 kernels otherwise. This kernel computes the gradient of
-// a dense bias where the backward cannot store its own dS: if heads share a bias head, in fp16, and
-// for rows that no tensor map can describe.
+// The kernel that computes the gradient of a dense bias where the backward cannot store its own dS:
+// if heads share a bias head, in fp16, and for rows that no tensor map can describe. Without it,
+// these calls would run the sm80 kernels: with heads that share a bias head, a backward takes 765
+// us in place of 1808 (16 x 2048, head dim 64, on an H200).
 //
 // dRab = sum over heads of alpha * scale * M * dP * silu'(alpha * S). S and dP are computed once
 // more, for one tile of rows and keys at a time and for all heads of a bias head, and the sum stays
@@ -36,7 +36,7 @@ struct BiasGradient {
   struct WorkTile {
     SequenceTile tile;  // sequence and sequence_index; index is not used
     int bias_head;
-    int first_head;  // of those that share the bias head
+    int first_head;  // the first of the heads that share the bias head
     int first_row;   // a query row, a multiple of kRows; rows below 0 do not exist
     int first_key;
     bool is_visible;           // some row of some head sees some key

@@ -9,8 +9,8 @@
 //
 // v_max is the largest v_b of the work tile, and p_i the largest power of two with which P cannot
 // overflow: |silu(x)| <= |x| <= |alpha| * (|Q_i| * max |K_j| + |mean_i|). Both are the same for all
-// key tiles of a work tile, so that wgmma adds up O. With a bias, alpha / 2 times it is added to
-// x / 2, and its bound (scheduler/bias_bounds.h) to that of |silu(x)|.
+// key tiles of a work tile, so that wgmma can accumulate O over them. A bias adds alpha / 2 * bias
+// to x / 2, and its bound (scheduler/bias_bounds.h) is added to that of |silu(x)|.
 #pragma once
 
 #include <cfloat>
@@ -39,7 +39,7 @@ HSTU_DEVICE float larger_finite(float largest, float x) {
   return fabsf(x) <= FLT_MAX ? fmaxf(largest, fabsf(x)) : largest;
 }
 
-// Returns the largest value of a warp in all lanes. No value is negative.
+// Returns in all lanes the largest value of a warp. No value may be negative.
 HSTU_DEVICE float largest_of_warp(float x) {
   return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(x)));
 }
@@ -120,14 +120,15 @@ struct E4m3Keys : PackedKeys {
         factors[n] = {0.5f * alpha * copied.score, 0.5f * alpha * copied.mean, scale / largest.v,
                       largest.v / scale};
       }
-      __syncwarp();
+      __syncwarp();  // one lane arrives for what all lanes have written
       if (threadIdx.x % 32 == 0) smem.pipeline_q.full[state.index()].arrive();
       state.advance();
     }
 
    private:
-    // Starts copying the descale, mean product and norm of each row to score, mean and weight, and
-    // the bound of the bias to out. Rows behind the sequence have zeros.
+    // Starts copying the descale, the mean product and the norm of each row to the fields `score`,
+    // `mean` and `weight`, and the bound of the bias to `out`. Rows past the end of the sequence
+    // get zeros.
     static HSTU_DEVICE void start_copy(const ForwardParams& params,
                                        const typename Traits::WorkTile& work_tile,
                                        RowFactors (&factors)[Traits::kRows]) {

@@ -52,7 +52,7 @@ class Epilogue {
   }
 
  private:
-  // The thread has this row and the one 8 rows behind it.
+  // The first of the thread's two rows, which are 8 apart.
   static HSTU_DEVICE int first_row_of_thread(const WorkTile& work_tile, int warpgroup) {
     return work_tile.first_row_of_warp(warpgroup) + reload_thread_idx() % 32 / 4;
   }
@@ -135,8 +135,8 @@ class Epilogue {
     }
   }
 
-  // Columns of O that are converted and stored at once. Split-KV has two store paths, and registers
-  // for only 32 columns; for e4m3 there is one path for each output dtype.
+  // Columns of O that are converted and stored at once. There are 32 in split-KV, which has two
+  // store paths and registers for no more, and in e4m3, which has a path for each output dtype.
   static constexpr int kStoredColumns = Traits::kIsSplitByList || Traits::kIsFp8 ? 32 : kHeadDim;
   static HSTU_DEVICE auto make_stored_columns() {
     return make_tensor<float>(Int<kStoredColumns / 2>{});

@@ -7,11 +7,13 @@
 //   tensor_map.h, pipeline.h      copies and barriers
 //   forward_traits.h              tiles, shared memory, and five invariants
 //   forward_consumers.h           S, activation, mask, O: the main loop
+//   weights.h, masking.h          how P is activated, rounded and masked, in 16 bits and in e4m3
 //   forward_producers.h           copies of Q, K and V
 //   tile_scheduler.h              which work tiles a block gets
-//   epilogue.h                    how O is stored, and how split-KV adds up
-//   key_source.h, score_bias.h    policies: packed or paged keys, a bias or none
-//   relative_score_bias.h         how consumers compute a relative bias
+//   epilogue.h                    how O is stored, and how the partial O of splits are added
+//   key_source.h, score_bias.h    policies: packed, paged or e4m3 keys; a bias or none
+//   position_score_bias.h         how consumers add weights by position alone
+//   relative_score_bias.h         how consumers compute a relative bias with weights by time
 //   split_heuristic.h             how many splits there are
 //   launch_forward.h              the host side
 #pragma once
@@ -42,7 +44,7 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
       Bias::prefetch(maps);
       if constexpr (Source::kIsPaged) cute::prefetch_tma_descriptor(&maps.pages.map);
     }
-    if constexpr (Traits::kHasRelativeBias) Traits::clear_bias(params.relative_bias, smem);
+    if constexpr (Traits::kHasTimeBias) Traits::clear_bias(params.relative_bias, smem);
     __syncthreads();
     if (!has_list) wait_for_previous_kernel();  // else the scheduler waits before it reads the list
 

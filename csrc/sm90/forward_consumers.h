@@ -50,16 +50,16 @@ struct ForwardConsumer {
                       static_cast<int>(blockIdx.x) * Traits::kConsumers + warpgroup};
   GMMA::ScaleOut out_scale = GMMA::ScaleOut::Zero;
   Weights weights;  // P, rounded and masked
-  KeyTile tile;     // the one of the scores
+  KeyTile tile;     // the key tile of `scores`
 
   HSTU_DEVICE ForwardConsumer(const ForwardParams& params, const SchedulerMetadata& metadata,
                               typename Traits::SharedMemory& smem, int warpgroup)
       : params(params), metadata(metadata), smem(smem), warpgroup(warpgroup) {}
 
   // The key tiles of all work tiles are one sequence of steps: S of a key tile is issued, then P V
-  // of the key tile before it, which runs while S is activated. The sequence is broken where the
-  // warpgroup's rows see fewer keys than those of the others; and after each split, because with an
-  // epilogue of a split among the steps, the compiler would move activations behind P V.
+  // of the key tile before it, which runs while S is activated. The sequence is interrupted where
+  // the warpgroup's rows see fewer keys than those of other warpgroups, and after each split: with
+  // the epilogue of a split inside the loop, the compiler would move activations behind P V.
   HSTU_DEVICE void run() {
     scheduler_barrier.init();
     while (wait_for_work()) {
@@ -129,12 +129,13 @@ struct ForwardConsumer {
     smem.pipeline_work.consumer_wait(work_state);
     const WorkTile& work_tile = work_tile_at(work_state);
     if (work_tile.is_end() || (Traits::kIsSplitByCluster && work_tile.is_empty())) return false;
-    if constexpr (Traits::kHasRelativeBias) bias.enter(work_tile, warpgroup);
+    if constexpr (Traits::kHasTimeBias) bias.enter(work_tile, warpgroup);
     smem.pipeline_q.consumer_wait(q_state);
     return true;
   }
 
-  // Gives the scores of the next key tile the value that Q K^T is added to.
+  // Initializes the accumulator of S for the next key tile: with the bias, if Q K^T accumulates
+  // onto it.
   HSTU_DEVICE void init_accumulator() {
     if constexpr (kMayBeUnaligned) {
       const int first = read_by_warp(smem.key_tiles[k_state.index()]).first_key();
@@ -143,10 +144,10 @@ struct ForwardConsumer {
         return bias.load_unaligned(params, work_tile, warpgroup, first, scores);
       }
     }
-    bias.init_accumulator(smem, warpgroup, scores);
+    bias.init_accumulator(smem, warpgroup, k_state, scores);
   }
 
-  // Issues S = Q K^T + bias, or Q K^T alone if the bias is added after.
+  // Issues S = Q K^T + bias, or Q K^T alone if Bias::kIsAddedAfter.
   HSTU_DEVICE void start_scores() {
     start_gemm(ScoreMma{},
                rows_tensor<kWarpgroupRows, kHeadDim>(smem.q[q_state.index()][warpgroup]),
@@ -164,9 +165,9 @@ struct ForwardConsumer {
     return weights.load_factors(smem, work_tile_at(work_state), warpgroup, k_state.index());
   }
 
-  // Computes a relative bias of the scores, while products run.
+  // Computes the relative bias of the key tile while its products run, if it has weights by time.
   HSTU_DEVICE void find_bias() {
-    if constexpr (Traits::kHasRelativeBias) {
+    if constexpr (Traits::kHasTimeBias) {
       tile = read_by_warp(smem.key_tiles[k_state.index()]);
       bias.find(smem, work_tile_at(work_state), warpgroup, k_state, q_state, tile.first_key());
     }
@@ -175,11 +176,11 @@ struct ForwardConsumer {
   // P = silu(alpha * S), before the mask.
   template <typename Factors>
   HSTU_DEVICE void silu_scores(const Factors& factors) {
-    if constexpr (!Traits::kHasRelativeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
+    if constexpr (!Traits::kHasTimeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
     smem.pipeline_k.consumer_release_by_warp(k_state);
     if constexpr (Bias::kIsAddedAfter) bias.scale(smem, warpgroup, k_state, factors, scores);
     weights.activate(params, factors, scores);
-    // NOTE: this is a branch, and the compiler does not move the activation behind it, where P V is
+    // NOTE: the compiler does not move the activation across this branch, to where P V has been
     // waited for.
     if (tile.is_last_of(warpgroup)) smem.pipeline_q.consumer_release_by_warp(q_state);
   }
@@ -196,7 +197,7 @@ struct ForwardConsumer {
   // this way. E4m3 with fp32 scores has no registers for it.
   static constexpr bool kFindsVisibleEarly =
       (kHeadDim == 256 && !(Traits::kIsFp8 && std::is_same_v<typename Traits::ScoreSum, float>)) ||
-      Traits::kHasRelativeBias;
+      Traits::kHasTimeBias;
   HSTU_DEVICE uint64_t find_visible_early() const {
     return kFindsVisibleEarly && tile.is_partial() ? find_visible() : 0;
   }
@@ -214,9 +215,10 @@ struct ForwardConsumer {
                                                         tile.first_key() + lane / 16 * 64);
   }
 
-  // Passes the key tiles of the work tile behind the last one that the warpgroup's rows see.
+  // Releases the remaining key tiles of the work tile, which only rows of other warpgroups see.
   HSTU_DEVICE void drain_tiles() {
     while (!tile.is_last()) {
+      // Takes and passes its turn, on which the other warpgroups wait (invariant 4).
       scheduler_barrier.sync();
       scheduler_barrier.arrive();
       consumer_wait(smem.pipeline_k, k_state, smem.pipeline_v, k_state);

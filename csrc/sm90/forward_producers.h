@@ -43,7 +43,7 @@ class ForwardProducer {
         smem.pipeline_q.producer_acquire(state);
         copy_rows<Traits::kRows, Traits::kHeadDim, kWarpgroupRows>(
             maps.q, rows, first, smem.q[state.index()][0], smem.pipeline_q.full[state.index()]);
-        if constexpr (Traits::kHasRelativeBias)
+        if constexpr (Traits::kHasTimeBias)
           RelativeBiasProducer<Traits>::load_cells(params, smem, work_tile, state);
       }
       state.advance();
@@ -82,8 +82,8 @@ class ForwardProducer {
     });
   }
 
-  // Describes the key tile that begins with key `first` to the consumers; `next` begins the next
-  // one.
+  // Returns what consumers read about the key tile that begins with key `first`. `next` is the
+  // first key of the next one.
   static HSTU_DEVICE KeyTile key_tile(const WorkTile& work_tile, int first, int next) {
     int bits = first;
     const bool is_full =

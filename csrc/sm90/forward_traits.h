@@ -53,17 +53,18 @@ struct ForwardTraits {
 
   static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kIsRelative;
+  static constexpr bool kHasTimeBias = Bias::kHasTime;
   static constexpr bool kHasBiasTiles = kHasBias && !kHasRelativeBias;
   static constexpr ForwardTiles kTiles = [] {
     if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2, kHasBias>();
-    return forward_tiles<kHeadDim, kHasBias, kHasRelativeBias, Source::kIsPaged,
+    return forward_tiles<kHeadDim, kHasBias, kHasTimeBias, Source::kIsPaged,
                          Source::kIsQuantized>();
   }();
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasRelativeBias)
+      kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
              : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2 && !kHasBias;
   static constexpr int kConsumerWarps = kConsumers * 4;
@@ -98,8 +99,8 @@ struct ForwardTraits {
   // in padded keys if they are paged, see paged_keys.h.
   struct WorkTile {
     SequenceTile tile;
-    SpanSummary summary;   // of the keys that all of its rows see
-    int head;              // or kEndOfWork
+    SpanSummary summary;   // which keys its rows see
+    int head;              // kEndOfWork: there is no more work
     int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
     RowFactors row_factors[kIsFp8 ? kRows : 0];
     PageList pages;
@@ -120,7 +121,7 @@ struct ForwardTraits {
       if constexpr (!kIsSplitByList) return tile_of(first, INT_MAX);
       return tile_of(max(first, split.begin), split.end);
     }
-    // The same for all splits, and for tiles that begin before key `last`.
+    // The same regardless of splits, for tiles that begin before key `last`.
     HSTU_DEVICE int tile_of(int first, int last) const {
       int found = kNoKey;
       for (const Interval& keys : summary.hull) {
@@ -155,8 +156,8 @@ struct ForwardTraits {
   };
 
   // The scheduler looks for the next work tile when this many key tiles of the current one are left
-  // to be copied. If it looked earlier, it would keep work from blocks that become idle. Splits may
-  // be short, and their epilogue takes longer: they leave more time.
+  // to be copied. If it looked earlier, it would keep work from blocks that become idle. It looks
+  // earlier for splits, because they may be short and their epilogue takes longer.
   static constexpr int kTilesLeft = kIsSplitByList ? 4 : 2;
   // Lanes of the scheduler's warp that write to a work tile: one for the rows of each warpgroup,
   // and one for all rows.
@@ -166,13 +167,13 @@ struct ForwardTraits {
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
   using BiasState = PipelineState<kTiles.bias_stages>;
-  // The memory of a relative bias. There is one more window than there are stages of K, so that
-  // consumers may read a window after they have released K of its tile.
-  using BiasWindow = RelativeBiasWindow<kRows, kKeys>;
+  // The memory of a relative bias. With weights by time, there is one more window than there are
+  // stages of K, so that consumers may read a window after they have released K of its tile.
+  using BiasWindow = RelativeBiasWindow<kRows, kKeys, kHasTimeBias>;
   using BiasOfWarp = RelativeBiasOfWarp<kKeys>;
-  static constexpr int kBiasWindows = kHasRelativeBias ? KVState::kStages + 1 : 0;
+  static constexpr int kBiasWindows = KVState::kStages + kHasTimeBias;
   static HSTU_DEVICE int bias_window(KVState state) {
-    return static_cast<int>(state.count % (KVState::kStages + 1));
+    return static_cast<int>(state.count % kBiasWindows);
   }
   using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
 
@@ -210,13 +211,13 @@ struct ForwardTraits {
     Pipeline<KVState::kStages> pipeline_k;
     Pipeline<KVState::kStages> pipeline_v;
     Pipeline<BiasState::kStages> pipeline_bias;
-    BiasWindow bias_windows[kBiasWindows];
-    NarrowCells bias_cells[kHasRelativeBias ? QState::kStages : 0];
-    BiasOfWarp bias_warps[kHasRelativeBias ? kConsumerWarps : 0];
+    BiasWindow bias_windows[kHasRelativeBias ? kBiasWindows : 0];
+    NarrowCells bias_cells[kHasTimeBias ? QState::kStages : 0];
+    BiasOfWarp bias_warps[kHasTimeBias ? kConsumerWarps : 0];
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
-  // Where there is no table, weights are zeros that are not written again. Called by all threads.
+  // The weights of a table that does not exist are zeros, written once. Called by all threads.
   static HSTU_DEVICE void clear_bias(const RelativeBias& bias, SharedMemory& smem) {
     if (!bias.position.data) {
       for (BiasWindow& window : smem.bias_windows) window.position.clear(threadIdx.x, kThreads);
@@ -237,10 +238,10 @@ struct ForwardTraits {
     }
     // Further arrivals at the barriers of Q and K are for further inputs: the factors and descales
     // of e4m3, and the cells, times and weights of a relative bias.
-    constexpr int kProducers = 1 + kIsFp8 + kHasRelativeBias;
+    constexpr int kProducers = 1 + kIsFp8;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
-    smem.pipeline_q.init(kConsumerArrivals, kProducers);
-    smem.pipeline_k.init(kConsumerArrivals, kProducers);
+    smem.pipeline_q.init(kConsumerArrivals, kProducers + kHasTimeBias);
+    smem.pipeline_k.init(kConsumerArrivals, kProducers + kHasRelativeBias);
     smem.pipeline_v.init(kConsumerArrivals);
     smem.pipeline_bias.init(kConsumerArrivals);
     smem.next_work_wanted.init(/*arrivals=*/1);

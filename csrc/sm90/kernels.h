@@ -18,7 +18,8 @@ inline bool can_map(const PackedTensor& tensor, int64_t rows, int heads) {
          rows < INT_MAX - kRaggedRows;
 }
 
-// True if a tensor map can describe the bias of q in `dtype`. For e4m3, bf16 and fp16 will do.
+// True if a tensor map can describe the bias of a call whose q has type `dtype`. The bias has the
+// same type, or bf16 or fp16 if q is e4m3.
 inline bool can_map(const DenseBias& bias, int batch, DType dtype) {
   const auto is_step = [](int64_t stride, int64_t count) {
     return count == 1 || (stride >= 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
@@ -76,8 +77,8 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
   return unsupported_reason(device, params);
 }
 
-// Returns the strides of a copy that a tensor map can describe, which has those of 0 that `bias`
-// has.
+// Returns the layout of a copy of `bias` that a tensor map can describe. A stride of 0 (heads or
+// sequences share a bias) stays 0.
 inline DenseBias aligned_copy(const DenseBias& bias) {
   DenseBias copy = bias;
   copy.data = nullptr;

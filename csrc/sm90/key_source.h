@@ -55,14 +55,15 @@ struct PackedKeys {
   template <typename WorkTile>
   static HSTU_DEVICE void find_pages(const ForwardParams&, WorkTile&) {}
 
-  // From keys to padded keys: of a work tile's visible keys, and of an end of keys.
+  // pad_keys() converts the visible keys of a work tile to padded keys, padded_end() the end of an
+  // interval.
   template <int kKeys, typename WorkTile>
   static HSTU_DEVICE void pad_keys(WorkTile&) {}
   template <int kKeys>
   static HSTU_DEVICE int padded_end(const Sequence&, int key) {
     return key;
   }
-  // From padded keys to keys.
+  // Converts a padded key to a key.
   template <int kKeys>
   static HSTU_DEVICE int key_of(const Sequence&, int padded_key) {
     return padded_key;
@@ -86,7 +87,7 @@ struct PackedKeys {
     }
   };
 
-  // The part of the copies that the warp of Q has: none.
+  // What else the warp that copies Q has to copy: nothing.
   template <typename Traits>
   struct QueryWarpLoader {
     HSTU_DEVICE void load(const ForwardParams&, const typename Traits::Maps&,

@@ -7,13 +7,13 @@
 
 namespace hstu::sm90 {
 
-// The times of kKeys keys, and the range of each 8 of them.
+// The times of kKeys keys, in blocks of 8 with the range of their times.
 template <int kKeys>
 struct KeyTimes {
   KeyBlockTimes blocks[kKeys / 8];
 
-  // Starts copying the times of keys from `first` on, a multiple of 8; those of the last block in
-  // place of those past the end of the sequence. Called by kThreads threads, which call
+  // Starts copying the times of the keys from `first` on, which is a multiple of 8. Blocks past the
+  // end of the sequence get the times of its last block. Called by kThreads threads, which call
   // ptx::cp_async_wait_all() and a barrier before they read what is copied.
   template <int kThreads>
   HSTU_DEVICE void start_copy(const RelativeBias& bias, const SequenceTile& tile, int first,

@@ -49,8 +49,11 @@ class ForwardLauncher {
   using Kernel = Forward<kHeadDim, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
 
   static ForwardPlan plan_packed(const ForwardParams& params, const CudaLaunch& launch) {
-    if (params.relative_bias) {
+    if (params.relative_bias.time.data) {
       return plan_form<Kernel<PackedKeys, RelativeScoreBias>>(params, launch, {});
+    }
+    if (params.relative_bias) {
+      return plan_form<Kernel<PackedKeys, PositionScoreBias>>(params, launch, {});
     }
     return bool_switch(params.rab.data, [&](auto has_bias) {
       return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
@@ -130,7 +133,7 @@ class ForwardLauncher {
     }
     return metadata;
   }
-  // How many warpgroups of row tiles may have partial O.
+  // Returns how many warpgroups, over all row tiles, may have partial O.
   template <typename Form>
   static int64_t partial_slots(const WorkList& list, const ForwardParams& params) {
     return int64_t{list.capacity} * params.heads * Form::kConsumers;

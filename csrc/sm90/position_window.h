@@ -11,7 +11,8 @@ namespace hstu::sm90 {
 // n - (kRows - 1) of a key and a row, counted from the first of each.
 template <int kRows, int kKeys, int kCopies>
 struct PositionWindow {
-  // Entries before and after the prepared table, so that a window past its ends is in it, too.
+  // Entries that the prepared table has before its first and after its last distance, so that
+  // windows past its ends can be copied, too.
   static constexpr int kMargin = kRows + kKeys + 8;
   static constexpr int kEntries = kRows + kKeys;
   static constexpr int kBytes = kCopies * kEntries * sizeof(float);
@@ -20,11 +21,13 @@ struct PositionWindow {
   static constexpr int kStride = kEntries + 16;
   static_assert(kStride % 32 == 16);
 
-  // Copy c begins with entry c, so that two neighboring entries are aligned in one of two copies.
+  // Copy c begins with entry c, so that two neighboring entries are aligned to 8 bytes in one of
+  // two copies.
   alignas(16) float copies[kCopies][kStride];
 
-  // Starts copying the window of rows from `row` and keys from `key` on, and tells `full`, which
-  // expects kBytes. `position` is the prepared table of a head. Called by one thread.
+  // Starts copying the window of rows from `row` and keys from `key` on. The copy completes on
+  // `full`, which already expects kBytes. `position` is the prepared table of a head. Called by one
+  // thread.
   HSTU_DEVICE void start_copy(const PreparedBias& prepared, const float* position,
                               const Sequence& sequence, int row, int key,
                               cutlass::arch::ClusterTransactionBarrier& full) {
@@ -54,9 +57,9 @@ struct PositionWindow {
     return copies[first % kCopies] + first / kCopies * kCopies;
   }
 
-  // Loads the weights of the lane's scores: of two keys, `key` and the one 8 further, and of pairs
-  // of rows from `row` on, 8 rows apart. The scores are in the order of an accumulator: pairs of
-  // rows, of one key and then of the other.
+  // Loads the weights of the lane's scores in a transposed accumulator: the lane has keys `key` and
+  // `key` + 8, and pairs of rows that begin at `row`, `row` + 8 and so on. weights[n + 1] belongs
+  // to pair n of the first key, weights[n] to pair n of the second.
   template <int kPairs>
   HSTU_DEVICE void load(int row, int key, float2 (&weights)[kPairs + 1]) const {
     const int first = key - row - 1 + kRows - 1;

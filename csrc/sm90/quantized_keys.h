@@ -12,16 +12,16 @@
 
 namespace hstu::sm90 {
 
-// The scales of the rows of stored tiles, and the barriers of the copies of bytes and scales. It is
-// a ring of its own, because tiles of targets are not stored so. The bytes are copied to the second
-// half of a stage of K or V.
+// The scales of the rows of stored tiles, and the barriers of the copies of bytes and scales. They
+// form a ring of their own, because tiles of targets are not quantized and take no stage of it. The
+// bytes are copied to the second half of a stage of K or V.
 template <int kStages, int kKeys>
 struct QuantizedTiles {
   using State = PipelineState<kStages>;
 
   float scales[kStages][kKeys];
   cutlass::arch::ClusterTransactionBarrier full[kStages];
-  // The scales have been read.
+  // Completes when all lanes have read the scales.
   // NOTE: the stage of K or V becomes empty even later, but racecheck does not see that this orders
   // the scales, too, because other threads wait for it.
   cutlass::arch::ClusterBarrier empty[kStages];
@@ -84,7 +84,7 @@ HSTU_DEVICE void dequantize_tile(const Quantized& quantized, typename Quantized:
     uint4 pieces[kAtOnce];
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) pieces[n] = bytes[first + n * 32];
-    __syncwarp();
+    __syncwarp();  // all lanes have loaded what the stores may overwrite
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int piece = first + n * 32;

@@ -13,19 +13,9 @@
 #include "../common/relative_bias.h"
 #include "../scheduler/work_list.h"
 #include "pipeline.h"
-#include "position_window.h"
+#include "position_score_bias.h"
 
 namespace hstu::sm90 {
-
-// The inputs of the bias of a key tile, which the warp that copies K copies.
-template <int kRows, int kKeys>
-struct RelativeBiasWindow {
-  using Position = PositionWindow<kRows, kKeys, 2>;
-  static constexpr int kTimeBytes = kKeys / 8 * sizeof(KeyBlockTimes);
-
-  KeyBlockTimes times[kKeys / 8];
-  Position position;
-};
 
 // The cells of time differences below 2^31.
 struct NarrowCells {
@@ -34,10 +24,10 @@ struct NarrowCells {
 
 // A block of 8 x 8 scores that has several buckets.
 struct alignas(16) MixedBlock {
-  uint32_t threshold;  // of the second bucket
-  float low;           // the weights of both, if there are two
+  uint32_t threshold;  // differences from here on are in the second bucket
+  float low;           // weights of the first and the second bucket
   float high;
-  int index;  // of the block
+  int index;  // number of the block
 };
 
 // The weights by time of 16 rows of a tile, which the consumer warp of these rows computes.
@@ -45,15 +35,15 @@ template <int kKeys>
 struct RelativeBiasOfWarp {
   static constexpr int kBlocks = kKeys / 4;  // of 8 x 8 scores
 
-  // The word of a lane has the two scores of the block that the lane has in an accumulator.
+  // Word `lane` of a block has the weights of the two scores that the lane has in an accumulator.
   uint32_t patches[kBlocks][32];
-  // Times alpha / 2; zero for blocks that have patches.
+  // Weights of blocks with one bucket, multiplied by alpha / 2; zero for blocks that have patches.
   float weights[kBlocks];
-  // Blocks that have patches: first those of two buckets, from the end on the others.
+  // Blocks that have patches: those with two buckets from the front, the others from the back.
   MixedBlock mixed[kBlocks];
 
-  // The number of the block of rows [8 m, 8 m + 8) and of 8 keys. A lane has the block of its
-  // number.
+  // The number of the block of rows [8 m, 8 m + 8) and keys [8 chunk, 8 chunk + 8). Lane n finds
+  // the buckets of block n.
   static HSTU_DEVICE constexpr int block_of(int m, int chunk) {
     return chunk / 8 * 16 + m * 8 + chunk % 8;
   }
@@ -73,8 +63,8 @@ struct TimeWeights {
   }
 };
 
-// The producer's part: copies for each key tile its window, and for each work tile the cells of its
-// head, by bulk copies that K's and Q's barriers count.
+// The producer's part. It copies the window of each key tile, and the cells of the head of each
+// work tile, by bulk copies that complete on the barriers of K and Q.
 template <typename Traits>
 class RelativeBiasProducer {
   using SharedMemory = typename Traits::SharedMemory;
@@ -90,13 +80,13 @@ class RelativeBiasProducer {
                         SharedMemory& smem, const WorkTile& work_tile, int first,
                         typename Traits::KVState state) {
     const RelativeBias& bias = params.relative_bias;
-    const SequenceTile& tile = work_tile.tile;
-    const Sequence& sequence = tile.sequence;
+    const Sequence& sequence = work_tile.tile.sequence;
     auto& full = smem.pipeline_k.full[state.index()];
     Window& window = smem.bias_windows[Traits::bias_window(state)];
     const int key = Source::template key_of<kKeys>(sequence, first);
     const KeyBlockTimes* const blocks =
-        bias.prepared.time_blocks + first_tile(sequence.k_begin, tile.sequence_index, 8) + key / 8;
+        bias.prepared.time_blocks + first_tile(sequence.k_begin, work_tile.tile.sequence_index, 8) +
+        key / 8;
     bool is_copied = bias.time.data != nullptr;
     if constexpr (Source::kIsPaged) {
       if (is_copied && key % 8 != 0) {
@@ -111,13 +101,8 @@ class RelativeBiasProducer {
       cute::SM90_BULK_COPY_G2S::copy(blocks, reinterpret_cast<uint64_t*>(&full), window.times,
                                      Window::kTimeBytes);
     }
-    if (bias.position.data) {
-      const int table_head = work_tile.head / (params.heads / bias.position.heads);
-      const float* const table =
-          bias.prepared.position + table_head * bias.prepared.position_head_stride;
-      window.position.start_copy(bias.prepared, table, sequence, tile.index * Traits::kRows, key,
-                                 full);
-    }
+    if (bias.position.data)
+      start_copy_position<Traits>(params, work_tile, key, window.position, full);
   }
 
   // Starts copying the cells of a work tile's head. Called by one thread.
@@ -137,7 +122,8 @@ class RelativeBiasProducer {
   }
 
  private:
-  // Writes blocks of keys from key `shift` of the first block on. Called by a warp.
+  // Writes the times of blocks that begin with key `shift` of the prepared blocks, so that each is
+  // made of parts of two. Called by a warp.
   static HSTU_DEVICE void store_shifted(const KeyBlockTimes* blocks, int shift, Window& window) {
     static_assert(kKeys / 8 <= 32);
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -169,7 +155,7 @@ class RelativeBiasConsumer {
   static constexpr int kKeys = Traits::kKeys;
   static constexpr int kChunks = kKeys / 8;
   static constexpr int kBatch = 4;  // chunks that are added up together
-  // How many chunks are added up before S is waited for.
+  // How many chunks of the bias are computed before the wait for S.
   static constexpr int kEarly =
       early_chunks(Traits::kHeadDim, Traits::kConsumers, Traits::Source::kIsPaged, Traits::kIsFp8);
   static constexpr uint32_t kAllLanes = 0xffffffff;
@@ -178,7 +164,7 @@ class RelativeBiasConsumer {
   HSTU_DEVICE explicit RelativeBiasConsumer(const ForwardParams& params) : params_(params) {}
 
   template <typename Scores>
-  HSTU_DEVICE void init_accumulator(SharedMemory&, int, Scores&) {}
+  HSTU_DEVICE void init_accumulator(SharedMemory&, int, KVState, Scores&) {}
   HSTU_DEVICE void skip_tile(SharedMemory&) {}
 
   // Starts loading the times of the warp's rows.
@@ -211,8 +197,8 @@ class RelativeBiasConsumer {
     add_patches<0, kEarly>(own, half_alpha(), early_);
   }
 
-  // scores = x / 2, of the scores and the bias. With Factors of e4m3, scores are multiplied by more
-  // than alpha / 2, and patches are added when this has been done.
+  // scores = x / 2 = alpha / 2 * (S + bias). The Factors of e4m3 have descales, too, so that
+  // patches are added after the multiplication.
   template <typename Factors, typename Scores>
   HSTU_DEVICE void scale(SharedMemory& smem, int warpgroup, KVState k_state, const Factors& factors,
                          Scores& scores) {
@@ -239,7 +225,7 @@ class RelativeBiasConsumer {
   struct Differences {
     uint32_t least;
     uint32_t most;
-    bool is_wide;  // `most` needs more than 31 bits, and both are wrong
+    bool is_wide;  // `most` needs more than 31 bits; neither is valid
 
     HSTU_DEVICE Differences(const TimeRange& rows, const TimeRange& keys) {
       uint64_t past = static_cast<uint64_t>(rows.latest) - static_cast<uint64_t>(keys.earliest);
@@ -347,10 +333,10 @@ class RelativeBiasConsumer {
     }
   }
 
-  // The lane's row of one of four blocks, of 8 lanes each.
+  // The lane's row of one of the four blocks that a warp processes at once, 8 lanes each.
   struct MixedRow {
     MixedBlock block;
-    int row;  // of the warp's 16
+    int row;  // among the warp's 16
 
     HSTU_DEVICE explicit MixedRow(const MixedBlock& from)
         : block(from), row(OfWarp::rows_of(from.index) * 8 + lane() % 8) {}
@@ -454,7 +440,8 @@ class RelativeBiasConsumer {
   HSTU_DEVICE void add_up(const OfWarp& own, const Window& window, int warpgroup, Add add) const {
     if constexpr (kFirst == kEnd) return;
     const float factor = half_alpha();
-    // The weights by position of the lane's second row are those of its first row 8 keys later.
+    // positions[n] has the weights by position of the lane's second row. The first row is 8 rows
+    // above, so its weights are those of the next chunk.
     const int row = warp_of_rows(warpgroup) * 16 + lane() / 4 + 8;
     const float* const from = window.position.of_row(row) + lane() % 4 * 2;
     const auto position_of = [&](int chunk) {

@@ -5,26 +5,30 @@
 //   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile, except for
 //                      tiles that TMA cannot copy
 //   AddedDenseBias     the same for e4m3, in bf16 or fp16
-//   RelativeScoreBias  weights by position and by time
+//   PositionScoreBias  the weights by position of a relative bias that has no weights by time
+//   RelativeScoreBias  weights by position and by time, or either
 //
 // In the forward, a policy has a Producer, whose load() is called by the warp that copies K for
-// each key tile, and a Consumer. Its init_accumulator() gives the scores the value that Q K^T is
-// added to; where kIsAddedAfter, scale() makes x / 2 of Q K^T and the bias, and where kIsRelative,
-// find() computes the bias before that, while the product runs. In the backward, kWarpgroups
-// further warpgroups compute tiles of the bias.
+// each key tile, and a Consumer. The Consumer's init_accumulator() gives the scores the value that
+// Q K^T is added to; if kIsAddedAfter, scale() computes x / 2 from Q K^T and the bias; if kHasTime,
+// find() computes the bias before that, while the product runs. If kIsRelative, windows of the
+// position table are copied to shared memory. In the backward, kWarpgroups further warpgroups
+// compute the weights by time and sum dS for the gradients of the tables.
 #pragma once
 
 #include "bias.h"
 #include "pipeline.h"
+#include "position_score_bias.h"
 #include "relative_score_bias.h"
 
 namespace hstu::sm90 {
 
 struct NoScoreBias {
-  static constexpr bool kHasTiles = false;  // of shared memory
+  static constexpr bool kHasTiles = false;  // of the bias in shared memory
   static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
   static constexpr bool kIsRelative = false;
+  static constexpr bool kHasTime = false;
   template <typename Element>
   using TileElement = Element;  // for a call with tensors of Element
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
@@ -44,7 +48,8 @@ struct NoScoreBias {
     HSTU_DEVICE explicit Consumer(const ForwardParams&) {}
 
     template <typename Scores>
-    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
+    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, typename Traits::KVState,
+                                      Scores&) {}
     HSTU_DEVICE void skip_tile(typename Traits::SharedMemory&) {}
   };
 };
@@ -54,6 +59,7 @@ struct DenseScoreBias {
   static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
   static constexpr bool kIsRelative = false;
+  static constexpr bool kHasTime = false;
   template <typename Element>
   using TileElement = Element;
   // Q K^T is added to what the accumulator holds.
@@ -111,7 +117,7 @@ struct DenseScoreBias {
     // scores = bias of the next key tile. Called by a warpgroup.
     template <typename Scores>
     HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
-                                      Scores& scores) {
+                                      typename Traits::KVState, Scores& scores) {
       constexpr int kKeys = Traits::kKeys;
       auto& pipeline = smem.pipeline_bias;
       pipeline.consumer_wait(state);
@@ -144,12 +150,12 @@ struct DenseScoreBias {
   };
 };
 
-// A dense bias of e4m3 q and k. Their products are multiplied by factors of rows and keys, so that
-// the bias is added when this has been done. Its dtype is that of the tensor, bf16 or fp16.
+// A dense bias in bf16 or fp16 for q and k in e4m3. It is added after their products have been
+// multiplied by the factors of rows and keys.
 struct AddedDenseBias : DenseScoreBias {
   static constexpr bool kIsAddedAfter = true;
   template <typename Element>
-  using TileElement = cutlass::half_t;  // or bfloat16_t
+  using TileElement = cutlass::half_t;  // any 16 bits: Consumer::add() reads bf16 or fp16
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
 
   template <typename Traits>
@@ -160,9 +166,10 @@ struct AddedDenseBias : DenseScoreBias {
     HSTU_DEVICE explicit Consumer(const ForwardParams& params) : params(params) {}
 
     template <typename Scores>
-    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, Scores&) {}
+    HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory&, int, typename Traits::KVState,
+                                      Scores&) {}
 
-    // scores = x / 2, of the scores and the bias. Called by a warpgroup.
+    // scores = x / 2, from the scores and the bias. Called by a warpgroup.
     template <typename Factors, typename Scores>
     HSTU_DEVICE void scale(typename Traits::SharedMemory& smem, int warpgroup,
                            typename Traits::KVState, const Factors& factors, Scores& scores) {
@@ -188,7 +195,7 @@ struct AddedDenseBias : DenseScoreBias {
     HSTU_DEVICE void add(const cutlass::half_t* from, const Factors& factors,
                          Scores& scores) const {
       const float half_alpha = 0.5f * static_cast<float>(params.alpha);
-      const int thread = reload_thread_idx();  // so that no register keeps where it reads
+      const int thread = reload_thread_idx();  // recomputed, so that addresses take no registers
 #pragma unroll
       for (int part = 0; part < Traits::kKeys / 16; ++part) {
         uint32_t words[4];
@@ -205,12 +212,34 @@ struct AddedDenseBias : DenseScoreBias {
   };
 };
 
+// Weights by position alone, in fp32. The accumulator is initialized from a window of their table,
+// and Q K^T is added to it.
+struct PositionScoreBias {
+  static constexpr bool kHasTiles = false;
+  static constexpr int kWarpgroups = 1;
+  static constexpr bool kIsAddedAfter = false;
+  static constexpr bool kIsRelative = true;
+  static constexpr bool kHasTime = false;
+  template <typename Element>
+  using TileElement = Element;
+  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::One;
+
+  template <typename Maps>
+  static HSTU_DEVICE void prefetch(const Maps&) {}
+
+  template <typename Traits>
+  using Producer = PositionBiasProducer<Traits>;
+  template <typename Traits>
+  using Consumer = PositionBiasConsumer<Traits>;
+};
+
 // Weights by position and by time. In the forward, consumers compute them and there are no tiles.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = 1;
   static constexpr bool kIsAddedAfter = true;
   static constexpr bool kIsRelative = true;
+  static constexpr bool kHasTime = true;
   template <typename Element>
   using TileElement = cutlass::half_t;
   static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;

@@ -128,7 +128,7 @@ HSTU_DEVICE void reduce_sums_over_cluster(const Sum& sum, float* sums, Store sto
                                                              sum(n + 3)};
   }
   compiler_barrier();
-  cluster_sync();
+  cluster_sync();  // the partial O of all blocks are in shared memory
   const uint32_t own = cast_smem_ptr_to_uint(sums);
   const int rank = static_cast<int>(block_rank_in_cluster());
   // NOTE: all loads are in flight at once, because one takes about 1 us.

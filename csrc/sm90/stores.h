@@ -22,9 +22,9 @@ HSTU_DEVICE void transpose_among_four_lanes(uint32_t (&words)[4]) {
   }
 }
 
-// Rounds and stores a warpgroup's accumulator of 64 rows and kColumns columns: to rows `begin` and
-// on of a head, of which `count` exist, and to columns `first_column` and on. The four lanes that
-// have a row exchange words, so that each stores 16 bytes.
+// Rounds a warpgroup's accumulator of 64 rows and kColumns columns, and stores it to the rows of a
+// head from `begin` on, `count` of which exist, and to the columns from `first_column` on. The four
+// lanes that have a row exchange words, so that each stores 16 bytes.
 template <typename Element, int kColumns, typename Sum>
 HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head, int64_t begin,
                            int count, int first_column) {

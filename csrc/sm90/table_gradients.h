@@ -1,19 +1,19 @@
-// Sums of dS for the gradients of a relative bias's tables, by the warpgroup that computes the
-// bias.
+// Sums dS for the gradients of a relative bias's tables. The warpgroup that computes the bias does
+// it.
 //
 // Both sums are over blocks of 8 x 8 elements. A warp loads four of them at once, in the order of a
 // right operand of mma.sync, and goes along four diagonals of blocks.
 //
 // Position: all blocks of a diagonal have the same distances, so a product with the identity adds
 // them up elementwise. The next tile has the same keys and the next 64 rows, and the warp goes on
-// along the same diagonals. One that leaves the keys is finished, and its sums are added to a
-// TableSum.
+// along the same diagonals. A diagonal that leaves the keys is finished, and its sums are added to
+// a TableSum.
 //
 // Time: a product with ones in a row gives the sums of a block's columns, and so each lane gets the
 // sum of all of one block, for time_blocks.h.
 //
-// fp32 sums are found in a fixed order, and no order changes the sums of integers, so all bits of
-// the gradients are the same in every run.
+// fp32 sums are computed in a fixed order, and sums of integers do not depend on the order, so the
+// gradients have the same bits in every run.
 #pragma once
 
 #include "time_blocks.h"
@@ -28,7 +28,7 @@ struct FinishedDiagonals {
 
 // Shared memory of the warpgroup.
 struct TableGradientMemory {
-  FinishedDiagonals diagonals[4];  // of the warps
+  FinishedDiagonals diagonals[4];  // one per warp
 };
 
 template <int kRows, int kKeys, typename Element, bool kIsDescending>
@@ -44,8 +44,8 @@ class TableGradients {
   // Called by all threads of the warpgroup, with a barrier before the next call.
   HSTU_DEVICE TableGradients(int thread, Memory& memory) : thread_(thread), memory_(memory) {}
 
-  // Begins a step. `thread` is as before, but a value that the compiler knows nothing about: it
-  // would keep, and spill, what follows from it for all steps.
+  // Begins a step. `thread` has the same value as before, but is opaque to the compiler, which
+  // would otherwise keep, and spill, all that it derives from the thread index.
   HSTU_DEVICE void set_thread(int thread) { thread_ = thread; }
 
   // Sums dS of a tile of rows along diagonals, and returns the sum of the lane's block, if
@@ -103,7 +103,7 @@ class TableGradients {
     float (&first_part)[4] = diagonals_[kPairs - 1];  // blocks before both ends
     float second_part[4] = {};                        // between them
     float third_part[4] = {};                         // after both
-    // Column n are the sums of the rows of block n of two diagonals.
+    // Column n has the sums of the rows of block n of two diagonals.
     float rows[kPairs][4] = {};
     // Lanes 8 q to 8 q + 7 pass the addresses of the rows of block q of four: two of each diagonal
     // of a pair.
@@ -175,7 +175,7 @@ class TableGradients {
   }
 
   // Adds the diagonals that tile m has finished, and goes on to the next tile of rows, whose
-  // distances are those of this one less kRows, or more.
+  // distances are kRows smaller, or larger if kIsDescending.
   HSTU_DEVICE void finish_tile(const TableEntries& entries, int m) {
     if constexpr (kPairs == 2) {
 #pragma unroll
@@ -187,7 +187,7 @@ class TableGradients {
     }
     __syncwarp();
     const int half = lane() / 16;
-    const int distance = lane() % 16 - 7;  // 8 is none
+    const int distance = lane() % 16 - 7;  // 8: the lane has none
     const float* const from = memory_.diagonals[thread_ / 32].sums[half][0] + distance;
     float sum = 0;
 #pragma unroll
@@ -198,8 +198,8 @@ class TableGradients {
     constexpr int kFirst = kIsDescending ? 1 - kRowBlocks : kChunks - kRowBlocks;
     const int block = thread_ / 32 + 4 * half;
     const int own_block = kFirst + (kIsDescending ? kRowBlocks - 1 - block : block);
-    // Distances past the ends of the table share its first and its last entry, to which one lane
-    // adds their sum.
+    // Distances past the ends of the table read its first or its last entry. One lane adds the sum
+    // of all of these.
     const int last = entries.position_size - 1;
     const int entry = min(max(entries.origin - m * kRows + own_block * 8 + distance, 0), last);
     const uint32_t before = __ballot_sync(kAllLanes, entry == 0);
@@ -213,8 +213,8 @@ class TableGradients {
     entries.sums.position.add(entries.first_position + entry, sum);
   }
 
-  // Each lane has a part of two sums. Returns that of its own one and its partner's part of it:
-  // lanes whose number has the bit own the second.
+  // Each lane has a part of two sums, and owns the second one if its number has `bit`, else the
+  // first. Returns its own part plus its partner's part of the sum that it owns.
   HSTU_DEVICE float exchange(float first, float second, int bit) const {
     const bool is_second = lane() & bit;
     const float given = is_second ? first : second;
@@ -231,8 +231,8 @@ class TableGradients {
 
   int thread_;
   Memory& memory_;
-  // The sums of pairs of diagonals of blocks, of which the last pair ends within the next tile.
-  // The sums of the first diagonal of a pair are in the first two numbers.
+  // The sums of pairs of diagonals of blocks. The last pair ends within the next tile. The first
+  // two values of a pair belong to its first diagonal.
   float diagonals_[kPairs][4] = {};
 };
 

@@ -12,7 +12,8 @@
 //   end           2^31 - 1              s           begin + len
 //   far           2^31 - 1              2^34 - s    2^30
 //
-// The last adds 2^64 - 2^30 s, and so what the second has too much cancels modulo 2^64.
+// The coordinate of `row` adds 2^30 s too much, and that of `far` adds 2^64 - 2^30 s: both cancel
+// modulo 2^64.
 #pragma once
 
 #include <cuda.h>
@@ -142,9 +143,9 @@ struct RaggedRows {
 };
 
 // Calls visit(offset, column, row, head, end, far) for each box of kRows rows from row `first` on
-// and kHeadDim columns from `first_column` on. `offset` is where the box begins in shared memory:
-// there are kBoxRows rows at a time, and these panel after panel. The other arguments are its
-// coordinates.
+// and kHeadDim columns from `first_column` on. `offset` is the element of shared memory where the
+// box begins: kBoxRows rows are stored at a time, one panel after another. The other arguments are
+// the coordinates of the box.
 template <int kRows, int kHeadDim, int kBoxRows, int kElementBytes, typename Visit>
 __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, int first_column,
                                              Visit visit) {
@@ -185,9 +186,9 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRo
   start_copy_rows<kRows, kHeadDim, kBoxRows>(map, rows, first, to, barrier);
 }
 
-// Starts copying kRows rows and kKeys columns of a bias, 64 rows at a time, and these in panels of
-// 64 columns. Elements outside the bias become zeros. Called by one thread, after
-// arrive_and_expect_tx() on `barrier`.
+// Starts copying kRows rows and kKeys columns of a bias, 64 rows at a time in panels of 64 columns.
+// Elements outside the bias become zeros. Called by one thread, after arrive_and_expect_tx() on
+// `barrier`.
 template <int kRows, int kKeys, typename Element>
 __device__ __forceinline__ void start_copy_bias(const CUtensorMap& map, int b, int head, int row,
                                                 int column, Element* to,

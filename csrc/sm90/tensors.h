@@ -34,7 +34,7 @@ HSTU_DEVICE auto transposed_tensor(Element* data) {
 
 // Products of a warpgroup's 64 rows, with fp32 accumulators or those of `Sum`. SmemMma: A and B in
 // shared memory, both K-major. RegisterMma: A in registers, B in shared memory, MN-major, or
-// K-major for e4m3, of which wgmma reads no other.
+// K-major for e4m3, because wgmma reads 8-bit operands only K-major.
 template <typename Element, int kColumns, int kDepth, typename Sum = float>
 using SmemMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, Sum,

@@ -82,7 +82,7 @@ constexpr ForwardTiles forward_tiles() {
   }
 }
 
-// How many chunks of 8 keys of a relative bias a consumer adds up while S is being computed: as
+// How many chunks of 8 keys of a relative bias a consumer computes while the product for S runs: as
 // many as there are registers for.
 constexpr int early_chunks(int head_dim, int consumers, bool is_paged, bool is_fp8) {
   if (consumers == 3 || (is_fp8 && head_dim == 256)) return 0;
@@ -118,8 +118,8 @@ constexpr Registers fp8_registers(int head_dim, int consumers, bool is_relative)
   return {.producer = 32, .consumer = 160};
 }
 
-// How many of 4 pairs of scores in fp16 have their tanh from a polynomial, while the unit for tanh
-// computes those of the others.
+// How many of each 4 pairs of fp16 scores get their tanh from a polynomial on the FMA units, while
+// the MUFU units compute that of the others.
 constexpr int fp8_polynomial_quarters(int head_dim) { return head_dim == 256 ? 0 : 1; }
 
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is
@@ -133,11 +133,13 @@ constexpr int kMaxSplits = 8;
 constexpr int keys_to_store_partial(int head_dim) { return head_dim == 256 ? 128 : 320; }
 constexpr int kKeysToAddPartial = 128;
 
-// Rows of a step: beside dK and dV of 64 keys, a warpgroup has no registers for S and dP of more.
+// Rows of a step of the backward: beside dK and dV of 64 keys, a warpgroup has no registers for S
+// and dP of more rows.
 constexpr int kBackwardRows = 64;
 
-// The same for the backward. A producer that computes masks needs up to 88 registers. Where the
-// accumulators and scores take all that a consumer can have, producers get the least they need.
+// Splits the registers of the backward. A producer that computes masks needs up to 88 of them.
+// Otherwise accumulators and scores take all that a consumer can have, and producers get the least
+// that they need.
 constexpr Registers backward_registers(bool producer_finds_mask) {
   if (producer_finds_mask) return {.producer = 88, .consumer = 208};
   return {.producer = 24, .consumer = 240};

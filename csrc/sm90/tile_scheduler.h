@@ -1,13 +1,12 @@
 // The tile scheduler of the forward: hands a block one work tile after another.
 //
 // Where work tiles come from:
-//   no list      each block (or cluster) has one, which is numbered by blockIdx
-//   list         a block begins with the one of its number, and takes the next by an atomic
-//   counter.
-//                The first row tiles of the batch are not listed, so that blocks begin before
-//                prepare_scheduler() has written the list
-//   split-KV     the list once for each split: first the first splits of all row tiles and heads
-//   cluster      no list, and each block of a cluster has one split of its work tile
+//   no list      each block (or cluster) has one work tile, the number of which is blockIdx
+//   list         a block begins with the work tile of its number, and takes the next one by an
+//                atomic counter. The first row tiles of the batch are not listed, so that blocks
+//                begin before prepare_scheduler() has written the list
+//   split-KV     the list is processed once per split: the first splits of all row tiles come first
+//   cluster      there is no list, and each block of a cluster has one split of its work tile
 #pragma once
 
 #include "../common/launch.h"
@@ -50,7 +49,7 @@ class TileScheduler {
 
  public:
   // Fills the ring of work tiles until there is no more work. Consumers do not get work tiles whose
-  // rows see no key, but the blocks of a cluster do, because they add up together.
+  // rows see no key, but the blocks of a cluster do, because they reduce O together.
   static HSTU_DEVICE void run(const ForwardParams& params, const SchedulerMetadata& metadata,
                               SharedMemory& smem) {
     const int lane = static_cast<int>(threadIdx.x);
@@ -58,7 +57,7 @@ class TileScheduler {
     if (lane == 0) smem.work_index = static_cast<int>(blockIdx.x) / Traits::kClusterSize;
     __syncwarp();
     for (;;) {
-      // NOTE: it is in shared memory, because the producer has few registers.
+      // NOTE: the work tile stays in shared memory, because the producer has few registers.
       WorkTile& work_tile = smem.work_tiles[state.index()];
       smem.pipeline_work.producer_acquire(state);
       get_next_work(params, metadata, smem.work_index, work_tile);
@@ -84,8 +83,8 @@ class TileScheduler {
     return reload_grid_dim() + atomicAdd(list.next, 1);
   }
 
-  // Describes work tile `work_index`: its rows and keys. It is empty if there are other work tiles
-  // behind it although it has no rows or sees no key, and the end if there are none.
+  // Describes work tile `work_index`: its rows and the keys that they see; there may be none. It is
+  // the end (kEndOfWork) only if no later work tile of the block can have rows.
   static HSTU_DEVICE void get_next_work(const ForwardParams& params,
                                         const SchedulerMetadata& metadata, int work_index,
                                         WorkTile& work_tile) {
@@ -177,8 +176,8 @@ class TileScheduler {
     work_tile.other_splits = others;
   }
 
-  // Zeroes the output of rows that see no key. If the keys are split, the first split does, and
-  // only if the other splits have no visible keys.
+  // Zeroes the output of rows that see no key. If the keys are split, the first split does it, and
+  // only if no other split has visible keys.
   static HSTU_DEVICE void zero_output(const ForwardParams& params, const WorkTile& work_tile) {
     if (Traits::kIsSplitByList &&
         (work_tile.split.begin != 0 || work_tile.tile_of(0, INT_MAX) != Traits::kNoKey)) {

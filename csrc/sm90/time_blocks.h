@@ -3,8 +3,8 @@
 //
 // A lane has one block of 8 x 8 scores of each tile: the same 8 keys in all tiles of a work tile,
 // and the same 8 rows of each tile of 64. Elapsed time changes slowly from one tile to the next, so
-// the lane keeps the bucket of its block, and the differences between which all have this bucket. A
-// tile whose blocks all have the bucket that they had before costs a warp a comparison and an
+// the lane keeps the bucket of its block, and the differences between which all have this bucket.
+// Where all blocks of a tile keep their bucket, the tile costs a warp one comparison and one
 // addition.
 #pragma once
 
@@ -58,13 +58,13 @@ template <int kRows, int kKeys>
 struct TimeBlockMemory {
   // A block with several buckets, whose differences less the smallest one fit into 31 bits.
   struct alignas(16) Block {
-    // With two buckets: what is added to the time of a key, so that the absolute value of its
-    // difference from that of a row is the difference less the smallest one. Low word.
+    // With two buckets: the low word of what is added to the time of a key, so that |row time - key
+    // time| becomes the difference less the smallest difference of the block.
     uint32_t offset;
     // With two buckets: the threshold between them, less the smallest difference. With more: the
     // last bucket.
     uint32_t threshold;
-    uint32_t weights;  // with two buckets: theirs, in fp16
+    uint32_t weights;  // with two buckets: the weights of both, in fp16
     int place;         // 8 times the chunk of 8 keys, plus the number of the 8 rows
 
     HSTU_DEVICE int chunk() const { return place / 8; }
@@ -82,7 +82,7 @@ struct TimeBlockMemory {
 // The weights by time of the blocks of a tile, in fp16, by chunk of 8 keys and by 8 rows.
 template <int kKeys>
 struct TimeBlockWeights {
-  // A weight that is no weight: the block has one for each score.
+  // Marks a block that has a patch: one weight for each score.
   static constexpr uint16_t kPatch = 0xffff;
 
   alignas(16) uint16_t blocks[kKeys / 8][8];
@@ -108,7 +108,7 @@ struct TimesOfTile {
   const int& head;
   int table_head;
   int first_key;
-  // Of 8 rows: the first ones of the sequence in all row_blocks, and the last ones.
+  // In blocks of 8 rows: where the sequence begins in row_blocks, and the number of its last block.
   const int& first_rows;
   const int& last_rows;
 
@@ -144,7 +144,7 @@ class TimeBlocks {
   HSTU_DEVICE TimeBlocks(int thread, const KeyTimes<kKeys>& keys, Memory& memory)
       : thread_(thread), keys_(keys), memory_(memory) {}
 
-  // As in TableGradients.
+  // See TableGradients::set_thread().
   HSTU_DEVICE void set_thread(int thread) { thread_ = thread; }
 
   // Begins a work tile.
@@ -197,7 +197,7 @@ class TimeBlocks {
           memory_.blocks[parity][place_in_list(kind, two, many)] = block;
         }
         ptx::cp_async_wait<0>();
-        __syncwarp();
+        __syncwarp();  // the list, and the times that all lanes have copied, can be read
         patch_two(__popc(two), parity, patches);
         if (many) patch_many(times, __popc(two), __popc(two) + __popc(many), parity, m, patches);
         if (__builtin_expect(wide != 0, 0)) patch_exactly(times, wide, m, patches);
@@ -206,7 +206,7 @@ class TimeBlocks {
     if (Blocks::has_block(lane())) weights.blocks[chunk][row_block] = weight_;
   }
 
-  // There is no further tile to find: the last one is to be summed.
+  // Called instead of find() when there is no further tile: the last one has still to be added.
   HSTU_DEVICE void skip() { previous_ = state_; }
 
   // Adds dS of tile m, which was found before the one found last. `total` is the sum of the lane's
@@ -218,7 +218,7 @@ class TimeBlocks {
     const int kind = kind_of(previous_);
     const bool is_finite = __float_as_uint(fabsf(total)) < 0x7f800000;
     const bool is_plain = previous_ == base_ * kKinds + kOne || kind == kNone;
-    float above = 0;  // of two buckets
+    float above = 0;  // the part of `total` in the second of two buckets
     if (!__all_sync(kAllLanes, is_finite && is_plain)) {
       if (!__all_sync(kAllLanes, is_finite)) {
         add_exactly(entries, times, __ballot_sync(kAllLanes, kind != kNone), m, ds);
@@ -331,8 +331,8 @@ class TimeBlocks {
     return block;
   }
 
-  // The weights of the scores of the blocks with two buckets: the first ones of the list. 8 lanes
-  // have a block, one key each.
+  // Writes the patches of the blocks with two buckets, which come first in the list. 8 lanes
+  // process a block, each of them one key.
   HSTU_DEVICE void patch_two(int count, int parity, uint32_t* patches) const {
 #pragma unroll 1
     for (int own = lane() / 8; own < count + lane() / 8; own += 4) {
@@ -345,7 +345,7 @@ class TimeBlocks {
       uint32_t words[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        // Ones in the halves of differences below the threshold: their signs.
+        // A half is all ones if its difference is below the threshold, and zero otherwise.
         const uint32_t is_low =
             ptx::signs_of(differences[2 * n] - threshold, differences[2 * n + 1] - threshold);
         words[n] = (low & is_low) | (high & ~is_low);
@@ -354,7 +354,8 @@ class TimeBlocks {
     }
   }
 
-  // The same for the others of the list, from `first` on, whose buckets are looked up.
+  // The same for the other blocks of the list, from `first` on, for which the bucket of each score
+  // is looked up.
   HSTU_DEVICE void patch_many(const TimesOfTile& times, int first, int count, int parity, int m,
                               uint32_t* patches) const {
     const NarrowCell* const cells = times.cells();
@@ -417,7 +418,8 @@ class TimeBlocks {
                                                                        words[3]};
   }
 
-  // Any differences of times, by searches, for the lane's key.
+  // Writes the part of a patch that belongs to the lane's key. It searches for buckets, so that
+  // differences of times may be of any size.
   HSTU_DEVICE void patch_key(const TimesOfTile& times, const Block& block, int m,
                              uint32_t* patches) const {
     const int64_t key_time = times.time_of_key(block.chunk() * 8 + lane() % 8);
@@ -455,7 +457,7 @@ class TimeBlocks {
 
   // --- sums ---
 
-  // Makes sums_ those of buckets `first` and `first` + 1.
+  // Makes sums_ hold buckets `first` and `first` + 1. Sums of other buckets are added to the table.
   HSTU_DEVICE void move_to(const TableEntries& entries, int first) {
     const int distance = first - base_;
     const int entry = entries.first_time + base_;
@@ -528,8 +530,8 @@ class TimeBlocks {
     return result;
   }
 
-  // Adds the blocks of the lanes `many`, score by score: integers in shared memory, which no order
-  // of additions changes, and then these to the TableSum.
+  // Adds the blocks of the lanes `many` score by score: first as integers in shared memory, whose
+  // sums do not depend on the order, and then to the TableSum.
   HSTU_DEVICE void add_many(const TableEntries& entries, const TimesOfTile& times, int kind,
                             uint32_t two, uint32_t many, int m, int parity, const Element* ds) {
     const int list = __popc(two);
@@ -554,7 +556,7 @@ class TimeBlocks {
     uint32_t rows[kTimeBins / 32];
 #pragma unroll
     for (int n = 0; n < kTimeBins / 32; ++n) rows[n] = memory_.rows[parity][n * 32 + lane()];
-    __syncwarp();
+    __syncwarp();  // all lanes have loaded the times that the bins overwrite
     int* const bins = reinterpret_cast<int*>(memory_.rows[parity]);
 #pragma unroll
     for (int bin = 0; bin < kTimeBins; bin += 32) bins[bin + lane()] = 0;
@@ -614,7 +616,8 @@ class TimeBlocks {
     return false;
   }
 
-  // Adds the blocks of some lanes to the TableSum, score by score: any times and any numbers.
+  // Adds the blocks of some lanes to the TableSum, score by score. Times and elements of dS may
+  // have any values.
   HSTU_DEVICE void add_exactly(const TableEntries& entries, const TimesOfTile& times,
                                uint32_t lanes, int m, const Element* ds) const {
 #pragma unroll 1

@@ -30,7 +30,7 @@ struct PlainWeights {
     return {};
   }
 
-  // scores = silu(alpha * scores), or silu(x) if the bias is added after and they are x / 2.
+  // scores = silu(alpha * scores), or silu(x) if Bias::kIsAddedAfter, where they are x / 2.
   HSTU_DEVICE void activate(const ForwardParams& params, const Factors&, Scores& scores) const {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
@@ -231,8 +231,8 @@ struct NoPromotion {
   HSTU_DEVICE void finish(Out&) {}
 };
 
-// The accumulators of 8-bit products keep about 14 bits and cut off the rest, so after every 1024
-// keys O is added to a total in fp32.
+// The accumulators of 8-bit products keep about 14 bits and truncate the rest, so after every 1024
+// keys O is added to a total in fp32 ("promotion").
 constexpr int kPromotedTiles = 1024 / Fp8Params::kBlock;
 
 // The total is in registers.
@@ -267,8 +267,8 @@ struct RegisterPromotion {
   }
 };
 
-// The total is in device memory, of which each consumer of a block has 64 rows. It stays in the L2
-// cache.
+// The total is in device memory, where each consumer warpgroup of a block has 64 rows. It stays in
+// the L2 cache.
 template <typename Out>
 struct WorkspacePromotion {
   float* const total;

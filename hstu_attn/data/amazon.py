@@ -99,7 +99,7 @@ class AmazonLayout:
             raise ValueError(f"{source}: expected ratings, got none")
 
     def companions(self, source: Path) -> list[Path]:
-        """Returns None: the titles are in files of other kinds."""
+        """Returns no further files: titles are in files of other kinds."""
         return []
 
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:

@@ -93,7 +93,7 @@ class Checkpoints:
         optimizers: Optimizer | Sequence[Optimizer] = (),
         **others: HasState,
     ) -> Path:
-        """Saves a checkpoint of the step, in the place of one that is there.
+        """Saves a checkpoint of the step, replacing one that exists.
 
         Args:
             step: how many steps of the optimizers are done.
@@ -101,8 +101,8 @@ class Checkpoints:
             optimizers: the optimizers of the model's parameters. Those of torchrec's tables are
                 saved with them.
             others: what has `state_dict` and `load_state_dict`, as a sampler or a scheduler;
-                the states are small, of tensors and plain Python values, and the same on all ranks,
-                of which the first one's are written.
+                the states are small, of tensors and plain Python values, and the same on all ranks;
+                those of the first rank are written.
 
         Returns:
             Where it is.
@@ -216,9 +216,7 @@ class Checkpoints:
     ) -> tuple[dict[str, Any], dict[str, Any] | None, Collection[str]]:
         """Returns the content of `run.pt`, this rank's random generators and the names of tensors.
 
-        If one rank fails then all do, before any of them changes anything or waits for the others.
-
-        If one rank fails then all do, before any of them changes anything or waits for the others.
+        If one rank fails, all do, before any of them changes anything or waits for the others.
         """
         of_rank = path / f"rank-{self.rank:05d}.pt"
         error: Exception | None = None
@@ -269,7 +267,8 @@ class Checkpoints:
 
     def _remove(self, paths: Iterable[Path]) -> None:
         for path in paths:
-            # Under a name that does not count, because removing may be cut short.
+            # It is renamed to a name that does not count first, because removing may be
+            # interrupted.
             doomed = path.with_name(f"{path.name}.writing")
             if doomed.exists():  # left by a writer that was killed
                 shutil.rmtree(doomed)

@@ -1,4 +1,4 @@
-"""Context parallelism: the rows of long sequences shared out over the ranks of a group.
+"""Context parallelism: the rows of long sequences are divided among the ranks of a group.
 
 Each sequence of a packed batch is cut into `2 * world` chunks, and rank `r` holds chunks `r` and
 `2 * world - 1 - r` of it. Under a causal mask one is cheap and one is expensive, so that all ranks
@@ -60,7 +60,7 @@ __all__ = [
     "shard_rows",
 ]
 
-_KEYS_TAG, _GRADIENTS_TAG = 1, 2  # messages between two ranks that are under way at once
+_KEYS_TAG, _GRADIENTS_TAG = 1, 2  # messages between two ranks that are in flight at once
 
 
 def gather_rows(
@@ -195,8 +195,8 @@ class ContextBatch:
                 computes; their sum over the group is the whole gradient.
             alpha: factor of the biased scores.
             scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means the batch's `max_seq_len`.
-            quantization: as for `hstu_attention`. Scales and means that a sequence or a tensor
-                shares there are those of its rows, keys and heads in one call of the operator here.
+            quantization: as for `hstu_attention`. A scale or mean that serves a whole sequence or
+                tensor there is here that of the rows, keys and heads in one call of the operator.
 
         Returns:
             `(local rows, heads, Dv)` of q's dtype. Without a bias, the operator rounds each part of
@@ -442,7 +442,8 @@ class _Calls:
         of, number = locate_rows(second_offsets, num_second)
         self.second_rows = shard.offsets[of] + shard.first[of] + number
         self.second_offsets = second_offsets.to(torch.int32)
-        # The first slot of every sequence, its second one, and the first in place of the second.
+        # The slots to take: the first of every sequence, the second, and the first in place of the
+        # second.
         of, number = locate_rows(to_offsets(slot_lengths), batch.num_slots // 2)
         self.first_slots = slot_offsets[of] + number
         self.second_slots = self.first_slots + slot_lengths[of]

@@ -143,7 +143,7 @@ def check_call(call: AttentionCall) -> None:
 
 
 class MaskMemo:
-    """Keeps what is found of a mask, for the layers that share its tensors."""
+    """Keeps what has been computed from a mask, for the layers that share its tensors."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[Any, Any]] = {}

@@ -106,8 +106,8 @@ def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta
     result = main(World(dist.get_rank(), local_rank, dist.get_world_size(), device, mesh))
     # This runs only after success: a rank that fails must not wait here for the others.
     dist.destroy_process_group()
-    # NOTE: a group ends with the last reference to it, of which models hold some in cycles. If its
-    # threads ran on until Python ends, one that frees a tensor then would abort the process.
+    # NOTE: a group ends with the last reference to it, and models hold references in cycles. If its
+    # threads ran on until Python ends, a thread that frees a tensor then would abort the process.
     del mesh
     gc.collect()
     return result

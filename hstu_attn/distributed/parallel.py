@@ -117,8 +117,6 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     optimizers update the parameters of a group together and cannot mix the two kinds. Options of a
     group, such as its learning rate, may be added. The parameters of torchrec's tables, which have
     their own optimizer, are in no group.
-
-    Optimizers update the parameters of a group together and cannot mix the two kinds there.
     """
     whole: list[nn.Parameter] = []
     divided: list[nn.Parameter] = []
@@ -156,7 +154,7 @@ class _GlobalMean(torch.autograd.Function):
 
 
 def global_mean(local_sum: Tensor, count: int | Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Returns the mean over the global batch, of which each rank has a part of any size.
+    """Returns the mean over the global batch, whose parts on the ranks may have any sizes.
 
     Its value is the same on every rank. Its gradient with regard to `local_sum` is the number of
     ranks over the global count, so that the mean over ranks of the parameters' gradients is the
@@ -188,13 +186,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     the same model on one rank. All ranks call this together.
 
     Args:
-        parameters: of which some may be DTensors, on any meshes, or of layers whose heads
-            `shard_heads` has divided. Those without gradient count not.
+        parameters: some may be DTensors, on any meshes, or belong to layers whose heads
+            `shard_heads` has divided. Those without a gradient do not count.
         max_norm: the largest norm; infinity only computes the norm.
 
     Returns:
-        The norm before clipping, a scalar, the same on every rank; of use to log it and to see that
-        a gradient is not finite. Gradients stay as they are then, to be looked at.
+        The norm before clipping, a scalar, the same on every rank; useful for logging and for
+        detecting a gradient that is not finite. In that case gradients stay as they are, so that
+        they can be inspected.
 
     Raises:
         ValueError: for a gradient that is a sum not yet carried out (`Partial`).

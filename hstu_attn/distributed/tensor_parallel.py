@@ -1,18 +1,18 @@
-"""Tensor parallelism: the heads of HSTU layers shared out over the ranks of a group.
+"""Tensor parallelism: the heads of HSTU layers are divided among the ranks of a group.
 
 Rank `r` of `world` holds the heads `r * heads / world` to `(r + 1) * heads / world`: their columns
 of u, v, q and k in the first linear, which all ranks apply to the same rows, and the columns of the
 output linear that read them. Each computes attention for its heads, and the outputs of the last
-linear are summed over the ranks. What stands between, the norm of the attention output, goes over
-all heads; its mean and variance, or its mean square, come from the ranks' own. (A `GroupNorm` stays
-within heads.)
+linear are summed over the ranks. The norm of the attention output, between the two, is over all
+heads; its mean and variance, or its mean square, are combined from those of the ranks. (A
+`GroupNorm` stays within heads.)
 
     stack = shard_heads(stack, init_device_mesh("cuda", (8,)))
 
 Then every rank calls the stack with the same rows and gets the same result. Parameters that all
 ranks hold (the input norm, the output bias, tables of a relative bias whose heads the ranks do not
-divide) get the same, whole gradient on each, and the shards of the others theirs: nothing is left
-to be synchronized.
+divide) get the same, whole gradient on each, and the sharded parameters the gradients of their
+shards: nothing is left to be synchronized.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class TensorParallelHSTULayer(HSTULayer):
     """The heads of an `HSTULayer` that one rank holds; its `config` counts only these heads.
 
     Where the configuration has dropout, each rank drops from the columns of its heads by its own
-    random numbers, also where torch's generators of the ranks are alike; as they should be, so that
-    dropout outside of the layers is the same on all ranks.
+    random numbers, even if torch's generators are in the same state on all ranks. They should be,
+    so that dropout outside of the layers is the same on all ranks.
 
     Args:
         layer: the whole layer, with equal parameters on all ranks.

@@ -9,21 +9,20 @@ The forward is `hstu_unit` of layer_math.py:
     y = dropout(norm(attention) * u)                  with what is concatenated to it
     output = x + y @ output_weight.T + output_bias
 
-Of a row of c bytes an element, with e = embedding_dim, h = heads * hidden_dim, w columns of z and s
-of them through SiLU, and p parts of y, the backward is left
+An element has c bytes, e = embedding_dim, h = heads * hidden_dim, z has w columns, s of them go
+through SiLU, and y has p parts. Of each row, the forward keeps for the backward, in bytes,
 
-    x        c * e              which most often the layer before keeps too
-    z        c * w                  unless `recompute_linear`
-    attention c * h
-    normed   c * e              unless `recompute_norm`
-    silu(z)  c * s              unless `recompute_silu`
-    y        c * p * h          unless `recompute_gate`
+    x          c * e            which the layer before usually keeps, too
+    z          c * w            unless `recompute_linear`
+    attention  c * h
+    normed     c * e            unless `recompute_norm`
+    silu(z)    c * s            unless `recompute_silu`
+    y          c * p * h        unless `recompute_gate`
 
-and dropout is left one seed. The norm and the gate are recomputed by kernels of the backward that
-have read all that it takes, at the cost of a write; SiLU takes a pass of its own, and z a norm and
-the larger product. No statistics of
-the norms are kept: the backward has the whole row at hand. Weights are cast to the dtype of `x`
-where they are used, in both directions, and not kept in it.
+and one seed for dropout. The norm and the gate are recomputed by kernels of the backward that read
+their inputs anyway, so they cost a write; SiLU takes a pass of its own, and z a norm and the larger
+product. No statistics of the norms are kept, because the backward reads whole rows. Weights are
+cast to the dtype of `x` where they are used, in both directions, and the casts are not kept.
 
 As in ops.py, eager calls go through one `torch.autograd.Function` that calls the functions below,
 and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile`,
@@ -136,8 +135,8 @@ class Kept(NamedTuple):
 def suits(x: Tensor) -> bool:
     """Returns whether rows like `x` go through the fused layer by default.
 
-    Not in an exported program: ahead of time it is compiled for machines that have no Python, which
-    these operators are written in.
+    An exported program does not use it: that is compiled ahead of time for machines without Python,
+    and these operators are written in Python.
     """
     return (
         x.is_cuda
@@ -209,7 +208,7 @@ class FusedSteps:
     """The steps of one forward by the functions of `Steps`.
 
     Args:
-        x: the rows, of which the device, dtype and width choose the implementation.
+        x: the rows, whose device, dtype and width choose the implementation.
         weights: the weights of the layer.
         seed: the seed of dropout, int64 `(1,)`; None is no dropout.
         settings: the settings of the call.
@@ -297,7 +296,7 @@ def infer(
 
     Args:
         x: `(total, embedding_dim)`, of one of the dtypes of attention.
-        weights, settings: see there; `has_backward` is False.
+        weights, settings: see their classes; `has_backward` is False.
         seed: the seed of dropout, int64 `(1,)`; None is no dropout.
         attend: attention.
 
@@ -339,7 +338,7 @@ def _backward(
 ) -> list[Tensor | None]:
     """Returns the gradients of `x` and of the requested `weights`; None for the others.
 
-    What a frozen weight saves is the product for its gradient.
+    A frozen weight saves the product that computes its gradient.
     """
     functions = _functions(x, settings)
     wants = dict(zip(Weights._fields, wanted, strict=True))
@@ -604,7 +603,7 @@ def hstu_layer(
         weights: the parameters.
         call: the call of attention.
         seed: the seed of dropout, int64 `(1,)`; None is no dropout.
-        settings: see there; `has_backward` is found here.
+        settings: see the class; this function sets `has_backward`.
 
     Returns:
         `(total, embedding_dim)` in the dtype of `x`.

@@ -82,7 +82,7 @@ class Steps(Protocol):
 
 
 def steps_for(x: Tensor, *widths: int) -> Steps:
-    """Returns the implementation for rows like `x`, of which `width` columns are normalized."""
+    """Returns the implementation for rows like `x`, whose norms are over `widths` columns."""
     if x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES and max(widths) <= MAX_WIDTH:
         from . import triton_steps  # imports Triton, which not every machine has
 

@@ -62,8 +62,7 @@ def layer_norm(
 ) -> Tensor:
     """Returns the rows of `x` `(total, width)` normalized, times `weight`, plus `bias`.
 
-    The dtype is that of `x`; `weight` and `bias` are `(width,)`. Without `centered` the mean is not
-    subtracted, as in RMSNorm.
+    The result has the dtype of `x`.
 
     `weight` and `bias` are `(width,)`. Without `centered` the mean is not subtracted, as in
     RMSNorm.

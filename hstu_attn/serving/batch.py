@@ -20,10 +20,10 @@ __all__ = ["Batch", "Plan", "Request", "pack"]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What one caller asked for.
+    """The request of one caller.
 
     Attributes:
-        user: whose events.
+        user: the user whose events these are.
         events: `(n, 3)` new ones.
         candidates: `(m,)` items to score; none where the best of the catalogue are asked for.
         top_k: how many of the catalogue; 0 where candidates are scored.

@@ -71,17 +71,17 @@ class StepLimits(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Of a request."""
+        """The largest number of keys of a request."""
         return max(1, self.events + self.candidates)
 
 
 class Shape(NamedTuple):
-    """The parameters that a graph is captured for.
+    """The shape that a graph is captured for.
 
     Attributes:
         batch: requests; those that a batch lacks have no rows.
         rows: the rows of all together; those that a batch lacks belong to no request.
-        longest: rows of a request, at most. Kernels choose by it how many blocks share keys.
+        longest: rows of a request, at most. Kernels choose the number of splits (split-KV) by it.
     """
 
     batch: int

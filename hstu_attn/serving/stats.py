@@ -46,13 +46,13 @@ class EngineStats:
         cancelled: timed out, or cancelled by the caller; without an effect.
         rejected: refused because the queue was full; not among `requests`.
         batches: computed.
-        graph_batches: the graph batches of these, those that a captured graph computed.
-        hit_tokens: rows of events that a cache had, and that were not computed.
+        graph_batches: the batches that a captured graph computed.
+        hit_tokens: rows of events that the cache had, so that they were not computed.
         new_tokens: rows of events that came with the requests.
         recomputed_tokens: other rows of events that were computed: the last one before a request,
             whose time may have changed; and those of evicted users, of shortened histories and of
             what was in the store beforehand.
-        batch_size: the batch size of the batches, in requests.
+        batch_size: the sizes of the batches, in requests.
         latency: from submission to the answer, in seconds, of completed requests.
         queued: requests that wait now.
         users: whose events are stored now.

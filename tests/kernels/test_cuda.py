@@ -224,7 +224,7 @@ def test_rab_is_larger_than_the_sequences():
 
 
 @both_dtypes
-@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position", "position-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_small_shared_memory(monkeypatch, dim, bias, dtype):
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", SMALL_MEMORY)
@@ -235,7 +235,7 @@ def test_small_shared_memory(monkeypatch, dim, bias, dtype):
         check(batch)
 
 
-@pytest.mark.parametrize("bias", [None, "rab", "position-time"])
+@pytest.mark.parametrize("bias", [None, "rab", "position", "position-time"])
 def test_too_little_shared_memory(monkeypatch, bias):
     batch = make_batch([40], dim=64, dtype=DTYPES[0], device="cuda", bias=bias)
     needs = r"this kernel needs \d+ bytes of shared memory for a block, .* allows"
@@ -253,7 +253,7 @@ def test_too_little_shared_memory(monkeypatch, bias):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("memory", ["", SMALL_MEMORY], ids=["all-memory", "small-memory"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
-@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position", "position-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @both_dtypes
 def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
@@ -284,7 +284,7 @@ def test_masks_given_by_row(mask, deterministic):
     check_small_batch(hstu_attention, batch, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("bias", [None, "rab", "position-time"])
+@pytest.mark.parametrize("bias", [None, "rab", "position", "position-time"])
 @pytest.mark.parametrize("mask", MASK_NAMES)
 def test_with_and_without_a_list_of_work(mask, bias):
     """A forward without a list of work tiles has the bits of one with a list."""

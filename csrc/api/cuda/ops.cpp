@@ -1,5 +1,5 @@
-// The operators on a GPU: makes copies of tensors that kernels cannot read, allocates workspaces
-// and launches kernels.
+// The operators on a GPU. They copy tensors that kernels cannot read, allocate workspaces and
+// launch kernels.
 #include "../ops.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -33,14 +33,14 @@ cudaStream_t current_stream(int device_index) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Whether torch's functions compute the call, and no kernel of this library.
+// True if torch's functions compute the call, because this library has no kernel for it.
 bool is_composed(const ForwardParams& params) {
   return params.dtype == DType::kFloat32 || params.dtype == DType::kFloat64;
 }
 
 // ------------------------------------------------------------------------------------ alignment
 
-// Whether kernels can access the tensor: by 16 bytes at a time, with row strides that fit an int.
+// True if kernels can access the tensor: 16 bytes at a time, with row strides that fit an int.
 bool is_aligned(const PackedTensor& packed) {
   return reinterpret_cast<uintptr_t>(packed.data) % 16 == 0 && packed.row_stride % 8 == 0 &&
          packed.head_stride % 8 == 0 && packed.row_stride <= INT_MAX;
@@ -207,7 +207,7 @@ void check_values_on_host(const Arguments& args, ForwardParams params) {
 
 // ------------------------------------------------------------------------------------------ FP8
 
-// Whether the e4m3 kernels can read the rows of the e4m3 tensor; see sm90/kernels.h.
+// True if the e4m3 kernels can read the rows of the e4m3 tensor; see sm90/kernels.h.
 bool has_e4m3_rows(const PackedTensor& packed) {
   const auto is_step = [](int64_t stride) { return stride > 0 && stride % 16 == 0; };
   return reinterpret_cast<uintptr_t>(packed.data) % 16 == 0 && is_step(packed.row_stride) &&
@@ -274,7 +274,8 @@ class Call {
     const std::optional<Tensor> workspace = take_workspace(plan.workspace_bytes);
     plan.run(plan, params, launch_);
   }
-  // Quantizes q, k and v, and runs the e4m3 forward with them. `params` says where they come from.
+  // Quantizes q, k and v, and runs the e4m3 forward with them. `params` describes the call before
+  // quantization.
   void run_quantized(QuantizeParams& quantize, ForwardParams params) {
     const int64_t bytes = lay_out(quantize, nullptr, params);
     const ForwardPlan plan = forward_kernel(device(), params).plan(params, launch_);
