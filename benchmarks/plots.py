@@ -207,14 +207,16 @@ def curves(records: Sequence[Record], path: Path) -> None:
             axes.plot(epochs, values, color=f"C{n}", linewidth=1.2, label=legend)
             if name in record["published"] and not record["options"]:
                 axes.axhline(record["published"][name], color=f"C{n}", linestyle="--", linewidth=1)
-        for style, r in zip((":", "-."), (r for r in records if not r["of_model"]), strict=False):
-            value = r["mean"][name]
+        for style, r in zip((":", "-."), (r for r in records if r.get("level")), strict=False):
+            value = r["level"][name]
             axes.axhline(value, color="#8b8b86", linestyle=style, linewidth=1, label=r["row"])
-        axes.set(xlabel="epoch", ylabel=label)
+        axes.set(xlabel="epoch", ylabel=f"{label}, {drawn[0].get('curve_split', 'test')}")
         axes.grid(alpha=0.2)
     panels[0].legend(fontsize=8, loc="lower right")
-    panels[0].set_title(f"{drawn[0]['set']}; dashed: published", fontsize=10)
-    panels[1].set_title(f"{drawn[0]['gpu']}, commit {drawn[0]['commit']}", fontsize=10)
+    first = drawn[0]
+    dashed = "; dashed: published" if any(r["published"] for r in drawn) else ""
+    panels[0].set_title(f"{first['set']}{dashed}", fontsize=10)
+    panels[1].set_title(f"{first['gpu'] or first['cpu']}, commit {first['commit']}", fontsize=10)
     _save(figure, path)
 
 

@@ -3,22 +3,27 @@
     python -m benchmarks.published --set ml-1m --data ml-1m/ratings.dat --json ml-1m.json
     python -m benchmarks.published --set ml-1m --data ml-1m/ratings.dat --cases hstu-ml-1m --seeds 1
     python -m benchmarks.published --set ml-20m --data ml-20m/ratings.csv --device cuda --epochs 20
+    python -m benchmarks.published --data ml-1m/ratings.dat --runs runs/published --jobs 4
+    python -m benchmarks.published --data ml-1m/ratings.dat --runs runs/published --finished
     python -m benchmarks.published --data ml-1m/ratings.dat -- --relative-bias none
 
 A recipe is one of `examples/recipes`; `--set` names the end of its name. There is one record for
 each row of the example's table: means and standard deviations over the seeds, the published
 metrics, and a fingerprint of the data. The record of a model's first row has the curve, the metrics
-after each epoch, and that of each row of a model the seconds of the first run (training, tests
-after each epoch and the files of the run; no baselines).
+after each epoch, and that of a baseline its level there. Those of a model have the seconds of the
+first run (training, tests after each epoch and the files of the run; no baselines).
 
-All runs are of one process, so that kernels are compiled once. `--jobs` makes those after the first
-in several processes, which share the device; with `--shared` the first, too, for then there are no
-seconds to record. Data without real times, whose events are merely numbered in their order, are
-marked "order only"; `--note` says what else is to be known of them.
+All runs are of one process, so that kernels are compiled once. `--jobs` makes several at once, each
+in its own process, after the first of each recipe, which alone has the device and whose seconds
+are recorded; with `--shared` those are made at once, too, and there are no seconds. `--runs` keeps
+the runs in a directory: the same command continues what was stopped there, and `--finished` reports
+what is finished without training. Data without real times, whose events are merely numbered in
+their order, are marked "order only"; `--note` says what else is to be known of them.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import shlex
@@ -28,8 +33,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from . import cli
 
@@ -40,8 +47,14 @@ PARSER = cli.parser("published", __doc__, cases="recipes whose name contains a t
 PARSER.add_argument("--set", choices=SETS, default="ml-1m", help="(default: ml-1m)")
 PARSER.add_argument("--data", type=Path, help="the file of the data set, which is required")
 PARSER.add_argument("--seeds", type=int, default=3, help="(default: 3)")
-PARSER.add_argument("--jobs", type=int, default=1, help="runs at once after the first (default: 1)")
+PARSER.add_argument("--jobs", type=int, default=1, help="runs at once (default: 1)")
 PARSER.add_argument("--shared", action="store_true", help="the device is shared: record no seconds")
+PARSER.add_argument(
+    "--runs", type=Path, help="keep the runs in this directory, and continue those that are there"
+)
+PARSER.add_argument(
+    "--finished", action="store_true", help="train nothing: report the finished runs in --runs"
+)
 PARSER.add_argument("--epochs", type=int, help="in place of those of the recipes")
 PARSER.add_argument("options", nargs="*", help="more options of the example, after --")
 PARSER.add_argument("--note", default="", help="what the table says of the data")
@@ -62,7 +75,7 @@ from .runner import Benchmark, Run
 
 __all__ = ["BENCHMARK", "has_times", "main"]
 
-Result: TypeAlias = "tuple[dict[str, dict[str, float]], list[dict[str, float]], float]"
+RESULT = "result.json"  # in the directory of a run that is finished
 CURVE = ("hit_rate_10", "ndcg_10")
 SPLIT_OF = {"published": "test", "validated": "validation"}  # what is evaluated after each epoch
 FIRST_REAL_TIME = 631_152_000  # 1990-01-01: what is before it is no time of an event on the web
@@ -80,37 +93,104 @@ def has_times(log: EventLog) -> bool:
     return len(np.unique(np.diff(log.timestamps)[within])) > 1
 
 
-def example() -> Any:
-    """Returns the module of the retrieval example."""
+def example(module: str = "train_retrieval") -> Any:
+    """Returns a module of the examples, by default that of the retrieval example."""
     folder = str(ROOT / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    return __import__("train_retrieval")
+    return importlib.import_module(module)
 
 
-def train(arguments: list[str]) -> Result:
-    """Makes a run of the example; returns its table, the tests by epoch and its seconds."""
+@dataclass(frozen=True)
+class Result:
+    """What a run reached.
+
+    Attributes:
+        table: the metrics of each row of the example's table, by its name.
+        curve: the metrics after each epoch.
+        seconds: of training, tests after each epoch and the files of the run; None where the run
+            did not have the device alone, or was continued.
+    """
+
+    table: dict[str, dict[str, float]]
+    curve: list[dict[str, float]]
+    seconds: float | None
+
+
+def finished(arguments: list[str]) -> Result | None:
+    """Returns what the run in the directory of these arguments reached, or None if it is not over.
+
+    Raises:
+        ValueError: the run there has other options or other data.
+    """
+    module, directory = example(), example("recommender.directory")
+    options = module.parse_arguments(arguments)
+    found = directory.read_json(options.out / RESULT)
+    if found is None:
+        return None
+    log = module.open_data(options, [], lambda _: None)
+    wanted = {**options.identity(), "data content": log.manifest["content"]}
+    made_with = directory.read_json(options.out / directory.RUN)
+    if problem := directory.difference(made_with, wanted, options.out):
+        raise ValueError(problem)
+    return Result(**found) if found.pop("epochs") == options.epochs else None
+
+
+def train(arguments: list[str], has_device: bool) -> Result:
+    """Makes or continues a run of the example, unless it is finished; returns what it reached."""
+    if found := finished(arguments):
+        return found
     module = example()
     options = module.parse_arguments(arguments)
+    is_new = not (options.out / "checkpoints").exists()
     start = time.perf_counter()
     table = module.train(options)
     seconds = time.perf_counter() - start
     history = json.loads((options.out / "history.json").read_text())
-    return table, list(history[SPLIT_OF[options.protocol]].values()), seconds
+    curve = list(history[SPLIT_OF[options.protocol]].values())
+    result = Result(table, curve, rounded(seconds) if has_device and is_new else None)
+    files = example("recommender.files")
+    files.write_json(options.out / RESULT, {**asdict(result), "epochs": options.epochs})
+    return result
 
 
-def results_of(options: Any, arguments: list[str], folder: str) -> list[Result]:
-    """Makes the run of each seed, one after the other or `--jobs` at once."""
-    runs = [
-        [*arguments, "--seed", str(seed), "--out", f"{folder}/{seed}", "--no-baselines"]
+def arguments_of(options: Any, case: str) -> list[str]:
+    """Returns the command line of the runs of a recipe, without the seed and the directory."""
+    arguments = ["--recipe", case, "--data", str(options.data), "--device", options.device]
+    if options.epochs is not None:
+        arguments += ["--epochs", str(options.epochs)]
+    return [*arguments, *options.options]
+
+
+def runs_of(options: Any, case: str, runs: Path) -> list[list[str]]:
+    """Returns the command line of the run of each seed."""
+    shared = [*arguments_of(options, case), "--no-baselines", "--resume"]
+    name = shlex.join([case, *options.options]).replace("/", "_")
+    return [
+        [*shared, "--seed", str(seed), "--out", str(runs / name / f"seed-{seed}")]
         for seed in range(options.seeds)
     ]
+
+
+def results_of(options: Any, runs: Path) -> dict[str, list[Result]]:
+    """Makes the runs of all recipes that are asked for, one after the other or `--jobs` at once.
+
+    Several at once begin with the recipes that take longest.
+    """
+    of_case = {case: runs_of(options, case, runs) for case in BENCHMARK.selected(options)}
+    if options.finished:
+        return {case: list(filter(None, map(finished, of_case[case]))) for case in of_case}
     if options.jobs == 1:
-        return [train(run) for run in runs]
-    alone = [] if options.shared else [train(runs.pop(0))]
+        alone = not options.shared
+        return {case: [train(run, alone) for run in of_case[case]] for case in of_case}
     spawn = multiprocessing.get_context("spawn")
+    first = {case: [] if options.shared else [train(of_case[case][0], True)] for case in of_case}
     with ProcessPoolExecutor(options.jobs, spawn) as pool:
-        return [*alone, *pool.map(train, runs)]
+        others = {
+            case: [pool.submit(train, run, False) for run in of_case[case][len(first[case]) :]]
+            for case in reversed(of_case)
+        }
+        return {case: [*first[case], *(run.result() for run in others[case])] for case in of_case}
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
@@ -118,25 +198,31 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     module, options = example(), run.options
     if options.data is None:
         raise ValueError("--data: expected the file of the data set; got none")
-    arguments = ["--recipe", case, "--data", str(options.data), "--device", options.device]
-    if options.epochs is not None:
-        arguments += ["--epochs", str(options.epochs)]
-    arguments += options.options
-    first = module.parse_arguments(arguments)
+    if options.finished and options.runs is None:
+        raise ValueError("--finished: expected --runs, which names a directory; got none")
+    if "results" not in run.kept:
+        with ExitStack() as stack:
+            runs = options.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            run.kept["results"] = results_of(options, runs)
+    results: list[Result] = run.kept["results"][case]
+    if not results:
+        return
+    first = module.parse_arguments(arguments_of(options, case))
     log = module.open_data(first, [], lambda _: None)
-    with tempfile.TemporaryDirectory() as folder:
-        results = results_of(options, arguments, folder)
-    tables = [table for table, _, _ in results]
+    tables = [result.table for result in results]
     name = shlex.join([case, *options.options])
-    for seed, (table, _, took) in enumerate(results):
-        for row, reached in table.items():
+    for seed, result in enumerate(results):
+        took = f"  {result.seconds:.0f} s" if result.seconds else ""
+        for row, reached in result.table.items():
             shown = "  ".join(f"{module.LABELS[key]} {reached[key]:.4f}" for key in CURVE)
-            print(f"{name} seed {seed}, {row}: {shown}  {took:.0f} s", flush=True)
+            print(f"{name} seed {seed}, {row}: {shown}{took}", flush=True)
     of_model = {name: [table[name] for table in tables] for name in tables[0]}
-    rows = dict(of_model)
+    rows, split = dict(of_model), SPLIT_OF[first.protocol]
+    levels: dict[str, dict[str, float]] = {}
     if options.baselines:
-        found = module.baselines_of(log, first)["test"]
-        rows = {**{name: [row] for name, row in found.items()}, **rows}
+        found = module.baselines_of(log, first)
+        rows = {**{name: [row] for name, row in found["test"].items()}, **rows}
+        levels = found[split]
     about = {
         "recipe": case,
         "options": shlex.join(options.options),
@@ -148,18 +234,17 @@ def measure(run: Run, case: str) -> Iterator[Record]:
         "events": log.num_events,
         "order_only": not has_times(log),
         "epochs": first.epochs,
-        "seeds": options.seeds,
+        "seeds": len(results),
         "published": {
             name: first.published[label]
             for name, label in module.LABELS.items()
             if label in first.published
         },
     }
-    seconds = None if options.shared else rounded(results[0][2])
-    curves = [curve for _, curve, _ in results]
+    seconds = results[0].seconds
     by_epoch = [
         {key: rounded(statistics.fmean(each[key] for each in tests)) for key in CURVE}
-        for tests in zip(*curves, strict=True)
+        for tests in zip(*(result.curve for result in results), strict=True)
     ]
     for row, metrics in rows.items():
         columns = {key: [each[key] for each in metrics] for key in metrics[0]}
@@ -174,6 +259,8 @@ def measure(run: Run, case: str) -> Iterator[Record]:
                 for key, x in columns.items()
             },
             "curve": by_epoch if row == next(iter(of_model)) else [],
+            "curve_split": split,
+            "level": {key: rounded(levels[row][key]) for key in CURVE} if row in levels else None,
         }
 
 

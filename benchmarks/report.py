@@ -70,8 +70,20 @@ def speed_lines() -> list[str]:
 
 
 def published() -> list[str]:
-    """Renders what the recipes reach as Markdown; says so where nothing is stored."""
-    return tables("published") or ["No results are stored."]
+    """Renders what the recipes reach as Markdown, with the stored pictures of their curves."""
+    pictures = [
+        f'<img src="../{path.relative_to(ROOT).as_posix()}" width="800" '
+        f'alt="HR@10 and NDCG@10 after each epoch, {path.stem.removeprefix("published-")}">'
+        for path in sorted(RESULTS.glob("*/published-*.png"))
+    ]
+    between = [line for picture in pictures for line in ("", picture)]
+    return [*(tables("published") or ["No results are stored."]), *between]
+
+
+def ranking(of_real_data: bool) -> list[str]:
+    """Renders what the ranking example reaches, on real data or on those made up, as Markdown."""
+    files = [file for file in stored("ranking") if ("data" in file[0]) == of_real_data]
+    return [line for table in TABLES["ranking"](files) for line in (*table.markdown(), "")][:-1]
 
 
 # The text between marks in each document, by the marks' name.
@@ -85,9 +97,9 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     },
     ROOT / "docs/quickstart/training.md": {
         "retrieval": partial(tables, "retrieval"),
-        "ranking": partial(tables, "ranking"),
+        "ranking": partial(ranking, False),
     },
-    ROOT / "docs/published.md": {"published": published},
+    ROOT / "docs/published.md": {"published": published, "ratings": partial(ranking, True)},
     ROOT / "docs/quickstart/serving.md": {"serving": partial(tables, "serving")},
     ROOT / "docs/distributed.md": {
         "train": partial(tables, "train"),

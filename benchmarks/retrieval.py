@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import cli
@@ -29,11 +29,14 @@ from .runner import Benchmark, Run
 __all__ = ["BENCHMARK", "main", "run_example"]
 
 
-def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
-    """Trains with the defaults of an example on the CPU, into a folder that is removed.
+def run_example(
+    name: str, more: Sequence[str] = ("--device", "cpu")
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Trains with an example, into a folder that is removed.
 
     Args:
         name: the name of its script, such as "train_retrieval".
+        more: its options; others have their defaults.
 
     Returns:
         The metrics of each line of its table, and the seconds that it took.
@@ -41,7 +44,7 @@ def run_example(name: str) -> tuple[dict[str, dict[str, float]], float]:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         script = str(ROOT / f"examples/{name}.py")
-        arguments = ["--device", "cpu", "--out", folder]
+        arguments = [*more, "--out", folder]
         subprocess.run([sys.executable, script, *arguments], check=True, cwd=ROOT)
         seconds = time.perf_counter() - start
         return json.loads(Path(folder, "metrics.json").read_text()), seconds

@@ -502,8 +502,7 @@ PUBLISHED = {
 
 
 def _spread(record: Record, name: str) -> str:
-    deviation = record["deviation"][name]
-    return f"{record['mean'][name]:.4f}" + (f" ± {deviation:.4f}" if deviation else "")
+    return _with_deviation(record["mean"][name], record["deviation"][name])
 
 
 def published(files: Sequence[File]) -> list[Table]:
@@ -534,15 +533,34 @@ def published(files: Sequence[File]) -> list[Table]:
     return tables
 
 
+def _with_deviation(mean: float, deviation: float | None) -> str:
+    return f"{mean:.4f}" + (f" ± {deviation:.4f}" if deviation else "")
+
+
 def ranking(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each machine."""
+    """Returns one table for each file, with what the data are where they are not made up."""
     kinds = {"auc": "AUC", "ne": "NE"}
     tables = []
     for records in files:
-        names = [name.partition("/") for name in records[0]["metrics"]]
+        first = records[0]
+        names = [name.partition("/") for name in first["metrics"]]
         header = ["", *(f"{task}, {kinds[kind]}" for kind, _, task in names)]
-        rows = [[r["model"], *(f"{x:.4f}" for x in r["metrics"].values())] for r in records]
-        tables.append(Table(header, rows, after=f"{_cpu_origin(records)}."))
+        rows = []
+        for r in records:
+            deviations = r.get("deviation", {})
+            cells = [_with_deviation(x, deviations.get(n)) for n, x in r["metrics"].items()]
+            rows.append([r["model"], *cells])
+        before = ""
+        if "data" in first:
+            given = f", `{first['options']}`" if first["options"] else ""
+            order = ", order only" if first["order_only"] else ""
+            before = (
+                f"{first['data']}{given}: {first['events']:,} events of {first['users']:,} users "
+                f"on {first['items']:,} items, content {first['fingerprint']}{order}; seeds: "
+                f"{first['seeds']}."
+            )
+        origin = _gpu_origin(first) if first.get("gpu") else f"{_cpu_origin(records)}."
+        tables.append(Table(header, rows, before, after=origin))
     return tables
 
 

@@ -140,7 +140,7 @@ from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
 from recommender.files import write_json
 from recommender.loop import Trainer, progress_bar, seed_everything
-from recommender.processes import Processes
+from recommender.processes import Processes, device_of
 from recommender.ranking import (
     EmbeddingTables,
     RankingConfig,
@@ -402,18 +402,11 @@ def measure_baselines(
 
 def train(options: RankingOptions, world: World) -> None:
     """Runs the job on this process, from reading the file to printing the table."""
-    if world.mesh is not None and choose_device(options.device).index is not None:
-        raise ValueError(
-            "--device must be auto, cuda or cpu where torchrun gives each process its own, got "
-            f"{options.device}"
-        )
-    if options.graph and world.mesh is not None:
-        raise ValueError("--graph needs a single process, got several that torchrun has started")
+    device = device_of(options, world)
     if options.tables == "torchrec" and world.mesh is None:
         raise ValueError("--tables torchrec needs processes that torchrun has started")
     task_weights(options.tasks, (*ACTIONS, *RATING_ACTIONS))  # of any data
     processes = Processes(world, options.strategy)
-    device = choose_device(options.device) if world.mesh is None else world.device
     processes.together(lambda: check_directory(options))
     with processes.one_voice():
         with processes.first_goes_first():

@@ -20,17 +20,24 @@ The output directory holds the curves, the metrics and checkpoints, from which a
 continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that holds a
 run is never written over: `--resume` continues the run, or with more `--epochs` trains a finished
 one on, and another `--out` starts a new one.
+
+On several GPUs, or processes of a CPU, each has a part of the rows of the item embeddings and of
+the state of their optimizer (--tables), and a part of each batch:
+
+    torchrun --nproc-per-node 8 examples/train_retrieval.py --data ...
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from recommender.options import (
     NOT_PART_OF_THE_RUN,
@@ -74,8 +81,12 @@ class RetrievalOptions(Options):
     exclude: Literal["seen", "window", "nothing"]
     show_user: str | None
     seeds: int
+    tables: Literal["replicated", "sharded"]
 
-    not_part_of_the_run = (*NOT_PART_OF_THE_RUN, *("recipe", "published", "show_user", "seeds"))
+    not_part_of_the_run = (
+        *NOT_PART_OF_THE_RUN,
+        *("recipe", "published", "show_user", "seeds", "tables"),
+    )
 
     @property
     def uses_kernels(self) -> bool:
@@ -173,6 +184,13 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         help="runs with as many seeds from --seed on, each in a directory of its own in --out, and "
         "reports means and standard deviations",
     )
+    many = parser.add_argument_group("several processes, started by torchrun")
+    many.add_argument(
+        "--tables",
+        choices=("replicated", "sharded"),
+        default="sharded",
+        help="each has all item embeddings, or a part of their rows",
+    )
     options = RetrievalOptions()
     positive = (
         "seeds",
@@ -208,10 +226,12 @@ from recommender.files import write_json
 from recommender.kept import kept_baselines
 from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
+from recommender.processes import ALONE, Processes, device_of
 from recommender.sasrec import SASRec
-from recommender.saved import SASREC, load_model, save_model
+from recommender.saved import SASREC, save_model
 from recommender.seeds import Table, train_seeds
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hstu_attn import HSTULayerConfig
 from hstu_attn.data import (
@@ -219,16 +239,19 @@ from hstu_attn.data import (
     BatchSampler,
     EventLog,
     JaggedBatch,
+    balance,
     check_batch,
     held_out_windows,
     jagged_batch,
     training_windows,
 )
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.distributed import World, run
 
 Split = Literal["validation", "test"]
 
 CPU = torch.device("cpu")
+LONGEST_TUNING = timedelta(hours=2)  # of baselines, by the first of several processes
 EVALUATION_TOKENS = {"cpu": 2**14, "cuda": 2**17}
 SHOWN = ("hit_rate_10", "ndcg_10", "hit_rate_50")  # while training, and in the curves
 RANKED = {
@@ -308,15 +331,26 @@ def measure_baselines(log: EventLog, options: RetrievalOptions) -> BaselineMetri
 
 
 def make_model(
-    options: RetrievalOptions, num_items: int, device: torch.device
+    options: RetrievalOptions,
+    num_items: int,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
 ) -> RetrievalModel | SASRec:
-    """Returns the model that is trained, on the CPU; `device` is where it will be."""
+    """Returns the model that is trained, on the CPU but for a table that ranks divide.
+
+    Args:
+        options: the command line.
+        num_items: the size of the catalogue.
+        device: where the model will be.
+        mesh: the ranks that divide the rows of the item embeddings; None divides nothing.
+    """
     shared: dict[str, Any] = {
         "num_layers": options.layers,
         "max_seq_len": options.max_seq_len,
         "dropout_ratio": options.dropout,
         "l2_normalize": options.similarity == "cosine",
         "compute_dtype": options.compute_dtype(device),
+        "mesh": mesh,
     }
     if options.model == "sasrec":
         return SASRec(num_items, options.dim, options.heads, **shared)
@@ -349,13 +383,22 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         options: the command line.
         log: the events.
         device: where to train.
+        processes: what is done together with other processes.
     """
 
     advice = "A lower --learning-rate, more --warmup-steps or a higher --temperature may help."
 
-    def __init__(self, options: RetrievalOptions, log: EventLog, device: torch.device) -> None:
+    def __init__(
+        self,
+        options: RetrievalOptions,
+        log: EventLog,
+        device: torch.device,
+        processes: Processes | None = None,
+    ) -> None:
         seed_everything(options.seed)
-        self.model = make_model(options, log.num_items, device).to(device)
+        processes = processes or Processes()
+        mesh = processes.mesh if options.tables == "sharded" else None
+        self.model = make_model(options, log.num_items, device, mesh).to(device)
         self.retrieval = options
         self.log = log
         self.split = "test" if options.protocol == "published" else "validation"
@@ -372,10 +415,15 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
             options.seed,
             options.sequences_per_batch,
         )
-        super().__init__(options, self.model, batches, {"data content": log.manifest["content"]})
+        identity = {"data content": log.manifest["content"]}
+        super().__init__(options, self.model, batches, identity, processes)
 
     def draw(self) -> JaggedBatch:
-        batch = jagged_batch(self.log, self.windows.take(next(self.batches)))
+        windows = self.windows.take(next(self.batches))
+        if self.processes.num_ranks > 1:
+            parts = balance(windows.lengths, self.processes.num_ranks, seed=self.options.seed)
+            windows = windows.take(parts[self.processes.rank])
+        batch = jagged_batch(self.log, windows)
         check_batch(batch, self.log.num_items)
         return batch
 
@@ -416,17 +464,19 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         return "  ".join(f"{LABELS[name]} {metrics[name]:.4f}" for name in SHOWN)
 
     def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
+        weights = self.processes.whole_state(self.model)
+        if not self.processes.is_first:
+            return
         if isinstance(self.model, SASRec):  # which is not served
-            state = {"kind": SASREC, "model": self.model.state_dict()}
-            write_state(path, {**state, "validation": dict(validation)})
+            state = {"kind": SASREC, "model": weights, "validation": dict(validation)}
+            write_state(path, state)
         else:
-            save_model(path, self.model, self.log.source_item_ids, self.log.titles, validation)
+            log = self.log
+            save_model(path, self.model, log.source_item_ids, log.titles, validation, weights)
 
     def load_best(self, path: Path) -> None:
-        if isinstance(self.model, SASRec):
-            self.model.load_weights(path)
-        else:
-            self.model = load_model(path, self.device).model
+        state = torch.load(path, "cpu", weights_only=True, mmap=True)
+        self.processes.load_whole_state(self.model, state["model"])
 
     def plot(self, path: Path) -> None:
         label = "sampled softmax cross-entropy"
@@ -473,6 +523,7 @@ def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10)
     They are made before the event that is held out for testing.
     """
     log, options = trainer.log, trainer.retrieval
+    trainer.model.eval()
     window = held_out_windows(log, "test", options.max_seq_len).take(np.array([user]))
     scores = trainer.model.scores(jagged_batch(log, window).to(trainer.device))
     excluded = excluded_items(log, window, options.exclude)
@@ -493,21 +544,49 @@ def print_recommendations(trainer: RetrievalTrainer, user: int, count: int = 10)
     print(f"\nWatched next: {log.titles[next_item]}")
 
 
-def train(options: RetrievalOptions) -> Table:
-    """Runs the job, from reading the file to printing the table, which it returns."""
-    check_directory(options)
-    device = choose_device(options.device)
-    log = open_data(options, [SYNTHETIC_DATA / "ratings.dat"], write_synthetic_movielens)
-    user = find_user(log, options.show_user)
-    trainer = RetrievalTrainer(options, log, device)
-    trainer.start()
-    baselines = trainer.compare_with(lambda: baselines_of(log, options))
-    trainer.run()
+def train(options: RetrievalOptions, world: World = ALONE) -> Table:
+    """Runs the job on this process, from reading the file to printing the table.
 
-    # The result is on the disk before anything else can fail.
-    table = {**baselines["test"], **trainer.results()}
-    metrics, curves = options.out / "metrics.json", options.out / "curves.png"
-    write_json(metrics, table)
+    Returns:
+        The table, the same on every process.
+    """
+    device = device_of(options, world)
+    processes = Processes(world)
+    processes.together(lambda: check_directory(options))
+    with processes.one_voice():
+        with processes.first_goes_first():
+            log = open_data(options, [SYNTHETIC_DATA / "ratings.dat"], write_synthetic_movielens)
+        user = find_user(log, options.show_user)
+        trainer = RetrievalTrainer(options, log, device, processes)
+        trainer.start()
+
+        def measure() -> BaselineMetrics:
+            found = baselines_of(log, options) if processes.is_first else None
+            return cast("BaselineMetrics", processes.from_first(found))
+
+        baselines = trainer.compare_with(measure)
+        trainer.run()
+
+        # The result is on the disk before anything else can fail.
+        table = {**baselines["test"], **trainer.results()}
+        if processes.is_first:
+            write_json(options.out / "metrics.json", table)
+        report(trainer, table, baselines["note"], user)
+    return table
+
+
+def report(trainer: RetrievalTrainer, table: Table, note: str, user: int) -> None:
+    """Prints what the test found and what one user is recommended, and draws the curves.
+
+    All processes call it together.
+
+    Args:
+        trainer: with the model that is reported.
+        table: the metrics of the test.
+        note: what is to be said of the baselines.
+        user: whose recommendations are shown.
+    """
+    log, options = trainer.log, trainer.retrieval
     print_table(
         with_published(table, options.published),
         f"Test, leave-one-out: the last event of {log.num_users:,} users among "
@@ -523,12 +602,14 @@ def train(options: RetrievalOptions) -> Table:
         print(
             "\nTrained on all events but the last; the best epoch is that of the best NDCG@10 here."
         )
-    if baselines["note"]:
-        print(f"\n{baselines['note']}")
+    if note:
+        print(f"\n{note}")
     print_recommendations(trainer, user)
-    trainer.plot(curves)
+    curves = options.out / "curves.png"
+    if trainer.processes.is_first:
+        trainer.plot(curves)
+    metrics = options.out / "metrics.json"
     print(f"\nCurves: {curves}; metrics: {metrics}; model: {trainer.best}")
-    return table
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -536,7 +617,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse_arguments(arguments)
         if options.seeds == 1:
-            train(options)
+            run(
+                lambda world: train(options, world),
+                device_type=choose_device(options.device).type,
+                timeout=LONGEST_TUNING,
+            )
+        elif "RANK" in os.environ:
+            raise ValueError(
+                f"--seeds must be 1 where torchrun has started processes, got {options.seeds}"
+            )
         else:
             summary = train_seeds(options, train)
             summary = with_published(summary, options.published)

@@ -10,17 +10,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from hstu_attn.data import JaggedBatch
+from hstu_attn.distributed import ShardedEmbedding
 from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
 
 __all__ = ["ItemModel", "RetrievalModel", "sampled_softmax_loss"]
 
-GATHERED_ELEMENTS = 2**24  # of item vectors at a time, 64 MiB; at least those of one row
+PART_ELEMENTS = 2**24  # of item vectors or of scores at a time, 64 MiB; at least those of one row
+FEW_ITEMS = 32  # times the items of a row: scores of all are then computed faster than gathered
 
 
 class ItemModel(nn.Module):
@@ -34,13 +38,23 @@ class ItemModel(nn.Module):
             deviations.
         l2_normalize: compares by cosine; False compares by dot product, with the states
             layer-normalized.
+        mesh: the ranks that have a part of the rows of the embeddings each, which start without
+            that limit; all of them call a method together. None has the whole table here.
     """
 
-    def __init__(self, num_items: int, dim: int, l2_normalize: bool) -> None:
+    item_embedding: nn.Embedding | ShardedEmbedding
+
+    def __init__(
+        self, num_items: int, dim: int, l2_normalize: bool, mesh: DeviceMesh | None = None
+    ) -> None:
         super().__init__()
         self.l2_normalize = l2_normalize
-        self.item_embedding = nn.Embedding(num_items, dim)
-        nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)
+        if mesh is None:
+            self.item_embedding = nn.Embedding(num_items, dim)
+            nn.init.trunc_normal_(self.item_embedding.weight, std=0.02, a=-0.04, b=0.04)
+        else:
+            seed = torch.initial_seed()
+            self.item_embedding = ShardedEmbedding("item", num_items, dim, mesh, seed=seed)
 
     def state_vectors(self, x: Tensor) -> Tensor:
         """Returns the vectors of layer outputs `(n, dim)` to compare items with."""
@@ -48,18 +62,41 @@ class ItemModel(nn.Module):
         return F.normalize(x, dim=1) if self.l2_normalize else F.layer_norm(x, x.shape[1:])
 
     def item_vectors(self, items: Tensor | None = None) -> Tensor:
-        """Returns the vectors `(n, dim)` fp32 of the given items, or of all.
+        """Returns the vectors `(n, dim)` fp32 of the given items, or of all that are here.
 
         States are compared with them.
         """
-        table = self.item_embedding.weight
-        vectors = table if items is None else F.embedding(items, table)
+        table = self.item_embedding
+        vectors: Tensor
+        if items is not None:
+            vectors = table(items)
+        elif isinstance(table, ShardedEmbedding):
+            vectors = table.local_weight()
+        else:
+            vectors = table.weight
         return F.normalize(vectors, dim=1) if self.l2_normalize else vectors
 
     def scores(self, batch: JaggedBatch) -> Tensor:
-        """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
+        """Scores of all items after the last row of each sequence, `(batch, num_items)`.
+
+        Ranks that divide the table have the same batch, and each computes the scores of its items.
+        """
         states: Tensor = self(batch)
-        return states[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
+        scores = states[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
+        table = self.item_embedding
+        return _of_all_ranks(scores, table) if isinstance(table, ShardedEmbedding) else scores
+
+
+def _of_all_ranks(scores: Tensor, table: ShardedEmbedding) -> Tensor:
+    """Joins each rank's scores `(batch, owned)` to `(batch, num_items)`."""
+    if table.num_ranks == 1:
+        return scores
+    assert table.mesh is not None
+    owned = -(-table.num_embeddings // table.num_ranks)  # by the first rank; the last may own fewer
+    columns = F.pad(scores, (0, owned - scores.shape[1])).T.contiguous()
+    joined = columns.new_empty(table.num_ranks * owned, columns.shape[1])
+    dist.all_gather_into_tensor(joined, columns, group=table.mesh.get_group())
+    return joined[: table.num_embeddings].T
 
 
 class RetrievalModel(ItemModel):
@@ -76,6 +113,7 @@ class RetrievalModel(ItemModel):
         dropout_ratio: the dropout ratio of the embedded inputs.
         l2_normalize: as in `ItemModel`.
         compute_dtype: the dtype of the layers; embeddings and scores are fp32.
+        mesh: as in `ItemModel`.
     """
 
     def __init__(
@@ -87,8 +125,9 @@ class RetrievalModel(ItemModel):
         dropout_ratio: float,
         l2_normalize: bool = True,
         compute_dtype: torch.dtype = torch.float32,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        super().__init__(num_items, config.embedding_dim, l2_normalize)
+        super().__init__(num_items, config.embedding_dim, l2_normalize, mesh)
         self.config = config
         self.max_seq_len = max_seq_len
         self.dropout_ratio = dropout_ratio
@@ -114,7 +153,8 @@ class RetrievalModel(ItemModel):
 class _ScoresOfOwnItems(Function):
     """Scores of each row's own items, without all their vectors `(n, k, dim)` at once.
 
-    The vectors are gathered for some rows at a time, and again in the backward pass.
+    For some rows at a time, and again in the backward pass, the vectors are gathered; or where
+    there are few items, their scores are taken from those of all items.
     """
 
     @staticmethod
@@ -129,7 +169,11 @@ class _ScoresOfOwnItems(Function):
         """
         ctx.save_for_backward(states, vectors, items)
         scores = states.new_empty(items.shape)
-        for rows in _parts_of_rows(items, states.shape[1]):
+        if _has_few_items(vectors, items):
+            for rows in _parts_of_rows(items, len(vectors)):
+                scores[rows] = (states[rows] @ vectors.T).gather(1, items[rows])
+            return scores
+        for rows in _parts_of_rows(items, items.shape[1] * states.shape[1]):
             gathered = vectors[items[rows]]
             scores[rows] = (gathered @ states[rows, :, None]).squeeze(2)
         return scores
@@ -139,18 +183,40 @@ class _ScoresOfOwnItems(Function):
     def backward(ctx: Any, of_scores: Tensor) -> tuple[Tensor, Tensor, None]:
         states, vectors, items = ctx.saved_tensors
         of_states, of_vectors = torch.empty_like(states), torch.zeros_like(vectors)
-        for rows in _parts_of_rows(items, states.shape[1]):
+        if _has_few_items(vectors, items):
+            for rows in _parts_of_rows(items, len(vectors)):
+                of_all = states.new_zeros(len(items[rows]), len(vectors))
+                of_all.scatter_add_(1, items[rows], of_scores[rows])
+                torch.mm(of_all, vectors, out=of_states[rows])
+                of_vectors.addmm_(of_all.T, states[rows])
+            return of_states, of_vectors, None
+        for rows in _parts_of_rows(items, items.shape[1] * states.shape[1]):
             of_states[rows] = (of_scores[rows, None] @ vectors[items[rows]]).squeeze(1)
             products = of_scores[rows, :, None] * states[rows, None]
             of_vectors.index_add_(0, items[rows].flatten(), products.flatten(0, 1))
         return of_states, of_vectors, None
 
 
-def _parts_of_rows(items: Tensor, dim: int) -> Iterator[slice]:
-    """Yields parts of the rows whose items have at most `GATHERED_ELEMENTS` elements."""
-    count = max(1, GATHERED_ELEMENTS // (items.shape[1] * dim))
+def _has_few_items(vectors: Tensor, items: Tensor) -> bool:
+    return len(vectors) <= FEW_ITEMS * items.shape[1]
+
+
+def _parts_of_rows(items: Tensor, elements: int) -> Iterator[slice]:
+    """Yields parts of the rows, of which each has so many elements: at most `PART_ELEMENTS`."""
+    count = max(1, PART_ELEMENTS // max(1, elements))
     for first in range(0, len(items), count):
         yield slice(first, first + count)
+
+
+def _vectors_of(model: ItemModel, items: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns vectors `(n, dim)`, and the places in them of items of any shape.
+
+    These are the vectors of all items, or where ranks divide the table those of the items alone.
+    """
+    if not isinstance(model.item_embedding, ShardedEmbedding):
+        return model.item_vectors(), items
+    different, places = torch.unique(items, return_inverse=True)
+    return model.item_vectors(different), places
 
 
 def sampled_softmax_loss(
@@ -181,7 +247,8 @@ def sampled_softmax_loss(
     negatives = torch.randint(num_items, shape, device=states.device)
     positive = (states * model.item_vectors(target_items)).sum(dim=1, keepdim=True)
     if per_row:
-        negative: Tensor = _ScoresOfOwnItems.apply(states, model.item_vectors(), negatives)
+        vectors, places = _vectors_of(model, negatives)
+        negative: Tensor = _ScoresOfOwnItems.apply(states, vectors, places)
     else:
         negative = states @ model.item_vectors(negatives).T
     negative = negative.masked_fill(target_items[:, None] == negatives, float("-inf"))

@@ -21,13 +21,32 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hstu_attn.distributed import World, clip_gradients, global_mean, parallelize, stop_together
-from recommender.options import Strategy
+from recommender.options import Options, Strategy, choose_device
 
-__all__ = ["ALONE", "Processes"]
+__all__ = ["ALONE", "Processes", "device_of"]
 
 T = TypeVar("T")
 
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+
+def device_of(options: Options, world: World) -> torch.device:
+    """Returns the device of this process.
+
+    Raises:
+        ValueError: `--device` or `--graph` is not for several processes.
+    """
+    device = choose_device(options.device)
+    if world.mesh is None:
+        return device
+    if ":" in options.device:
+        raise ValueError(
+            "--device must be auto, cuda or cpu where torchrun gives each process its own, got "
+            f"{options.device}"
+        )
+    if options.graph:
+        raise ValueError("--graph needs a single process, got several that torchrun has started")
+    return world.device
 
 
 class Processes:

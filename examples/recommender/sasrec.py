@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hstu_attn.data import JaggedBatch
 from hstu_attn.jagged import dense_to_jagged, jagged_to_dense
@@ -34,6 +33,7 @@ class SASRec(ItemModel):
             both linears of a feed-forward network.
         l2_normalize: as in `ItemModel`.
         compute_dtype: the dtype of products in the layers; embeddings and scores are fp32.
+        mesh: as in `ItemModel`.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class SASRec(ItemModel):
         dropout_ratio: float,
         l2_normalize: bool = True,
         compute_dtype: torch.dtype = torch.float32,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        super().__init__(num_items, dim, l2_normalize)
+        super().__init__(num_items, dim, l2_normalize, mesh)
         self.max_seq_len = max_seq_len
         self.compute_dtype = compute_dtype
         self.position = PositionalEmbedding(max_seq_len, dim, dropout_ratio)
@@ -66,11 +67,6 @@ class SASRec(ItemModel):
                 padded = layer(padded)
         rows = dense_to_jagged(padded.float(), batch.seq_offsets, x.shape[0])
         return self.state_vectors(rows)
-
-    def load_weights(self, path: Path) -> None:
-        """Reads the weights of a file with a dictionary in which they are called "model"."""
-        state = torch.load(path, self.item_embedding.weight.device, weights_only=True)
-        self.load_state_dict(state["model"])
 
 
 class _Layer(nn.Module):

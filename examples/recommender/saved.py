@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hstu_attn.layer import HSTULayerConfig
 from recommender.checkpoint import write_state
@@ -51,10 +52,12 @@ def save_model(
     item_ids: Sequence[int | str] | NDArray[np.int64],
     titles: Sequence[str],
     validation: Mapping[str, float] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes the model and its catalogue, as in `SavedModel`, in place of what was there.
 
-    The file also holds the validation metrics of the model, by name.
+    The file also holds the validation metrics of the model, by name. `weights` is the state of the
+    model; None is what it has here.
     """
     arguments = {
         "num_items": model.item_embedding.num_embeddings,
@@ -67,7 +70,7 @@ def save_model(
     }
     state = {
         "arguments": arguments,
-        "model": model.state_dict(),
+        "model": model.state_dict() if weights is None else dict(weights),
         "item_ids": np.asarray(item_ids).tolist(),
         "titles": list(titles),
         "validation": dict(validation or {}),

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import train_ranking
 import train_retrieval
 
-from benchmarks import plots, published, tables
+from benchmarks import plots, published, ranking, tables
+from benchmarks.record import ROOT
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 
@@ -68,6 +70,9 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         expected = (history[step]["ndcg_10"] + other[step]["ndcg_10"]) / 2
         assert epoch["ndcg_10"] == pytest.approx(expected, rel=1e-3)
     assert last["published"]["hit_rate_10"] == 0.3097
+    assert [record["curve_split"] for record in records] == ["test"] * 4
+    assert [record["level"] is None for record in records] == [False, False, True, True]
+    assert records[0]["level"]["ndcg_10"] == records[0]["mean"]["ndcg_10"]
 
     (table,) = tables.published([records])
     rows = {row[0]: row[1:] for row in table.rows}
@@ -109,6 +114,77 @@ def test_seeds_at_once_are_the_same_runs(tmp_path: Path) -> None:
     (table,) = tables.published([two])
     assert table.rows[0][0] == "hstu-ml-1m --relative-bias none, HSTU, last epoch"
     assert "Made up. 1 epochs" in table.before
+
+
+@pytest.mark.slow
+def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) -> None:
+    """What was stopped goes on from its checkpoint, and the records are those of whole runs."""
+    data = write_synthetic_movielens(tmp_path, 50, 120, 25)
+    shared = ["--cases", "hstu-ml-1m", "--data", str(data), "--device", "cpu", "--epochs", "2"]
+    options = ["--", "--checkpoint-every", "1"]
+    kept = [*shared, "--runs", str(tmp_path / "kept")]
+
+    def records(*arguments: str) -> list[dict[str, Any]]:
+        file = tmp_path / "records.json"
+        assert published.main([*arguments, "--json", str(file), *options]) == 0
+        found: list[dict[str, Any]] = json.loads(file.read_text())
+        return found
+
+    assert records(*kept, "--finished") == []
+    run = tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1" / "seed-0"
+    begun = ["--recipe", "hstu-ml-1m", "--data", str(data), "--device", "cpu", "--steps", "1"]
+    assert train_retrieval.main([*begun, "--out", str(run), "--no-baselines", *options[1:]]) == 0
+    (run / "metrics.json").unlink()  # as if it had been killed
+    assert records(*kept, "--finished") == []
+
+    whole = records(*shared, "--seeds", "2")
+    made = records(*kept, "--seeds", "2", "--jobs", "2")
+    results = ("mean", "deviation", "curve", "seeds", "fingerprint")
+    assert [[r[name] for name in results] for r in made] == [
+        [r[name] for name in results] for r in whole
+    ]
+    assert [whole[0]["seconds"] > 0, made[0]["seconds"]] == [True, None]
+
+    (run / "checkpoints").rename(run / "gone")  # nothing is trained again
+    assert [r["mean"] for r in records(*kept, "--seeds", "2")] == [r["mean"] for r in whole]
+    (reported, _) = records(*kept, "--seeds", "3", "--finished")
+    assert (reported["seeds"], reported["mean"]) == (2, whole[0]["mean"])
+    run.parent.rename(tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1 --dim 24")
+    with pytest.raises(ValueError, match="was made with dim = 50, this run has 24"):
+        published.main([*kept, "--finished", *options, "--dim", "24"])
+
+
+@pytest.mark.slow
+def test_ranking_on_ratings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means and deviations are over the seeds; the rates are the same for each."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    data = in_order_only(write_synthetic_movielens(tmp_path, 40, 100, 25), tmp_path / "order", 0)
+    file = tmp_path / "records.json"
+    few = ["--dim", "8", "--heads", "1", "--layers", "1", "--steps", "2", "--tasks", "rating_4"]
+    asked = ["--data", str(data), "--seeds", "2", "--json", str(file), "--", *few]
+    assert ranking.main(asked) == 0
+    records = json.loads(file.read_text())
+    assert [r["model"] for r in records] == ["base rate", "item rate", "item and user rate", "HSTU"]
+    out = tmp_path / "runs"
+    made = []
+    for seed in ("0", "1"):
+        more = ["--data", str(data), "--device", "cpu", "--seed", seed, "--out", str(out / seed)]
+        assert train_ranking.main([*few, *more]) == 0
+        made.append(json.loads((out / seed / "metrics.json").read_text())["HSTU"]["auc/rating_4"])
+    model = records[-1]
+    assert model["metrics"]["auc/rating_4"] == pytest.approx(sum(made) / 2)
+    assert model["deviation"]["auc/rating_4"] == pytest.approx(abs(made[0] - made[1]) / 2**0.5)
+    assert records[1]["deviation"] == {"auc/rating_4": None, "ne/rating_4": None}
+    (table,) = tables.ranking([records])
+    assert table.before.startswith("order/ratings.dat, `--dim 8 --heads 1")
+    assert table.before.endswith(f"content {model['fingerprint']}, order only; seeds: 2.")
+    mean, deviation = (model[kind]["auc/rating_4"] for kind in ("metrics", "deviation"))
+    assert table.rows[-1][:2] == ["HSTU", f"{mean:.4f} ± {deviation:.4f}"]
+
+
+def test_finished_runs_are_in_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--finished: expected --runs, which names a directory"):
+        published.main(["--cases", "hstu-ml", "--data", str(tmp_path), "--finished"])
 
 
 def test_data_must_be_named() -> None:

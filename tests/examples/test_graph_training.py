@@ -15,6 +15,7 @@ import pytest
 import torch
 import train_ranking
 import train_retrieval
+from recommender import model
 from recommender.loop import Trainer, TrainingError
 from recommender.processes import ALONE, Processes
 from recommender.ranking_data import RankingData
@@ -166,8 +167,14 @@ def test_no_operator_of_a_step_waits_for_the_device(
     assert not WAITING & operators.names
 
 
-def test_negatives_per_row_in_a_captured_step(ratings: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("few_items", "sums_by"), [(0, "aten::index_add_"), (32, "aten::scatter_add_")]
+)
+def test_negatives_per_row_in_a_captured_step(
+    few_items: int, sums_by: str, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Padding leaves the losses of the rows as they are, and no operator waits for the device."""
+    monkeypatch.setattr(model, "FEW_ITEMS", few_items)
     arguments = ("--negatives-per", "row", "--no-graph")
     trainer = make_trainer(train_retrieval, ratings, tmp_path, "cpu", *arguments)
     batch = trainer.draw()
@@ -181,7 +188,7 @@ def test_negatives_per_row_in_a_captured_step(ratings: Path, tmp_path: Path) -> 
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     with Operators() as operators:
         trainer._gradients(padded)
-    assert "aten::index_add_" in operators.names
+    assert sums_by in operators.names
     assert not WAITING & operators.names
 
 

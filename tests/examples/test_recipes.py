@@ -28,8 +28,8 @@ PUBLISHED = {  # HR@10 and NDCG@200
 }
 UNPUBLISHED = {"sasrec-ml-100k", "hstu-ml-100k"}
 SHAPES = {  # width, layers, heads, rows, epochs, negatives
-    "sasrec-ml-100k": (50, 2, 1, 200, 101, 128),
-    "hstu-ml-100k": (50, 2, 1, 200, 101, 128),
+    "sasrec-ml-100k": (64, 4, 2, 200, 60, 128),
+    "hstu-ml-100k": (64, 4, 2, 200, 60, 128),
     "sasrec-ml-1m": (50, 2, 1, 200, 101, 128),
     "hstu-ml-1m": (50, 2, 1, 200, 101, 128),
     "hstu-large-ml-1m": (50, 8, 2, 200, 101, 128),
@@ -76,15 +76,17 @@ def test_what_a_recipe_says(name: str) -> None:
     assert (options.dim, options.layers, options.heads) == (width, layers, heads)
     assert (options.max_seq_len, options.epochs, options.negatives) == (rows, epochs, negatives)
     if options.model == "hstu":
-        assert options.head_dim in (width // heads, (width // heads) // 8 * 8)
+        assert options.dim_per_head in (width // heads, (width // heads) // 8 * 8)
     else:
         assert options.head_dim is None
-    assert options.dropout == (0.5 if "books" in name else 0.2)
+    assert options.dropout == (0.5 if "books" in name or name in UNPUBLISHED else 0.2)
     batch = 128 if name in PUBLISHED else 32
     assert (options.sequences_per_batch, options.tokens_per_batch) == (batch, None)
-    assert (options.learning_rate, options.schedule) == (1e-3, "constant")
-    assert (options.warmup_steps, options.clip_norm, options.weight_decay) == (0, 0, 0)
-    assert (options.negatives_per, options.temperature) == ("row", 0.05)
+    rate = (1e-3, "constant", 0) if name in PUBLISHED else (2e-3, "cosine", 100)
+    assert (options.learning_rate, options.schedule, options.warmup_steps) == rate
+    assert (options.clip_norm, options.weight_decay) == (0, 0)
+    assert options.temperature == (0.05 if name in PUBLISHED else 0.1)
+    assert options.negatives_per == "row"
     assert (options.similarity, options.exclude) == ("cosine", "window")
     protocol = "published" if name in PUBLISHED else "validated"
     assert (options.protocol, options.eval_every) == (protocol, "epoch")

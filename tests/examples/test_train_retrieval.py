@@ -192,13 +192,19 @@ def small_model(l2_normalize: bool = True) -> RetrievalModel:
 
 @pytest.mark.parametrize("l2_normalize", [True, False])
 @pytest.mark.parametrize(
-    ("per_row", "gathered"), [(False, 2**24), (True, 2**24), (True, 7 * 9 * 16), (True, 1)]
+    ("per_row", "few_items", "part"),
+    [
+        (False, 0, 2**24),
+        *((True, 0, part) for part in (2**24, 7 * 9 * 16, 1)),
+        *((True, 1, part) for part in (2**24, 7 * 7, 1)),
+    ],
 )
 def test_sampled_softmax_loss(
-    l2_normalize: bool, per_row: bool, gathered: int, monkeypatch: pytest.MonkeyPatch
+    l2_normalize: bool, per_row: bool, few_items: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The losses and the gradients, in parts of 40, of 7 and of 1 rows."""
-    monkeypatch.setattr(model_module, "GATHERED_ELEMENTS", gathered)
+    monkeypatch.setattr(model_module, "PART_ELEMENTS", part)
+    monkeypatch.setattr(model_module, "FEW_ITEMS", few_items)
     model = small_model(l2_normalize).double()
     weight = model.item_embedding.weight
     states = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
@@ -222,10 +228,14 @@ def test_sampled_softmax_loss(
     torch.testing.assert_close(of_found, of_expected)
 
 
-def test_negatives_per_row_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few_items", [0, 1])
+def test_negatives_per_row_are_taken_in_parts(
+    few_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No tensor of the forward or the backward has the vectors of all negatives."""
     rows, negatives, limit = 200, 50, 2**14
-    monkeypatch.setattr(model_module, "GATHERED_ELEMENTS", limit)
+    monkeypatch.setattr(model_module, "PART_ELEMENTS", limit)
+    monkeypatch.setattr(model_module, "FEW_ITEMS", few_items)
     model = small_model()
     states = torch.randn(rows, 16, requires_grad=True)
     largest = 0
