@@ -11,8 +11,10 @@ check_cacheable  refuses layers whose keys and values cannot be cached
 """
 
 from ..cached import CachedRows, StepTensors, check_cacheable
+from .answers import Recommendation
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
-from .engine import Engine, EngineClosedError, NoHistoryError, OverloadedError, Recommendation
+from .engine import Engine
+from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
 from .events import Event, EventStore
 from .export import ScoringStep
 from .graphs import GraphBuckets
@@ -24,6 +26,7 @@ __all__ = [
     "CacheStep",
     "CachedRows",
     "CatalogueModel",
+    "DeadlineError",
     "Engine",
     "EngineClosedError",
     "EngineStats",

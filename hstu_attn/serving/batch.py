@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -30,6 +31,10 @@ class Request:
         exclude_seen: whether items of the user's history are left out of those.
         at: the time at which the model is asked; None is the time of the last event.
         submitted: by `time.monotonic`.
+        client: on whose behalf, for a fair share of the queue.
+        deadline: by `time.monotonic`; after it, the answer is of no use.
+        request_id: the same for each attempt to make this request; None if it has no name.
+        span: the caller's span of OpenTelemetry, if it is recorded.
         future: the future of the answer.
     """
 
@@ -40,6 +45,10 @@ class Request:
     exclude_seen: bool
     at: int | None
     submitted: float
+    client: str = ""
+    deadline: float = math.inf
+    request_id: str | None = None
+    span: Any = None
     future: Future[Any] = field(default_factory=Future)
 
 

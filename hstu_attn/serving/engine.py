@@ -2,71 +2,52 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cached import CachedRows
+from .answers import Recommendation, best_items, deadline_after, result_of
 from .batch import Batch, Plan, Request, pack
 from .cache import CacheStep, PagedKVCache
+from .checks import check_fit, check_range
+from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
 from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
+from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StackGraphs, StepLimits
-from .model import CatalogueModel, ServedModel, check_model, row_dtype
+from .model import CatalogueModel, ServedModel, row_dtype
 from .stats import Counters, EngineStats
+from .tracing import current_span, record_spans
 
-__all__ = [
-    "Engine",
-    "EngineClosedError",
-    "NoHistoryError",
-    "OverloadedError",
-    "Recommendation",
-]
+__all__ = ["Engine"]
 
 Ints = Sequence[int] | np.ndarray[Any, Any] | Tensor
 Events = Sequence[tuple[int, ...]] | np.ndarray[Any, Any]
-Answer = TypeVar("Answer")
-
-
-class OverloadedError(RuntimeError):
-    """The queue is full; the request was not accepted, and may be made again later."""
-
-
-class EngineClosedError(RuntimeError):
-    """The engine has been closed; the request was not served."""
-
-
-class NoHistoryError(ValueError):
-    """A retrieval model was asked for a user without any event."""
-
-
-class Recommendation(NamedTuple):
-    """The best items of the catalogue, best first: int64 `(k,)`, and their scores `(k,)`."""
-
-    items: Tensor
-    scores: Tensor
 
 
 class Engine:
     """Serves a model from several threads, computing only what a user's cached rows lack.
 
     A request brings a user's new events and asks for scores after them. A worker thread takes
-    waiting requests together, in their order of arrival and never two of one user, so that each
-    sees the events of those before it. The answer is that of the model on the user's whole history
+    waiting requests together, never two of one user, and a user's in their order of arrival, so
+    that each sees the events of those before it. Clients take turns, and so do the users of each.
+    The answer is that of the model on the user's whole history
     (at most the latest `store.max_events` events, see `EventStore`), up to rounding.
 
     What is cached is each event's keys and values, but the last event is computed again by every
     request: its state is what candidates are compared with, and a relative bias by time lets it
     depend on when the user is asked or acts next. Evicted users are recomputed from their events.
 
-    A request that fails, times out or is cancelled has no effect: its events are not stored. If a
+    A request that fails, times out or is cancelled has no effect: its events are not stored. One
+    whose deadline passes while it waits is not computed. If the queue is full, the client with most
+    requests in it gives way to one with fewer, and so do users; other requests are refused. If a
     batch fails, its halves are computed apart, so that a request fails alone.
 
     Args:
@@ -78,6 +59,8 @@ class Engine:
         max_batch_size: requests computed together, at most.
         max_wait: how long a request may wait for others to join it, in seconds.
         max_queue: requests that may wait.
+        max_queue_seconds: a request is refused if it would wait for longer, as far as is known
+            from what waits and how long the latest batches took.
         max_candidates: candidates of a request.
         graphs: whether the stack's steps are captured in CUDA graphs and replayed, which saves the
             host what launching each kernel takes; `GraphBuckets` says for which shapes. None means
@@ -102,6 +85,7 @@ class Engine:
         max_batch_size: int = 32,
         max_wait: float = 0.002,
         max_queue: int = 1024,
+        max_queue_seconds: float = math.inf,
         max_candidates: int = 1024,
         graphs: bool | GraphBuckets | None = None,
     ) -> None:
@@ -113,7 +97,11 @@ class Engine:
                 raise ValueError(f"{name}: expected a positive count, got {size}")
         if not 0 <= max_wait < float("inf"):
             raise ValueError(f"max_wait: expected seconds from 0 up, got {max_wait}")
-        _check_model(model, cache, store)
+        if not max_queue_seconds > 0:
+            raise ValueError(
+                f"max_queue_seconds: expected a positive number, got {max_queue_seconds}"
+            )
+        check_fit(model, cache, store)
         self.model = model
         self.max_batch_size = max_batch_size
         self.max_wait = max_wait
@@ -125,7 +113,7 @@ class Engine:
         self._store = store  # the worker's alone, as is the cache
         self._graphs = self._make_graphs(graphs)
         self._counters = Counters()
-        self._queue: deque[Request] = deque()
+        self._queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
         self._closed = False
         self._changed = threading.Condition()  # of the queue, or of whether the engine is closed
         self._worker = threading.Thread(target=self._work, name="hstu_attn engine", daemon=True)
@@ -141,6 +129,8 @@ class Engine:
         *,
         at: int | None = None,
         timeout: float | None = None,
+        client: str = "",
+        request_id: str | None = None,
     ) -> Tensor:
         """Stores a user's new events and scores candidates after them.
 
@@ -151,6 +141,8 @@ class Engine:
             candidates: `(m,)` items; may be none.
             at: the time at which the model is asked; None is that of the user's last event.
             timeout: seconds to wait for the answer; None is for ever.
+            client: on whose behalf, for a fair share of the queue.
+            request_id: the same for each attempt to make this request.
 
         Returns:
             `(m,)` on the CPU, of the dtype of the model's scores.
@@ -159,13 +151,24 @@ class Engine:
             ValueError: for items, actions, times or counts out of range, or events or candidates
                 that are not integers.
             NoHistoryError: a ValueError: no event of the user, and candidates are not rows.
-            OverloadedError: if too many requests wait; at once.
+            OverloadedError: if too many requests wait, or so many that the answer would come after
+                `timeout`; mostly at once.
             TimeoutError: after `timeout`.
             EngineClosedError: if the engine is or gets closed.
             OutOfPagesError: if the cache does not evict, and is full.
             FloatingPointError: if a score is not finite.
         """
-        return _result(self.submit_score(user, new_events, candidates, at=at), timeout)
+        deadline = deadline_after(timeout)
+        future = self.submit_score(
+            user,
+            new_events,
+            candidates,
+            at=at,
+            client=client,
+            deadline=deadline,
+            request_id=request_id,
+        )
+        return result_of(future, timeout)
 
     def recommend(
         self,
@@ -176,6 +179,8 @@ class Engine:
         exclude_seen: bool = True,
         at: int | None = None,
         timeout: float | None = None,
+        client: str = "",
+        request_id: str | None = None,
     ) -> Recommendation:
         """Stores a user's new events and finds the best items of the catalogue after them.
 
@@ -187,16 +192,37 @@ class Engine:
         The other arguments and the errors are those of `score`; a model that is no `CatalogueModel`
         is a ValueError, too.
         """
-        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, at=at)
-        return _result(future, timeout)
+        deadline = deadline_after(timeout)
+        future = self.submit_recommend(
+            user,
+            new_events,
+            k,
+            exclude_seen=exclude_seen,
+            at=at,
+            client=client,
+            deadline=deadline,
+            request_id=request_id,
+        )
+        return result_of(future, timeout)
 
     def submit_score(
-        self, user: User, new_events: Events, candidates: Ints, *, at: int | None = None
+        self,
+        user: User,
+        new_events: Events,
+        candidates: Ints,
+        *,
+        at: int | None = None,
+        client: str = "",
+        deadline: float = math.inf,
+        request_id: str | None = None,
     ) -> Future[Tensor]:
         """Starts `score` and returns its future.
 
-        Errors of the arguments and OverloadedError are raised at once, all others by the future.
-        The future can be cancelled until the answer is there; a cancelled request has no effect.
+        Errors of the arguments are raised at once, and so are OverloadedError and DeadlineError
+        where that is known; all others by the future. The future can be cancelled until the answer
+        is there; a cancelled request has no effect. After `deadline`, on the clock of
+        `time.monotonic`, a request that still waits is not computed: its future raises
+        DeadlineError.
         """
         listed = np.asarray(candidates)
         if not listed.size:
@@ -210,8 +236,9 @@ class Engine:
             raise ValueError(
                 f"candidates: expected at most {self.max_candidates}, got {len(listed)}"
             )
-        _check_range("candidates", "items", listed, self.model.num_items)
-        return self._submit(user, new_events, listed.astype(np.int64), 0, False, at)
+        check_range("candidates", "items", listed, self.model.num_items)
+        asked = listed.astype(np.int64), 0, False, at
+        return self._submit(user, new_events, *asked, client, deadline, request_id)
 
     def submit_recommend(
         self,
@@ -221,6 +248,9 @@ class Engine:
         *,
         exclude_seen: bool = True,
         at: int | None = None,
+        client: str = "",
+        deadline: float = math.inf,
+        request_id: str | None = None,
     ) -> Future[Recommendation]:
         """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
         if not isinstance(self.model, CatalogueModel):
@@ -230,14 +260,15 @@ class Engine:
             )
         if k < 1:
             raise ValueError(f"k: expected a positive count, got {k}")
-        none = np.empty(0, np.int64)
-        return self._submit(user, new_events, none, k, exclude_seen, at)
+        asked = np.empty(0, np.int64), k, exclude_seen, at
+        return self._submit(user, new_events, *asked, client, deadline, request_id)
 
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
         with self._changed:
             queued = len(self._queue)
-        return self._counters.snapshot(queued, users=len(self._store))
+            wait = self._queue.expected_wait("", "", time.monotonic())
+        return self._counters.snapshot(queued, users=len(self._store), expected_wait=wait)
 
     def close(self, *, finish: bool = True) -> None:
         """Accepts no more requests, and returns when the waiting ones are served.
@@ -246,9 +277,7 @@ class Engine:
         """
         with self._changed:
             self._closed = True
-            dropped = [] if finish else [*self._queue]
-            if not finish:
-                self._queue.clear()
+            dropped = [] if finish else self._queue.clear()
             self._changed.notify_all()
         for request in dropped:
             self._fail(request, EngineClosedError("the engine was closed before this was served"))
@@ -295,6 +324,9 @@ class Engine:
         top_k: int,
         exclude_seen: bool,
         at: int | None,
+        client: str,
+        deadline: float,
+        request_id: str | None,
     ) -> Future[Any]:
         if not isinstance(user, (int, str)):
             raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
@@ -304,27 +336,33 @@ class Engine:
             (TIME, "times", LATEST_TIME),
             (ACTION, "actions", self.model.num_actions),
         ):
-            _check_range("new_events", what, events[:, column], limit)
+            check_range("new_events", what, events[:, column], limit)
         if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
             raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
         now = time.monotonic()
-        request = Request(user, events, candidates, top_k, exclude_seen, at, now)
+        asked = user, events, candidates, top_k, exclude_seen, at, now
+        request = Request(*asked, client, deadline, request_id, current_span())
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            if len(self._queue) >= self.max_queue:
-                self._queue = deque(r for r in self._queue if not self._dropped(r))
-            if len(self._queue) >= self.max_queue:
+            if deadline <= now:
                 with self._counters.change() as stats:
-                    stats.rejected += 1
-                raise OverloadedError(
-                    f"the engine is overloaded: expected fewer than {self.max_queue} waiting "
-                    f"requests (max_queue), got {len(self._queue)}"
-                )
+                    stats.requests += 1
+                    stats.expired += 1
+                raise DeadlineError("deadline: expected a time to come, got one that has passed")
+            size = len(self._queue)
+            try:
+                displaced = self._queue.put(request, now, self._dropped)
+            except OverloadedError:
+                with self._counters.change() as stats:
+                    stats.rejected += size >= self.max_queue
+                    stats.shed += size < self.max_queue
+                raise
             with self._counters.change() as stats:
                 stats.requests += 1
-            self._queue.append(request)
             self._changed.notify_all()
+        if displaced is not None:
+            self._displace(displaced)
         return request.future
 
     # --- what the worker does --------------------------------------------------------------------
@@ -335,46 +373,60 @@ class Engine:
                 self._serve(batch)
 
     def _next_batch(self) -> list[Request]:
-        """Returns requests of different users, oldest first; none once the engine is closed."""
+        """Returns requests of different users; none once the engine is closed and all are served.
+
+        Those that came before are finished, by which the queue measures how long a batch takes.
+        """
         batch: list[Request] = []
         with self._changed:
+            self._queue.finish(time.monotonic())
             while not batch:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
+                self._changed.wait_for(lambda: len(self._queue) or self._closed)
+                if not len(self._queue):
                     break
-                latest = self._queue[0].submitted + self.max_wait
+                latest = self._queue.oldest + self.max_wait
                 self._changed.wait_for(
                     lambda: len(self._queue) >= self.max_batch_size or self._closed,
                     timeout=max(0.0, latest - time.monotonic()),
                 )
-                batch = self._take()
-        return batch
-
-    def _take(self) -> list[Request]:
-        batch: list[Request] = []
-        waiting: deque[Request] = deque()
-        users: set[User] = set()
-        for request in self._queue:
-            if self._dropped(request):
-                continue
-            fits = len(batch) < self.max_batch_size and request.user not in users
-            (batch if fits else waiting).append(request)
-            users.add(request.user)
-        self._queue = waiting
+                batch = self._queue.take(time.monotonic(), self._dropped)
         return batch
 
     def _dropped(self, request: Request) -> bool:
-        """Returns whether a waiting request has been cancelled; if so, counts it."""
-        if not request.future.cancelled():
+        """Returns whether a waiting request need not be served any more; if so, ends it."""
+        future = request.future
+        late = time.monotonic() >= request.deadline
+        if not (late or future.cancelled()):
             return False
-        request.future.set_running_or_notify_cancel()
         with self._counters.change() as stats:
-            stats.cancelled += 1
+            if late:
+                stats.expired += 1
+            else:
+                stats.cancelled += 1
+        if future.set_running_or_notify_cancel():
+            future.set_exception(DeadlineError("deadline: it passed while the request waited"))
         return True
+
+    def _displace(self, request: Request) -> None:
+        """Ends a request that gave way to another."""
+        wanted = request.future.set_running_or_notify_cancel()
+        with self._counters.change() as stats:
+            if wanted:
+                stats.displaced += 1
+            else:
+                stats.cancelled += 1
+        if wanted:
+            request.future.set_exception(
+                OverloadedError(
+                    "the engine is overloaded: this request gave way to one of a client or user "
+                    f"with fewer of the {self.max_queue} that may wait (max_queue)"
+                )
+            )
 
     def _serve(self, requests: list[Request]) -> None:
         try:
-            self._serve_plans(self._plan(requests))
+            taken = time.monotonic()
+            self._serve_plans(self._plan(requests), taken)
         except Exception as error:  # none may wait for ever, nor find rows that have no history
             self._cache.clear()
             for request in requests:
@@ -395,10 +447,14 @@ class Engine:
                 )
         return plans
 
-    def _serve_plans(self, plans: list[Plan]) -> None:
-        """Serves plans together or, if that fails, for example with OutOfPagesError, in halves."""
+    def _serve_plans(self, plans: list[Plan], taken: float) -> None:
+        """Serves plans together or, if that fails, for example with OutOfPagesError, in halves.
+
+        `taken` is when they were taken from the queue.
+        """
         if not plans:
             return
+        started = time.monotonic()
         try:
             answers = self._compute(plans)
         except Exception as error:
@@ -406,11 +462,17 @@ class Engine:
                 self._fail(plans[0].request, error)
             else:
                 half = len(plans) // 2
-                self._serve_plans(plans[:half])
-                self._serve_plans(plans[half:])
+                self._serve_plans(plans[:half], taken)
+                self._serve_plans(plans[half:], taken)
         else:
+            computed = time.monotonic()
+            with self._counters.change() as stats:
+                stats.step_time.add(computed - started)
+                for plan in plans:
+                    stats.queue_time.add(taken - plan.request.submitted)
             for plan, answer in zip(plans, answers, strict=True):
                 self._finish(plan, answer)
+            record_spans((plan.request for plan in plans), taken, started, computed, len(plans))
 
     def _compute(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
         keys = [plan.after.key for plan in plans]
@@ -481,7 +543,7 @@ class Engine:
         if asking and isinstance(self.model, CatalogueModel):
             chosen = torch.tensor(asking, device=self._device)
             catalogue = self.model.score_catalogue(states[batch.last_rows[chosen]])
-            best = _best(catalogue, [plans[number] for number in asking])
+            best = best_items(catalogue, [plans[number] for number in asking])
             for number, recommendation in zip(asking, best, strict=True):
                 finite = recommendation.scores.isfinite().all()
                 answers[number] = recommendation if finite else None
@@ -517,79 +579,3 @@ class Engine:
                 stats.cancelled += 1
         if wanted:
             future.set_exception(error)
-
-
-def _result(future: Future[Answer], timeout: float | None) -> Answer:
-    try:
-        return future.result(timeout)
-    except concurrent.futures.TimeoutError:
-        if future.cancel():
-            raise TimeoutError(f"timeout: expected an answer within {timeout} s") from None
-        return future.result()  # it came at the last moment
-
-
-def _best(catalogue: Tensor, plans: list[Plan]) -> list[Recommendation]:
-    """Returns the best items of each row of scores `(len(plans), num_items)`."""
-    if any(plan.request.exclude_seen for plan in plans):
-        seen = [
-            plan.after.events[:, ITEM] if plan.request.exclude_seen else np.empty(0, np.int64)
-            for plan in plans
-        ]
-        rows = np.repeat(np.arange(len(plans)), [len(items) for items in seen])
-        indices = torch.from_numpy(np.stack([rows, np.concatenate(seen)])).to(catalogue.device)
-        catalogue = catalogue.index_put(
-            tuple(indices), torch.tensor(-torch.inf, dtype=catalogue.dtype, device=catalogue.device)
-        )
-    most = min(max(plan.request.top_k for plan in plans), catalogue.shape[1])
-    best = catalogue.topk(most)
-    recommendations = []
-    for plan, scores, items in zip(plans, best.values.cpu(), best.indices.cpu(), strict=True):
-        unseen = scores[: plan.request.top_k] != -torch.inf
-        count = int(unseen.sum())
-        recommendations.append(Recommendation(items[:count], scores[:count]))
-    return recommendations
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-def _check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) -> None:
-    wrong = np.flatnonzero((values < 0) | (values >= limit))
-    if len(wrong):
-        raise ValueError(
-            f"{name}: expected {what} from 0 to {limit - 1}, got {values[wrong[0]]} at {wrong[0]}"
-        )
-
-
-def _check_model(model: ServedModel, cache: PagedKVCache, store: EventStore) -> None:
-    if store.max_events > model.max_history:
-        raise ValueError(
-            f"store: expected max_events of at most the model's max_history = {model.max_history}, "
-            f"got {store.max_events}"
-        )
-    check_model(model)
-    config = model.stack.config
-    layers, pages, _, page_size, *heads = cache.kv_cache.shape
-    expected = [len(model.stack.layers), config.num_heads, config.attention_dim]
-    if [layers, *heads] != expected:
-        raise ValueError(
-            f"cache: expected layers, heads and head dim of the model, {expected}, got "
-            f"{[layers, *heads]}"
-        )
-    needed = -(-store.max_events // page_size)
-    if pages < needed:
-        raise ValueError(
-            f"cache: expected at least {needed} pages of {page_size} tokens, for one history of "
-            f"{store.max_events} events, got {pages}"
-        )
-    device = next(model.stack.parameters()).device
-    if cache.kv_cache.device != device:
-        raise ValueError(
-            f"cache: expected the model's device, {device}, got {cache.kv_cache.device}"
-        )
-    dtype = row_dtype(model)
-    if cache.kv_cache.dtype not in (dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"cache: expected the dtype of the model's rows, {dtype}, or {torch.float8_e4m3fn}, "
-            f"got {cache.kv_cache.dtype}"
-        )
