@@ -1,7 +1,8 @@
 """Serving: an inference server around the operator (`pip install hstu_attn[serving]`).
 
 Engine           scores for many users at once, on keys and values that it keeps
-ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
+ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval;
+                 UncachedModel, of one that computes each request whole
 GraphBuckets     the shapes that an engine captures in CUDA graphs
 EventStore       the users' latest events, from which an engine recomputes what is not cached
 PagedKVCache     the keys and values of many users in pages, under an LRU policy
@@ -18,7 +19,7 @@ from .errors import DeadlineError, EngineClosedError, NoHistoryError, Overloaded
 from .events import Event, EventStore
 from .export import ScoringStep
 from .graphs import GraphBuckets
-from .model import CatalogueModel, Rows, ServedModel
+from .model import CatalogueModel, Requests, Rows, ServedModel, UncachedModel
 from .stats import EngineStats, Histogram
 
 __all__ = [
@@ -39,9 +40,11 @@ __all__ = [
     "OverloadedError",
     "PagedKVCache",
     "Recommendation",
+    "Requests",
     "Rows",
     "ScoringStep",
     "ServedModel",
     "StepTensors",
+    "UncachedModel",
     "check_cacheable",
 ]

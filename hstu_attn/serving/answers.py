@@ -17,7 +17,7 @@ from .batch import Plan
 from .errors import DeadlineError
 from .events import ITEM
 
-__all__ = ["Recommendation", "best_items", "deadline_after", "result_of"]
+__all__ = ["Recommendation", "best_items", "deadline_after", "finite_or_none", "result_of"]
 
 Answer = TypeVar("Answer")
 
@@ -27,6 +27,14 @@ class Recommendation(NamedTuple):
 
     items: Tensor
     scores: Tensor
+
+
+def finite_or_none(scores: Tensor, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
+    """Splits the scores of all candidates; None stands for those with one that is not finite."""
+    listed = scores.split([len(plan.request.candidates) for plan in plans])
+    if scores.isfinite().all():
+        return [*listed]
+    return [found if found.isfinite().all() else None for found in listed]
 
 
 def best_items(catalogue: Tensor, plans: list[Plan]) -> list[Recommendation]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..upload import upload
 from .events import ACTION, ITEM, TIME, History, Int64s, User
-from .model import Rows
+from .model import Requests, Rows
 
-__all__ = ["Batch", "Plan", "Request", "pack"]
+__all__ = ["Batch", "Plan", "Request", "pack", "whole_requests"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +146,21 @@ def pack(
     rows = Rows(uploaded[0], uploaded[1], uploaded[2], is_candidate=uploaded[3].bool())
     longest = int((written + targets).max(initial=1)), int((lengths + targets).max(initial=1))
     return Batch(rows, *longest, seq_offsets, targets, *uploaded[4:])
+
+
+def whole_requests(plans: Sequence[Plan]) -> Requests:
+    """Returns all events and candidates of the plans, for a model that computes them whole."""
+    lengths = [len(plan.after.events) for plan in plans]
+    counts = [len(plan.request.candidates) for plan in plans]
+    return Requests(
+        users=[plan.request.user for plan in plans],
+        dropped=np.array([plan.after.dropped for plan in plans]),
+        event_offsets=np.append(0, np.cumsum(lengths)),
+        events=np.concatenate([plan.after.events for plan in plans]),
+        times=np.array([plan.at for plan in plans]),
+        candidate_offsets=np.append(0, np.cumsum(counts)),
+        candidates=np.concatenate([plan.request.candidates for plan in plans]),
+    )
 
 
 def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:

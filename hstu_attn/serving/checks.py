@@ -9,7 +9,7 @@ import torch
 
 from .cache import PagedKVCache
 from .events import EventStore
-from .model import ServedModel, check_model, row_dtype
+from .model import ServedModel, UncachedModel, check_model, row_dtype
 
 __all__ = ["check_fit", "check_range"]
 
@@ -23,12 +23,25 @@ def check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) 
         )
 
 
-def check_fit(model: ServedModel, cache: PagedKVCache, store: EventStore) -> None:
+def check_fit(
+    model: ServedModel | UncachedModel, cache: PagedKVCache | None, store: EventStore
+) -> None:
     """Raises ValueError unless an engine can serve the model with the cache and the store."""
     if store.max_events > model.max_history:
         raise ValueError(
             f"store: expected max_events of at most the model's max_history = {model.max_history}, "
             f"got {store.max_events}"
+        )
+    if isinstance(model, UncachedModel):
+        if cache is not None:
+            raise ValueError(
+                "cache: expected None for a model that computes each request whole "
+                f"(score_requests), got {type(cache).__name__}"
+            )
+        return
+    if cache is None:
+        raise ValueError(
+            "cache: expected a PagedKVCache for a model without score_requests, got None"
         )
     check_model(model)
     config = model.stack.config

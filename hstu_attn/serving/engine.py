@@ -7,22 +7,22 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cached import CachedRows
-from .answers import Recommendation, best_items, deadline_after, result_of
-from .batch import Batch, Plan, Request, pack
+from .answers import Recommendation, best_items, deadline_after, finite_or_none, result_of
+from .batch import Batch, Plan, Request, pack, whole_requests
 from .cache import CacheStep, PagedKVCache
 from .checks import check_fit, check_range
 from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
 from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
 from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StackGraphs, StepLimits
-from .model import CatalogueModel, ServedModel, row_dtype
+from .model import CatalogueModel, ServedModel, UncachedModel, row_dtype
 from .stats import Counters, EngineStats
 from .tracing import current_span, record_spans
 
@@ -51,11 +51,13 @@ class Engine:
     batch fails, its halves are computed apart, so that a request fails alone.
 
     Args:
-        model: its layers must be cacheable (`check_cacheable`) and in evaluation mode.
-        cache: for this engine alone, and cleared. It has the model's number of layers, heads and
-            head dim and the dtype of its rows, is on the model's device, and holds at least one
-            history of `max_events`.
-        store: the users' events; None is an `EventStore` for 100000 users.
+        model: its layers must be cacheable (`check_cacheable`) and in evaluation mode. An
+            `UncachedModel` computes each request whole.
+        cache: for this engine alone, and cleared; None with an `UncachedModel`. It has the model's
+            number of layers, heads and head dim and the dtype of its rows, is on the model's
+            device, and holds at least one history of `max_events`.
+        store: the users' events; None is an `EventStore` for 100000 users. With an `UncachedModel`
+            there is no cache to spare, so its `drop` is 0 then.
         max_batch_size: requests computed together, at most.
         max_wait: how long a request may wait for others to join it, in seconds.
         max_queue: requests that may wait.
@@ -78,8 +80,8 @@ class Engine:
 
     def __init__(
         self,
-        model: ServedModel,
-        cache: PagedKVCache,
+        model: ServedModel | UncachedModel,
+        cache: PagedKVCache | None,
         *,
         store: EventStore | None = None,
         max_batch_size: int = 32,
@@ -90,7 +92,7 @@ class Engine:
         graphs: bool | GraphBuckets | None = None,
     ) -> None:
         if store is None:
-            store = EventStore(100_000, model.max_history)
+            store = EventStore(100_000, model.max_history, 0 if cache is None else None)
         sizes = {"max_batch_size": max_batch_size, "max_queue": max_queue}
         for name, size in {**sizes, "max_candidates": max_candidates}.items():
             if size < 1:
@@ -107,9 +109,9 @@ class Engine:
         self.max_wait = max_wait
         self.max_queue = max_queue
         self.max_candidates = max_candidates
-        self._device = cache.kv_cache.device
         self._cache = cache
-        self._cache.clear()
+        if cache is not None:
+            cache.clear()
         self._store = store  # the worker's alone, as is the cache
         self._graphs = self._make_graphs(graphs)
         self._counters = Counters()
@@ -265,10 +267,17 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
+        now = time.monotonic()
         with self._changed:
             queued = len(self._queue)
-            wait = self._queue.expected_wait("", "", time.monotonic())
-        return self._counters.snapshot(queued, users=len(self._store), expected_wait=wait)
+            backlog = self._queue.backlog(now)
+            started = self._queue.started
+        return self._counters.snapshot(
+            queued=queued,
+            backlog=backlog,
+            running=0.0 if started is None else now - started,
+            users=len(self._store),
+        )
 
     def close(self, *, finish: bool = True) -> None:
         """Accepts no more requests, and returns when the waiting ones are served.
@@ -288,6 +297,11 @@ class Engine:
         """Whether the engine accepts no more requests."""
         return self._closed
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread that computes lives as it should: until the engine is closed."""
+        return self._closed or self._worker.is_alive()
+
     def __enter__(self) -> Engine:
         return self
 
@@ -297,10 +311,10 @@ class Engine:
     @torch.no_grad()
     def _make_graphs(self, graphs: bool | GraphBuckets | None) -> StackGraphs | None:
         if graphs is None:
-            graphs = self._device.type == "cuda"
-        if graphs is False:
-            return None
+            graphs = self._cache is not None and self._cache.kv_cache.is_cuda
         model = self.model
+        if graphs is False or self._cache is None or isinstance(model, UncachedModel):
+            return None
         return StackGraphs(
             model.stack,
             self._cache.kv_cache,
@@ -428,7 +442,8 @@ class Engine:
             taken = time.monotonic()
             self._serve_plans(self._plan(requests), taken)
         except Exception as error:  # none may wait for ever, nor find rows that have no history
-            self._cache.clear()
+            if self._cache is not None:
+                self._cache.clear()
             for request in requests:
                 if not request.future.done():
                     self._fail(request, error)
@@ -475,6 +490,8 @@ class Engine:
             record_spans((plan.request for plan in plans), taken, started, computed, len(plans))
 
     def _compute(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
+        if self._cache is None:
+            return self._compute_whole(plans)
         keys = [plan.after.key for plan in plans]
         cached = self._cache.lookup(keys).tolist()
         kept = [max(count - 1, 0) for count in cached]
@@ -485,13 +502,24 @@ class Engine:
             batch = pack(
                 plans,
                 kept,
-                self._device,
+                self._cache.kv_cache.device,
                 candidates_are_rows=self.model.candidates_are_rows,
-                reads_times=self.model.reads_times,
+                reads_times=cast(ServedModel, self.model).reads_times,
             )
             states, by_graph = self._states(step, batch)
             answers = self._answers(plans, batch, states)
-        computed = sum(lengths) - sum(kept)
+        self._count_batch(plans, hits=sum(kept), by_graph=by_graph)
+        return answers
+
+    def _compute_whole(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
+        model = cast(UncachedModel, self.model)
+        scores = model.score_requests(whole_requests(plans)).cpu()
+        self._count_batch(plans, hits=0, by_graph=False)
+        return finite_or_none(scores, plans)
+
+    def _count_batch(self, plans: list[Plan], *, hits: int, by_graph: bool) -> None:
+        """Counts a batch, in which `hits` events were not computed."""
+        lengths = [len(plan.after.events) for plan in plans]
         first_time = sum(
             min(len(plan.request.events), length)
             for plan, length in zip(plans, lengths, strict=True)
@@ -500,10 +528,9 @@ class Engine:
             stats.batches += 1
             stats.graph_batches += by_graph
             stats.batch_size.add(len(plans))
-            stats.hit_tokens += sum(kept)
+            stats.hit_tokens += hits
             stats.new_tokens += first_time
-            stats.recomputed_tokens += computed - first_time
-        return answers
+            stats.recomputed_tokens += sum(lengths) - hits - first_time
 
     def _states(self, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
         """Returns the stack's output `(total, embedding_dim)`, and whether a graph computed it.
@@ -511,7 +538,8 @@ class Engine:
         There may be more rows after the output's. The output of a graph stays valid until the next
         batch.
         """
-        x = self.model.embed(batch.rows)
+        model = cast(ServedModel, self.model)
+        x = model.embed(batch.rows)
         if self._graphs is not None:
             states = self._graphs.run(step, batch, x)
             if states is not None:
@@ -524,8 +552,8 @@ class Engine:
             batch.max_key_len,
             num_targets if self.model.candidates_are_rows else None,
         )
-        times = (batch.key_times, batch.row_times) if self.model.reads_times else ()
-        return self.model.stack.forward_cached(x, rows, *times), False
+        times = (batch.key_times, batch.row_times) if model.reads_times else ()
+        return model.stack.forward_cached(x, rows, *times), False
 
     def _answers(
         self, plans: list[Plan], batch: Batch, states: Tensor
@@ -534,14 +562,13 @@ class Engine:
 
         Copying them waits for the device, so anything that fails there has failed by then.
         """
-        scores = self.model.score(states[batch.state_rows], batch.candidates).cpu()
-        listed = scores.split([len(plan.request.candidates) for plan in plans])
-        answers: list[Tensor | Recommendation | None] = [*listed]
-        if not scores.isfinite().all():
-            answers = [found if found.isfinite().all() else None for found in listed]
+        scores = (
+            cast(ServedModel, self.model).score(states[batch.state_rows], batch.candidates).cpu()
+        )
+        answers = finite_or_none(scores, plans)
         asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
         if asking and isinstance(self.model, CatalogueModel):
-            chosen = torch.tensor(asking, device=self._device)
+            chosen = torch.tensor(asking, device=states.device)
             catalogue = self.model.score_catalogue(states[batch.last_rows[chosen]])
             best = best_items(catalogue, [plans[number] for number in asking])
             for number, recommendation in zip(asking, best, strict=True):
@@ -553,13 +580,12 @@ class Engine:
         """Stores the events and answers; if the answer is no longer wanted, forgets the rows."""
         request = plan.request
         if answer is None:
-            self._cache.free([plan.after.key])
+            self._forget([plan.after.key])
             self._fail(request, FloatingPointError("scores: expected finite ones, got NaN or Inf"))
             return
         wanted = request.future.set_running_or_notify_cancel()  # else cancelled; now it cannot be
         unused = self._store.put(request.user, plan.after) if wanted else [plan.after.key]
-        if unused:
-            self._cache.free(unused)
+        self._forget(unused)
         with self._counters.change() as stats:
             if wanted:
                 stats.completed += 1
@@ -568,6 +594,11 @@ class Engine:
                 stats.cancelled += 1
         if wanted:
             request.future.set_result(answer)
+
+    def _forget(self, keys: list[int]) -> None:
+        """Frees the rows of histories that are not used any more."""
+        if keys and self._cache is not None:
+            self._cache.free(keys)
 
     def _fail(self, request: Request, error: Exception) -> None:
         future = request.future

@@ -37,10 +37,12 @@ class History(NamedTuple):
         key: under which a cache knows these events and those that will be appended to them. No
             other events ever have it.
         events: int64 `(n, 3)`, oldest first: item, time and action.
+        dropped: how many events the user had before these.
     """
 
     key: int
     events: Int64s
+    dropped: int = 0
 
 
 def event_rows(
@@ -116,8 +118,9 @@ class EventStore:
         """
         together = np.concatenate([history.events, events])
         if len(together) <= self.max_events:
-            return History(history.key, together)
-        return History(next(self._keys), together[len(together) - self.max_events + self.drop :])
+            return History(history.key, together, history.dropped)
+        first = len(together) - self.max_events + self.drop
+        return History(next(self._keys), together[first:], history.dropped + first)
 
     def put(self, user: User, history: History) -> list[int]:
         """Stores a user's events in place of the previous ones.
@@ -133,10 +136,19 @@ class EventStore:
             unused.append(self._histories.popitem(last=False)[1].key)
         return unused
 
-    def add(self, user: User, events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any]) -> None:
+    def add(
+        self,
+        user: User,
+        events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any],
+        dropped: int = 0,
+    ) -> None:
         """Appends events to a user's, before the store is given to an engine.
+
+        `dropped` is how many events of the user were before them and are left out.
 
         Raises:
             ValueError: as `event_rows`.
         """
-        self.put(user, self.extended(self.history(user), event_rows(events)))
+        history = self.history(user)
+        history = history._replace(dropped=history.dropped + dropped)
+        self.put(user, self.extended(history, event_rows(events)))

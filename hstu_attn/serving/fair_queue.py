@@ -115,6 +115,14 @@ class FairQueue:
         )
         # The user's own are in batches of their own, at the latest after all that is ahead of them.
         batches = (ahead - mine) // self.max_batch_size + mine
+        return self._seconds(batches, now)
+
+    def backlog(self, now: float) -> float:
+        """Returns the seconds until the last of what waits is taken, at that pace."""
+        return self._seconds(max(self._size - 1, 0) // self.max_batch_size, now)
+
+    def _seconds(self, batches: int, now: float) -> float:
+        """Returns how long the batch that is computed now and `batches` more would take."""
         if not batches:
             return 0.0
         running = 0.0 if self._started is None else now - self._started

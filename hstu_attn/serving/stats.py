@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 __all__ = ["SECONDS", "EngineStats", "Histogram"]
 
@@ -64,7 +65,9 @@ class EngineStats:
         queue_time: from submission to the batch, in seconds, of requests that were computed.
         step_time: of the computation of a batch, in seconds.
         queued: requests that wait now.
-        expected_wait: seconds that a request of a new client would wait now, as far as is known.
+        backlog: seconds that the last of these will wait, at the pace of the latest batches; 0 if
+            all fit into the next one.
+        running: seconds since the batch that is computed now was taken; 0 if there is none.
         users: whose events are stored now.
     """
 
@@ -88,7 +91,8 @@ class EngineStats:
     queue_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     step_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     queued: int = 0
-    expected_wait: float = 0.0
+    backlog: float = 0.0
+    running: float = 0.0
     users: int = 0
 
 
@@ -105,11 +109,11 @@ class Counters:
         with self._lock:
             yield self._stats
 
-    def snapshot(self, queued: int, users: int, expected_wait: float) -> EngineStats:
-        """Returns a copy."""
+    def snapshot(self, **now: Any) -> EngineStats:
+        """Returns a copy, with what is told of the moment."""
         with self._lock:
             stats = self._stats
-            copied = replace(stats, queued=queued, users=users, expected_wait=expected_wait)
+            copied = replace(stats, **now)
             for name, value in vars(stats).items():
                 if isinstance(value, Histogram):
                     setattr(copied, name, replace(value, counts=[*value.counts]))

@@ -156,6 +156,7 @@ def test_the_expected_wait_is_that_of_the_turns() -> None:
     assert told["a", 7] == (40 + 6) // 4 + 9
     for client, user in told:
         fill(queue, client, [user], now=1.0)
+    assert queue.backlog(1.0) == 58 // 4
     waits = {}
     for second in range(60):
         for taken in queue.take(1.0 + second, wanted):
