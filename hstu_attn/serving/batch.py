@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..upload import upload
-from .events import ACTION, ITEM, TIME, History, Int64s, User
+from .events import ACTION, ITEM, TIME, Change, Int64s, User
+from .histories import History
 from .model import Rows
 
 __all__ = ["Batch", "Plan", "Request", "pack"]
@@ -44,11 +45,11 @@ class Request:
 
 
 class Plan(NamedTuple):
-    """A request with its user's events when it is served, and with those it brings."""
+    """A request with its user's events, those it brings included, and what is to be stored."""
 
     request: Request
-    before: History
     after: History
+    change: Change
 
     @property
     def at(self) -> int:

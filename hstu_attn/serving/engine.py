@@ -6,21 +6,39 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cached import CachedRows
-from .batch import Batch, Plan, Request, pack
-from .cache import CacheStep, PagedKVCache
-from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
-from .graphs import GraphBuckets, StackGraphs, StepLimits
-from .model import CatalogueModel, ServedModel, check_model, row_dtype
+from .batch import Plan, Request
+from .cache import PagedKVCache
+from .commits import LOG, Commits
+from .events import (
+    ACTION,
+    ITEM,
+    LATEST_TIME,
+    TIME,
+    EventOrderError,
+    EventStore,
+    Int64s,
+    MemoryStore,
+    StoreError,
+    User,
+    check_range,
+    check_times,
+    event_rows,
+)
+from .graphs import GraphBuckets, StepLimits
+from .histories import Histories
+from .model import CatalogueModel, ServedModel
+from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
+from .versions import Probe, check_successor
 
 __all__ = [
     "Engine",
@@ -47,13 +65,6 @@ class NoHistoryError(ValueError):
     """A retrieval model was asked for a user without any event."""
 
 
-class Recommendation(NamedTuple):
-    """The best items of the catalogue, best first: int64 `(k,)`, and their scores `(k,)`."""
-
-    items: Tensor
-    scores: Tensor
-
-
 class Engine:
     """Serves a model from several threads, computing only what a user's cached rows lack.
 
@@ -67,14 +78,19 @@ class Engine:
     depend on when the user is asked or acts next. Evicted users are recomputed from their events.
 
     A request that fails, times out or is cancelled has no effect: its events are not stored. If a
-    batch fails, its halves are computed apart, so that a request fails alone.
+    batch fails, its halves are computed apart, so that a request fails alone. What is answered has
+    been stored: the events of a batch by one `commit` of the store, while the next batch is
+    computed if that has no user in common. Where a store cannot tell whether it has stored a
+    request's events, the request fails with a StoreError. It may be sent again: an event that is
+    equal to one of the user's stored ones in item, time and action is that event.
 
     Args:
         model: its layers must be cacheable (`check_cacheable`) and in evaluation mode.
         cache: for this engine alone, and cleared. It has the model's number of layers, heads and
             head dim and the dtype of its rows, is on the model's device, and holds at least one
             history of `max_events`.
-        store: the users' events; None is an `EventStore` for 100000 users.
+        store: the users' events; None is a `MemoryStore` for 100000 users. It is not closed with
+            the engine.
         max_batch_size: requests computed together, at most.
         max_wait: how long a request may wait for others to join it, in seconds.
         max_queue: requests that may wait.
@@ -83,6 +99,8 @@ class Engine:
             host what launching each kernel takes; `GraphBuckets` says for which shapes. None means
             on a GPU. Batches are padded to the shapes, so scores may be rounded differently; with
             True on a CPU they are padded likewise, which only costs time.
+        time_range: returns the earliest and the latest time that an event may have now, in the
+            model's unit; for example `lambda: (0, int(time.time()) + 86400)`. None takes any.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -104,30 +122,41 @@ class Engine:
         max_queue: int = 1024,
         max_candidates: int = 1024,
         graphs: bool | GraphBuckets | None = None,
+        time_range: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         if store is None:
-            store = EventStore(100_000, model.max_history)
+            store = MemoryStore(100_000, model.max_history)
         sizes = {"max_batch_size": max_batch_size, "max_queue": max_queue}
         for name, size in {**sizes, "max_candidates": max_candidates}.items():
             if size < 1:
                 raise ValueError(f"{name}: expected a positive count, got {size}")
         if not 0 <= max_wait < float("inf"):
             raise ValueError(f"max_wait: expected seconds from 0 up, got {max_wait}")
-        _check_model(model, cache, store)
-        self.model = model
+        check_fit(model, cache, store)
         self.max_batch_size = max_batch_size
         self.max_wait = max_wait
         self.max_queue = max_queue
         self.max_candidates = max_candidates
-        self._device = cache.kv_cache.device
-        self._cache = cache
-        self._cache.clear()
-        self._store = store  # the worker's alone, as is the cache
-        self._graphs = self._make_graphs(graphs)
+        self._time_range = time_range
+        self._store = store
+        self._graphs = graphs
+        cache.clear()
+        self._scorer = self._scorer_of(model, cache)  # the worker's alone, as are the histories
+        self._previous: Scorer | None = None
+        self._changing = threading.Lock()  # is held while a model is changed
+        self._histories = Histories(
+            store,
+            cache.capacity,
+            model.num_items,
+            model.num_actions,
+            lambda keys: self._scorer.cache.free(keys),
+        )
+        self._commits = Commits(store, self._answer, self._fail)
+        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
         self._queue: deque[Request] = deque()
         self._closed = False
-        self._changed = threading.Condition()  # of the queue, or of whether the engine is closed
+        self._changed = threading.Condition()  # of the queue, the jobs, or whether it is closed
         self._worker = threading.Thread(target=self._work, name="hstu_attn engine", daemon=True)
         self._worker.start()
 
@@ -164,6 +193,10 @@ class Engine:
             EngineClosedError: if the engine is or gets closed.
             OutOfPagesError: if the cache does not evict, and is full.
             FloatingPointError: if a score is not finite.
+            EventTimeError: a ValueError: an event's time is out of `time_range`.
+            EventOrderError: a ValueError: events are not oldest first, or one is older than the
+                user's last stored event, and is none of the stored ones.
+            StoreError: if the store cannot be read or written.
         """
         return _result(self.submit_score(user, new_events, candidates, at=at), timeout)
 
@@ -210,7 +243,7 @@ class Engine:
             raise ValueError(
                 f"candidates: expected at most {self.max_candidates}, got {len(listed)}"
             )
-        _check_range("candidates", "items", listed, self.model.num_items)
+        check_range("candidates", "items", listed, self.model.num_items)
         return self._submit(user, new_events, listed.astype(np.int64), 0, False, at)
 
     def submit_recommend(
@@ -233,6 +266,88 @@ class Engine:
         none = np.empty(0, np.int64)
         return self._submit(user, new_events, none, k, exclude_seen, at)
 
+    # --- what operators do -----------------------------------------------------------------------
+
+    def swap(
+        self, model: ServedModel, *, cache: PagedKVCache | None = None, probe: Probe | None = None
+    ) -> None:
+        """Replaces the model while requests are served, and returns when it has taken over.
+
+        The new model is checked and warmed in the calling thread. It then takes over between two
+        batches: each answer is of the one model or of the other, on the same events, and rows that
+        the old one has cached are not used any more. The old model is kept for `roll_back`, so both
+        models' weights are in memory, and both models' graphs.
+
+        Args:
+            model: scores the same items and actions, in evaluation mode, on the engine's device.
+            cache: for the new model alone, and cleared; needed where layers, heads, head dim or
+                dtype differ. None shares the memory of the served model's cache, which holds the
+                keys and values of one model at a time.
+            probe: what the new model must answer; None asks for finite scores.
+
+        Raises:
+            ModelCheckError: a ValueError: the model does not fit, or fails the check. The served
+                model stays, and so does its cache.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        with self._changing:
+            old = self._scorer
+            new_cache = old.cache if cache is None else cache
+            check_successor(model, old.model, new_cache, self._store, probe)
+            scorer = self._scorer_of(model, new_cache)
+            self._between_batches(lambda: self._take_over(scorer, previous=old))
+
+    def roll_back(self) -> None:
+        """Lets the model of before the last `swap` take over again, as `swap` does.
+
+        Raises:
+            ValueError: if there is none: no swap, or it has been rolled back.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        with self._changing:
+            previous = self._previous
+            if previous is None:
+                raise ValueError("model: expected one before this to roll back to, got none")
+            self._between_batches(lambda: self._take_over(previous, previous=None))
+
+    def forget(self, user: User) -> None:
+        """Deletes a user's events from the store, and what is computed from them.
+
+        Requests of the user that are under way may store events again.
+
+        Raises:
+            StoreError: if the store cannot delete them.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        self._store.forget(user)
+        self._between_batches(lambda: self._histories.drop(user))
+
+    def prune(self, *, before: int = 0, latest: int | None = None) -> int:
+        """Deletes old events of all users, and what is computed from them.
+
+        Args:
+            before: events with an earlier time are deleted.
+            latest: how many events of a user stay at most; None is all others.
+
+        Returns:
+            How many users' events have been changed.
+
+        Raises:
+            ValueError: for a negative number.
+            StoreError: if the store cannot delete them.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        count = 0
+        for users in self._store.prune(before=before, latest=latest):
+            self._between_batches(partial(self._histories.drop, *users))
+            count += len(users)
+        return count
+
+    @property
+    def model(self) -> ServedModel:
+        """The model that is served."""
+        return self._scorer.model
+
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
         with self._changed:
@@ -253,6 +368,7 @@ class Engine:
         for request in dropped:
             self._fail(request, EngineClosedError("the engine was closed before this was served"))
         self._worker.join()
+        self._commits.close()
 
     @property
     def closed(self) -> bool:
@@ -265,27 +381,30 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @torch.no_grad()
-    def _make_graphs(self, graphs: bool | GraphBuckets | None) -> StackGraphs | None:
+    def _scorer_of(self, model: ServedModel, cache: PagedKVCache) -> Scorer:
+        graphs = self._graphs
         if graphs is None:
-            graphs = self._device.type == "cuda"
-        if graphs is False:
-            return None
-        model = self.model
-        return StackGraphs(
-            model.stack,
-            self._cache.kv_cache,
-            GraphBuckets() if graphs is True else graphs,
-            StepLimits(
-                self.max_batch_size,
-                self._store.max_events,
-                self.max_candidates if model.candidates_are_rows else 0,
-            ),
-            reads_times=model.reads_times,
-            with_targets=model.candidates_are_rows,
-            kv_scales=self._cache.kv_scales,
-            dtype=row_dtype(model),
-        )
+            graphs = cache.kv_cache.is_cuda
+        if isinstance(graphs, bool):
+            graphs = GraphBuckets() if graphs else None
+        candidates = self.max_candidates if model.candidates_are_rows else 0
+        limits = StepLimits(self.max_batch_size, self._store.max_events, candidates)
+        return Scorer(model, cache, graphs, limits)
+
+    def _between_batches(self, job: Callable[[], None]) -> None:
+        """Lets the worker do something when no batch is under way, and waits for it."""
+        done: Future[None] = Future()
+        with self._changed:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            self._jobs.append((job, done))
+            self._changed.notify_all()
+        done.result()
+
+    def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
+        scorer.cache.clear()
+        self._scorer, self._previous = scorer, previous
+        self._histories.capacity = scorer.cache.capacity
 
     def _submit(
         self,
@@ -304,7 +423,8 @@ class Engine:
             (TIME, "times", LATEST_TIME),
             (ACTION, "actions", self.model.num_actions),
         ):
-            _check_range("new_events", what, events[:, column], limit)
+            check_range("new_events", what, events[:, column], limit)
+        check_times(events, self._time_range)
         if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
             raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
         now = time.monotonic()
@@ -331,15 +451,36 @@ class Engine:
 
     def _work(self) -> None:
         with torch.no_grad():
-            while batch := self._next_batch():
-                self._serve(batch)
+            while True:
+                self._do_jobs()
+                if not self._queue:
+                    self._settle()  # there is no batch to compute meanwhile
+                if batch := self._next_batch():
+                    self._serve(batch)
+                elif self._closed and not self._jobs:
+                    break
+            self._settle()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            self._settle()
+            job, done = self._jobs.popleft()
+            try:
+                job()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def _next_batch(self) -> list[Request]:
-        """Returns requests of different users, oldest first; none once the engine is closed."""
+        """Returns requests of different users, oldest first.
+
+        There are none once the engine is closed, or when there are jobs and nothing else to do.
+        """
         batch: list[Request] = []
         with self._changed:
             while not batch:
-                self._changed.wait_for(lambda: self._queue or self._closed)
+                self._changed.wait_for(lambda: self._queue or self._closed or self._jobs)
                 if not self._queue:
                     break
                 latest = self._queue[0].submitted + self.max_wait
@@ -374,25 +515,39 @@ class Engine:
 
     def _serve(self, requests: list[Request]) -> None:
         try:
+            if not self._commits.users.isdisjoint(request.user for request in requests):
+                self._settle()
             self._serve_plans(self._plan(requests))
         except Exception as error:  # none may wait for ever, nor find rows that have no history
-            self._cache.clear()
+            LOG.exception("A batch failed in a way that was not foreseen")
+            self._settle()
+            self._scorer.cache.clear()
             for request in requests:
                 if not request.future.done():
                     self._fail(request, error)
 
     def _plan(self, requests: list[Request]) -> list[Plan]:
         plans = []
-        for request in requests:
-            before = self._store.history(request.user)
-            after = self._store.extended(before, request.events)
-            if len(after.events) or self.model.candidates_are_rows:
-                plans.append(Plan(request, before, after))
+        try:
+            histories = self._histories.read([request.user for request in requests])
+        except StoreError as error:
+            self._commits.tell(error)
+            for request in requests:
+                self._fail(request, error)
+            return []
+        for request, history in zip(requests, histories, strict=True):
+            user = request.user
+            try:
+                if isinstance(history, StoreError):
+                    LOG.error("%s", history)
+                    raise history
+                after, change = self._histories.extended(user, history, request.events)
+                if not len(after.events) and not self.model.candidates_are_rows:
+                    raise NoHistoryError(f"new_events: expected some of the new user {user!r}")
+            except (StoreError, EventOrderError, NoHistoryError) as error:
+                self._fail(request, error)
             else:
-                self._fail(
-                    request,
-                    NoHistoryError(f"new_events: expected some of the new user {request.user!r}"),
-                )
+                plans.append(Plan(request, after, change))
         return plans
 
     def _serve_plans(self, plans: list[Plan]) -> None:
@@ -400,7 +555,7 @@ class Engine:
         if not plans:
             return
         try:
-            answers = self._compute(plans)
+            computed = self._scorer.compute(plans)
         except Exception as error:
             if len(plans) == 1:
                 self._fail(plans[0].request, error)
@@ -408,104 +563,64 @@ class Engine:
                 half = len(plans) // 2
                 self._serve_plans(plans[:half])
                 self._serve_plans(plans[half:])
-        else:
-            for plan, answer in zip(plans, answers, strict=True):
-                self._finish(plan, answer)
-
-    def _compute(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
-        keys = [plan.after.key for plan in plans]
-        cached = self._cache.lookup(keys).tolist()
-        kept = [max(count - 1, 0) for count in cached]
-        lengths = [len(plan.after.events) for plan in plans]
-        new = [length - count for length, count in zip(lengths, cached, strict=True)]
-        last = [count - first for count, first in zip(cached, kept, strict=True)]
-        with self._cache.step(keys, new, cached_lens=cached, rewritten=last) as step:
-            batch = pack(
-                plans,
-                kept,
-                self._device,
-                candidates_are_rows=self.model.candidates_are_rows,
-                reads_times=self.model.reads_times,
-            )
-            states, by_graph = self._states(step, batch)
-            answers = self._answers(plans, batch, states)
-        computed = sum(lengths) - sum(kept)
-        first_time = sum(
-            min(len(plan.request.events), length)
-            for plan, length in zip(plans, lengths, strict=True)
-        )
+            return
+        new = sum(min(len(plan.change.events), len(plan.after.events)) for plan in plans)
         with self._counters.change() as stats:
             stats.batches += 1
-            stats.graph_batches += by_graph
+            stats.graph_batches += computed.by_graph
             stats.batch_size.add(len(plans))
-            stats.hit_tokens += sum(kept)
-            stats.new_tokens += first_time
-            stats.recomputed_tokens += computed - first_time
-        return answers
+            stats.hit_tokens += computed.kept
+            stats.new_tokens += new
+            stats.recomputed_tokens += computed.computed - new
+        self._finish(plans, computed.answers)
 
-    def _states(self, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
-        """Returns the stack's output `(total, embedding_dim)`, and whether a graph computed it.
-
-        There may be more rows after the output's. The output of a graph stays valid until the next
-        batch.
-        """
-        x = self.model.embed(batch.rows)
-        if self._graphs is not None:
-            states = self._graphs.run(step, batch, x)
-            if states is not None:
-                return states, True
-        seq_offsets, num_targets = step.upload(batch.seq_offsets, batch.num_targets)
-        rows = CachedRows(
-            step,
-            seq_offsets,
-            batch.max_seq_len,
-            batch.max_key_len,
-            num_targets if self.model.candidates_are_rows else None,
-        )
-        times = (batch.key_times, batch.row_times) if self.model.reads_times else ()
-        return self.model.stack.forward_cached(x, rows, *times), False
-
-    def _answers(
-        self, plans: list[Plan], batch: Batch, states: Tensor
-    ) -> list[Tensor | Recommendation | None]:
-        """Returns the answers on the CPU, and None for those with a score that is not finite.
-
-        Copying them waits for the device, so anything that fails there has failed by then.
-        """
-        scores = self.model.score(states[batch.state_rows], batch.candidates).cpu()
-        listed = scores.split([len(plan.request.candidates) for plan in plans])
-        answers: list[Tensor | Recommendation | None] = [*listed]
-        if not scores.isfinite().all():
-            answers = [found if found.isfinite().all() else None for found in listed]
-        asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
-        if asking and isinstance(self.model, CatalogueModel):
-            chosen = torch.tensor(asking, device=self._device)
-            catalogue = self.model.score_catalogue(states[batch.last_rows[chosen]])
-            best = _best(catalogue, [plans[number] for number in asking])
-            for number, recommendation in zip(asking, best, strict=True):
-                finite = recommendation.scores.isfinite().all()
-                answers[number] = recommendation if finite else None
-        return answers
-
-    def _finish(self, plan: Plan, answer: Tensor | Recommendation | None) -> None:
-        """Stores the events and answers; if the answer is no longer wanted, forgets the rows."""
-        request = plan.request
-        if answer is None:
-            self._cache.free([plan.after.key])
-            self._fail(request, FloatingPointError("scores: expected finite ones, got NaN or Inf"))
-            return
-        wanted = request.future.set_running_or_notify_cancel()  # else cancelled; now it cannot be
-        unused = self._store.put(request.user, plan.after) if wanted else [plan.after.key]
-        if unused:
-            self._cache.free(unused)
-        with self._counters.change() as stats:
-            if wanted:
-                stats.completed += 1
-                stats.latency.add(time.monotonic() - request.submitted)
+    def _finish(self, plans: list[Plan], answers: list[Tensor | Recommendation | None]) -> None:
+        """Answers what changes nothing, and lets the others be stored and answered."""
+        changing: list[tuple[Plan, Tensor | Recommendation]] = []
+        for plan, answer in zip(plans, answers, strict=True):
+            request, key = plan.request, plan.after.key
+            if answer is None:
+                self._scorer.cache.free([key])
+                error = FloatingPointError("scores: expected finite ones, got NaN or Inf")
+                self._fail(request, error)
+            # Afterwards it cannot be cancelled. It is running if it is computed a second time.
+            elif not (request.future.running() or request.future.set_running_or_notify_cancel()):
+                self._scorer.cache.free([key])
+                with self._counters.change() as stats:
+                    stats.cancelled += 1
+            elif len(plan.change.events):
+                changing.append((plan, answer))
             else:
-                stats.cancelled += 1
-        if wanted:
-            request.future.set_result(answer)
+                if plan.after.version:
+                    self._histories.put(request.user, plan.after)
+                self._answer(request, answer)
+        if not changing:
+            return
+        self._settle()
+        self._commits.start(changing)
+        if not self._store.waits:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for what is being stored, and serves again what was planned on old events."""
+        while ended := self._commits.end():
+            again = []
+            for plan, version in ended:
+                if version:
+                    self._histories.put(plan.request.user, plan.after._replace(version=version))
+                    continue
+                self._scorer.cache.free([plan.after.key])
+                self._histories.drop(plan.request.user)
+                if version is not None:
+                    again.append(plan.request)
+            if again:
+                self._serve(again)
+
+    def _answer(self, request: Request, answer: Tensor | Recommendation) -> None:
+        with self._counters.change() as stats:
+            stats.completed += 1
+            stats.latency.add(time.monotonic() - request.submitted)
+        request.future.set_result(answer)
 
     def _fail(self, request: Request, error: Exception) -> None:
         future = request.future
@@ -526,70 +641,3 @@ def _result(future: Future[Answer], timeout: float | None) -> Answer:
         if future.cancel():
             raise TimeoutError(f"timeout: expected an answer within {timeout} s") from None
         return future.result()  # it came at the last moment
-
-
-def _best(catalogue: Tensor, plans: list[Plan]) -> list[Recommendation]:
-    """Returns the best items of each row of scores `(len(plans), num_items)`."""
-    if any(plan.request.exclude_seen for plan in plans):
-        seen = [
-            plan.after.events[:, ITEM] if plan.request.exclude_seen else np.empty(0, np.int64)
-            for plan in plans
-        ]
-        rows = np.repeat(np.arange(len(plans)), [len(items) for items in seen])
-        indices = torch.from_numpy(np.stack([rows, np.concatenate(seen)])).to(catalogue.device)
-        catalogue = catalogue.index_put(
-            tuple(indices), torch.tensor(-torch.inf, dtype=catalogue.dtype, device=catalogue.device)
-        )
-    most = min(max(plan.request.top_k for plan in plans), catalogue.shape[1])
-    best = catalogue.topk(most)
-    recommendations = []
-    for plan, scores, items in zip(plans, best.values.cpu(), best.indices.cpu(), strict=True):
-        unseen = scores[: plan.request.top_k] != -torch.inf
-        count = int(unseen.sum())
-        recommendations.append(Recommendation(items[:count], scores[:count]))
-    return recommendations
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-def _check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) -> None:
-    wrong = np.flatnonzero((values < 0) | (values >= limit))
-    if len(wrong):
-        raise ValueError(
-            f"{name}: expected {what} from 0 to {limit - 1}, got {values[wrong[0]]} at {wrong[0]}"
-        )
-
-
-def _check_model(model: ServedModel, cache: PagedKVCache, store: EventStore) -> None:
-    if store.max_events > model.max_history:
-        raise ValueError(
-            f"store: expected max_events of at most the model's max_history = {model.max_history}, "
-            f"got {store.max_events}"
-        )
-    check_model(model)
-    config = model.stack.config
-    layers, pages, _, page_size, *heads = cache.kv_cache.shape
-    expected = [len(model.stack.layers), config.num_heads, config.attention_dim]
-    if [layers, *heads] != expected:
-        raise ValueError(
-            f"cache: expected layers, heads and head dim of the model, {expected}, got "
-            f"{[layers, *heads]}"
-        )
-    needed = -(-store.max_events // page_size)
-    if pages < needed:
-        raise ValueError(
-            f"cache: expected at least {needed} pages of {page_size} tokens, for one history of "
-            f"{store.max_events} events, got {pages}"
-        )
-    device = next(model.stack.parameters()).device
-    if cache.kv_cache.device != device:
-        raise ValueError(
-            f"cache: expected the model's device, {device}, got {cache.kv_cache.device}"
-        )
-    dtype = row_dtype(model)
-    if cache.kv_cache.dtype not in (dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"cache: expected the dtype of the model's rows, {dtype}, or {torch.float8_e4m3fn}, "
-            f"got {cache.kv_cache.dtype}"
-        )
