@@ -20,8 +20,12 @@ from hstu_attn.serving import (
     DeadlineError,
     Engine,
     EngineClosedError,
+    EventOrderError,
+    EventTimeError,
+    How,
     NoHistoryError,
     OverloadedError,
+    StoreError,
 )
 from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard
 from recommender.http_metrics import Metrics
@@ -33,9 +37,18 @@ from recommender.served_ranking import SavedRanking
 __all__ = ["Service", "make_app"]
 
 SECONDS = "hstu_attn.seconds"  # a key of a request's scope: in which it is to be answered
+WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
+    NoHistoryError: ("no_history", "The user is new: at least one event is needed"),
+    EventOrderError: (
+        "event_order",
+        "Events are oldest first, and none is older than the user's last stored one",
+    ),
+    EventTimeError: ("event_time", "The time of an event is too early or too late: seconds?"),
+}
 MAX_ERRORS = 20  # that a 422 names
 STUCK_SECONDS = 60.0
 """A batch that takes longer than this is not expected to end."""
+STORE_SECONDS = 1.0
 Answer = TypeVar("Answer")
 TimeoutMs = Annotated[
     float | None,
@@ -78,7 +91,7 @@ class Service(NamedTuple):
             found.append(self.index_of[item])
         return found
 
-    def how(self, request: Request, body: Any, timeout_ms: float | None) -> dict[str, Any]:
+    def how(self, request: Request, body: Any, timeout_ms: float | None) -> How:
         """Returns who asks, when, and until when, as the engine takes it."""
         seconds = self.timeout if timeout_ms is None else min(self.timeout, timeout_ms / 1000)
         request.scope[SECONDS] = seconds
@@ -146,6 +159,7 @@ def make_app(
     access = access or Access()
     app = FastAPI(title="hstu_attn", lifespan=lifespan)
     app.state.draining = False
+    app.state.store_answers = True
     metrics = Metrics(engine, lambda: is_ready(app, engine))
     app.add_middleware(Guard, access=access, metrics=metrics, max_body_bytes=max_body_bytes)
     ids: Sequence[int | str] = saved.item_ids.tolist()
@@ -227,6 +241,7 @@ def add_ranking(router: APIRouter, service: Service, saved: SavedRanking) -> Non
             for item, event in zip(items, body.events, strict=True)
         ]
         how = service.how(request, body, timeout_ms)
+        how["context"] = body.events_before
         future = service.engine.submit_score(body.user, events, candidates, **how)
         columns = (await service.answer(future, how["deadline"])).T.tolist()
         probabilities = dict(zip(config.tasks, columns, strict=True))
@@ -250,9 +265,12 @@ def add_health(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/ready", response_model=State, responses=unavailable)
     async def ready() -> JSONResponse:
+        app.state.store_answers = await store_answers(engine)
         if is_ready(app, engine):
             return state_of(engine, "ok")
-        return state_of(engine, "closed" if engine.closed else "draining", 503)
+        if engine.closed:
+            return state_of(engine, "closed", 503)
+        return state_of(engine, "draining" if app.state.draining else "store", 503)
 
     @app.head("/health")
     @app.get("/health", response_model=State, responses=unavailable)
@@ -260,9 +278,21 @@ def add_health(app: FastAPI, engine: Engine) -> None:
         return state_of(engine, "closed", 503) if engine.closed else state_of(engine, "ok")
 
 
+async def store_answers(engine: Engine) -> bool:
+    """Whether the engine's store can be read within a second."""
+    try:
+        await asyncio.wait_for(asyncio.to_thread(engine.check_store), STORE_SECONDS)
+    except (StoreError, asyncio.TimeoutError):
+        return False
+    return True
+
+
 def is_ready(app: FastAPI, engine: Engine) -> bool:
-    """Whether requests should come here. An engine has captured its graphs when it is made."""
-    return not (app.state.draining or engine.closed)
+    """Whether requests should come here; whether the store answers is known from the last /ready.
+
+    An engine has captured its graphs when it is made, if it captures any ahead.
+    """
+    return bool(app.state.store_answers) and not (app.state.draining or engine.closed)
 
 
 def state_of(engine: Engine, status: str, code: int = 200) -> JSONResponse:
@@ -279,6 +309,11 @@ def add_errors(app: FastAPI) -> None:
     async def unavailable(_: object, error: Exception) -> JSONResponse:
         seconds = math.ceil(getattr(error, "retry_after", 0.0))
         return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(max(seconds, 1))})
+
+    @app.exception_handler(StoreError)
+    async def not_stored(_: object, error: Exception) -> JSONResponse:
+        detail = "Events cannot be read or stored now; the same request may be made again"
+        return JSONResponse({"detail": detail}, 503, {"Retry-After": "1"})
 
     @app.exception_handler(DeadlineError)
     async def too_late(request: Request, _: Exception) -> JSONResponse:
@@ -297,9 +332,11 @@ def add_errors(app: FastAPI) -> None:
         return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
 
     @app.exception_handler(NoHistoryError)
-    async def no_history(request: object, error: Exception) -> Response:
-        message = "The user is new: at least one event is needed"
-        return await wrong_body(request, invalid(["body", "events"], "no_history", message))
+    @app.exception_handler(EventOrderError)
+    @app.exception_handler(EventTimeError)
+    async def wrong_events(request: object, error: Exception) -> Response:
+        kind, message = WRONG_EVENTS[type(error)]
+        return await wrong_body(request, invalid(["body", "events"], kind, message))
 
 
 def invalid(where: Sequence[object], kind: str, message: str) -> RequestValidationError:

@@ -26,6 +26,11 @@ LONGEST_ID = 64  # characters of an id that is text
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 Id = TypeVar("Id", int, str)
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+EVENTS_BEFORE = (
+    "How many events the user has had in all, those of this request included, which the model "
+    "reads; null is as many as the server keeps, at most the model's longest history."
+)
 Time = Annotated[int, Field(ge=0, lt=2**62, description="In seconds.")]
 
 
@@ -139,6 +144,7 @@ def ranking_schemas(
         __base__=ScoreBody[ids],
         __doc__="Asks for what the user would do about items at that time.",
         events=(list[event], Field(default=[], max_length=MAX_EVENTS)),  # type: ignore[valid-type]
+        events_before=(Count | None, Field(default=None, description=EVENTS_BEFORE)),
     )
     probabilities = create_model(
         "Probabilities",

@@ -83,7 +83,8 @@ class ServedRanking:
     the events, so nothing of one request can be used for the next.
 
     A user whom the model was not trained with has the mean of the users' embeddings. The
-    constructor appends it to their table.
+    constructor appends it to their table. How many events the user had before, one of the
+    contextual features, is the `context` of a request; None is as many as are in its history.
 
     Args:
         saved: trained; its weights must not change any more.
@@ -121,7 +122,10 @@ class ServedRanking:
     def batch(self, requests: Requests) -> RankingBatch:
         """Returns the windows of the requests, as in training, on the CPU."""
         users = np.array([self.user_row(user) for user in requests.users], np.int64)
-        before = requests.dropped + np.diff(requests.event_offsets)
+        before = np.diff(requests.event_offsets)
+        for number, told in enumerate(requests.contexts):
+            if told is not None:
+                before[number] = told
         contexts = context_rows(users, before, requests.times)
         assert contexts.shape == (len(users), len(CONTEXTS))
         items, times, actions = requests.events.T

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from hstu_attn.data import EventLog, open_event_log
-from hstu_attn.serving import Engine, EventStore, GraphBuckets, PagedKVCache
+from hstu_attn.serving import Engine, EventStore, GraphBuckets, MemoryStore, PagedKVCache
 from recommender.connections import LimitedHTTP
 from recommender.http import make_app
 from recommender.http_access import Access, read_tokens
@@ -70,7 +70,7 @@ def make_engine(options: ServeOptions, saved: SavedModel | SavedRanking) -> Engi
         # On a GPU, no request waits for kernels to be compiled and steps to be captured.
         graphs = GraphBuckets(ahead=True) if cache.kv_cache.is_cuda else False
     drop = 0 if cache is None else None  # without a cache, histories need not be cut ahead
-    store = EventStore(options.max_users, served.max_history, drop)
+    store = MemoryStore(options.max_users, served.max_history, drop)
     if options.data is not None:
         add_events(store, open_event_log(options.data, options.cache_dir, progress=True), saved)
     return Engine(
@@ -134,7 +134,7 @@ def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRankin
         items = np.searchsorted(saved.item_ids, ids).clip(max=len(saved.item_ids) - 1)
         known = saved.item_ids[items] == ids
         columns = items[known], log.timestamps[latest][known], bits[latest][known]
-        store.add(user, np.stack(columns, axis=1, dtype=np.int64), dropped=latest.start - start)
+        store.add(user, np.stack(columns, axis=1, dtype=np.int64))
     print(f"Users with events: {len(store):,}")
 
 

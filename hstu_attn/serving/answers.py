@@ -1,4 +1,4 @@
-"""What callers of an engine get, and how they wait for it."""
+"""How an engine is asked, and how callers wait for its answers."""
 
 from __future__ import annotations
 
@@ -7,56 +7,32 @@ import math
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, TypedDict, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from .batch import Plan
 from .errors import DeadlineError
-from .events import ITEM
 
-__all__ = ["Recommendation", "best_items", "deadline_after", "finite_or_none", "result_of"]
+__all__ = ["How", "deadline_after", "result_of"]
 
 Answer = TypeVar("Answer")
 
 
-class Recommendation(NamedTuple):
-    """The best items of the catalogue, best first: int64 `(k,)`, and their scores `(k,)`."""
+class How(TypedDict, total=False):
+    """Who asks an engine, and until when; each may be left out.
 
-    items: Tensor
-    scores: Tensor
+    Attributes:
+        at: the time at which the model is asked; None is that of the user's last event.
+        client: on whose behalf, for a fair share of the queue.
+        deadline: on the clock of `time.monotonic`. After it, a request that still waits is not
+            computed, and its future raises DeadlineError.
+        request_id: the same for each attempt to make a request, for traces.
+        context: for an `UncachedModel`, what it reads of a request beside events and candidates.
+    """
 
-
-def finite_or_none(scores: Tensor, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
-    """Splits the scores of all candidates; None stands for those with one that is not finite."""
-    listed = scores.split([len(plan.request.candidates) for plan in plans])
-    if scores.isfinite().all():
-        return [*listed]
-    return [found if found.isfinite().all() else None for found in listed]
-
-
-def best_items(catalogue: Tensor, plans: list[Plan]) -> list[Recommendation]:
-    """Returns the best items of each row of scores `(len(plans), num_items)`."""
-    if any(plan.request.exclude_seen for plan in plans):
-        seen = [
-            plan.after.events[:, ITEM] if plan.request.exclude_seen else np.empty(0, np.int64)
-            for plan in plans
-        ]
-        rows = np.repeat(np.arange(len(plans)), [len(items) for items in seen])
-        indices = torch.from_numpy(np.stack([rows, np.concatenate(seen)])).to(catalogue.device)
-        catalogue = catalogue.index_put(
-            tuple(indices), torch.tensor(-torch.inf, dtype=catalogue.dtype, device=catalogue.device)
-        )
-    most = min(max(plan.request.top_k for plan in plans), catalogue.shape[1])
-    best = catalogue.topk(most)
-    recommendations = []
-    for plan, scores, items in zip(plans, best.values.cpu(), best.indices.cpu(), strict=True):
-        unseen = scores[: plan.request.top_k] != -torch.inf
-        count = int(unseen.sum())
-        recommendations.append(Recommendation(items[:count], scores[:count]))
-    return recommendations
+    at: int | None
+    client: str
+    deadline: float
+    request_id: str | None
+    context: Any
 
 
 def deadline_after(timeout: float | None) -> float:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..upload import upload
-from .events import ACTION, ITEM, TIME, History, Int64s, User
+from .events import ACTION, ITEM, TIME, Change, Int64s, User
+from .histories import History
 from .model import Requests, Rows
 
 __all__ = ["Batch", "Plan", "Request", "pack", "whole_requests"]
@@ -34,6 +35,7 @@ class Request:
         client: on whose behalf, for a fair share of the queue.
         deadline: by `time.monotonic`; after it, the answer is of no use.
         request_id: the same for each attempt to make this request; None if it has no name.
+        context: what an `UncachedModel` reads beside events and candidates.
         span: the caller's span of OpenTelemetry, if it is recorded.
         future: the future of the answer.
     """
@@ -48,16 +50,17 @@ class Request:
     client: str = ""
     deadline: float = math.inf
     request_id: str | None = None
+    context: Any = None
     span: Any = None
     future: Future[Any] = field(default_factory=Future)
 
 
 class Plan(NamedTuple):
-    """A request with its user's events when it is served, and with those it brings."""
+    """A request with its user's events, those it brings included, and what is to be stored."""
 
     request: Request
-    before: History
     after: History
+    change: Change
 
     @property
     def at(self) -> int:
@@ -154,7 +157,7 @@ def whole_requests(plans: Sequence[Plan]) -> Requests:
     counts = [len(plan.request.candidates) for plan in plans]
     return Requests(
         users=[plan.request.user for plan in plans],
-        dropped=np.array([plan.after.dropped for plan in plans]),
+        contexts=[plan.request.context for plan in plans],
         event_offsets=np.append(0, np.cumsum(lengths)),
         events=np.concatenate([plan.after.events for plan in plans]),
         times=np.array([plan.at for plan in plans]),

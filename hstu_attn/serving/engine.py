@@ -5,28 +5,50 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cached import CachedRows
-from .answers import Recommendation, best_items, deadline_after, finite_or_none, result_of
-from .batch import Batch, Plan, Request, pack, whole_requests
-from .cache import CacheStep, PagedKVCache
-from .checks import check_fit, check_range
-from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
-from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
+from .answers import How, deadline_after, result_of
+from .batch import Plan, Request
+from .cache import PagedKVCache
+from .commits import LOG, Commits
+from .errors import EngineClosedError, NoHistoryError
+from .events import (
+    ACTION,
+    ITEM,
+    LATEST_TIME,
+    TIME,
+    EventOrderError,
+    EventStore,
+    Int64s,
+    MemoryStore,
+    StoreError,
+    User,
+    check_range,
+    check_times,
+    event_rows,
+)
 from .fair_queue import FairQueue
-from .graphs import GraphBuckets, StackGraphs, StepLimits
-from .model import CatalogueModel, ServedModel, UncachedModel, row_dtype
+from .graphs import GraphBuckets, StepLimits
+from .histories import Histories
+from .model import CatalogueModel, ServedModel, UncachedModel
+from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
 from .tracing import current_span, record_spans
+from .versions import Probe, check_successor
+from .waiting import Waiting
 
 __all__ = ["Engine"]
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Ints = Sequence[int] | np.ndarray[Any, Any] | Tensor
 Events = Sequence[tuple[int, ...]] | np.ndarray[Any, Any]
@@ -38,8 +60,8 @@ class Engine:
     A request brings a user's new events and asks for scores after them. A worker thread takes
     waiting requests together, never two of one user, and a user's in their order of arrival, so
     that each sees the events of those before it. Clients take turns, and so do the users of each.
-    The answer is that of the model on the user's whole history
-    (at most the latest `store.max_events` events, see `EventStore`), up to rounding.
+    The answer is that of the model on the user's whole history (at most the latest
+    `store.max_events` events, see `EventStore`), up to rounding.
 
     What is cached is each event's keys and values, but the last event is computed again by every
     request: its state is what candidates are compared with, and a relative bias by time lets it
@@ -48,7 +70,11 @@ class Engine:
     A request that fails, times out or is cancelled has no effect: its events are not stored. One
     whose deadline passes while it waits is not computed. If the queue is full, the client with most
     requests in it gives way to one with fewer, and so do users; other requests are refused. If a
-    batch fails, its halves are computed apart, so that a request fails alone.
+    batch fails, its halves are computed apart, so that a request fails alone. What is answered has
+    been stored: the events of a batch by one `commit` of the store, while the next batch is
+    computed if that has no user in common. Where a store cannot tell whether it has stored a
+    request's events, the request fails with a StoreError. It may be sent again: an event that is
+    equal to one of the user's stored ones in item, time and action is that event.
 
     Args:
         model: its layers must be cacheable (`check_cacheable`) and in evaluation mode. An
@@ -56,8 +82,8 @@ class Engine:
         cache: for this engine alone, and cleared; None with an `UncachedModel`. It has the model's
             number of layers, heads and head dim and the dtype of its rows, is on the model's
             device, and holds at least one history of `max_events`.
-        store: the users' events; None is an `EventStore` for 100000 users. With an `UncachedModel`
-            there is no cache to spare, so its `drop` is 0 then.
+        store: the users' events; None is a `MemoryStore` for 100000 users, whose `drop` is 0 with
+            an `UncachedModel`. It is not closed with the engine.
         max_batch_size: requests computed together, at most.
         max_wait: how long a request may wait for others to join it, in seconds.
         max_queue: requests that may wait.
@@ -68,6 +94,8 @@ class Engine:
             host what launching each kernel takes; `GraphBuckets` says for which shapes. None means
             on a GPU. Batches are padded to the shapes, so scores may be rounded differently; with
             True on a CPU they are padded likewise, which only costs time.
+        time_range: returns the earliest and the latest time that an event may have now, in the
+            model's unit; for example `lambda: (0, int(time.time()) + 86400)`. None takes any.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -90,9 +118,10 @@ class Engine:
         max_queue_seconds: float = math.inf,
         max_candidates: int = 1024,
         graphs: bool | GraphBuckets | None = None,
+        time_range: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         if store is None:
-            store = EventStore(100_000, model.max_history, 0 if cache is None else None)
+            store = MemoryStore(100_000, model.max_history, 0 if cache is None else None)
         sizes = {"max_batch_size": max_batch_size, "max_queue": max_queue}
         for name, size in {**sizes, "max_candidates": max_candidates}.items():
             if size < 1:
@@ -104,20 +133,29 @@ class Engine:
                 f"max_queue_seconds: expected a positive number, got {max_queue_seconds}"
             )
         check_fit(model, cache, store)
-        self.model = model
         self.max_batch_size = max_batch_size
-        self.max_wait = max_wait
-        self.max_queue = max_queue
         self.max_candidates = max_candidates
-        self._cache = cache
-        if cache is not None:
-            cache.clear()
-        self._store = store  # the worker's alone, as is the cache
-        self._graphs = self._make_graphs(graphs)
+        self._time_range = time_range
+        self._store = store
+        self._graphs = graphs
+        self._scorer = self._scorer_of(model, cache)  # the worker's alone, as are the histories
+        self._previous: Scorer | None = None
+        self._changing = threading.Lock()  # is held while a model is changed
+        self._scorer.clear()
+        self._histories = Histories(
+            store,
+            self._scorer.capacity,
+            model.num_items,
+            model.num_actions,
+            lambda keys: self._scorer.free(keys),
+        )
+        self._commits = Commits(store, self._answer, self._fail)
+        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
-        self._queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
+        queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
+        self._waiting = Waiting(queue, max_wait, self._counters)
         self._closed = False
-        self._changed = threading.Condition()  # of the queue, or of whether the engine is closed
+        self._changed = threading.Condition()  # of the queue, the jobs, or whether it is closed
         self._worker = threading.Thread(target=self._work, name="hstu_attn engine", daemon=True)
         self._worker.start()
 
@@ -132,7 +170,6 @@ class Engine:
         at: int | None = None,
         timeout: float | None = None,
         client: str = "",
-        request_id: str | None = None,
     ) -> Tensor:
         """Stores a user's new events and scores candidates after them.
 
@@ -144,10 +181,9 @@ class Engine:
             at: the time at which the model is asked; None is that of the user's last event.
             timeout: seconds to wait for the answer; None is for ever.
             client: on whose behalf, for a fair share of the queue.
-            request_id: the same for each attempt to make this request.
 
         Returns:
-            `(m,)` on the CPU, of the dtype of the model's scores.
+            `(m,)` on the CPU, of the dtype of the model's scores; `(m, tasks)` where it has tasks.
 
         Raises:
             ValueError: for items, actions, times or counts out of range, or events or candidates
@@ -159,18 +195,13 @@ class Engine:
             EngineClosedError: if the engine is or gets closed.
             OutOfPagesError: if the cache does not evict, and is full.
             FloatingPointError: if a score is not finite.
+            EventTimeError: a ValueError: an event's time is out of `time_range`.
+            EventOrderError: a ValueError: events are not oldest first, or one is older than the
+                user's last stored event, and is none of the stored ones.
+            StoreError: if the store cannot be read or written.
         """
-        deadline = deadline_after(timeout)
-        future = self.submit_score(
-            user,
-            new_events,
-            candidates,
-            at=at,
-            client=client,
-            deadline=deadline,
-            request_id=request_id,
-        )
-        return result_of(future, timeout)
+        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        return result_of(self.submit_score(user, new_events, candidates, **how), timeout)
 
     def recommend(
         self,
@@ -182,7 +213,6 @@ class Engine:
         at: int | None = None,
         timeout: float | None = None,
         client: str = "",
-        request_id: str | None = None,
     ) -> Recommendation:
         """Stores a user's new events and finds the best items of the catalogue after them.
 
@@ -194,37 +224,24 @@ class Engine:
         The other arguments and the errors are those of `score`; a model that is no `CatalogueModel`
         is a ValueError, too.
         """
-        deadline = deadline_after(timeout)
-        future = self.submit_recommend(
-            user,
-            new_events,
-            k,
-            exclude_seen=exclude_seen,
-            at=at,
-            client=client,
-            deadline=deadline,
-            request_id=request_id,
-        )
+        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, **how)
         return result_of(future, timeout)
 
     def submit_score(
-        self,
-        user: User,
-        new_events: Events,
-        candidates: Ints,
-        *,
-        at: int | None = None,
-        client: str = "",
-        deadline: float = math.inf,
-        request_id: str | None = None,
+        self, user: User, new_events: Events, candidates: Ints, **how: Unpack[How]
     ) -> Future[Tensor]:
         """Starts `score` and returns its future.
 
         Errors of the arguments are raised at once, and so are OverloadedError and DeadlineError
         where that is known; all others by the future. The future can be cancelled until the answer
-        is there; a cancelled request has no effect. After `deadline`, on the clock of
-        `time.monotonic`, a request that still waits is not computed: its future raises
-        DeadlineError.
+        is there; a cancelled request has no effect.
+
+        Args:
+            user: as in `score`, as are events and candidates.
+            new_events: likewise.
+            candidates: likewise.
+            how: who asks, and until when, as in `How`.
         """
         listed = np.asarray(candidates)
         if not listed.size:
@@ -239,8 +256,7 @@ class Engine:
                 f"candidates: expected at most {self.max_candidates}, got {len(listed)}"
             )
         check_range("candidates", "items", listed, self.model.num_items)
-        asked = listed.astype(np.int64), 0, False, at
-        return self._submit(user, new_events, *asked, client, deadline, request_id)
+        return self._submit(user, new_events, listed.astype(np.int64), 0, False, how)
 
     def submit_recommend(
         self,
@@ -249,10 +265,7 @@ class Engine:
         k: int,
         *,
         exclude_seen: bool = True,
-        at: int | None = None,
-        client: str = "",
-        deadline: float = math.inf,
-        request_id: str | None = None,
+        **how: Unpack[How],
     ) -> Future[Recommendation]:
         """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
         if not isinstance(self.model, CatalogueModel):
@@ -262,22 +275,100 @@ class Engine:
             )
         if k < 1:
             raise ValueError(f"k: expected a positive count, got {k}")
-        asked = np.empty(0, np.int64), k, exclude_seen, at
-        return self._submit(user, new_events, *asked, client, deadline, request_id)
+        none = np.empty(0, np.int64)
+        return self._submit(user, new_events, none, k, exclude_seen, how)
+
+    # --- what operators do -----------------------------------------------------------------------
+
+    def swap(
+        self,
+        model: ServedModel | UncachedModel,
+        *,
+        cache: PagedKVCache | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        """Replaces the model while requests are served, and returns when it has taken over.
+
+        The new model is checked and warmed in the calling thread. It then takes over between two
+        batches: each answer is of the one model or of the other, on the same events, and rows that
+        the old one has cached are not used any more. The old model is kept for `roll_back`, so both
+        models' weights are in memory, and both models' graphs.
+
+        Args:
+            model: scores the same items and actions, in evaluation mode, on the engine's device.
+            cache: for the new model alone, and cleared; needed where layers, heads, head dim or
+                dtype differ. None shares the memory of the served model's cache, which holds the
+                keys and values of one model at a time.
+            probe: what the new model must answer; None asks for finite scores.
+
+        Raises:
+            ModelCheckError: a ValueError: the model does not fit, or fails the check. The served
+                model stays, and so does its cache.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        with self._changing:
+            old = self._scorer
+            new_cache = old.cache if cache is None else cache
+            check_successor(model, old.model, new_cache, self._store, probe)
+            scorer = self._scorer_of(model, new_cache)
+            self._between_batches(lambda: self._take_over(scorer, previous=old))
+
+    def roll_back(self) -> None:
+        """Lets the model of before the last `swap` take over again, as `swap` does.
+
+        Raises:
+            ValueError: if there is none: no swap, or it has been rolled back.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        with self._changing:
+            previous = self._previous
+            if previous is None:
+                raise ValueError("model: expected one before this to roll back to, got none")
+            self._between_batches(lambda: self._take_over(previous, previous=None))
+
+    def forget(self, user: User) -> None:
+        """Deletes a user's events from the store, and what is computed from them.
+
+        Requests of the user that are under way may store events again.
+
+        Raises:
+            StoreError: if the store cannot delete them.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        self._store.forget(user)
+        self._between_batches(lambda: self._histories.drop(user))
+
+    def prune(self, *, before: int = 0, latest: int | None = None) -> int:
+        """Deletes old events of all users, and what is computed from them.
+
+        Args:
+            before: events with an earlier time are deleted.
+            latest: how many events of a user stay at most; None is all others.
+
+        Returns:
+            How many users' events have been changed.
+
+        Raises:
+            ValueError: for a negative number.
+            StoreError: if the store cannot delete them.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        count = 0
+        for users in self._store.prune(before=before, latest=latest):
+            self._between_batches(partial(self._histories.drop, *users))
+            count += len(users)
+        return count
+
+    @property
+    def model(self) -> ServedModel | UncachedModel:
+        """The model that is served."""
+        return self._scorer.model
 
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
-        now = time.monotonic()
         with self._changed:
-            queued = len(self._queue)
-            backlog = self._queue.backlog(now)
-            started = self._queue.started
-        return self._counters.snapshot(
-            queued=queued,
-            backlog=backlog,
-            running=0.0 if started is None else now - started,
-            users=len(self._store),
-        )
+            level = self._waiting.level()
+        return self._counters.snapshot(**level, users=len(self._store))
 
     def close(self, *, finish: bool = True) -> None:
         """Accepts no more requests, and returns when the waiting ones are served.
@@ -286,11 +377,12 @@ class Engine:
         """
         with self._changed:
             self._closed = True
-            dropped = [] if finish else self._queue.clear()
+            dropped = [] if finish else self._waiting.queue.clear()
             self._changed.notify_all()
         for request in dropped:
             self._fail(request, EngineClosedError("the engine was closed before this was served"))
         self._worker.join()
+        self._commits.close()
 
     @property
     def closed(self) -> bool:
@@ -302,33 +394,44 @@ class Engine:
         """Whether the thread that computes lives as it should: until the engine is closed."""
         return self._closed or self._worker.is_alive()
 
+    def check_store(self) -> None:
+        """Reads something from the store, from the calling thread.
+
+        Raises:
+            StoreError: if it cannot be read.
+        """
+        self._store.note("check")
+
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @torch.no_grad()
-    def _make_graphs(self, graphs: bool | GraphBuckets | None) -> StackGraphs | None:
+    def _scorer_of(self, model: ServedModel | UncachedModel, cache: PagedKVCache | None) -> Scorer:
+        graphs = self._graphs
         if graphs is None:
-            graphs = self._cache is not None and self._cache.kv_cache.is_cuda
-        model = self.model
-        if graphs is False or self._cache is None or isinstance(model, UncachedModel):
-            return None
-        return StackGraphs(
-            model.stack,
-            self._cache.kv_cache,
-            GraphBuckets() if graphs is True else graphs,
-            StepLimits(
-                self.max_batch_size,
-                self._store.max_events,
-                self.max_candidates if model.candidates_are_rows else 0,
-            ),
-            reads_times=model.reads_times,
-            with_targets=model.candidates_are_rows,
-            kv_scales=self._cache.kv_scales,
-            dtype=row_dtype(model),
-        )
+            graphs = cache is not None and cache.kv_cache.is_cuda
+        if isinstance(graphs, bool):
+            graphs = GraphBuckets() if graphs else None
+        candidates = self.max_candidates if model.candidates_are_rows else 0
+        limits = StepLimits(self.max_batch_size, self._store.max_events, candidates)
+        return Scorer(model, cache, graphs, limits)
+
+    def _between_batches(self, job: Callable[[], None]) -> None:
+        """Lets the worker do something when no batch is under way, and waits for it."""
+        done: Future[None] = Future()
+        with self._changed:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            self._jobs.append((job, done))
+            self._changed.notify_all()
+        done.result()
+
+    def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
+        scorer.clear()
+        self._scorer, self._previous = scorer, previous
+        self._histories.capacity = scorer.capacity
 
     def _submit(
         self,
@@ -337,10 +440,7 @@ class Engine:
         candidates: Int64s,
         top_k: int,
         exclude_seen: bool,
-        at: int | None,
-        client: str,
-        deadline: float,
-        request_id: str | None,
+        how: How,
     ) -> Future[Any]:
         if not isinstance(user, (int, str)):
             raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
@@ -351,115 +451,106 @@ class Engine:
             (ACTION, "actions", self.model.num_actions),
         ):
             check_range("new_events", what, events[:, column], limit)
+        check_times(events, self._time_range)
+        at = how.get("at")
         if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
             raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
         now = time.monotonic()
-        asked = user, events, candidates, top_k, exclude_seen, at, now
-        request = Request(*asked, client, deadline, request_id, current_span())
+        request = Request(
+            *(user, events, candidates, top_k, exclude_seen, at, now),
+            client=how.get("client", ""),
+            deadline=how.get("deadline", math.inf),
+            request_id=how.get("request_id"),
+            context=how.get("context"),
+            span=current_span(),
+        )
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            if deadline <= now:
-                with self._counters.change() as stats:
-                    stats.requests += 1
-                    stats.expired += 1
-                raise DeadlineError("deadline: expected a time to come, got one that has passed")
-            size = len(self._queue)
-            try:
-                displaced = self._queue.put(request, now, self._dropped)
-            except OverloadedError:
-                with self._counters.change() as stats:
-                    stats.rejected += size >= self.max_queue
-                    stats.shed += size < self.max_queue
-                raise
-            with self._counters.change() as stats:
-                stats.requests += 1
+            self._waiting.admit(request)
             self._changed.notify_all()
-        if displaced is not None:
-            self._displace(displaced)
         return request.future
 
     # --- what the worker does --------------------------------------------------------------------
 
     def _work(self) -> None:
         with torch.no_grad():
-            while batch := self._next_batch():
-                self._serve(batch)
+            while True:
+                self._do_jobs()
+                if not len(self._waiting):
+                    self._settle()  # there is no batch to compute meanwhile
+                if batch := self._next_batch():
+                    self._serve(batch)
+                elif self._closed and not self._jobs:
+                    break
+            self._settle()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            self._settle()
+            job, done = self._jobs.popleft()
+            try:
+                job()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def _next_batch(self) -> list[Request]:
-        """Returns requests of different users; none once the engine is closed and all are served.
+        """Returns requests of different users.
 
-        Those that came before are finished, by which the queue measures how long a batch takes.
+        There are none once the engine is closed, or when there are jobs and nothing else to do. The
+        batch before it is finished, by which the queue measures how long batches take.
         """
         batch: list[Request] = []
         with self._changed:
-            self._queue.finish(time.monotonic())
+            self._waiting.finish()
             while not batch:
-                self._changed.wait_for(lambda: len(self._queue) or self._closed)
-                if not len(self._queue):
+                self._changed.wait_for(lambda: len(self._waiting) or self._closed or self._jobs)
+                if not len(self._waiting):
                     break
-                latest = self._queue.oldest + self.max_wait
                 self._changed.wait_for(
-                    lambda: len(self._queue) >= self.max_batch_size or self._closed,
-                    timeout=max(0.0, latest - time.monotonic()),
+                    lambda: self._closed or not self._waiting.patience, self._waiting.patience
                 )
-                batch = self._queue.take(time.monotonic(), self._dropped)
+                batch = self._waiting.take()
         return batch
-
-    def _dropped(self, request: Request) -> bool:
-        """Returns whether a waiting request need not be served any more; if so, ends it."""
-        future = request.future
-        late = time.monotonic() >= request.deadline
-        if not (late or future.cancelled()):
-            return False
-        with self._counters.change() as stats:
-            if late:
-                stats.expired += 1
-            else:
-                stats.cancelled += 1
-        if future.set_running_or_notify_cancel():
-            future.set_exception(DeadlineError("deadline: it passed while the request waited"))
-        return True
-
-    def _displace(self, request: Request) -> None:
-        """Ends a request that gave way to another."""
-        wanted = request.future.set_running_or_notify_cancel()
-        with self._counters.change() as stats:
-            if wanted:
-                stats.displaced += 1
-            else:
-                stats.cancelled += 1
-        if wanted:
-            request.future.set_exception(
-                OverloadedError(
-                    "the engine is overloaded: this request gave way to one of a client or user "
-                    f"with fewer of the {self.max_queue} that may wait (max_queue)"
-                )
-            )
 
     def _serve(self, requests: list[Request]) -> None:
         try:
+            if not self._commits.users.isdisjoint(request.user for request in requests):
+                self._settle()
             taken = time.monotonic()
             self._serve_plans(self._plan(requests), taken)
         except Exception as error:  # none may wait for ever, nor find rows that have no history
-            if self._cache is not None:
-                self._cache.clear()
+            LOG.exception("A batch failed in a way that was not foreseen")
+            self._settle()
+            self._scorer.clear()
             for request in requests:
                 if not request.future.done():
                     self._fail(request, error)
 
     def _plan(self, requests: list[Request]) -> list[Plan]:
         plans = []
-        for request in requests:
-            before = self._store.history(request.user)
-            after = self._store.extended(before, request.events)
-            if len(after.events) or self.model.candidates_are_rows:
-                plans.append(Plan(request, before, after))
+        try:
+            histories = self._histories.read([request.user for request in requests])
+        except StoreError as error:
+            self._commits.tell(error)
+            for request in requests:
+                self._fail(request, error)
+            return []
+        for request, history in zip(requests, histories, strict=True):
+            user = request.user
+            try:
+                if isinstance(history, StoreError):
+                    LOG.error("%s", history)
+                    raise history
+                after, change = self._histories.extended(user, history, request.events)
+                if not len(after.events) and not self.model.candidates_are_rows:
+                    raise NoHistoryError(f"new_events: expected some of the new user {user!r}")
+            except (StoreError, EventOrderError, NoHistoryError) as error:
+                self._fail(request, error)
             else:
-                self._fail(
-                    request,
-                    NoHistoryError(f"new_events: expected some of the new user {request.user!r}"),
-                )
+                plans.append(Plan(request, after, change))
         return plans
 
     def _serve_plans(self, plans: list[Plan], taken: float) -> None:
@@ -471,7 +562,7 @@ class Engine:
             return
         started = time.monotonic()
         try:
-            answers = self._compute(plans)
+            computed = self._scorer.compute(plans)
         except Exception as error:
             if len(plans) == 1:
                 self._fail(plans[0].request, error)
@@ -479,126 +570,69 @@ class Engine:
                 half = len(plans) // 2
                 self._serve_plans(plans[:half], taken)
                 self._serve_plans(plans[half:], taken)
-        else:
-            computed = time.monotonic()
-            with self._counters.change() as stats:
-                stats.step_time.add(computed - started)
-                for plan in plans:
-                    stats.queue_time.add(taken - plan.request.submitted)
-            for plan, answer in zip(plans, answers, strict=True):
-                self._finish(plan, answer)
-            record_spans((plan.request for plan in plans), taken, started, computed, len(plans))
-
-    def _compute(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
-        if self._cache is None:
-            return self._compute_whole(plans)
-        keys = [plan.after.key for plan in plans]
-        cached = self._cache.lookup(keys).tolist()
-        kept = [max(count - 1, 0) for count in cached]
-        lengths = [len(plan.after.events) for plan in plans]
-        new = [length - count for length, count in zip(lengths, cached, strict=True)]
-        last = [count - first for count, first in zip(cached, kept, strict=True)]
-        with self._cache.step(keys, new, cached_lens=cached, rewritten=last) as step:
-            batch = pack(
-                plans,
-                kept,
-                self._cache.kv_cache.device,
-                candidates_are_rows=self.model.candidates_are_rows,
-                reads_times=cast(ServedModel, self.model).reads_times,
-            )
-            states, by_graph = self._states(step, batch)
-            answers = self._answers(plans, batch, states)
-        self._count_batch(plans, hits=sum(kept), by_graph=by_graph)
-        return answers
-
-    def _compute_whole(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
-        model = cast(UncachedModel, self.model)
-        scores = model.score_requests(whole_requests(plans)).cpu()
-        self._count_batch(plans, hits=0, by_graph=False)
-        return finite_or_none(scores, plans)
-
-    def _count_batch(self, plans: list[Plan], *, hits: int, by_graph: bool) -> None:
-        """Counts a batch, in which `hits` events were not computed."""
-        lengths = [len(plan.after.events) for plan in plans]
-        first_time = sum(
-            min(len(plan.request.events), length)
-            for plan, length in zip(plans, lengths, strict=True)
-        )
+            return
+        ended = time.monotonic()
+        new = sum(min(len(plan.change.events), len(plan.after.events)) for plan in plans)
         with self._counters.change() as stats:
             stats.batches += 1
-            stats.graph_batches += by_graph
+            stats.graph_batches += computed.by_graph
             stats.batch_size.add(len(plans))
-            stats.hit_tokens += hits
-            stats.new_tokens += first_time
-            stats.recomputed_tokens += sum(lengths) - hits - first_time
+            stats.hit_tokens += computed.kept
+            stats.new_tokens += new
+            stats.recomputed_tokens += computed.computed - new
+            stats.step_time.add(ended - started)
+            for plan in plans:
+                stats.queue_time.add(taken - plan.request.submitted)
+        self._finish(plans, computed.answers)
+        record_spans((plan.request for plan in plans), taken, started, ended, len(plans))
 
-    def _states(self, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
-        """Returns the stack's output `(total, embedding_dim)`, and whether a graph computed it.
-
-        There may be more rows after the output's. The output of a graph stays valid until the next
-        batch.
-        """
-        model = cast(ServedModel, self.model)
-        x = model.embed(batch.rows)
-        if self._graphs is not None:
-            states = self._graphs.run(step, batch, x)
-            if states is not None:
-                return states, True
-        seq_offsets, num_targets = step.upload(batch.seq_offsets, batch.num_targets)
-        rows = CachedRows(
-            step,
-            seq_offsets,
-            batch.max_seq_len,
-            batch.max_key_len,
-            num_targets if self.model.candidates_are_rows else None,
-        )
-        times = (batch.key_times, batch.row_times) if model.reads_times else ()
-        return model.stack.forward_cached(x, rows, *times), False
-
-    def _answers(
-        self, plans: list[Plan], batch: Batch, states: Tensor
-    ) -> list[Tensor | Recommendation | None]:
-        """Returns the answers on the CPU, and None for those with a score that is not finite.
-
-        Copying them waits for the device, so anything that fails there has failed by then.
-        """
-        scores = (
-            cast(ServedModel, self.model).score(states[batch.state_rows], batch.candidates).cpu()
-        )
-        answers = finite_or_none(scores, plans)
-        asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
-        if asking and isinstance(self.model, CatalogueModel):
-            chosen = torch.tensor(asking, device=states.device)
-            catalogue = self.model.score_catalogue(states[batch.last_rows[chosen]])
-            best = best_items(catalogue, [plans[number] for number in asking])
-            for number, recommendation in zip(asking, best, strict=True):
-                finite = recommendation.scores.isfinite().all()
-                answers[number] = recommendation if finite else None
-        return answers
-
-    def _finish(self, plan: Plan, answer: Tensor | Recommendation | None) -> None:
-        """Stores the events and answers; if the answer is no longer wanted, forgets the rows."""
-        request = plan.request
-        if answer is None:
-            self._forget([plan.after.key])
-            self._fail(request, FloatingPointError("scores: expected finite ones, got NaN or Inf"))
-            return
-        wanted = request.future.set_running_or_notify_cancel()  # else cancelled; now it cannot be
-        unused = self._store.put(request.user, plan.after) if wanted else [plan.after.key]
-        self._forget(unused)
-        with self._counters.change() as stats:
-            if wanted:
-                stats.completed += 1
-                stats.latency.add(time.monotonic() - request.submitted)
+    def _finish(self, plans: list[Plan], answers: list[Tensor | Recommendation | None]) -> None:
+        """Answers what changes nothing, and lets the others be stored and answered."""
+        changing: list[tuple[Plan, Tensor | Recommendation]] = []
+        for plan, answer in zip(plans, answers, strict=True):
+            request, key = plan.request, plan.after.key
+            if answer is None:
+                self._scorer.free([key])
+                error = FloatingPointError("scores: expected finite ones, got NaN or Inf")
+                self._fail(request, error)
+            # Afterwards it cannot be cancelled. It is running if it is computed a second time.
+            elif not (request.future.running() or request.future.set_running_or_notify_cancel()):
+                self._scorer.free([key])
+                with self._counters.change() as stats:
+                    stats.cancelled += 1
+            elif len(plan.change.events):
+                changing.append((plan, answer))
             else:
-                stats.cancelled += 1
-        if wanted:
-            request.future.set_result(answer)
+                if plan.after.version:
+                    self._histories.put(request.user, plan.after)
+                self._answer(request, answer)
+        if not changing:
+            return
+        self._settle()
+        self._commits.start(changing)
+        if not self._store.waits:
+            self._settle()
 
-    def _forget(self, keys: list[int]) -> None:
-        """Frees the rows of histories that are not used any more."""
-        if keys and self._cache is not None:
-            self._cache.free(keys)
+    def _settle(self) -> None:
+        """Waits for what is being stored, and serves again what was planned on old events."""
+        while ended := self._commits.end():
+            again = []
+            for plan, version in ended:
+                if version:
+                    self._histories.put(plan.request.user, plan.after._replace(version=version))
+                    continue
+                self._scorer.free([plan.after.key])
+                self._histories.drop(plan.request.user)
+                if version is not None:
+                    again.append(plan.request)
+            if again:
+                self._serve(again)
+
+    def _answer(self, request: Request, answer: Tensor | Recommendation) -> None:
+        with self._counters.change() as stats:
+            stats.completed += 1
+            stats.latency.add(time.monotonic() - request.submitted)
+        request.future.set_result(answer)
 
     def _fail(self, request: Request, error: Exception) -> None:
         future = request.future

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Requests(NamedTuple):
 
     Attributes:
         users: whose they are.
-        dropped: int64 `(B,)`, how many events each user had before these.
+        contexts: what the callers of `Engine.submit_score` gave as `context`.
         event_offsets: int64 `(B + 1,)`.
         events: int64 `(n, 3)`, each user's oldest first: item, time and action.
         times: int64 `(B,)`, when the model is asked.
@@ -120,7 +120,7 @@ class Requests(NamedTuple):
     """
 
     users: Sequence[User]
-    dropped: Int64s
+    contexts: Sequence[Any]
     event_offsets: Int64s
     events: Int64s
     times: Int64s

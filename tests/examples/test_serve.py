@@ -47,7 +47,7 @@ from recommender.saved import SavedModel, load_model  # noqa: E402
 from recommender.serve_options import MAX_BODY_BYTES  # noqa: E402
 from recommender.server import add_events, make_engine, make_server  # noqa: E402
 
-from hstu_attn.serving import Engine, EventStore  # noqa: E402
+from hstu_attn.serving import Engine, MemoryStore  # noqa: E402
 from tests.helpers.http_client import Client, process  # noqa: E402
 
 LONGEST = 30
@@ -279,7 +279,7 @@ def test_wrong_ids_where_those_of_the_data_are_text(
 def test_data_with_other_ids_than_the_model(
     amazon: tuple[Client, Path, EventLog], ratings: Path
 ) -> None:
-    store, saved = EventStore(100, LONGEST), load_model(amazon[1], CPU)
+    store, saved = MemoryStore(100, LONGEST), load_model(amazon[1], CPU)
     with pytest.raises(ValueError, match=r"--data: expected ids that are text, .* got numbers"):
         add_events(store, open_event_log(ratings), saved)
 
@@ -627,11 +627,13 @@ def test_answers_do_not_wait_for_the_client() -> None:
 def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) -> None:
     log = open_event_log(ratings)
     fewer = saved._replace(item_ids=saved.item_ids[::2])
-    store = EventStore(100, LONGEST)
+    store = MemoryStore(100, LONGEST)
     add_events(store, log, fewer)
     items, times = history(log, 7)
     known = np.isin(items, fewer.item_ids)
-    events = store.history(7).events
+    (found,) = store.read([7], [0])
+    assert found is not None
+    events = found.events
     assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
     assert events[:, 1].tolist() == times[known].tolist()
 

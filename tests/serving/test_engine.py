@@ -27,8 +27,8 @@ from hstu_attn.serving import (
     Engine,
     EngineClosedError,
     Event,
-    EventStore,
     GraphBuckets,
+    MemoryStore,
     NoHistoryError,
     OutOfPagesError,
     OverloadedError,
@@ -97,22 +97,25 @@ def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
     cache = make_cache(12)  # four full histories
     users, per_thread = 15, 150
     sent: dict[int, list[Sent]] = {user: [] for user in range(users)}
+    starts = [0] * users  # before which a user has no more events
     locks = [threading.Lock() for _ in range(users)]
     engine = Engine(model, cache, max_batch_size=6, max_wait=0.001, graphs=graphs)
 
     def send(thread: int) -> None:
         rng = random.Random(torch.initial_seed() + thread)
-        for turn in range(per_thread):
+        for _ in range(per_thread):
             user = int(users * rng.random() ** 2)
             count = rng.choice([0, 1, 1, 2, 9, 30])
-            events = some_events(rng, turn * 10**5, count, model.num_actions)
             candidates = [rng.randrange(ITEMS - 2) for _ in range(rng.choice([0, 1, 4]))]
-            if rng.random() < 0.05:
-                events.append(Event(POISON, turn * 10**5))
+            poisoned = rng.random() < 0.05
             if rng.random() < 0.05:
                 candidates.append(SPOILT)
-            at = rng.choice([None, turn * 10**5 + rng.randrange(10**6)])
             with locks[user]:
+                events = some_events(rng, starts[user], count, model.num_actions)
+                starts[user] += 10**6
+                if poisoned:
+                    events.append(Event(POISON, starts[user]))
+                at = rng.choice([None, starts[user] + rng.randrange(10**6)])
                 future = engine.submit_score(user, events, candidates, at=at)
                 sent[user].append(Sent(events, candidates, at, future))
             if rng.random() < 0.05:
@@ -155,7 +158,7 @@ def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
     assert stats.batches == sum(stats.batch_size.counts)
     assert stats.hit_tokens > 100
     assert 0 < stats.graph_batches < stats.batches if graphs else stats.graph_batches == 0
-    assert stats.users == len(histories.events)
+    assert stats.users == sum(len(events) > 0 for events in histories.events.values())
     assert stats.queued == 0
     assert cache.stats().evictions > 0
     assert cache.stats().pinned_pages == 0
@@ -348,7 +351,7 @@ def test_what_is_cancelled_while_it_is_computed_has_no_effect() -> None:
             request = (1, some_events(rng, turn * 10**7, 9), [1, 2], None)
             assert_close(engine.score(*request[:3]), histories.expect(*request))
             gate = Gate(model)
-            future = engine.submit_score(1, [(4, 4)], [1])
+            future = engine.submit_score(1, [(4, turn * 10**7 + 10**6)], [1])
             assert gate.reached.wait(10)
             assert future.cancel()
             gate.opened.set()
@@ -414,7 +417,7 @@ def test_a_failure_is_alone_and_leaves_no_trace(name: str, graphs: bool) -> None
         for turn in range(6):
             events = {user: some_events(rng, turn * 10**7, 7) for user in range(8)}
             for user in (0, 1) if turn % 2 else (3,):
-                events[user].append(Event(POISON, turn * 10**7))
+                events[user].append(Event(POISON, turn * 10**7 + 10**6))
             batch(events, [1, 2])
     assert engine.stats().failed == 9 + 6
     assert cache.stats().pinned_pages == 0
@@ -441,16 +444,19 @@ def test_a_failure_keeps_what_was_cached() -> None:
 def test_what_the_worker_did_not_expect_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("retrieval")
     histories, cache = Histories(model), make_cache(12)
-    store = EventStore(100, LONGEST)
+    store = MemoryStore(100, LONGEST)
     with Engine(model, cache, store=store) as engine:
         engine.score(1, [(1, 1)], [1])
         histories.expect(1, [Event(1, 1)], [1], None)
         with monkeypatch.context() as patch:
-            patch.setattr(store, "put", lambda *_: 1 / 0)
-            for _ in range(2):
-                with pytest.raises(ZeroDivisionError):
-                    engine.score(1, [(2, 2)], [1], timeout=10)
-        assert cache.stats().users == 0
+            for method in ("commit", "read"):
+                patch.setattr(store, method, lambda *_: 1 / 0)
+                for _ in range(2):
+                    with pytest.raises(ZeroDivisionError):
+                        engine.score(1, [(2, 2)], [1], timeout=10)
+                assert cache.stats().users == 0
+                patch.undo()
+                engine.score(2, [(2, 2)], [1])
         request = (1, [Event(3, 3)], [1, 2], None)
         assert_close(engine.score(*request[:3]), histories.expect(*request))
 
@@ -493,7 +499,7 @@ def test_a_cache_that_does_not_evict_fills_up() -> None:
 def test_long_histories_are_shortened(drop: int) -> None:
     model = make_model("ranking, times")
     histories, rng = Histories(model, drop), random.Random(4)
-    with Engine(model, make_cache(9), store=EventStore(100, LONGEST, drop)) as engine:
+    with Engine(model, make_cache(9), store=MemoryStore(100, LONGEST, drop)) as engine:
         for turn in range(12):
             count = 100 if turn == 6 else 9
             request = (1, some_events(rng, turn * 10**7, count), [1, 2], None)
@@ -514,11 +520,11 @@ def test_what_another_engine_left_in_the_cache_is_not_used() -> None:
 def test_forgotten_users_start_anew() -> None:
     model = make_model("retrieval")
     cache = make_cache(12)
-    with Engine(model, cache, store=EventStore(2, LONGEST), max_batch_size=2) as engine:
+    with Engine(model, cache, store=MemoryStore(2, LONGEST), max_batch_size=2) as engine:
         for user in (1, 2, 1, 3):  # 2 is forgotten
             engine.score(user, [(user, 5), (user, 6)], [1])
         assert engine.stats().hit_tokens == 1
-        assert engine.stats().users == cache.stats().users == 2
+        assert engine.stats().users == 2
         with pytest.raises(NoHistoryError, match="new_events: expected some of the new user 2"):
             engine.score(2, [], [1])
         expected = model.whole(np.array([(9, 9, 0)]), [1, 2], 9)
@@ -535,7 +541,7 @@ def test_users_without_events_can_be_ranked_for() -> None:
 
 def test_a_store_may_hold_events_before() -> None:
     model = make_model("retrieval")
-    store, histories = EventStore(100, LONGEST), Histories(model)
+    store, histories = MemoryStore(100, LONGEST), Histories(model)
     events = some_events(random.Random(5), 0, 50)
     for a, b in pairwise([0, 20, 50]):
         store.add("a", events[a:b])
@@ -556,8 +562,8 @@ def test_recommendations(exclude_seen: bool) -> None:
                 events = some_events(rng, turn * 10**7, 4)
                 future = engine.submit_recommend(user, events, k, exclude_seen=exclude_seen)
                 futures.append((user, events, k, future))
-            scored = engine.score(4, [(4, 4)], [5, 6])
-            assert_close(scored, histories.expect(4, [Event(4, 4)], [5, 6], None))
+            scored = engine.score(4, [(4, turn)], [5, 6])
+            assert_close(scored, histories.expect(4, [Event(4, turn)], [5, 6], None))
             for user, events, k, future in futures:
                 scores = histories.expect(user, events, list(range(ITEMS)), None)
                 seen = set(histories.events[user][:, 0].tolist()) if exclude_seen else set()
@@ -651,7 +657,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             Engine(*arguments)
     for options, message in (
-        ({"store": EventStore(100, LONGEST + 1)}, "store: expected max_events of at most .* = 40"),
+        ({"store": MemoryStore(100, LONGEST + 1)}, "store: expected max_events of at most .* = 40"),
         ({"max_batch_size": 0}, "max_batch_size: expected a positive count, got 0"),
         ({"max_queue": 0}, "max_queue: expected a positive count, got 0"),
         ({"max_candidates": 0}, "max_candidates: expected a positive count, got 0"),
@@ -666,7 +672,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((5, 5, 5), "drop: expected from 0 to 4, got 5"),
     ):
         with pytest.raises(ValueError, match=message):
-            EventStore(*sizes)
+            MemoryStore(*sizes)
 
 
 def test_models_are_told_apart() -> None:
