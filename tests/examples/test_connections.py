@@ -189,6 +189,13 @@ def open_connections(running: uvicorn.Server) -> int:
     return len(running.server_state.connections)
 
 
+def wait_until_open(server: uvicorn.Server, count: int) -> None:
+    limit = time.monotonic() + PATIENCE
+    while open_connections(server) < count:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 def wait_until_closed(server: uvicorn.Server) -> float:
     """Returns after how many seconds the server has no connection any more."""
     started = time.monotonic()
@@ -203,8 +210,7 @@ def test_who_reads_no_answer_is_let_go(requests: int) -> None:
     """The client, or its machine, may be gone: it takes nothing, and closes nothing."""
     with running_server() as (server, port), connect(port) as connection:
         connection.sendall(WHOLE.replace(b"/echo", b"/large") * requests)
-        while not open_connections(server):
-            time.sleep(0.01)
+        wait_until_open(server, 1)
         assert wait_until_closed(server) > 0.5 * ARRIVAL_TIMEOUT
         assert not server.server_state.tasks
         with connect(port) as other:
@@ -225,19 +231,19 @@ def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
     """What is left to be sent when it is closed does not keep it."""
     with running_server() as (server, port), connect(port) as connection:
         connection.sendall(WHOLE.replace(b"/echo", b"/large").replace(b"\r\n\r\n", CLOSE))
-        while not open_connections(server):
-            time.sleep(0.01)
+        wait_until_open(server, 1)
         wait_until_closed(server)
 
 
 def test_half_open_connections_make_room() -> None:
     """Clients that vanished without a word hold no connection for long."""
     with ExitStack() as stack:
-        server, port = stack.enter_context(running_server(max_connections=8))
+        server, port = stack.enter_context(running_server(8, arrival_timeout=2.0))
         for _ in range(4):
             stack.enter_context(connect(port))  # sends nothing
             half = stack.enter_context(connect(port))
             half.sendall(HEAD[:10])
+        wait_until_open(server, 8)
         assert wait_until_closed(server) > 0.5 * ARRIVAL_TIMEOUT
         assert first_accepted(port).startswith(b"HTTP/1.1 200 OK")
 
