@@ -151,7 +151,7 @@ class Engine:
             model.num_actions,
             lambda keys: self._scorer.cache.free(keys),
         )
-        self._commits = Commits(store, self._answer, self._fail)
+        self._commits = Commits(store, self._answer, self._fail, self._end_commit_soon)
         self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
         self._queue: deque[Request] = deque()
@@ -401,6 +401,12 @@ class Engine:
             self._changed.notify_all()
         done.result()
 
+    def _end_commit_soon(self) -> None:
+        """Wakes the worker, should it be idle, to end a commit: any job begins with that."""
+        with self._changed:
+            self._jobs.append((lambda: None, Future()))
+            self._changed.notify_all()
+
     def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
         scorer.cache.clear()
         self._scorer, self._previous = scorer, previous
@@ -453,8 +459,6 @@ class Engine:
         with torch.no_grad():
             while True:
                 self._do_jobs()
-                if not self._queue:
-                    self._settle()  # there is no batch to compute meanwhile
                 if batch := self._next_batch():
                     self._serve(batch)
                 elif self._closed and not self._jobs:
