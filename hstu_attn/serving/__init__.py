@@ -1,7 +1,8 @@
 """Serving: an inference server around the operator (`pip install hstu_attn[serving]`).
 
 Engine           scores for many users at once, on keys and values that it keeps
-ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
+ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval;
+                 UncachedModel, of one that computes each request whole
 GraphBuckets     the shapes that an engine captures in CUDA graphs
 EventStore       the users' latest events, from which an engine recomputes what is not cached:
                  MemoryStore, SQLiteStore or RedisStore; open_store takes a path or a URL
@@ -12,13 +13,16 @@ check_cacheable  refuses layers whose keys and values cannot be cached
 """
 
 from ..cached import CachedRows, StepTensors, check_cacheable
+from .answers import How
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
-from .engine import Engine, EngineClosedError, NoHistoryError, OverloadedError, Recommendation
+from .engine import Engine
+from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
 from .events import Event, EventOrderError, EventStore, EventTimeError, MemoryStore, StoreError
 from .export import ScoringStep
 from .graphs import GraphBuckets
-from .model import CatalogueModel, Rows, ServedModel
+from .model import CatalogueModel, Requests, Rows, ServedModel, UncachedModel
 from .redis_store import RedisStore
+from .scoring import Recommendation
 from .sqlite_store import SQLiteStore
 from .stats import EngineStats, Histogram
 from .stores import open_store
@@ -29,6 +33,7 @@ __all__ = [
     "CacheStep",
     "CachedRows",
     "CatalogueModel",
+    "DeadlineError",
     "Engine",
     "EngineClosedError",
     "EngineStats",
@@ -38,6 +43,7 @@ __all__ = [
     "EventTimeError",
     "GraphBuckets",
     "Histogram",
+    "How",
     "MemoryStore",
     "ModelCheckError",
     "NoHistoryError",
@@ -47,12 +53,14 @@ __all__ = [
     "Probe",
     "Recommendation",
     "RedisStore",
+    "Requests",
     "Rows",
     "SQLiteStore",
     "ScoringStep",
     "ServedModel",
     "StepTensors",
     "StoreError",
+    "UncachedModel",
     "check_cacheable",
     "open_store",
 ]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .answers import How, deadline_after, result_of
 from .batch import Plan, Request
 from .cache import PagedKVCache
 from .commits import LOG, Commits
+from .errors import EngineClosedError, NoHistoryError
 from .events import (
     ACTION,
     ITEM,
@@ -33,51 +35,41 @@ from .events import (
     check_times,
     event_rows,
 )
+from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StepLimits
 from .histories import Histories
-from .model import CatalogueModel, ServedModel
+from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
+from .tracing import current_span, record_spans
 from .versions import Probe, check_successor
+from .waiting import Waiting
 
-__all__ = [
-    "Engine",
-    "EngineClosedError",
-    "NoHistoryError",
-    "OverloadedError",
-    "Recommendation",
-]
+__all__ = ["Engine"]
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Ints = Sequence[int] | np.ndarray[Any, Any] | Tensor
 Events = Sequence[tuple[int, ...]] | np.ndarray[Any, Any]
-Answer = TypeVar("Answer")
-
-
-class OverloadedError(RuntimeError):
-    """The queue is full; the request was not accepted, and may be made again later."""
-
-
-class EngineClosedError(RuntimeError):
-    """The engine has been closed; the request was not served."""
-
-
-class NoHistoryError(ValueError):
-    """A retrieval model was asked for a user without any event."""
 
 
 class Engine:
     """Serves a model from several threads, computing only what a user's cached rows lack.
 
     A request brings a user's new events and asks for scores after them. A worker thread takes
-    waiting requests together, in their order of arrival and never two of one user, so that each
-    sees the events of those before it. The answer is that of the model on the user's whole history
-    (at most the latest `store.max_events` events, see `EventStore`), up to rounding.
+    waiting requests together, never two of one user, and a user's in their order of arrival, so
+    that each sees the events of those before it. Clients take turns, and so do the users of each.
+    The answer is that of the model on the user's whole history (at most the latest
+    `store.max_events` events, see `EventStore`), up to rounding.
 
     What is cached is each event's keys and values, but the last event is computed again by every
     request: its state is what candidates are compared with, and a relative bias by time lets it
     depend on when the user is asked or acts next. Evicted users are recomputed from their events.
 
-    A request that fails, times out or is cancelled has no effect: its events are not stored. If a
+    A request that fails, times out or is cancelled has no effect: its events are not stored. One
+    whose deadline passes while it waits is not computed. If the queue is full, the client with most
+    requests in it gives way to one with fewer, and so do users; other requests are refused. If a
     batch fails, its halves are computed apart, so that a request fails alone. What is answered has
     been stored: the events of a batch by one `commit` of the store, while the next batch is
     computed if that has no user in common. Where a store cannot tell whether it has stored a
@@ -85,15 +77,18 @@ class Engine:
     equal to one of the user's stored ones in item, time and action is that event.
 
     Args:
-        model: its layers must be cacheable (`check_cacheable`) and in evaluation mode.
-        cache: for this engine alone, and cleared. It has the model's number of layers, heads and
-            head dim and the dtype of its rows, is on the model's device, and holds at least one
-            history of `max_events`.
-        store: the users' events; None is a `MemoryStore` for 100000 users. It is not closed with
-            the engine.
+        model: its layers must be cacheable (`check_cacheable`) and in evaluation mode. An
+            `UncachedModel` computes each request whole.
+        cache: for this engine alone, and cleared; None with an `UncachedModel`. It has the model's
+            number of layers, heads and head dim and the dtype of its rows, is on the model's
+            device, and holds at least one history of `max_events`.
+        store: the users' events; None is a `MemoryStore` for 100000 users, whose `drop` is 0 with
+            an `UncachedModel`. It is not closed with the engine.
         max_batch_size: requests computed together, at most.
         max_wait: how long a request may wait for others to join it, in seconds.
         max_queue: requests that may wait.
+        max_queue_seconds: a request is refused if it would wait for longer, as far as is known
+            from what waits and how long the latest batches took.
         max_candidates: candidates of a request.
         graphs: whether the stack's steps are captured in CUDA graphs and replayed, which saves the
             host what launching each kernel takes; `GraphBuckets` says for which shapes. None means
@@ -113,48 +108,52 @@ class Engine:
 
     def __init__(
         self,
-        model: ServedModel,
-        cache: PagedKVCache,
+        model: ServedModel | UncachedModel,
+        cache: PagedKVCache | None,
         *,
         store: EventStore | None = None,
         max_batch_size: int = 32,
         max_wait: float = 0.002,
         max_queue: int = 1024,
+        max_queue_seconds: float = math.inf,
         max_candidates: int = 1024,
         graphs: bool | GraphBuckets | None = None,
         time_range: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         if store is None:
-            store = MemoryStore(100_000, model.max_history)
+            store = MemoryStore(100_000, model.max_history, 0 if cache is None else None)
         sizes = {"max_batch_size": max_batch_size, "max_queue": max_queue}
         for name, size in {**sizes, "max_candidates": max_candidates}.items():
             if size < 1:
                 raise ValueError(f"{name}: expected a positive count, got {size}")
         if not 0 <= max_wait < float("inf"):
             raise ValueError(f"max_wait: expected seconds from 0 up, got {max_wait}")
+        if not max_queue_seconds > 0:
+            raise ValueError(
+                f"max_queue_seconds: expected a positive number, got {max_queue_seconds}"
+            )
         check_fit(model, cache, store)
         self.max_batch_size = max_batch_size
-        self.max_wait = max_wait
-        self.max_queue = max_queue
         self.max_candidates = max_candidates
         self._time_range = time_range
         self._store = store
         self._graphs = graphs
-        cache.clear()
         self._scorer = self._scorer_of(model, cache)  # the worker's alone, as are the histories
         self._previous: Scorer | None = None
         self._changing = threading.Lock()  # is held while a model is changed
+        self._scorer.clear()
         self._histories = Histories(
             store,
-            cache.capacity,
+            self._scorer.capacity,
             model.num_items,
             model.num_actions,
-            lambda keys: self._scorer.cache.free(keys),
+            lambda keys: self._scorer.free(keys),
         )
         self._commits = Commits(store, self._answer, self._fail, self._end_commit_soon)
         self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
-        self._queue: deque[Request] = deque()
+        queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
+        self._waiting = Waiting(queue, max_wait, self._counters)
         self._closed = False
         self._changed = threading.Condition()  # of the queue, the jobs, or whether it is closed
         self._worker = threading.Thread(target=self._work, name="hstu_attn engine", daemon=True)
@@ -170,6 +169,7 @@ class Engine:
         *,
         at: int | None = None,
         timeout: float | None = None,
+        client: str = "",
     ) -> Tensor:
         """Stores a user's new events and scores candidates after them.
 
@@ -180,15 +180,17 @@ class Engine:
             candidates: `(m,)` items; may be none.
             at: the time at which the model is asked; None is that of the user's last event.
             timeout: seconds to wait for the answer; None is for ever.
+            client: on whose behalf, for a fair share of the queue.
 
         Returns:
-            `(m,)` on the CPU, of the dtype of the model's scores.
+            `(m,)` on the CPU, of the dtype of the model's scores; `(m, tasks)` where it has tasks.
 
         Raises:
             ValueError: for items, actions, times or counts out of range, or events or candidates
                 that are not integers.
             NoHistoryError: a ValueError: no event of the user, and candidates are not rows.
-            OverloadedError: if too many requests wait; at once.
+            OverloadedError: if too many requests wait, or so many that the answer would come after
+                `timeout`; mostly at once.
             TimeoutError: after `timeout`.
             EngineClosedError: if the engine is or gets closed.
             OutOfPagesError: if the cache does not evict, and is full.
@@ -198,7 +200,8 @@ class Engine:
                 user's last stored event, and is none of the stored ones.
             StoreError: if the store cannot be read or written.
         """
-        return _result(self.submit_score(user, new_events, candidates, at=at), timeout)
+        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        return result_of(self.submit_score(user, new_events, candidates, **how), timeout)
 
     def recommend(
         self,
@@ -209,6 +212,7 @@ class Engine:
         exclude_seen: bool = True,
         at: int | None = None,
         timeout: float | None = None,
+        client: str = "",
     ) -> Recommendation:
         """Stores a user's new events and finds the best items of the catalogue after them.
 
@@ -220,16 +224,24 @@ class Engine:
         The other arguments and the errors are those of `score`; a model that is no `CatalogueModel`
         is a ValueError, too.
         """
-        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, at=at)
-        return _result(future, timeout)
+        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, **how)
+        return result_of(future, timeout)
 
     def submit_score(
-        self, user: User, new_events: Events, candidates: Ints, *, at: int | None = None
+        self, user: User, new_events: Events, candidates: Ints, **how: Unpack[How]
     ) -> Future[Tensor]:
         """Starts `score` and returns its future.
 
-        Errors of the arguments and OverloadedError are raised at once, all others by the future.
-        The future can be cancelled until the answer is there; a cancelled request has no effect.
+        Errors of the arguments are raised at once, and so are OverloadedError and DeadlineError
+        where that is known; all others by the future. The future can be cancelled until the answer
+        is there; a cancelled request has no effect.
+
+        Args:
+            user: as in `score`, as are events and candidates.
+            new_events: likewise.
+            candidates: likewise.
+            how: who asks, and until when, as in `How`.
         """
         listed = np.asarray(candidates)
         if not listed.size:
@@ -244,7 +256,7 @@ class Engine:
                 f"candidates: expected at most {self.max_candidates}, got {len(listed)}"
             )
         check_range("candidates", "items", listed, self.model.num_items)
-        return self._submit(user, new_events, listed.astype(np.int64), 0, False, at)
+        return self._submit(user, new_events, listed.astype(np.int64), 0, False, how)
 
     def submit_recommend(
         self,
@@ -253,7 +265,7 @@ class Engine:
         k: int,
         *,
         exclude_seen: bool = True,
-        at: int | None = None,
+        **how: Unpack[How],
     ) -> Future[Recommendation]:
         """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
         if not isinstance(self.model, CatalogueModel):
@@ -264,12 +276,16 @@ class Engine:
         if k < 1:
             raise ValueError(f"k: expected a positive count, got {k}")
         none = np.empty(0, np.int64)
-        return self._submit(user, new_events, none, k, exclude_seen, at)
+        return self._submit(user, new_events, none, k, exclude_seen, how)
 
     # --- what operators do -----------------------------------------------------------------------
 
     def swap(
-        self, model: ServedModel, *, cache: PagedKVCache | None = None, probe: Probe | None = None
+        self,
+        model: ServedModel | UncachedModel,
+        *,
+        cache: PagedKVCache | None = None,
+        probe: Probe | None = None,
     ) -> None:
         """Replaces the model while requests are served, and returns when it has taken over.
 
@@ -344,15 +360,15 @@ class Engine:
         return count
 
     @property
-    def model(self) -> ServedModel:
+    def model(self) -> ServedModel | UncachedModel:
         """The model that is served."""
         return self._scorer.model
 
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
         with self._changed:
-            queued = len(self._queue)
-        return self._counters.snapshot(queued, users=len(self._store))
+            level = self._waiting.level()
+        return self._counters.snapshot(**level, users=len(self._store))
 
     def close(self, *, finish: bool = True) -> None:
         """Accepts no more requests, and returns when the waiting ones are served.
@@ -361,9 +377,7 @@ class Engine:
         """
         with self._changed:
             self._closed = True
-            dropped = [] if finish else [*self._queue]
-            if not finish:
-                self._queue.clear()
+            dropped = [] if finish else self._waiting.queue.clear()
             self._changed.notify_all()
         for request in dropped:
             self._fail(request, EngineClosedError("the engine was closed before this was served"))
@@ -375,16 +389,29 @@ class Engine:
         """Whether the engine accepts no more requests."""
         return self._closed
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread that computes lives as it should: until the engine is closed."""
+        return self._closed or self._worker.is_alive()
+
+    def check_store(self) -> None:
+        """Reads something from the store, from the calling thread.
+
+        Raises:
+            StoreError: if it cannot be read.
+        """
+        self._store.note("check")
+
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _scorer_of(self, model: ServedModel, cache: PagedKVCache) -> Scorer:
+    def _scorer_of(self, model: ServedModel | UncachedModel, cache: PagedKVCache | None) -> Scorer:
         graphs = self._graphs
         if graphs is None:
-            graphs = cache.kv_cache.is_cuda
+            graphs = cache is not None and cache.kv_cache.is_cuda
         if isinstance(graphs, bool):
             graphs = GraphBuckets() if graphs else None
         candidates = self.max_candidates if model.candidates_are_rows else 0
@@ -408,9 +435,9 @@ class Engine:
             self._changed.notify_all()
 
     def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
-        scorer.cache.clear()
+        scorer.clear()
         self._scorer, self._previous = scorer, previous
-        self._histories.capacity = scorer.cache.capacity
+        self._histories.capacity = scorer.capacity
 
     def _submit(
         self,
@@ -419,7 +446,7 @@ class Engine:
         candidates: Int64s,
         top_k: int,
         exclude_seen: bool,
-        at: int | None,
+        how: How,
     ) -> Future[Any]:
         if not isinstance(user, (int, str)):
             raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
@@ -431,25 +458,22 @@ class Engine:
         ):
             check_range("new_events", what, events[:, column], limit)
         check_times(events, self._time_range)
+        at = how.get("at")
         if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
             raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
         now = time.monotonic()
-        request = Request(user, events, candidates, top_k, exclude_seen, at, now)
+        request = Request(
+            *(user, events, candidates, top_k, exclude_seen, at, now),
+            client=how.get("client", ""),
+            deadline=how.get("deadline", math.inf),
+            request_id=how.get("request_id"),
+            context=how.get("context"),
+            span=current_span(),
+        )
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            if len(self._queue) >= self.max_queue:
-                self._queue = deque(r for r in self._queue if not self._dropped(r))
-            if len(self._queue) >= self.max_queue:
-                with self._counters.change() as stats:
-                    stats.rejected += 1
-                raise OverloadedError(
-                    f"the engine is overloaded: expected fewer than {self.max_queue} waiting "
-                    f"requests (max_queue), got {len(self._queue)}"
-                )
-            with self._counters.change() as stats:
-                stats.requests += 1
-            self._queue.append(request)
+            self._waiting.admit(request)
             self._changed.notify_all()
         return request.future
 
@@ -477,55 +501,34 @@ class Engine:
                 done.set_result(None)
 
     def _next_batch(self) -> list[Request]:
-        """Returns requests of different users, oldest first.
+        """Returns requests of different users.
 
-        There are none once the engine is closed, or when there are jobs and nothing else to do.
+        There are none once the engine is closed, or when there are jobs and nothing else to do. The
+        batch before it is finished, by which the queue measures how long batches take.
         """
         batch: list[Request] = []
         with self._changed:
+            self._waiting.finish()
             while not batch:
-                self._changed.wait_for(lambda: self._queue or self._closed or self._jobs)
-                if not self._queue:
+                self._changed.wait_for(lambda: len(self._waiting) or self._closed or self._jobs)
+                if not len(self._waiting):
                     break
-                latest = self._queue[0].submitted + self.max_wait
                 self._changed.wait_for(
-                    lambda: len(self._queue) >= self.max_batch_size or self._closed,
-                    timeout=max(0.0, latest - time.monotonic()),
+                    lambda: self._closed or not self._waiting.patience, self._waiting.patience
                 )
-                batch = self._take()
+                batch = self._waiting.take()
         return batch
-
-    def _take(self) -> list[Request]:
-        batch: list[Request] = []
-        waiting: deque[Request] = deque()
-        users: set[User] = set()
-        for request in self._queue:
-            if self._dropped(request):
-                continue
-            fits = len(batch) < self.max_batch_size and request.user not in users
-            (batch if fits else waiting).append(request)
-            users.add(request.user)
-        self._queue = waiting
-        return batch
-
-    def _dropped(self, request: Request) -> bool:
-        """Returns whether a waiting request has been cancelled; if so, counts it."""
-        if not request.future.cancelled():
-            return False
-        request.future.set_running_or_notify_cancel()
-        with self._counters.change() as stats:
-            stats.cancelled += 1
-        return True
 
     def _serve(self, requests: list[Request]) -> None:
         try:
             if not self._commits.users.isdisjoint(request.user for request in requests):
                 self._settle()
-            self._serve_plans(self._plan(requests))
+            taken = time.monotonic()
+            self._serve_plans(self._plan(requests), taken)
         except Exception as error:  # none may wait for ever, nor find rows that have no history
             LOG.exception("A batch failed in a way that was not foreseen")
             self._settle()
-            self._scorer.cache.clear()
+            self._scorer.clear()
             for request in requests:
                 if not request.future.done():
                     self._fail(request, error)
@@ -554,10 +557,14 @@ class Engine:
                 plans.append(Plan(request, after, change))
         return plans
 
-    def _serve_plans(self, plans: list[Plan]) -> None:
-        """Serves plans together or, if that fails, for example with OutOfPagesError, in halves."""
+    def _serve_plans(self, plans: list[Plan], taken: float) -> None:
+        """Serves plans together or, if that fails, for example with OutOfPagesError, in halves.
+
+        `taken` is when they were taken from the queue.
+        """
         if not plans:
             return
+        started = time.monotonic()
         try:
             computed = self._scorer.compute(plans)
         except Exception as error:
@@ -565,9 +572,10 @@ class Engine:
                 self._fail(plans[0].request, error)
             else:
                 half = len(plans) // 2
-                self._serve_plans(plans[:half])
-                self._serve_plans(plans[half:])
+                self._serve_plans(plans[:half], taken)
+                self._serve_plans(plans[half:], taken)
             return
+        ended = time.monotonic()
         new = sum(min(len(plan.change.events), len(plan.after.events)) for plan in plans)
         with self._counters.change() as stats:
             stats.batches += 1
@@ -576,7 +584,11 @@ class Engine:
             stats.hit_tokens += computed.kept
             stats.new_tokens += new
             stats.recomputed_tokens += computed.computed - new
+            stats.step_time.add(ended - started)
+            for plan in plans:
+                stats.queue_time.add(taken - plan.request.submitted)
         self._finish(plans, computed.answers)
+        record_spans((plan.request for plan in plans), taken, started, ended, len(plans))
 
     def _finish(self, plans: list[Plan], answers: list[Tensor | Recommendation | None]) -> None:
         """Answers what changes nothing, and lets the others be stored and answered."""
@@ -584,12 +596,12 @@ class Engine:
         for plan, answer in zip(plans, answers, strict=True):
             request, key = plan.request, plan.after.key
             if answer is None:
-                self._scorer.cache.free([key])
+                self._scorer.free([key])
                 error = FloatingPointError("scores: expected finite ones, got NaN or Inf")
                 self._fail(request, error)
             # Afterwards it cannot be cancelled. It is running if it is computed a second time.
             elif not (request.future.running() or request.future.set_running_or_notify_cancel()):
-                self._scorer.cache.free([key])
+                self._scorer.free([key])
                 with self._counters.change() as stats:
                     stats.cancelled += 1
             elif len(plan.change.events):
@@ -613,7 +625,7 @@ class Engine:
                 if version:
                     self._histories.put(plan.request.user, plan.after._replace(version=version))
                     continue
-                self._scorer.cache.free([plan.after.key])
+                self._scorer.free([plan.after.key])
                 self._histories.drop(plan.request.user)
                 if version is not None:
                     again.append(plan.request)
@@ -636,12 +648,3 @@ class Engine:
                 stats.cancelled += 1
         if wanted:
             future.set_exception(error)
-
-
-def _result(future: Future[Answer], timeout: float | None) -> Answer:
-    try:
-        return future.result(timeout)
-    except concurrent.futures.TimeoutError:
-        if future.cancel():
-            raise TimeoutError(f"timeout: expected an answer within {timeout} s") from None
-        return future.result()  # it came at the last moment

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cached import CachedRows
-from .batch import Batch, Plan, pack
+from .batch import Batch, Plan, pack, whole_requests
 from .cache import CacheStep, PagedKVCache
 from .events import ITEM, EventStore
 from .graphs import GraphBuckets, StackGraphs, StepLimits
-from .model import CatalogueModel, ServedModel, check_model, row_dtype
+from .model import CatalogueModel, ServedModel, UncachedModel, check_model, row_dtype
 
 __all__ = ["Computed", "Recommendation", "Scorer", "check_fit"]
+
+
+UNCACHED_EVENTS = 2**20
+"""Events of all users that are known where there is no cache: they are not read from the store."""
 
 
 class Recommendation(NamedTuple):
@@ -47,7 +51,7 @@ class Scorer:
 
     Args:
         model: is in evaluation mode, and fits the cache (`check_fit`).
-        cache: knows users by the keys of their histories.
+        cache: knows users by the keys of their histories; None for an `UncachedModel`.
         graphs: the shapes to capture in CUDA graphs; None computes without.
         limits: those of every batch.
     """
@@ -55,16 +59,16 @@ class Scorer:
     @torch.no_grad()
     def __init__(
         self,
-        model: ServedModel,
-        cache: PagedKVCache,
+        model: ServedModel | UncachedModel,
+        cache: PagedKVCache | None,
         graphs: GraphBuckets | None,
         limits: StepLimits,
     ) -> None:
         self.model = model
         self.cache = cache
-        self._device = cache.kv_cache.device
         self._graphs: StackGraphs | None = None
-        if graphs is not None:
+        if graphs is not None and cache is not None:
+            model = cast(ServedModel, model)
             self._graphs = StackGraphs(
                 model.stack,
                 cache.kv_cache,
@@ -76,6 +80,21 @@ class Scorer:
                 dtype=row_dtype(model),
             )
 
+    @property
+    def capacity(self) -> int:
+        """How many events of all users it is of use to know."""
+        return UNCACHED_EVENTS if self.cache is None else self.cache.capacity
+
+    def free(self, keys: Sequence[int]) -> None:
+        """Forgets the rows of histories."""
+        if self.cache is not None:
+            self.cache.free(keys)
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        if self.cache is not None:
+            self.cache.clear()
+
     @torch.no_grad()
     def compute(self, plans: list[Plan]) -> Computed:
         """Computes a batch, and keeps its rows in the cache; if that fails, the cache is as before.
@@ -84,6 +103,9 @@ class Scorer:
             OutOfPagesError: if the cache has no room.
             Exception: whatever the model raises.
         """
+        if self.cache is None:
+            return self._compute_whole(plans)
+        model = cast(ServedModel, self.model)
         keys = [plan.after.key for plan in plans]
         cached = self.cache.lookup(keys).tolist()
         kept = [max(count - 1, 0) for count in cached]
@@ -94,21 +116,26 @@ class Scorer:
             batch = pack(
                 plans,
                 kept,
-                self._device,
-                candidates_are_rows=self.model.candidates_are_rows,
-                reads_times=self.model.reads_times,
+                self.cache.kv_cache.device,
+                candidates_are_rows=model.candidates_are_rows,
+                reads_times=model.reads_times,
             )
-            states, by_graph = self._states(step, batch)
-            answers = self._answers(plans, batch, states)
+            states, by_graph = self._states(model, step, batch)
+            answers = self._answers(model, plans, batch, states)
         return Computed(answers, by_graph, sum(kept), sum(lengths) - sum(kept))
 
-    def _states(self, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
+    def _compute_whole(self, plans: list[Plan]) -> Computed:
+        requests = whole_requests(plans)
+        scores = cast(UncachedModel, self.model).score_requests(requests).cpu()
+        return Computed(_finite_or_none(scores, plans), False, 0, len(requests.events))
+
+    def _states(self, model: ServedModel, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
         """Returns the stack's output `(total, embedding_dim)`, and whether a graph computed it.
 
         There may be more rows after the output's. The output of a graph stays valid until the next
         batch.
         """
-        x = self.model.embed(batch.rows)
+        x = model.embed(batch.rows)
         if self._graphs is not None:
             states = self._graphs.run(step, batch, x)
             if states is not None:
@@ -119,32 +146,37 @@ class Scorer:
             seq_offsets,
             batch.max_seq_len,
             batch.max_key_len,
-            num_targets if self.model.candidates_are_rows else None,
+            num_targets if model.candidates_are_rows else None,
         )
-        times = (batch.key_times, batch.row_times) if self.model.reads_times else ()
-        return self.model.stack.forward_cached(x, rows, *times), False
+        times = (batch.key_times, batch.row_times) if model.reads_times else ()
+        return model.stack.forward_cached(x, rows, *times), False
 
     def _answers(
-        self, plans: list[Plan], batch: Batch, states: Tensor
+        self, model: ServedModel, plans: list[Plan], batch: Batch, states: Tensor
     ) -> list[Tensor | Recommendation | None]:
         """Returns the answers on the CPU, and None for those with a score that is not finite.
 
         Copying them waits for the device, so anything that fails there has failed by then.
         """
-        scores = self.model.score(states[batch.state_rows], batch.candidates).cpu()
-        listed = scores.split([len(plan.request.candidates) for plan in plans])
-        answers: list[Tensor | Recommendation | None] = [*listed]
-        if not scores.isfinite().all():
-            answers = [found if found.isfinite().all() else None for found in listed]
+        scores = model.score(states[batch.state_rows], batch.candidates).cpu()
+        answers = _finite_or_none(scores, plans)
         asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
-        if asking and isinstance(self.model, CatalogueModel):
-            chosen = torch.tensor(asking, device=self._device)
-            catalogue = self.model.score_catalogue(states[batch.last_rows[chosen]])
+        if asking and isinstance(model, CatalogueModel):
+            chosen = torch.tensor(asking, device=states.device)
+            catalogue = model.score_catalogue(states[batch.last_rows[chosen]])
             best = _best(catalogue, [plans[number] for number in asking])
             for number, recommendation in zip(asking, best, strict=True):
                 finite = recommendation.scores.isfinite().all()
                 answers[number] = recommendation if finite else None
         return answers
+
+
+def _finite_or_none(scores: Tensor, plans: Sequence[Plan]) -> list[Tensor | Recommendation | None]:
+    """Splits the scores of all candidates; None stands for those with one that is not finite."""
+    listed = scores.split([len(plan.request.candidates) for plan in plans])
+    if scores.isfinite().all():
+        return [*listed]
+    return [found if found.isfinite().all() else None for found in listed]
 
 
 def _best(catalogue: Tensor, plans: Sequence[Plan]) -> list[Recommendation]:
@@ -169,8 +201,12 @@ def _best(catalogue: Tensor, plans: Sequence[Plan]) -> list[Recommendation]:
     return recommendations
 
 
-def check_fit(model: ServedModel, cache: PagedKVCache, store: EventStore) -> None:
+def check_fit(
+    model: ServedModel | UncachedModel, cache: PagedKVCache | None, store: EventStore
+) -> None:
     """Checks whether a model can be served from a cache, with the histories of a store.
+
+    An `UncachedModel` can be without.
 
     Raises:
         ValueError: if not.
@@ -179,6 +215,17 @@ def check_fit(model: ServedModel, cache: PagedKVCache, store: EventStore) -> Non
         raise ValueError(
             f"store: expected max_events of at most the model's max_history = {model.max_history}, "
             f"got {store.max_events}"
+        )
+    if isinstance(model, UncachedModel):
+        if cache is not None:
+            raise ValueError(
+                "cache: expected None for a model that computes each request whole "
+                f"(score_requests), got {type(cache).__name__}"
+            )
+        return
+    if cache is None:
+        raise ValueError(
+            "cache: expected a PagedKVCache for a model without score_requests, got None"
         )
     check_model(model)
     config = model.stack.config

@@ -14,7 +14,7 @@ from .cache import PagedKVCache
 from .events import ACTION, ITEM, TIME, Change, EventStore, event_rows
 from .graphs import StepLimits
 from .histories import History
-from .model import CatalogueModel, ServedModel
+from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Scorer, check_fit
 
 __all__ = ["ModelCheckError", "Probe", "check_successor"]
@@ -48,9 +48,9 @@ class Probe:
 
 
 def check_successor(
-    model: ServedModel,
-    served: ServedModel,
-    cache: PagedKVCache,
+    model: ServedModel | UncachedModel,
+    served: ServedModel | UncachedModel,
+    cache: PagedKVCache | None,
     store: EventStore,
     probe: Probe | None,
 ) -> None:
@@ -86,10 +86,10 @@ def check_successor(
     _check_scores(model, cache, store, probe or _default_probe(model, store))
 
 
-def _weights(model: ServedModel) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: ServedModel | UncachedModel) -> Iterator[tuple[str, Tensor]]:
     """Yields the floating tensors of a model, which may be a module or have some."""
     parts = {"model": model} if isinstance(model, nn.Module) else {**vars(model)}
-    for name, part in {"stack": model.stack, **parts}.items():
+    for name, part in {"stack": getattr(model, "stack", None), **parts}.items():
         if isinstance(part, nn.Module):
             for path, tensor in part.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -98,7 +98,7 @@ def _weights(model: ServedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, part
 
 
-def _default_probe(model: ServedModel, store: EventStore) -> Probe:
+def _default_probe(model: ServedModel | UncachedModel, store: EventStore) -> Probe:
     count = store.max_events
     events = np.zeros((count, 3), np.int64)
     events[:, ITEM] = np.linspace(0, model.num_items - 1, count)
@@ -109,27 +109,33 @@ def _default_probe(model: ServedModel, store: EventStore) -> Probe:
 
 
 @torch.no_grad()
-def _check_scores(model: ServedModel, like: PagedKVCache, store: EventStore, probe: Probe) -> None:
+def _check_scores(
+    model: ServedModel | UncachedModel,
+    like: PagedKVCache | None,
+    store: EventStore,
+    probe: Probe,
+) -> None:
     events = event_rows(probe.events, "probe.events")
     if not 0 < len(events) <= store.max_events or not len(probe.candidates):
         raise ValueError(
             f"probe: expected 1 to {store.max_events} events and at least one candidate, got "
             f"{len(events)} and {len(probe.candidates)}"
         )
-    layers, _, _, page_size, heads, head_dim = like.kv_cache.shape
-    pages = -(-len(events) // page_size)
     kinds = [(np.array(probe.candidates, np.int64), 0)]
     if isinstance(model, CatalogueModel):
         kinds.append((np.empty(0, np.int64), 1))  # the best item: NaN is taken for the best
-    cache = PagedKVCache(
-        layers,
-        pages * len(kinds),
-        page_size,
-        heads,
-        head_dim,
-        like.kv_cache.dtype,
-        like.kv_cache.device,
-    )
+    cache = None
+    if like is not None:
+        layers, _, _, page_size, heads, head_dim = like.kv_cache.shape
+        cache = PagedKVCache(
+            layers,
+            -(-len(events) // page_size) * len(kinds),
+            page_size,
+            heads,
+            head_dim,
+            like.kv_cache.dtype,
+            like.kv_cache.device,
+        )
     limits = StepLimits(len(kinds), len(events), len(probe.candidates))
     plans = [
         Plan(

@@ -41,8 +41,10 @@ pytest.importorskip("fastapi")
 import serve  # noqa: E402
 import train_retrieval  # noqa: E402
 from recommender import serve_options  # noqa: E402
-from recommender.http import MAX_BODY_BYTES, MAX_CANDIDATES, MAX_ERRORS  # noqa: E402
+from recommender.http import MAX_ERRORS  # noqa: E402
+from recommender.http_schemas import MAX_CANDIDATES  # noqa: E402
 from recommender.saved import SavedModel, load_model  # noqa: E402
+from recommender.serve_options import MAX_BODY_BYTES  # noqa: E402
 from recommender.server import add_events, make_engine, make_server  # noqa: E402
 
 from hstu_attn.serving import Engine, MemoryStore  # noqa: E402
@@ -524,7 +526,10 @@ def test_wrong_options_are_refused_before_torch_is_imported(checkpoint: Path) ->
             (["--cache-mib", "0"], "--cache-mib: expected a whole number from 1 to"),
             (["--max-connections", "0"], "--max-connections: expected a whole number from 1 to"),
             (["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'gpu'"),
-            (["--model", "absent.pt"], "--model: expected a file that train_retrieval.py saved"),
+            (
+                ["--model", "absent.pt"],
+                "--model: expected a file that train_retrieval.py or",
+            ),
             (["--data", "absent.dat"], "--data: expected a file or directory; got absent.dat"),
             (["--port", str(port)], f"got 127.0.0.1 and {port} (Address already in use)"),
             (["--host", "256.0.0.1"], "--host, --port: expected a free address of this machine"),
@@ -626,7 +631,9 @@ def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) 
     add_events(store, log, fewer)
     items, times = history(log, 7)
     known = np.isin(items, fewer.item_ids)
-    events = store.history(7).events
+    (found,) = store.read([7], [0])
+    assert found is not None
+    events = found.events
     assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
     assert events[:, 1].tolist() == times[known].tolist()
 

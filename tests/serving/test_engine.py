@@ -23,6 +23,7 @@ from hstu_attn.layer import HSTULayerConfig
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import (
     CatalogueModel,
+    DeadlineError,
     Engine,
     EngineClosedError,
     Event,
@@ -224,7 +225,7 @@ def hold() -> Iterator[Callable[..., Held]]:
         held.engine.close()
 
 
-def test_batches_are_in_order_and_of_different_users(
+def test_batches_are_of_different_users_who_take_turns(
     hold: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold(max_batch_size=3, max_wait=0.0)
@@ -244,7 +245,7 @@ def test_batches_are_in_order_and_of_different_users(
     held.histories.expect(0, [Event(1, 1)], [1], None)
     for request, future in zip(requests, futures, strict=True):
         assert_close(future.result(10), held.histories.expect(*request))
-    assert served == [[(1, 0), (2, 2), (3, 4)], [(1, 1), (4, 5), (2, 6)], [(1, 3)]]
+    assert served == [[(1, 0), (2, 2), (3, 4)], [(4, 5), (1, 1), (2, 6)], [(1, 3)]]
     assert held.engine.stats().batch_size.counts[:3] == [2, 0, 2]
 
 
@@ -288,7 +289,58 @@ def test_what_timed_out_has_no_effect(hold: Callable[..., Held]) -> None:
         request = (user, [Event(3, 9)], [1, 2], None)
         assert_close(held.engine.score(*request[:3], timeout=10), held.histories.expect(*request))
     stats = held.engine.stats()
-    assert (stats.requests, stats.completed, stats.cancelled) == (4, 2, 2)
+    assert (stats.requests, stats.completed, stats.cancelled, stats.expired) == (4, 2, 1, 1)
+
+
+def test_what_is_too_late_is_not_computed(hold: Callable[..., Held]) -> None:
+    held = hold(max_batch_size=4)
+    late = held.engine.submit_score(1, [(7, 7)], [1], deadline=time.monotonic() + 0.02)
+    kept = held.engine.submit_score(1, [(3, 9)], [1, 2], deadline=time.monotonic() + 60)
+    with pytest.raises(DeadlineError, match="deadline: expected a time to come"):
+        held.engine.submit_score(2, [(7, 7)], [1], deadline=time.monotonic())
+    time.sleep(0.03)
+    held.gate.opened.set()
+    with pytest.raises(DeadlineError, match="deadline: it passed while the request waited"):
+        late.result(10)
+    expected = held.histories.expect(1, [Event(3, 9)], [1, 2], None)
+    assert_close(kept.result(10), expected)
+    stats = held.engine.stats()
+    assert (stats.requests, stats.completed, stats.expired, stats.cancelled) == (4, 2, 2, 0)
+    assert stats.new_tokens == 2
+    assert sum(stats.queue_time.counts) == 2
+    assert stats.queue_time.total >= 0.02
+    assert sum(stats.step_time.counts) == stats.batches == 2
+
+
+def test_what_would_wait_for_too_long_is_refused_at_once(hold: Callable[..., Held]) -> None:
+    """The batch that is held up has taken longer than a request may wait."""
+    held = hold(max_batch_size=2, max_queue_seconds=0.05)
+    next_batch = [held.engine.submit_score(user, [(1, 1)], [1]) for user in (1, 2)]
+    assert held.engine.stats().backlog == 0
+    time.sleep(0.06)
+    with pytest.raises(OverloadedError, match=r"a wait of at most 0.05 s .*, got") as refused:
+        held.engine.submit_score(3, [(1, 1)], [1])
+    assert refused.value.retry_after > 0
+    stats = held.engine.stats()
+    assert (stats.requests, stats.rejected, stats.shed, stats.queued) == (3, 0, 1, 2)
+    assert stats.running > 0.06
+    held.gate.opened.set()
+    assert all(len(future.result(10)) == 1 for future in next_batch)
+    assert held.engine.score(3, [(1, 1)], [1], timeout=10).shape == (1,)
+
+
+def test_one_client_does_not_keep_others_out(hold: Callable[..., Held]) -> None:
+    held = hold(max_queue=3)
+    greedy = [held.engine.submit_score(user, [(1, 1)], [1], client="greedy") for user in (1, 1, 2)]
+    other = held.engine.submit_score(3, [(1, 1)], [1], client="other")
+    with pytest.raises(OverloadedError, match="gave way to one of a client or user with fewer"):
+        greedy[1].result(10)
+    with pytest.raises(OverloadedError, match=r"fewer than 3 .*\(max_queue\), got 3"):
+        held.engine.submit_score(4, [(1, 1)], [1], client="greedy")
+    held.gate.opened.set()
+    assert all(len(future.result(10)) == 1 for future in (greedy[0], greedy[2], other))
+    stats = held.engine.stats()
+    assert (stats.requests, stats.completed, stats.displaced, stats.rejected) == (5, 4, 1, 1)
 
 
 def test_what_is_cancelled_while_it_is_computed_has_no_effect() -> None:
@@ -610,6 +662,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"max_queue": 0}, "max_queue: expected a positive count, got 0"),
         ({"max_candidates": 0}, "max_candidates: expected a positive count, got 0"),
         ({"max_wait": -1}, "max_wait: expected seconds from 0 up, got -1"),
+        ({"max_queue_seconds": 0.0}, "max_queue_seconds: expected a positive number, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, make_cache(12), **options)
