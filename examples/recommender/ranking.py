@@ -45,6 +45,7 @@ __all__ = [
     "RankingModel",
     "load_ranking_model",
     "ranking_loss",
+    "ranking_model_of",
     "read_ranking_model",
     "save_ranking_model",
     "task_labels",
@@ -304,7 +305,13 @@ def load_ranking_model(
         OSError: the file cannot be read.
         ValueError: it holds something else.
     """
-    state = read_ranking_model(path)
+    return ranking_model_of(read_ranking_model(path), device, compute_dtype)
+
+
+def ranking_model_of(
+    state: Mapping[str, Any], device: torch.device, compute_dtype: torch.dtype | None = None
+) -> RankingModel:
+    """Returns the model of what `read_ranking_model` returned, as `load_ranking_model` does."""
     config = RankingConfig(**state["ranking"])
     model = RankingModel(config, compute_dtype or getattr(torch, state["compute_dtype"]))
     model.load_state_dict(state["model"])

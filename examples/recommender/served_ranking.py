@@ -11,17 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hstu_attn.serving import Requests
-from recommender.ranking import RankingModel, load_ranking_model, read_ranking_model
+from recommender.ranking import RankingModel, ranking_model_of, read_ranking_model
 from recommender.ranking_data import CONTEXTS, RankingBatch, context_rows, hashed_rows
 
 __all__ = ["SavedRanking", "ServedRanking", "is_ranking_model", "load_saved_ranking"]
+
+
+USERS = "embeddings.tables.user.weight"
 
 
 class SavedRanking(NamedTuple):
     """A trained model and the ids of its data.
 
     Attributes:
-        model: in evaluation mode.
+        model: in evaluation mode. Its table of users has one more row than in training: the mean of
+            the others, for users whom it was not trained with.
         item_ids: `(num_items,)`, increasing: the data set's ids of the model's items, int64 or
             text.
         user_ids: `(num_users,)`, the same of the users that it was trained with.
@@ -49,7 +53,7 @@ def is_ranking_model(path: Path) -> bool:
 def load_saved_ranking(
     path: Path, device: torch.device, compute_dtype: torch.dtype | None = None
 ) -> SavedRanking:
-    """Reads what train_ranking.py has saved.
+    """Reads what train_ranking.py has saved, and appends a row for new users.
 
     Args:
         path: the path of the file.
@@ -62,7 +66,10 @@ def load_saved_ranking(
     """
     try:
         state = read_ranking_model(path)
-        model = load_ranking_model(path, device, compute_dtype)
+        users = state["model"][USERS]
+        state["model"][USERS] = torch.cat([users, users.mean(0, keepdim=True)])
+        state["ranking"]["sizes"]["user"] += 1
+        model = ranking_model_of(state, device, compute_dtype)
     except (RuntimeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a model that train_ranking.py has saved, or is damaged "
@@ -73,7 +80,8 @@ def load_saved_ranking(
             f"{path}: expected a model with the ids of its items and users, as train_ranking.py "
             "saves it now; got one without them: train it again"
         )
-    return SavedRanking(model, np.array(state["item_ids"]), np.array(state["user_ids"]))
+    ids = (state[name] for name in ("item_ids", "user_ids"))
+    return SavedRanking(model, *(x.numpy() if isinstance(x, Tensor) else np.array(x) for x in ids))
 
 
 class ServedRanking:
@@ -82,12 +90,11 @@ class ServedRanking:
     The contextual rows see all of the history and change with each request, and so do the ages of
     the events, so nothing of one request can be used for the next.
 
-    A user whom the model was not trained with has the mean of the users' embeddings. The
-    constructor appends it to their table. How many events the user had before, one of the
-    contextual features, is the `context` of a request; None is as many as are in its history.
+    How many events the user had before, one of the contextual features, is the `context` of a
+    request; None is as many as are in its history.
 
     Args:
-        saved: trained; its weights must not change any more.
+        saved: trained. The limit on the rows of its sequences is raised for more candidates.
         max_candidates: candidates of a request, which may be more than in training.
     """
 
@@ -100,11 +107,7 @@ class ServedRanking:
         self.max_history = config.max_history
         self.tasks = config.tasks
         self.user_ids = saved.user_ids
-        self.new_user = config.sizes["user"]
-        table = self.model.get_submodule("embeddings.tables.user")
-        assert isinstance(table, torch.nn.Embedding)
-        rows = table.weight.detach()[: self.new_user]
-        table.weight = torch.nn.Parameter(torch.cat([rows, rows.mean(0, keepdim=True)]))
+        self.new_user = config.sizes["user"] - 1
         self.model.max_rows = config.max_rows - config.max_targets + max_candidates
 
     def user_row(self, user: int | str) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from itertools import chain
+from typing import Any
 
 from .batch import Request
 from .errors import OverloadedError
@@ -21,6 +24,9 @@ class _Client:
     def __init__(self) -> None:
         self.users: OrderedDict[User, deque[Request]] = OrderedDict()
         self.size = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self.users.values())
 
     def waiting(self, user: User) -> int:
         return len(self.users.get(user, ()))
@@ -90,6 +96,8 @@ class FairQueue:
         self._clients: OrderedDict[str, _Client] = OrderedDict()  # in the order of their turns
         self._size = 0
         self._started: float | None = None
+        self._first_deadline = math.inf  # no waiting request has an earlier one
+        self._cancelled = False  # whether a request may have been since `remove`
 
     def __len__(self) -> int:
         return self._size
@@ -137,8 +145,8 @@ class FairQueue:
         Args:
             request: with the client and the user that it is for.
             now: the time, on the clock of the requests.
-            unwanted: whether a request that waits need not be served any more; if the queue is
-                full, these are removed first.
+            unwanted: whether a request that waits need not be served any more; if there seems to
+                be no room, these are removed first.
 
         Raises:
             OverloadedError: for a queue that is full, or in which the request would wait for more
@@ -146,14 +154,15 @@ class FairQueue:
         """
         wait = self.expected_wait(request.client, request.user, now)
         longest = min(self.max_seconds, request.deadline - now)
+        if (wait > longest or self._size >= self.max_size) and self._may_remove(now):
+            self.remove(unwanted)
+            wait = self.expected_wait(request.client, request.user, now)
         if wait > longest:
             raise OverloadedError(
                 f"the engine is overloaded: expected a wait of at most {longest:.3g} s "
                 f"(max_queue_seconds, or the deadline), got {wait:.3g} s",
                 retry_after=wait - longest,
             )
-        if self._size >= self.max_size:
-            self.remove(unwanted)
         own = self._clients.get(request.client) or _Client()
         displaced = None
         if self._size >= self.max_size:
@@ -172,6 +181,8 @@ class FairQueue:
         self._clients.setdefault(request.client, own).put(request)
         self._size += 1
         self.oldest = min(self.oldest, request.submitted)
+        self._first_deadline = min(self._first_deadline, request.deadline)
+        request.future.add_done_callback(self._note_end)
         return displaced
 
     def take(self, now: float, unwanted: Callable[[Request], bool]) -> list[Request]:
@@ -211,13 +222,25 @@ class FairQueue:
             self.batch_seconds = seconds
             self._started = None
 
+    def _note_end(self, future: Future[Any]) -> None:
+        """Is called in whichever thread ends a request."""
+        if future.cancelled():
+            self._cancelled = True
+
+    def _may_remove(self, now: float) -> bool:
+        """Whether there may be requests that need not be served; looking for them takes a while."""
+        return self._cancelled or now >= self._first_deadline
+
     def remove(self, unwanted: Callable[[Request], bool]) -> None:
         """Removes those that need not be served."""
+        self._cancelled = False
         for name, client in [*self._clients.items()]:
             client.remove(unwanted)
             if not client.size:
                 del self._clients[name]
         self._size = sum(client.size for client in self._clients.values())
+        deadlines = (one.deadline for client in self._clients.values() for one in client)
+        self._first_deadline = min(deadlines, default=math.inf)
         if not self._size:
             self.oldest = math.inf
 

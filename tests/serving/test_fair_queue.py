@@ -23,6 +23,10 @@ def wanted(_: Request) -> bool:
     return False
 
 
+def cancelled(one: Request) -> bool:
+    return one.future.cancelled()
+
+
 def request(client: str, user: int | str, now: float = 0.0, deadline: float = math.inf) -> Request:
     return Request(user, NOTHING, NO_ITEMS, 0, False, None, now, client, deadline)
 
@@ -200,15 +204,33 @@ def test_what_fits_into_the_next_batch_is_never_refused_for_time() -> None:
 
 def test_what_need_not_be_served_makes_room() -> None:
     queue = FairQueue(3, 3)
-    made = fill(queue, "a", [1, 2, 2])
-    gone = {id(made[0]), id(made[2])}
-    kept = request("a", 3)
-    assert queue.put(kept, 0, lambda one: id(one) in gone) is None
-    assert len(queue) == 2
-    fill(queue, "b", [5])
-    gone = {id(kept)}
-    assert names(queue.take(0, lambda one: id(one) in gone)) == [("a", 2), ("b", 5)]
+    made = fill(queue, "a", [1, 2, 3])
+    kept, late = request("a", 4), request("a", 5, deadline=5.0)
+    assert "(max_queue), got 3" in str(refusal(queue, kept))
+    made[0].future.cancel()
+    assert queue.put(kept, 0.0, cancelled) is None
+    made[2].future.cancel()
+    assert queue.put(late, 1.0, cancelled) is None
+    assert "(max_queue), got 3" in str(refusal(queue, request("a", 6)))
+    assert queue.put(request("a", 6), 5.0, lambda one: one is late) is None
+    assert len(queue) == 3
+    assert names(queue.take(5.0, lambda one: one is kept)) == [("a", 2), ("a", 6)]
     assert (len(queue), queue.oldest) == (0, math.inf)
+
+
+def test_what_need_not_be_served_is_no_reason_to_refuse() -> None:
+    queue = FairQueue(1000, 1, max_seconds=2.5)
+    fill(queue, "a", [1])
+    queue.take(0.0, wanted)
+    queue.finish(1.0)
+    gone = fill(queue, "a", [2, 3], now=1.0)
+    assert queue.put(request("a", 4), 1.0, wanted) is None
+    assert queue.expected_wait("a", 5, 1.0) == 3.0
+    gone[0].future.cancel()
+    gone[1].future.cancel()
+    assert queue.put(request("a", 5), 1.0, cancelled) is None
+    assert names(queue.take(1.0, wanted)) == [("a", 4)]
+    assert names(queue.take(1.0, wanted)) == [("a", 5)]
 
 
 def test_the_oldest_is_known_until_the_queue_is_empty() -> None:
