@@ -364,6 +364,11 @@ class Engine:
         """The model that is served."""
         return self._scorer.model
 
+    @property
+    def store(self) -> EventStore:
+        """The users' events."""
+        return self._store
+
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
         with self._changed:
