@@ -28,8 +28,10 @@ from hstu_attn.serving import (
     StoreError,
 )
 from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard
+from recommender.http_admin import add_admin
 from recommender.http_metrics import Metrics
 from recommender.http_schemas import Problem, State, ranking_schemas, retrieval_schemas
+from recommender.models import Models
 from recommender.saved import SavedModel
 from recommender.serve_options import MAX_BODY_BYTES
 from recommender.served_ranking import SavedRanking
@@ -129,6 +131,7 @@ def make_app(
     timeout: float,
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    models: Models | None = None,
 ) -> FastAPI:
     """Returns the application.
 
@@ -157,6 +160,7 @@ def make_app(
         timeout: seconds that a request may take; it may ask for less by X-Request-Timeout-Ms.
         access: who may ask; None is everybody, but no administrator.
         max_body_bytes: no body is larger.
+        models: change the model; with them there are the paths of `add_admin`, too.
     """
 
     @asynccontextmanager
@@ -189,6 +193,8 @@ def make_app(
         app.state.draining = True
         return state_of(engine, "draining")
 
+    if models is not None:
+        add_admin(admin, engine, models)
     app.include_router(admin)
     add_health(app, engine)
     add_errors(app)

@@ -31,6 +31,7 @@ class ServeOptions(argparse.Namespace):
     bf16: bool
     cache_mib: int
     page_size: int
+    store: str | None
     max_users: int
     max_batch_size: int
     max_wait_ms: float
@@ -117,7 +118,14 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     parser.add_argument(
         "--page-size", type=int, choices=PAGE_SIZES, default=32, help="events in a cache page"
     )
-    parser.add_argument("--max-users", type=count, default=10**6, help="whose events are kept")
+    parser.add_argument(
+        "--store",
+        help="where events are kept: the path of an SQLite file, redis://host:port/database, or "
+        "memory, which ends with the process; None is events.sqlite next to --model",
+    )
+    parser.add_argument(
+        "--max-users", type=count, default=10**6, help="whose events are kept in memory"
+    )
     parser.add_argument("--max-batch-size", type=count, default=32, help="requests in a batch")
     parser.add_argument(
         "--max-wait-ms",

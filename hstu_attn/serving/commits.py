@@ -26,6 +26,7 @@ class Commits:
         store: has the events.
         answer: is called with a request and its answer; from another thread, if the store waits.
         fail: likewise, with a request and its error.
+        done: is called from the other thread when `end` would no longer wait.
 
     Attributes:
         users: the users of the commit under way.
@@ -36,11 +37,13 @@ class Commits:
         store: EventStore,
         answer: Callable[[Request, Answer], None],
         fail: Callable[[Request, Exception], None],
+        done: Callable[[], None],
     ) -> None:
         self.users: set[User] = set()
         self._store = store
         self._answer = answer
         self._fail = fail
+        self._done = done
         self._thread = ThreadPoolExecutor(1, "hstu_attn commit") if store.waits else None
         self._pending: Future[list[tuple[Plan, int | None]]] | None = None
         self._store_works = True
@@ -51,6 +54,7 @@ class Commits:
         self.users = {plan.request.user for plan, _ in answered}
         if self._thread is not None:
             self._pending = self._thread.submit(self._commit, answered)
+            self._pending.add_done_callback(lambda _: self._done())
         else:
             self._pending = Future()
             self._pending.set_result(self._commit(answered))

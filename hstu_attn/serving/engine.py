@@ -149,7 +149,7 @@ class Engine:
             model.num_actions,
             lambda keys: self._scorer.free(keys),
         )
-        self._commits = Commits(store, self._answer, self._fail)
+        self._commits = Commits(store, self._answer, self._fail, self._end_commit_soon)
         self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
@@ -364,6 +364,11 @@ class Engine:
         """The model that is served."""
         return self._scorer.model
 
+    @property
+    def store(self) -> EventStore:
+        """The users' events."""
+        return self._store
+
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
         with self._changed:
@@ -428,6 +433,12 @@ class Engine:
             self._changed.notify_all()
         done.result()
 
+    def _end_commit_soon(self) -> None:
+        """Wakes the worker, should it be idle, to end a commit: any job begins with that."""
+        with self._changed:
+            self._jobs.append((lambda: None, Future()))
+            self._changed.notify_all()
+
     def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
         scorer.clear()
         self._scorer, self._previous = scorer, previous
@@ -477,8 +488,6 @@ class Engine:
         with torch.no_grad():
             while True:
                 self._do_jobs()
-                if not len(self._waiting):
-                    self._settle()  # there is no batch to compute meanwhile
                 if batch := self._next_batch():
                     self._serve(batch)
                 elif self._closed and not self._jobs:

@@ -250,7 +250,8 @@ class EventStore(ABC):
     def forget(self, user: User) -> None:
         """Deletes all that is stored of a user, known or not.
 
-        An engine has its own `forget`, which also frees what is cached.
+        An engine has its own `forget`, which also frees what is cached. The bytes may stay in the
+        store's files, unreadable by its methods, until `compact`.
 
         Raises:
             StoreError: if it cannot be deleted.
@@ -272,6 +273,13 @@ class EventStore(ABC):
         Raises:
             ValueError: for a negative number.
             StoreError: if they cannot be deleted; those of users yielded before are.
+        """
+
+    def compact(self) -> None:  # noqa: B027  # a store may have no files
+        """Rewrites the store's files, so that nothing of what was deleted is in them any more.
+
+        Raises:
+            StoreError: if they cannot be written.
         """
 
     @abstractmethod

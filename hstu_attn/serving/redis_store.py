@@ -90,7 +90,7 @@ for n = 2, #KEYS do
     end
   end
 end
-return made
+return {made, tonumber(redis.call('GET', KEYS[1]) or 0)}
 """
 
 
@@ -107,7 +107,7 @@ class RedisStore(EventStore):
     of the last second or two when the machine loses power, and none when only the process is
     killed; without an append-only file all since the last snapshot are lost. `maxmemory-policy`
     must be `noeviction`, or Redis deletes histories when memory is short. What is deleted stays in
-    the append-only file until Redis rewrites it (BGREWRITEAOF).
+    the append-only file until Redis rewrites it, which `compact` starts.
 
     Args:
         url: as in `redis.from_url`: `redis://[[user]:password@]host[:port]/[database]`, or
@@ -148,6 +148,7 @@ class RedisStore(EventStore):
                 f"redis: expected the package (pip install 'hstu_attn[redis]'), got {error}"
             ) from error
         self._failure: type[Exception] = redis.RedisError
+        self._refusal: type[Exception] = redis.ResponseError
         try:
             self._client: Any = redis.Redis.from_url(
                 url,
@@ -175,11 +176,13 @@ class RedisStore(EventStore):
             if server.get("cluster_enabled"):
                 raise ValueError("url: expected a single Redis server, got one of a cluster")
             if self._wait_aof:
-                version = str(server["redis_version"])
-                if not self._client.execute_command("COMMAND", "INFO", "WAITAOF")[0]:
+                try:
+                    self._client.execute_command("WAITAOF", 0, 0, 0)
+                except self._refusal:
                     raise ValueError(
-                        f"wait_aof: expected Redis 7.2 or later, which has WAITAOF, got {version}"
-                    )
+                        "wait_aof: expected Redis 7.2 or later, which has WAITAOF, got "
+                        f"{server['redis_version']}"
+                    ) from None
                 if not server.get("aof_enabled"):
                     raise ValueError("wait_aof: expected a server with appendonly yes, got no")
             self._users = int(self._client.get(self._count_key) or 0)
@@ -240,7 +243,7 @@ class RedisStore(EventStore):
     # --- deleting --------------------------------------------------------------------------------
 
     def forget(self, user: User) -> None:
-        """Deletes a user's events from the server's memory, and from its file as it is rewritten.
+        """Deletes a user's events.
 
         Other processes free what they have cached when they next serve the user.
         """
@@ -264,9 +267,9 @@ class RedisStore(EventStore):
             if users:
                 yield users
 
-    def _prune_some(self, keys: list[bytes], before: int, latest: int | None) -> list[bytes]:
+    def _prune_some(self, found: list[bytes], before: int, latest: int | None) -> list[bytes]:
         pruned = []
-        remaining = sorted(set(keys))
+        remaining = sorted(set(found))
         while remaining:
             arguments: list[bytes | int] = []
             old = []
@@ -281,10 +284,16 @@ class RedisStore(EventStore):
                     arguments += [value[:8], _packed(secrets.randbits(62) + 1), kept]
             if not old:
                 break
-            made = self._eval(_PRUNE, [self._count_key, *old], arguments, writes=True)
+            keys = [self._count_key, *old]
+            made, self._users = self._eval(_PRUNE, keys, arguments, writes=True)
             pruned += [key for key, done in zip(old, made, strict=True) if done]
             remaining = [key for key, done in zip(old, made, strict=True) if not done]
         return pruned
+
+    def compact(self) -> None:
+        """Lets the server rewrite its append-only file, which it does in the background."""
+        with self._errors("compact"):
+            self._client.bgrewriteaof()
 
     # --- notes -----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ __all__ = ["SQLiteStore"]
 
 _APPLICATION, _LAYOUT = 0x48535455, 1  # PRAGMA application_id ("HSTU") and user_version
 _WAIT_SECONDS = 10.0  # for another program that uses the file, a backup, say
-_PRUNED_AT_ONCE = 500  # users of a transaction, so that none holds up requests for long
+_PRUNED_AT_ONCE = 200  # users of a transaction, so that none holds up requests for long
 
 # `seq` numbers a user's events; those from `first` to `next - 1` are there.
 _SCHEMA = f"""
@@ -64,9 +64,12 @@ class SQLiteStore(EventStore):
     """Events in one file, which a single process has open: they outlive it, and kill -9 and power.
 
     A `commit` is one transaction, which is on the disk when it returns, by one fsync of the
-    write-ahead log; if it raises, nothing of it is stored. What is deleted is overwritten by zeros
-    in the file, and no longer in the log beside it (`path` with `-wal`) when `forget` returns.
-    Opening reads no events, and takes as long for a million users as for one.
+    write-ahead log; if it raises, nothing of it is stored. Opening reads no events, and takes as
+    long for a million users as for one.
+
+    What is deleted is overwritten by zeros, and `forget` and `prune` empty the log beside the file
+    (`path` with `-wal`). Where SQLite has moved rows between pages it leaves copies in the unused
+    parts of pages; `compact` removes them, and commits wait for it.
 
     Other programs may read the file while it is open, as `sqlite3 PATH ".backup COPY"` does.
 
@@ -157,7 +160,6 @@ class SQLiteStore(EventStore):
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA secure_delete = ON")
             self._users = int(connection.execute("SELECT users FROM counts").fetchone()[0])
-            connection.execute("SELECT 1 FROM users, events, notes LIMIT 1").fetchone()
         except (sqlite3.Error, TypeError) as error:
             raise ValueError(
                 f"{self.path}: expected a store of events, got a file that is damaged or something "
@@ -238,7 +240,7 @@ class SQLiteStore(EventStore):
     # --- deleting --------------------------------------------------------------------------------
 
     def forget(self, user: User) -> None:
-        """Deletes a user's events and name, from the file and from its log."""
+        """Deletes a user's events and name, and empties the log."""
         key = user_key(user)
         with self._errors("write"), self._writing:
             with self._transaction(self._writer):
@@ -308,6 +310,12 @@ class SQLiteStore(EventStore):
                 f"{self.path}: what was deleted is still in the log, which another program has "
                 f"been reading for {_WAIT_SECONDS:.0f} s; delete again when it has ended"
             )
+
+    def compact(self) -> None:
+        """Writes the file anew (VACUUM), for which the disk needs twice its size."""
+        with self._errors("compact"), self._writing:
+            self._writer.execute("VACUUM")
+            self._empty_log()
 
     # --- notes -----------------------------------------------------------------------------------
 

@@ -9,20 +9,23 @@ from .sqlite_store import SQLiteStore
 __all__ = ["open_store"]
 
 
-def open_store(place: str, max_events: int, max_users: int = 10**6) -> EventStore:
+def open_store(
+    place: str, max_events: int, drop: int | None = None, *, max_users: int = 10**6
+) -> EventStore:
     """Opens a store.
 
     Args:
         place: `memory`; a URL that begins with `redis://`, `rediss://` or `unix://`; or the path of
             an SQLite file, which is made where there is none.
         max_events: as in `EventStore`.
+        drop: as in `EventStore`.
         max_users: of a store in memory.
 
     Raises:
         ImportError, OSError, ValueError, StoreError: as the stores.
     """
     if place == "memory":
-        return MemoryStore(max_users, max_events)
+        return MemoryStore(max_users, max_events, drop)
     if place.startswith(("redis://", "rediss://", "unix://")):
-        return RedisStore(place, max_events)
-    return SQLiteStore(place, max_events)
+        return RedisStore(place, max_events, drop)
+    return SQLiteStore(place, max_events, drop)

@@ -78,6 +78,8 @@ def check_successor(
         check_fit(model, cache, store)
     except ValueError as error:
         raise ModelCheckError(str(error)) from error
+    except Exception as error:
+        raise ModelCheckError(f"model: expected rows of events, got {error!r}") from error
     for name, tensor in _weights(model):
         if not tensor.isfinite().all():
             raise ModelCheckError(f"model: expected finite weights, got NaN or Inf in {name}")
