@@ -149,7 +149,7 @@ class Engine:
             model.num_actions,
             lambda keys: self._scorer.free(keys),
         )
-        self._commits = Commits(store, self._answer, self._fail, self._end_commit_soon)
+        self._commits = Commits(store, self._answer, self._fail, self._settle_soon)
         self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
@@ -426,17 +426,21 @@ class Engine:
     def _between_batches(self, job: Callable[[], None]) -> None:
         """Lets the worker do something when no batch is under way, and waits for it."""
         done: Future[None] = Future()
+
+        def settled() -> None:
+            self._settle()
+            job()
+
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            self._jobs.append((job, done))
+            self._jobs.append((settled, done))
             self._changed.notify_all()
         done.result()
 
-    def _end_commit_soon(self) -> None:
-        """Wakes the worker, should it be idle, to end a commit: any job begins with that."""
+    def _settle_soon(self) -> None:
         with self._changed:
-            self._jobs.append((lambda: None, Future()))
+            self._jobs.append((partial(self._settle, wait=False), Future()))
             self._changed.notify_all()
 
     def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
@@ -496,7 +500,6 @@ class Engine:
 
     def _do_jobs(self) -> None:
         while self._jobs:
-            self._settle()
             job, done = self._jobs.popleft()
             try:
                 job()
@@ -617,14 +620,16 @@ class Engine:
                 self._answer(request, answer)
         if not changing:
             return
-        self._settle()
         self._commits.start(changing)
         if not self._store.waits:
             self._settle()
 
-    def _settle(self) -> None:
-        """Waits for what is being stored, and serves again what was planned on old events."""
-        while ended := self._commits.end():
+    def _settle(self, wait: bool = True) -> None:
+        """Notes what has been stored, and serves again what was planned on old events.
+
+        With `wait` nothing is under way afterwards.
+        """
+        while ended := self._commits.end(wait):
             again = []
             for plan, version in ended:
                 if version:
