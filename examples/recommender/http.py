@@ -6,12 +6,12 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from typing import Annotated, Any, NamedTuple, TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Request, Security
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -52,14 +52,13 @@ STUCK_SECONDS = 60.0
 """A batch that takes longer than this is not expected to end."""
 STORE_SECONDS = 1.0
 Answer = TypeVar("Answer")
-TimeoutMs = Annotated[
-    float | None,
-    Header(
-        alias="X-Request-Timeout-Ms",
-        gt=0,
-        description="Milliseconds from now in which the answer is of use; at most the server's.",
-    ),
-]
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+TIMEOUT: dict[str, Any] = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "description": "In how many milliseconds the answer is of use; at most the server's timeout.",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
+}
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "A client's token is needed."},
     413: {"model": Problem, "description": "The body is too large."},
@@ -93,9 +92,18 @@ class Service(NamedTuple):
             found.append(self.index_of[item])
         return found
 
-    def how(self, request: Request, body: Any, timeout_ms: float | None) -> How:
+    def how(self, request: Request, body: Any) -> How:
         """Returns who asks, when, and until when, as the engine takes it."""
-        seconds = self.timeout if timeout_ms is None else min(self.timeout, timeout_ms / 1000)
+        seconds = self.timeout
+        if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
+            # NOTE: not a parameter of the path, which costs FastAPI a tenth of a request's time.
+            asked = math.nan
+            with suppress(ValueError):
+                asked = float(text) / 1000
+            if not asked > 0:  # NaN is not
+                where = ["header", TIMEOUT_HEADER]
+                raise invalid(where, "timeout", "Expected a positive number of milliseconds")
+            seconds = min(seconds, asked)
         request.scope[SECONDS] = seconds
         return {
             "at": body.time,
@@ -168,15 +176,13 @@ def make_app(
     app.add_middleware(Guard, access=access, metrics=metrics, max_body_bytes=max_body_bytes)
     ids: Sequence[int | str] = saved.item_ids.tolist()
     service = Service(engine, saved, timeout, {item: index for index, item in enumerate(ids)})
-    clients = APIRouter(
-        responses=PROBLEMS, dependencies=[] if access.is_open else [Security(BEARER)]
-    )
+    # NOTE: paths are added to the application itself; those of a router take longer to be found.
     if isinstance(saved, SavedRanking):
-        add_ranking(clients, service, saved)
+        add_ranking(app, service, saved, access)
     else:
-        add_retrieval(clients, service, saved, ids)
+        add_retrieval(app, service, saved, ids, access)
 
-    @clients.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -189,15 +195,30 @@ def make_app(
 
     if models is not None:
         add_admin(admin, engine, models)
-    app.include_router(clients)
     app.include_router(admin)
     add_health(app, engine)
     add_errors(app)
     return app
 
 
+def add_path(
+    app: FastAPI, endpoint: Callable[..., Any], body: type, answer: type, access: Access
+) -> None:
+    """Adds a path of a model under the name of its endpoint, whose `body` is given its type."""
+    endpoint.__annotations__["body"] = body  # by which FastAPI checks it
+    extra: dict[str, Any] = {"parameters": [TIMEOUT]}
+    if not access.is_open:  # the Guard checks it; this documents it
+        extra["security"] = [{BEARER.scheme_name: []}]
+    app.post(
+        f"/{endpoint.__name__}",
+        response_model=answer,
+        responses=PROBLEMS,
+        openapi_extra=extra,
+    )(endpoint)
+
+
 def add_retrieval(
-    router: APIRouter, service: Service, saved: SavedModel, ids: Sequence[int | str]
+    app: FastAPI, service: Service, saved: SavedModel, ids: Sequence[int | str], access: Access
 ) -> None:
     """Adds the paths of a retrieval model; `ids` are those of its items."""
     engine = service.engine
@@ -206,15 +227,15 @@ def add_retrieval(
         items = service.indices((event.item for event in body.events), "events", "item")
         return [(item, event.time) for item, event in zip(items, body.events, strict=True)]
 
-    async def score(request: Request, body: Any, timeout_ms: TimeoutMs = None) -> JSONResponse:
+    async def score(request: Request, body: Any) -> JSONResponse:
         candidates = service.indices(body.candidates, "candidates")
-        how = service.how(request, body, timeout_ms)
+        how = service.how(request, body)
         future = engine.submit_score(body.user, events_of(body), candidates, **how)
         scores = await service.answer(future, how["deadline"])
         return JSONResponse({"user": body.user, "scores": scores.tolist()})
 
-    async def recommend(request: Request, body: Any, timeout_ms: TimeoutMs = None) -> JSONResponse:
-        how = service.how(request, body, timeout_ms)
+    async def recommend(request: Request, body: Any) -> JSONResponse:
+        how = service.how(request, body)
         future = engine.submit_recommend(
             body.user, events_of(body), body.k, exclude_seen=body.exclude_seen, **how
         )
@@ -226,27 +247,23 @@ def add_retrieval(
         return JSONResponse({"user": body.user, "items": items})
 
     schemas = retrieval_schemas(saved.has_text_ids)
-    for endpoint, body, answer in (
-        (score, "ScoreBody", "ScoreAnswer"),
-        (recommend, "RecommendBody", "RecommendAnswer"),
-    ):
-        endpoint.__annotations__["body"] = schemas[body]  # by which FastAPI checks the body
-        router.post(f"/{endpoint.__name__}", response_model=schemas[answer])(endpoint)
+    add_path(app, score, schemas["ScoreBody"], schemas["ScoreAnswer"], access)
+    add_path(app, recommend, schemas["RecommendBody"], schemas["RecommendAnswer"], access)
 
 
-def add_ranking(router: APIRouter, service: Service, saved: SavedRanking) -> None:
+def add_ranking(app: FastAPI, service: Service, saved: SavedRanking, access: Access) -> None:
     """Adds the path of a ranking model."""
     config = saved.model.config
     bits = {action: 1 << bit for bit, action in enumerate(config.actions)}
 
-    async def rank(request: Request, body: Any, timeout_ms: TimeoutMs = None) -> JSONResponse:
+    async def rank(request: Request, body: Any) -> JSONResponse:
         candidates = service.indices(body.candidates, "candidates")
         items = service.indices((event.item for event in body.events), "events", "item")
         events = [
             (item, event.time, sum(bits[action] for action in set(event.actions)))
             for item, event in zip(items, body.events, strict=True)
         ]
-        how = service.how(request, body, timeout_ms)
+        how = service.how(request, body)
         how["context"] = body.events_before
         future = service.engine.submit_score(body.user, events, candidates, **how)
         columns = (await service.answer(future, how["deadline"])).T.tolist()
@@ -254,8 +271,7 @@ def add_ranking(router: APIRouter, service: Service, saved: SavedRanking) -> Non
         return JSONResponse({"user": body.user, "probabilities": probabilities})
 
     schemas = ranking_schemas(saved.has_text_ids, config.actions, config.tasks)
-    rank.__annotations__["body"] = schemas["RankBody"]
-    router.post("/rank", response_model=schemas["RankAnswer"])(rank)
+    add_path(app, rank, schemas["RankBody"], schemas["RankAnswer"], access)
 
 
 def add_health(app: FastAPI, engine: Engine) -> None:

@@ -21,10 +21,7 @@ from .cache import PagedKVCache
 from .commits import LOG, Commits
 from .errors import EngineClosedError, NoHistoryError
 from .events import (
-    ACTION,
-    ITEM,
     LATEST_TIME,
-    TIME,
     EventOrderError,
     EventStore,
     Int64s,
@@ -32,8 +29,7 @@ from .events import (
     StoreError,
     User,
     check_range,
-    check_times,
-    event_rows,
+    checked_events,
 )
 from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StepLimits
@@ -459,14 +455,9 @@ class Engine:
     ) -> Future[Any]:
         if not isinstance(user, (int, str)):
             raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
-        events = event_rows(new_events, "new_events")
-        for column, what, limit in (
-            (ITEM, "items", self.model.num_items),
-            (TIME, "times", LATEST_TIME),
-            (ACTION, "actions", self.model.num_actions),
-        ):
-            check_range("new_events", what, events[:, column], limit)
-        check_times(events, self._time_range)
+        events = checked_events(
+            new_events, self.model.num_items, self.model.num_actions, self._time_range
+        )
         at = how.get("at")
         if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
             raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["DeadlineError", "EngineClosedError", "NoHistoryError", "OverloadedError"]
+__all__ = [
+    "DeadlineError",
+    "EngineClosedError",
+    "LongWaitError",
+    "NoHistoryError",
+    "OverloadedError",
+]
 
 
 class OverloadedError(RuntimeError):
@@ -15,6 +21,10 @@ class OverloadedError(RuntimeError):
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class LongWaitError(OverloadedError):
+    """The request would have waited for too long."""
 
 
 class EngineClosedError(RuntimeError):

@@ -156,6 +156,28 @@ def check_times(events: Int64s, time_range: Callable[[], tuple[int, int]] | None
             )
 
 
+def checked_events(
+    new_events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any],
+    num_items: int,
+    num_actions: int,
+    time_range: Callable[[], tuple[int, int]] | None,
+) -> Int64s:
+    """Converts the events of a request, as `event_rows`.
+
+    Raises:
+        ValueError: as `event_rows`, or for what the model or the range does not have.
+    """
+    events = event_rows(new_events, "new_events")
+    for column, what, limit in (
+        (ITEM, "items", num_items),
+        (TIME, "times", LATEST_TIME),
+        (ACTION, "actions", num_actions),
+    ):
+        check_range("new_events", what, events[:, column], limit)
+    check_times(events, time_range)
+    return events
+
+
 def user_key(user: User) -> bytes:
     """Returns the bytes that stand for a user outside of Python; 7 and "7" are different users.
 

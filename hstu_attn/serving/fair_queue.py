@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from .batch import Request
-from .errors import OverloadedError
+from .errors import LongWaitError, OverloadedError
 from .events import User
 
 __all__ = ["FairQueue"]
@@ -149,8 +149,9 @@ class FairQueue:
                 be no room, these are removed first.
 
         Raises:
-            OverloadedError: for a queue that is full, or in which the request would wait for more
-                than `max_seconds` or past its deadline.
+            LongWaitError: if the request would wait for more than `max_seconds`, or past its
+                deadline.
+            OverloadedError: for a queue that is full.
         """
         wait = self.expected_wait(request.client, request.user, now)
         longest = min(self.max_seconds, request.deadline - now)
@@ -158,7 +159,7 @@ class FairQueue:
             self.remove(unwanted)
             wait = self.expected_wait(request.client, request.user, now)
         if wait > longest:
-            raise OverloadedError(
+            raise LongWaitError(
                 f"the engine is overloaded: expected a wait of at most {longest:.3g} s "
                 f"(max_queue_seconds, or the deadline), got {wait:.3g} s",
                 retry_after=wait - longest,

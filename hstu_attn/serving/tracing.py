@@ -42,6 +42,9 @@ def record_spans(
             continue
         tracer = trace.get_tracer("hstu_attn.serving")
         above = trace.set_span_in_context(request.span)
+        attributes: dict[str, Any] = {"hstu_attn.batch_size": batch_size}
+        if request.request_id is not None:
+            attributes["hstu_attn.request_id"] = request.request_id
         to_epoch = time.time_ns() - int(time.monotonic() * 1e9)
         for name, start, end in (
             ("hstu_attn queue", request.submitted, taken),
@@ -52,5 +55,5 @@ def record_spans(
                 name,
                 above,
                 start_time=to_epoch + int(start * 1e9),
-                attributes={"hstu_attn.batch_size": batch_size},
+                attributes=attributes,
             ).end(to_epoch + int(end * 1e9))

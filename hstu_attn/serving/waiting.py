@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from .batch import Request
-from .errors import DeadlineError, OverloadedError
+from .errors import DeadlineError, LongWaitError, OverloadedError
 from .fair_queue import FairQueue
 from .stats import Counters
 
@@ -44,13 +44,14 @@ class Waiting:
                 stats.requests += 1
                 stats.expired += 1
             raise DeadlineError("deadline: expected a time to come, got one that has passed")
-        size = len(self.queue)
         try:
             displaced = self.queue.put(request, now, self._dropped)
-        except OverloadedError:
+        except OverloadedError as error:
             with self._counters.change() as stats:
-                stats.rejected += size >= self.queue.max_size
-                stats.shed += size < self.queue.max_size
+                if isinstance(error, LongWaitError):
+                    stats.shed += 1
+                else:
+                    stats.rejected += 1
             raise
         with self._counters.change() as stats:
             stats.requests += 1
