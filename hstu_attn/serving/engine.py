@@ -29,6 +29,7 @@ from .events import (
     StoreError,
     User,
     check_range,
+    check_user,
     checked_events,
 )
 from .fair_queue import FairQueue
@@ -453,8 +454,7 @@ class Engine:
         exclude_seen: bool,
         how: How,
     ) -> Future[Any]:
-        if not isinstance(user, (int, str)):
-            raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
+        check_user(user)
         events = checked_events(
             new_events, self.model.num_items, self.model.num_actions, self._time_range
         )
@@ -493,11 +493,9 @@ class Engine:
         while self._jobs:
             job, done = self._jobs.popleft()
             try:
-                job()
+                done.set_result(job())
             except Exception as error:
                 done.set_exception(error)
-            else:
-                done.set_result(None)
 
     def _next_batch(self) -> list[Request]:
         """Returns requests of different users.
