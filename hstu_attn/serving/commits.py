@@ -1,10 +1,11 @@
-"""Stores the events of batches, while an engine computes the next one."""
+"""Stores the events of batches, while an engine computes the next ones."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
@@ -17,19 +18,23 @@ __all__ = ["LOG", "Commits"]
 LOG = logging.getLogger("hstu_attn.serving")
 
 Answer = Tensor | Recommendation
+Ended = tuple[Plan, int | None]
 
 
 class Commits:
-    """At most one batch's commit at a time; a request is answered when its events are stored.
+    """Requests whose answers are there, and are given when their events are stored.
+
+    One commit is under way at a time. What comes meanwhile is stored by the next one together, so
+    that a slow disk delays answers, but not the batches that are computed.
 
     Args:
         store: has the events.
         answer: is called with a request and its answer; from another thread, if the store waits.
         fail: likewise, with a request and its error.
-        done: is called from the other thread when `end` would no longer wait.
+        done: is called from the other thread when `end` has something to return.
 
     Attributes:
-        users: the users of the commit under way.
+        users: the users of what has not been returned by `end`, each with one request.
     """
 
     def __init__(
@@ -45,35 +50,52 @@ class Commits:
         self._fail = fail
         self._done = done
         self._thread = ThreadPoolExecutor(1, "hstu_attn commit") if store.waits else None
-        self._pending: Future[list[tuple[Plan, int | None]]] | None = None
+        self._changed = threading.Condition()  # of the next three
+        self._waiting: list[tuple[Plan, Answer]] = []
+        self._ended: list[Ended] = []
+        self._running = False
         self._store_works = True
 
     def start(self, answered: Sequence[tuple[Plan, Answer]]) -> None:
-        """Begins to store the events of plans, none being under way."""
-        assert self._pending is None
-        self.users = {plan.request.user for plan, _ in answered}
-        if self._thread is not None:
-            self._pending = self._thread.submit(self._commit, answered)
-            self._pending.add_done_callback(lambda _: self._done())
-        else:
-            self._pending = Future()
-            self._pending.set_result(self._commit(answered))
+        """Begins to store the events of plans, none of whose users is in `users`."""
+        self.users.update(plan.request.user for plan, _ in answered)
+        if self._thread is None:
+            self._ended += self._commit(answered)
+            return
+        with self._changed:
+            self._waiting += answered
+            if not self._running:
+                self._running = True
+                self._thread.submit(self._run)
 
-    def end(self) -> list[tuple[Plan, int | None]]:
-        """Waits for the commit under way.
+    def end(self, wait: bool) -> list[Ended]:
+        """Returns what has ended since the last call; with `wait`, all that has been started.
 
         Returns:
-            Its plans, each with the new version of its history; 0 if another process has changed
-            the user's events, so that the request is to be planned anew; None if it failed. Nothing
-            if no commit is under way.
+            Plans, each with the new version of its history; 0 if another process has changed the
+            user's events, so that the request is to be planned anew; None if it failed.
         """
-        if self._pending is None:
-            return []
-        pending, self._pending = self._pending, None
-        self.users = set()
-        return pending.result()
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: not self._running)
+            ended, self._ended = self._ended, []
+        self.users.difference_update(plan.request.user for plan, _ in ended)
+        return ended
 
-    def _commit(self, answered: Sequence[tuple[Plan, Answer]]) -> list[tuple[Plan, int | None]]:
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                answered, self._waiting = self._waiting, []
+                if not answered:
+                    self._running = False
+                    self._changed.notify_all()
+                    return
+            ended = self._commit(answered)
+            with self._changed:
+                self._ended += ended
+            self._done()
+
+    def _commit(self, answered: Sequence[tuple[Plan, Answer]]) -> list[Ended]:
         plans = [plan for plan, _ in answered]
         try:
             versions = self._store.commit([plan.change for plan in plans])

@@ -29,6 +29,7 @@ from .events import (
     StoreError,
     User,
     check_range,
+    check_user,
     checked_events,
 )
 from .fair_queue import FairQueue
@@ -145,7 +146,7 @@ class Engine:
             model.num_actions,
             lambda keys: self._scorer.free(keys),
         )
-        self._commits = Commits(store, self._answer, self._fail, self._end_commit_soon)
+        self._commits = Commits(store, self._answer, self._fail, self._settle_soon)
         self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
@@ -422,17 +423,21 @@ class Engine:
     def _between_batches(self, job: Callable[[], None]) -> None:
         """Lets the worker do something when no batch is under way, and waits for it."""
         done: Future[None] = Future()
+
+        def settled() -> None:
+            self._settle()
+            job()
+
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            self._jobs.append((job, done))
+            self._jobs.append((settled, done))
             self._changed.notify_all()
         done.result()
 
-    def _end_commit_soon(self) -> None:
-        """Wakes the worker, should it be idle, to end a commit: any job begins with that."""
+    def _settle_soon(self) -> None:
         with self._changed:
-            self._jobs.append((lambda: None, Future()))
+            self._jobs.append((partial(self._settle, wait=False), Future()))
             self._changed.notify_all()
 
     def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
@@ -449,8 +454,7 @@ class Engine:
         exclude_seen: bool,
         how: How,
     ) -> Future[Any]:
-        if not isinstance(user, (int, str)):
-            raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
+        check_user(user)
         events = checked_events(
             new_events, self.model.num_items, self.model.num_actions, self._time_range
         )
@@ -487,14 +491,11 @@ class Engine:
 
     def _do_jobs(self) -> None:
         while self._jobs:
-            self._settle()
             job, done = self._jobs.popleft()
             try:
-                job()
+                done.set_result(job())
             except Exception as error:
                 done.set_exception(error)
-            else:
-                done.set_result(None)
 
     def _next_batch(self) -> list[Request]:
         """Returns requests of different users.
@@ -608,14 +609,16 @@ class Engine:
                 self._answer(request, answer)
         if not changing:
             return
-        self._settle()
         self._commits.start(changing)
         if not self._store.waits:
             self._settle()
 
-    def _settle(self) -> None:
-        """Waits for what is being stored, and serves again what was planned on old events."""
-        while ended := self._commits.end():
+    def _settle(self, wait: bool = True) -> None:
+        """Notes what has been stored, and serves again what was planned on old events.
+
+        With `wait` nothing is under way afterwards.
+        """
+        while ended := self._commits.end(wait):
             again = []
             for plan, version in ended:
                 if version:

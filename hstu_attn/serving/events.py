@@ -24,6 +24,7 @@ __all__ = [
     "check_limits",
     "check_range",
     "check_times",
+    "check_user",
     "event_rows",
     "first_kept",
     "user_key",
@@ -176,6 +177,17 @@ def checked_events(
         check_range("new_events", what, events[:, column], limit)
     check_times(events, time_range)
     return events
+
+
+def check_user(user: User) -> None:
+    """Checks the user of a request, so that no batch fails with it.
+
+    Raises:
+        ValueError: for another type, or for text that is not Unicode.
+    """
+    if not isinstance(user, (int, str)):
+        raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
+    user_key(user)
 
 
 def user_key(user: User) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from .events import (
 )
 
 __all__ = ["RedisStore"]
+
+LOG = logging.getLogger("hstu_attn.serving")
 
 _PRUNED_AT_ONCE = 500
 
@@ -186,6 +189,14 @@ class RedisStore(EventStore):
                 if not server.get("aof_enabled"):
                     raise ValueError("wait_aof: expected a server with appendonly yes, got no")
             self._users = int(self._client.get(self._count_key) or 0)
+        if not server.get("aof_enabled"):
+            LOG.warning("%s: has appendonly no, and loses events when it ends", self._place)
+        policy = server.get("maxmemory_policy", "noeviction")
+        if server.get("maxmemory") and policy != "noeviction":
+            LOG.warning(
+                "%s: has maxmemory-policy %s, and deletes events when memory is short",
+                *(self._place, policy),
+            )
 
     def __len__(self) -> int:
         return self._users

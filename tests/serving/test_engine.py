@@ -582,6 +582,7 @@ def test_recommendations(exclude_seen: bool) -> None:
     ("arguments", "message"),
     [
         ({"user": 1.5}, "user: expected an int or a str, got float"),
+        ({"user": "\ud800"}, "user: expected Unicode text, got"),
         ({"new_events": [(ITEMS, 1)]}, "new_events: expected items from 0 to 59, got 60 at 0"),
         ({"new_events": [(1, 1), (-1, 1)]}, "new_events: expected items .*, got -1 at 1"),
         ({"new_events": [(1, -1)]}, "new_events: expected times from 0 to .*, got -1"),

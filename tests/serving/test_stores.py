@@ -404,6 +404,26 @@ def test_stores_with_other_prefixes_are_apart(shared_redis: RedisServer) -> None
         assert (len(first), len(second)) == (0, 1)
 
 
+def test_servers_that_may_lose_events_are_told(
+    shared_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"appendonly": "no", "maxmemory": "1gb", "maxmemory-policy": "allkeys-lru"}
+    before = {name: shared_redis.client.config_get(name)[name] for name in settings}
+    try:
+        RedisStore(shared_redis.url, 40).close()
+        assert not caplog.records
+        for name, value in settings.items():
+            shared_redis.client.config_set(name, value)
+        RedisStore(shared_redis.url, 40).close()
+    finally:
+        for name, value in before.items():
+            shared_redis.client.config_set(name, value)
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "has appendonly no, and loses events when it ends",
+        "has maxmemory-policy allkeys-lru, and deletes events when memory is short",
+    ]
+
+
 def test_bad_servers_are_refused(shared_redis: RedisServer) -> None:
     shared_redis.client.flushall()
     with pytest.raises(ValueError, match="url: expected redis://host:port/database, got"):
