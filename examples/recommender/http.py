@@ -51,6 +51,7 @@ MAX_ERRORS = 20  # that a 422 names
 STUCK_SECONDS = 60.0
 """A batch that takes longer than this is not expected to end."""
 STORE_SECONDS = 1.0
+"""A store that answers later is taken for one that does not."""
 Answer = TypeVar("Answer")
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 TIMEOUT: dict[str, Any] = {
@@ -113,15 +114,21 @@ class Service(NamedTuple):
         }
 
     async def answer(self, future: Future[Answer], deadline: float) -> Answer:
-        """Waits for an answer until the deadline.
+        """Waits for an answer until the deadline, and longer while its events are being stored.
 
         Raises:
             DeadlineError: there was none; the request had no effect.
+            StoreError: there was none; whether the events are stored is not known.
         """
         wrapped = asyncio.wrap_future(future)
         done, _ = await asyncio.wait({wrapped}, timeout=max(deadline - time.monotonic(), 0.0))
-        if not done and future.cancel():
-            raise DeadlineError
+        if not done:
+            if future.cancel():
+                raise DeadlineError
+            done, _ = await asyncio.wait({wrapped}, timeout=self.timeout)
+            if not done:
+                wrapped.cancel()
+                raise StoreError("store: expected an answer in time, got none")
         return await wrapped
 
 
@@ -171,7 +178,7 @@ def make_app(
     access = access or Access()
     app = FastAPI(title="hstu_attn", lifespan=lifespan)
     app.state.draining = False
-    app.state.store_answers = True
+    app.state.store = StoreProbe(engine)
     metrics = Metrics(engine, lambda: is_ready(app, engine))
     app.add_middleware(Guard, access=access, metrics=metrics, max_body_bytes=max_body_bytes)
     ids: Sequence[int | str] = saved.item_ids.tolist()
@@ -287,7 +294,7 @@ def add_health(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/ready", response_model=State, responses=unavailable)
     async def ready() -> JSONResponse:
-        app.state.store_answers = await store_answers(engine)
+        await app.state.store.ask()
         if is_ready(app, engine):
             return state_of(engine, "ok")
         if engine.closed:
@@ -300,13 +307,29 @@ def add_health(app: FastAPI, engine: Engine) -> None:
         return state_of(engine, "closed", 503) if engine.closed else state_of(engine, "ok")
 
 
-async def store_answers(engine: Engine) -> bool:
-    """Whether the engine's store can be read within a second."""
-    try:
-        await asyncio.wait_for(asyncio.to_thread(engine.check_store), STORE_SECONDS)
-    except (StoreError, asyncio.TimeoutError):
-        return False
-    return True
+class StoreProbe:
+    """Asks whether an engine's store can be read, by one thread at most."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers = True
+        """What was found last."""
+        self._task: asyncio.Task[bool] | None = None
+
+    async def ask(self) -> bool:
+        """Returns whether the store answers within `STORE_SECONDS`."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(asyncio.to_thread(self._read))
+        done, _ = await asyncio.wait({self._task}, timeout=STORE_SECONDS)
+        self.answers = bool(done) and self._task.result()
+        return self.answers
+
+    def _read(self) -> bool:
+        try:
+            self.engine.check_store()
+        except Exception:  # of whichever store: it is logged where requests fail by it
+            return False
+        return True
 
 
 def is_ready(app: FastAPI, engine: Engine) -> bool:
@@ -314,7 +337,7 @@ def is_ready(app: FastAPI, engine: Engine) -> bool:
 
     An engine has captured its graphs when it is made, if it captures any ahead.
     """
-    return bool(app.state.store_answers) and not (app.state.draining or engine.closed)
+    return app.state.store.answers and not (app.state.draining or engine.closed)
 
 
 def state_of(engine: Engine, status: str, code: int = 200) -> JSONResponse:

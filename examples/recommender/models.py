@@ -65,6 +65,11 @@ def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel |
     return saved
 
 
+def tasks_of(saved: SavedModel | SavedRanking) -> tuple[str, ...]:
+    """Returns what a ranking model predicts; a retrieval model has no tasks."""
+    return saved.model.config.tasks if isinstance(saved, SavedRanking) else ()
+
+
 def reordered(
     saved: SavedModel | SavedRanking, order: Sequence[int | str]
 ) -> SavedModel | SavedRanking:
@@ -143,6 +148,7 @@ class Models:
     ) -> None:
         self._options = options
         self._items: Sequence[int | str] = saved.item_ids.tolist()
+        self._tasks = tasks_of(saved)
         self._device = next(saved.model.parameters()).device
         self._engine = engine
         self._max_candidates = max_candidates
@@ -168,6 +174,11 @@ class Models:
         path = path or self._options.model
         with self._lock:
             saved = load_served(path, self._options.bf16, self._device)
+            if (tasks := tasks_of(saved)) != self._tasks:
+                raise ValueError(
+                    f"{path}: expected a model with the tasks of the served one, "
+                    f"{', '.join(self._tasks) or 'none'}; got {', '.join(tasks) or 'none'}"
+                )
             try:
                 served = make_served(reordered(saved, self._items), self._max_candidates)
                 cache = None

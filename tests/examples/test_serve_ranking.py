@@ -21,9 +21,11 @@ from hstu_attn.data.synthetic_layouts import write_synthetic_amazon, write_synth
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("fastapi")
 import train_ranking
+from recommender.models import Models
 from recommender.ranking import RankingModel, save_ranking_model
 from recommender.ranking_data import RankingData, RankingWindows
 from recommender.saved import load_model
+from recommender.serve_options import parse_arguments
 from recommender.served_ranking import (
     SavedRanking,
     ServedRanking,
@@ -33,6 +35,7 @@ from recommender.served_ranking import (
 
 from hstu_attn.serving import Engine, EngineClosedError, MemoryStore, Requests
 from tests.helpers.http_client import Client, process
+from tests.helpers.serving_models import make_cache, make_model
 
 HISTORY, TARGETS = 12, 6
 TASKS = ("long_view", "is_click")
@@ -232,6 +235,29 @@ def test_requests_in_a_batch_are_those_alone(
     assert order != sorted(order)
 
 
+def test_nobody_and_nothing(saved: SavedRanking) -> None:
+    """A user without events can be ranked for; no candidates have no probabilities."""
+    served = ServedRanking(saved, 10)
+    with Engine(served, None) as engine:
+        assert engine.score(-5, [], []).shape == (0, len(TASKS))
+        scores = engine.score(-5, [], [4, 4, 5], at=10**9)
+        torch.testing.assert_close(scores[0], scores[1])
+        assert (scores[0] - scores[2]).abs().max() > 1e-3
+        with pytest.raises(ValueError, match="candidates: expected items from 0 to 99, got 100"):
+            engine.score(-5, [], [100])
+        with pytest.raises(ValueError, match="model: expected one that scores its whole catalogue"):
+            engine.recommend(-5, [], 3)
+
+
+def test_a_cache_is_for_models_that_can_use_one(saved: SavedRanking) -> None:
+    with pytest.raises(ValueError, match="cache: expected None for a model that computes each"):
+        Engine(ServedRanking(saved, 10), make_cache(12))
+    with pytest.raises(ValueError, match="cache: expected a PagedKVCache for a model without"):
+        Engine(make_model("retrieval"), None)
+    with pytest.raises(ValueError, match="store: expected max_events of at most the model's"):
+        Engine(ServedRanking(saved, 10), None, store=MemoryStore(10, HISTORY + 1))
+
+
 def test_histories_are_cut_to_what_training_had(saved: SavedRanking) -> None:
     """There is no cache to spare, so a full history is always the very latest events."""
     served = ServedRanking(saved, 10)
@@ -264,6 +290,29 @@ def test_users_who_share_a_row(saved: SavedRanking, log: EventLog) -> None:
     assert rows == data.user_rows(np.arange(log.num_users)).tolist()
     assert 3 < len(set(rows)) <= 7
     assert served.user_row(-1) == 7
+
+
+def test_another_model_takes_over_if_it_has_the_same_tasks(
+    saved: SavedRanking, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its scores are those of its own weights. Another one's answers would look otherwise."""
+    options = parse_arguments(None, ["--model", str(checkpoint)])
+    state = torch.load(checkpoint, weights_only=True)
+    state["model"]["head.3.bias"] += 1.0
+    torch.save(state, tmp_path / "better.pt")
+    state["ranking"]["tasks"] = ("long_view", "is_like")
+    torch.save(state, tmp_path / "other.pt")
+    with Engine(ServedRanking(saved, 100), None) as engine:
+        models = Models(options, saved, engine, 100)
+        before = engine.score(1, [(3, 10**9, 1)], [1, 2, 3])
+        with pytest.raises(ValueError, match=r"tasks of the served one, long_view, is_click; got "):
+            models.load_and_swap(tmp_path / "other.pt")
+        assert torch.equal(engine.score(1, [], [1, 2, 3]), before)
+        models.load_and_swap(tmp_path / "better.pt")
+        after = engine.score(1, [], [1, 2, 3])
+        torch.testing.assert_close(after.logit(), before.logit() + 1.0, rtol=1e-4, atol=1e-4)
+        models.roll_back()
+        assert torch.equal(engine.score(1, [], [1, 2, 3]), before)
 
 
 @pytest.mark.parametrize(

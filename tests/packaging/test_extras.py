@@ -23,7 +23,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # These are imported only on a GPU, with the triton that a CUDA build of torch brings.
 FOR_GPUS = re.compile(r"\.triton_")
-SERVER = re.compile(r"recommender\.(connections|http\w*|serve|server|serve_options|served\w*)$")
+SERVER = re.compile(
+    r"recommender\.(connections|http\w*|serve|server|serve_options|served\w*|models)$"
+)
 
 
 def modules(folder: Path, root: Path = ROOT) -> list[str]:
