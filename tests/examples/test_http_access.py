@@ -6,6 +6,7 @@ import hmac
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,6 +187,27 @@ def test_without_tokens_there_are_no_administrators(server: Running) -> None:
 )
 def test_loopback_addresses(host: str, expected: bool) -> None:
     assert is_loopback(host) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((), "127.0.0.1"), (("--trusted-proxies", "127.0.0.1"), "10.1.2.3")],
+    ids=["none", "one"],
+)
+def test_a_client_is_named_by_proxies_that_are_trusted(
+    arguments: tuple[str, ...], expected: str
+) -> None:
+    with running(*arguments) as server:
+        submit, clients = server.engine.submit_score, []
+
+        def note(*asked: Any, **how: Any) -> Any:
+            clients.append(how["client"])
+            return submit(*asked, **how)
+
+        server.engine.submit_score = note  # type: ignore[method-assign]
+        headers = {"X-Forwarded-For": "10.1.2.3"}
+        assert server.client.send("POST", "/score", body(1), headers)[0] == 200
+        assert clients == [expected]
 
 
 def test_an_open_server_that_others_reach_says_so(capsys: pytest.CaptureFixture[str]) -> None:

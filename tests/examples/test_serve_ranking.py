@@ -389,6 +389,7 @@ def test_a_damaged_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
         load_model(checkpoint, CPU)
 
 
+@pytest.mark.slow
 def test_ids_that_are_text(tmp_path: Path) -> None:
     """The model of Amazon reviews, and the engine without HTTP."""
     ratings = write_synthetic_amazon(tmp_path, 2023, 30, 80, 20)
