@@ -17,7 +17,15 @@ from .answers import How
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
 from .engine import Engine
 from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
-from .events import Event, EventOrderError, EventStore, EventTimeError, MemoryStore, StoreError
+from .events import (
+    Event,
+    EventOrderError,
+    EventStore,
+    EventTimeError,
+    MemoryStore,
+    StoreDamagedError,
+    StoreError,
+)
 from .export import ScoringStep
 from .graphs import GraphBuckets
 from .model import CatalogueModel, Requests, Rows, ServedModel, UncachedModel
@@ -59,6 +67,7 @@ __all__ = [
     "ScoringStep",
     "ServedModel",
     "StepTensors",
+    "StoreDamagedError",
     "StoreError",
     "UncachedModel",
     "check_cacheable",

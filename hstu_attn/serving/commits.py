@@ -17,6 +17,8 @@ __all__ = ["LOG", "Commits"]
 
 LOG = logging.getLogger("hstu_attn.serving")
 
+_MOST_REQUESTS = 1024  # that wait for a store; a slower one holds up batches, too
+
 Answer = Tensor | Recommendation
 Ended = tuple[Plan, int | None]
 
@@ -55,6 +57,12 @@ class Commits:
         self._ended: list[Ended] = []
         self._running = False
         self._store_works = True
+
+    def hold_up(self, requests: Sequence[Request]) -> bool:
+        """Returns whether `end` must have been waited for before requests are planned."""
+        if len(self.users) >= _MOST_REQUESTS:
+            return True
+        return not self.users.isdisjoint(request.user for request in requests)
 
     def start(self, answered: Sequence[tuple[Plan, Answer]]) -> None:
         """Begins to store the events of plans, none of whose users is in `users`."""

@@ -518,7 +518,7 @@ class Engine:
 
     def _serve(self, requests: list[Request]) -> None:
         try:
-            if not self._commits.users.isdisjoint(request.user for request in requests):
+            if self._commits.hold_up(requests):
                 self._settle()
             taken = time.monotonic()
             self._serve_plans(self._plan(requests), taken)

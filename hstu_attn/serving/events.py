@@ -19,6 +19,7 @@ __all__ = [
     "EventStore",
     "EventTimeError",
     "MemoryStore",
+    "StoreDamagedError",
     "StoreError",
     "Stored",
     "check_limits",
@@ -48,7 +49,11 @@ class EventOrderError(ValueError):
 
 
 class StoreError(RuntimeError):
-    """The store cannot be read or written now, or holds what no store has written."""
+    """The store cannot be read or written now."""
+
+
+class StoreDamagedError(StoreError):
+    """The store holds what no store has written: of some users, perhaps, and not of others."""
 
 
 class Event(NamedTuple):
@@ -265,7 +270,7 @@ class EventStore(ABC):
             store with larger ones; None if the caller's are those that are stored.
 
         Raises:
-            StoreError: if they cannot be read.
+            StoreError: if they cannot be read; a StoreDamagedError, if those of one cannot.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from .events import (
     EventStore,
     Int64s,
     Stored,
-    StoreError,
+    StoreDamagedError,
     User,
 )
 
@@ -75,10 +75,11 @@ class Histories:
         self._size = 0  # events of all, where a user counts as one at least
         self._keys = itertools.count()
 
-    def read(self, users: Sequence[User]) -> list[History | StoreError]:
+    def read(self, users: Sequence[User]) -> list[History | StoreDamagedError]:
         """Returns the current histories; an unknown user has none, under a new key.
 
-        Where the store holds what no model could take, its error is in the place of the history.
+        Where the store is damaged, or has events that the model does not know, an error is in the
+        place of the history.
 
         Args:
             users: each once.
@@ -88,8 +89,13 @@ class Histories:
         """
         known = [self._known.get(user) for user in users]
         versions = [0 if history is None else history.version for history in known]
-        found = self._store.read(users, versions)
-        histories: list[History | StoreError] = []
+        try:
+            found = self._store.read(users, versions)
+        except StoreDamagedError as error:
+            if len(users) == 1:
+                return [error]
+            return [history for user in users for history in self.read([user])]
+        histories: list[History | StoreDamagedError] = []
         for user, history, stored in zip(users, known, found, strict=True):
             if stored is None:
                 histories.append(
@@ -98,7 +104,7 @@ class Histories:
                 continue
             try:
                 histories.append(self._renewed(user, history, stored))
-            except StoreError as error:
+            except StoreDamagedError as error:
                 self.drop(user)
                 histories.append(error)
         return histories
@@ -108,7 +114,7 @@ class Histories:
         for column, what, limit in ((ITEM, "items", 0), (ACTION, "actions", 1)):
             values, most = events[:, column], self._limits[limit]
             if len(values) and not 0 <= values.min() <= values.max() < most:
-                raise StoreError(
+                raise StoreDamagedError(
                     f"store: expected {what} from 0 to {most - 1} of user {user!r}, got "
                     f"{values.min()} to {values.max()}: it is damaged, or of another model"
                 )

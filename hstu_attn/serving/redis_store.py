@@ -15,6 +15,7 @@ from .events import (
     Change,
     EventStore,
     Stored,
+    StoreDamagedError,
     StoreError,
     User,
     check_limits,
@@ -339,6 +340,8 @@ def _stored(value: bytes) -> Stored:
     if value == _NONE:
         return Stored(0, np.empty((0, 3), np.int64))
     if len(value) % 24 != 8:
-        raise StoreError(f"redis: expected 8 bytes and 24 of each event, got {len(value)} bytes")
+        raise StoreDamagedError(
+            f"redis: expected 8 bytes and 24 of each event, got {len(value)} bytes"
+        )
     events = np.frombuffer(value, "<i8", offset=8).astype(np.int64).reshape(-1, 3)
     return Stored(int.from_bytes(value[:8], "big"), events)

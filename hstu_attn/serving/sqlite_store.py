@@ -18,6 +18,7 @@ from .events import (
     Change,
     EventStore,
     Stored,
+    StoreDamagedError,
     StoreError,
     User,
     check_limits,
@@ -358,7 +359,9 @@ class SQLiteStore(EventStore):
         try:
             yield
         except (sqlite3.Error, OverflowError) as error:
-            raise StoreError(f"{self.path}: could not {action} events ({error})") from error
+            # The class itself, and not one derived from it, stands for a damaged file.
+            kind = StoreDamagedError if type(error) is sqlite3.DatabaseError else StoreError
+            raise kind(f"{self.path}: could not {action} events ({error})") from error
 
 
 def _new_version() -> int:

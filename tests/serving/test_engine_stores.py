@@ -26,7 +26,9 @@ from hstu_attn.serving import (
     EventTimeError,
     MemoryStore,
     NoHistoryError,
+    StoreDamagedError,
     StoreError,
+    commits,
 )
 from hstu_attn.serving.events import User
 from hstu_attn.serving.redis_store import RedisStore
@@ -246,6 +248,22 @@ def test_no_answer_is_given_before_it_is_stored() -> None:
         assert len(first.result(20)) == len(second.result(20)) == 1
 
 
+def test_a_store_that_is_too_slow_holds_up_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "_MOST_REQUESTS", 3)
+    model, store = make_model("retrieval"), SlowStore()
+    with Engine(model, make_cache(24), store=store, max_wait=0.0, max_batch_size=1) as engine:
+        futures = [engine.submit_score(user, [(1, 1)], [1]) for user in range(8)]
+        assert store.reached.acquire(timeout=20)
+        end = time.monotonic() + 20
+        while engine.stats().batches < 3 and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        assert engine.stats().batches == 3
+        store.passed.release(8)
+        for future in futures:
+            assert future.result(20).shape == (1,)
+
+
 def test_a_user_in_a_commit_waits_for_it() -> None:
     model, store = make_model("retrieval"), SlowStore()
     histories = Histories(model)
@@ -393,6 +411,25 @@ def test_a_store_of_another_model_is_told(place: Place, caplog: pytest.LogCaptur
             futures[1].result(20)
         assert futures[2].result(20).shape == (1,)
     assert "of another model" in caplog.text
+
+
+def test_users_whose_events_are_damaged_fail_alone(
+    shared_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared_redis.client.flushall()
+    shared_redis.client.set("hstu:user:i2", b"not written by a store")
+    model = make_model("retrieval")
+    with (
+        RedisStore(shared_redis.url, LONGEST) as store,
+        Engine(model, make_cache(9), store=store, max_batch_size=3, max_wait=30.0) as engine,
+    ):
+        futures = [engine.submit_score(user, [(1, 5)], [1, 2]) for user in (1, 2, 3)]
+        expected = model.whole(np.array([(1, 5, 0)]), [1, 2], 5)
+        for number in (0, 2):
+            assert_close(futures[number].result(20), expected)
+        with pytest.raises(StoreDamagedError, match="redis: expected 8 bytes and 24 of each event"):
+            futures[1].result(20)
+    assert "redis: expected 8 bytes" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------
