@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             from recommender.server import serve  # imports torch, which takes a while
 
             serve(options, listener)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

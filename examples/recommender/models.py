@@ -129,6 +129,12 @@ def make_cache(options: ServeOptions, served: ServedRetrieval) -> PagedKVCache:
     )
 
 
+def page_shape(served: ServedRetrieval) -> tuple[object, ...]:
+    """Returns what two models that can be served from one cache have in common."""
+    config = served.stack.config
+    return len(served.stack.layers), config.num_heads, config.dqk, served.model.compute_dtype
+
+
 class Models:
     """Changes the model of an engine, one change at a time.
 
@@ -192,13 +198,8 @@ class Models:
     def _fits(self, served: ServedRetrieval) -> bool:
         """Whether a model can be served from the cache of the served one."""
         old = self._engine.model
-        if not isinstance(old, ServedRetrieval):
-            return True  # the engine says what is wrong
-        return all(
-            (len(model.stack.layers), config.num_heads, config.dqk, model.model.compute_dtype)
-            == (len(old.stack.layers), other.num_heads, other.dqk, old.model.compute_dtype)
-            for model, config, other in [(served, served.stack.config, old.stack.config)]
-        )
+        # Of another kind of model the engine says what is wrong.
+        return not isinstance(old, ServedRetrieval) or page_shape(old) == page_shape(served)
 
     def roll_back(self) -> None:
         """Lets the model of before the last change take over again.

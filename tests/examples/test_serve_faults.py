@@ -34,6 +34,8 @@ import serve
 from recommender.model import RetrievalModel
 from recommender.models import CATALOGUE, aligned
 from recommender.saved import SavedModel, load_model, save_model
+from recommender.serve_options import parse_arguments
+from recommender.server import make_store
 
 from hstu_attn.data import JaggedBatch
 from hstu_attn.serving import EventStore, MemoryStore, SQLiteStore
@@ -323,6 +325,17 @@ def test_redis_is_killed_and_comes_back(model: Path, own_redis: RedisServer) -> 
 # ---------------------------------------------------------------------------------------------
 # Damaged files
 # ---------------------------------------------------------------------------------------------
+
+
+def test_the_default_store_is_next_to_the_model(model: Path, tmp_path: Path) -> None:
+    options = parse_arguments("", ["--model", str(model)])
+    for _ in range(2):
+        with make_store(options, load_model(model, CPU)) as store:
+            assert isinstance(store, SQLiteStore)
+            assert store.path == tmp_path / "events.sqlite"
+            assert store.max_events == LONGEST
+            store.add(1, [(1, 1 + len(store))])
+    assert len(store) == 1
 
 
 def test_a_damaged_store_is_not_served(

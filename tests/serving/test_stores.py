@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import sqlite3
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,12 @@ def test_servers_that_may_lose_events_are_told(
         "has appendonly no, and loses events when it ends",
         "has maxmemory-policy allkeys-lru, and deletes events when memory is short",
     ]
+
+
+def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ImportError, match=r"redis: expected the package \(pip install 'hstu_attn"):
+        RedisStore("redis://127.0.0.1", 40)
 
 
 def test_bad_servers_are_refused(shared_redis: RedisServer) -> None:
