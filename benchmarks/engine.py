@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -39,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
-from hstu_attn.serving import Engine, EngineStats, EventStore, GraphBuckets, PagedKVCache, Rows
+from hstu_attn.serving import Engine, EngineStats, GraphBuckets, MemoryStore, PagedKVCache, Rows
 
 from .load import Load, keep_under_way
 from .record import Record, rounded
@@ -100,7 +101,7 @@ def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
     """Makes an engine with all users' histories in its cache."""
     options = run.options
     rng = np.random.default_rng(0)
-    store = EventStore(options.users, longest(options))
+    store = MemoryStore(options.users, longest(options))
     shortest = max(1, int(SHORTEST * options.history))
     for user, length in enumerate(rng.integers(shortest, options.history + 1, options.users)):
         items = rng.integers(ITEMS, size=length)
@@ -134,15 +135,19 @@ def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
 
 def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load[EngineStats]:
     """Keeps `concurrency` requests in flight."""
+    locks = [threading.Lock() for _ in range(options.users)]
 
     def connect(thread: int) -> Callable[[], bool]:
         rng = random.Random(f"{concurrency} {thread}")
         some = np.random.default_rng([concurrency, thread])
 
         def send() -> bool:
-            event = (rng.randrange(ITEMS), 10**6)
+            user = rng.randrange(options.users)
             candidates = some.integers(ITEMS, size=options.candidates)
-            engine.score(rng.randrange(options.users), [event], candidates)
+            with locks[user]:  # a user's events arrive in order
+                event = (rng.randrange(ITEMS), time.monotonic_ns())
+                future = engine.submit_score(user, [event], candidates)
+            future.result()
             return True
 
         return send

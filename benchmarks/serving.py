@@ -61,7 +61,8 @@ def running_server(model: Path, data: Path, arguments: Sequence[str] = ()) -> It
         RuntimeError: if it does not start.
     """
     files = ["--model", str(model), "--data", str(data)]
-    command = [sys.executable, str(SERVER), "--port", "0", "--device", "cpu", *files, *arguments]
+    command = [sys.executable, str(SERVER), "--port", "0", "--device", "cpu", *files]
+    command += ["--store", "memory", *arguments]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

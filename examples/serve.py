@@ -1,15 +1,17 @@
-r"""Serves the model that train_retrieval.py saved, over HTTP.
+r"""Serves the model that train_retrieval.py or train_ranking.py saved, over HTTP.
 
     python examples/serve.py                                        # users start without events
     python examples/serve.py --data ml-1m/ratings.dat               # with those of the data set
+    python examples/serve.py --model runs/ranking/best.pt           # POST /rank
     curl -H 'Content-Type: application/json' localhost:8000/recommend \
       -d '{"user": 1, "events": [{"item": 1, "time": 1767225600}]}'
 
 Users and items have the data set's ids: whole numbers, or text where the data set's ids are text
-(Amazon reviews). What a user does arrives with the requests and is kept in memory, as are keys and
-values of the layers, so that each event is computed about once. On a GPU the layers' steps are
-captured in CUDA graphs before the server listens. recommender/http.py describes the
-paths and the limits of a request, recommender/connections.py those of a connection.
+(Amazon reviews). What a user does arrives with the requests and is kept, as are keys and values of
+the layers of a retrieval model, so that each event is computed about once; on a GPU the layers'
+steps are captured in CUDA graphs before the server listens. A ranking model computes each request
+whole. recommender/http.py describes the paths and the limits of a request, http_access.py who may
+ask, connections.py the limits of a connection, and docs/quickstart/serving.md all of that.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             from recommender.server import serve  # imports torch, which takes a while
 
             serve(options, listener)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

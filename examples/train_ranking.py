@@ -327,7 +327,7 @@ class RankingTrainer(Trainer[RankingBatch]):
         state = self.processes.whole_state(self.model)
         if self.processes.is_first:
             named = {name.replace(TORCHREC_TABLES, TABLES): state[name] for name in state}
-            save_ranking_model(path, self.model, named, validation)
+            save_ranking_model(path, self.model, named, validation, self.data.log)
 
     def load_best(self, path: Path) -> None:
         state = read_ranking_model(path)["model"]

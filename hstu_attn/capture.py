@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -19,6 +20,7 @@ __all__ = ["CapturedStep", "CudaCapture", "capture_on", "pad_offsets", "pad_rows
 Call = Callable[[], None]
 
 _WARM_UPS = 2
+_CAPTURING = threading.Lock()  # one capture at a time: each begins by waiting for the whole device
 _SIZES_PER_OCTAVE = 4
 
 
@@ -63,7 +65,7 @@ class CudaCapture:
                 capturing = torch.cuda.graph(
                     graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
                 )
-                with _no_garbage_collection(), capturing:
+                with _CAPTURING, _no_garbage_collection(), capturing:
                     call()
         except BaseException:
             self._end_failed(graph)

@@ -1,7 +1,7 @@
-"""Limits on uvicorn's HTTP connections: their number, and the time in which a request must arrive.
+"""Limits on uvicorn's HTTP connections: their number, and how long a client may take.
 
 uvicorn has neither limit: `limit_concurrency` answers 503 but leaves connections open, and a client
-that sends a request byte by byte can hold its connection forever.
+that sends a request byte by byte, or reads no answer, can hold its connection forever.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class LimitedHTTP(H11Protocol):
-    """A connection that the server closes in two cases that uvicorn tolerates.
+    """A connection that the server closes in three cases that uvicorn tolerates.
 
     There are `max_connections` open ones besides: it is answered 503 and closed at once. Or a
     request does not arrive whole within `arrival_timeout` of its first byte (the first request:
-    of the connection's start): it is closed, after an answer 408 if the headers have arrived.
+    of the connection's start): it is closed, after an answer 408 if the headers have arrived. Or
+    the client, which may be gone, does not take what is sent within that time: it is aborted.
 
     Args:
         arrival_timeout: in seconds.
@@ -37,11 +38,14 @@ class LimitedHTTP(H11Protocol):
         self.arrival_timeout = arrival_timeout
         self.max_connections = max_connections
         self.arrival_timer: asyncio.TimerHandle | None = None
+        self.write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(  # type: ignore[override]  # as in uvicorn
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
+        # Any unsent byte pauses writing, so that the timer of writing knows of it.
+        transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.max_connections:
             self.close(TOO_MANY)
         else:
@@ -54,6 +58,21 @@ class LimitedHTTP(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self.stop_timer()
+        self.stop_write_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.write_timer is None:
+            self.write_timer = self.loop.call_later(self.arrival_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stop_write_timer()
+
+    def stop_write_timer(self) -> None:
+        if self.write_timer is not None:
+            self.write_timer.cancel()
+            self.write_timer = None
 
     def set_timer(self) -> None:
         """Lets the timer run while a request is arriving."""

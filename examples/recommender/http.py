@@ -1,100 +1,173 @@
-"""An engine over HTTP: scores and recommendations as JSON, health, and metrics for Prometheus."""
+"""An engine over HTTP: scores, recommendations and predictions as JSON, health, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from itertools import accumulate
-from typing import Annotated, Any, Generic, TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
-from fastapi import FastAPI, HTTPException
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from hstu_attn.serving import (
+    DeadlineError,
+    Engine,
+    EngineClosedError,
+    EventOrderError,
+    EventTimeError,
+    How,
+    NoHistoryError,
+    OverloadedError,
+    StoreError,
 )
-from prometheus_client.registry import Collector
-from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from hstu_attn.serving import Engine, EngineClosedError, Histogram, NoHistoryError, OverloadedError
+from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard
+from recommender.http_admin import add_admin
+from recommender.http_metrics import Metrics
+from recommender.http_schemas import Problem, State, ranking_schemas, retrieval_schemas
+from recommender.models import Models
 from recommender.saved import SavedModel
+from recommender.serve_options import MAX_BODY_BYTES
+from recommender.served_ranking import SavedRanking
 
-__all__ = ["MAX_BODY_BYTES", "MAX_CANDIDATES", "MAX_EVENTS", "MAX_K", "make_app"]
+__all__ = ["Service", "make_app"]
 
-MAX_BODY_BYTES = 2**20
-MAX_EVENTS = 1000
-MAX_CANDIDATES = 1000
-MAX_K = 1000
+SECONDS = "hstu_attn.seconds"  # a key of a request's scope: in which it is to be answered
+WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
+    NoHistoryError: ("no_history", "The user is new: at least one event is needed"),
+    EventOrderError: (
+        "event_order",
+        "Events are oldest first, and none is older than the user's last stored one",
+    ),
+    EventTimeError: ("event_time", "The time of an event is too early or too late: seconds?"),
+}
 MAX_ERRORS = 20  # that a 422 names
-LONGEST_ID = 64  # characters of an id that is text
-RETRY_AFTER = {"Retry-After": "1"}  # seconds
-
+STUCK_SECONDS = 60.0
+"""A batch that takes longer than this is not expected to end."""
+STORE_SECONDS = 1.0
+"""A store that answers later is taken for one that does not."""
 Answer = TypeVar("Answer")
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Text = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
-Id = TypeVar("Id", int, str)
-Time = Annotated[int, Field(ge=0, lt=2**62)]
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+TIMEOUT: dict[str, Any] = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "description": "In how many milliseconds the answer is of use; at most the server's timeout.",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
+}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    401: {"model": Problem, "description": "A client's token is needed."},
+    413: {"model": Problem, "description": "The body is too large."},
+    503: {"model": Problem, "description": "There is too much to do; Retry-After says until when."},
+    504: {"model": Problem, "description": "There was no answer in time; there was no effect."},
+}
 
 
-class Strict(BaseModel):
-    """Takes no other types than those named, and no fields that it does not know."""
+class Service(NamedTuple):
+    """What the paths of a model work with.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    Attributes:
+        engine: serves the saved model.
+        saved: for its items and titles.
+        timeout: seconds that a request may take.
+        index_of: the model's item of each of the data set's ids.
+    """
+
+    engine: Engine
+    saved: SavedModel | SavedRanking
+    timeout: float
+    index_of: dict[int | str, int]
+
+    def indices(self, items: Iterable[int | str], *path: str) -> list[int]:
+        """Returns the model's item numbers of the ids in a list, or in a field of its elements."""
+        found = []
+        for place, item in enumerate(items):
+            if item not in self.index_of:
+                where = ["body", path[0], place, *path[1:]]
+                raise invalid(where, "unknown_item", "Item is not in the catalogue")
+            found.append(self.index_of[item])
+        return found
+
+    def how(self, request: Request, body: Any) -> How:
+        """Returns who asks, when, and until when, as the engine takes it."""
+        seconds = self.timeout
+        if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
+            # NOTE: not a parameter of the path, which costs FastAPI a tenth of a request's time.
+            asked = math.nan
+            with suppress(ValueError):
+                asked = float(text) / 1000
+            if not asked > 0:  # NaN is not
+                where = ["header", TIMEOUT_HEADER]
+                raise invalid(where, "timeout", "Expected a positive number of milliseconds")
+            seconds = min(seconds, asked)
+        request.scope[SECONDS] = seconds
+        return {
+            "at": body.time,
+            "client": request.scope[CLIENT],
+            "deadline": request.scope[ARRIVED] + seconds,
+            "request_id": body.request_id,
+        }
+
+    async def answer(self, future: Future[Answer], deadline: float) -> Answer:
+        """Waits for an answer until the deadline, and longer while its events are being stored.
+
+        Raises:
+            DeadlineError: there was none; the request had no effect.
+            StoreError: there was none; whether the events are stored is not known.
+        """
+        wrapped = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait({wrapped}, timeout=max(deadline - time.monotonic(), 0.0))
+        if not done:
+            if future.cancel():
+                raise DeadlineError
+            done, _ = await asyncio.wait({wrapped}, timeout=self.timeout)
+            if not done:
+                wrapped.cancel()
+                raise StoreError("store: expected an answer in time, got none")
+        return await wrapped
 
 
-class EventBody(Strict, Generic[Id]):
-    """An event: an item of the catalogue, by the data set's id, and when, in seconds."""
-
-    item: Id
-    time: Time
-
-
-class UserBody(Strict, Generic[Id]):
-    """A user, what the user did since the last request, and when it is asked (None: just then)."""
-
-    user: Id
-    events: list[EventBody[Id]] = Field(default=[], max_length=MAX_EVENTS)
-    time: Time | None = None
-
-
-class ScoreBody(UserBody[Id], Generic[Id]):
-    """Asks for the scores of items."""
-
-    candidates: list[Id] = Field(max_length=MAX_CANDIDATES)
-
-
-class RecommendBody(UserBody[Id], Generic[Id]):
-    """Asks for the best items of the catalogue."""
-
-    k: int = Field(default=10, ge=1, le=MAX_K)
-    exclude_seen: bool = True
-
-
-def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
+def make_app(
+    engine: Engine,
+    saved: SavedModel | SavedRanking,
+    timeout: float,
+    access: Access | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    models: Models | None = None,
+) -> FastAPI:
     """Returns the application.
 
-    POST /score      user, events, candidates -> a score for each candidate
-    POST /recommend  user, events, k, exclude_seen -> the best items, with titles and scores
-    GET  /health     200 while requests are accepted; HEAD likewise
-    GET  /metrics    for Prometheus
+    POST /score        user, events, candidates -> a score for each candidate
+    POST /recommend    user, events, k, exclude_seen -> the best items, with titles and scores
+    POST /rank         user, events, candidates -> each task's probability for each candidate
+    GET  /live         200 unless the process should be replaced
+    GET  /ready        200 while requests should come here
+    GET  /health       200 while requests are accepted; HEAD likewise
+    GET  /metrics      for Prometheus
+    POST /admin/drain  an administrator: requests should not come here any more
+    GET  /openapi.json the types of all of that; GET /docs shows them
 
-    Users and items are named by the data set's ids: numbers, or text where the saved model's are. A
-    wrong body is answered 422 and the places in it, or 400 where it cannot be parsed; too large a
-    one 413; a full queue 503 with Retry-After; and no answer in time 504, in which case the request
+    A retrieval model has the first two paths, a ranking model the third. Users and items are named
+    by the data set's ids: numbers, or text where the saved model's are. A wrong body is answered
+    422 and the places in it, or 400 where it cannot be parsed; too large a one 413; a wrong token
+    401; too much to do 503 with Retry-After; and no answer in time 504, in which case the request
     had no effect.
+
+    `app.state.draining` is whether requests should not come here any more: they are still answered,
+    but /ready says 503.
 
     Args:
         engine: serves the saved model; closed when the application shuts down.
         saved: for its items and titles.
-        timeout: seconds that a request may take.
+        timeout: seconds that a request may take; it may ask for less by X-Request-Timeout-Ms.
+        access: who may ask; None is everybody, but no administrator.
+        max_body_bytes: no body is larger.
+        models: change the model; with them there are the paths of `add_admin`, too.
     """
 
     @asynccontextmanager
@@ -102,78 +175,196 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
         yield
         await asyncio.to_thread(engine.close)
 
+    access = access or Access()
     app = FastAPI(title="hstu_attn", lifespan=lifespan)
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
-    responses = Counter(
-        "hstu_http_responses", "Answers, by path and status.", ["path", "status"], registry=registry
-    )
-    app.add_middleware(Guard, responses=responses)
+    app.state.draining = False
+    app.state.store = StoreProbe(engine)
+    metrics = Metrics(engine, lambda: is_ready(app, engine))
+    app.add_middleware(Guard, access=access, metrics=metrics, max_body_bytes=max_body_bytes)
     ids: Sequence[int | str] = saved.item_ids.tolist()
-    index_of: dict[int | str, int] = {item: index for index, item in enumerate(ids)}
+    service = Service(engine, saved, timeout, {item: index for index, item in enumerate(ids)})
+    # NOTE: paths are added to the application itself; those of a router take longer to be found.
+    if isinstance(saved, SavedRanking):
+        add_ranking(app, service, saved, access)
+    else:
+        add_retrieval(app, service, saved, ids, access)
 
-    def indices(items: Iterable[int | str], *path: str) -> list[int]:
-        """Returns the model's item numbers of the ids in a list, or in a field of its elements."""
-        found = []
-        for place, item in enumerate(items):
-            if item not in index_of:
-                where = ["body", path[0], place, *path[1:]]
-                raise invalid(where, "unknown_item", "Item is not in the catalogue")
-            found.append(index_of[item])
-        return found
+    @app.get("/metrics", response_class=Response)
+    async def show_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    def events_of(body: UserBody[Any]) -> list[tuple[int, int]]:
-        items = indices((event.item for event in body.events), "events", "item")
+    admin = APIRouter(prefix="/admin", dependencies=[Depends(access.require_admin)])
+
+    @admin.post("/drain", response_model=State)
+    async def drain() -> JSONResponse:
+        app.state.draining = True
+        return state_of(engine, "draining")
+
+    if models is not None:
+        add_admin(admin, engine, models)
+    app.include_router(admin)
+    add_health(app, engine)
+    add_errors(app)
+    return app
+
+
+def add_path(
+    app: FastAPI, endpoint: Callable[..., Any], body: type, answer: type, access: Access
+) -> None:
+    """Adds a path of a model under the name of its endpoint, whose `body` is given its type."""
+    endpoint.__annotations__["body"] = body  # by which FastAPI checks it
+    extra: dict[str, Any] = {"parameters": [TIMEOUT]}
+    if not access.is_open:  # the Guard checks it; this documents it
+        extra["security"] = [{BEARER.scheme_name: []}]
+    app.post(
+        f"/{endpoint.__name__}",
+        response_model=answer,
+        responses=PROBLEMS,
+        openapi_extra=extra,
+    )(endpoint)
+
+
+def add_retrieval(
+    app: FastAPI, service: Service, saved: SavedModel, ids: Sequence[int | str], access: Access
+) -> None:
+    """Adds the paths of a retrieval model; `ids` are those of its items."""
+    engine = service.engine
+
+    def events_of(body: Any) -> list[tuple[int, int]]:
+        items = service.indices((event.item for event in body.events), "events", "item")
         return [(item, event.time) for item, event in zip(items, body.events, strict=True)]
 
-    async def answer(future: Future[Answer]) -> Answer:
-        wrapped = asyncio.wrap_future(future)
-        done, _ = await asyncio.wait({wrapped}, timeout=timeout)
-        if not done and future.cancel():
-            raise HTTPException(504, f"No answer within {timeout} s; the request had no effect")
-        return await wrapped
+    async def score(request: Request, body: Any) -> JSONResponse:
+        candidates = service.indices(body.candidates, "candidates")
+        how = service.how(request, body)
+        future = engine.submit_score(body.user, events_of(body), candidates, **how)
+        scores = await service.answer(future, how["deadline"])
+        return JSONResponse({"user": body.user, "scores": scores.tolist()})
 
-    async def score(body: ScoreBody[Any]) -> JSONResponse:
-        candidates = indices(body.candidates, "candidates")
-        future = engine.submit_score(body.user, events_of(body), candidates, at=body.time)
-        return JSONResponse({"user": body.user, "scores": (await answer(future)).tolist()})
-
-    async def recommend(body: RecommendBody[Any]) -> JSONResponse:
+    async def recommend(request: Request, body: Any) -> JSONResponse:
+        how = service.how(request, body)
         future = engine.submit_recommend(
-            body.user, events_of(body), body.k, exclude_seen=body.exclude_seen, at=body.time
+            body.user, events_of(body), body.k, exclude_seen=body.exclude_seen, **how
         )
-        best = await answer(future)
+        best = await service.answer(future, how["deadline"])
         items = [
             {"item": ids[index], "title": saved.titles[index], "score": value}
             for index, value in zip(best.items.tolist(), best.scores.tolist(), strict=True)
         ]
         return JSONResponse({"user": body.user, "items": items})
 
-    text = saved.has_text_ids
-    for path, endpoint, body in (
-        ("/score", score, ScoreBody[Text] if text else ScoreBody[Int64]),
-        ("/recommend", recommend, RecommendBody[Text] if text else RecommendBody[Int64]),
-    ):
-        endpoint.__annotations__["body"] = body  # by which FastAPI checks and documents it
-        app.post(path)(endpoint)
+    schemas = retrieval_schemas(saved.has_text_ids)
+    add_path(app, score, schemas["ScoreBody"], schemas["ScoreAnswer"], access)
+    add_path(app, recommend, schemas["RecommendBody"], schemas["RecommendAnswer"], access)
+
+
+def add_ranking(app: FastAPI, service: Service, saved: SavedRanking, access: Access) -> None:
+    """Adds the path of a ranking model."""
+    config = saved.model.config
+    bits = {action: 1 << bit for bit, action in enumerate(config.actions)}
+
+    async def rank(request: Request, body: Any) -> JSONResponse:
+        candidates = service.indices(body.candidates, "candidates")
+        items = service.indices((event.item for event in body.events), "events", "item")
+        events = [
+            (item, event.time, sum(bits[action] for action in set(event.actions)))
+            for item, event in zip(items, body.events, strict=True)
+        ]
+        how = service.how(request, body)
+        how["context"] = body.events_before
+        future = service.engine.submit_score(body.user, events, candidates, **how)
+        columns = (await service.answer(future, how["deadline"])).T.tolist()
+        probabilities = dict(zip(config.tasks, columns, strict=True))
+        return JSONResponse({"user": body.user, "probabilities": probabilities})
+
+    schemas = ranking_schemas(saved.has_text_ids, config.actions, config.tasks)
+    add_path(app, rank, schemas["RankBody"], schemas["RankAnswer"], access)
+
+
+def add_health(app: FastAPI, engine: Engine) -> None:
+    """Adds the paths that need no token."""
+    unavailable: dict[int | str, dict[str, Any]] = {503: {"model": State}}
+
+    @app.get("/live", response_model=State, responses=unavailable)
+    async def live() -> JSONResponse:
+        if not engine.alive:
+            return state_of(engine, "dead", 503)
+        stuck = engine.stats().running > STUCK_SECONDS
+        return state_of(engine, "stuck", 503) if stuck else state_of(engine, "ok")
+
+    @app.get("/ready", response_model=State, responses=unavailable)
+    async def ready() -> JSONResponse:
+        await app.state.store.ask()
+        if is_ready(app, engine):
+            return state_of(engine, "ok")
+        if engine.closed:
+            return state_of(engine, "closed", 503)
+        return state_of(engine, "draining" if app.state.draining else "store", 503)
 
     @app.head("/health")
-    @app.get("/health")
+    @app.get("/health", response_model=State, responses=unavailable)
     async def health() -> JSONResponse:
-        stats = engine.stats()
-        state = {"status": "ok", "users": stats.users, "queued": stats.queued}
-        if engine.closed:
-            return JSONResponse({**state, "status": "closed"}, 503)
-        return JSONResponse(state)
+        return state_of(engine, "closed", 503) if engine.closed else state_of(engine, "ok")
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+class StoreProbe:
+    """Asks whether an engine's store can be read, by one thread at most."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers = True
+        """What was found last."""
+        self._task: asyncio.Task[bool] | None = None
+
+    async def ask(self) -> bool:
+        """Returns whether the store answers within `STORE_SECONDS`."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(asyncio.to_thread(self._read))
+        done, _ = await asyncio.wait({self._task}, timeout=STORE_SECONDS)
+        self.answers = bool(done) and self._task.result()
+        return self.answers
+
+    def _read(self) -> bool:
+        try:
+            self.engine.check_store()
+        except Exception:  # of whichever store: it is logged where requests fail by it
+            return False
+        return True
+
+
+def is_ready(app: FastAPI, engine: Engine) -> bool:
+    """Whether requests should come here; whether the store answers is known from the last /ready.
+
+    An engine has captured its graphs when it is made, if it captures any ahead.
+    """
+    return app.state.store.answers and not (app.state.draining or engine.closed)
+
+
+def state_of(engine: Engine, status: str, code: int = 200) -> JSONResponse:
+    """Returns an answer by which a `State` is told."""
+    stats = engine.stats()
+    return JSONResponse({"status": status, "users": stats.users, "queued": stats.queued}, code)
+
+
+def add_errors(app: FastAPI) -> None:
+    """Adds how errors are answered."""
 
     @app.exception_handler(OverloadedError)
     @app.exception_handler(EngineClosedError)
     async def unavailable(_: object, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 503, RETRY_AFTER)
+        seconds = math.ceil(getattr(error, "retry_after", 0.0))
+        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(max(seconds, 1))})
+
+    @app.exception_handler(StoreError)
+    async def not_stored(_: object, error: Exception) -> JSONResponse:
+        detail = "Events cannot be read or stored now; the same request may be made again"
+        return JSONResponse({"detail": detail}, 503, {"Retry-After": "1"})
+
+    @app.exception_handler(DeadlineError)
+    async def too_late(request: Request, _: Exception) -> JSONResponse:
+        seconds = request.scope[SECONDS]
+        detail = f"No answer within {seconds:g} s; the request had no effect"
+        return JSONResponse({"detail": detail}, 504)
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(_: object, error: RequestValidationError) -> Response:
@@ -186,95 +377,13 @@ def make_app(engine: Engine, saved: SavedModel, timeout: float) -> FastAPI:
         return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
 
     @app.exception_handler(NoHistoryError)
-    async def no_history(request: object, error: Exception) -> Response:
-        message = "The user is new: at least one event is needed"
-        return await wrong_body(request, invalid(["body", "events"], "no_history", message))
-
-    return app
+    @app.exception_handler(EventOrderError)
+    @app.exception_handler(EventTimeError)
+    async def wrong_events(request: object, error: Exception) -> Response:
+        kind, message = WRONG_EVENTS[type(error)]
+        return await wrong_body(request, invalid(["body", "events"], kind, message))
 
 
 def invalid(where: Sequence[object], kind: str, message: str) -> RequestValidationError:
     """Returns the error that FastAPI answers with status 422."""
     return RequestValidationError([{"type": kind, "loc": where, "msg": message}])
-
-
-class Guard:
-    """Refuses large bodies, and counts answers by path and status."""
-
-    def __init__(self, app: ASGIApp, responses: Counter) -> None:
-        self.app = app
-        self.responses = responses
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        received = 0
-
-        async def limited_receive() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > MAX_BODY_BYTES:
-                raise too_large()
-            return message
-
-        def count(status: int) -> None:
-            path = getattr(scope.get("route"), "path", "other")
-            self.responses.labels(path, status).inc()
-
-        async def counted_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                count(message["status"])
-            await send(message)
-
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            error = too_large()
-            response = JSONResponse({"detail": error.detail}, error.status_code)
-            await response(scope, receive, counted_send)
-            return
-        try:
-            await self.app(scope, limited_receive, counted_send)
-        except Exception:  # answered 500 further out
-            count(500)
-            raise
-
-
-def too_large() -> HTTPException:
-    """For a body over the limit."""
-    return HTTPException(413, f"The body must have at most {MAX_BODY_BYTES} bytes")
-
-
-class EngineCollector(Collector):
-    """An engine's statistics, as Prometheus takes them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def collect(self) -> Iterable[Metric]:
-        """Yields the metrics at one moment."""
-        stats = self.engine.stats()
-        for name, text, value in (
-            ("requests", "Requests accepted.", stats.requests),
-            ("completed", "Requests answered.", stats.completed),
-            ("failed", "Requests ended by an error.", stats.failed),
-            ("cancelled", "Requests timed out or cancelled.", stats.cancelled),
-            ("rejected", "Requests refused because the queue was full.", stats.rejected),
-            ("graph_batches", "Batches computed by a captured graph.", stats.graph_batches),
-            ("hit_tokens", "Rows of events read from the cache.", stats.hit_tokens),
-            ("new_tokens", "Rows of events computed first.", stats.new_tokens),
-            ("recomputed_tokens", "Rows of events computed again.", stats.recomputed_tokens),
-        ):
-            yield CounterMetricFamily(f"hstu_engine_{name}", text, value)
-        yield GaugeMetricFamily("hstu_engine_queued", "Requests that wait.", stats.queued)
-        yield GaugeMetricFamily("hstu_engine_users", "Users with stored events.", stats.users)
-        yield histogram("batch_size", "Requests in a batch.", stats.batch_size)
-        yield histogram("latency_seconds", "From arrival to answer.", stats.latency)
-
-
-def histogram(name: str, text: str, values: Histogram) -> Metric:
-    """Returns a histogram in Prometheus' cumulative form."""
-    bounds = [*map(str, values.bounds), "+Inf"]
-    buckets = list(zip(bounds, accumulate(values.counts), strict=True))
-    return HistogramMetricFamily(f"hstu_engine_{name}", text, buckets, values.total)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hstu_attn import FP8, HSTULayerConfig
-from hstu_attn.data import ACTIONS, unpack_actions
+from hstu_attn.data import ACTIONS, EventLog, unpack_actions
 from hstu_attn.distributed import ShardedEmbedding
 from hstu_attn.jagged import (
     JaggedParts,
@@ -45,6 +45,7 @@ __all__ = [
     "RankingModel",
     "load_ranking_model",
     "ranking_loss",
+    "ranking_model_of",
     "read_ranking_model",
     "save_ranking_model",
     "task_labels",
@@ -102,7 +103,12 @@ class RankingConfig:
             output_dropout_ratio=self.dropout,
             contextual_seq_len=len(CONTEXTS),
         )
-        return replace(config, target_group_size=self.target_group_size, fp8=self.fp8)
+        return replace(
+            config,
+            target_group_size=self.target_group_size,
+            fp8=self.fp8,
+            scaling_seqlen=self.max_rows,
+        )
 
 
 class EmbeddingTables(nn.Module):
@@ -151,6 +157,10 @@ class RankingModel(nn.Module):
         compute_dtype: the dtype of the layers; embeddings and head are fp32, as are all
             parameters.
         embeddings: looks rows up by feature; None is `EmbeddingTables`.
+
+    Attributes:
+        max_rows: no sequence has more rows. No result depends on it, so a server raises it for
+            more candidates than training had.
     """
 
     def __init__(
@@ -161,6 +171,7 @@ class RankingModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.max_rows = config.max_rows
         self.compute_dtype = compute_dtype
         dim = config.dim
         self.embeddings = EmbeddingTables(config.sizes, dim) if embeddings is None else embeddings
@@ -212,9 +223,7 @@ class RankingModel(nn.Module):
             scale=math.sqrt(self.config.dim),
         )
         x = F.dropout(x, self.config.dropout, self.training)
-        x = self.stack(
-            x.to(self.compute_dtype), offsets, self.config.max_rows, num_targets=num_targets
-        )
+        x = self.stack(x.to(self.compute_dtype), offsets, self.max_rows, num_targets=num_targets)
         logits: Tensor = self.head(parts.part(x, 2).float())
         return logits
 
@@ -259,6 +268,7 @@ def save_ranking_model(
     model: RankingModel,
     parameters: Mapping[str, Tensor] | None = None,
     validation: Mapping[str, float] | None = None,
+    log: EventLog | None = None,
 ) -> None:
     """Writes the model in place of what was there.
 
@@ -267,28 +277,43 @@ def save_ranking_model(
         model: of which parts may be elsewhere.
         parameters: its whole state by the names that it has on one process; None is the model's.
         validation: what the model reached in validation, by name.
+        log: whose ids of items and users the file tells; a server needs them.
     """
-    write_state(
-        path,
-        {
-            "ranking": asdict(model.config),
-            "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
-            "model": dict(model.state_dict() if parameters is None else parameters),
-            "validation": dict(validation or {}),
-        },
-    )
+    state: dict[str, Any] = {
+        "ranking": asdict(model.config),
+        "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
+        "model": dict(model.state_dict() if parameters is None else parameters),
+        "validation": dict(validation or {}),
+    }
+    if log is not None:
+        for name, ids in (("item_ids", log.source_item_ids), ("user_ids", log.source_user_ids)):
+            state[name] = torch.tensor(ids) if isinstance(ids[0], int) else list(ids)
+    write_state(path, state)
 
 
-def load_ranking_model(path: Path, device: torch.device) -> RankingModel:
+def load_ranking_model(
+    path: Path, device: torch.device, compute_dtype: torch.dtype | None = None
+) -> RankingModel:
     """Reads what `save_ranking_model` wrote, in evaluation mode.
+
+    Args:
+        path: the path of the file.
+        device: the device of the model.
+        compute_dtype: the dtype of the layers; None is as in training.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it holds something else.
     """
-    state = read_ranking_model(path)
+    return ranking_model_of(read_ranking_model(path), device, compute_dtype)
+
+
+def ranking_model_of(
+    state: Mapping[str, Any], device: torch.device, compute_dtype: torch.dtype | None = None
+) -> RankingModel:
+    """Returns the model of what `read_ranking_model` returned, as `load_ranking_model` does."""
     config = RankingConfig(**state["ranking"])
-    model = RankingModel(config, getattr(torch, state["compute_dtype"]))
+    model = RankingModel(config, compute_dtype or getattr(torch, state["compute_dtype"]))
     model.load_state_dict(state["model"])
     return model.to(device).eval()
 

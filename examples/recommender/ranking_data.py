@@ -34,6 +34,9 @@ __all__ = [
     "RankingWindows",
     "Split",
     "check_ranking_batch",
+    "context_rows",
+    "event_bits",
+    "hashed_rows",
 ]
 
 Split = Literal["training", "validation", "test"]
@@ -188,12 +191,7 @@ class RankingData:
         self.log = log
         self.max_history = max_history
         self.max_targets = max_targets
-        self.actions: tuple[str, ...]
-        self.bits: NDArray[np.uint8]
-        if "actions" in log.columns:
-            self.actions, self.bits = ACTIONS, log.columns["actions"]
-        else:
-            self.actions, self.bits = RATING_ACTIONS, _rating_bits(log.ratings)
+        self.actions, self.bits = event_bits(log)
         self.sizes = {
             "item": log.num_items,
             "user": min(log.num_users, user_buckets),
@@ -262,12 +260,7 @@ class RankingData:
 
     def user_rows(self, users: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the row of each user in the table "user"."""
-        buckets = self.sizes["user"]
-        if self.log.num_users <= buckets:
-            return users
-        hashed = users.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(32)
-        rows: NDArray[np.int64] = (hashed % np.uint64(buckets)).astype(np.int64)
-        return rows
+        return hashed_rows(users, self.log.num_users, self.sizes["user"])
 
     def labels(self, bits: NDArray[Any], tasks: Sequence[str]) -> NDArray[np.bool_]:
         """Returns which tasks' actions were done, `(n, tasks)`, of bits `(n,)`."""
@@ -279,9 +272,41 @@ class RankingData:
         self, windows: RankingWindows, request_timestamps: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         events_before = windows.requests - self.log.offsets[windows.users]
-        activity = np.log2(events_before + 1).astype(np.int64).clip(max=ACTIVITY_BUCKETS - 1)
-        hour = request_timestamps // SECONDS_PER_HOUR % HOURS_PER_DAY
-        return np.stack([self.user_rows(windows.users), activity, hour], axis=1)
+        return context_rows(self.user_rows(windows.users), events_before, request_timestamps)
+
+
+def hashed_rows(users: NDArray[np.int64], num_users: int, buckets: int) -> NDArray[np.int64]:
+    """Returns the rows of users in a table of `buckets` rows; several share one if there are more.
+
+    Users are numbered from 0 to `num_users - 1`.
+    """
+    if num_users <= buckets:
+        return users
+    hashed = users.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(32)
+    rows: NDArray[np.int64] = (hashed % np.uint64(buckets)).astype(np.int64)
+    return rows
+
+
+def context_rows(
+    user_rows: NDArray[np.int64], events_before: NDArray[np.int64], times: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Returns the contextual features of requests, `(n, len(CONTEXTS))`.
+
+    Args:
+        user_rows: `(n,)`, the row of each user in the table "user".
+        events_before: `(n,)`, how many events each user had before.
+        times: `(n,)`, of the requests, in seconds.
+    """
+    activity = np.log2(events_before + 1).astype(np.int64).clip(max=ACTIVITY_BUCKETS - 1)
+    hour = times // SECONDS_PER_HOUR % HOURS_PER_DAY
+    return np.stack([user_rows, activity, hour], axis=1)
+
+
+def event_bits(log: EventLog) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
+    """Returns the names of a log's actions, and what was done at each event, as bits of them."""
+    if "actions" in log.columns:
+        return ACTIONS, log.columns["actions"]
+    return RATING_ACTIONS, _rating_bits(log.ratings)
 
 
 def _cuts(log: EventLog, share: float) -> tuple[int, int]:

@@ -12,8 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["ServeOptions", "parse_arguments"]
+__all__ = ["ADMIN_TOKENS", "MAX_BODY_BYTES", "TOKENS", "ServeOptions", "parse_arguments"]
 
+MAX_BODY_BYTES = 2**20
+TOKENS, ADMIN_TOKENS = "HSTU_ATTN_TOKENS", "HSTU_ATTN_ADMIN_TOKENS"  # environment variables
 PAGE_SIZES = (16, 32, 64, 128, 256)  # those of hstu_attn.paged, which imports torch
 
 
@@ -29,12 +31,19 @@ class ServeOptions(argparse.Namespace):
     bf16: bool
     cache_mib: int
     page_size: int
+    store: str | None
     max_users: int
     max_batch_size: int
     max_wait_ms: float
     max_queue: int
+    max_queue_ms: float
     max_connections: int
+    max_body_bytes: int
     timeout: float
+    drain_seconds: float
+    token_file: Path | None
+    admin_token_file: Path | None
+    trusted_proxies: str | None
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -109,7 +118,14 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     parser.add_argument(
         "--page-size", type=int, choices=PAGE_SIZES, default=32, help="events in a cache page"
     )
-    parser.add_argument("--max-users", type=count, default=10**6, help="whose events are kept")
+    parser.add_argument(
+        "--store",
+        help="where events are kept: the path of an SQLite file, redis://host:port/database, or "
+        "memory, which ends with the process; None is events.sqlite next to --model",
+    )
+    parser.add_argument(
+        "--max-users", type=count, default=10**6, help="whose events are kept in memory"
+    )
     parser.add_argument("--max-batch-size", type=count, default=32, help="requests in a batch")
     parser.add_argument(
         "--max-wait-ms",
@@ -119,22 +135,55 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     )
     parser.add_argument("--max-queue", type=count, default=1024, help="requests that may wait")
     parser.add_argument(
+        "--max-queue-ms",
+        type=number(1e-3, 10**6, float),
+        default=1000.0,
+        help="a request that would wait for longer is refused",
+    )
+    parser.add_argument(
         "--max-connections",
         type=count,
         default=900,
         help="open at a time; each is an open file (ulimit -n)",
     )
     parser.add_argument(
+        "--max-body-bytes",
+        type=count,
+        default=MAX_BODY_BYTES,
+        help="of a request; larger ones are refused",
+    )
+    parser.add_argument(
         "--timeout",
         type=number(1e-3, 3600, float),
         default=5.0,
-        help="seconds for a request to arrive, and as many for its answer",
+        help="seconds for a request to arrive, for its answer, and for the client to take it",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=number(0, 3600, float),
+        default=0.0,
+        help="how long requests are still accepted after SIGTERM, while /ready says 503",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help=f"tokens of clients, one a line; {TOKENS} holds more; without any, everybody may ask",
+    )
+    parser.add_argument(
+        "--admin-token-file",
+        type=Path,
+        help=f"tokens for the paths below /admin; {ADMIN_TOKENS} holds more; without any, nobody "
+        "may use them",
+    )
+    parser.add_argument(
+        "--trusted-proxies",
+        help="addresses, with commas, whose X-Forwarded-For names the client",
     )
     options = parser.parse_args(arguments, namespace=ServeOptions())
     if not options.model.is_file():
         parser.error(
-            "argument --model: expected a file that train_retrieval.py saved (make demo runs it); "
-            f"got {options.model}, which is no file"
+            "argument --model: expected a file that train_retrieval.py or train_ranking.py saved "
+            f"(make demo, make ranking); got {options.model}, which is no file"
         )
     if options.data is not None and not options.data.exists():
         parser.error(f"argument --data: expected a file or directory; got {options.data}")

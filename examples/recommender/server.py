@@ -4,49 +4,66 @@ from __future__ import annotations
 
 import functools
 import gc
+import ipaddress
+import logging
 import signal
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
 
 import numpy as np
-import torch
 import uvicorn
+from fastapi import FastAPI
 
 from hstu_attn.data import EventLog, open_event_log
-from hstu_attn.serving import Engine, EventStore, GraphBuckets, PagedKVCache
+from hstu_attn.serving import Engine, EventStore, GraphBuckets, PagedKVCache, open_store
 from recommender.connections import LimitedHTTP
-from recommender.http import MAX_CANDIDATES, make_app
+from recommender.http import make_app
+from recommender.http_access import Access, read_tokens
+from recommender.http_schemas import MAX_CANDIDATES
+from recommender.models import Models, aligned, load_served, make_cache, make_served
 from recommender.options import choose_device
-from recommender.saved import SavedModel, load_model
-from recommender.serve_options import ServeOptions
+from recommender.ranking_data import event_bits
+from recommender.saved import SavedModel
+from recommender.serve_options import ADMIN_TOKENS, TOKENS, ServeOptions
 from recommender.served import ServedRetrieval
+from recommender.served_ranking import SavedRanking
 
-__all__ = ["add_events", "make_engine", "make_server", "serve"]
+__all__ = ["Server", "add_events", "make_engine", "make_server", "make_store", "serve"]
+
+LOG = logging.getLogger("recommender.server")
+SECONDS_AHEAD = 86400  # of the clock of this machine, that an event may be
 
 
-def make_engine(options: ServeOptions, saved: SavedModel) -> Engine:
+def make_engine(
+    options: ServeOptions, saved: SavedModel | SavedRanking, store: EventStore | None = None
+) -> Engine:
     """Returns an engine for the model, with the users' events of the data.
+
+    A ranking model computes each request whole, so its engine has no cache.
+
+    Args:
+        options: the command line.
+        saved: its items are numbered as in the store (`aligned`).
+        store: keeps the events; None is a store in memory.
 
     Raises:
         ValueError: the cache is too small for one history, or the data are not those of the model.
     """
-    served = ServedRetrieval(saved.model)
-    config, dtype = served.stack.config, saved.model.compute_dtype
-    layers = len(served.stack.layers)
-    row_bytes = 2 * layers * config.num_heads * config.dqk * dtype.itemsize
-    page_bytes = row_bytes * options.page_size
-    pages = options.cache_mib * 2**20 // page_bytes
-    needed = -(-served.max_history // options.page_size)
-    if pages < needed:
-        raise ValueError(
-            f"--cache-mib: expected at least {-(-needed * page_bytes // 2**20)}, which holds a "
-            f"history of {served.max_history} events; got {options.cache_mib}"
-        )
-    device = saved.model.item_embedding.weight.device
-    cache = PagedKVCache(
-        layers, pages, options.page_size, config.num_heads, config.dqk, dtype, device
-    )
-    store = EventStore(options.max_users, served.max_history)
+    served = make_served(saved, MAX_CANDIDATES)
+    cache: PagedKVCache | None = None
+    graphs: GraphBuckets | bool = False
+    if isinstance(served, ServedRetrieval):
+        cache = make_cache(options, served)
+        # On a GPU, no request waits for kernels to be compiled and steps to be captured.
+        graphs = GraphBuckets(ahead=True) if cache.kv_cache.is_cuda else False
+    if store is None:
+        store = make_store(options, saved, "memory")
     if options.data is not None:
         add_events(store, open_event_log(options.data, options.cache_dir, progress=True), saved)
     return Engine(
@@ -56,35 +73,122 @@ def make_engine(options: ServeOptions, saved: SavedModel) -> Engine:
         max_batch_size=options.max_batch_size,
         max_wait=options.max_wait_ms / 1000,
         max_queue=options.max_queue,
+        max_queue_seconds=options.max_queue_ms / 1000,
         max_candidates=MAX_CANDIDATES,
-        # On a GPU, no request waits for kernels to be compiled and steps to be captured.
-        graphs=GraphBuckets(ahead=True) if device.type == "cuda" else False,
+        graphs=graphs,
+        time_range=lambda: (0, int(time.time()) + SECONDS_AHEAD),
     )
 
 
-def add_events(store: EventStore, log: EventLog, saved: SavedModel) -> None:
-    """Stores each user's latest events, but for those on items that the model does not know.
+def make_store(
+    options: ServeOptions, saved: SavedModel | SavedRanking, place: str | None = None
+) -> EventStore:
+    """Opens the store that the options name, or another one.
 
     Raises:
-        ValueError: ids of the data are text and those of the model numbers, or the other way round.
+        ImportError: it is Redis, whose package is not installed.
+        OSError, ValueError: it cannot be made, or is damaged, in use or something else.
+        StoreError: Redis does not answer.
     """
+    place = place or options.store or str(options.model.with_name("events.sqlite"))
+    if isinstance(saved, SavedRanking):  # has no cache, so histories need not be cut ahead
+        return open_store(place, saved.model.config.max_history, 0, max_users=options.max_users)
+    return open_store(place, saved.model.max_seq_len, max_users=options.max_users)
+
+
+def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRanking) -> None:
+    """Stores each user's latest events, but for those on items that the model does not know.
+
+    A store takes them once: later it has events that came since, and users may have been deleted.
+
+    Raises:
+        ValueError: ids of the data are text and those of the model numbers, or the other way round;
+            or a ranking model was trained with other actions than those of the data.
+    """
+    bits: np.ndarray[Any, Any] = np.broadcast_to(np.uint8(0), log.num_events)
+    if isinstance(saved, SavedRanking):
+        actions, bits = event_bits(log)
+        if actions != saved.model.config.actions:
+            raise ValueError(
+                f"--data: expected events with the actions {', '.join(saved.model.config.actions)}"
+                f", as the model's; got {', '.join(actions)}"
+            )
     item_ids = np.array(log.source_item_ids)
     if item_ids.dtype.kind != saved.item_ids.dtype.kind:
         got, expected = ("numbers", "text") if saved.has_text_ids else ("text", "numbers")
         raise ValueError(f"--data: expected ids that are {expected}, as the model's; got {got}")
-    for user, start, end in zip(log.source_user_ids, log.offsets, log.offsets[1:], strict=False):
-        latest = slice(max(start, end - store.max_events), end)
-        ids = item_ids[log.items[latest]]
-        items = np.searchsorted(saved.item_ids, ids).clip(max=len(saved.item_ids) - 1)
-        known = saved.item_ids[items] == ids
-        store.add(user, np.stack([items[known], log.timestamps[latest][known]], axis=1))
+    order = np.argsort(saved.item_ids)  # of the ids, which a store may have in another one
+    sorted_ids = saved.item_ids[order]
+
+    def histories() -> Iterator[tuple[int | str, np.ndarray[Any, Any]]]:
+        ends = log.offsets[1:]
+        for user, start, end in zip(log.source_user_ids, log.offsets, ends, strict=False):
+            latest = slice(max(start, end - store.max_events), end)
+            ids = item_ids[log.items[latest]]
+            places = np.searchsorted(sorted_ids, ids).clip(max=len(sorted_ids) - 1)
+            known = sorted_ids[places] == ids
+            columns = order[places[known]], log.timestamps[latest][known], bits[latest][known]
+            yield user, np.stack(columns, axis=1, dtype=np.int64)
+
+    if not store.seed(histories()):
+        print("The store has had the events of --data, or of other data; none is added")
     print(f"Users with events: {len(store):,}")
 
 
-def make_server(options: ServeOptions, engine: Engine, saved: SavedModel) -> uvicorn.Server:
-    """Returns the HTTP server of an engine, within the limits of the options."""
+class Server(uvicorn.Server):
+    """A server that can be drained: SIGTERM first tells it by /ready, then waits, then stops it.
+
+    Args:
+        config: uvicorn's.
+        app: the application; its `state.draining` is what /ready tells.
+        drain_seconds: how long requests are accepted after SIGTERM. Those that have arrived are
+            answered in any case. A second signal, or SIGINT, does not wait.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.app = app
+        self.drain_seconds = drain_seconds
+        self.stop_at: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        again = self.stop_at is not None
+        self.app.state.draining = True
+        super().handle_exit(sig, frame)
+        if sig == signal.SIGTERM and not again and self.drain_seconds:
+            self.should_exit = False
+            self.stop_at = time.monotonic() + self.drain_seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.stop_at is not None and time.monotonic() >= self.stop_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def make_server(
+    options: ServeOptions,
+    engine: Engine,
+    saved: SavedModel | SavedRanking,
+    models: Models | None = None,
+) -> Server:
+    """Returns the HTTP server of an engine, within the limits of the options.
+
+    Raises:
+        OSError: a file of tokens cannot be read.
+        ValueError: there is no token in it, or one that cannot be used.
+    """
+    access = Access(
+        read_tokens(options.token_file, TOKENS),
+        read_tokens(options.admin_token_file, ADMIN_TOKENS),
+    )
+    if access.is_open and not is_loopback(options.host):
+        print(
+            f"NOTE: whoever reaches {options.host} may ask; --token-file names tokens",
+            file=sys.stderr,
+        )
+    app = make_app(engine, saved, options.timeout, access, options.max_body_bytes, models)
     config = uvicorn.Config(
-        make_app(engine, saved, options.timeout),
+        app,
         http=functools.partial(  # type: ignore[arg-type]  # is called as the class would be
             LimitedHTTP,
             arrival_timeout=options.timeout,
@@ -92,9 +196,42 @@ def make_server(options: ServeOptions, engine: Engine, saved: SavedModel) -> uvi
         ),
         ws="none",
         log_level="warning",
+        # Else whoever is on this machine could name any client.
+        proxy_headers=options.trusted_proxies is not None,
+        forwarded_allow_ips=options.trusted_proxies,
         timeout_graceful_shutdown=int(options.timeout) + 5,
     )
-    return uvicorn.Server(config)
+    return Server(config, app, options.drain_seconds)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone; a name is not known to be."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def change_by_signals(models: Models) -> None:
+    """Lets SIGHUP load the model's file again, and SIGUSR2 the model of before take over again.
+
+    NOTE: the changes are made in threads, since requests are served in the main one meanwhile.
+    """
+
+    def change(what: Callable[[], object], done: str) -> None:
+        try:
+            what()
+        except Exception as error:
+            LOG.error("The model has not been changed: %s", error)
+        else:
+            LOG.warning(done)
+
+    for number, what, done in (
+        (signal.SIGHUP, models.load_and_swap, "The new model has taken over"),
+        (signal.SIGUSR2, models.roll_back, "The model of before has taken over"),
+    ):
+        thread = functools.partial(threading.Thread, target=change, args=(what, done), daemon=True)
+        signal.signal(number, lambda *_, thread=thread: thread().start())
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
@@ -107,10 +244,14 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once uvicorn is done
         signal.signal(number, lambda *_: sys.exit(0))
     device = choose_device(options.device)
-    dtype = torch.bfloat16 if options.bf16 or device.type == "cuda" else None
-    saved = load_model(options.model, device, dtype, fp8=False)
-    with make_engine(options, saved) as engine:
-        server = make_server(options, engine, saved)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    saved = load_served(options.model, options.bf16, device)
+    with make_store(options, saved) as store, ExitStack() as stack:
+        saved = aligned(saved, store)
+        engine = stack.enter_context(make_engine(options, saved, store))
+        models = Models(options, saved, engine, MAX_CANDIDATES)
+        change_by_signals(models)
+        server = make_server(options, engine, saved, models)
         # A full garbage collection walks over every object of torch and of the users' events, and
         # no request is answered meanwhile. Frozen objects are left out of it.
         gc.collect()

@@ -1,9 +1,11 @@
 """Serving: an inference server around the operator (`pip install hstu_attn[serving]`).
 
 Engine           scores for many users at once, on keys and values that it keeps
-ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval
+ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval;
+                 UncachedModel, of one that computes each request whole
 GraphBuckets     the shapes that an engine captures in CUDA graphs
-EventStore       the users' latest events, from which an engine recomputes what is not cached
+EventStore       the users' latest events, from which an engine recomputes what is not cached:
+                 MemoryStore, SQLiteStore or RedisStore; open_store takes a path or a URL
 PagedKVCache     the keys and values of many users in pages, under an LRU policy
 CachedRows       where the rows of `HSTUStack.forward_cached` are; StepTensors, the tensors it needs
 ScoringStep      a step over cached rows as a function of tensors, to be exported
@@ -11,34 +13,63 @@ check_cacheable  refuses layers whose keys and values cannot be cached
 """
 
 from ..cached import CachedRows, StepTensors, check_cacheable
+from .answers import How
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
-from .engine import Engine, EngineClosedError, NoHistoryError, OverloadedError, Recommendation
-from .events import Event, EventStore
+from .engine import Engine
+from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
+from .events import (
+    Event,
+    EventOrderError,
+    EventStore,
+    EventTimeError,
+    MemoryStore,
+    StoreDamagedError,
+    StoreError,
+)
 from .export import ScoringStep
 from .graphs import GraphBuckets
-from .model import CatalogueModel, Rows, ServedModel
+from .model import CatalogueModel, Requests, Rows, ServedModel, UncachedModel
+from .redis_store import RedisStore
+from .scoring import Recommendation
+from .sqlite_store import SQLiteStore
 from .stats import EngineStats, Histogram
+from .stores import open_store
+from .versions import ModelCheckError, Probe
 
 __all__ = [
     "CacheStats",
     "CacheStep",
     "CachedRows",
     "CatalogueModel",
+    "DeadlineError",
     "Engine",
     "EngineClosedError",
     "EngineStats",
     "Event",
+    "EventOrderError",
     "EventStore",
+    "EventTimeError",
     "GraphBuckets",
     "Histogram",
+    "How",
+    "MemoryStore",
+    "ModelCheckError",
     "NoHistoryError",
     "OutOfPagesError",
     "OverloadedError",
     "PagedKVCache",
+    "Probe",
     "Recommendation",
+    "RedisStore",
+    "Requests",
     "Rows",
+    "SQLiteStore",
     "ScoringStep",
     "ServedModel",
     "StepTensors",
+    "StoreDamagedError",
+    "StoreError",
+    "UncachedModel",
     "check_cacheable",
+    "open_store",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..upload import upload
-from .events import ACTION, ITEM, TIME, History, Int64s, User
-from .model import Rows
+from .events import ACTION, ITEM, TIME, Change, Int64s, User
+from .histories import History
+from .model import Requests, Rows
 
-__all__ = ["Batch", "Plan", "Request", "pack"]
+__all__ = ["Batch", "Plan", "Request", "pack", "whole_requests"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,11 @@ class Request:
         exclude_seen: whether items of the user's history are left out of those.
         at: the time at which the model is asked; None is the time of the last event.
         submitted: by `time.monotonic`.
+        client: on whose behalf, for a fair share of the queue.
+        deadline: by `time.monotonic`; after it, the answer is of no use.
+        request_id: the same for each attempt to make this request; None if it has no name.
+        context: what an `UncachedModel` reads beside events and candidates.
+        span: the caller's span of OpenTelemetry, if it is recorded.
         future: the future of the answer.
     """
 
@@ -40,15 +47,20 @@ class Request:
     exclude_seen: bool
     at: int | None
     submitted: float
+    client: str = ""
+    deadline: float = math.inf
+    request_id: str | None = None
+    context: Any = None
+    span: Any = None
     future: Future[Any] = field(default_factory=Future)
 
 
 class Plan(NamedTuple):
-    """A request with its user's events when it is served, and with those it brings."""
+    """A request with its user's events, those it brings included, and what is to be stored."""
 
     request: Request
-    before: History
     after: History
+    change: Change
 
     @property
     def at(self) -> int:
@@ -137,6 +149,21 @@ def pack(
     rows = Rows(uploaded[0], uploaded[1], uploaded[2], is_candidate=uploaded[3].bool())
     longest = int((written + targets).max(initial=1)), int((lengths + targets).max(initial=1))
     return Batch(rows, *longest, seq_offsets, targets, *uploaded[4:])
+
+
+def whole_requests(plans: Sequence[Plan]) -> Requests:
+    """Returns all events and candidates of the plans, for a model that computes them whole."""
+    lengths = [len(plan.after.events) for plan in plans]
+    counts = [len(plan.request.candidates) for plan in plans]
+    return Requests(
+        users=[plan.request.user for plan in plans],
+        contexts=[plan.request.context for plan in plans],
+        event_offsets=np.append(0, np.cumsum(lengths)),
+        events=np.concatenate([plan.after.events for plan in plans]),
+        times=np.array([plan.at for plan in plans]),
+        candidate_offsets=np.append(0, np.cumsum(counts)),
+        candidates=np.concatenate([plan.request.candidates for plan in plans]),
+    )
 
 
 def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:

@@ -397,6 +397,14 @@ class PagedKVCache:
         """
         self._table.clear()
 
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that the pages of both tiers can hold."""
+        counts = self.stats()
+        pages = counts.free_pages + counts.used_pages
+        pages += counts.free_host_pages + counts.used_host_pages
+        return pages * self.kv_cache.shape[3]
+
     def stats(self) -> CacheStats:
         """Counts of pages and users at one moment."""
         counts = self._table.stats()

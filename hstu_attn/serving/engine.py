@@ -2,87 +2,97 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cached import CachedRows
-from .batch import Batch, Plan, Request, pack
-from .cache import CacheStep, PagedKVCache
-from .events import ACTION, ITEM, LATEST_TIME, TIME, EventStore, Int64s, User, event_rows
-from .graphs import GraphBuckets, StackGraphs, StepLimits
-from .model import CatalogueModel, ServedModel, check_model, row_dtype
+from .answers import How, deadline_after, result_of
+from .batch import Plan, Request
+from .cache import PagedKVCache
+from .commits import LOG, Commits
+from .errors import EngineClosedError, NoHistoryError
+from .events import (
+    LATEST_TIME,
+    EventOrderError,
+    EventStore,
+    Int64s,
+    MemoryStore,
+    StoreError,
+    User,
+    check_range,
+    check_user,
+    checked_events,
+)
+from .fair_queue import FairQueue
+from .graphs import GraphBuckets, StepLimits
+from .histories import Histories
+from .model import CatalogueModel, ServedModel, UncachedModel
+from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
+from .tracing import current_span, record_spans
+from .versions import Probe, check_successor
+from .waiting import Waiting
 
-__all__ = [
-    "Engine",
-    "EngineClosedError",
-    "NoHistoryError",
-    "OverloadedError",
-    "Recommendation",
-]
+__all__ = ["Engine"]
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Ints = Sequence[int] | np.ndarray[Any, Any] | Tensor
 Events = Sequence[tuple[int, ...]] | np.ndarray[Any, Any]
-Answer = TypeVar("Answer")
-
-
-class OverloadedError(RuntimeError):
-    """The queue is full; the request was not accepted, and may be made again later."""
-
-
-class EngineClosedError(RuntimeError):
-    """The engine has been closed; the request was not served."""
-
-
-class NoHistoryError(ValueError):
-    """A retrieval model was asked for a user without any event."""
-
-
-class Recommendation(NamedTuple):
-    """The best items of the catalogue, best first: int64 `(k,)`, and their scores `(k,)`."""
-
-    items: Tensor
-    scores: Tensor
 
 
 class Engine:
     """Serves a model from several threads, computing only what a user's cached rows lack.
 
     A request brings a user's new events and asks for scores after them. A worker thread takes
-    waiting requests together, in their order of arrival and never two of one user, so that each
-    sees the events of those before it. The answer is that of the model on the user's whole history
-    (at most the latest `store.max_events` events, see `EventStore`), up to rounding.
+    waiting requests together, never two of one user, and a user's in their order of arrival, so
+    that each sees the events of those before it. Clients take turns, and so do the users of each.
+    The answer is that of the model on the user's whole history (at most the latest
+    `store.max_events` events, see `EventStore`), up to rounding.
 
     What is cached is each event's keys and values, but the last event is computed again by every
     request: its state is what candidates are compared with, and a relative bias by time lets it
     depend on when the user is asked or acts next. Evicted users are recomputed from their events.
 
-    A request that fails, times out or is cancelled has no effect: its events are not stored. If a
-    batch fails, its halves are computed apart, so that a request fails alone.
+    A request that fails, times out or is cancelled has no effect: its events are not stored. One
+    whose deadline passes while it waits is not computed. If the queue is full, the client with most
+    requests in it gives way to one with fewer, and so do users; other requests are refused. If a
+    batch fails, its halves are computed apart, so that a request fails alone. What is answered has
+    been stored: the events of a batch by one `commit` of the store, while the next batch is
+    computed if that has no user in common. Where a store cannot tell whether it has stored a
+    request's events, the request fails with a StoreError. It may be sent again: an event that is
+    equal to one of the user's stored ones in item, time and action is that event.
 
     Args:
-        model: its layers must be cacheable (`check_cacheable`) and in evaluation mode.
-        cache: for this engine alone, and cleared. It has the model's number of layers, heads and
-            head dim and the dtype of its rows, is on the model's device, and holds at least one
-            history of `max_events`.
-        store: the users' events; None is an `EventStore` for 100000 users.
+        model: its layers must be cacheable (`check_cacheable`) and in evaluation mode. An
+            `UncachedModel` computes each request whole.
+        cache: for this engine alone, and cleared; None with an `UncachedModel`. It has the model's
+            number of layers, heads and head dim and the dtype of its rows, is on the model's
+            device, and holds at least one history of `max_events`.
+        store: the users' events; None is a `MemoryStore` for 100000 users, whose `drop` is 0 with
+            an `UncachedModel`. It is not closed with the engine.
         max_batch_size: requests computed together, at most.
         max_wait: how long a request may wait for others to join it, in seconds.
         max_queue: requests that may wait.
+        max_queue_seconds: a request is refused if it would wait for longer, as far as is known
+            from what waits and how long the latest batches took.
         max_candidates: candidates of a request.
         graphs: whether the stack's steps are captured in CUDA graphs and replayed, which saves the
             host what launching each kernel takes; `GraphBuckets` says for which shapes. None means
             on a GPU. Batches are padded to the shapes, so scores may be rounded differently; with
             True on a CPU they are padded likewise, which only costs time.
+        time_range: returns the earliest and the latest time that an event may have now, in the
+            model's unit; for example `lambda: (0, int(time.time()) + 86400)`. None takes any.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -95,39 +105,54 @@ class Engine:
 
     def __init__(
         self,
-        model: ServedModel,
-        cache: PagedKVCache,
+        model: ServedModel | UncachedModel,
+        cache: PagedKVCache | None,
         *,
         store: EventStore | None = None,
         max_batch_size: int = 32,
         max_wait: float = 0.002,
         max_queue: int = 1024,
+        max_queue_seconds: float = math.inf,
         max_candidates: int = 1024,
         graphs: bool | GraphBuckets | None = None,
+        time_range: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         if store is None:
-            store = EventStore(100_000, model.max_history)
+            store = MemoryStore(100_000, model.max_history, 0 if cache is None else None)
         sizes = {"max_batch_size": max_batch_size, "max_queue": max_queue}
         for name, size in {**sizes, "max_candidates": max_candidates}.items():
             if size < 1:
                 raise ValueError(f"{name}: expected a positive count, got {size}")
         if not 0 <= max_wait < float("inf"):
             raise ValueError(f"max_wait: expected seconds from 0 up, got {max_wait}")
-        _check_model(model, cache, store)
-        self.model = model
+        if not max_queue_seconds > 0:
+            raise ValueError(
+                f"max_queue_seconds: expected a positive number, got {max_queue_seconds}"
+            )
+        check_fit(model, cache, store)
         self.max_batch_size = max_batch_size
-        self.max_wait = max_wait
-        self.max_queue = max_queue
         self.max_candidates = max_candidates
-        self._device = cache.kv_cache.device
-        self._cache = cache
-        self._cache.clear()
-        self._store = store  # the worker's alone, as is the cache
-        self._graphs = self._make_graphs(graphs)
+        self._time_range = time_range
+        self._store = store
+        self._graphs = graphs
+        self._scorer = self._scorer_of(model, cache)  # the worker's alone, as are the histories
+        self._previous: Scorer | None = None
+        self._changing = threading.Lock()  # is held while a model is changed
+        self._scorer.clear()
+        self._histories = Histories(
+            store,
+            self._scorer.capacity,
+            model.num_items,
+            model.num_actions,
+            lambda keys: self._scorer.free(keys),
+        )
+        self._commits = Commits(store, self._answer, self._fail, self._settle_soon)
+        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
-        self._queue: deque[Request] = deque()
+        queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
+        self._waiting = Waiting(queue, max_wait, self._counters)
         self._closed = False
-        self._changed = threading.Condition()  # of the queue, or of whether the engine is closed
+        self._changed = threading.Condition()  # of the queue, the jobs, or whether it is closed
         self._worker = threading.Thread(target=self._work, name="hstu_attn engine", daemon=True)
         self._worker.start()
 
@@ -141,6 +166,7 @@ class Engine:
         *,
         at: int | None = None,
         timeout: float | None = None,
+        client: str = "",
     ) -> Tensor:
         """Stores a user's new events and scores candidates after them.
 
@@ -151,21 +177,28 @@ class Engine:
             candidates: `(m,)` items; may be none.
             at: the time at which the model is asked; None is that of the user's last event.
             timeout: seconds to wait for the answer; None is for ever.
+            client: on whose behalf, for a fair share of the queue.
 
         Returns:
-            `(m,)` on the CPU, of the dtype of the model's scores.
+            `(m,)` on the CPU, of the dtype of the model's scores; `(m, tasks)` where it has tasks.
 
         Raises:
             ValueError: for items, actions, times or counts out of range, or events or candidates
                 that are not integers.
             NoHistoryError: a ValueError: no event of the user, and candidates are not rows.
-            OverloadedError: if too many requests wait; at once.
+            OverloadedError: if too many requests wait, or so many that the answer would come after
+                `timeout`; mostly at once.
             TimeoutError: after `timeout`.
             EngineClosedError: if the engine is or gets closed.
             OutOfPagesError: if the cache does not evict, and is full.
             FloatingPointError: if a score is not finite.
+            EventTimeError: a ValueError: an event's time is out of `time_range`.
+            EventOrderError: a ValueError: events are not oldest first, or one is older than the
+                user's last stored event, and is none of the stored ones.
+            StoreError: if the store cannot be read or written.
         """
-        return _result(self.submit_score(user, new_events, candidates, at=at), timeout)
+        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        return result_of(self.submit_score(user, new_events, candidates, **how), timeout)
 
     def recommend(
         self,
@@ -176,6 +209,7 @@ class Engine:
         exclude_seen: bool = True,
         at: int | None = None,
         timeout: float | None = None,
+        client: str = "",
     ) -> Recommendation:
         """Stores a user's new events and finds the best items of the catalogue after them.
 
@@ -187,16 +221,24 @@ class Engine:
         The other arguments and the errors are those of `score`; a model that is no `CatalogueModel`
         is a ValueError, too.
         """
-        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, at=at)
-        return _result(future, timeout)
+        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, **how)
+        return result_of(future, timeout)
 
     def submit_score(
-        self, user: User, new_events: Events, candidates: Ints, *, at: int | None = None
+        self, user: User, new_events: Events, candidates: Ints, **how: Unpack[How]
     ) -> Future[Tensor]:
         """Starts `score` and returns its future.
 
-        Errors of the arguments and OverloadedError are raised at once, all others by the future.
-        The future can be cancelled until the answer is there; a cancelled request has no effect.
+        Errors of the arguments are raised at once, and so are OverloadedError and DeadlineError
+        where that is known; all others by the future. The future can be cancelled until the answer
+        is there; a cancelled request has no effect.
+
+        Args:
+            user: as in `score`, as are events and candidates.
+            new_events: likewise.
+            candidates: likewise.
+            how: who asks, and until when, as in `How`.
         """
         listed = np.asarray(candidates)
         if not listed.size:
@@ -210,8 +252,8 @@ class Engine:
             raise ValueError(
                 f"candidates: expected at most {self.max_candidates}, got {len(listed)}"
             )
-        _check_range("candidates", "items", listed, self.model.num_items)
-        return self._submit(user, new_events, listed.astype(np.int64), 0, False, at)
+        check_range("candidates", "items", listed, self.model.num_items)
+        return self._submit(user, new_events, listed.astype(np.int64), 0, False, how)
 
     def submit_recommend(
         self,
@@ -220,7 +262,7 @@ class Engine:
         k: int,
         *,
         exclude_seen: bool = True,
-        at: int | None = None,
+        **how: Unpack[How],
     ) -> Future[Recommendation]:
         """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
         if not isinstance(self.model, CatalogueModel):
@@ -231,13 +273,104 @@ class Engine:
         if k < 1:
             raise ValueError(f"k: expected a positive count, got {k}")
         none = np.empty(0, np.int64)
-        return self._submit(user, new_events, none, k, exclude_seen, at)
+        return self._submit(user, new_events, none, k, exclude_seen, how)
+
+    # --- what operators do -----------------------------------------------------------------------
+
+    def swap(
+        self,
+        model: ServedModel | UncachedModel,
+        *,
+        cache: PagedKVCache | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        """Replaces the model while requests are served, and returns when it has taken over.
+
+        The new model is checked and warmed in the calling thread. It then takes over between two
+        batches: each answer is of the one model or of the other, on the same events, and rows that
+        the old one has cached are not used any more. The old model is kept for `roll_back`, so both
+        models' weights are in memory, and both models' graphs.
+
+        Args:
+            model: scores the same items and actions, in evaluation mode, on the engine's device.
+            cache: for the new model alone, and cleared; needed where layers, heads, head dim or
+                dtype differ. None shares the memory of the served model's cache, which holds the
+                keys and values of one model at a time.
+            probe: what the new model must answer; None asks for finite scores.
+
+        Raises:
+            ModelCheckError: a ValueError: the model does not fit, or fails the check. The served
+                model stays, and so does its cache.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        with self._changing:
+            old = self._scorer
+            new_cache = old.cache if cache is None else cache
+            check_successor(model, old.model, new_cache, self._store, probe)
+            scorer = self._scorer_of(model, new_cache)
+            self._between_batches(lambda: self._take_over(scorer, previous=old))
+
+    def roll_back(self) -> None:
+        """Lets the model of before the last `swap` take over again, as `swap` does.
+
+        Raises:
+            ValueError: if there is none: no swap, or it has been rolled back.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        with self._changing:
+            previous = self._previous
+            if previous is None:
+                raise ValueError("model: expected one before this to roll back to, got none")
+            self._between_batches(lambda: self._take_over(previous, previous=None))
+
+    def forget(self, user: User) -> None:
+        """Deletes a user's events from the store, and what is computed from them.
+
+        Requests of the user that are under way may store events again.
+
+        Raises:
+            StoreError: if the store cannot delete them.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        self._store.forget(user)
+        self._between_batches(lambda: self._histories.drop(user))
+
+    def prune(self, *, before: int = 0, latest: int | None = None) -> int:
+        """Deletes old events of all users, and what is computed from them.
+
+        Args:
+            before: events with an earlier time are deleted.
+            latest: how many events of a user stay at most; None is all others.
+
+        Returns:
+            How many users' events have been changed.
+
+        Raises:
+            ValueError: for a negative number.
+            StoreError: if the store cannot delete them.
+            EngineClosedError: if the engine is or gets closed.
+        """
+        count = 0
+        for users in self._store.prune(before=before, latest=latest):
+            self._between_batches(partial(self._histories.drop, *users))
+            count += len(users)
+        return count
+
+    @property
+    def model(self) -> ServedModel | UncachedModel:
+        """The model that is served."""
+        return self._scorer.model
+
+    @property
+    def store(self) -> EventStore:
+        """The users' events."""
+        return self._store
 
     def stats(self) -> EngineStats:
         """Returns what has been done, at one moment."""
         with self._changed:
-            queued = len(self._queue)
-        return self._counters.snapshot(queued, users=len(self._store))
+            level = self._waiting.level()
+        return self._counters.snapshot(**level, users=len(self._store))
 
     def close(self, *, finish: bool = True) -> None:
         """Accepts no more requests, and returns when the waiting ones are served.
@@ -246,18 +379,30 @@ class Engine:
         """
         with self._changed:
             self._closed = True
-            dropped = [] if finish else [*self._queue]
-            if not finish:
-                self._queue.clear()
+            dropped = [] if finish else self._waiting.queue.clear()
             self._changed.notify_all()
         for request in dropped:
             self._fail(request, EngineClosedError("the engine was closed before this was served"))
         self._worker.join()
+        self._commits.close()
 
     @property
     def closed(self) -> bool:
         """Whether the engine accepts no more requests."""
         return self._closed
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread that computes lives as it should: until the engine is closed."""
+        return self._closed or self._worker.is_alive()
+
+    def check_store(self) -> None:
+        """Reads something from the store, from the calling thread.
+
+        Raises:
+            StoreError: if it cannot be read.
+        """
+        self._store.note("check")
 
     def __enter__(self) -> Engine:
         return self
@@ -265,27 +410,40 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @torch.no_grad()
-    def _make_graphs(self, graphs: bool | GraphBuckets | None) -> StackGraphs | None:
+    def _scorer_of(self, model: ServedModel | UncachedModel, cache: PagedKVCache | None) -> Scorer:
+        graphs = self._graphs
         if graphs is None:
-            graphs = self._device.type == "cuda"
-        if graphs is False:
-            return None
-        model = self.model
-        return StackGraphs(
-            model.stack,
-            self._cache.kv_cache,
-            GraphBuckets() if graphs is True else graphs,
-            StepLimits(
-                self.max_batch_size,
-                self._store.max_events,
-                self.max_candidates if model.candidates_are_rows else 0,
-            ),
-            reads_times=model.reads_times,
-            with_targets=model.candidates_are_rows,
-            kv_scales=self._cache.kv_scales,
-            dtype=row_dtype(model),
-        )
+            graphs = cache is not None and cache.kv_cache.is_cuda
+        if isinstance(graphs, bool):
+            graphs = GraphBuckets() if graphs else None
+        candidates = self.max_candidates if model.candidates_are_rows else 0
+        limits = StepLimits(self.max_batch_size, self._store.max_events, candidates)
+        return Scorer(model, cache, graphs, limits)
+
+    def _between_batches(self, job: Callable[[], None]) -> None:
+        """Lets the worker do something when no batch is under way, and waits for it."""
+        done: Future[None] = Future()
+
+        def settled() -> None:
+            self._settle()
+            job()
+
+        with self._changed:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            self._jobs.append((settled, done))
+            self._changed.notify_all()
+        done.result()
+
+    def _settle_soon(self) -> None:
+        with self._changed:
+            self._jobs.append((partial(self._settle, wait=False), Future()))
+            self._changed.notify_all()
+
+    def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
+        scorer.clear()
+        self._scorer, self._previous = scorer, previous
+        self._histories.capacity = scorer.capacity
 
     def _submit(
         self,
@@ -294,36 +452,28 @@ class Engine:
         candidates: Int64s,
         top_k: int,
         exclude_seen: bool,
-        at: int | None,
+        how: How,
     ) -> Future[Any]:
-        if not isinstance(user, (int, str)):
-            raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
-        events = event_rows(new_events, "new_events")
-        for column, what, limit in (
-            (ITEM, "items", self.model.num_items),
-            (TIME, "times", LATEST_TIME),
-            (ACTION, "actions", self.model.num_actions),
-        ):
-            _check_range("new_events", what, events[:, column], limit)
+        check_user(user)
+        events = checked_events(
+            new_events, self.model.num_items, self.model.num_actions, self._time_range
+        )
+        at = how.get("at")
         if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
             raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
         now = time.monotonic()
-        request = Request(user, events, candidates, top_k, exclude_seen, at, now)
+        request = Request(
+            *(user, events, candidates, top_k, exclude_seen, at, now),
+            client=how.get("client", ""),
+            deadline=how.get("deadline", math.inf),
+            request_id=how.get("request_id"),
+            context=how.get("context"),
+            span=current_span(),
+        )
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            if len(self._queue) >= self.max_queue:
-                self._queue = deque(r for r in self._queue if not self._dropped(r))
-            if len(self._queue) >= self.max_queue:
-                with self._counters.change() as stats:
-                    stats.rejected += 1
-                raise OverloadedError(
-                    f"the engine is overloaded: expected fewer than {self.max_queue} waiting "
-                    f"requests (max_queue), got {len(self._queue)}"
-                )
-            with self._counters.change() as stats:
-                stats.requests += 1
-            self._queue.append(request)
+            self._waiting.admit(request)
             self._changed.notify_all()
         return request.future
 
@@ -331,181 +481,161 @@ class Engine:
 
     def _work(self) -> None:
         with torch.no_grad():
-            while batch := self._next_batch():
-                self._serve(batch)
+            while True:
+                self._do_jobs()
+                if batch := self._next_batch():
+                    self._serve(batch)
+                elif self._closed and not self._jobs:
+                    break
+            self._settle()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            job, done = self._jobs.popleft()
+            try:
+                done.set_result(job())
+            except Exception as error:
+                done.set_exception(error)
 
     def _next_batch(self) -> list[Request]:
-        """Returns requests of different users, oldest first; none once the engine is closed."""
+        """Returns requests of different users.
+
+        There are none once the engine is closed, or when there are jobs and nothing else to do. The
+        batch before it is finished, by which the queue measures how long batches take.
+        """
         batch: list[Request] = []
         with self._changed:
+            self._waiting.finish()
             while not batch:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
+                self._changed.wait_for(lambda: len(self._waiting) or self._closed or self._jobs)
+                if not len(self._waiting):
                     break
-                latest = self._queue[0].submitted + self.max_wait
                 self._changed.wait_for(
-                    lambda: len(self._queue) >= self.max_batch_size or self._closed,
-                    timeout=max(0.0, latest - time.monotonic()),
+                    lambda: self._closed or not self._waiting.patience, self._waiting.patience
                 )
-                batch = self._take()
+                batch = self._waiting.take()
         return batch
-
-    def _take(self) -> list[Request]:
-        batch: list[Request] = []
-        waiting: deque[Request] = deque()
-        users: set[User] = set()
-        for request in self._queue:
-            if self._dropped(request):
-                continue
-            fits = len(batch) < self.max_batch_size and request.user not in users
-            (batch if fits else waiting).append(request)
-            users.add(request.user)
-        self._queue = waiting
-        return batch
-
-    def _dropped(self, request: Request) -> bool:
-        """Returns whether a waiting request has been cancelled; if so, counts it."""
-        if not request.future.cancelled():
-            return False
-        request.future.set_running_or_notify_cancel()
-        with self._counters.change() as stats:
-            stats.cancelled += 1
-        return True
 
     def _serve(self, requests: list[Request]) -> None:
         try:
-            self._serve_plans(self._plan(requests))
+            if self._commits.hold_up(requests):
+                self._settle()
+            taken = time.monotonic()
+            self._serve_plans(self._plan(requests), taken)
         except Exception as error:  # none may wait for ever, nor find rows that have no history
-            self._cache.clear()
+            LOG.exception("A batch failed in a way that was not foreseen")
+            self._settle()
+            self._scorer.clear()
             for request in requests:
                 if not request.future.done():
                     self._fail(request, error)
 
     def _plan(self, requests: list[Request]) -> list[Plan]:
         plans = []
-        for request in requests:
-            before = self._store.history(request.user)
-            after = self._store.extended(before, request.events)
-            if len(after.events) or self.model.candidates_are_rows:
-                plans.append(Plan(request, before, after))
+        try:
+            histories = self._histories.read([request.user for request in requests])
+        except StoreError as error:
+            self._commits.tell(error)
+            for request in requests:
+                self._fail(request, error)
+            return []
+        for request, history in zip(requests, histories, strict=True):
+            user = request.user
+            try:
+                if isinstance(history, StoreError):
+                    LOG.error("%s", history)
+                    raise history
+                after, change = self._histories.extended(user, history, request.events)
+                if not len(after.events) and not self.model.candidates_are_rows:
+                    raise NoHistoryError(f"new_events: expected some of the new user {user!r}")
+            except (StoreError, EventOrderError, NoHistoryError) as error:
+                self._fail(request, error)
             else:
-                self._fail(
-                    request,
-                    NoHistoryError(f"new_events: expected some of the new user {request.user!r}"),
-                )
+                plans.append(Plan(request, after, change))
         return plans
 
-    def _serve_plans(self, plans: list[Plan]) -> None:
-        """Serves plans together or, if that fails, for example with OutOfPagesError, in halves."""
+    def _serve_plans(self, plans: list[Plan], taken: float) -> None:
+        """Serves plans together or, if that fails, for example with OutOfPagesError, in halves.
+
+        `taken` is when they were taken from the queue.
+        """
         if not plans:
             return
+        started = time.monotonic()
         try:
-            answers = self._compute(plans)
+            computed = self._scorer.compute(plans)
         except Exception as error:
             if len(plans) == 1:
                 self._fail(plans[0].request, error)
             else:
                 half = len(plans) // 2
-                self._serve_plans(plans[:half])
-                self._serve_plans(plans[half:])
-        else:
-            for plan, answer in zip(plans, answers, strict=True):
-                self._finish(plan, answer)
-
-    def _compute(self, plans: list[Plan]) -> list[Tensor | Recommendation | None]:
-        keys = [plan.after.key for plan in plans]
-        cached = self._cache.lookup(keys).tolist()
-        kept = [max(count - 1, 0) for count in cached]
-        lengths = [len(plan.after.events) for plan in plans]
-        new = [length - count for length, count in zip(lengths, cached, strict=True)]
-        last = [count - first for count, first in zip(cached, kept, strict=True)]
-        with self._cache.step(keys, new, cached_lens=cached, rewritten=last) as step:
-            batch = pack(
-                plans,
-                kept,
-                self._device,
-                candidates_are_rows=self.model.candidates_are_rows,
-                reads_times=self.model.reads_times,
-            )
-            states, by_graph = self._states(step, batch)
-            answers = self._answers(plans, batch, states)
-        computed = sum(lengths) - sum(kept)
-        first_time = sum(
-            min(len(plan.request.events), length)
-            for plan, length in zip(plans, lengths, strict=True)
-        )
+                self._serve_plans(plans[:half], taken)
+                self._serve_plans(plans[half:], taken)
+            return
+        ended = time.monotonic()
+        new = sum(min(len(plan.change.events), len(plan.after.events)) for plan in plans)
         with self._counters.change() as stats:
             stats.batches += 1
-            stats.graph_batches += by_graph
+            stats.graph_batches += computed.by_graph
             stats.batch_size.add(len(plans))
-            stats.hit_tokens += sum(kept)
-            stats.new_tokens += first_time
-            stats.recomputed_tokens += computed - first_time
-        return answers
+            stats.hit_tokens += computed.kept
+            stats.new_tokens += new
+            stats.recomputed_tokens += computed.computed - new
+            stats.step_time.add(ended - started)
+            for plan in plans:
+                stats.queue_time.add(taken - plan.request.submitted)
+        self._finish(plans, computed.answers)
+        record_spans((plan.request for plan in plans), taken, started, ended, len(plans))
 
-    def _states(self, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
-        """Returns the stack's output `(total, embedding_dim)`, and whether a graph computed it.
-
-        There may be more rows after the output's. The output of a graph stays valid until the next
-        batch.
-        """
-        x = self.model.embed(batch.rows)
-        if self._graphs is not None:
-            states = self._graphs.run(step, batch, x)
-            if states is not None:
-                return states, True
-        seq_offsets, num_targets = step.upload(batch.seq_offsets, batch.num_targets)
-        rows = CachedRows(
-            step,
-            seq_offsets,
-            batch.max_seq_len,
-            batch.max_key_len,
-            num_targets if self.model.candidates_are_rows else None,
-        )
-        times = (batch.key_times, batch.row_times) if self.model.reads_times else ()
-        return self.model.stack.forward_cached(x, rows, *times), False
-
-    def _answers(
-        self, plans: list[Plan], batch: Batch, states: Tensor
-    ) -> list[Tensor | Recommendation | None]:
-        """Returns the answers on the CPU, and None for those with a score that is not finite.
-
-        Copying them waits for the device, so anything that fails there has failed by then.
-        """
-        scores = self.model.score(states[batch.state_rows], batch.candidates).cpu()
-        listed = scores.split([len(plan.request.candidates) for plan in plans])
-        answers: list[Tensor | Recommendation | None] = [*listed]
-        if not scores.isfinite().all():
-            answers = [found if found.isfinite().all() else None for found in listed]
-        asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
-        if asking and isinstance(self.model, CatalogueModel):
-            chosen = torch.tensor(asking, device=self._device)
-            catalogue = self.model.score_catalogue(states[batch.last_rows[chosen]])
-            best = _best(catalogue, [plans[number] for number in asking])
-            for number, recommendation in zip(asking, best, strict=True):
-                finite = recommendation.scores.isfinite().all()
-                answers[number] = recommendation if finite else None
-        return answers
-
-    def _finish(self, plan: Plan, answer: Tensor | Recommendation | None) -> None:
-        """Stores the events and answers; if the answer is no longer wanted, forgets the rows."""
-        request = plan.request
-        if answer is None:
-            self._cache.free([plan.after.key])
-            self._fail(request, FloatingPointError("scores: expected finite ones, got NaN or Inf"))
-            return
-        wanted = request.future.set_running_or_notify_cancel()  # else cancelled; now it cannot be
-        unused = self._store.put(request.user, plan.after) if wanted else [plan.after.key]
-        if unused:
-            self._cache.free(unused)
-        with self._counters.change() as stats:
-            if wanted:
-                stats.completed += 1
-                stats.latency.add(time.monotonic() - request.submitted)
+    def _finish(self, plans: list[Plan], answers: list[Tensor | Recommendation | None]) -> None:
+        """Answers what changes nothing, and lets the others be stored and answered."""
+        changing: list[tuple[Plan, Tensor | Recommendation]] = []
+        for plan, answer in zip(plans, answers, strict=True):
+            request, key = plan.request, plan.after.key
+            if answer is None:
+                self._scorer.free([key])
+                error = FloatingPointError("scores: expected finite ones, got NaN or Inf")
+                self._fail(request, error)
+            # Afterwards it cannot be cancelled. It is running if it is computed a second time.
+            elif not (request.future.running() or request.future.set_running_or_notify_cancel()):
+                self._scorer.free([key])
+                with self._counters.change() as stats:
+                    stats.cancelled += 1
+            elif len(plan.change.events):
+                changing.append((plan, answer))
             else:
-                stats.cancelled += 1
-        if wanted:
-            request.future.set_result(answer)
+                if plan.after.version:
+                    self._histories.put(request.user, plan.after)
+                self._answer(request, answer)
+        if not changing:
+            return
+        self._commits.start(changing)
+        if not self._store.waits:
+            self._settle()
+
+    def _settle(self, wait: bool = True) -> None:
+        """Notes what has been stored, and serves again what was planned on old events.
+
+        With `wait` nothing is under way afterwards.
+        """
+        while ended := self._commits.end(wait):
+            again = []
+            for plan, version in ended:
+                if version:
+                    self._histories.put(plan.request.user, plan.after._replace(version=version))
+                    continue
+                self._scorer.free([plan.after.key])
+                self._histories.drop(plan.request.user)
+                if version is not None:
+                    again.append(plan.request)
+            if again:
+                self._serve(again)
+
+    def _answer(self, request: Request, answer: Tensor | Recommendation) -> None:
+        with self._counters.change() as stats:
+            stats.completed += 1
+            stats.latency.add(time.monotonic() - request.submitted)
+        request.future.set_result(answer)
 
     def _fail(self, request: Request, error: Exception) -> None:
         future = request.future
@@ -517,79 +647,3 @@ class Engine:
                 stats.cancelled += 1
         if wanted:
             future.set_exception(error)
-
-
-def _result(future: Future[Answer], timeout: float | None) -> Answer:
-    try:
-        return future.result(timeout)
-    except concurrent.futures.TimeoutError:
-        if future.cancel():
-            raise TimeoutError(f"timeout: expected an answer within {timeout} s") from None
-        return future.result()  # it came at the last moment
-
-
-def _best(catalogue: Tensor, plans: list[Plan]) -> list[Recommendation]:
-    """Returns the best items of each row of scores `(len(plans), num_items)`."""
-    if any(plan.request.exclude_seen for plan in plans):
-        seen = [
-            plan.after.events[:, ITEM] if plan.request.exclude_seen else np.empty(0, np.int64)
-            for plan in plans
-        ]
-        rows = np.repeat(np.arange(len(plans)), [len(items) for items in seen])
-        indices = torch.from_numpy(np.stack([rows, np.concatenate(seen)])).to(catalogue.device)
-        catalogue = catalogue.index_put(
-            tuple(indices), torch.tensor(-torch.inf, dtype=catalogue.dtype, device=catalogue.device)
-        )
-    most = min(max(plan.request.top_k for plan in plans), catalogue.shape[1])
-    best = catalogue.topk(most)
-    recommendations = []
-    for plan, scores, items in zip(plans, best.values.cpu(), best.indices.cpu(), strict=True):
-        unseen = scores[: plan.request.top_k] != -torch.inf
-        count = int(unseen.sum())
-        recommendations.append(Recommendation(items[:count], scores[:count]))
-    return recommendations
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-def _check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) -> None:
-    wrong = np.flatnonzero((values < 0) | (values >= limit))
-    if len(wrong):
-        raise ValueError(
-            f"{name}: expected {what} from 0 to {limit - 1}, got {values[wrong[0]]} at {wrong[0]}"
-        )
-
-
-def _check_model(model: ServedModel, cache: PagedKVCache, store: EventStore) -> None:
-    if store.max_events > model.max_history:
-        raise ValueError(
-            f"store: expected max_events of at most the model's max_history = {model.max_history}, "
-            f"got {store.max_events}"
-        )
-    check_model(model)
-    config = model.stack.config
-    layers, pages, _, page_size, *heads = cache.kv_cache.shape
-    expected = [len(model.stack.layers), config.num_heads, config.attention_dim]
-    if [layers, *heads] != expected:
-        raise ValueError(
-            f"cache: expected layers, heads and head dim of the model, {expected}, got "
-            f"{[layers, *heads]}"
-        )
-    needed = -(-store.max_events // page_size)
-    if pages < needed:
-        raise ValueError(
-            f"cache: expected at least {needed} pages of {page_size} tokens, for one history of "
-            f"{store.max_events} events, got {pages}"
-        )
-    device = next(model.stack.parameters()).device
-    if cache.kv_cache.device != device:
-        raise ValueError(
-            f"cache: expected the model's device, {device}, got {cache.kv_cache.device}"
-        )
-    dtype = row_dtype(model)
-    if cache.kv_cache.dtype not in (dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"cache: expected the dtype of the model's rows, {dtype}, or {torch.float8_e4m3fn}, "
-            f"got {cache.kv_cache.dtype}"
-        )

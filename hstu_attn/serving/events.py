@@ -1,21 +1,59 @@
-"""The latest events of each user, on the host, from which a cache can be computed again."""
+"""The latest events of each user, from which a cache can be computed again: where they are kept."""
 
 from __future__ import annotations
 
 import itertools
+import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Event", "EventStore", "History", "event_rows"]
+__all__ = [
+    "Change",
+    "Event",
+    "EventOrderError",
+    "EventStore",
+    "EventTimeError",
+    "MemoryStore",
+    "StoreDamagedError",
+    "StoreError",
+    "Stored",
+    "check_limits",
+    "check_range",
+    "check_times",
+    "check_user",
+    "event_rows",
+    "first_kept",
+    "user_key",
+    "user_of",
+]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 User = int | str
 
 ITEM, TIME, ACTION = range(3)  # columns
 LATEST_TIME = 2**62  # differences of times stay within int64
+_SEEDED = "seeded"
+
+
+class EventTimeError(ValueError):
+    """An event's time is not plausible now: it is in another unit, or a clock is wrong."""
+
+
+class EventOrderError(ValueError):
+    """An event is older than one before it, in the request or in what is stored of the user."""
+
+
+class StoreError(RuntimeError):
+    """The store cannot be read or written now."""
+
+
+class StoreDamagedError(StoreError):
+    """The store holds what no store has written: of some users, perhaps, and not of others."""
 
 
 class Event(NamedTuple):
@@ -30,16 +68,32 @@ class Event(NamedTuple):
     action: int = 0
 
 
-class History(NamedTuple):
-    """A user's events at one moment.
+class Stored(NamedTuple):
+    """What a store has of a user.
 
     Attributes:
-        key: under which a cache knows these events and those that will be appended to them. No
-            other events ever have it.
+        version: differs after every change of the user's events; 0 if there are none.
         events: int64 `(n, 3)`, oldest first: item, time and action.
     """
 
-    key: int
+    version: int
+    events: Int64s
+
+
+class Change(NamedTuple):
+    """What to do with a user's events.
+
+    Attributes:
+        user: whose.
+        version: that of the events which the change was made for; the change is made only if they
+            still have it.
+        kept: how many of the stored events, the latest ones, stay.
+        events: int64 `(n, 3)`, appended.
+    """
+
+    user: User
+    version: int
+    kept: int
     events: Int64s
 
 
@@ -69,8 +123,103 @@ def event_rows(
     return np.concatenate([rows, actions], axis=1, dtype=np.int64)
 
 
-class EventStore:
-    """The latest events of recently served users, in memory. It is not thread-safe.
+def check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) -> None:
+    """Checks that values `(n,)` are from 0 up and below a limit.
+
+    Raises:
+        ValueError: if not; it says that `name` has `what` out of range.
+    """
+    wrong = np.flatnonzero((values < 0) | (values >= limit))
+    if len(wrong):
+        raise ValueError(
+            f"{name}: expected {what} from 0 to {limit - 1}, got {values[wrong[0]]} at {wrong[0]}"
+        )
+
+
+def check_times(events: Int64s, time_range: Callable[[], tuple[int, int]] | None) -> None:
+    """Checks the times of a request's events `(n, 3)`.
+
+    Raises:
+        EventOrderError: if they are not oldest first.
+        EventTimeError: if one is not within the range.
+    """
+    times = events[:, TIME]
+    back = np.flatnonzero(times[1:] < times[:-1])
+    if len(back):
+        at = back[0] + 1
+        raise EventOrderError(
+            f"new_events: expected events oldest first, got time {times[at]} at {at} after "
+            f"{times[at - 1]}"
+        )
+    if time_range is None or not len(times):
+        return
+    earliest, latest = time_range()
+    for at in (0, len(times) - 1):
+        if not earliest <= times[at] <= latest:
+            raise EventTimeError(
+                f"new_events: expected times from {earliest} to {latest}, in the model's unit, got "
+                f"{times[at]} at {at}"
+            )
+
+
+def checked_events(
+    new_events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any],
+    num_items: int,
+    num_actions: int,
+    time_range: Callable[[], tuple[int, int]] | None,
+) -> Int64s:
+    """Converts the events of a request, as `event_rows`.
+
+    Raises:
+        ValueError: as `event_rows`, or for what the model or the range does not have.
+    """
+    events = event_rows(new_events, "new_events")
+    for column, what, limit in (
+        (ITEM, "items", num_items),
+        (TIME, "times", LATEST_TIME),
+        (ACTION, "actions", num_actions),
+    ):
+        check_range("new_events", what, events[:, column], limit)
+    check_times(events, time_range)
+    return events
+
+
+def check_user(user: User) -> None:
+    """Checks the user of a request, so that no batch fails with it.
+
+    Raises:
+        ValueError: for another type, or for text that is not Unicode.
+    """
+    if not isinstance(user, (int, str)):
+        raise ValueError(f"user: expected an int or a str, got {type(user).__name__}")
+    user_key(user)
+
+
+def user_key(user: User) -> bytes:
+    """Returns the bytes that stand for a user outside of Python; 7 and "7" are different users.
+
+    Raises:
+        ValueError: for text that is not Unicode.
+    """
+    if isinstance(user, int):
+        return b"i%d" % user
+    try:
+        return b"s" + user.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"user: expected Unicode text, got {user!a}") from None
+
+
+def user_of(key: bytes) -> User:
+    """Returns the user of a `user_key`."""
+    return key[1:].decode() if key[:1] == b"s" else int(key[1:])
+
+
+class EventStore(ABC):
+    """Where an engine keeps the latest events of its users.
+
+    A user's events have a version, and are changed only by who knows it, so that several processes
+    may use one store if its class says so: who was not the first reads again. All methods may be
+    called from several threads, and each change of a user is made as a whole or not at all.
 
     A model takes a limited number of events, and positions count from the first of them, so
     dropping the oldest one shifts all others and makes whatever is cached of them useless. So they
@@ -78,65 +227,278 @@ class EventStore:
     latest `max_events - drop`, which then can grow again.
 
     Args:
-        max_users: beyond these, the user served least recently is forgotten.
         max_events: no history is longer.
         drop: how many fewer a history that was cut has; None is an eighth of `max_events`. With 0 a
             full history is always the very latest events, and each new one costs a recomputation.
+
+    Attributes:
+        waits: whether `commit` waits for a disk or another process; an engine then computes its
+            next batch meanwhile.
 
     Raises:
         ValueError: for a size out of range.
     """
 
-    def __init__(self, max_users: int, max_events: int, drop: int | None = None) -> None:
-        for name, size in (("max_users", max_users), ("max_events", max_events)):
-            if size < 1:
-                raise ValueError(f"{name}: expected a positive count, got {size}")
+    waits = True
+
+    def __init__(self, max_events: int, drop: int | None = None) -> None:
+        if max_events < 1:
+            raise ValueError(f"max_events: expected a positive count, got {max_events}")
         if drop is None:
             drop = max_events // 8
         if not 0 <= drop < max_events:
             raise ValueError(f"drop: expected from 0 to {max_events - 1}, got {drop}")
-        self.max_users = max_users
         self.max_events = max_events
         self.drop = drop
-        self._histories: OrderedDict[User, History] = OrderedDict()
-        self._keys = itertools.count()
 
+    # --- what a store does -----------------------------------------------------------------------
+
+    @abstractmethod
     def __len__(self) -> int:
-        return len(self._histories)
+        """Returns the number of users with events, as far as this process knows."""
 
-    def history(self, user: User) -> History:
-        """Returns a user's events; an unknown user has none, under a new key."""
-        found = self._histories.get(user)
-        return found or History(next(self._keys), np.empty((0, 3), np.int64))
+    @abstractmethod
+    def read(self, users: Sequence[User], versions: Sequence[int]) -> list[Stored | None]:
+        """Reads the events of users.
 
-    def extended(self, history: History, events: Int64s) -> History:
-        """Returns the history with `events`, `(n, 3)`, appended; stores nothing.
+        Args:
+            users: each once.
+            versions: of the events that the caller has of each; 0 for none.
 
-        If the oldest events are dropped, the history gets a new key.
+        Returns:
+            Of each user the events, which are more than `max_events` if they were stored by a
+            store with larger ones; None if the caller's are those that are stored.
+
+        Raises:
+            StoreError: if they cannot be read; a StoreDamagedError, if those of one cannot.
         """
-        together = np.concatenate([history.events, events])
-        if len(together) <= self.max_events:
-            return History(history.key, together)
-        return History(next(self._keys), together[len(together) - self.max_events + self.drop :])
 
-    def put(self, user: User, history: History) -> list[int]:
-        """Stores a user's events in place of the previous ones.
+    @abstractmethod
+    def commit(self, changes: Sequence[Change]) -> list[int]:
+        """Makes changes of different users, and returns when they are as durable as they will be.
 
-        Returns the keys that no history has any more.
+        Returns:
+            The version that each user's events have now; 0 where they no longer had the version
+            of the change, which then was not made.
+
+        Raises:
+            StoreError: if the changes could not be made. Classes say whether some may have been.
         """
-        unused = []
-        replaced = self._histories.pop(user, None)
-        if replaced is not None and replaced.key != history.key:
-            unused.append(replaced.key)
-        self._histories[user] = history
-        if len(self._histories) > self.max_users:
-            unused.append(self._histories.popitem(last=False)[1].key)
-        return unused
+
+    @abstractmethod
+    def forget(self, user: User) -> None:
+        """Deletes all that is stored of a user, known or not.
+
+        An engine has its own `forget`, which also frees what is cached. The bytes may stay in the
+        store's files, unreadable by its methods, until `compact`.
+
+        Raises:
+            StoreError: if it cannot be deleted.
+        """
+
+    @abstractmethod
+    def prune(self, *, before: int = 0, latest: int | None = None) -> Iterator[list[User]]:
+        """Deletes old events of all users, some users at a time.
+
+        An engine has its own `prune`, which also frees what is cached.
+
+        Args:
+            before: events with an earlier time are deleted.
+            latest: how many events of a user stay at most; None is all others.
+
+        Yields:
+            Users whose events have been changed.
+
+        Raises:
+            ValueError: for a negative number.
+            StoreError: if they cannot be deleted; those of users yielded before are.
+        """
+
+    def compact(self) -> None:  # noqa: B027  # a store may have no files
+        """Rewrites the store's files, so that nothing of what was deleted is in them any more.
+
+        Raises:
+            StoreError: if they cannot be written.
+        """
+
+    @abstractmethod
+    def note(self, name: str) -> bytes | None:
+        """Returns what `set_note` stored last under a name."""
+
+    @abstractmethod
+    def set_note(self, name: str, value: bytes) -> None:
+        """Stores a few bytes of the application with the events.
+
+        Raises:
+            StoreError: if they cannot be stored.
+        """
+
+    def close(self) -> None:  # noqa: B027  # nothing to do for some stores
+        """Lets go of files and connections. The engines that use the store must be closed."""
+
+    # --- what follows from it --------------------------------------------------------------------
+
+    def __enter__(self) -> EventStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def cut(self, events: Int64s) -> Int64s:
+        """Returns a history, cut if it is too long."""
+        surplus = len(events) - self.max_events
+        return events[surplus + self.drop :] if surplus > 0 else events
+
+    def append(self, user: User, before: Stored, events: Int64s) -> Change:
+        """Returns the change that appends events to those that were read, shortened by `cut`."""
+        kept = len(before.events)
+        if kept + len(events) > self.max_events:
+            after = self.max_events - self.drop
+            kept = max(0, after - len(events))
+            events = events[len(events) - (after - kept) :]
+        return Change(user, before.version, kept, events)
 
     def add(self, user: User, events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any]) -> None:
         """Appends events to a user's, before the store is given to an engine.
 
         Raises:
             ValueError: as `event_rows`.
+            StoreError: if they cannot be read or written.
         """
-        self.put(user, self.extended(self.history(user), event_rows(events)))
+        rows = event_rows(events)
+        stored = 0
+        while not stored:  # until no other process changes them meanwhile
+            found = self.read([user], [0])[0] or Stored(0, np.empty((0, 3), np.int64))
+            before = Stored(found.version, self.cut(found.events))
+            (stored,) = self.commit([self.append(user, before, rows)])
+
+    def seed(self, histories: Iterable[tuple[User, Int64s]], users_at_once: int = 1000) -> bool:
+        """Stores histories of users that have none, unless the store has been seeded before.
+
+        If it is interrupted, the next call goes on with it.
+
+        Args:
+            histories: users, and their events, int64 `(n, 3)`, oldest first.
+            users_at_once: how many are stored by one `commit`.
+
+        Returns:
+            Whether it had not been seeded.
+
+        Raises:
+            StoreError: if they cannot be stored.
+        """
+        if self.note(_SEEDED) is not None:
+            return False
+        nothing = Stored(0, np.empty((0, 3), np.int64))
+        remaining = iter(histories)
+        while some := list(islice(remaining, users_at_once)):
+            changes = [self.append(user, nothing, rows) for user, rows in some if len(rows)]
+            self.commit(changes)  # does not change users who have events
+        self.set_note(_SEEDED, b"1")
+        return True
+
+
+class MemoryStore(EventStore):
+    """The events of recently served users in the memory of this process, which they end with.
+
+    Args:
+        max_users: beyond these, the user served least recently is forgotten.
+        max_events: as in `EventStore`.
+        drop: as in `EventStore`.
+
+    Raises:
+        ValueError: for a size out of range.
+    """
+
+    waits = False
+
+    def __init__(self, max_users: int, max_events: int, drop: int | None = None) -> None:
+        super().__init__(max_events, drop)
+        if max_users < 1:
+            raise ValueError(f"max_users: expected a positive count, got {max_users}")
+        self.max_users = max_users
+        self._histories: OrderedDict[User, Stored] = OrderedDict()
+        self._notes: dict[str, bytes] = {}
+        self._versions = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    def read(self, users: Sequence[User], versions: Sequence[int]) -> list[Stored | None]:
+        """Reads the events of users, who count as served; as `EventStore.read`."""
+        with self._lock:
+            found = []
+            for user, version in zip(users, versions, strict=True):
+                stored = self._histories.get(user)
+                if stored is not None:
+                    self._histories.move_to_end(user)
+                elif version:
+                    stored = Stored(0, np.empty((0, 3), np.int64))
+                found.append(None if stored is None or stored.version == version else stored)
+            return found
+
+    def commit(self, changes: Sequence[Change]) -> list[int]:
+        """Makes changes, and forgets users beyond `max_users`; as `EventStore.commit`."""
+        with self._lock:
+            return [self._make(change) for change in changes]
+
+    def _make(self, change: Change) -> int:
+        user, version, kept, events = change
+        stored = self._histories.get(user)
+        if version != (0 if stored is None else stored.version):
+            return 0
+        if stored is not None:
+            first = len(stored.events) - kept
+            events = np.concatenate([stored.events[first:], events])
+        self._histories[user] = Stored(next(self._versions), events)
+        self._histories.move_to_end(user)
+        if len(self._histories) > self.max_users:
+            self._histories.popitem(last=False)
+        return self._histories[user].version
+
+    def forget(self, user: User) -> None:
+        """Deletes a user's events."""
+        with self._lock:
+            self._histories.pop(user, None)
+
+    def prune(self, *, before: int = 0, latest: int | None = None) -> Iterator[list[User]]:
+        """Deletes old events, as `EventStore.prune`."""
+        check_limits(before, latest)
+        with self._lock:
+            users = []
+            for user, stored in [*self._histories.items()]:
+                first = first_kept(stored.events[:, TIME], before, latest)
+                if first == len(stored.events):
+                    del self._histories[user]
+                elif first:
+                    events = stored.events[first:].copy()
+                    self._histories[user] = Stored(next(self._versions), events)
+                if first:
+                    users.append(user)
+        yield users
+
+    def note(self, name: str) -> bytes | None:
+        """As `EventStore.note`."""
+        return self._notes.get(name)
+
+    def set_note(self, name: str, value: bytes) -> None:
+        """As `EventStore.set_note`."""
+        self._notes[name] = value
+
+
+def check_limits(before: int, latest: int | None) -> None:
+    """Checks the arguments of `prune`."""
+    for name, value in (("before", before), ("latest", 0 if latest is None else latest)):
+        if value < 0:
+            raise ValueError(f"{name}: expected a number from 0 up, got {value}")
+
+
+def first_kept(times: Int64s, before: int, latest: int | None) -> int:
+    """Returns how many of a user's oldest events `prune` deletes, given the times `(n,)`.
+
+    All events up to the last one that is too old are deleted, should they be out of order.
+    """
+    old = np.flatnonzero(times < before)
+    first = 0 if not len(old) else int(old[-1]) + 1
+    return first if latest is None else max(first, len(times) - latest)

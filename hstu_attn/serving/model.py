@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..cached import check_cacheable
 from ..layer import HSTUStack
+from .events import Int64s, User
 
-__all__ = ["CatalogueModel", "Rows", "ServedModel", "check_model", "row_dtype"]
+__all__ = [
+    "CatalogueModel",
+    "Requests",
+    "Rows",
+    "ServedModel",
+    "UncachedModel",
+    "check_model",
+    "row_dtype",
+]
 
 
 class Rows(NamedTuple):
@@ -75,7 +85,7 @@ class ServedModel(Protocol):
         """
 
     def score(self, states: Tensor, candidates: Tensor) -> Tensor:
-        """Returns floating-point scores `(n,)` of candidates `(n,)` int64.
+        """Returns floating-point scores `(n,)` of candidates `(n,)` int64, or `(n, tasks)`.
 
         `states` is `(n, embedding_dim)` of the stack's output: each candidate's own row or, where
         candidates are no rows, that of the last event of its user.
@@ -91,6 +101,59 @@ class CatalogueModel(ServedModel, Protocol):
 
         `states` `(n, embedding_dim)` are the stack's output after the last event of each user.
         """
+
+
+class Requests(NamedTuple):
+    """Requests that a model computes whole, in host memory.
+
+    Request `b` has the events `event_offsets[b] .. event_offsets[b + 1]` and the candidates
+    `candidate_offsets[b] .. candidate_offsets[b + 1]`.
+
+    Attributes:
+        users: whose they are.
+        contexts: what the callers of `Engine.submit_score` gave as `context`.
+        event_offsets: int64 `(B + 1,)`.
+        events: int64 `(n, 3)`, each user's oldest first: item, time and action.
+        times: int64 `(B,)`, when the model is asked.
+        candidate_offsets: int64 `(B + 1,)`.
+        candidates: int64 `(m,)`, items.
+    """
+
+    users: Sequence[User]
+    contexts: Sequence[Any]
+    event_offsets: Int64s
+    events: Int64s
+    times: Int64s
+    candidate_offsets: Int64s
+    candidates: Int64s
+
+
+@runtime_checkable
+class UncachedModel(Protocol):
+    """A model whose rows change from request to request, so that each request is computed whole.
+
+    That is so with contextual rows, which see all of the history and are seen by it, and where rows
+    are embedded by their age, or by their position counted from the end.
+    """
+
+    @property
+    def num_items(self) -> int:
+        """Number of items; items are numbered from 0 to `num_items - 1`."""
+
+    @property
+    def num_actions(self) -> int:
+        """Number of actions, numbered from 0; 1 if the model reads none."""
+
+    @property
+    def max_history(self) -> int:
+        """The longest history in events that the model takes."""
+
+    @property
+    def candidates_are_rows(self) -> bool:
+        """Whether candidates can be scored for a user without events."""
+
+    def score_requests(self, requests: Requests) -> Tensor:
+        """Returns floating-point scores of all candidates, `(m,)`, or `(m, tasks)` for several."""
 
 
 def check_model(model: ServedModel) -> None:

@@ -7,8 +7,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-__all__ = ["EngineStats", "Histogram"]
+__all__ = ["SECONDS", "EngineStats", "Histogram"]
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+"""The bounds of histograms of time."""
 
 
 @dataclass
@@ -40,11 +44,15 @@ class EngineStats:
     """What an engine has done since it was made.
 
     Attributes:
-        requests: accepted; each ends as completed, failed or cancelled.
+        requests: accepted; each ends as completed, failed, cancelled, expired or displaced.
         completed: answered.
         failed: ended by an error.
-        cancelled: timed out, or cancelled by the caller; without an effect.
+        cancelled: by the caller, or its deadline passed while it was computed; without an effect.
+        expired: its deadline passed before it was computed; without an effect.
+        displaced: gave way to a client or a user with fewer requests, when the queue was full;
+            without an effect.
         rejected: refused because the queue was full; not among `requests`.
+        shed: refused because it was expected to wait for too long; not among `requests`.
         batches: computed.
         graph_batches: the batches that a captured graph computed.
         hit_tokens: rows of events that the cache had, so that they were not computed.
@@ -54,7 +62,12 @@ class EngineStats:
             what was in the store beforehand.
         batch_size: the sizes of the batches, in requests.
         latency: from submission to the answer, in seconds, of completed requests.
+        queue_time: from submission to the batch, in seconds, of requests that were computed.
+        step_time: of the computation of a batch, in seconds.
         queued: requests that wait now.
+        backlog: seconds that the last of these will wait, at the pace of the latest batches; 0 if
+            all fit into the next one.
+        running: seconds since the batch that is computed now was taken; 0 if there is none.
         users: whose events are stored now.
     """
 
@@ -62,7 +75,10 @@ class EngineStats:
     completed: int = 0
     failed: int = 0
     cancelled: int = 0
+    expired: int = 0
+    displaced: int = 0
     rejected: int = 0
+    shed: int = 0
     batches: int = 0
     graph_batches: int = 0
     hit_tokens: int = 0
@@ -71,12 +87,12 @@ class EngineStats:
     batch_size: Histogram = field(
         default_factory=lambda: Histogram((1, 2, 4, 8, 16, 32, 64, 128, 256))
     )
-    latency: Histogram = field(
-        default_factory=lambda: Histogram(
-            (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-        )
-    )
+    latency: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    step_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     queued: int = 0
+    backlog: float = 0.0
+    running: float = 0.0
     users: int = 0
 
 
@@ -93,14 +109,12 @@ class Counters:
         with self._lock:
             yield self._stats
 
-    def snapshot(self, queued: int, users: int) -> EngineStats:
-        """Returns a copy."""
+    def snapshot(self, **now: Any) -> EngineStats:
+        """Returns a copy, with what is told of the moment."""
         with self._lock:
             stats = self._stats
-            return replace(
-                stats,
-                batch_size=replace(stats.batch_size, counts=[*stats.batch_size.counts]),
-                latency=replace(stats.latency, counts=[*stats.latency.counts]),
-                queued=queued,
-                users=users,
-            )
+            copied = replace(stats, **now)
+            for name, value in vars(stats).items():
+                if isinstance(value, Histogram):
+                    setattr(copied, name, replace(value, counts=[*value.counts]))
+            return copied

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -22,14 +22,16 @@ uvicorn = pytest.importorskip("uvicorn")
 from recommender.connections import LimitedHTTP  # noqa: E402
 
 ARRIVAL_TIMEOUT = 0.4
+LARGE = 2**24  # bytes, more than the buffers of both sockets hold
 PATIENCE = 10.0  # seconds within which the server must close a connection
 WHOLE = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
 HEAD = WHOLE[:-2]
+CLOSE = b"\r\nConnection: close\r\n\r\n"
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers /echo with the body, /slow after a delay, and other paths with 404 before reading
-    a body.
+    """Answers /echo with the body, /slow after a delay, /large with much, and other paths with 404
+    before reading a body.
     """
     status, body = 404, b"absent"
     if scope["path"] != "/absent":
@@ -43,6 +45,8 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
             more = message["more_body"]
         if scope["path"] == "/slow":
             await asyncio.sleep(2 * ARRIVAL_TIMEOUT)
+        if scope["path"] == "/large":
+            body = b"x" * LARGE
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -51,8 +55,17 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 @contextmanager
 def running(max_connections: int = 100) -> Iterator[int]:
     """Runs a server of the application; yields its port."""
+    with running_server(max_connections) as (_, port):
+        yield port
+
+
+@contextmanager
+def running_server(
+    max_connections: int = 100, arrival_timeout: float = ARRIVAL_TIMEOUT
+) -> Iterator[tuple[uvicorn.Server, int]]:
+    """Runs a server of the application; yields it, and its port."""
     protocol = functools.partial(
-        LimitedHTTP, arrival_timeout=ARRIVAL_TIMEOUT, max_connections=max_connections
+        LimitedHTTP, arrival_timeout=arrival_timeout, max_connections=max_connections
     )
     config = uvicorn.Config(application, http=protocol, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
@@ -60,7 +73,7 @@ def running(max_connections: int = 100) -> Iterator[int]:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            yield listener.getsockname()[1]
+            yield server, listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join(20)
@@ -170,6 +183,69 @@ def test_a_trickle_does_not_keep_a_connection(port: int, before: bytes, trickled
         if b"/absent" in before or before == WHOLE:
             answer(connection)
         trickle(connection, trickled)
+
+
+def open_connections(running: uvicorn.Server) -> int:
+    return len(running.server_state.connections)
+
+
+def wait_until_open(server: uvicorn.Server, count: int) -> None:
+    limit = time.monotonic() + PATIENCE
+    while open_connections(server) < count:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def wait_until_closed(server: uvicorn.Server) -> float:
+    """Returns after how many seconds the server has no connection any more."""
+    started = time.monotonic()
+    while open_connections(server):
+        assert time.monotonic() - started < PATIENCE
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_who_reads_no_answer_is_let_go(requests: int) -> None:
+    """The client, or its machine, may be gone: it takes nothing, and closes nothing."""
+    with running_server() as (server, port), connect(port) as connection:
+        connection.sendall(WHOLE.replace(b"/echo", b"/large") * requests)
+        wait_until_open(server, 1)
+        assert wait_until_closed(server) > 0.5 * ARRIVAL_TIMEOUT
+        assert not server.server_state.tasks
+        with connect(port) as other:
+            other.sendall(WHOLE)
+            assert answer(other).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_who_reads_slowly_gets_the_whole_answer_if_in_time() -> None:
+    with running_server(arrival_timeout=10.0) as (_, port), connect(port) as connection:
+        connection.sendall(WHOLE.replace(b"/echo", b"/large").replace(b"\r\n\r\n", CLOSE))
+        time.sleep(ARRIVAL_TIMEOUT)
+        received = rest(connection)
+        assert received.startswith(b"HTTP/1.1 200 OK")
+        assert received.endswith(b"x" * LARGE)
+
+
+def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
+    """What is left to be sent when it is closed does not keep it."""
+    with running_server() as (server, port), connect(port) as connection:
+        connection.sendall(WHOLE.replace(b"/echo", b"/large").replace(b"\r\n\r\n", CLOSE))
+        wait_until_open(server, 1)
+        wait_until_closed(server)
+
+
+def test_half_open_connections_make_room() -> None:
+    """Clients that vanished without a word hold no connection for long."""
+    with ExitStack() as stack:
+        server, port = stack.enter_context(running_server(8, arrival_timeout=2.0))
+        for _ in range(4):
+            stack.enter_context(connect(port))  # sends nothing
+            half = stack.enter_context(connect(port))
+            half.sendall(HEAD[:10])
+        wait_until_open(server, 8)
+        assert wait_until_closed(server) > 0.5 * ARRIVAL_TIMEOUT
+        assert first_accepted(port).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_no_more_connections_than_there_may_be() -> None:

@@ -66,7 +66,7 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     """Runs the server as a user starts it, on the CPU."""
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0"]
-    command += ["--device", "cpu", *arguments]
+    command += ["--device", "cpu", "--store", "memory", *arguments]
     server = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

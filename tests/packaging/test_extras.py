@@ -23,7 +23,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # These are imported only on a GPU, with the triton that a CUDA build of torch brings.
 FOR_GPUS = re.compile(r"\.triton_")
-SERVER = re.compile(r"recommender\.(connections|http|serve|server|serve_options|served)$")
+SERVER = re.compile(
+    r"recommender\.(connections|http\w*|serve|server|serve_options|served\w*|models)$"
+)
 
 
 def modules(folder: Path, root: Path = ROOT) -> list[str]:
@@ -38,7 +40,8 @@ RECOMMENDER = modules(EXAMPLES / "recommender", EXAMPLES)
 WHAT_IT_IS_FOR = {
     "": [name for name in LIBRARY if not re.match(r"hstu_attn\.(data|serving)\b", name)],
     "data": [name for name in LIBRARY if name.startswith("hstu_attn.data")],
-    "serving": [name for name in LIBRARY if name.startswith("hstu_attn.serving")],
+    "serving": [name for name in LIBRARY if re.match(r"hstu_attn\.serving(?!\.client)\b", name)],
+    "client": ["hstu_attn.serving.client"],
     "train": [
         *("train_retrieval", "train_ranking"),
         *(name for name in RECOMMENDER if not SERVER.match(name)),

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -24,13 +23,11 @@ pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import (
     CatalogueModel,
     Engine,
-    EngineClosedError,
     Event,
-    EventStore,
     GraphBuckets,
+    MemoryStore,
     NoHistoryError,
     OutOfPagesError,
-    OverloadedError,
     PagedKVCache,
 )
 from tests.helpers.serving_models import (
@@ -44,7 +41,6 @@ from tests.helpers.serving_models import (
     SPOILT,
     STU,
     Boom,
-    Gate,
     Histories,
     RankingModel,
     assert_close,
@@ -96,22 +92,25 @@ def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
     cache = make_cache(12)  # four full histories
     users, per_thread = 15, 150
     sent: dict[int, list[Sent]] = {user: [] for user in range(users)}
+    starts = [0] * users  # before which a user has no more events
     locks = [threading.Lock() for _ in range(users)]
     engine = Engine(model, cache, max_batch_size=6, max_wait=0.001, graphs=graphs)
 
     def send(thread: int) -> None:
         rng = random.Random(torch.initial_seed() + thread)
-        for turn in range(per_thread):
+        for _ in range(per_thread):
             user = int(users * rng.random() ** 2)
             count = rng.choice([0, 1, 1, 2, 9, 30])
-            events = some_events(rng, turn * 10**5, count, model.num_actions)
             candidates = [rng.randrange(ITEMS - 2) for _ in range(rng.choice([0, 1, 4]))]
-            if rng.random() < 0.05:
-                events.append(Event(POISON, turn * 10**5))
+            poisoned = rng.random() < 0.05
             if rng.random() < 0.05:
                 candidates.append(SPOILT)
-            at = rng.choice([None, turn * 10**5 + rng.randrange(10**6)])
             with locks[user]:
+                events = some_events(rng, starts[user], count, model.num_actions)
+                starts[user] += 10**6
+                if poisoned:
+                    events.append(Event(POISON, starts[user]))
+                at = rng.choice([None, starts[user] + rng.randrange(10**6)])
                 future = engine.submit_score(user, events, candidates, at=at)
                 sent[user].append(Sent(events, candidates, at, future))
             if rng.random() < 0.05:
@@ -154,7 +153,7 @@ def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
     assert stats.batches == sum(stats.batch_size.counts)
     assert stats.hit_tokens > 100
     assert 0 < stats.graph_batches < stats.batches if graphs else stats.graph_batches == 0
-    assert stats.users == len(histories.events)
+    assert stats.users == sum(len(events) > 0 for events in histories.events.values())
     assert stats.queued == 0
     assert cache.stats().evictions > 0
     assert cache.stats().pinned_pages == 0
@@ -185,149 +184,6 @@ def test_a_stale_row_would_be_seen() -> None:
         assert engine.stats().hit_tokens == 16
         assert engine.stats().new_tokens == 9
         assert engine.stats().recomputed_tokens == 2
-
-
-# ---------------------------------------------------------------------------------------------
-# Order, batches and time
-# ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Held:
-    """An engine whose worker waits in user 0's request until the gate is opened."""
-
-    engine: Engine
-    gate: Gate
-    first: Future[Tensor]
-    histories: Histories
-
-
-@pytest.fixture
-def hold() -> Iterator[Callable[..., Held]]:
-    made: list[Held] = []
-
-    def start(**options: Any) -> Held:
-        model = make_model("retrieval")
-        engine = Engine(model, make_cache(12), **options)
-        gate = Gate(model)
-        first = engine.submit_score(0, [(1, 1)], [1])
-        assert gate.reached.wait(10)
-        made.append(Held(engine, gate, first, Histories(model)))
-        return made[-1]
-
-    yield start
-    for held in made:
-        held.gate.opened.set()
-        held.engine.close()
-
-
-def test_batches_are_in_order_and_of_different_users(
-    hold: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = hold(max_batch_size=3, max_wait=0.0)
-    served: list[list[tuple[Any, int]]] = []
-    serve = held.engine._serve
-
-    def record(requests: list[Any]) -> None:
-        served.append([(request.user, request.at) for request in requests])
-        serve(requests)
-
-    monkeypatch.setattr(held.engine, "_serve", record)
-    users = [1, 1, 2, 1, 3, 4, 2]
-    requests = [(user, [Event(user, 10 + n)], [5, 6], n) for n, user in enumerate(users)]
-    futures = [held.engine.submit_score(*request[:3], at=request[3]) for request in requests]
-    assert held.engine.stats().queued == 7
-    held.gate.opened.set()
-    held.histories.expect(0, [Event(1, 1)], [1], None)
-    for request, future in zip(requests, futures, strict=True):
-        assert_close(future.result(10), held.histories.expect(*request))
-    assert served == [[(1, 0), (2, 2), (3, 4)], [(1, 1), (4, 5), (2, 6)], [(1, 3)]]
-    assert held.engine.stats().batch_size.counts[:3] == [2, 0, 2]
-
-
-def test_a_batch_waits_for_others_but_not_for_long() -> None:
-    model = make_model("retrieval")
-    with Engine(model, make_cache(12), max_batch_size=2, max_wait=30.0) as engine:
-        start = time.monotonic()
-        pair = [engine.submit_score(user, [(1, 1)], [1]) for user in (1, 2)]
-        assert all(future.result(10) is not None for future in pair)
-        assert time.monotonic() - start < 10
-        assert engine.stats().batches == 1
-    with Engine(model, make_cache(12), max_batch_size=2, max_wait=0.2) as engine:
-        start = time.monotonic()
-        engine.score(1, [(1, 1)], [1])
-        assert 0.2 <= time.monotonic() - start < 10
-
-
-def test_overload_is_refused_at_once(hold: Callable[..., Held]) -> None:
-    held = hold(max_queue=2)
-    waiting = [held.engine.submit_score(user, [(1, 1)], [1]) for user in (1, 2)]
-    with pytest.raises(OverloadedError, match=r"expected fewer than 2 .*\(max_queue\), got 2"):
-        held.engine.score(3, [(1, 1)], [1])
-    assert held.engine.stats().rejected == 1
-    assert waiting[0].cancel()  # cancelling makes room in the queue
-    waiting.append(held.engine.submit_score(4, [(1, 1)], [1]))
-    held.gate.opened.set()
-    assert all(future.result(10) is not None for future in waiting[1:])
-    stats = held.engine.stats()
-    assert (stats.requests, stats.completed, stats.cancelled) == (4, 3, 1)
-
-
-def test_what_timed_out_has_no_effect(hold: Callable[..., Held]) -> None:
-    held = hold()
-    with pytest.raises(TimeoutError, match=r"timeout: expected an answer within 0.02 s"):
-        held.engine.score(1, [(7, 7)], [1], timeout=0.02)
-    assert held.first.cancel()  # while it is computed
-    with pytest.raises(CancelledError):
-        held.first.result()
-    held.gate.opened.set()
-    for user in (0, 1):
-        request = (user, [Event(3, 9)], [1, 2], None)
-        assert_close(held.engine.score(*request[:3], timeout=10), held.histories.expect(*request))
-    stats = held.engine.stats()
-    assert (stats.requests, stats.completed, stats.cancelled) == (4, 2, 2)
-
-
-def test_what_is_cancelled_while_it_is_computed_has_no_effect() -> None:
-    model = make_model("retrieval")
-    histories, rng = Histories(model), random.Random(7)
-    with Engine(model, make_cache(12)) as engine:
-        for turn in range(6):
-            request = (1, some_events(rng, turn * 10**7, 9), [1, 2], None)
-            assert_close(engine.score(*request[:3]), histories.expect(*request))
-            gate = Gate(model)
-            future = engine.submit_score(1, [(4, 4)], [1])
-            assert gate.reached.wait(10)
-            assert future.cancel()
-            gate.opened.set()
-        assert engine.stats().users == 1
-
-
-def test_close_finishes_what_waits(hold: Callable[..., Held]) -> None:
-    held = hold()
-    waiting = [held.engine.submit_score(user, [(1, 1)], [1]) for user in (1, 1, 2)]
-    closing = threading.Thread(target=held.engine.close)
-    closing.start()
-    while not held.engine.closed:
-        time.sleep(0.001)
-    with pytest.raises(EngineClosedError):
-        held.engine.score(1, [(1, 1)], [1])
-    held.gate.opened.set()
-    closing.join(10)
-    assert all(future.done() and len(future.result()) for future in (held.first, *waiting))
-
-
-def test_close_may_fail_what_waits(hold: Callable[..., Held]) -> None:
-    held = hold()
-    waiting = [held.engine.submit_score(user, [(1, 1)], [1]) for user in (1, 1, 2)]
-    closing = threading.Thread(target=held.engine.close, kwargs={"finish": False})
-    closing.start()
-    for future in waiting:
-        with pytest.raises(EngineClosedError, match="closed before"):
-            future.result(10)
-    held.gate.opened.set()
-    closing.join(10)
-    assert len(held.first.result()) == 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -362,7 +218,7 @@ def test_a_failure_is_alone_and_leaves_no_trace(name: str, graphs: bool) -> None
         for turn in range(6):
             events = {user: some_events(rng, turn * 10**7, 7) for user in range(8)}
             for user in (0, 1) if turn % 2 else (3,):
-                events[user].append(Event(POISON, turn * 10**7))
+                events[user].append(Event(POISON, turn * 10**7 + 10**6))
             batch(events, [1, 2])
     assert engine.stats().failed == 9 + 6
     assert cache.stats().pinned_pages == 0
@@ -389,16 +245,19 @@ def test_a_failure_keeps_what_was_cached() -> None:
 def test_what_the_worker_did_not_expect_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("retrieval")
     histories, cache = Histories(model), make_cache(12)
-    store = EventStore(100, LONGEST)
+    store = MemoryStore(100, LONGEST)
     with Engine(model, cache, store=store) as engine:
         engine.score(1, [(1, 1)], [1])
         histories.expect(1, [Event(1, 1)], [1], None)
         with monkeypatch.context() as patch:
-            patch.setattr(store, "put", lambda *_: 1 / 0)
-            for _ in range(2):
-                with pytest.raises(ZeroDivisionError):
-                    engine.score(1, [(2, 2)], [1], timeout=10)
-        assert cache.stats().users == 0
+            for method in ("commit", "read"):
+                patch.setattr(store, method, lambda *_: 1 / 0)
+                for _ in range(2):
+                    with pytest.raises(ZeroDivisionError):
+                        engine.score(1, [(2, 2)], [1], timeout=10)
+                assert cache.stats().users == 0
+                patch.undo()
+                engine.score(2, [(2, 2)], [1])
         request = (1, [Event(3, 3)], [1, 2], None)
         assert_close(engine.score(*request[:3]), histories.expect(*request))
 
@@ -441,7 +300,7 @@ def test_a_cache_that_does_not_evict_fills_up() -> None:
 def test_long_histories_are_shortened(drop: int) -> None:
     model = make_model("ranking, times")
     histories, rng = Histories(model, drop), random.Random(4)
-    with Engine(model, make_cache(9), store=EventStore(100, LONGEST, drop)) as engine:
+    with Engine(model, make_cache(9), store=MemoryStore(100, LONGEST, drop)) as engine:
         for turn in range(12):
             count = 100 if turn == 6 else 9
             request = (1, some_events(rng, turn * 10**7, count), [1, 2], None)
@@ -462,11 +321,11 @@ def test_what_another_engine_left_in_the_cache_is_not_used() -> None:
 def test_forgotten_users_start_anew() -> None:
     model = make_model("retrieval")
     cache = make_cache(12)
-    with Engine(model, cache, store=EventStore(2, LONGEST), max_batch_size=2) as engine:
+    with Engine(model, cache, store=MemoryStore(2, LONGEST), max_batch_size=2) as engine:
         for user in (1, 2, 1, 3):  # 2 is forgotten
             engine.score(user, [(user, 5), (user, 6)], [1])
         assert engine.stats().hit_tokens == 1
-        assert engine.stats().users == cache.stats().users == 2
+        assert engine.stats().users == 2
         with pytest.raises(NoHistoryError, match="new_events: expected some of the new user 2"):
             engine.score(2, [], [1])
         expected = model.whole(np.array([(9, 9, 0)]), [1, 2], 9)
@@ -483,7 +342,7 @@ def test_users_without_events_can_be_ranked_for() -> None:
 
 def test_a_store_may_hold_events_before() -> None:
     model = make_model("retrieval")
-    store, histories = EventStore(100, LONGEST), Histories(model)
+    store, histories = MemoryStore(100, LONGEST), Histories(model)
     events = some_events(random.Random(5), 0, 50)
     for a, b in pairwise([0, 20, 50]):
         store.add("a", events[a:b])
@@ -504,8 +363,8 @@ def test_recommendations(exclude_seen: bool) -> None:
                 events = some_events(rng, turn * 10**7, 4)
                 future = engine.submit_recommend(user, events, k, exclude_seen=exclude_seen)
                 futures.append((user, events, k, future))
-            scored = engine.score(4, [(4, 4)], [5, 6])
-            assert_close(scored, histories.expect(4, [Event(4, 4)], [5, 6], None))
+            scored = engine.score(4, [(4, turn)], [5, 6])
+            assert_close(scored, histories.expect(4, [Event(4, turn)], [5, 6], None))
             for user, events, k, future in futures:
                 scores = histories.expect(user, events, list(range(ITEMS)), None)
                 seen = set(histories.events[user][:, 0].tolist()) if exclude_seen else set()
@@ -524,6 +383,7 @@ def test_recommendations(exclude_seen: bool) -> None:
     ("arguments", "message"),
     [
         ({"user": 1.5}, "user: expected an int or a str, got float"),
+        ({"user": "\ud800"}, "user: expected Unicode text, got"),
         ({"new_events": [(ITEMS, 1)]}, "new_events: expected items from 0 to 59, got 60 at 0"),
         ({"new_events": [(1, 1), (-1, 1)]}, "new_events: expected items .*, got -1 at 1"),
         ({"new_events": [(1, -1)]}, "new_events: expected times from 0 to .*, got -1"),
@@ -599,11 +459,12 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             Engine(*arguments)
     for options, message in (
-        ({"store": EventStore(100, LONGEST + 1)}, "store: expected max_events of at most .* = 40"),
+        ({"store": MemoryStore(100, LONGEST + 1)}, "store: expected max_events of at most .* = 40"),
         ({"max_batch_size": 0}, "max_batch_size: expected a positive count, got 0"),
         ({"max_queue": 0}, "max_queue: expected a positive count, got 0"),
         ({"max_candidates": 0}, "max_candidates: expected a positive count, got 0"),
         ({"max_wait": -1}, "max_wait: expected seconds from 0 up, got -1"),
+        ({"max_queue_seconds": 0.0}, "max_queue_seconds: expected a positive number, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, make_cache(12), **options)
@@ -613,7 +474,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((5, 5, 5), "drop: expected from 0 to 4, got 5"),
     ):
         with pytest.raises(ValueError, match=message):
-            EventStore(*sizes)
+            MemoryStore(*sizes)
 
 
 def test_models_are_told_apart() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
-from hstu_attn.serving import CacheStep, Engine, EventStore, GraphBuckets, graphs
+from hstu_attn.serving import CacheStep, Engine, GraphBuckets, MemoryStore, graphs
 from hstu_attn.serving.batch import Request
 from hstu_attn.serving.events import event_rows
 from hstu_attn.serving.graphs import Shape, StackGraphs, StepLimits
@@ -190,9 +190,9 @@ def test_replays_are_the_padded_calls_bit_for_bit(
         cache = make_cache(24, dtype, device)
         cache.kv_cache.fill_(torch.nan)
         engine = Engine(model, cache, max_batch_size=8, **options)
-        if engine._graphs is not None:
-            engine._graphs._x.fill_(torch.nan)
-            engine._graphs._states.fill_(torch.nan)
+        if engine._scorer._graphs is not None:
+            engine._scorer._graphs._x.fill_(torch.nan)
+            engine._scorer._graphs._states.fill_(torch.nan)
         return engine
 
     replayed = make_engine(graphs=buckets)
@@ -365,7 +365,7 @@ def test_a_capture_that_fails_half_way_harms_nobody(monkeypatch: pytest.MonkeyPa
                 comparison.serve(batch, engine, plain)
         failed = engine.stats().batches - engine.stats().graph_batches
         assert failed == 10
-        engine._graphs._replays.clear()  # type: ignore[union-attr]
+        engine._scorer._graphs._replays.clear()  # type: ignore[union-attr]
         for batch in batches[10:]:
             comparison.serve(batch, engine, plain)
         comparison.check()
@@ -398,7 +398,7 @@ def test_weights_may_change_in_place() -> None:
     dtype = torch.bfloat16
     model = on_device(make_model("ranking", dtype), "cuda")
     events = some_events(random.Random(0), 0, LONGEST)
-    store = EventStore(100, LONGEST)
+    store = MemoryStore(100, LONGEST)
     cache = make_cache(40, dtype, "cuda")
     with Engine(model, cache, store=store, graphs=True) as engine:
         (before,) = serve(engine, [(1, events, [1, 2, 3])])

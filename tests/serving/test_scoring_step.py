@@ -25,7 +25,8 @@ from tests.helpers.documented import run as run_command
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import PagedKVCache, ScoringStep
 from hstu_attn.serving.batch import Plan, Request, pack
-from hstu_attn.serving.events import History
+from hstu_attn.serving.events import Change
+from hstu_attn.serving.histories import History
 from tests.helpers.serving_models import (
     DIM,
     HEADS,
@@ -96,7 +97,8 @@ def traffic(model: Any) -> Iterator[Step]:
             candidates = [rng.randrange(ITEMS) for _ in range(wanted)]
             at = (turn + 2) * 10**6
             request = Request(user, added, np.array(candidates, np.int64), 0, False, at, 0.0)
-            plans.append(Plan(request, History(user, before), History(user, after)))
+            change = Change(user, 0, len(before), added)
+            plans.append(Plan(request, History(user, 0, after), change))
             cached.append(len(before))
             expected.append(whole(model, after, candidates, at))
         rewritten = [min(count, 1) for count in cached]

@@ -1,0 +1,80 @@
+"""What an administrator does over HTTP: changes of the model, and deletion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException
+from pydantic import BaseModel, ConfigDict, Field
+
+from hstu_attn.serving import Engine
+from recommender.models import Models
+
+__all__ = ["add_admin"]
+
+
+class Done(BaseModel):
+    """What has been done."""
+
+    done: str
+
+
+class Forget(BaseModel):
+    """The user whose events are deleted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    user: int | str
+
+
+class Prune(BaseModel):
+    """Which events are deleted: those before a time, and all but the latest of each user."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    before: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    latest: Annotated[int, Field(ge=0)] | None = None
+
+
+def add_admin(router: APIRouter, engine: Engine, models: Models) -> None:
+    """Adds paths to those that ask for an administrator's token.
+
+    POST /model           the file of --model has been written again: its model takes over
+    POST /model/previous  the model of before takes over again
+    POST /forget          user -> deletes a user's events
+    POST /prune           before, latest -> deletes old events of all users
+    POST /compact         rewrites the store's files, without what was deleted
+
+    An answer comes when it is done; 409 says why a model cannot take over, and that nothing has
+    changed.
+    """
+
+    async def do(what: Callable[[], Any]) -> Any:
+        try:
+            return await asyncio.to_thread(what)
+        except (OSError, ValueError) as error:
+            raise HTTPException(409, f"Nothing has changed: {error}") from error
+
+    @router.post("/model", response_model=Done)
+    async def load() -> Done:
+        return Done(done=f"The model of {await do(models.load_and_swap)} has taken over")
+
+    @router.post("/model/previous", response_model=Done)
+    async def roll_back() -> Done:
+        await do(models.roll_back)
+        return Done(done="The model of before has taken over")
+
+    @router.post("/forget", response_model=Done)
+    async def forget(body: Forget) -> Done:
+        await do(lambda: engine.forget(body.user))
+        return Done(done="The user's events are deleted")
+
+    @router.post("/prune", response_model=Done)
+    async def prune(body: Prune) -> Done:
+        count = await do(lambda: engine.prune(before=body.before, latest=body.latest))
+        return Done(done=f"Old events of {count} users are deleted")
+
+    @router.post("/compact", response_model=Done)
+    async def compact() -> Done:
+        await do(engine.store.compact)
+        return Done(done="The store's files are being, or have been, written anew")

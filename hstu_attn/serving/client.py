@@ -1,0 +1,274 @@
+"""An asynchronous client of `examples/serve.py` (`pip install hstu_attn[client]`)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from .errors import DeadlineError
+
+__all__ = ["Client", "RecommendedItem", "RequestError", "UnavailableError"]
+
+Id = int | str
+
+BEFORE_SENDING = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+LONGEST_BACKOFF = 5.0  # seconds
+
+
+class RequestError(RuntimeError):
+    """The server refused a request, and would do so again.
+
+    Attributes:
+        status: of the answer: 400 to 499, or 500.
+        detail: what the server says about it.
+    """
+
+    def __init__(self, status: int, detail: Any) -> None:
+        super().__init__(f"the server answered {status}: {detail}")
+        self.status = status
+        self.detail = detail
+
+
+class UnavailableError(RuntimeError):
+    """No server took the request, in as many attempts as there may be."""
+
+
+class RecommendedItem(NamedTuple):
+    """An item of the catalogue, and its score."""
+
+    item: Id
+    title: str
+    score: float
+
+
+class Client:
+    """Asks a server for scores, recommendations and predictions.
+
+    A request is made again, after a pause that grows and is drawn at random, if the server was not
+    reached; if it answers 503, not before the time of its Retry-After; and if the connection was
+    lost or an attempt took too long. In the latter cases nobody knows whether the server has stored
+    the events. It may be asked again all the same, because for the server an event that is equal to
+    a stored one of the user is that event. Other answers are not asked for again.
+
+    Each attempt tells the server how much time is left, so that it does not compute what would come
+    too late.
+
+    Args:
+        address: of the server, or of what distributes requests to several: `http://host:port`.
+        token: for servers that want one.
+        timeout: seconds in which an answer is of use, all attempts and pauses included; each
+            request may have its own.
+        attempts: how many there may be.
+        attempt_timeout: seconds after which an attempt is given up and another one made; None is
+            all that is left of the timeout.
+        backoff: the longest pause after the first attempt, in seconds; it doubles with each, up to
+            5 s.
+        connections: open at a time, at most.
+
+    Example:
+        >>> async with Client("http://127.0.0.1:8000") as client:
+        ...     items = await client.recommend(7, [(3, 1767225600)], k=10)
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        timeout: float = 5.0,
+        attempts: int = 4,
+        attempt_timeout: float | None = None,
+        backoff: float = 0.05,
+        connections: int = 100,
+    ) -> None:
+        seconds = {"timeout": timeout, "backoff": backoff, "attempt_timeout": attempt_timeout}
+        for name, value in seconds.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}: expected positive seconds, got {value}")
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(f"address: expected http://host:port, got {address!r}")
+        for name, count in {"attempts": attempts, "connections": connections}.items():
+            if count < 1:
+                raise ValueError(f"{name}: expected a positive count, got {count}")
+        self.address = address.rstrip("/")
+        self.timeout = timeout
+        self.attempts = attempts
+        self.attempt_timeout = attempt_timeout
+        self.backoff = backoff
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections; requests under way fail."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def score(
+        self,
+        user: Id,
+        events: Sequence[tuple[Id, int]],
+        candidates: Sequence[Id],
+        *,
+        at: int | None = None,
+        timeout: float | None = None,
+    ) -> list[float]:
+        """Returns the score of each candidate for a user.
+
+        Args:
+            user: the data set's id, as are those of items.
+            events: what the user did since the last request, oldest first: items and times.
+            candidates: items.
+            at: the time at which the model is asked; None is that of the user's last event.
+            timeout: in place of the client's.
+
+        Raises:
+            RequestError: the server refused the request.
+            UnavailableError: no server took it.
+            DeadlineError: a TimeoutError: there was no answer in time. Whether the events are
+                stored is not known.
+        """
+        body = {"user": user, "events": _events(events), "candidates": [*candidates], "time": at}
+        found: list[float] = (await self._ask("/score", body, timeout))["scores"]
+        return found
+
+    async def recommend(
+        self,
+        user: Id,
+        events: Sequence[tuple[Id, int]],
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        at: int | None = None,
+        timeout: float | None = None,
+    ) -> list[RecommendedItem]:
+        """Returns the best items of the catalogue for a user, best first.
+
+        Args:
+            user: as in `score`, as are events, `at`, the timeout and the errors.
+            events: likewise.
+            k: how many; fewer where the catalogue has no more.
+            exclude_seen: whether items of the user's history are left out.
+            at: likewise.
+            timeout: likewise.
+        """
+        body = {"user": user, "events": _events(events), "k": k, "exclude_seen": exclude_seen}
+        answer = await self._ask("/recommend", {**body, "time": at}, timeout)
+        return [RecommendedItem(**item) for item in answer["items"]]
+
+    async def rank(
+        self,
+        user: Id,
+        events: Sequence[tuple[Id, int, Sequence[str]]],
+        candidates: Sequence[Id],
+        *,
+        at: int | None = None,
+        events_before: int | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, list[float]]:
+        """Returns of each task its probability for each candidate.
+
+        Args:
+            user: as in `score`, as are candidates, `at`, the timeout and the errors.
+            events: items, times, and the names of what the user did about each.
+            candidates: likewise.
+            at: likewise.
+            events_before: how many events the user has had in all; None is as many as the server
+                keeps.
+            timeout: likewise.
+        """
+        body: dict[str, Any] = {"user": user, "candidates": [*candidates], "time": at}
+        body["events"] = [
+            {"item": item, "time": when, "actions": [*actions]} for item, when, actions in events
+        ]
+        body["events_before"] = events_before
+        answer = await self._ask("/rank", body, timeout)
+        found: dict[str, list[float]] = answer["probabilities"]
+        return found
+
+    async def _ask(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._connections)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        text = json.dumps({**body, "request_id": uuid.uuid4().hex}).encode()
+        for attempt in itertools.count():
+            late, pause = False, 0.0
+            try:
+                left = deadline - time.monotonic()
+                status, headers, answer = await self._send(path, text, left)
+                if status == 200:
+                    return answer
+                problem = f"the server answered {status}: {answer}"
+                late = status == 504
+                if status == 503:
+                    pause = _seconds(headers.get("Retry-After"))
+                elif not late:
+                    raise RequestError(status, answer)
+            except BEFORE_SENDING as error:
+                problem = f"the server was not reached: {error}"
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                problem = f"the connection was lost: {error!r}"
+            except asyncio.TimeoutError:
+                late, problem = True, "there was no answer in time"
+            pause += random.uniform(0, min(self.backoff * 2**attempt, LONGEST_BACKOFF))
+            if attempt + 1 == self.attempts or time.monotonic() + pause >= deadline:
+                kind = DeadlineError if late else UnavailableError
+                raise kind(f"no answer in {attempt + 1} attempts; the last time, {problem}")
+            await asyncio.sleep(pause)
+
+    async def _send(
+        self, path: str, text: bytes, left: float
+    ) -> tuple[int, Mapping[str, str], Any]:
+        """Makes one attempt; returns the status, the headers, and the answer or its `detail`."""
+        assert self._session is not None
+        most = left if self.attempt_timeout is None else min(left, self.attempt_timeout)
+        async with self._session.post(
+            self.address + path,
+            data=text,
+            headers={TIMEOUT_HEADER: f"{most * 1000:.3f}"},
+            timeout=aiohttp.ClientTimeout(total=most),
+            allow_redirects=False,
+        ) as response:
+            received = await response.read()
+            try:
+                answer = json.loads(received)
+            except ValueError:  # of what is between client and server
+                answer = received[:200].decode(errors="replace")
+            if response.status == 200 and not isinstance(answer, dict):
+                raise RequestError(response.status, answer)
+            if response.status != 200 and isinstance(answer, dict):
+                answer = answer.get("detail", answer)
+            return response.status, response.headers, answer
+
+
+def _events(events: Sequence[tuple[Id, int]]) -> list[dict[str, Any]]:
+    return [{"item": item, "time": when} for item, when in events]
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Returns the seconds of a Retry-After; 0 for a date, or for none."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0

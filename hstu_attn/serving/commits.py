@@ -1,0 +1,134 @@
+"""Stores the events of batches, while an engine computes the next ones."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from .batch import Plan, Request
+from .events import EventStore, User
+from .scoring import Recommendation
+
+__all__ = ["LOG", "Commits"]
+
+LOG = logging.getLogger("hstu_attn.serving")
+
+_MOST_REQUESTS = 1024  # that wait for a store; a slower one holds up batches, too
+
+Answer = Tensor | Recommendation
+Ended = tuple[Plan, int | None]
+
+
+class Commits:
+    """Requests whose answers are there, and are given when their events are stored.
+
+    One commit is under way at a time. What comes meanwhile is stored by the next one together, so
+    that a slow disk delays answers, but not the batches that are computed.
+
+    Args:
+        store: has the events.
+        answer: is called with a request and its answer; from another thread, if the store waits.
+        fail: likewise, with a request and its error.
+        done: is called from the other thread when `end` has something to return.
+
+    Attributes:
+        users: the users of what has not been returned by `end`, each with one request.
+    """
+
+    def __init__(
+        self,
+        store: EventStore,
+        answer: Callable[[Request, Answer], None],
+        fail: Callable[[Request, Exception], None],
+        done: Callable[[], None],
+    ) -> None:
+        self.users: set[User] = set()
+        self._store = store
+        self._answer = answer
+        self._fail = fail
+        self._done = done
+        self._thread = ThreadPoolExecutor(1, "hstu_attn commit") if store.waits else None
+        self._changed = threading.Condition()  # of the next three
+        self._waiting: list[tuple[Plan, Answer]] = []
+        self._ended: list[Ended] = []
+        self._running = False
+        self._store_works = True
+
+    def hold_up(self, requests: Sequence[Request]) -> bool:
+        """Returns whether `end` must have been waited for before requests are planned."""
+        if len(self.users) >= _MOST_REQUESTS:
+            return True
+        return not self.users.isdisjoint(request.user for request in requests)
+
+    def start(self, answered: Sequence[tuple[Plan, Answer]]) -> None:
+        """Begins to store the events of plans, none of whose users is in `users`."""
+        self.users.update(plan.request.user for plan, _ in answered)
+        if self._thread is None:
+            self._ended += self._commit(answered)
+            return
+        with self._changed:
+            self._waiting += answered
+            if not self._running:
+                self._running = True
+                self._thread.submit(self._run)
+
+    def end(self, wait: bool) -> list[Ended]:
+        """Returns what has ended since the last call; with `wait`, all that has been started.
+
+        Returns:
+            Plans, each with the new version of its history; 0 if another process has changed the
+            user's events, so that the request is to be planned anew; None if it failed.
+        """
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: not self._running)
+            ended, self._ended = self._ended, []
+        self.users.difference_update(plan.request.user for plan, _ in ended)
+        return ended
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                answered, self._waiting = self._waiting, []
+                if not answered:
+                    self._running = False
+                    self._changed.notify_all()
+                    return
+            ended = self._commit(answered)
+            with self._changed:
+                self._ended += ended
+            self._done()
+
+    def _commit(self, answered: Sequence[tuple[Plan, Answer]]) -> list[Ended]:
+        plans = [plan for plan, _ in answered]
+        try:
+            versions = self._store.commit([plan.change for plan in plans])
+        except Exception as error:
+            self.tell(error)
+            for plan in plans:
+                self._fail(plan.request, error)
+            return [(plan, None) for plan in plans]
+        self.tell(None)
+        for (plan, answer), version in zip(answered, versions, strict=True):
+            if version:
+                self._answer(plan.request, answer)
+        return [*zip(plans, versions, strict=True)]
+
+    def tell(self, error: Exception | None) -> None:
+        """Logs that the store has begun to fail, or works again."""
+        if (error is None) == self._store_works:
+            return
+        self._store_works = error is None
+        if error is not None:
+            LOG.error("The store fails, and requests with it until it works again: %s", error)
+        else:
+            LOG.warning("The store works again")
+
+    def close(self) -> None:
+        """Ends the thread; no commit is under way."""
+        if self._thread is not None:
+            self._thread.shutdown()

@@ -1,0 +1,39 @@
+"""Why an engine does not answer a request."""
+
+from __future__ import annotations
+
+__all__ = [
+    "DeadlineError",
+    "EngineClosedError",
+    "LongWaitError",
+    "NoHistoryError",
+    "OverloadedError",
+]
+
+
+class OverloadedError(RuntimeError):
+    """The engine has too much to do; the request had no effect, and may be made again later.
+
+    Attributes:
+        retry_after: in how many seconds there may be room, as far as is known.
+    """
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class LongWaitError(OverloadedError):
+    """The request would have waited for too long."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine has been closed; the request was not served."""
+
+
+class NoHistoryError(ValueError):
+    """A retrieval model was asked for a user without any event."""
+
+
+class DeadlineError(TimeoutError):
+    """The deadline of a request passed before it was computed; the request had no effect."""

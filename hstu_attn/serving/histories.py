@@ -1,0 +1,193 @@
+"""What an engine knows of its users' events, and under which keys their rows are cached."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .events import (
+    ACTION,
+    ITEM,
+    TIME,
+    Change,
+    EventOrderError,
+    EventStore,
+    Int64s,
+    Stored,
+    StoreDamagedError,
+    User,
+)
+
+__all__ = ["Histories", "History"]
+
+
+class History(NamedTuple):
+    """A user's events at one moment.
+
+    Attributes:
+        key: under which a cache knows these events and those that will be appended to them. No
+            other events ever have it.
+        version: that of the store; 0 for a user without events.
+        events: int64 `(n, 3)`, oldest first: item, time and action.
+    """
+
+    key: int
+    version: int
+    events: Int64s
+
+
+class Histories:
+    """The histories of users whose rows may be cached, as they were when they were last read.
+
+    Cached rows are valid for the very events that they were computed from. Another process may have
+    changed a user's events since, and a server that crashed may have lost some. So whatever a store
+    returns is compared with what is known, and keeps its key only if it begins with that. A store
+    returns nothing where its version is the known one.
+
+    For one thread alone.
+
+    Args:
+        store: has the events.
+        capacity: events of all users to know, as many as a cache can hold; beyond these, the user
+            who was read least recently is not known any more. May be changed.
+        num_items: the items of stored events are below it.
+        num_actions: likewise.
+        free: is called with keys that no history has any more.
+    """
+
+    def __init__(
+        self,
+        store: EventStore,
+        capacity: int,
+        num_items: int,
+        num_actions: int,
+        free: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._store = store
+        self.capacity = capacity
+        self._limits = (num_items, num_actions)
+        self._free = free
+        self._known: OrderedDict[User, History] = OrderedDict()
+        self._size = 0  # events of all, where a user counts as one at least
+        self._keys = itertools.count()
+
+    def read(self, users: Sequence[User]) -> list[History | StoreDamagedError]:
+        """Returns the current histories; an unknown user has none, under a new key.
+
+        Where the store is damaged, or has events that the model does not know, an error is in the
+        place of the history.
+
+        Args:
+            users: each once.
+
+        Raises:
+            StoreError: if the store cannot be read.
+        """
+        known = [self._known.get(user) for user in users]
+        versions = [0 if history is None else history.version for history in known]
+        try:
+            found = self._store.read(users, versions)
+        except StoreDamagedError as error:
+            if len(users) == 1:
+                return [error]
+            return [history for user in users for history in self.read([user])]
+        histories: list[History | StoreDamagedError] = []
+        for user, history, stored in zip(users, known, found, strict=True):
+            if stored is None:
+                histories.append(
+                    history or History(next(self._keys), 0, np.empty((0, 3), np.int64))
+                )
+                continue
+            try:
+                histories.append(self._renewed(user, history, stored))
+            except StoreDamagedError as error:
+                self.drop(user)
+                histories.append(error)
+        return histories
+
+    def _renewed(self, user: User, known: History | None, stored: Stored) -> History:
+        events = self._store.cut(stored.events)
+        for column, what, limit in ((ITEM, "items", 0), (ACTION, "actions", 1)):
+            values, most = events[:, column], self._limits[limit]
+            if len(values) and not 0 <= values.min() <= values.max() < most:
+                raise StoreDamagedError(
+                    f"store: expected {what} from 0 to {most - 1} of user {user!r}, got "
+                    f"{values.min()} to {values.max()}: it is damaged, or of another model"
+                )
+        if known is not None and np.array_equal(known.events, events[: len(known.events)]):
+            history = History(known.key, stored.version, events)
+        else:
+            history = History(next(self._keys), stored.version, events)
+        self.put(user, history)
+        return history
+
+    def extended(self, user: User, history: History, events: Int64s) -> tuple[History, Change]:
+        """Returns the history with a request's events, and the change that stores them.
+
+        An event that is equal to one of the history in item, time and action is that event, and is
+        left out: the request has been sent before. The others may not be older than the history's
+        last event. If the oldest events are dropped, the history gets a new key.
+
+        Args:
+            user: whose.
+            history: the current one.
+            events: `(n, 3)`, oldest first.
+
+        Raises:
+            EventOrderError: if an event is older than the last one.
+        """
+        before = history.events
+        if len(events):
+            events = _unknown(before, events)
+        if len(events) and len(before) and events[0, TIME] < before[-1, TIME]:
+            raise EventOrderError(
+                f"new_events: expected times from {before[-1, TIME]} up, that of the user's last "
+                f"stored event, got {events[0, TIME]}"
+            )
+        change = self._store.append(user, Stored(history.version, before), events)
+        if not len(events):
+            return history, change
+        after = np.concatenate([before[len(before) - change.kept :], change.events])
+        key = history.key if change.kept == len(before) else next(self._keys)
+        return History(key, history.version, after), change
+
+    def put(self, user: User, history: History) -> None:
+        """Makes a history, which is stored, the known one."""
+        replaced = self._known.pop(user, None)
+        unused = []
+        if replaced is not None:
+            self._size -= max(1, len(replaced.events))
+            if replaced.key != history.key:
+                unused.append(replaced.key)
+        self._known[user] = history
+        self._size += max(1, len(history.events))
+        while self._size > self.capacity and len(self._known) > 1:
+            _, oldest = self._known.popitem(last=False)
+            self._size -= max(1, len(oldest.events))
+            unused.append(oldest.key)
+        if unused:
+            self._free(unused)
+
+    def drop(self, *users: User) -> None:
+        """Forgets what is known and cached of users, who may be unknown."""
+        dropped = [self._known.pop(user) for user in users if user in self._known]
+        self._size -= sum(max(1, len(history.events)) for history in dropped)
+        self._free([history.key for history in dropped])
+
+
+def _unknown(before: Int64s, events: Int64s) -> Int64s:
+    """Returns the events that are neither among those before nor twice among themselves."""
+    first = int(events[0, TIME])  # the oldest
+    if len(events) == 1 and (not len(before) or before[-1, TIME] < first):
+        return events
+    seen = set(map(tuple, before[before[:, TIME] >= first].tolist()))
+    new = []
+    for number, event in enumerate(map(tuple, events.tolist())):
+        if event not in seen:
+            seen.add(event)
+            new.append(number)
+    return events if len(new) == len(events) else events[new]

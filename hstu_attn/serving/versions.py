@@ -1,0 +1,170 @@
+"""The check that a new model passes before it takes over from the one that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .batch import Plan, Request
+from .cache import PagedKVCache
+from .events import ACTION, ITEM, TIME, Change, EventStore, event_rows
+from .graphs import StepLimits
+from .histories import History
+from .model import CatalogueModel, ServedModel, UncachedModel
+from .scoring import Scorer, check_fit
+
+__all__ = ["ModelCheckError", "Probe", "check_successor"]
+
+_CANDIDATES = 64  # of the probe that is made where none is given
+_PERIOD = 3600  # between its events
+
+
+class ModelCheckError(ValueError):
+    """A model cannot take over: it does not fit, or its scores are not what they should be."""
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A request, and what a new model is to answer.
+
+    Args:
+        events: `(n, 3)` integers, or `Event`s, oldest first; at least one.
+        candidates: `(m,)` items; at least one.
+        at: the time at which the model is asked; None is that of the last event.
+        expected: `(m,)` scores, as the model gave them in training, for example; None is any that
+            are finite.
+        tolerance: how far a score may be from the expected one `e`, as a fraction of `1 + |e|`.
+    """
+
+    events: Sequence[tuple[int, ...]] | np.ndarray
+    candidates: Sequence[int]
+    at: int | None = None
+    expected: Sequence[float] | Tensor | None = None
+    tolerance: float = 1e-2
+
+
+def check_successor(
+    model: ServedModel | UncachedModel,
+    served: ServedModel | UncachedModel,
+    cache: PagedKVCache | None,
+    store: EventStore,
+    probe: Probe | None,
+) -> None:
+    """Checks whether a model can take over, in a cache of its own for one history.
+
+    Args:
+        model: the new one.
+        served: what it takes over from.
+        cache: what it is to be served from; is only looked at.
+        store: the users' events.
+        probe: None is a history of `store.max_events` events on items of the whole catalogue.
+
+    Raises:
+        ModelCheckError: if it cannot.
+    """
+    for name in ("num_items", "num_actions", "candidates_are_rows"):
+        expected, got = getattr(served, name), getattr(model, name)
+        if got != expected:
+            raise ModelCheckError(
+                f"model: expected {name} of the served model, {expected}, got {got}"
+            )
+    if isinstance(served, CatalogueModel) and not isinstance(model, CatalogueModel):
+        raise ModelCheckError("model: expected one that scores its whole catalogue, as the served")
+    try:
+        check_fit(model, cache, store)
+    except ValueError as error:
+        raise ModelCheckError(str(error)) from error
+    except Exception as error:
+        raise ModelCheckError(f"model: expected rows of events, got {error!r}") from error
+    for name, tensor in _weights(model):
+        if not tensor.isfinite().all():
+            raise ModelCheckError(f"model: expected finite weights, got NaN or Inf in {name}")
+    _check_scores(model, cache, store, probe or _default_probe(model, store))
+
+
+def _weights(model: ServedModel | UncachedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields the floating tensors of a model, which may be a module or have some."""
+    parts = {"model": model} if isinstance(model, nn.Module) else {**vars(model)}
+    for name, part in {"stack": getattr(model, "stack", None), **parts}.items():
+        if isinstance(part, nn.Module):
+            for path, tensor in part.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    yield f"{name}.{path}", tensor
+        elif isinstance(part, Tensor) and part.is_floating_point():
+            yield name, part
+
+
+def _default_probe(model: ServedModel | UncachedModel, store: EventStore) -> Probe:
+    count = store.max_events
+    events = np.zeros((count, 3), np.int64)
+    events[:, ITEM] = np.linspace(0, model.num_items - 1, count)
+    events[:, TIME] = np.arange(count) * _PERIOD
+    events[:, ACTION] = np.arange(count) % model.num_actions
+    candidates = np.linspace(0, model.num_items - 1, min(_CANDIDATES, model.num_items))
+    return Probe(events, candidates.astype(np.int64).tolist())
+
+
+@torch.no_grad()
+def _check_scores(
+    model: ServedModel | UncachedModel,
+    like: PagedKVCache | None,
+    store: EventStore,
+    probe: Probe,
+) -> None:
+    events = event_rows(probe.events, "probe.events")
+    if not 0 < len(events) <= store.max_events or not len(probe.candidates):
+        raise ValueError(
+            f"probe: expected 1 to {store.max_events} events and at least one candidate, got "
+            f"{len(events)} and {len(probe.candidates)}"
+        )
+    kinds = [(np.array(probe.candidates, np.int64), 0)]
+    if isinstance(model, CatalogueModel):
+        kinds.append((np.empty(0, np.int64), 1))  # the best item: NaN is taken for the best
+    cache = None
+    if like is not None:
+        layers, _, _, page_size, heads, head_dim = like.kv_cache.shape
+        cache = PagedKVCache(
+            layers,
+            -(-len(events) // page_size) * len(kinds),
+            page_size,
+            heads,
+            head_dim,
+            like.kv_cache.dtype,
+            like.kv_cache.device,
+        )
+    limits = StepLimits(len(kinds), len(events), len(probe.candidates))
+    plans = [
+        Plan(
+            Request("probe", events, candidates, top_k, False, probe.at, 0.0),
+            History(key, 0, events),
+            Change("probe", 0, 0, events),
+        )
+        for key, (candidates, top_k) in enumerate(kinds)
+    ]
+    try:
+        answers = Scorer(model, cache, None, limits).compute(plans).answers
+    except Exception as error:
+        raise ModelCheckError(f"model: expected an answer to the probe, got {error!r}") from error
+    if any(answer is None for answer in answers):
+        raise ModelCheckError("model: expected finite scores of the probe, got NaN or Inf")
+    scores = answers[0]
+    if probe.expected is None or not isinstance(scores, Tensor):
+        return
+    scores = scores.double()
+    expected = torch.as_tensor(probe.expected, dtype=torch.float64, device="cpu")
+    if expected.shape != scores.shape:
+        raise ValueError(
+            f"probe.expected: expected a score for each of {len(scores)} candidates, got shape "
+            f"{tuple(expected.shape)}"
+        )
+    excess = (scores - expected).abs() - probe.tolerance * (1 + expected.abs())
+    worst = int(excess.argmax())
+    if excess[worst] > 0:
+        raise ModelCheckError(
+            f"model: expected the probe's scores within {probe.tolerance} * (1 + |score|), got "
+            f"{scores[worst]:.6g} for {expected[worst]:.6g} of candidate {worst}"
+        )

@@ -1,0 +1,114 @@
+"""The requests that wait for an engine, and the end of those that it does not compute."""
+
+from __future__ import annotations
+
+import time
+
+from .batch import Request
+from .errors import DeadlineError, LongWaitError, OverloadedError
+from .fair_queue import FairQueue
+from .stats import Counters
+
+__all__ = ["Waiting"]
+
+
+class Waiting:
+    """A `FairQueue` on the clock of `time.monotonic`, which ends what is not to be computed.
+
+    It is not thread-safe, but for the counters.
+
+    Args:
+        queue: the requests that wait.
+        max_wait: how long a request may wait for others to join it, in seconds.
+        counters: of what becomes of requests.
+    """
+
+    def __init__(self, queue: FairQueue, max_wait: float, counters: Counters) -> None:
+        self.queue = queue
+        self.max_wait = max_wait
+        self._counters = counters
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    def admit(self, request: Request) -> None:
+        """Lets a request wait, or another one end in its place.
+
+        Raises:
+            DeadlineError: if its deadline has passed.
+            OverloadedError: as `FairQueue.put`.
+        """
+        now = request.submitted
+        if request.deadline <= now:
+            with self._counters.change() as stats:
+                stats.requests += 1
+                stats.expired += 1
+            raise DeadlineError("deadline: expected a time to come, got one that has passed")
+        try:
+            displaced = self.queue.put(request, now, self._dropped)
+        except OverloadedError as error:
+            with self._counters.change() as stats:
+                if isinstance(error, LongWaitError):
+                    stats.shed += 1
+                else:
+                    stats.rejected += 1
+            raise
+        with self._counters.change() as stats:
+            stats.requests += 1
+        if displaced is not None:
+            self._displace(displaced)
+
+    @property
+    def patience(self) -> float:
+        """For how many seconds more a batch that is not full waits for further requests."""
+        if len(self.queue) >= self.queue.max_batch_size:
+            return 0.0
+        return max(0.0, self.queue.oldest + self.max_wait - time.monotonic())
+
+    def take(self) -> list[Request]:
+        """Takes the next batch."""
+        return self.queue.take(time.monotonic(), self._dropped)
+
+    def finish(self) -> None:
+        """Tells that the batch that was taken last has been served."""
+        self.queue.finish(time.monotonic())
+
+    def level(self) -> dict[str, float]:
+        """Returns what `EngineStats` tells of the moment."""
+        now, started = time.monotonic(), self.queue.started
+        return {
+            "queued": len(self.queue),
+            "backlog": self.queue.backlog(now),
+            "running": 0.0 if started is None else now - started,
+        }
+
+    def _dropped(self, request: Request) -> bool:
+        """Returns whether a waiting request need not be served any more; if so, ends it."""
+        future = request.future
+        late = time.monotonic() >= request.deadline
+        if not (late or future.cancelled()):
+            return False
+        with self._counters.change() as stats:
+            if late:
+                stats.expired += 1
+            else:
+                stats.cancelled += 1
+        if future.set_running_or_notify_cancel():
+            future.set_exception(DeadlineError("deadline: it passed while the request waited"))
+        return True
+
+    def _displace(self, request: Request) -> None:
+        """Ends a request that gave way to another."""
+        wanted = request.future.set_running_or_notify_cancel()
+        with self._counters.change() as stats:
+            if wanted:
+                stats.displaced += 1
+            else:
+                stats.cancelled += 1
+        if wanted:
+            request.future.set_exception(
+                OverloadedError(
+                    "the engine is overloaded: this request gave way to one of a client or user "
+                    f"with fewer of the {self.queue.max_size} that may wait (max_queue)"
+                )
+            )

@@ -1,0 +1,476 @@
+"""Tests of the example's server, as a process, under faults: kill -9, a full disk, a Redis server
+that is gone for a while, damaged files. What was acknowledged is stored once; the log says what
+happened.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hstu_attn.layer import HSTULayerConfig
+from tests.helpers.paths import ROOT
+
+pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+import serve
+from recommender.model import RetrievalModel
+from recommender.models import CATALOGUE, aligned
+from recommender.saved import SavedModel, load_model, save_model
+from recommender.serve_options import parse_arguments
+from recommender.server import make_store
+
+from hstu_attn.data import JaggedBatch
+from hstu_attn.serving import EventStore, MemoryStore, SQLiteStore
+from hstu_attn.serving.redis_store import RedisStore
+from tests.helpers.http_client import Client, process
+from tests.helpers.stores import RedisServer, redis_server
+
+ITEMS = [*range(100, 160)]
+LONGEST = 1000  # more than a test sends of a user
+NOW = int(time.time()) - 10**6
+CPU = torch.device("cpu")
+TOKEN = "administrator-of-the-tests"
+
+
+def save(path: Path, seed: int, items: Sequence[int] = ITEMS, layers: int = 2) -> None:
+    """Saves a model with random weights."""
+    torch.manual_seed(seed)
+    config = HSTULayerConfig.research(
+        embedding_dim=16, num_heads=2, linear_dim=8, attention_dim=8, max_sequence_len=LONGEST
+    )
+    model = RetrievalModel(len(items), config, layers, LONGEST, 0.2)
+    torch.nn.init.normal_(model.item_embedding.weight)
+    save_model(path, model.eval(), list(items), [f"item {item}" for item in items])
+
+
+def whole(saved: SavedModel, events: Sequence[Sequence[int]], candidates: list[int]) -> list[float]:
+    """Returns the scores of items after events on items, by their ids, without a cache."""
+    number = {int(item): n for n, item in enumerate(saved.item_ids)}
+    items = torch.tensor([number[event[0]] for event in events])
+    times = torch.tensor([event[1] for event in events])
+    later = torch.cat([times[1:], times[-1:]])
+    batch = JaggedBatch(torch.zeros(1), torch.tensor([0, len(items)]), items, times, items, later)
+    with torch.no_grad():
+        return saved.model.scores(batch)[0, [number[item] for item in candidates]].tolist()
+
+
+def stored_events(store: EventStore, users: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    """Returns the ids of items, and the times, of the users' stored events."""
+    note = store.note(CATALOGUE)
+    assert note is not None
+    ids = json.loads(note)["items"]
+    found = store.read(users, [0] * len(users))
+    return {
+        user: [] if events is None else [(ids[item], at) for item, at, _ in events.events.tolist()]
+        for user, events in zip(users, found, strict=True)
+    }
+
+
+class Log:
+    """The lines that a process writes to stderr."""
+
+    def __init__(self, server: subprocess.Popen[str]) -> None:
+        self.lines: list[str] = []
+        self.thread = threading.Thread(target=self.read, args=(server.stderr,), daemon=True)
+        self.thread.start()
+
+    def read(self, stream: Any) -> None:
+        self.lines.extend(iter(stream.readline, ""))
+
+    def wait_for(self, text: str) -> str:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if found := [line for line in self.lines if text in line]:
+                return found[-1]
+            time.sleep(0.01)
+        raise AssertionError(f"{text!r} is not in {self.lines}")
+
+
+class Writer:
+    """A client that sends a user's events, some at a time, and notes what has been acknowledged."""
+
+    def __init__(self, user: int) -> None:
+        self.user = user
+        self.rng = random.Random(user)
+        self.time = NOW
+        self.sent: list[list[tuple[int, int]]] = []
+        self.acknowledged: list[list[tuple[int, int]]] = []
+        self.statuses: Counter[int] = Counter()
+
+    def make(self) -> list[tuple[int, int]]:
+        events = []
+        for _ in range(self.rng.choice([1, 1, 3])):
+            self.time += self.rng.randrange(1, 50)
+            events.append((self.rng.choice(ITEMS), self.time))
+        self.sent.append(events)
+        return events
+
+    def send(self, client: Client, events: list[tuple[int, int]]) -> int:
+        """Sends events, which are not acknowledged if the connection ends; returns the status."""
+        body = {
+            "user": self.user,
+            "events": [{"item": item, "time": at} for item, at in events],
+            "candidates": [ITEMS[0]],
+        }
+        try:
+            status, _, answer = client.send("POST", "/score", body)
+        except (OSError, http.client.HTTPException):
+            status = 0
+        self.statuses[status] += 1
+        if status == 200:
+            assert len(answer["scores"]) == 1
+            self.acknowledged.append(events)
+        return status
+
+    def stream(self, client: Client, most: int = 10**6) -> None:
+        """Sends events until the server is gone."""
+        for _ in range(most):
+            if not self.send(client, self.make()):
+                break
+
+    def check(self, stored: list[tuple[int, int]], may_be: Sequence[list[tuple[int, int]]]) -> None:
+        """Checks that what is stored are the acknowledged requests, and some of others, whole."""
+        remaining = list(stored)
+        for events in self.sent:
+            if events in self.acknowledged:
+                assert remaining[: len(events)] == events
+            elif events not in may_be or remaining[: len(events)] != events:
+                continue
+            del remaining[: len(events)]
+        assert not remaining
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "best.pt"
+    save(path, 1)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------
+# kill -9
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kill_9_loses_no_acknowledged_event(model: Path, tmp_path: Path) -> None:
+    """The default store, next to the model, while three clients send events."""
+    writers = [Writer(user) for user in range(3)]
+    arguments = ["--model", str(model), "--store", str(tmp_path / "events.sqlite")]
+    rng = random.Random(5)
+    cut: list[list[tuple[int, int]]] = []
+    for _ in range(3):
+        with process(*arguments) as (server, client):
+            for writer in writers:  # a retry of what the server was killed in
+                if cut and writer.sent[-1] not in writer.acknowledged:
+                    assert writer.send(client, writer.sent[-1]) == 200
+            threads = [threading.Thread(target=w.stream, args=(client,)) for w in writers]
+            for thread in threads:
+                thread.start()
+            time.sleep(rng.uniform(0.2, 0.5))
+            server.send_signal(signal.SIGKILL)
+            for thread in threads:
+                thread.join()
+        cut += [writer.sent[-1] for writer in writers]
+    with SQLiteStore(tmp_path / "events.sqlite", LONGEST) as store:
+        stored = stored_events(store, range(3))
+    for writer in writers:
+        assert len(writer.acknowledged) > 10
+        assert set(writer.statuses) == {0, 200}
+        writer.check(stored[writer.user], cut)
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from hstu_attn.serving import Engine, SQLiteStore
+from tests.helpers.serving_models import make_cache, make_model
+
+path, where = sys.argv[1:]
+changes = 0
+
+class Killed(SQLiteStore):
+    def _change(self, change):
+        global changes
+        made = super()._change(change)
+        changes += 1
+        if where == "in the transaction" and changes == 14:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    def commit(self, batch):
+        made = super().commit(batch)
+        if where == "before the answer" and changes >= 14:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+torch.set_num_threads(1)
+store = Killed(path, 40)
+with Engine(make_model("retrieval"), make_cache(12), store=store, max_batch_size=4,
+            max_wait=0.5) as engine:
+    for turn in range(10):
+        futures = [engine.submit_score(user, [(turn, turn), (turn, turn + 1)], [1])
+                   for user in range(4)]
+        for user, future in enumerate(futures):
+            future.result()
+            print(user, turn, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in the transaction", "before the answer"])
+def test_kill_9_at_the_worst_moment(where: str, tmp_path: Path) -> None:
+    """A batch of four is stored as a whole or not at all; then its requests are sent again."""
+    path = tmp_path / "events.sqlite"
+    command = [sys.executable, "-c", KILLED, str(path), where]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    ended = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    acknowledged = [tuple(map(int, line.split())) for line in ended.stdout.splitlines()]
+    assert acknowledged == [(user, turn) for turn in range(3) for user in range(4)]
+    turns = 3 if where == "in the transaction" else 4
+    with SQLiteStore(path, 40) as store:
+        for stored in store.read(range(4), [0] * 4):
+            assert stored is not None
+            expected = [[turn, turn + n, 0] for turn in range(turns) for n in range(2)]
+            assert stored.events.tolist() == expected
+
+
+# ---------------------------------------------------------------------------------------------
+# The disk is full, Redis is gone
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_full_disk_fails_requests_until_there_is_room(model: Path, tmp_path: Path) -> None:
+    """The files of the process cannot grow any more, as on a full disk."""
+    path, writer = tmp_path / "events.sqlite", Writer(1)
+    with process("--model", str(model), "--store", str(path)) as (server, client):
+        log = Log(server)
+        writer.stream(client, 5)
+        size = Path(f"{path}-wal").stat().st_size + 1000
+        limits = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size, limits[1]))
+        writer.stream(client, 10)
+        assert writer.statuses == {200: 5, 503: 10}
+        line = log.wait_for("The store fails, and requests with it until it works again")
+        assert "could not write events" in line
+        assert client.send("GET", "/live")[0] == 200
+        answer = client.post("/score", user=1, candidates=[ITEMS[0]])  # brings no event
+        assert len(answer["scores"]) == 1
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
+        writer.stream(client, 5)
+        log.wait_for("The store works again")
+        assert writer.statuses == {200: 10, 503: 10}
+    with SQLiteStore(path, LONGEST) as store:
+        writer.check(stored_events(store, [1])[1], [])
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_redis_is_killed_and_comes_back(model: Path, own_redis: RedisServer) -> None:
+    writer = Writer(1)
+    with process("--model", str(model), "--store", own_redis.url) as (server, client):
+        log = Log(server)
+        writer.stream(client, 5)
+        killing = threading.Timer(0.3, own_redis.kill)
+        killing.start()
+        while writer.statuses[503] < 3:
+            assert writer.send(client, writer.make()) in (200, 503)
+        killing.join()
+        log.wait_for("The store fails, and requests with it until it works again")
+        assert client.send("GET", "/ready")[0] == 503
+        assert client.send("GET", "/live")[0] == 200
+        failed = writer.statuses[503]
+        own_redis.start()
+        writer.stream(client, 5)
+        log.wait_for("The store works again")
+        assert client.send("GET", "/ready")[0] == 200
+        assert writer.statuses[503] == failed
+        with RedisStore(own_redis.url, LONGEST) as store:
+            stored = stored_events(store, [1])[1]
+        unknown = [events for events in writer.sent if events not in writer.acknowledged]
+        writer.check(stored, unknown)
+        saved = load_model(model, CPU)
+        answer = client.post("/score", user=1, candidates=ITEMS[:5])
+        expected = whole(saved, stored, ITEMS[:5])
+        assert answer["scores"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# Damaged files
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_default_store_is_next_to_the_model(model: Path, tmp_path: Path) -> None:
+    options = parse_arguments("", ["--model", str(model)])
+    for _ in range(2):
+        with make_store(options, load_model(model, CPU)) as store:
+            assert isinstance(store, SQLiteStore)
+            assert store.path == tmp_path / "events.sqlite"
+            assert store.max_events == LONGEST
+            store.add(1, [(1, 1 + len(store))])
+    assert len(store) == 1
+
+
+def test_a_damaged_store_is_not_served(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    path = tmp_path / "events.sqlite"  # where the server looks by default
+    path.write_bytes(b"\0" * 4096)
+    usual = ["--port", "0", "--device", "cpu", "--model", str(model)]
+    for arguments, message in (
+        ([], f"error: {path}: expected a store of events"),
+        (["--store", str(tmp_path / "no" / "a")], "error: [Errno 2] No such file or directory"),
+        (["--store", "redis://127.0.0.1:1"], "error: redis at 127.0.0.1: could not find events"),
+    ):
+        assert serve.main([*usual, *arguments]) == 1
+        assert capsys.readouterr().err.startswith(message)
+    assert path.read_bytes() == b"\0" * 4096
+
+
+@contextmanager
+def changing(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Client, Log]]:
+    token = tmp_path / "tokens"
+    token.write_text(TOKEN)
+    arguments = ["--model", str(model), "--admin-token-file", str(token)]
+    with process(*arguments) as (server, client):
+        yield server, client, Log(server)
+
+
+@pytest.mark.slow
+def test_changes_of_the_model_while_it_is_served(model: Path, tmp_path: Path) -> None:
+    """By a signal and by a path of the administrator; damaged files change nothing."""
+    good = model.read_bytes()
+    events = [(ITEMS[3], NOW), (ITEMS[7], NOW + 60), (ITEMS[1], NOW + 70)]
+    expected = [whole(load_model(model, CPU), events, ITEMS)]
+    save(model, 2, ITEMS[::-1])  # another model, with the items in another order
+    other = model.read_bytes()
+    expected.append(whole(load_model(model, CPU), events, ITEMS))
+    save(model, 3, layers=3)
+    deeper = model.read_bytes()
+    expected.append(whole(load_model(model, CPU), events, ITEMS))
+    save(model, 4, ITEMS[1:])
+    fewer = model.read_bytes()
+    save(model, 5)
+    state = torch.load(model, weights_only=True)
+    state["model"]["item_embedding.weight"][5, 3] = torch.nan
+    torch.save(state, model)
+    spoilt = model.read_bytes()
+    model.write_bytes(good)
+    body = {
+        "user": 1,
+        "events": [{"item": item, "time": at} for item, at in events],
+        "candidates": ITEMS,
+    }
+    admin = {"Authorization": f"Bearer {TOKEN}"}
+    ended, seen = threading.Event(), list[tuple[int, list[float]]]()
+
+    def ask(client: Client) -> None:
+        while not ended.is_set():
+            status, _, answer = client.send("POST", "/score", body)  # a retry, each time
+            seen.append((status, answer.get("scores")))
+
+    with changing(model, tmp_path) as (server, client, log):
+
+        def check(current: int) -> None:
+            scores = client.post("/score", **body)["scores"]
+            assert scores == pytest.approx(expected[current], rel=1e-4, abs=1e-5)
+
+        check(0)
+        thread = threading.Thread(target=ask, args=(client,))
+        thread.start()
+        try:
+            for content, message in (
+                (good[: len(good) // 2], "is damaged"),
+                (b"", "is damaged"),
+                (spoilt, "expected finite weights, got NaN or Inf"),
+                (fewer, "expected a model of the 60 items"),
+            ):
+                log.lines.clear()
+                model.write_bytes(content)
+                server.send_signal(signal.SIGHUP)
+                assert message in log.wait_for("The model has not been changed")
+                check(0)
+            status, _, answer = client.send("POST", "/admin/model", {}, admin)
+            assert (status, answer["detail"][:20]) == (409, "Nothing has changed:")
+            assert client.send("POST", "/admin/model/previous", {}, admin)[0] == 409
+            assert client.send("POST", "/admin/model", {})[0] == 401
+            check(0)
+            model.write_bytes(other)
+            server.send_signal(signal.SIGHUP)
+            log.wait_for("The new model has taken over")
+            check(1)
+            model.write_bytes(deeper)
+            assert client.send("POST", "/admin/model", {}, admin)[0] == 200
+            check(2)
+            server.send_signal(signal.SIGUSR2)
+            log.wait_for("The model of before has taken over")
+            check(1)
+        finally:
+            ended.set()
+            thread.join()
+        status, _, answer = client.send("POST", "/admin/forget", {"user": 1}, admin)
+        assert status == 200
+        assert client.send("POST", "/score", {"user": 1, "candidates": ITEMS})[0] == 422
+        assert client.send("POST", "/admin/compact", {}, admin)[0] == 200
+        client.post("/score", **body)
+        status, _, answer = client.send("POST", "/admin/prune", {"before": NOW + 100}, admin)
+        assert (status, answer["done"]) == (200, "Old events of 1 users are deleted")
+        assert client.send("POST", "/score", {"user": 1, "candidates": ITEMS})[0] == 422
+    assert {status for status, _ in seen} == {200}
+    used = set()
+    for _, scores in seen:
+        near = [np.allclose(scores, one, 1e-4, 1e-5) for one in expected]
+        assert sum(near) == 1
+        used.add(near.index(True))
+    assert used >= {0, 1}
+
+
+# ---------------------------------------------------------------------------------------------
+# Items of the store and of the model
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_later_model_has_its_items_in_the_order_of_the_store(tmp_path: Path) -> None:
+    path, store = tmp_path / "model.pt", MemoryStore(10, LONGEST)
+    save(path, 1, ITEMS[10:50])
+    first = aligned(load_model(path, CPU), store)
+    assert first.item_ids.tolist() == ITEMS[10:50]
+    save(path, 1, ITEMS)  # ten items more before, and ten after
+    saved = load_model(path, CPU)
+    later = aligned(load_model(path, CPU), store)
+    assert later.item_ids.tolist() == ITEMS[10:50] + ITEMS[:10] + ITEMS[50:]
+    assert [title.split()[1] for title in later.titles] == list(map(str, later.item_ids))
+    events = [(ITEMS[3], 10), (ITEMS[20], 20)]
+    expected = whole(saved, events, ITEMS)
+    assert whole(later, events, ITEMS) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    save(path, 1, ITEMS[1:])
+    with pytest.raises(ValueError, match="lacks 1 of them"):
+        aligned(load_model(path, CPU), store)

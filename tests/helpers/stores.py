@@ -1,0 +1,91 @@
+"""Stores of events for tests, a Redis server among them."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from hstu_attn.serving import EventStore, MemoryStore, SQLiteStore
+from hstu_attn.serving.redis_store import RedisStore
+
+KINDS = ["memory", "sqlite", "redis"]
+
+
+class RedisServer:
+    """A `redis-server` on a free port of loopback, whose events outlive its process."""
+
+    def __init__(self, folder: Path) -> None:
+        redis = pytest.importorskip("redis")
+        self.program = shutil.which("redis-server")
+        if self.program is None:
+            pytest.skip("needs redis-server (Debian's package of that name)")
+        self.folder = folder
+        with closing(socket.create_server(("127.0.0.1", 0))) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = redis.Redis(port=self.port, socket_timeout=10)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, and returns when it answers."""
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        options += ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+        assert self.program is not None
+        self.process = subprocess.Popen([self.program, *options], stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            assert self.process.poll() is None, "redis-server has ended"
+            with suppress(Exception):
+                if self.client.ping():
+                    return
+            time.sleep(0.02)
+        raise AssertionError("redis-server does not answer")
+
+    def kill(self) -> None:
+        """Ends it as by kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[RedisServer]:
+    """Runs a Redis server; skips the test where there is none."""
+    server = RedisServer(folder)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+class Place:
+    """Where a store of a kind is, which can be opened again and again."""
+
+    def __init__(self, kind: str, folder: Path, server: RedisServer | None) -> None:
+        self.kind, self.folder, self.server = kind, folder, server
+        self.opened: list[EventStore] = []
+
+    def open(self, max_events: int = 40, drop: int | None = None) -> EventStore:
+        store: EventStore
+        if self.kind == "memory":
+            store = MemoryStore(1000, max_events, drop)
+        elif self.kind == "sqlite":
+            store = SQLiteStore(self.folder / "events.sqlite", max_events, drop)
+        else:
+            assert self.server is not None
+            store = RedisStore(self.server.url, max_events, drop)
+        self.opened.append(store)
+        return store
+
+    def close(self) -> None:
+        for store in self.opened:
+            store.close()
