@@ -255,6 +255,7 @@ def test_what_the_worker_did_not_expect_does_not_stop_it(monkeypatch: pytest.Mon
                 for _ in range(2):
                     with pytest.raises(ZeroDivisionError):
                         engine.score(1, [(2, 2)], [1], timeout=10)
+                engine.forget(99)  # waits for the worker, which frees rows after it has failed
                 assert cache.stats().users == 0
                 patch.undo()
                 engine.score(2, [(2, 2)], [1])
