@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -250,7 +251,7 @@ class Benchmark:
         run = self.start(options, gpu, world)
         several = world is not None and world.num_ranks > 1
         start = f"torchrun --nproc-per-node {world.num_ranks} -m" if several else "python -m"
-        command = " ".join([start, f"benchmarks.{self.name}", *(arguments or sys.argv[1:])])
+        command = f"{start} benchmarks.{self.name} {shlex.join(arguments or sys.argv[1:])}".rstrip()
         made_on = {
             "benchmark": self.name,
             **origin(command, options.commit, run.gpu.name if run.gpu else None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,14 @@ def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) 
 
     (run / "checkpoints").rename(run / "gone")  # nothing is trained again
     assert [r["mean"] for r in records(*kept, "--seeds", "2")] == [r["mean"] for r in whole]
-    (reported, _) = records(*kept, "--seeds", "3", "--finished")
+    note = ["--note", "A user's events"]
+    (reported, _) = records(*kept, "--seeds", "3", "--finished", *note)
     assert (reported["seeds"], reported["mean"]) == (2, whole[0]["mean"])
+    # A shell reads the command as it was given.
+    assert shlex.split(reported["command"])[3:] == [
+        *(*kept, "--seeds", "3", "--finished", *note),
+        *("--json", str(tmp_path / "records.json"), *options),
+    ]
     run.parent.rename(tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1 --dim 24")
     with pytest.raises(ValueError, match="was made with dim = 50, this run has 24"):
         published.main([*kept, "--finished", *options, "--dim", "24"])
