@@ -130,7 +130,7 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     parser.add_argument(
         "--max-wait-ms",
         type=number(0, 10**6, float),
-        default=2.0,
+        default=0.0,
         help="how long a request waits for others",
     )
     parser.add_argument("--max-queue", type=count, default=1024, help="requests that may wait")

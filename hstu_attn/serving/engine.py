@@ -82,7 +82,7 @@ class Engine:
         store: the users' events; None is a `MemoryStore` for 100000 users, whose `drop` is 0 with
             an `UncachedModel`. It is not closed with the engine.
         max_batch_size: requests computed together, at most.
-        max_wait: how long a request may wait for others to join it, in seconds.
+        max_wait: seconds that a request may wait for others; with 0 a batch is what has come.
         max_queue: requests that may wait.
         max_queue_seconds: a request is refused if it would wait for longer, as far as is known
             from what waits and how long the latest batches took.
@@ -110,7 +110,7 @@ class Engine:
         *,
         store: EventStore | None = None,
         max_batch_size: int = 32,
-        max_wait: float = 0.002,
+        max_wait: float = 0.0,
         max_queue: int = 1024,
         max_queue_seconds: float = math.inf,
         max_candidates: int = 1024,
