@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,18 +93,22 @@ class Scripted:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """The bounds that pauses are drawn from; each is drawn as its longest, and takes no time."""
     drawn: list[tuple[float, float]] = []
-    sleep = asyncio.sleep
 
     def uniform(low: float, high: float) -> float:
         drawn.append((low, high))
         return high
 
-    async def at_once(seconds: float) -> None:
-        await sleep(seconds if seconds > 20 else 0)
-
-    monkeypatch.setattr(client_module.random, "uniform", uniform)
-    monkeypatch.setattr(client_module.asyncio, "sleep", at_once)
+    monkeypatch.setattr(client_module, "random", SimpleNamespace(uniform=uniform))
+    sleep_by(monkeypatch, lambda _: asyncio.sleep(0))
     return drawn
+
+
+def sleep_by(
+    monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], Coroutine[Any, Any, None]]
+) -> None:
+    """Lets the client, and nothing else, sleep in another way."""
+    other = SimpleNamespace(sleep=sleep, TimeoutError=asyncio.TimeoutError)
+    monkeypatch.setattr(client_module, "asyncio", other)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ def test_no_attempt_before_the_time_that_the_server_names(
     async def note(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(client_module.asyncio, "sleep", note)
+    sleep_by(monkeypatch, note)
     full = (503, {"Retry-After": "3"}, {"detail": "full"})
     assert Scripted(full, OK).score(timeout=60.0) == [0.5]
     assert slept == [3.05]
