@@ -15,7 +15,7 @@ import numpy as np
 
 from .record import Record, rounded
 
-__all__ = ["CpuUse", "Load", "keep_freed_memory", "keep_under_way"]
+__all__ = ["CpuUse", "Load", "keep_freed_memory", "keep_under_way", "resident_mib"]
 
 T = TypeVar("T")
 
@@ -38,6 +38,12 @@ def keep_freed_memory() -> None:
     if mallopt:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
+
+
+def resident_mib() -> float:
+    """Returns how much memory of this process is resident, in MiB, on Linux."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @dataclass(frozen=True)

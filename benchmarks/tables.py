@@ -577,8 +577,25 @@ def serving(files: Sequence[File]) -> list[Table]:
     return [_table(columns, records, after=f"{_cpu_origin(records)}.") for records in files]
 
 
+def soak(records: File) -> Table:
+    """Returns the table of a long run: the memory after parts of it."""
+
+    def memory(part: float) -> Callable[[Record], str]:
+        return lambda r: f"{r['memory_mib'][round(part * len(r['memory_mib'])) - 1]:.1f}"
+
+    columns: Cells = {
+        "requests": lambda r: f"{r['soak']:,}",
+        **_numbers(qps="a second"),
+        "evictions": lambda r: f"{r['evictions']:,}",
+        **{f"MiB after {part:.0%}": memory(part) for part in (0.01, 0.1, 0.5, 1)},
+    }
+    return _table(columns, records, after=f"{_cpu_origin(records)}.")
+
+
 def engine(files: Sequence[File]) -> list[Table]:
     """Returns one table for each file."""
+    if soaks := [records for records in files if "soak" in records[0]]:
+        return [*map(soak, soaks), *engine([r for r in files if "soak" not in r[0]])]
     columns: Cells = {
         "requests under way": lambda r: str(r["concurrency"]),
         "graphs": lambda r: str(r["graphs"]),
