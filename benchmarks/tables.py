@@ -567,6 +567,15 @@ def fp8_training(files: Sequence[File]) -> list[Table]:
 LOAD = _numbers(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch="in a batch")
 
 
+ARRIVALS: Cells = {
+    "served by": lambda r: r["servers"],
+    "load": lambda r: f"{r['load']:.0%}",
+    "meanwhile": lambda r: r["event"],
+    **_numbers(qps="a second", p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms"),
+    **_numbers(worst_ms="worst ms", failed="failed"),
+}
+
+
 def serving(files: Sequence[File]) -> list[Table]:
     """Returns one table for each machine."""
     columns: Cells = {
@@ -574,7 +583,12 @@ def serving(files: Sequence[File]) -> list[Table]:
         **_numbers(qps="a second"),
         **LOAD,
     }
-    return [_table(columns, records, after=f"{_cpu_origin(records)}.") for records in files]
+    made = []
+    for records in files:
+        of_loads = [r for r in records if "load" in r]
+        some = columns if not of_loads else ARRIVALS
+        made.append(_table(some, of_loads or records, after=f"{_cpu_origin(records)}."))
+    return made
 
 
 def soak(records: File) -> Table:

@@ -51,8 +51,12 @@ def build(forget: Callable[[int | str], None], options: ServeOptions) -> Served:
     return Served(engine, app)
 
 
-def app(arguments: Mapping[str, Any]) -> serve.Application:
+def app(arguments: Mapping[str, Any], **chosen: Any) -> serve.Application:
     """Returns the application: what `serve run` and `serve deploy` look for.
+
+    Args:
+        arguments: options of serve.py, by name.
+        chosen: options of the deployment; Ray takes those of a file in their place.
 
     Raises:
         ValueError: an argument is wrong, or `store` is not one that replicas can share.
@@ -69,4 +73,4 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
             f"store: expected one that replicas share, redis://..., got {options.store}"
         )
     options.model = options.model.resolve()
-    return deployment().bind(build, options)
+    return deployment(**chosen).bind(build, options)
