@@ -37,15 +37,15 @@ def record_spans(
         computed: when its answers were there.
         batch_size: requests of the step.
     """
-    for request in requests:
-        if request.span is None:
-            continue
-        tracer = trace.get_tracer("hstu_attn.serving")
+    recorded = [request for request in requests if request.span is not None]
+    if not recorded:
+        return
+    tracer, to_epoch = trace.get_tracer("hstu_attn.serving"), _start_of_monotonic_time()
+    for request in recorded:
         above = trace.set_span_in_context(request.span)
         attributes: dict[str, Any] = {"hstu_attn.batch_size": batch_size}
         if request.request_id is not None:
             attributes["hstu_attn.request_id"] = request.request_id
-        to_epoch = time.time_ns() - int(time.monotonic() * 1e9)
         for name, start, end in (
             ("hstu_attn queue", request.submitted, taken),
             ("hstu_attn batch", taken, started),
@@ -57,3 +57,13 @@ def record_spans(
                 start_time=to_epoch + int(start * 1e9),
                 attributes=attributes,
             ).end(to_epoch + int(end * 1e9))
+
+
+def _start_of_monotonic_time() -> int:
+    """Returns when `time.monotonic` was 0, in nanoseconds since the epoch.
+
+    The thread may have to wait between the readings of two clocks, so the closest ones count.
+    """
+    readings = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(3)]
+    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (before + after) // 2

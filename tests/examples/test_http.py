@@ -21,10 +21,13 @@ from torch import Tensor
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("fastapi")
+import serve
 from recommender import http as http_app
+from recommender import serve_options
 from recommender.http_schemas import ranking_schemas, retrieval_schemas
 from recommender.server import Server
 
+from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.serving import StoreError
 from tests.helpers.http_app import EVENT, FIRST_ID, Running, body, running
 from tests.helpers.http_client import process
@@ -477,3 +480,13 @@ def test_scores_are_finite_tensors(server: Running) -> None:
     scores = server.engine.score(32, [(1, 5)], [0, 2])
     assert isinstance(scores, Tensor)
     assert answer["scores"] == pytest.approx(scores.tolist(), rel=1e-6)
+
+
+def test_answers_do_not_wait_for_the_client() -> None:
+    """The socket says that it is TCP, which asyncio needs to turn Nagle's algorithm off."""
+    with serve.listen_later("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_the_page_sizes_are_those_of_the_cache() -> None:
+    assert serve_options.PAGE_SIZES == PAGE_SIZES

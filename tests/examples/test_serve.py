@@ -28,7 +28,6 @@ from torch import Tensor
 from hstu_attn.data import EventLog, JaggedBatch, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.data.synthetic_layouts import write_synthetic_amazon
-from hstu_attn.paged import PAGE_SIZES
 from tests.helpers.paths import EXAMPLES
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
@@ -591,10 +590,6 @@ def test_a_cache_too_small_for_a_history(saved: SavedModel, checkpoint: Path) ->
         make_engine(options, longer)
 
 
-def test_the_page_sizes_are_those_of_the_cache() -> None:
-    assert serve_options.PAGE_SIZES == PAGE_SIZES
-
-
 @pytest.mark.slow
 def test_nothing_is_left_to_full_garbage_collections(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -614,12 +609,6 @@ def test_nothing_is_left_to_full_garbage_collections(
     finally:
         gc.unfreeze()
     assert frozen[0] > 50 * tracked[0]
-
-
-def test_answers_do_not_wait_for_the_client() -> None:
-    """The socket says that it is TCP, which asyncio needs to turn Nagle's algorithm off."""
-    with serve.listen_later("127.0.0.1", 0) as listener:
-        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) -> None:
