@@ -139,7 +139,9 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
 
     def deploy(model: Path) -> None:
         arguments = {"model": model, "data": data, "device": "cpu", "store": url}
-        app = serve_ray.app(arguments, num_replicas=replicas, ray_actor_options={"num_cpus": 0.5})
+        app = serve_ray.application(
+            arguments, num_replicas=replicas, ray_actor_options={"num_cpus": 0.5}
+        )
         serve.run(app)
 
     def change() -> None:

@@ -20,7 +20,7 @@ from recommender.serve_options import ServeOptions, parse_arguments
 
 from hstu_attn.serving.ray import Served, deployment
 
-__all__ = ["app"]
+__all__ = ["app", "application"]
 
 
 def build(forget: Callable[[int | str], None], options: ServeOptions) -> Served:
@@ -51,12 +51,12 @@ def build(forget: Callable[[int | str], None], options: ServeOptions) -> Served:
     return Served(engine, app)
 
 
-def app(arguments: Mapping[str, Any], **chosen: Any) -> serve.Application:
-    """Returns the application: what `serve run` and `serve deploy` look for.
+def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Application:
+    """Returns the application.
 
     Args:
         arguments: options of serve.py, by name.
-        chosen: options of the deployment; Ray takes those of a file in their place.
+        chosen: options of the deployment.
 
     Raises:
         ValueError: an argument is wrong, or `store` is not one that replicas can share.
@@ -74,3 +74,8 @@ def app(arguments: Mapping[str, Any], **chosen: Any) -> serve.Application:
         )
     options.model = options.model.resolve()
     return deployment(**chosen).bind(build, options)
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """Returns the application for `serve run` and `serve deploy`, as `application` does."""
+    return application(arguments)
