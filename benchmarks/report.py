@@ -88,7 +88,10 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "ranking": partial(tables, "ranking"),
     },
     ROOT / "docs/published.md": {"published": published},
-    ROOT / "docs/quickstart/serving.md": {"serving": partial(tables, "serving")},
+    ROOT / "docs/quickstart/serving.md": {
+        "serving": partial(tables, "serving"),
+        "soak": partial(tables, "engine"),
+    },
     ROOT / "docs/distributed.md": {
         "train": partial(tables, "train"),
         "context": partial(tables, "context"),

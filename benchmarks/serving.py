@@ -242,7 +242,7 @@ async def arrivals(serving: Serving, log: EventLog, options: Any) -> list[Record
     rng = np.random.default_rng(0)
     seconds, records = options.seconds, list[Record]()
     warm_up = min(WARM_UP_SECONDS, seconds)
-    async with Client(serving.address, timeout=30.0, attempts=20, connections=400) as client:
+    async with Client(serving.address, connections=400) as client:
         concurrency = options.concurrency[-1]
         most = await capacity(
             sender(client, log, rng),
