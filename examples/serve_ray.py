@@ -1,8 +1,8 @@
 r"""Serves a trained model by replicas on Ray Serve, over the events of a shared Redis server.
 
-    cd examples
-    serve run serve_ray:app model=../runs/retrieval/best.pt store=redis://127.0.0.1:6379/0
-    serve run serve_ray.yaml                                        # how many replicas, and so on
+    export PYTHONPATH=examples
+    serve run serve_ray:app model=runs/retrieval/best.pt store=redis://127.0.0.1:6379/0
+    serve run examples/serve_ray.yaml                               # how many replicas, and so on
 
 The arguments are the options of serve.py, with their names: `max-batch-size=64`, and `bf16=true`
 for one without a value. Those of sockets (host, port, connections, proxies) and of draining have no
