@@ -6,6 +6,7 @@
 #   make ranking     train the example that ranks                              (RANKING_ARGS="...")
 #   make install     build the library, and nothing more
 #   make test        run the tests, in WORKERS=2 processes                     (PYTEST_ARGS="...")
+#   make test-faults  those that kill servers, Redis and replicas, which `make test` leaves out
 #   make test-quick  the tests that are not marked slow: under a minute on two cores
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
@@ -40,7 +41,7 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: help demo serve ranking test test-quick bench-cpu bench-gpu install cuda lint headers mypy \
+.PHONY: help demo serve ranking test test-faults test-quick bench-cpu bench-gpu install cuda lint headers mypy \
   format docs asan sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
@@ -61,7 +62,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
   --no-loadscope-reorder
 
 test: $(VENV)/.built $(VENV)/.torchrec
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m 'not faults' $(PYTEST_ARGS)
+
+test-faults: $(VENV)/.built
+	$(PYTEST) -m faults $(PYTEST_ARGS)
 
 test-quick: $(VENV)/.built
 	$(PYTEST) -m 'not slow' --hypothesis-profile quick $(PYTEST_ARGS)

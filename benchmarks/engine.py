@@ -1,4 +1,4 @@
-"""Loads an `Engine` without a server.
+r"""Loads an `Engine` without a server.
 
     python -m benchmarks.engine --json engine.json
     python -m benchmarks.engine --layers 2 --width 64 --head-dim 16 --history 128 --seconds 2
@@ -8,6 +8,13 @@ users whose histories are cached. As many threads as requests are to be under wa
 with one new event of a random user, and the next one when they have its answer. The engine runs
 with its steps captured in CUDA graphs and without, by turns; what capturing took is told, and not
 in the times. The threads share a process with the engine, and so its interpreter lock.
+
+    python -m benchmarks.engine --soak 1000000 --layers 1 --width 16 --heads 1 --head-dim 16 \
+      --history 24 --candidates 4 --users 4000 --device cpu
+
+answers that many requests instead, and tells the resident memory of the process after each
+hundredth of them. The pages hold a quarter of the users, and the store half of them, so that users
+are evicted and forgotten all the time, and histories are cut.
 """
 
 from __future__ import annotations
@@ -17,7 +24,9 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -30,6 +39,7 @@ _add = PARSER.add_argument
 for _name, _default in SIZES.items():
     _option = f"--{_name.replace('_', '-')}"
     _add(_option, type=int, default=_default, help=f"(default: {_default})")
+_add("--soak", type=int, default=0, metavar="REQUESTS", help="watch the memory (default: no)")
 _add("--device", help="(default: cuda where there is a GPU, otherwise cpu)")
 
 if __name__ == "__main__":
@@ -42,7 +52,7 @@ from torch import Tensor, nn
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.serving import Engine, EngineStats, GraphBuckets, MemoryStore, PagedKVCache, Rows
 
-from .load import Load, keep_under_way
+from .load import Load, keep_under_way, resident_mib
 from .record import Record, rounded
 from .runner import Benchmark, Run
 
@@ -161,6 +171,44 @@ def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load
     )
 
 
+def soak(model: Ranking, run: Run) -> Record:
+    """Answers `--soak` requests, of which some hundred are under way at a time."""
+    options, rng = run.options, np.random.default_rng(0)
+    pages = options.users // 4 * -(-longest(options) // PAGE_SIZE)
+    shape = options.layers, pages, PAGE_SIZE, options.heads, options.head_dim
+    cache = PagedKVCache(*shape, torch.bfloat16, run.device)
+    store = MemoryStore(options.users // 2, longest(options))
+    memory: list[float] = []
+    under_way: deque[Future[Tensor]] = deque()
+    count = options.max_batch_size * 4
+    with Engine(
+        model, cache, store=store, max_batch_size=options.max_batch_size, max_wait=0.0
+    ) as engine:
+        start = time.perf_counter()
+        for number in range(options.soak):
+            user = int(rng.integers(options.users))
+            event = (int(rng.integers(ITEMS)), number)
+            candidates = rng.integers(ITEMS, size=options.candidates)
+            under_way.append(engine.submit_score(user, [event], candidates))
+            if len(under_way) == count:
+                under_way.popleft().result()
+            if (number + 1) % max(1, options.soak // 100) == 0:
+                memory.append(round(resident_mib(), 1))
+                print(f"{number + 1} requests: {memory[-1]} MiB", flush=True)
+        for future in under_way:
+            future.result()
+        seconds = time.perf_counter() - start
+        stats, cached = engine.stats(), cache.stats()
+    return {
+        "soak": options.soak,
+        "answered": stats.completed,
+        "seconds": rounded(seconds),
+        "qps": rounded(stats.completed / seconds),
+        "evictions": cached.evictions,
+        "memory_mib": memory,
+    }
+
+
 def check(engines: Sequence[Engine], candidates: int) -> None:
     """Checks that the answers of all engines are equal up to rounding."""
     for user in (0, 1):
@@ -176,6 +224,9 @@ def measure(run: Run, case: str) -> Iterator[Record]:
         PARSER.error("--seconds and all counts must be positive")
     torch.manual_seed(0)
     model = Ranking(options).to(run.device, torch.bfloat16).eval()
+    if options.soak:
+        yield soak(model, run)
+        return
     with ExitStack() as stack:
         engines = []
         for graphs in (False, True):

@@ -1,12 +1,14 @@
-"""Load: requests that threads keep under way, and what else the machine is doing meanwhile."""
+"""Load: requests kept under way or arriving at random; what else the machine does meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -15,7 +17,15 @@ import numpy as np
 
 from .record import Record, rounded
 
-__all__ = ["CpuUse", "Load", "keep_freed_memory", "keep_under_way"]
+__all__ = [
+    "CpuUse",
+    "Load",
+    "arrive_at_random",
+    "capacity",
+    "keep_freed_memory",
+    "keep_under_way",
+    "resident_mib",
+]
 
 T = TypeVar("T")
 
@@ -38,6 +48,12 @@ def keep_freed_memory() -> None:
     if mallopt:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
+
+
+def resident_mib() -> float:
+    """Returns how much memory of this process is resident, in MiB, on Linux."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,7 @@ class Load(Generic[T]):
             "p50_ms": rounded(float(p50)),
             "p95_ms": rounded(float(p95)),
             "p99_ms": rounded(float(p99)),
+            "worst_ms": rounded(1e3 * max(self.latencies)),
         }
 
 
@@ -148,3 +165,75 @@ def keep_under_way(
     if not together:
         raise RuntimeError(f"no request was answered in {seconds} s ({sum(failed)} failed)")
     return Load(seconds, together, sum(failed), before, snapshot())
+
+
+async def capacity(
+    send: Callable[[], Awaitable[bool]], *, concurrency: int, seconds: float, warm_up: float
+) -> float:
+    """Returns how many requests a second are answered if so many are always under way."""
+    start = time.perf_counter() + warm_up
+    answered = 0
+
+    async def work() -> None:
+        nonlocal answered
+        while time.perf_counter() < start + seconds:
+            was_answered = await send()
+            if was_answered and start <= time.perf_counter() < start + seconds:
+                answered += 1
+
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return answered / seconds
+
+
+async def arrive_at_random(
+    send: Callable[[], Awaitable[bool]],
+    *,
+    rate: float,
+    seconds: float,
+    warm_up: float,
+    rng: random.Random,
+    middle: Callable[[], object] | None = None,
+) -> Load[None]:
+    """Sends requests at the times of a Poisson process, whether earlier ones are answered or not.
+
+    A latency counts from the time at which the request was to be sent.
+
+    Args:
+        send: sends a request, waits for its answer and says whether this is the one that was asked
+            for.
+        rate: requests a second, on average.
+        seconds: the seconds of the measurement.
+        warm_up: seconds before it.
+        rng: draws the times.
+        middle: is called in a thread in the middle of the measurement.
+
+    Raises:
+        RuntimeError: if no request was answered.
+    """
+    due = time.perf_counter()
+    start = due + warm_up
+    end = start + seconds
+    latencies: list[float] = []
+    failed = 0
+
+    async def work(due: float) -> None:
+        nonlocal failed
+        answered = await send()
+        if due < start:
+            return
+        if answered:
+            latencies.append(time.perf_counter() - due)
+        else:
+            failed += 1
+
+    tasks: list[asyncio.Task[object]] = []
+    while (due := due + rng.expovariate(rate)) < end:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(work(due)))
+        if middle is not None and due >= start + seconds / 2:
+            tasks.append(asyncio.create_task(asyncio.to_thread(middle)))
+            middle = None
+    await asyncio.gather(*tasks)
+    if not latencies:
+        raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
+    return Load(seconds, latencies, failed, None, None)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
 from .record import RESULTS, ROOT, read_records
-from .tables import TABLES, File, peers, speed
+from .tables import TABLES, File, peers, soak, speed
 
 __all__ = ["DOCUMENTS", "render"]
 
@@ -69,6 +69,16 @@ def speed_lines() -> list[str]:
     return speed(ours, theirs)
 
 
+def soaks() -> list[str]:
+    """Renders the long runs of engines as Markdown."""
+    return [
+        line
+        for records in stored("engine")
+        if "soak" in records[0]
+        for line in soak(records).markdown()
+    ]
+
+
 def published() -> list[str]:
     """Renders what the recipes reach as Markdown, with the stored pictures of their curves."""
     pictures = [
@@ -100,7 +110,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "ranking": partial(ranking, False),
     },
     ROOT / "docs/published.md": {"published": published, "ratings": partial(ranking, True)},
-    ROOT / "docs/quickstart/serving.md": {"serving": partial(tables, "serving")},
+    ROOT / "docs/quickstart/serving.md": {"serving": partial(tables, "serving"), "soak": soaks},
     ROOT / "docs/distributed.md": {
         "train": partial(tables, "train"),
         "context": partial(tables, "context"),

@@ -2,6 +2,8 @@
 
     python -m benchmarks.serving
     python -m benchmarks.serving --concurrency 1 64 --seconds 30 --json serving.json
+    python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 --seconds 20
+    python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 --seconds 20 --replicas 2
 
 Starts `examples/serve.py` as a process of its own, on the CPU of this machine, and drives it over
 loopback by as many threads as requests are to be under way; each sends its next one when it has its
@@ -9,20 +11,33 @@ answer. A request brings one new event of a random user of the data, and asks fo
 that the user has not seen. The threads and the server share the processors, so the server alone
 would be faster. `others` are the processors that other work kept busy in the second before the
 start.
+
+With `--loads` requests arrive at random instead, at these fractions of what is answered if
+`--concurrency` requests are always under way (the last of these numbers). Users are drawn by a Zipf
+distribution; their histories are those of the data. Events are stored in SQLite or, with
+`--replicas`, in a Redis server that so many replicas on Ray Serve share. At the first load there
+are further runs, in the middle of which the model changes or a replica is killed by SIGKILL.
 """
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import os
 import random
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from . import cli
 
@@ -31,13 +46,18 @@ MODEL, DATA = "runs/retrieval/best.pt", "runs/synthetic-movielens/ratings.dat"
 _add = PARSER.add_argument
 _add("--model", type=Path, default=Path(MODEL), help=f"(default: {MODEL})")
 _add("--data", type=Path, default=Path(DATA), help=f"(default: {DATA})")
+_add("--loads", type=float, nargs="+", default=(), metavar="LOAD", help="random arrivals")
+_add("--replicas", type=int, default=0, help="on Ray Serve (default: one process without Ray)")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
-from hstu_attn.data import EventLog, open_event_log
+import numpy as np
 
-from .load import CpuUse, Load, keep_under_way
+from hstu_attn.data import EventLog, open_event_log
+from hstu_attn.serving.client import Client
+
+from .load import CpuUse, Load, arrive_at_random, capacity, keep_under_way
 from .record import ROOT, Record, rounded
 from .runner import Benchmark, Run
 
@@ -45,7 +65,9 @@ __all__ = ["BENCHMARK", "drive", "main", "running_server"]
 
 SERVER = ROOT / "examples/serve.py"
 WARM_UP_SECONDS = 2.0
+ZIPF = 1.0  # the probability of the n-th user is proportional to 1 / n**ZIPF
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
+CHANGE, KILL = "the model changes", "a replica is killed"
 
 
 def describe(run: Run) -> Record:
@@ -54,8 +76,10 @@ def describe(run: Run) -> Record:
 
 
 @contextmanager
-def running_server(model: Path, data: Path, arguments: Sequence[str] = ()) -> Iterator[int]:
-    """Runs the server and ends it by SIGTERM; yields its port.
+def running_server(
+    model: Path, data: Path, arguments: Sequence[str] = ()
+) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """Runs the server and ends it by SIGTERM; yields its port and its process.
 
     Raises:
         RuntimeError: if it does not start.
@@ -70,10 +94,82 @@ def running_server(model: Path, data: Path, arguments: Sequence[str] = ()) -> It
         port = next((match[1] for match in found if match), None)
         if port is None:
             raise RuntimeError(f"{' '.join(command)} ended with status {server.wait()}")
-        yield int(port)
+        yield int(port), server
     finally:
         server.terminate()
         server.wait()
+
+
+class Serving(NamedTuple):
+    """What is loaded by random arrivals.
+
+    Attributes:
+        address: where requests go.
+        servers: what it is called in the records.
+        events: what may happen in the middle of a run.
+    """
+
+    address: str
+    servers: str
+    events: Mapping[str, Callable[[], object]]
+
+
+@contextmanager
+def one_process(model: Path, data: Path) -> Iterator[Serving]:
+    """Runs the server over an SQLite store."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(model, data, ["--store", f"{folder}/events.sqlite"]) as (port, server),
+    ):
+        events = {CHANGE: lambda: server.send_signal(signal.SIGHUP)}
+        yield Serving(f"http://127.0.0.1:{port}", "one process", events)
+
+
+@contextmanager
+def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving]:
+    """Runs replicas on a Ray of their own, over a Redis server of their own."""
+    sys.path.insert(0, str(SERVER.parent))
+    import ray
+    import serve_ray
+    from ray import serve
+
+    def free_port() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            return int(free.getsockname()[1])
+
+    def deploy(model: Path) -> None:
+        arguments = {"model": model, "data": data, "device": "cpu", "store": url}
+        app = serve_ray.application(
+            arguments, num_replicas=replicas, ray_actor_options={"num_cpus": 0.5}
+        )
+        serve.run(app)
+
+    def change() -> None:
+        copy = Path(folder, "another.pt")
+        shutil.copy(model, copy)
+        deploy(copy)
+
+    def kill() -> None:
+        handle = serve.get_deployment_handle("Replica", "default")
+        os.kill(handle.broadcast("stats").results()[0]["pid"], signal.SIGKILL)
+
+    port, redis_port = free_port(), free_port()
+    url = f"redis://127.0.0.1:{redis_port}/0"
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["redis-server", "--port", str(redis_port), "--bind", "127.0.0.1"]
+        command += ["--dir", folder, "--appendonly", "yes", "--save", ""]
+        redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            paths = {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
+            ray.init("local", include_dashboard=False, runtime_env={"env_vars": paths})
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            deploy(model)
+            address = f"http://127.0.0.1:{port}"
+            yield Serving(address, f"{replicas} replicas", {CHANGE: change, KILL: kill})
+        finally:
+            ray.shutdown()
+            redis.terminate()
+            redis.wait()
 
 
 def counts(port: int) -> dict[str, float]:
@@ -120,13 +216,71 @@ def other_work() -> float:
     return before.others_since()
 
 
+def sender(
+    client: Client, log: EventLog, rng: np.random.Generator
+) -> Callable[[], Awaitable[bool]]:
+    """Returns what sends a request of a random user."""
+    users = rng.permutation(np.array(log.source_user_ids)).tolist()
+    until = np.cumsum(1 / np.arange(1, len(users) + 1) ** ZIPF)
+    items = log.source_item_ids
+    # One time for all events: those of a user that are under way together may change places.
+    now = int(time.time())
+
+    async def send() -> bool:
+        user = users[int(np.searchsorted(until, rng.random() * until[-1]))]
+        try:
+            await client.recommend(user, [(items[int(rng.integers(len(items)))], now)], 10)
+        except (RuntimeError, TimeoutError):
+            return False
+        return True
+
+    return send
+
+
+async def arrivals(serving: Serving, log: EventLog, options: Any) -> list[Record]:
+    """Returns the records of all loads."""
+    rng = np.random.default_rng(0)
+    seconds, records = options.seconds, list[Record]()
+    warm_up = min(WARM_UP_SECONDS, seconds)
+    async with Client(serving.address, connections=400) as client:
+        concurrency = options.concurrency[-1]
+        most = await capacity(
+            sender(client, log, rng),
+            concurrency=concurrency,
+            seconds=seconds,
+            warm_up=warm_up,
+        )
+        print(f"{serving.servers}: {most:.0f} requests/s, {concurrency} under way", flush=True)
+        loads = [(load, "") for load in options.loads]
+        for load, event in loads + [(options.loads[0], event) for event in serving.events]:
+            found: Load[Any] = await arrive_at_random(
+                sender(client, log, rng),
+                rate=load * most,
+                seconds=seconds,
+                warm_up=warm_up,
+                rng=random.Random(0),
+                middle=serving.events.get(event),
+            )
+            names = {"servers": serving.servers, "capacity": rounded(most), "load": load}
+            records.append({**names, "event": event, **found.figures(), "failed": found.failed})
+            print(records[-1], flush=True)
+            await asyncio.sleep(1.0)
+    return records
+
+
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """Yields a record of each concurrency."""
+    """Yields a record of each concurrency or of each load."""
     options = run.options
-    if options.seconds <= 0 or min(options.concurrency) < 1:
-        PARSER.error("--seconds and --concurrency must be positive")
+    if options.seconds <= 0 or min(*options.concurrency, *options.loads, 1) <= 0:
+        PARSER.error("--seconds, --concurrency and --loads must be positive")
     log = open_event_log(options.data)
-    with running_server(options.model.resolve(), options.data.resolve()) as port:
+    model, data = options.model.resolve(), options.data.resolve()
+    if options.loads:
+        several = several_replicas(model, data, options.replicas)
+        with several if options.replicas else one_process(model, data) as serving:
+            yield from asyncio.run(arrivals(serving, log, options))
+        return
+    with running_server(model, data) as (port, _):
         for concurrency in options.concurrency:
             load = drive(port, log, concurrency, options.seconds)
             change = {name: load.after[name] - load.before[name] for name in load.before}

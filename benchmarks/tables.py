@@ -585,6 +585,15 @@ def fp8_training(files: Sequence[File]) -> list[Table]:
 LOAD = _numbers(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch="in a batch")
 
 
+ARRIVALS: Cells = {
+    "served by": lambda r: r["servers"],
+    "load": lambda r: f"{r['load']:.0%}",
+    "meanwhile": lambda r: r["event"],
+    **_numbers(qps="a second", p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms"),
+    **_numbers(worst_ms="worst ms", failed="failed"),
+}
+
+
 def serving(files: Sequence[File]) -> list[Table]:
     """Returns one table for each machine."""
     columns: Cells = {
@@ -592,11 +601,33 @@ def serving(files: Sequence[File]) -> list[Table]:
         **_numbers(qps="a second"),
         **LOAD,
     }
-    return [_table(columns, records, after=f"{_cpu_origin(records)}.") for records in files]
+    made = []
+    for records in files:
+        of_loads = [r for r in records if "load" in r]
+        some = columns if not of_loads else ARRIVALS
+        made.append(_table(some, of_loads or records, after=f"{_cpu_origin(records)}."))
+    return made
+
+
+def soak(records: File) -> Table:
+    """Returns the table of a long run: the memory after parts of it."""
+
+    def memory(part: float) -> Callable[[Record], str]:
+        return lambda r: f"{r['memory_mib'][round(part * len(r['memory_mib'])) - 1]:.1f}"
+
+    columns: Cells = {
+        "requests": lambda r: f"{r['soak']:,}",
+        **_numbers(qps="a second"),
+        "evictions": lambda r: f"{r['evictions']:,}",
+        **{f"MiB after {part:.0%}": memory(part) for part in (0.01, 0.1, 0.5, 1)},
+    }
+    return _table(columns, records, after=f"{_cpu_origin(records)}.")
 
 
 def engine(files: Sequence[File]) -> list[Table]:
     """Returns one table for each file."""
+    if soaks := [records for records in files if "soak" in records[0]]:
+        return [*map(soak, soaks), *engine([r for r in files if "soak" not in r[0]])]
     columns: Cells = {
         "requests under way": lambda r: str(r["concurrency"]),
         "graphs": lambda r: str(r["graphs"]),

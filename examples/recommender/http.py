@@ -139,6 +139,7 @@ def make_app(
     access: Access | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     models: Models | None = None,
+    forget: Callable[[int | str], None] | None = None,
 ) -> FastAPI:
     """Returns the application.
 
@@ -167,7 +168,8 @@ def make_app(
         timeout: seconds that a request may take; it may ask for less by X-Request-Timeout-Ms.
         access: who may ask; None is everybody, but no administrator.
         max_body_bytes: no body is larger.
-        models: change the model; with them there are the paths of `add_admin`, too.
+        models: change the model; None has no paths for that.
+        forget: deletes a user's events; None is the engine's.
     """
 
     @asynccontextmanager
@@ -200,8 +202,7 @@ def make_app(
         app.state.draining = True
         return state_of(engine, "draining")
 
-    if models is not None:
-        add_admin(admin, engine, models)
+    add_admin(admin, engine, forget or engine.forget, models)
     app.include_router(admin)
     add_health(app, engine)
     add_errors(app)

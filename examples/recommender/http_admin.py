@@ -36,11 +36,13 @@ class Prune(BaseModel):
     latest: Annotated[int, Field(ge=0)] | None = None
 
 
-def add_admin(router: APIRouter, engine: Engine, models: Models) -> None:
+def add_admin(
+    router: APIRouter, engine: Engine, forget: Callable[[int | str], None], models: Models | None
+) -> None:
     """Adds paths to those that ask for an administrator's token.
 
     POST /model           the file of --model has been written again: its model takes over
-    POST /model/previous  the model of before takes over again
+    POST /model/previous  the model of before takes over again; both are there only with `models`
     POST /forget          user -> deletes a user's events
     POST /prune           before, latest -> deletes old events of all users
     POST /compact         rewrites the store's files, without what was deleted
@@ -55,18 +57,20 @@ def add_admin(router: APIRouter, engine: Engine, models: Models) -> None:
         except (OSError, ValueError) as error:
             raise HTTPException(409, f"Nothing has changed: {error}") from error
 
-    @router.post("/model", response_model=Done)
-    async def load() -> Done:
-        return Done(done=f"The model of {await do(models.load_and_swap)} has taken over")
+    if models is not None:
 
-    @router.post("/model/previous", response_model=Done)
-    async def roll_back() -> Done:
-        await do(models.roll_back)
-        return Done(done="The model of before has taken over")
+        @router.post("/model", response_model=Done)
+        async def load() -> Done:
+            return Done(done=f"The model of {await do(models.load_and_swap)} has taken over")
+
+        @router.post("/model/previous", response_model=Done)
+        async def roll_back() -> Done:
+            await do(models.roll_back)
+            return Done(done="The model of before has taken over")
 
     @router.post("/forget", response_model=Done)
-    async def forget(body: Forget) -> Done:
-        await do(lambda: engine.forget(body.user))
+    async def forget_user(body: Forget) -> Done:
+        await do(lambda: forget(body.user))
         return Done(done="The user's events are deleted")
 
     @router.post("/prune", response_model=Done)

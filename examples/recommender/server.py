@@ -22,6 +22,7 @@ from fastapi import FastAPI
 
 from hstu_attn.data import EventLog, open_event_log
 from hstu_attn.serving import Engine, EventStore, GraphBuckets, PagedKVCache, open_store
+from hstu_attn.serving.versions import check_successor
 from recommender.connections import LimitedHTTP
 from recommender.http import make_app
 from recommender.http_access import Access, read_tokens
@@ -34,7 +35,15 @@ from recommender.serve_options import ADMIN_TOKENS, TOKENS, ServeOptions
 from recommender.served import ServedRetrieval
 from recommender.served_ranking import SavedRanking
 
-__all__ = ["Server", "add_events", "make_engine", "make_server", "make_store", "serve"]
+__all__ = [
+    "Server",
+    "add_events",
+    "make_engine",
+    "make_server",
+    "make_store",
+    "read_access",
+    "serve",
+]
 
 LOG = logging.getLogger("recommender.server")
 SECONDS_AHEAD = 86400  # of the clock of this machine, that an event may be
@@ -53,7 +62,8 @@ def make_engine(
         store: keeps the events; None is a store in memory.
 
     Raises:
-        ValueError: the cache is too small for one history, or the data are not those of the model.
+        ValueError: the cache is too small for one history, the model has scores that are not
+            finite, or the data are not those of the model.
     """
     served = make_served(saved, MAX_CANDIDATES)
     cache: PagedKVCache | None = None
@@ -66,6 +76,7 @@ def make_engine(
         store = make_store(options, saved, "memory")
     if options.data is not None:
         add_events(store, open_event_log(options.data, options.cache_dir, progress=True), saved)
+    check_successor(served, served, cache, store, None)
     return Engine(
         served,
         cache,
@@ -165,6 +176,19 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+def read_access(options: ServeOptions) -> Access:
+    """Returns who may ask.
+
+    Raises:
+        OSError: a file of tokens cannot be read.
+        ValueError: there is no token in it, or one that cannot be used.
+    """
+    return Access(
+        read_tokens(options.token_file, TOKENS),
+        read_tokens(options.admin_token_file, ADMIN_TOKENS),
+    )
+
+
 def make_server(
     options: ServeOptions,
     engine: Engine,
@@ -174,13 +198,9 @@ def make_server(
     """Returns the HTTP server of an engine, within the limits of the options.
 
     Raises:
-        OSError: a file of tokens cannot be read.
-        ValueError: there is no token in it, or one that cannot be used.
+        OSError, ValueError: as `read_access`.
     """
-    access = Access(
-        read_tokens(options.token_file, TOKENS),
-        read_tokens(options.admin_token_file, ADMIN_TOKENS),
-    )
+    access = read_access(options)
     if access.is_open and not is_loopback(options.host):
         print(
             f"NOTE: whoever reaches {options.host} may ask; --token-file names tokens",

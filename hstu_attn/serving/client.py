@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import aiohttp
 
@@ -21,7 +22,8 @@ __all__ = ["Client", "RecommendedItem", "RequestError", "UnavailableError"]
 Id = int | str
 
 BEFORE_SENDING = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+DIED = (500, 502)
+SESSION_HEADER, TIMEOUT_HEADER = "X-Session-Id", "X-Request-Timeout-Ms"
 LONGEST_BACKOFF = 5.0  # seconds
 
 
@@ -29,7 +31,7 @@ class RequestError(RuntimeError):
     """The server refused a request, and would do so again.
 
     Attributes:
-        status: of the answer: 400 to 499, or 500.
+        status: of the answer: 300 to 499 mostly.
         detail: what the server says about it.
     """
 
@@ -55,10 +57,14 @@ class Client:
     """Asks a server for scores, recommendations and predictions.
 
     A request is made again, after a pause that grows and is drawn at random, if the server was not
-    reached; if it answers 503, not before the time of its Retry-After; and if the connection was
-    lost or an attempt took too long. In the latter cases nobody knows whether the server has stored
-    the events. It may be asked again all the same, because for the server an event that is equal to
-    a stored one of the user is that event. Other answers are not asked for again.
+    reached; if it answers 503, not before the time of its Retry-After; if the connection was lost
+    or an attempt took too long; and for an answer of 500 or 502, which a proxy gives when its
+    server has died. In the latter cases nobody knows whether the server has stored the events. It
+    may be asked again all the same, because for the server an event that is equal to a stored one
+    of the user is that event. Other answers are not asked for again.
+
+    The header `X-Session-Id` has the user, so that what distributes requests to several servers can
+    send those of a user to the server that has the user's pages.
 
     Each attempt tells the server how much time is left, so that it does not compute what would come
     too late.
@@ -215,18 +221,19 @@ class Client:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         text = json.dumps({**body, "request_id": uuid.uuid4().hex}).encode()
+        session = quote(str(body["user"]), safe="")
         for attempt in itertools.count():
             late, pause = False, 0.0
             try:
                 left = deadline - time.monotonic()
-                status, headers, answer = await self._send(path, text, left)
+                status, headers, answer = await self._send(path, text, session, left)
                 if status == 200:
                     return answer
                 problem = f"the server answered {status}: {answer}"
                 late = status == 504
                 if status == 503:
                     pause = _seconds(headers.get("Retry-After"))
-                elif not late:
+                elif not late and status not in DIED:
                     raise RequestError(status, answer)
             except BEFORE_SENDING as error:
                 problem = f"the server was not reached: {error}"
@@ -241,7 +248,7 @@ class Client:
             await asyncio.sleep(pause)
 
     async def _send(
-        self, path: str, text: bytes, left: float
+        self, path: str, text: bytes, session: str, left: float
     ) -> tuple[int, Mapping[str, str], Any]:
         """Makes one attempt; returns the status, the headers, and the answer or its `detail`."""
         assert self._session is not None
@@ -249,7 +256,7 @@ class Client:
         async with self._session.post(
             self.address + path,
             data=text,
-            headers={TIMEOUT_HEADER: f"{most * 1000:.3f}"},
+            headers={TIMEOUT_HEADER: f"{most * 1000:.3f}", SESSION_HEADER: session},
             timeout=aiohttp.ClientTimeout(total=most),
             allow_redirects=False,
         ) as response:

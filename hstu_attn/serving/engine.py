@@ -126,9 +126,7 @@ class Engine:
         if not 0 <= max_wait < float("inf"):
             raise ValueError(f"max_wait: expected seconds from 0 up, got {max_wait}")
         if not max_queue_seconds > 0:
-            raise ValueError(
-                f"max_queue_seconds: expected a positive number, got {max_queue_seconds}"
-            )
+            raise ValueError(f"max_queue_seconds: expected seconds over 0, got {max_queue_seconds}")
         check_fit(model, cache, store)
         self.max_batch_size = max_batch_size
         self.max_candidates = max_candidates
@@ -323,16 +321,18 @@ class Engine:
                 raise ValueError("model: expected one before this to roll back to, got none")
             self._between_batches(lambda: self._take_over(previous, previous=None))
 
-    def forget(self, user: User) -> None:
+    def forget(self, user: User, *, stored: bool = True) -> None:
         """Deletes a user's events from the store, and what is computed from them.
 
-        Requests of the user that are under way may store events again.
+        Requests of the user that are under way may store events again. With `stored` False only
+        what is computed is deleted, as when another process has deleted the events.
 
         Raises:
             StoreError: if the store cannot delete them.
             EngineClosedError: if the engine is or gets closed.
         """
-        self._store.forget(user)
+        if stored:
+            self._store.forget(user)
         self._between_batches(lambda: self._histories.drop(user))
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:

@@ -253,6 +253,17 @@ def test_engine(tmp_path):
         assert r["hit_share"] > 0.5
 
 
+@pytest.mark.slow
+def test_a_long_run_of_the_engine(tmp_path):
+    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    sizes = "--layers 1 --width 16 --heads 1 --head-dim 16 --history 40 --candidates 5 --users 40"
+    (record,) = run(engine.main, tmp_path, f"{sizes} --soak 1000 --device cpu")
+    assert record["answered"] == record["soak"] == 1000
+    assert record["evictions"] > 300
+    assert len(record["memory_mib"]) == 100
+    assert 50 < min(record["memory_mib"]) <= max(record["memory_mib"]) < 10_000
+
+
 # ---------------------------------------------------------------------------------------------
 # Command lines
 # ---------------------------------------------------------------------------------------------

@@ -25,8 +25,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import serving
-from benchmarks.record import read_records
 from hstu_attn.data import EventLog, JaggedBatch, open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.data.synthetic_layouts import write_synthetic_amazon
@@ -625,21 +623,3 @@ def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) 
     events = found.events
     assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
     assert events[:, 1].tolist() == times[known].tolist()
-
-
-@pytest.mark.slow
-def test_the_load_test(
-    checkpoint: Path, ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--model", str(checkpoint), "--data", str(ratings), "--seconds", "0.5"]
-    path = tmp_path / "serving.json"
-    serving.main([*arguments, "--concurrency", "2", "4", "--json", str(path)])
-    records, printed = read_records(path), capsys.readouterr().out
-    assert [record["concurrency"] for record in records] == [2, 4]
-    for record in records:
-        assert record["answered"] > 0
-        assert record["failed"] == 0
-        assert 0 < record["p50_ms"] <= record["p95_ms"] <= record["p99_ms"] < 500
-        assert 1 <= record["mean_batch"] <= 4
-        assert 0 < record["hit_share"] < 1
-        assert f"{record['qps']:g} requests/s" in printed

@@ -43,6 +43,8 @@ from hstu_attn.serving.redis_store import RedisStore
 from tests.helpers.http_client import Client, process
 from tests.helpers.stores import RedisServer, redis_server
 
+pytestmark = pytest.mark.faults
+
 ITEMS = [*range(100, 160)]
 LONGEST = 1000  # more than a test sends of a user
 NOW = int(time.time()) - 10**6

@@ -23,6 +23,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # These are imported only on a GPU, with the triton that a CUDA build of torch brings.
 FOR_GPUS = re.compile(r"\.triton_")
+VENDORED = ("colorama", "psutil", "setproctitle")  # ray brings its own
 SERVER = re.compile(
     r"recommender\.(connections|http\w*|serve|server|serve_options|served\w*|models)$"
 )
@@ -37,11 +38,18 @@ def modules(folder: Path, root: Path = ROOT) -> list[str]:
 
 LIBRARY = modules(ROOT / "hstu_attn")
 RECOMMENDER = modules(EXAMPLES / "recommender", EXAMPLES)
+OF_OTHER_EXTRAS = {"hstu_attn.serving.client", "hstu_attn.serving.ray"}
 WHAT_IT_IS_FOR = {
     "": [name for name in LIBRARY if not re.match(r"hstu_attn\.(data|serving)\b", name)],
     "data": [name for name in LIBRARY if name.startswith("hstu_attn.data")],
-    "serving": [name for name in LIBRARY if re.match(r"hstu_attn\.serving(?!\.client)\b", name)],
+    "serving": [
+        name
+        for name in LIBRARY
+        if name.startswith("hstu_attn.serving") and name not in OF_OTHER_EXTRAS
+    ],
     "client": ["hstu_attn.serving.client"],
+    "ray": ["hstu_attn.serving.ray"],
+    "ray,serve": ["serve_ray"],
     "train": [
         *("train_retrieval", "train_ranking"),
         *(name for name in RECOMMENDER if not SERVER.match(name)),
@@ -79,7 +87,8 @@ def import_with(extra: str, names: list[str]) -> subprocess.CompletedProcess[str
     absent = [
         name
         for name, distributions in metadata.packages_distributions().items()
-        if name != PROJECT["name"] and not allowed & set(map(canonicalize_name, distributions))
+        if name not in {PROJECT["name"], *VENDORED}
+        and not allowed & set(map(canonicalize_name, distributions))
     ]
     program = """
 import importlib, json, sys

@@ -186,6 +186,7 @@ def test_an_attempt_says_who_asks_and_until_when(pauses: Any) -> None:
     [seen] = server.seen
     assert seen.path == "/score"
     assert seen.headers["authorization"] == "Bearer a-token-0123456789"
+    assert seen.headers["x-session-id"] == "7"
     assert 3000 < float(seen.headers["x-request-timeout-ms"]) <= 4000
     assert seen.body["events"] == [{"item": 1, "time": 2}]
     assert len(seen.body["request_id"]) == 32
@@ -231,6 +232,14 @@ def test_a_lost_connection_is_tried_again_with_the_same_events(pauses: Any) -> N
         Scripted(None).score(attempts=2)
 
 
+@pytest.mark.parametrize("status", [500, 502])
+def test_a_server_that_has_died_behind_a_proxy(pauses: Any, status: int) -> None:
+    died = (status, {}, b"The actor died unexpectedly")
+    assert Scripted(died, died, OK).score() == [0.5]
+    with pytest.raises(UnavailableError, match=f"answered {status}: The actor died"):
+        Scripted(died).score(attempts=2)
+
+
 def test_an_attempt_that_takes_too_long_is_given_up(pauses: Any) -> None:
     server = Scripted("hang", OK)
     assert server.score(attempt_timeout=0.2) == [0.5]
@@ -261,7 +270,7 @@ def unused_port() -> int:
 
 @pytest.mark.parametrize(
     ("status", "content"),
-    [(400, b"no json"), (401, {"detail": "x"}), (302, b""), (500, {"detail": "x"}), (200, b"{")],
+    [(400, b"no json"), (401, {"detail": "x"}), (302, b""), (501, {"detail": "x"}), (200, b"{")],
 )
 def test_other_answers_are_not_asked_for_again(pauses: Any, status: int, content: Any) -> None:
     server = Scripted((status, {"Location": "http://127.0.0.1:1/"}, content))

@@ -465,7 +465,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"max_queue": 0}, "max_queue: expected a positive count, got 0"),
         ({"max_candidates": 0}, "max_candidates: expected a positive count, got 0"),
         ({"max_wait": -1}, "max_wait: expected seconds from 0 up, got -1"),
-        ({"max_queue_seconds": 0.0}, "max_queue_seconds: expected a positive number, got 0"),
+        ({"max_queue_seconds": 0.0}, "max_queue_seconds: expected seconds over 0, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, make_cache(12), **options)

@@ -460,6 +460,19 @@ def test_a_deleted_user_is_nowhere(place: Place) -> None:
         assert_close(engine.score(0, [(1, 1)], [1, 2]), expected)  # an older event than before
 
 
+def test_what_another_process_has_deleted_is_freed(place: Place) -> None:
+    model = make_model("retrieval")
+    store, cache = place.open(LONGEST), make_cache(12)
+    with Engine(model, cache, store=store) as engine:
+        for user in range(3):
+            engine.score(user, [(1, 1), (2, 2)], [1])
+        engine.forget(1, stored=False)
+        assert cache.stats().users == 2
+        assert events_of(store, 1) == events_of(store, 0)
+        expected = model.whole(np.array([(1, 1, 0), (2, 2, 0)]), [1, 2], 2)
+        assert_close(engine.score(1, [], [1, 2]), expected)
+
+
 def test_pruning(place: Place) -> None:
     model = make_model("retrieval")
     store, cache = place.open(LONGEST), make_cache(12)

@@ -1,0 +1,81 @@
+r"""Serves a trained model by replicas on Ray Serve, over the events of a shared Redis server.
+
+    export PYTHONPATH=examples
+    serve run serve_ray:app model=runs/retrieval/best.pt store=redis://127.0.0.1:6379/0
+    serve run examples/serve_ray.yaml                               # how many replicas, and so on
+
+The arguments are the options of serve.py, with their names: `max-batch-size=64`, and `bf16=true`
+for one without a value. Those of sockets (host, port, connections, proxies) and of draining have no
+effect here: Ray has its own. docs/quickstart/serving.md describes all of that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray import serve
+from recommender.serve_options import ServeOptions, parse_arguments
+
+from hstu_attn.serving.ray import Served, deployment
+
+__all__ = ["app", "application"]
+
+
+def build(forget: Callable[[int | str], None], options: ServeOptions) -> Served:
+    """Returns what a replica serves.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, is damaged, or an option does not fit it.
+        StoreError: the store does not answer.
+    """
+    from recommender.http import make_app  # these import torch, which only replicas need
+    from recommender.models import aligned, load_served
+    from recommender.options import choose_device
+    from recommender.server import make_engine, make_store, read_access
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    saved = load_served(options.model, options.bf16, choose_device(options.device))
+    store = make_store(options, saved)
+    saved = aligned(saved, store)
+    engine = make_engine(options, saved, store)
+    app = make_app(
+        engine,
+        saved,
+        options.timeout,
+        read_access(options),
+        options.max_body_bytes,
+        forget=forget,
+    )
+    return Served(engine, app)
+
+
+def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Application:
+    """Returns the application.
+
+    Args:
+        arguments: options of serve.py, by name.
+        chosen: options of the deployment.
+
+    Raises:
+        ValueError: an argument is wrong, or `store` is not one that replicas can share.
+    """
+    words = []
+    for name, value in arguments.items():
+        words += [f"--{name}"] if value in (True, "true") else [f"--{name}", str(value)]
+    try:
+        options = parse_arguments(__doc__, words)
+    except SystemExit as error:  # it has said why
+        raise ValueError(f"arguments: expected options of serve.py, got {words}") from error
+    if not (options.store or "").startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError(
+            f"store: expected one that replicas share, redis://..., got {options.store}"
+        )
+    options.model = options.model.resolve()
+    return deployment(**chosen).bind(build, options)
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """Returns the application for `serve run` and `serve deploy`, as `application` does."""
+    return application(arguments)

@@ -1,0 +1,273 @@
+"""Tests of examples/serve_ray.py: two replicas on Ray Serve that share a Redis server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.helpers.paths import EXAMPLES, ROOT
+
+pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+pytest.importorskip("fastapi")
+pytest.importorskip("aiohttp")
+pytest.importorskip("ray.serve")
+import ray
+import serve_ray
+from ray import serve
+from recommender.saved import SavedModel, load_model
+from recommender.serve_options import parse_arguments
+from recommender.server import make_engine
+
+from hstu_attn.serving.client import Client, RequestError
+from hstu_attn.serving.ray import Served, deployment
+from hstu_attn.serving.redis_store import RedisStore
+from tests.examples.test_serve_faults import ITEMS, LONGEST, save, stored_events, whole
+from tests.helpers import http_client
+from tests.helpers.stores import redis_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+TOKEN = "administrator-of-the-tests"
+NOW = int(time.time()) - 10**6
+Events = list[tuple[int, int]]
+
+
+def build(forget: Callable[[int | str], None], options: Any) -> Served:
+    """As that of the example; of each user whose rows an engine frees, a note says so."""
+    served = serve_ray.build(forget, options)
+    engine = served.engine
+    original = engine.forget
+
+    def noted(user: int | str, *, stored: bool = True) -> None:
+        original(user, stored=stored)
+        engine.store.set_note(f"{os.getpid()} freed {user}", b"1")
+
+    engine.forget = noted  # type: ignore[method-assign]
+    return served
+
+
+class Cluster(NamedTuple):
+    address: str
+    redis: str
+    saved: SavedModel
+    options: Any
+
+    def stats(self) -> dict[int, dict[str, Any]]:
+        """Returns the statistics of each replica, by its process."""
+        handle = serve.get_deployment_handle("Replica", "default")
+        found = handle.broadcast("stats").results(timeout_s=30, return_exceptions=True)
+        return {one["pid"]: one for one in found if isinstance(one, dict)}
+
+    def ask(self, call: Callable[[Client], Any], **options: Any) -> Any:
+        async def run() -> Any:
+            async with Client(self.address, **{"timeout": 30.0, **options}) as client:
+                return await call(client)
+
+        return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("ray")
+    save(folder / "best.pt", 1)
+    (folder / "tokens").write_text(TOKEN)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with redis_server(folder) as redis:
+        words = ["--model", str(folder / "best.pt"), "--store", redis.url, "--device", "cpu"]
+        options = parse_arguments("", [*words, "--admin-token-file", str(folder / "tokens")])
+        path = f"{ROOT}:{EXAMPLES}"
+        ray.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": path}},
+            object_store_memory=10**8,
+        )
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            two = deployment(num_replicas=2, ray_actor_options={"num_cpus": 0.5})
+            serve.run(two.bind(build, options))
+            address = f"http://127.0.0.1:{port}"
+            saved = load_model(folder / "best.pt", torch.device("cpu"))
+            yield Cluster(address, redis.url, saved, options)
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def some_events(rng: random.Random, at: int, most: int = 3) -> Events:
+    """Returns events after a time."""
+    events = []
+    for _ in range(rng.randrange(1, most + 1)):
+        at += rng.randrange(1, 50)
+        events.append((rng.choice(ITEMS), at))
+    return events
+
+
+def test_scores_are_those_of_one_engine(cluster: Cluster) -> None:
+    """With the affinity and without, so that a user's requests land on both replicas."""
+    rng = random.Random(1)
+    requests: list[tuple[int, Events, list[int]]] = []
+    latest = dict.fromkeys(range(1000, 1016), NOW)
+    for user in [*latest] * 5:
+        events = some_events(rng, latest[user])
+        latest[user] = events[-1][1]
+        requests.append((user, events, rng.sample(ITEMS, 5)))
+    plain = http_client.Client(cluster.address)
+    before = cluster.stats()
+
+    async def ask(client: Client) -> list[list[float]]:
+        return [await client.score(*request) for request in requests[:40]]
+
+    answers = cluster.ask(ask)
+    for user, events, candidates in requests[40:]:  # these name no user in a header
+        sent = [{"item": item, "time": at} for item, at in events]
+        answers.append(
+            plain.post("/score", user=user, events=sent, candidates=candidates)["scores"]
+        )
+    after = cluster.stats()
+    each = [after[pid]["completed"] - before[pid]["completed"] for pid in before]
+    assert sum(each) == len(requests)
+    assert min(each) > 10
+    index = {int(item): n for n, item in enumerate(cluster.saved.item_ids)}
+    local = Namespace(**{**vars(cluster.options), "store": "memory"})
+    with make_engine(local, cluster.saved) as engine:
+        for (user, events, candidates), answer in zip(requests, answers, strict=True):
+            numbered = [(index[item], at) for item, at in events]
+            expected = engine.score(user, numbered, [index[item] for item in candidates])
+            assert answer == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+
+
+def test_requests_of_a_user_go_to_one_replica(cluster: Cluster) -> None:
+    users = range(2000, 2012)
+    served_by: dict[int, Counter[int]] = {}
+
+    async def visits(client: Client, user: int) -> None:
+        rng, at = random.Random(user), NOW
+        for _ in range(5):
+            events = some_events(rng, at)
+            at = events[-1][1]
+            await client.recommend(user, events, 3)
+
+    first = last = cluster.stats()
+    for user in users:
+        before = last
+        cluster.ask(lambda client, user=user: visits(client, user))
+        last = cluster.stats()
+        done = {pid: last[pid]["completed"] - before[pid]["completed"] for pid in last}
+        served_by[user] = Counter({pid: count for pid, count in done.items() if count})
+    assert [sorted(counts.values()) for counts in served_by.values()] == [[5]] * len(users)
+    assert len({pid for counts in served_by.values() for pid in counts}) == 2
+    again = sum(last[pid]["recomputed_tokens"] - first[pid]["recomputed_tokens"] for pid in last)
+    assert again == 4 * len(users)  # the last event before each request: all others were cached
+
+
+def test_forgetting_reaches_all_replicas(cluster: Cluster) -> None:
+    plain, user = http_client.Client(cluster.address), 3000
+    body = {"user": user, "events": [{"item": ITEMS[3], "time": NOW}], "candidates": ITEMS[:3]}
+    plain.post("/score", **body)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert plain.send("POST", "/admin/forget", {"user": user})[0] == 401
+    assert plain.send("POST", "/admin/forget", {"user": user}, headers)[0] == 200
+    with RedisStore(cluster.redis, LONGEST) as store:
+        for pid in cluster.stats():
+            assert store.note(f"{pid} freed {user}") == b"1"
+        assert stored_events(store, [user]) == {user: []}
+    with pytest.raises(RequestError, match="The user is new"):
+        cluster.ask(lambda client: client.score(user, [], ITEMS[:3]))
+    status, _, _ = plain.send("POST", "/admin/model", {}, headers)  # a rolling update does that
+    assert status == 404
+
+
+class CountingClient(Client):
+    """Counts attempts."""
+
+    sent = 0
+
+    async def _send(self, *arguments: Any) -> Any:
+        self.sent += 1
+        return await super()._send(*arguments)
+
+
+def test_a_replica_is_killed_under_load(cluster: Cluster) -> None:
+    """All requests are answered, rightly; all events are stored once; a new replica comes."""
+    users = range(4000, 4016)
+    before = cluster.stats()
+    sent: dict[int, list[Events]] = {user: [] for user in users}
+    answers: dict[int, list[list[float]]] = {user: [] for user in users}
+    killed_at = [0] * len(users)
+
+    async def write(client: Client, user: int, enough: Callable[[], bool]) -> None:
+        rng, at = random.Random(user), NOW
+        while not enough():
+            sent[user].append(some_events(rng, at))
+            at = sent[user][-1][-1][1]
+            answers[user].append(await client.score(user, sent[user][-1], ITEMS[:5]))
+
+    async def run() -> int:
+        client = CountingClient(cluster.address, timeout=60.0, attempts=20)
+        async with client:
+            killed = False
+            until = [0]
+
+            def enough() -> bool:
+                return killed and min(map(len, answers.values())) >= until[0]
+
+            writers = [asyncio.create_task(write(client, user, enough)) for user in users]
+            while min(map(len, answers.values())) < 5:
+                await asyncio.sleep(0.01)
+            os.kill(next(iter(before)), signal.SIGKILL)
+            killed_at[:] = [len(answers[user]) for user in users]
+            until[0] = max(killed_at) + 5
+            killed = True
+            await asyncio.gather(*writers)
+        return client.sent
+
+    attempts = asyncio.run(run())
+    total = sum(map(len, answers.values()))
+    assert attempts > total  # what the killed replica had was asked for again
+    with RedisStore(cluster.redis, LONGEST) as store:
+        stored = stored_events(store, users)
+    for user in users:
+        assert min(len(sent[user]), len(answers[user])) > 9
+        events: Events = []
+        for new, scores in zip(sent[user], answers[user], strict=True):
+            events += new
+            expected = whole(cluster.saved, events, ITEMS[:5])
+            assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert stored[user] == events
+    end = time.monotonic() + 60
+    while len(after := cluster.stats()) < 2 or set(after) == set(before):
+        assert time.monotonic() < end, "no new replica came"
+        time.sleep(0.2)
+    assert len(set(after) & set(before)) == 1
+    user = users[0]
+    assert len(cluster.ask(lambda client: client.score(user, [], ITEMS[:5]))) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"store": "memory"}, "store: expected one that replicas share, redis://..., got memory"),
+        ({}, "store: expected one that replicas share, redis://..., got None"),
+        ({"stores": "x"}, "arguments: expected options of serve.py, got "),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, str], message: str, tmp_path: Path) -> None:
+    save(tmp_path / "best.pt", 1)
+    with pytest.raises(ValueError, match=message):
+        serve_ray.app({"model": str(tmp_path / "best.pt"), **arguments})

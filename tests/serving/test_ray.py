@@ -1,0 +1,54 @@
+"""Tests of a replica on Ray Serve that need no Ray to run; see tests/examples/test_serve_ray.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+pytest.importorskip("ray.serve")
+from hstu_attn.serving import Engine
+from hstu_attn.serving import ray as replicas
+from hstu_attn.serving.ray import Replica, Served
+from tests.helpers.serving_models import make_cache, make_model
+
+pytestmark = pytest.mark.slow  # Ray takes a while to be imported
+
+
+async def app(*_: Any) -> None:
+    raise NotImplementedError
+
+
+def test_a_replica_is_healthy_while_its_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, entered, release = make_model("retrieval"), threading.Event(), threading.Event()
+    embed = model.embed
+
+    def held(rows: Any) -> Any:
+        entered.set()
+        assert release.wait(20)
+        return embed(rows)
+
+    with Engine(model, make_cache(12)) as engine:
+        replica = Replica(lambda forget: Served(engine, app))
+        engine.score(1, [(1, 1)], [1])
+        replica.check_health()
+        monkeypatch.setattr(model, "embed", held)
+        monkeypatch.setattr(replicas, "STUCK_SECONDS", 0.05)
+        future = engine.submit_score(1, [(1, 2)], [1])
+        assert entered.wait(20)
+        time.sleep(0.1)
+        with pytest.raises(RuntimeError, match="a batch has taken 0 s"):
+            replica.check_health()
+        release.set()
+        future.result(20)
+        end = time.monotonic() + 20
+        while engine.stats().running and time.monotonic() < end:
+            time.sleep(0.01)
+        replica.check_health()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_worker", threading.Thread())  # has not been started
+            with pytest.raises(RuntimeError, match="the engine's thread has ended"):
+                replica.check_health()
