@@ -40,6 +40,7 @@ def test_data_without_times_are_told(tmp_path: Path, first: int) -> None:
     assert not published.has_times(open_event_log(order))
 
 
+@pytest.mark.slow
 def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Means and deviations are those of runs of the example with each seed."""
     ratings = write_synthetic_movielens(tmp_path / "times", 140, 100, 20)
@@ -97,6 +98,7 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (tmp_path / "published-ml-1m.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_seeds_at_once_are_the_same_runs(tmp_path: Path) -> None:
     """With other processes, with a model's options, and without seconds."""
     data = write_synthetic_movielens(tmp_path, 50, 120, 25)

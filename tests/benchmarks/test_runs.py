@@ -126,6 +126,7 @@ def test_paged(monkeypatch, tmp_path):
     assert row[:6] == ["32", "50", "0", "9", "3", "16"]
 
 
+@pytest.mark.slow
 def test_stack(monkeypatch, tmp_path):
     pytest.importorskip("hstu_attn._host", reason="_host has not been built")
     sizes = {"layers": 2, "width": 64, "heads": 2, "page_size": 16}
@@ -149,6 +150,7 @@ def test_cpu(tmp_path):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_cpu_limits(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_limits, "HEAD_DIMS", (8,))
     monkeypatch.setattr(cpu_limits, "Case", lambda *sizes, **named: SMALL)

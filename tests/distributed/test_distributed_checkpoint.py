@@ -105,6 +105,7 @@ def random_numbers(directory: str) -> tuple[list[float], list[float]]:
     return first, draw()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_random_generators(num_ranks: int, tmp_path: Path) -> None:
     draws = run_ranks(num_ranks, random_numbers, str(tmp_path))

@@ -198,6 +198,7 @@ def _check_all() -> None:
     _check_large_mean()
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does():
     run_ranks(2, _check_all)
 

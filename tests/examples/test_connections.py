@@ -235,6 +235,7 @@ def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
         wait_until_closed(server)
 
 
+@pytest.mark.slow
 def test_half_open_connections_make_room() -> None:
     """Clients that vanished without a word hold no connection for long."""
     with ExitStack() as stack:

@@ -26,6 +26,7 @@ def ratings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_synthetic_movielens(tmp_path_factory.mktemp("data"), 50, 120, 25)
 
 
+@pytest.mark.slow
 def test_fp8_learns_what_bf16_learns(ratings, tmp_path, capsys):
     path = tmp_path / "fp8.json"
     run = ["--device", "cpu", "--seeds", "0", "--steps", "40", "--json", str(path)]

@@ -20,6 +20,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_tuned_baselines_are_kept_with_the_data(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -26,6 +26,7 @@ OF_EXAMPLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [train_retrieval, train_ranking])
 @pytest.mark.parametrize("head_dim", [8, 24])
 def test_a_head_dim_apart_from_the_width(

@@ -98,6 +98,7 @@ def test_the_validated_protocol_tests_once(
     assert list(json.loads((tmp_path / "history.json").read_text())["validation"]) == STEPS
 
 
+@pytest.mark.slow
 def test_an_interrupted_published_run_continues_exactly(ratings: Path, tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run(ratings, whole, *PUBLISHED) == 0
@@ -109,6 +110,7 @@ def test_an_interrupted_published_run_continues_exactly(ratings: Path, tmp_path:
         assert (stopped / name).read_text() == (whole / name).read_text()
 
 
+@pytest.mark.slow
 def test_several_seeds(ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Means and spreads are those of the runs, each of which is that of its seed alone."""
     three = (*PUBLISHED, "--seeds", "3", "--seed", "5")

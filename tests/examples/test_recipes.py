@@ -99,6 +99,7 @@ def test_what_a_recipe_says(name: str) -> None:
         assert options.published == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains(
     name: str, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -187,6 +188,7 @@ def test_an_unknown_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_seeds_are_summarized_beside_the_published_row(
     data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

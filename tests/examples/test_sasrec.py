@@ -124,6 +124,7 @@ def test_initial_weights() -> None:
     assert model.item_embedding.weight.abs().max().item() <= 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["--graph", "--no-graph"])
 def test_a_run_learns_and_continues_exactly(
     ratings: Path,

@@ -59,6 +59,7 @@ def test_sequences_are_the_latest_and_padded_to_few_shapes(ratings: Path, tmp_pa
     assert len(shapes) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["--graph", "--no-graph"])
 def test_an_interrupted_run_continues_exactly(ratings: Path, tmp_path: Path, graph: str) -> None:
     more = ["--sequences-per-batch", "64", "--epochs", "3", "--checkpoint-every", "4", graph]

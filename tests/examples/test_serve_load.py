@@ -22,6 +22,7 @@ from hstu_attn.data.synthetic import write_synthetic_movielens
 from tests.examples.test_serve_faults import save
 
 
+@pytest.mark.slow
 def test_arrivals_do_not_wait_for_answers() -> None:
     """Each answer takes much longer than until the next request is sent."""
     started: list[float] = []
@@ -49,6 +50,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     assert 0.5 < when - started[0] < 1.2
 
 
+@pytest.mark.slow
 def test_the_capacity_is_what_is_answered_in_time() -> None:
     async def send() -> bool:
         await asyncio.sleep(0.05)

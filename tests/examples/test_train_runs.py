@@ -136,6 +136,7 @@ def test_a_directory_with_a_run_is_refused(
         assert files(finished) == before
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_a_run_as_it_was(
     example: ModuleType,
     finished: Path,

@@ -189,6 +189,7 @@ def test_many_threads_at_once():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_no_reference_is_kept():
     batch = small(bias="position-time")
     bad = {**batch.options(), "seqused_k": torch.zeros(75)}

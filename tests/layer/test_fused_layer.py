@@ -291,6 +291,7 @@ def sharded_gradients(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_sharded_weights(checkpointed):
     """FSDP2 frees the weights after the forward, and the backward reads them again."""
