@@ -386,7 +386,8 @@ def test_malformed_files_are_reported(
     spoiled.write_bytes(b"nothing of use\n")
     assert train_retrieval.main([*arguments, "--out", str(tmp_path / "other")]) == 1
     assert "no user with at least 3 events" in capsys.readouterr().err
-    assert train_retrieval.main(["--data", str(tmp_path / "absent.csv")]) == 1
+    absent = ["--data", str(tmp_path / "absent.csv"), "--out", str(tmp_path / "none")]
+    assert train_retrieval.main(absent) == 1
     assert "absent.csv" in capsys.readouterr().err
 
 
