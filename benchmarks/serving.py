@@ -57,7 +57,7 @@ import numpy as np
 from hstu_attn.data import EventLog, open_event_log
 from hstu_attn.serving.client import Client
 
-from .load import CpuUse, Load, arrive_at_random, capacity, keep_under_way
+from .load import CpuUse, Load, arrive_at_random, capacity, keep_under_way, no_collections
 from .record import ROOT, Record, rounded
 from .runner import Benchmark, Run
 
@@ -278,7 +278,9 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     if options.loads:
         several = several_replicas(model, data, options.replicas)
         with several if options.replicas else one_process(model, data) as serving:
-            yield from asyncio.run(arrivals(serving, log, options))
+            with no_collections():
+                records = asyncio.run(arrivals(serving, log, options))
+            yield from records
         return
     with running_server(model, data) as (port, _):
         for concurrency in options.concurrency:

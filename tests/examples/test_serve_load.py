@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from pathlib import Path
@@ -15,11 +16,19 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("aiohttp")
 from benchmarks import serving
-from benchmarks.load import Load, arrive_at_random, capacity
+from benchmarks.load import Load, arrive_at_random, capacity, no_collections
 from benchmarks.record import read_records
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from tests.examples.test_serve_faults import save
+
+
+def test_a_client_collects_no_garbage_meanwhile() -> None:
+    with pytest.raises(ZeroDivisionError), no_collections():
+        assert not gc.isenabled()
+        _ = 1 / 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.slow
