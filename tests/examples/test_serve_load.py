@@ -24,9 +24,8 @@ from tests.examples.test_serve_faults import save
 
 
 def test_a_client_collects_no_garbage_meanwhile() -> None:
-    with pytest.raises(ZeroDivisionError), no_collections():
+    with no_collections():
         assert not gc.isenabled()
-        _ = 1 / 0
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
