@@ -103,7 +103,7 @@ def example(module: str = "train_retrieval") -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run reached.
+    """The metrics of a finished run.
 
     Attributes:
         table: the metrics of each row of the example's table, by its name.

@@ -101,7 +101,7 @@ def running_server(
 
 
 class Serving(NamedTuple):
-    """What is loaded by random arrivals.
+    """A running server or deployment, to which a load test sends requests.
 
     Attributes:
         address: where requests go.

@@ -19,7 +19,7 @@ struct TableSum {
   int64_t* words = nullptr;  // [kWords, entries], zeroed
   int64_t entries = 0;
 
-  // What add() adds, and to which word.
+  // The number that add() adds, and the word of the entry that it adds to.
   struct Term {
     int word;
     int64_t addend;

@@ -87,7 +87,7 @@ struct PackedKeys {
     }
   };
 
-  // What else the warp that copies Q has to copy: nothing.
+  // The copies of K and V that the warp of Q makes: none for packed keys.
   template <typename Traits>
   struct QueryWarpLoader {
     HSTU_DEVICE void load(const ForwardParams&, const typename Traits::Maps&,

@@ -8,7 +8,7 @@
 
 namespace hstu::sm90 {
 
-// What a relative bias reads for a key tile; `times` is empty if it has no weights by time.
+// The inputs of a relative bias for one key tile. `times` is empty without weights by time.
 template <int kRows, int kKeys, bool kHasTime>
 struct RelativeBiasWindow {
   using Position = PositionWindow<kRows, kKeys, 2>;

@@ -69,7 +69,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 class Service(NamedTuple):
-    """What the paths of a model work with.
+    """The engine and the saved model that answer the paths of a model.
 
     Attributes:
         engine: serves the saved model.
@@ -314,7 +314,7 @@ class StoreProbe:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.answers = True
-        """What was found last."""
+        """Whether the latest probe could read the store."""
         self._task: asyncio.Task[bool] | None = None
 
     async def ask(self) -> bool:

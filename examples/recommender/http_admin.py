@@ -1,4 +1,4 @@
-"""What an administrator does over HTTP: changes of the model, and deletion."""
+"""The HTTP paths of administrators: changes of the model, and deletion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["add_admin"]
 
 
 class Done(BaseModel):
-    """What has been done."""
+    """The answer of a path that has changed something."""
 
     done: str
 

@@ -43,17 +43,8 @@ class Rows(NamedTuple):
     is_candidate: Tensor
 
 
-class ServedModel(Protocol):
-    """A model of events and candidates: an `HSTUStack` between an embedding and scores.
-
-    A row of the stack is an event or, where `candidates_are_rows`, a candidate. What a row is
-    embedded as must depend on that row alone, else it cannot be cached. A relative bias by position
-    counts candidates, so with one a candidate's score depends on its place in the list.
-    """
-
-    @property
-    def stack(self) -> HSTUStack:
-        """The layers, in evaluation mode."""
+class ModelSizes(Protocol):
+    """The sizes of any model that an engine serves."""
 
     @property
     def num_items(self) -> int:
@@ -66,6 +57,19 @@ class ServedModel(Protocol):
     @property
     def max_history(self) -> int:
         """The longest history in events that the model takes."""
+
+
+class ServedModel(ModelSizes, Protocol):
+    """A model of events and candidates: an `HSTUStack` between an embedding and scores.
+
+    A row of the stack is an event or, where `candidates_are_rows`, a candidate. What a row is
+    embedded as must depend on that row alone, else it cannot be cached. A relative bias by position
+    counts candidates, so with one a candidate's score depends on its place in the list.
+    """
+
+    @property
+    def stack(self) -> HSTUStack:
+        """The layers, in evaluation mode."""
 
     @property
     def reads_times(self) -> bool:
@@ -129,24 +133,12 @@ class Requests(NamedTuple):
 
 
 @runtime_checkable
-class UncachedModel(Protocol):
+class UncachedModel(ModelSizes, Protocol):
     """A model whose rows change from request to request, so that each request is computed whole.
 
     That is so with contextual rows, which see all of the history and are seen by it, and where rows
     are embedded by their age, or by their position counted from the end.
     """
-
-    @property
-    def num_items(self) -> int:
-        """Number of items; items are numbered from 0 to `num_items - 1`."""
-
-    @property
-    def num_actions(self) -> int:
-        """Number of actions, numbered from 0; 1 if the model reads none."""
-
-    @property
-    def max_history(self) -> int:
-        """The longest history in events that the model takes."""
 
     @property
     def candidates_are_rows(self) -> bool:
