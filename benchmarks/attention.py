@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention --json attention.json
     python -m benchmarks.attention --cases masks "4 x 8192" --head-dims 128
+    python -m benchmarks.attention --cases scan --json scan.json
     python -m benchmarks.attention --against ../old --impls hstu_attn
 
 The cases are those of cases.py, the implementations those of implementations.py. Each
@@ -31,8 +32,8 @@ PARSER = cli.parser(
     "attention",
     __doc__,
     rounds=21,
-    cases="groups (table, rab, relative, fp8, deterministic, masks, latency, host)"
-    " or parts of cases' names",
+    cases="groups (table, rab, relative, fp8, deterministic, masks, latency, host, scan) or parts "
+    "of cases' names (default: all but scan)",
     against=True,
 )
 PARSER.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="(default: 64 128 256)")
@@ -48,7 +49,7 @@ if __name__ == "__main__":
 from hstu_attn.testing import Batch
 
 from . import implementations
-from .cases import HEAD_DIMS, Case, attention_cases
+from .cases import HEAD_DIMS, SCAN_HEAD_DIMS, Case, attention_cases, scan_cases
 from .implementations import Implementation, Prepared
 from .record import BASELINES, Record, rounded
 from .runner import Benchmark, Call, Run, Variant, take_turns
@@ -62,7 +63,10 @@ TILE = (128, 128)  # rows and keys of a tile, for the count of a mask's tiles
 
 def cases(options: argparse.Namespace) -> list[Case]:
     """Returns the cases of the head dims that were asked for."""
-    return attention_cases(tuple(options.head_dims or HEAD_DIMS))
+    found = attention_cases(tuple(options.head_dims or HEAD_DIMS))
+    if "scan" in (options.cases or ()):
+        found += scan_cases(tuple(options.head_dims or SCAN_HEAD_DIMS))
+    return found
 
 
 def impl_names(options: argparse.Namespace) -> Sequence[str]:

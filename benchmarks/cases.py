@@ -9,11 +9,14 @@
 - masks: masks other than plain causal, by the tiles that a kernel has to work on
 - latency: one short sequence
 - host: the time that a call takes of the host, on a sequence too short to keep a GPU busy
+- scan: random causal shapes against softmax attention, and many tiny sequences; it is measured only
+  where it is requested by name
 """
 
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,18 +27,29 @@ from hstu_attn.mask import batch_row_spans, dense_mask
 from hstu_attn.mask_tiles import TileKind, tile_kinds
 from hstu_attn.testing import Batch, make_batch
 
-__all__ = ["GROUPS", "HEAD_DIMS", "Case", "Inputs", "attention_cases"]
+__all__ = [
+    "GROUPS",
+    "HEAD_DIMS",
+    "SCAN_HEAD_DIMS",
+    "Case",
+    "Inputs",
+    "attention_cases",
+    "scan_cases",
+]
 
 HEADS, BIAS_HEADS = 4, 4
 HEAD_DIMS = (64, 128, 256)
 TABLE_LENGTHS = ((32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16384))
-MASKS = ("causal", "context", "targets", "local", "row spans", "func")
+MASKS = ("causal", "context", "targets", "local", "semi-local", "row spans", "func")
 LATENCY_LENGTHS = (64, 128, 256, 512)
 BUCKETS = 128
 # The gaps between a user's events: their share, and their mean [s]. Bursts, hours and days.
 GAPS = ((0.6, 60.0), (0.25, 3600.0), (0.15, 3 * 86400.0))
+SCAN_HEAD_DIMS, SCAN_SHAPES = (32, 40, 64, 96, 128, 192, 256), 30  # of each head dim
+SCAN_BATCHES, SCAN_LENGTHS, SCAN_HEADS = (1, 1024), (50, 32768), (1, 2, 4, 8)
+SCAN_TOKENS = 2**17  # of a batch, at most
 CONTEXTS, TARGETS = 8, 64
-WINDOW, PREFIX = 1 / 4, 1 / 16  # fractions of the longest sequence; only given masks have a prefix
+WINDOW, PREFIX = 1 / 4, 1 / 16  # fractions of the longest sequence; for masks that have a prefix
 SMALL = (1, 67, 300)  # lengths of the batch that is checked
 
 
@@ -87,6 +101,8 @@ class Case:
             words.append(f"relative bias by {' and '.join(self.tables)}")
         if self.deterministic:
             words.append("deterministic")
+        if self.group == "scan":
+            words.append("1 head" if self.heads == 1 else f"{self.heads} heads")
         return ", ".join(words)
 
     @property
@@ -125,11 +141,16 @@ class Case:
         contexts = torch.tensor([min(CONTEXTS, length // 2) for length in lengths])
         if self.mask_name in ("row spans", "func"):
             return self._given_mask(lengths, device)
+        window, prefix = (int(part * max(lengths)) for part in (WINDOW, PREFIX))
+        offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
         made = {
             "causal": lambda: Mask.causal(),
             "context": lambda: Mask.causal(num_contexts=contexts.to(device)),
             "targets": lambda: Mask.causal(num_targets=most.to(device)),
-            "local": lambda: Mask.local(int(WINDOW * max(lengths))),
+            "local": lambda: Mask.local(window),
+            "semi-local": lambda: Mask.semi_local(
+                window, prefix, offsets, sum(lengths), num_targets=most.to(device)
+            ),
             "context + targets": lambda: Mask.causal(
                 num_contexts=contexts.to(device), num_targets=random.to(device)
             ),
@@ -306,6 +327,33 @@ def _host(head_dim: int) -> list[Case]:
     return [replace(_equal(1, 64, head_dim, "host"), passes=("host", "host with autograd"))]
 
 
+def _spread(rng: random.Random, least: int, most: int) -> int:
+    """Returns a number whose logarithm is uniform."""
+    return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+
+def scan_cases(head_dims: tuple[int, ...] = SCAN_HEAD_DIMS) -> list[Case]:
+    """Returns the cases of the group "scan", which are the same on every run.
+
+    Args:
+        head_dims: of `SCAN_HEAD_DIMS`; those of others are left out.
+    """
+    rng, cases = random.Random(0), []
+    for head_dim in SCAN_HEAD_DIMS:
+        shapes: set[tuple[int, int, int]] = set()
+        while len(shapes) < SCAN_SHAPES:
+            batch, length = _spread(rng, *SCAN_BATCHES), _spread(rng, *SCAN_LENGTHS)
+            heads = rng.choice(SCAN_HEADS)
+            if batch * length <= SCAN_TOKENS:
+                shapes.add((batch, length, heads))
+        cases += [
+            Case(batch, length, length, heads, head_dim, torch.bfloat16, "scan")
+            for batch, length, heads in sorted(shapes)
+        ]
+    tiny = Case(4096, 1, 20, HEADS, 64, torch.bfloat16, "scan")
+    return [case for case in (*cases, tiny) if case.head_dim in head_dims]
+
+
 _MAKERS = {
     "table": _table,
     "rab": _rab,
@@ -316,9 +364,9 @@ _MAKERS = {
     "latency": _latency,
     "host": _host,
 }
-GROUPS = tuple(_MAKERS)
+GROUPS = (*_MAKERS, "scan")
 
 
 def attention_cases(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Case]:
-    """Returns the cases of benchmarks.attention, group by group."""
+    """Returns the cases of benchmarks.attention but those of the scan, group by group."""
     return [w for make in _MAKERS.values() for head_dim in head_dims for w in make(head_dim)]

@@ -218,11 +218,14 @@ def attention(files: Sequence[File]) -> list[Table]:
     """Returns one table for each file: the fraction of the matmul's speed, and speedups.
 
     Of the group "host" it shows microseconds of the host, and beside the dense form of a relative
-    bias the peak of what a call allocates.
+    bias the peak of what a call allocates. The group "scan" has the table of `scan`.
     """
     tables = []
     for records in files:
         first = records[0]
+        if first["group"] == "scan":
+            tables.append(scan(records))
+            continue
         impls = list(dict.fromkeys(r["impl"] for r in records))
         passes = list(dict.fromkeys(r["pass"] for r in records))
         ours = [impl for impl in impls if impl not in BASELINES]
@@ -237,6 +240,42 @@ def attention(files: Sequence[File]) -> list[Table]:
         header = ["sequences x lengths", "D", *impls, *over, *memory]
         tables.append(Table(header, rows, f"{product} {_gpu_origin(first)}:"))
     return tables
+
+
+SOFTMAX = ("flash2", "cudnn")
+SLOW, SHOWN_SLOWEST = 0.95, 5
+
+
+def scan(records: File) -> Table:
+    """Returns the speed over the faster softmax attention at random shapes, by head dim and pass.
+
+    A row has the median and the least of the ratios, and how many are below `SLOW`. Below stand the
+    slowest shapes and, where there is no softmax attention, times over those of the bytes.
+    """
+    ratios: dict[tuple[str, str], list[float]] = {}
+    named, alone = [], []
+    for group in by(records, "case", "head_dim", "pass"):
+        ms, first = {r["impl"]: r["ms"] for r in group if r["ms"]}, group[0]
+        name = f"{first['case']} of {first['head_dim']}, {first['pass']}"
+        if not (own := ms.get("hstu_attn")):
+            continue
+        if others := [ms[impl] for impl in SOFTMAX if impl in ms]:
+            ratio = min(others) / own
+            named.append((ratio, name))
+            for head_dim in (str(first["head_dim"]), "all"):
+                ratios.setdefault((head_dim, first["pass"]), []).append(ratio)
+        else:
+            needed = first["least_bytes"] / first["copy_tbps"] / 1e9  # [ms]
+            alone.append(f"{name}: {_number(1e3 * own)} us, {own / needed:.1f} times its bytes'")
+    rows = []
+    for key, x in sorted(ratios.items(), key=lambda item: item[0][0].rjust(3)):
+        slow = sum(ratio < SLOW for ratio in x)
+        figures = (f"{statistics.median(x):.2f}", f"{min(x):.2f}", str(slow))
+        rows.append([*key, str(len(x)), *figures])
+    slowest = [f"{name}: {ratio:.2f}" for ratio, name in sorted(named)[:SHOWN_SLOWEST]]
+    header = ["D", "pass", "shapes", "median", "least", f"below {SLOW}"]
+    before = f"Speed over the faster of {' and '.join(SOFTMAX)}. {_gpu_origin(records[0])}:"
+    return Table(header, rows, before, after="; ".join([*slowest, *alone]) + ".")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import against, cpu, layer
-from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases
+from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases, scan_cases
 from benchmarks.memory import peak_growth
 from benchmarks.paged_cases import Request, requests
 from benchmarks.profile import busy_ms, kernels_of
@@ -30,7 +30,9 @@ SMALL = Case(2, 5, 40, 2, 16, torch.float32)
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["context", "targets", "context + targets", "local", "row spans"])
+@pytest.mark.parametrize(
+    "name", ["context", "targets", "context + targets", "local", "semi-local", "row spans"]
+)
 def test_pairs_and_tiles_are_those_of_the_mask(name):
     case = replace(SMALL, mask_name=name)
     mask, lengths = case.mask(case.lengths), case.lengths
@@ -61,6 +63,16 @@ def test_cases_of_attention():
     rows, bias = 2 * 32 * 3 * 8, 2 * 2 * 16 * 16
     assert biased.least_bytes(backward=False) == 4 * rows + bias
     assert biased.least_bytes(backward=True) == 7 * rows + 2 * bias
+
+
+def test_cases_of_the_scan():
+    cases = scan_cases()
+    shapes = {(c.batch, c.longest, c.heads, c.head_dim) for c in cases}
+    assert len(shapes) == len(cases) == 7 * 30 + 1
+    assert cases == scan_cases()
+    assert all(c.batch * c.longest <= 2**17 and c.is_dense_causal for c in cases[:-1])
+    assert cases[0].name == "1 x 58, 2 heads"
+    assert scan_cases((40,)) == [c for c in cases if c.head_dim == 40]
 
 
 @pytest.mark.parametrize(("new", "candidates"), [(40, 70), (0, 1), (300, 8)])

@@ -97,6 +97,34 @@ def test_attention(small_cases, tmp_path):
 
 
 @pytest.mark.slow
+def test_scan(monkeypatch, tmp_path, capsys):
+    equal = replace(SMALL, mask_name="causal", shortest=40, group="scan", dtype=torch.bfloat16)
+    cases = [equal, replace(equal, head_dim=32), replace(equal, batch=9, shortest=1, longest=3)]
+    monkeypatch.setattr(attention, "scan_cases", lambda head_dims: cases)
+    command = "--rounds 2 --commit abc --cases scan --impls hstu_attn hstu_attn_sm80 flash2"
+    records = run(attention.main, tmp_path, command)
+    assert {r["impl"] for r in records} == {"hstu_attn", "flash2"}
+    for number, ms in enumerate((2.0, 4.0, 8.0, 16.0)):  # of two head dims, forward and backward
+        mine, softmax = (
+            [r for r in records if r["impl"] == impl][number] for impl in ("hstu_attn", "flash2")
+        )
+        mine["ms"], softmax["ms"] = ms, 6.0
+    table = tables.scan(records)
+    assert [row[:5] for row in table.rows] == [
+        ["16", "forward", "1", "3.00", "3.00"],
+        ["16", "backward", "1", "1.50", "1.50"],
+        ["32", "forward", "1", "0.75", "0.75"],
+        ["32", "backward", "1", "0.38", "0.38"],
+        ["all", "forward", "2", "1.88", "0.75"],
+        ["all", "backward", "2", "0.94", "0.38"],
+    ]
+    assert [row[5] for row in table.rows] == ["0", "0", "1", "1", "1", "1"]
+    assert table.after.startswith("2 x 40, 2 heads of 32, backward: 0.38; 2 x 40, 2 heads of 32, f")
+    assert "9 x 1..3, 2 heads of 16, forward: " in table.after
+    assert "scan" not in {case.group for case in attention.cases(attention.PARSER.parse_args([]))}
+
+
+@pytest.mark.slow
 def test_a_failure_leaves_the_others(small_cases, monkeypatch, tmp_path):
     """A wrong result is not timed, and a failure of this library is one of the run."""
     make, broken = implementations.make, "hstu_attn_sm99"
