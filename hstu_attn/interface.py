@@ -59,7 +59,7 @@ def hstu_attention(
         out = (M * silu(alpha * (Q K^T + bias)) * scale) V
 
     with `silu(x) = x * sigmoid(x)`, the mask `M` in {0, 1}, and no softmax: a row that sees no key
-    gives exactly 0. Differentiable in q, k, v and the bias, once.
+    gives exactly 0. Differentiable in q, k, v and the bias, once and in reverse mode.
 
     Sequence `b` owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q, and likewise of k and v.
     Its query rows are the last of its key positions, so fewer queries than keys ("delta q") means

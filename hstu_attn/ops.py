@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import composed
 from .call import NO_BIAS, AttentionCall, BiasTensors
@@ -36,6 +37,7 @@ __all__ = [
     "explain_types",
     "has_cuda_kernels",
     "only_once",
+    "refuse_tangents",
 ]
 
 LIBRARY_PATH = Path(__file__).with_name("_C.abi3.so")
@@ -45,6 +47,11 @@ REINSTALL = "pip install --no-cache-dir --force-reinstall --no-deps ."  # in a c
 SINGLE_BACKWARD = (
     "hstu_attn: the backward of HSTU attention cannot be differentiated again "
     "(create_graph=True is not supported)"
+)
+
+NO_FORWARD_MODE = (
+    "hstu_attn: HSTU attention has no forward-mode derivative (torch.func.jvp, jacfwd and "
+    "torch.autograd.forward_ad are not supported)"
 )
 
 # The arguments of the forward operator are those that get gradients, the fields of AttentionCall,
@@ -265,8 +272,21 @@ def _check_gradients(q: Tensor, kv_cache: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def refuse_tangents(*values: Any) -> None:
+    """Raises NotImplementedError if forward-mode differentiation has given a tensor a tangent.
+
+    Below autograd the tangent would be lost, and the derivative would silently be zero.
+    """
+    if forward_ad._current_level < 0:  # there is no forward-mode differentiation
+        return
+    for value in values:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(NO_FORWARD_MODE)
+
+
 def below_autograd(op: Callable[..., _Result], *args: Any) -> _Result:
     """Calls `op`, a raw operator, below autograd; errors get the types that they have in C++."""
+    refuse_tangents(*args)
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)

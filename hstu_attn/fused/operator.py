@@ -619,6 +619,7 @@ def hstu_layer(
         if is_traced(x):
             results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, seed, *settings)
             return cast(Tensor, results[0])
+        ops.refuse_tangents(x, *weights)
         if records:
             return cast(Tensor, _Layer.apply(call, seed, settings, x, *weights))
         return infer(x, weights, seed, settings, _attend(weights, call))

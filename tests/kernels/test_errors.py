@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hstu_attn
@@ -455,6 +456,48 @@ def test_second_derivatives_of_the_operator_itself_are_refused():
     (dq,) = torch.autograd.grad(raw_ops.forward(batch).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(dq.sum(), q)
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_forward_mode_derivatives_are_refused(name, records):
+    arguments = {**good(), "bias": RAB}
+    arguments["q"].requires_grad_(records)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+        with pytest.raises(NotImplementedError, match=r"forward.mode"):
+            call({**arguments, name: dual})
+
+
+def jvp(function):
+    return lambda x: torch.func.jvp(function, (x,), (x,))
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, jvp])
+def test_transforms_of_forward_mode_are_refused(transform):
+    arguments = good()
+    derivative = transform(lambda k: call({**arguments, "k": k}).sum())
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        derivative(arguments["k"])
+
+
+def test_a_tangent_of_the_cotangent_is_refused():
+    arguments = good()
+    q = arguments["q"].requires_grad_()
+    with forward_ad.dual_level():
+        out = call(arguments)
+        dual = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.autograd.grad(out, q, dual)
+
+
+def test_gradients_beside_forward_mode_are_right():
+    arguments = good()
+    q = arguments["q"].requires_grad_()
+    (expected,) = torch.autograd.grad(call(arguments).sum(), q)
+    with forward_ad.dual_level():  # of something else
+        (gradient,) = torch.autograd.grad(call(arguments).sum(), q)
+    assert torch.equal(gradient, expected)
 
 
 def test_nothing_is_written_after_a_failed_check():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
@@ -223,6 +224,20 @@ def test_fused_can_be_differentiated_once():
     (dx,) = torch.autograd.grad(layer(**inputs).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["input_norm.bias", "output.weight"])
+def test_fused_refuses_forward_mode(name):
+    """Also for a weight that attention does not read: on a GPU, kernels would lose its tangent."""
+    layer = make_layer(replace(BASE, fused=True, norm_affine=True)).requires_grad_(False)
+    inputs = make_inputs(BASE, set(), torch.float64)
+    owner, _, attribute = name.rpartition(".")
+    with forward_ad.dual_level():
+        weight = layer.get_submodule(owner)._parameters.pop(attribute)
+        dual = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        setattr(layer.get_submodule(owner), attribute, dual)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            layer(**inputs)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
