@@ -313,7 +313,7 @@ def _cuts(log: EventLog, share: float) -> tuple[int, int]:
     """Returns the times at which the validation and the test begin."""
     count = round(share * log.num_events)
     places = [log.num_events - 2 * count, log.num_events - count]
-    times = np.partition(log.timestamps, places)
+    times = np.partition(log.timestamps, [0, *places])
     validation, test = times[places].tolist()
     if not (times[0] < validation < test):
         raise ValueError(

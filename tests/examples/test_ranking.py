@@ -228,6 +228,18 @@ def test_a_share_of_the_events_is_held_out_by_time(log: EventLog) -> None:
         RankingData(spoilt_log(log, ..., timestamps=lambda t: 0 * t), 9, 4, 3, 1000, 0.499)
 
 
+def test_a_share_is_held_out_where_many_times_are_equal(log: EventLog) -> None:
+    """One event is before the time of most others, at which the validation begins."""
+    times = 1 + (np.random.default_rng(0).random(log.num_events) > 0.6)
+    for user in range(log.num_users):
+        times[log.offsets[user] : log.offsets[user + 1]].sort()
+    earliest = log.offsets[log.num_users // 2]
+    times[earliest] = 0
+    equal = spoilt_log(log, ..., timestamps=lambda _: times)
+    data = RankingData(equal, 9, 4, held_out=3, user_buckets=1000, held_out_share=0.3)
+    assert data.training_events().tolist() == [earliest]
+
+
 def test_users_with_few_events_keep_some_to_train_on(tmp_path: Path) -> None:
     path = tmp_path / "ratings.dat"
     counts = (3, 4, 5, 9)
