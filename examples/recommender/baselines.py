@@ -22,7 +22,7 @@ __all__ = [
     "co_occurrence_candidates",
 ]
 
-VERSION = 1
+VERSION = 2
 """Is increased when a baseline or an evaluation changes: metrics kept before are then not read."""
 
 REACHES = (1, 5, 20)

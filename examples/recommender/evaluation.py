@@ -56,7 +56,8 @@ def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
     """Returns the rank of each row's target, from 1.
 
     It is one more than the number of items with a higher score, plus half of those with an equal
-    score. NaN ranks last.
+    score. NaN ranks last. A target that the ranking leaves out, whose score is -inf, has the rank
+    infinity: it is a miss at any `k`.
 
     Args:
         scores: `(batch, num_items)`.
@@ -68,7 +69,7 @@ def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
     target_scores = scores.gather(1, targets[:, None])
     not_below = (~(scores < target_scores)).sum(dim=1)
     ties = ((scores == target_scores).sum(dim=1) - 1).clamp(min=0)
-    return not_below - ties / 2
+    return (not_below - ties / 2).masked_fill(target_scores.squeeze(1) == -math.inf, math.inf)
 
 
 def metrics_of_ranks(ranks: Tensor) -> Metrics:

@@ -108,6 +108,14 @@ def test_ranks_of_ties_and_nan() -> None:
     assert ranks.tolist() == [1.0, 2.0, 3.0, 3.0]
 
 
+def test_a_target_that_the_ranking_leaves_out_is_a_miss() -> None:
+    """Also where the catalogue is small, and most of it is left out with the target."""
+    scores = torch.tensor([[-math.inf, -math.inf, -math.inf, 1.0], [0.0, -math.inf, 2.0, 1.0]])
+    metrics = metrics_of_ranks(ranks_of_targets(scores, torch.tensor([0, 0])))
+    assert (metrics.hit_rate_200, metrics.mrr) == (0.5, 1 / 6)
+    assert metrics.ndcg_200 == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize("excluded", ["seen", "window", "nothing"])
 @pytest.mark.parametrize("split", ["validation", "test"])
 @pytest.mark.parametrize("limit", [None, "KEPT_ROWS", "SCORES_PER_BATCH"])
