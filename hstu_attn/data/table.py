@@ -200,6 +200,8 @@ def read_table(
         assert delimiter is not None
         while data := file.read(BLOCK_BYTES) + file.readline():
             moved()
+            if line == 1:
+                data = data.removeprefix(BYTE_ORDER_MARK)
             if not data.endswith(b"\n"):
                 data += b"\n"
             block, lines = _split(path, line, names, data, delimiter, malformed)

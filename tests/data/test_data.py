@@ -65,6 +65,14 @@ def check_events(log: EventLog) -> None:
     assert isinstance(log.items, np.memmap)
 
 
+def test_reads_dat_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = write_dat(tmp_path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    log = open_event_log(path)
+    check_events(log)
+    assert log.manifest["malformed_lines"] == 0
+
+
 def test_reads_dat(tmp_path: Path) -> None:
     log = open_event_log(write_dat(tmp_path))
     check_events(log)
