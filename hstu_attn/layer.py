@@ -534,7 +534,8 @@ class PositionalEmbedding(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(max_seq_len, embedding_dim)
         self.dropout_ratio = dropout_ratio
-        nn.init.trunc_normal_(self.embedding.weight, std=math.sqrt(1 / embedding_dim))
+        std = math.sqrt(1 / embedding_dim)
+        nn.init.trunc_normal_(self.embedding.weight, std=std, a=-2 * std, b=2 * std)
 
     def forward(self, x: Tensor, seq_offsets: Tensor) -> Tensor:
         """Adds the embeddings to `x` `(total, embedding_dim)`, with `seq_offsets` `(batch + 1,)`.

@@ -394,6 +394,13 @@ def test_embedding_of_positions() -> None:
     torch.testing.assert_close(embedding(x, offsets), expected)
 
 
+def test_initial_positions_end_at_two_deviations() -> None:
+    table = PositionalEmbedding(max_seq_len=1000, embedding_dim=25).embedding.weight
+    assert 0.39 < table.abs().max() <= 0.4  # twice sqrt(1 / 25)
+    # A normal distribution that is cut there has 0.8796 of its deviation.
+    assert table.std().item() == pytest.approx(0.8796 * 0.2, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
