@@ -38,7 +38,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..call import AttentionCall, BiasTensors
@@ -574,22 +573,25 @@ class _Layer(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         # NOTE: each access unpacks all of them, which activation checkpointing allows once.
         seed, x, *saved = ctx.saved_tensors
         weights, kept = Weights(*saved[:_NUM_WEIGHTS]), saved[_NUM_WEIGHTS:]
         wanted = ctx.needs_input_grad[4:]
-        gradients = _backward(
-            dout,
-            x,
-            _kept_from(kept, ctx.settings),
-            weights,
-            ctx.call,
-            seed,
-            ctx.settings,
-            wanted,
-        )
+        with torch.no_grad():
+            gradients: Sequence[Tensor | None] = _backward(
+                dout,
+                x,
+                _kept_from(kept, ctx.settings),
+                weights,
+                ctx.call,
+                seed,
+                ctx.settings,
+                wanted,
+            )
+        # NOTE: torch's once_differentiable would lose the paths to x and the weights.
+        if torch.is_grad_enabled():
+            gradients = ops.only_once((dout, x, *weights), gradients)
         return (None, None, None, *gradients)
 
 

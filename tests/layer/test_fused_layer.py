@@ -222,8 +222,22 @@ def test_fused_can_be_differentiated_once():
     inputs = make_inputs(BASE, set(), torch.float64)
     x = inputs["x"].requires_grad_()
     (dx,) = torch.autograd.grad(layer(**inputs).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_penalty_of_the_gradient_is_refused(checkpointed):
+    """Its derivative has a path past the layer, by which alone it would be wrong."""
+    layer = make_layer(replace(BASE, fused=True))
+    inputs = make_inputs(BASE, set(), torch.float64)
+    x = inputs["x"].requires_grad_()
+    out = checkpoint(layer, **inputs, use_reentrant=False) if checkpointed else layer(**inputs)
+    (plain,) = torch.autograd.grad(layer(**inputs).sum(), x)
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert torch.equal(dx, plain)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad((dx * x).sum(), x)
 
 
 @pytest.mark.parametrize("name", ["input_norm.bias", "output.weight"])
