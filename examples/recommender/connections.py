@@ -55,6 +55,12 @@ class LimitedHTTP(H11Protocol):
         super().data_received(data)
         self.set_timer()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # A request that came with the one before may have begun, and its body may never come.
+        if self.conn.their_state is h11.SEND_BODY:
+            self.set_timer()
+
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self.stop_timer()

@@ -185,6 +185,14 @@ def test_a_trickle_does_not_keep_a_connection(port: int, before: bytes, trickled
         trickle(connection, trickled)
 
 
+def test_half_a_body_of_a_second_request_does_not_keep_a_connection(port: int) -> None:
+    """It came together with the first request, so nothing arrives after its beginning."""
+    with connect(port) as connection:
+        connection.sendall(WHOLE + HEAD + b"h")
+        assert answer(connection).startswith(b"HTTP/1.1 200 OK")
+        assert rest(connection).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+
+
 def open_connections(running: uvicorn.Server) -> int:
     return len(running.server_state.connections)
 
