@@ -25,6 +25,7 @@ BEFORE_SENDING = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 DIED = (500, 502)
 SESSION_HEADER, TIMEOUT_HEADER = "X-Session-Id", "X-Request-Timeout-Ms"
 LONGEST_BACKOFF = 5.0  # seconds
+SHORTEST_ATTEMPT = 1e-3  # seconds; to aiohttp, a timeout that is not positive is no timeout
 
 
 class RequestError(RuntimeError):
@@ -253,6 +254,7 @@ class Client:
         """Makes one attempt; returns the status, the headers, and the answer or its `detail`."""
         assert self._session is not None
         most = left if self.attempt_timeout is None else min(left, self.attempt_timeout)
+        most = max(most, SHORTEST_ATTEMPT)  # a pause may have taken longer than it was to take
         async with self._session.post(
             self.address + path,
             data=text,

@@ -249,6 +249,22 @@ def test_an_attempt_that_takes_too_long_is_given_up(pauses: Any) -> None:
     assert Scripted((504, {}, {"detail": "late"}), OK).score() == [0.5]
 
 
+def test_a_pause_that_takes_too_long_does_not_end_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleep_by(monkeypatch, lambda seconds: asyncio.sleep(seconds + 1.0))
+    server = Scripted((503, {}, {"detail": "full"}), "hang")
+
+    async def run() -> None:
+        async with server.listening() as address, Client(address, timeout=1.0) as client:
+            await asyncio.wait_for(client.score(7, [(1, 2)], [3]), 10)
+
+    with pytest.raises(DeadlineError, match="no answer in 2 attempts; the last time, there was no"):
+        asyncio.run(run())
+    for seen in server.seen:
+        assert float(seen.headers["x-request-timeout-ms"]) > 0
+
+
 def test_a_server_that_is_not_there(pauses: Any, unused_port: int) -> None:
     with pytest.raises(UnavailableError, match=r"no answer in 3 attempts; .* not reached"):
         ask(
