@@ -270,8 +270,7 @@ class Engine:
             )
         if k < 1:
             raise ValueError(f"k: expected a positive count, got {k}")
-        none = np.empty(0, np.int64)
-        return self._submit(user, new_events, none, k, exclude_seen, how)
+        return self._submit(user, new_events, np.empty(0, np.int64), k, exclude_seen, how)
 
     # --- what operators do -----------------------------------------------------------------------
 
@@ -331,9 +330,11 @@ class Engine:
             StoreError: if the store cannot delete them.
             EngineClosedError: if the engine is or gets closed.
         """
-        if stored:
-            self._store.forget(user)
-        self._between_batches(lambda: self._histories.drop(user))
+        try:
+            if stored:
+                self._store.forget(user)
+        finally:  # where that fails, the store may have deleted them all the same
+            self._between_batches(lambda: self._histories.drop(user))
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:
         """Deletes old events of all users, and what is computed from them.
@@ -607,11 +608,10 @@ class Engine:
                 if plan.after.version:
                     self._histories.put(request.user, plan.after)
                 self._answer(request, answer)
-        if not changing:
-            return
-        self._commits.start(changing)
-        if not self._store.waits:
-            self._settle()
+        if changing:
+            self._commits.start(changing)
+            if not self._store.waits:
+                self._settle()
 
     def _settle(self, wait: bool = True) -> None:
         """Notes what has been stored, and serves again what was planned on old events.

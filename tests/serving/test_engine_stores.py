@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import logging
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,11 @@ from hstu_attn.serving import (
     EventTimeError,
     MemoryStore,
     NoHistoryError,
+    SQLiteStore,
     StoreDamagedError,
     StoreError,
     commits,
+    sqlite_store,
 )
 from hstu_attn.serving.events import User
 from hstu_attn.serving.redis_store import RedisStore
@@ -458,6 +462,29 @@ def test_a_deleted_user_is_nowhere(place: Place) -> None:
         engine.forget("never seen")
         expected = model.whole(np.array([(1, 1, 0)]), [1, 2], 1)
         assert_close(engine.score(0, [(1, 1)], [1, 2]), expected)  # an older event than before
+
+
+def test_what_is_deleted_is_not_answered_from_though_the_store_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program reads the log, so that the store deletes the events and says it could not."""
+    monkeypatch.setattr(sqlite_store, "_WAIT_SECONDS", 0.05)
+    path, model = tmp_path / "events.sqlite", make_model("retrieval")
+    with (
+        SQLiteStore(path, LONGEST) as store,
+        Engine(model, make_cache(9), store=store) as engine,
+        closing(sqlite3.connect(path, isolation_level=None)) as reader,
+    ):
+        engine.score(1, [(1, 1), (2, 2)], [1])
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM events").fetchone()
+        with pytest.raises(StoreError, match="what was deleted is still in the log"):
+            engine.forget(1)
+        assert not events_of(store, 1)
+        with pytest.raises(NoHistoryError):
+            engine.score(1, [], [1])
+        reader.execute("COMMIT")
+        engine.forget(1)
 
 
 def test_what_another_process_has_deleted_is_freed(place: Place) -> None:
