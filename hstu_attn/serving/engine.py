@@ -183,7 +183,7 @@ class Engine:
         Raises:
             ValueError: for items, actions, times or counts out of range, or events or candidates
                 that are not integers.
-            NoHistoryError: a ValueError: no event of the user, and candidates are not rows.
+            NoHistoryError: a ValueError: no event of the user, and no candidates that are rows.
             OverloadedError: if too many requests wait, or so many that the answer would come after
                 `timeout`; mostly at once.
             TimeoutError: after `timeout`.
@@ -547,7 +547,7 @@ class Engine:
                     LOG.error("%s", history)
                     raise history
                 after, change = self._histories.extended(user, history, request.events)
-                if not len(after.events) and not self.model.candidates_are_rows:
+                if not len(after.events) and (request.top_k or not self.model.candidates_are_rows):
                     raise NoHistoryError(f"new_events: expected some of the new user {user!r}")
             except (StoreError, EventOrderError, NoHistoryError) as error:
                 self._fail(request, error)

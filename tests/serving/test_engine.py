@@ -375,6 +375,18 @@ def test_recommendations(exclude_seen: bool) -> None:
                 assert_close(answer.scores, scores[best])
 
 
+def test_nothing_is_recommended_to_who_has_no_events() -> None:
+    """Though candidates are rows: there is no row of the user, and those of others are no use."""
+    model = make_model("ranking")
+    model.score_catalogue = lambda states: model.head(states) * torch.arange(ITEMS)
+    with Engine(model, make_cache(12), max_batch_size=2, max_wait=30.0) as engine:
+        known = engine.submit_recommend(1, [(2, 3), (4, 5)], 3)
+        unknown = engine.submit_recommend(2, [], 3)
+        assert known.result(10).items.shape == (3,)
+        with pytest.raises(NoHistoryError):
+            unknown.result(10)
+
+
 # ---------------------------------------------------------------------------------------------
 # Bad input
 # ---------------------------------------------------------------------------------------------
