@@ -129,8 +129,9 @@ class Histories:
         """Returns the history with a request's events, and the change that stores them.
 
         An event that is equal to one of the history in item, time and action is that event, and is
-        left out: the request has been sent before. The others may not be older than the history's
-        last event. If the oldest events are dropped, the history gets a new key.
+        left out: the request has been sent before. So are all, if that is true of as many of the
+        latest as are left of a request that is longer than a history. The others may not be older
+        than the history's last event. If the oldest events are dropped, the history gets a new key.
 
         Args:
             user: whose.
@@ -142,7 +143,7 @@ class Histories:
         """
         before = history.events
         if len(events):
-            events = _unknown(before, events)
+            events = _unknown(before, events, self._store.max_events - self._store.drop)
         if len(events) and len(before) and events[0, TIME] < before[-1, TIME]:
             raise EventOrderError(
                 f"new_events: expected times from {before[-1, TIME]} up, that of the user's last "
@@ -179,15 +180,17 @@ class Histories:
         self._free([history.key for history in dropped])
 
 
-def _unknown(before: Int64s, events: Int64s) -> Int64s:
-    """Returns the events that are neither among those before nor twice among themselves."""
+def _unknown(before: Int64s, events: Int64s, most: int) -> Int64s:
+    """Returns the events that are neither among those before nor twice among themselves.
+
+    There are none if the latest `most` are among those before: older ones may have been dropped.
+    """
     first = int(events[0, TIME])  # the oldest
     if len(events) == 1 and (not len(before) or before[-1, TIME] < first):
         return events
     seen = set(map(tuple, before[before[:, TIME] >= first].tolist()))
-    new = []
-    for number, event in enumerate(map(tuple, events.tolist())):
-        if event not in seen:
-            seen.add(event)
-            new.append(number)
-    return events if len(new) == len(events) else events[new]
+    distinct = list(dict.fromkeys(map(tuple, events.tolist())))
+    if seen.issuperset(distinct[-most:]):
+        return events[:0]
+    new = [event for event in distinct if event not in seen]
+    return events if len(new) == len(events) else np.array(new, np.int64)

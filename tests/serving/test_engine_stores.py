@@ -359,6 +359,26 @@ def test_a_retry_does_not_double_an_event(place: Place) -> None:
         assert events_of(store, "b") == [(1, 1, 0)]
 
 
+@pytest.mark.parametrize("drop", [0, 5])
+@pytest.mark.parametrize("step", [0, 1], ids=["at one time", "one after the other"])
+def test_a_long_request_that_is_sent_twice_changes_nothing(
+    place: Place, drop: int, step: int
+) -> None:
+    """Only its latest events are stored, so that the others are not known the second time."""
+    model, store = make_model("retrieval"), place.open(LONGEST, drop)
+    sent = [(n % 50, 10 + step * n, 0) for n in range(LONGEST + 5)]
+    with Engine(model, make_cache(9), store=store) as engine:
+        engine.score(1, [(51, 1), (52, 2)], [1])
+        first = engine.score(1, sent, [1, 2])
+        assert events_of(store, 1) == sent[-(LONGEST - drop) :]
+        for again in (sent, sent[:-1] + sent[-2:]):
+            assert_close(engine.score(1, again, [1, 2]), first)
+        assert events_of(store, 1) == sent[-(LONGEST - drop) :]
+        if step:
+            with pytest.raises(EventOrderError):  # the last but one of these is new
+                engine.score(1, [*sent[:-1], (53, sent[-2][1], 0), sent[-1]], [1])
+
+
 def test_events_out_of_order_are_refused(place: Place) -> None:
     model = make_model("retrieval")
     store = place.open(LONGEST)
