@@ -65,9 +65,13 @@ def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel |
     return saved
 
 
-def tasks_of(saved: SavedModel | SavedRanking) -> tuple[str, ...]:
-    """Returns what a ranking model predicts; a retrieval model has no tasks."""
-    return saved.model.config.tasks if isinstance(saved, SavedRanking) else ()
+def names_of(saved: SavedModel | SavedRanking) -> dict[str, tuple[str, ...]]:
+    """Returns what a ranking model predicts, and what it reads; a retrieval model has no names."""
+    config = saved.model.config if isinstance(saved, SavedRanking) else None
+    return {
+        "tasks": () if config is None else config.tasks,
+        "actions": () if config is None else config.actions,
+    }
 
 
 def reordered(
@@ -154,7 +158,7 @@ class Models:
     ) -> None:
         self._options = options
         self._items: Sequence[int | str] = saved.item_ids.tolist()
-        self._tasks = tasks_of(saved)
+        self._names = names_of(saved)
         self._device = next(saved.model.parameters()).device
         self._engine = engine
         self._max_candidates = max_candidates
@@ -180,11 +184,12 @@ class Models:
         path = path or self._options.model
         with self._lock:
             saved = load_served(path, self._options.bf16, self._device)
-            if (tasks := tasks_of(saved)) != self._tasks:
-                raise ValueError(
-                    f"{path}: expected a model with the tasks of the served one, "
-                    f"{', '.join(self._tasks) or 'none'}; got {', '.join(tasks) or 'none'}"
-                )
+            for what, names in names_of(saved).items():
+                if names != (expected := self._names[what]):
+                    raise ValueError(
+                        f"{path}: expected a model with the {what} of the served one, "
+                        f"{', '.join(expected) or 'none'}; got {', '.join(names) or 'none'}"
+                    )
             try:
                 served = make_served(reordered(saved, self._items), self._max_candidates)
                 cache = None

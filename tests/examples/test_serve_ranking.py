@@ -292,7 +292,7 @@ def test_users_who_share_a_row(saved: SavedRanking, log: EventLog) -> None:
     assert served.user_row(-1) == 7
 
 
-def test_another_model_takes_over_if_it_has_the_same_tasks(
+def test_another_model_takes_over_if_it_has_the_same_tasks_and_actions(
     saved: SavedRanking, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Its scores are those of its own weights. Another one's answers would look otherwise."""
@@ -302,11 +302,15 @@ def test_another_model_takes_over_if_it_has_the_same_tasks(
     torch.save(state, tmp_path / "better.pt")
     state["ranking"]["tasks"] = ("long_view", "is_like")
     torch.save(state, tmp_path / "other.pt")
+    state["ranking"] |= {"tasks": TASKS, "actions": state["ranking"]["actions"][::-1]}
+    torch.save(state, tmp_path / "reversed.pt")
     with Engine(ServedRanking(saved, 100), None) as engine:
         models = Models(options, saved, engine, 100)
         before = engine.score(1, [(3, 10**9, 1)], [1, 2, 3])
         with pytest.raises(ValueError, match=r"tasks of the served one, long_view, is_click; got "):
             models.load_and_swap(tmp_path / "other.pt")
+        with pytest.raises(ValueError, match=r"actions of the served one, is_click, is_like, "):
+            models.load_and_swap(tmp_path / "reversed.pt")
         assert torch.equal(engine.score(1, [], [1, 2, 3]), before)
         models.load_and_swap(tmp_path / "better.pt")
         after = engine.score(1, [], [1, 2, 3])
