@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from .batch import Plan, Request
-from .events import EventStore, User
+from .events import EventStore, StoreDamagedError, User
 from .scoring import Recommendation
 
 __all__ = ["LOG", "Commits"]
@@ -107,6 +107,12 @@ class Commits:
         plans = [plan for plan, _ in answered]
         try:
             versions = self._store.commit([plan.change for plan in plans])
+        except StoreDamagedError as error:
+            if len(plans) > 1:  # the events of one user may be damaged, and those of others not
+                return [end for one in answered for end in self._commit([one])]
+            LOG.error("%s", error)
+            self._fail(plans[0].request, error)
+            return [(plans[0], None)]
         except Exception as error:
             self.tell(error)
             for plan in plans:

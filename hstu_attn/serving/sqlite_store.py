@@ -103,7 +103,7 @@ class SQLiteStore(EventStore):
 
     def _take(self) -> Any:
         """Locks a file beside the store, and returns it; the lock ends with the process."""
-        lock = open(f"{self.path}-lock", "ab")  # noqa: SIM115  # closed by `close`
+        lock = open(f"{self.path.resolve()}-lock", "ab")  # noqa: SIM115  # closed by `close`
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -194,7 +194,12 @@ class SQLiteStore(EventStore):
         events = self._reader.execute(
             "SELECT item, time, action FROM events WHERE user = ? ORDER BY seq", row[:1]
         )
-        return Stored(row[1], np.array(events.fetchall(), np.int64).reshape(-1, 3))
+        rows = np.array(events.fetchall()).reshape(-1, 3)
+        if rows.size and rows.dtype.kind != "i":
+            raise StoreDamagedError(
+                f"{self.path}: expected events of integers of user {user_of(key)!r}, got others"
+            )
+        return Stored(row[1], rows.astype(np.int64))
 
     def commit(self, changes: Sequence[Change]) -> list[int]:
         """Makes changes in one transaction; as `EventStore.commit`."""
@@ -359,8 +364,9 @@ class SQLiteStore(EventStore):
         try:
             yield
         except (sqlite3.Error, OverflowError) as error:
-            # The class itself, and not one derived from it, stands for a damaged file.
-            kind = StoreDamagedError if type(error) is sqlite3.DatabaseError else StoreError
+            # The class itself stands for a damaged file, and that of keys for damaged rows.
+            damaged = type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError)
+            kind = StoreDamagedError if damaged else StoreError
             raise kind(f"{self.path}: could not {action} events ({error})") from error
 
 

@@ -456,6 +456,37 @@ def test_users_whose_events_are_damaged_fail_alone(
     assert "redis: expected 8 bytes" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("UPDATE events SET item = X'6162' WHERE user = 2", "expected events of integers of user"),
+        ("UPDATE events SET time = 1.5 WHERE user = 2", "expected events of integers of user"),
+        ("UPDATE users SET next = 0 WHERE id = 2", "could not write events .UNIQUE constraint"),
+    ],
+)
+def test_users_whose_rows_are_damaged_fail_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str, message: str
+) -> None:
+    path, model = tmp_path / "events.sqlite", make_model("retrieval")
+    with SQLiteStore(path, LONGEST) as store:
+        for user in (1, 2, 3):
+            store.add(user, [(user, 1)])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        assert connection.execute(change).rowcount == 1
+    with (
+        SQLiteStore(path, LONGEST) as store,
+        Engine(model, make_cache(9), store=store, max_batch_size=3, max_wait=30.0) as engine,
+    ):
+        futures = [engine.submit_score(user, [(9, 5)], [1, 2]) for user in (1, 2, 3)]
+        for user in (1, 3):
+            expected = model.whole(np.array([(user, 1, 0), (9, 5, 0)]), [1, 2], 5)
+            assert_close(futures[user - 1].result(20), expected)
+            assert events_of(store, user) == [(user, 1, 0), (9, 5, 0)]
+        with pytest.raises(StoreDamagedError, match=message):
+            futures[1].result(20)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 # ---------------------------------------------------------------------------------------------
 # Deleting
 # ---------------------------------------------------------------------------------------------

@@ -239,6 +239,10 @@ def test_one_process_has_the_file(tmp_path: Path) -> None:
     ):
         SQLiteStore(path, 40)
     SQLiteStore(path, 40).close()
+    link = tmp_path / "link.sqlite"
+    link.symlink_to(path)
+    with SQLiteStore(link, 40), pytest.raises(ValueError, match="expected a store that no other"):
+        SQLiteStore(path, 40)
 
 
 def damage(path: Path, kind: str) -> None:
