@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -213,8 +214,12 @@ class RedisStore(EventStore):
             return []
         arguments = [*map(_packed, versions), _NONE]
         with self._errors("read"):
-            found = self._eval(_READ, list(map(self._key, users)), arguments)
-            return [None if value is None else _stored(value) for value in found]
+            keys = list(map(self._key, users))
+            found = self._eval(_READ, keys, arguments)
+            return [
+                None if value is None else _stored(key, value)
+                for key, value in zip(keys, found, strict=True)
+            ]
 
     def commit(self, changes: Sequence[Change]) -> list[int]:
         """Makes changes in one round trip; as `EventStore.commit`.
@@ -273,7 +278,7 @@ class RedisStore(EventStore):
         cursor = None
         while cursor != 0:
             with self._errors("write"):
-                pattern = self._prefix.replace(b"*", b"\\*") + b"user:*"
+                pattern = re.sub(rb"([*?\[\\])", rb"\\\1", self._prefix) + b"user:*"
                 cursor, keys = self._client.scan(cursor or 0, match=pattern, count=_PRUNED_AT_ONCE)
                 users = [user_of(key[start:]) for key in self._prune_some(keys, before, latest)]
             if users:
@@ -289,7 +294,7 @@ class RedisStore(EventStore):
             for key, value in zip(remaining, values, strict=True):
                 if value is None:
                     continue
-                times = _stored(value).events[:, TIME]
+                times = _stored(key, value).events[:, TIME]
                 kept = len(times) - first_kept(times, before, latest)
                 if kept < len(times):
                     old.append(key)
@@ -329,19 +334,22 @@ class RedisStore(EventStore):
         try:
             yield
         except self._failure as error:
-            raise StoreError(f"{self._place}: could not {action} events ({error})") from error
+            # A key that holds no string is that of some users; Histories reads each by itself.
+            damaged = isinstance(error, self._refusal) and str(error).startswith("WRONGTYPE")
+            kind = StoreDamagedError if damaged else StoreError
+            raise kind(f"{self._place}: could not {action} events ({error})") from error
 
 
 def _packed(version: int) -> bytes:
     return version.to_bytes(8, "big")
 
 
-def _stored(value: bytes) -> Stored:
+def _stored(key: bytes, value: bytes) -> Stored:
     if value == _NONE:
         return Stored(0, np.empty((0, 3), np.int64))
     if len(value) % 24 != 8:
         raise StoreDamagedError(
-            f"redis: expected 8 bytes and 24 of each event, got {len(value)} bytes"
+            f"redis: expected 8 bytes and 24 of each event in {key!r}, got {len(value)} bytes"
         )
     events = np.frombuffer(value, "<i8", offset=8).astype(np.int64).reshape(-1, 3)
     return Stored(int.from_bytes(value[:8], "big"), events)

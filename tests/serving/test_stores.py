@@ -395,10 +395,11 @@ def test_a_commit_that_is_sent_twice_is_made_once(
         assert len(store) == 1
 
 
-def test_stores_with_other_prefixes_are_apart(shared_redis: RedisServer) -> None:
+@pytest.mark.parametrize("prefix", ["a*:", "a?:", "a[b]:", "[ab]b:", "a\\b:"])
+def test_stores_with_other_prefixes_are_apart(shared_redis: RedisServer, prefix: str) -> None:
     shared_redis.client.flushall()
     with (
-        RedisStore(shared_redis.url, 40, prefix="a*:") as first,
+        RedisStore(shared_redis.url, 40, prefix=prefix) as first,
         RedisStore(shared_redis.url, 40, prefix="ab:") as second,
     ):
         first.add(1, [(1, 1)])
