@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -38,6 +39,7 @@ from recommender.served_ranking import SavedRanking
 
 __all__ = ["Service", "make_app"]
 
+LOG = logging.getLogger("recommender.server")
 SECONDS = "hstu_attn.seconds"  # a key of a request's scope: in which it is to be answered
 WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
     NoHistoryError: ("no_history", "The user is new: at least one event is needed"),
@@ -315,22 +317,28 @@ class StoreProbe:
         self.engine = engine
         self.answers = True
         """Whether the latest probe could read the store."""
-        self._task: asyncio.Task[bool] | None = None
+        self._task: asyncio.Task[str | None] | None = None
 
     async def ask(self) -> bool:
         """Returns whether the store answers within `STORE_SECONDS`."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(asyncio.to_thread(self._read))
         done, _ = await asyncio.wait({self._task}, timeout=STORE_SECONDS)
-        self.answers = bool(done) and self._task.result()
+        problem = self._task.result() if done else f"no answer within {STORE_SECONDS:g} s"
+        if self.answers and problem:
+            LOG.error("Not ready: the store cannot be read: %s", problem)
+        elif problem is None and not self.answers:
+            LOG.warning("The store can be read again")
+        self.answers = problem is None
         return self.answers
 
-    def _read(self) -> bool:
+    def _read(self) -> str | None:
+        """Returns why the store cannot be read."""
         try:
             self.engine.check_store()
-        except Exception:  # of whichever store: it is logged where requests fail by it
-            return False
-        return True
+        except Exception as error:  # of whichever store
+            return str(error) or repr(error)
+        return None
 
 
 def is_ready(app: FastAPI, engine: Engine) -> bool:

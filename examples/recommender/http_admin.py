@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
-from hstu_attn.serving import Engine
+from hstu_attn.serving import Engine, StoreError
 from recommender.models import Models
 
 __all__ = ["add_admin"]
+
+LOG = logging.getLogger("recommender.server")
 
 
 class Done(BaseModel):
@@ -54,7 +57,11 @@ def add_admin(
     async def do(what: Callable[[], Any]) -> Any:
         try:
             return await asyncio.to_thread(what)
+        except StoreError as error:
+            LOG.error("An administrator's request failed: %s", error)
+            raise
         except (OSError, ValueError) as error:
+            LOG.error("An administrator's request changed nothing: %s", error)
             raise HTTPException(409, f"Nothing has changed: {error}") from error
 
     if models is not None:

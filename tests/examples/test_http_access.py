@@ -17,6 +17,7 @@ from recommender.http_access import Access, read_tokens
 from recommender.serve_options import ADMIN_TOKENS, TOKENS
 from recommender.server import is_loopback
 
+from hstu_attn.serving import StoreError
 from tests.helpers.http_app import Running, body, running
 
 OLD, NEW, ADMIN = "the-old-token-0123", "the-new-token-4567", "the-admin-token-89"
@@ -170,6 +171,23 @@ def test_administrators_have_tokens_of_their_own(guarded: Running) -> None:
     finally:
         app.state.draining = False
     assert guarded.client.send("GET", "/ready")[0] == 200
+
+
+def test_what_an_administrator_cannot_do_is_in_the_log(
+    guarded: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise StoreError("the disk is full")
+
+    store = guarded.engine.store
+    for name in ("forget", "compact"):
+        monkeypatch.setattr(store, name, broken)
+        asked = {"user": 1} if name == "forget" else {}
+        status, headers, _ = guarded.client.send("POST", f"/admin/{name}", asked, with_token(ADMIN))
+        assert (status, headers["Retry-After"]) == (503, "1")
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("ERROR", "An administrator's request failed: the disk is full")
+    ] * 2
 
 
 def test_without_tokens_there_are_no_administrators(server: Running) -> None:

@@ -422,6 +422,7 @@ def test_changes_of_the_model_while_it_is_served(model: Path, tmp_path: Path) ->
                 check(0)
             status, _, answer = client.send("POST", "/admin/model", {}, admin)
             assert (status, answer["detail"][:20]) == (409, "Nothing has changed:")
+            assert "a model of the 60" in log.wait_for("administrator's request changed nothing")
             assert client.send("POST", "/admin/model/previous", {}, admin)[0] == 409
             assert client.send("POST", "/admin/model", {})[0] == 401
             check(0)
