@@ -204,7 +204,7 @@ def make_app(
         app.state.draining = True
         return state_of(engine, "draining")
 
-    add_admin(admin, engine, forget or engine.forget, models)
+    add_admin(admin, engine, saved.has_text_ids, forget or engine.forget, models)
     app.include_router(admin)
     add_health(app, engine)
     add_errors(app)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic
 
 from fastapi import APIRouter, HTTPException
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from hstu_attn.serving import Engine, StoreError
+from recommender.http_schemas import Id
 from recommender.models import Models
 
 __all__ = ["add_admin"]
@@ -24,11 +25,11 @@ class Done(BaseModel):
     done: str
 
 
-class Forget(BaseModel):
+class Forget(BaseModel, Generic[Id]):
     """The user whose events are deleted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    user: int | str
+    user: Id
 
 
 class Prune(BaseModel):
@@ -40,9 +41,15 @@ class Prune(BaseModel):
 
 
 def add_admin(
-    router: APIRouter, engine: Engine, forget: Callable[[int | str], None], models: Models | None
+    router: APIRouter,
+    engine: Engine,
+    text_ids: bool,
+    forget: Callable[[int | str], None],
+    models: Models | None,
 ) -> None:
     """Adds paths to those that ask for an administrator's token.
+
+    `text_ids` is whether the ids of users are text; no user has one of the other kind.
 
     POST /model           the file of --model has been written again: its model takes over
     POST /model/previous  the model of before takes over again; both are there only with `models`
@@ -75,10 +82,13 @@ def add_admin(
             await do(models.roll_back)
             return Done(done="The model of before has taken over")
 
-    @router.post("/forget", response_model=Done)
-    async def forget_user(body: Forget) -> Done:
+    async def forget_user(body: Any) -> Done:
         await do(lambda: forget(body.user))
         return Done(done="The user's events are deleted")
+
+    ids: Any = str if text_ids else int
+    forget_user.__annotations__["body"] = create_model("Forget", __base__=Forget[ids])
+    router.post("/forget", response_model=Done)(forget_user)
 
     @router.post("/prune", response_model=Done)
     async def prune(body: Prune) -> Done:

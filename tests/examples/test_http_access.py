@@ -173,6 +173,18 @@ def test_administrators_have_tokens_of_their_own(guarded: Running) -> None:
     assert guarded.client.send("GET", "/ready")[0] == 200
 
 
+def test_a_user_is_forgotten_by_an_id_of_the_kind_of_the_data(guarded: Running) -> None:
+    """No user has an id of the other kind, so an answer 200 to it would say what is not so."""
+    assert guarded.client.send("POST", "/score", body(7), with_token(OLD))[0] == 200
+    for user, expected, left in (("7", 422, 1), (7.0, 422, 1), (7, 200, 0)):
+        status, _, answer = guarded.client.send(
+            "POST", "/admin/forget", {"user": user}, with_token(ADMIN)
+        )
+        assert status == expected
+        assert expected == 200 or answer["detail"][0]["loc"] == ["body", "user"]
+        assert (guarded.engine.store.read([7], [0])[0] is not None) == bool(left)
+
+
 def test_what_an_administrator_cannot_do_is_in_the_log(
     guarded: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
