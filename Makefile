@@ -7,6 +7,7 @@
 #   make install     build the library, and nothing more
 #   make test        run the tests, in WORKERS=2 processes                     (PYTEST_ARGS="...")
 #   make test-faults  those that kill servers, Redis and replicas, which `make test` leaves out
+#   make test-gpu    those that need a GPU, in WORKERS=8 processes on one         (PYTEST_ARGS="...")
 #   make test-quick  the tests that are not marked slow: under a minute on two cores
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
@@ -16,7 +17,8 @@
 #   make headers     compile the C++ against the headers of the oldest and of the newest torch
 #   make cuda        compile the CUDA kernels, GPU or not, into build/cuda, and check the result
 #   make asan        run the tests on libraries built with AddressSanitizer
-#   make sanitize-cuda   run every kernel under compute-sanitizer, on a GPU   (SANITIZERS="memcheck")
+#   make sanitize-cuda   run every kernel under compute-sanitizer, in WORKERS=8 processes on a GPU
+#                                                                           (SANITIZERS="memcheck")
 #   make wheel       sdist, and the wheel built from it, into dist/;  make sdist  the sdist alone
 #   make wheel-cuda  wheels with the CUDA kernels, one for each CPython, into dist/cuda  (PYTHONS="...")
 #   make clean       remove everything that was built; the environment stays
@@ -41,7 +43,7 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: help demo serve ranking test test-faults test-quick bench-cpu bench-gpu install cuda lint headers mypy \
+.PHONY: help demo serve ranking test test-faults test-gpu test-quick bench-cpu bench-gpu install cuda lint headers mypy \
   format docs asan sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
@@ -66,6 +68,15 @@ test: $(VENV)/.built $(VENV)/.torchrec
 
 test-faults: $(VENV)/.built
 	$(PYTEST) -m faults $(PYTEST_ARGS)
+
+# Tests that take much of the GPU's memory run afterwards, one at a time. Status 5 is that of no tests.
+GPU_WORKERS = $(if $(filter file,$(origin WORKERS)),8,$(WORKERS))
+test-gpu: $(VENV)/.built
+	status=0; \
+	$(BIN)/python -m pytest -v -m "gpu and not gpu_memory" --numprocesses $(GPU_WORKERS) --dist worksteal \
+	  $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; \
+	$(BIN)/python -m pytest -v -m "gpu and gpu_memory" --numprocesses 1 $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; \
+	exit $$status
 
 test-quick: $(VENV)/.built
 	$(PYTEST) -m 'not slow' --hypothesis-profile quick $(PYTEST_ARGS)
@@ -154,16 +165,23 @@ asan: $(VENV)/.installed
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
 	    --ignore=tests/benchmarks --ignore=tests/packaging $(patsubst %,--ignore=tests/serving/test_%.py,process_memory scoring_step)
 
-# A small case of every kernel. Without the caching allocator each tensor is an allocation of its own,
-# so that a step outside is seen; SANITIZER is compute-sanitizer of the toolkit, or of pip's package
-# nvidia-cuda-sanitizer-api.
+# A small case of every kernel. SANITIZER is compute-sanitizer of the toolkit, or of pip's package
+# nvidia-cuda-sanitizer-api. For the sm90 kernels, racecheck gets a tree with a build of its own.
 SANITIZER ?= compute-sanitizer
 SANITIZERS ?= memcheck racecheck initcheck synccheck
-sanitize-cuda: $(VENV)/.built
-	for tool in $(SANITIZERS); do \
-	  SANITIZER_TOOL=$$tool PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
-	    $(BIN)/python -m pytest -m "sanitize and gpu" -p no:cacheprovider $(PYTEST_ARGS) || exit 1; \
-	done
+RACECHECK := build/racecheck
+sanitize-cuda: $(VENV)/.built $(if $(filter racecheck,$(SANITIZERS)),$(RACECHECK))
+	$(BIN)/python -m tools.sanitize_cuda $(SANITIZERS) --sanitizer $(SANITIZER) --workers $(GPU_WORKERS) \
+	  --racecheck-tree $(RACECHECK) -- $(PYTEST_ARGS)
+
+.PHONY: $(RACECHECK)
+$(RACECHECK): $(VENV)/.cuda
+	mkdir -p $@ && rm -rf $(addprefix $@/,csrc hstu_attn tests)
+	cp -rp $(wildcard csrc hstu_attn tests tools examples benchmarks third_party) setup.py pyproject.toml README.md $@
+	if $(BIN)/python -c 'import torch; raise SystemExit(torch.cuda.get_device_capability() != (9, 0))'; then \
+	  cd $@ && HSTU_ATTN_CUDA=1 HSTU_ATTN_ARCHS=90 NVCC_PREPEND_FLAGS=-DHSTU_ATTN_RACECHECK \
+	    $(abspath $(BIN))/python setup.py --quiet build_ext --inplace; \
+	fi
 
 # --- distributions -------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -39,6 +41,29 @@ def pytest_report_header(config: pytest.Config) -> str:
     )
 
 
+class _FailuresAtOnce:
+    """Prints a failure when a worker of xdist reports it.
+
+    pytest prints it at the end, which a run that is cut off does not reach.
+    """
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.reporter.write_sep("_", f"{report.nodeid} ({report.when})")
+            self.reporter.write_line(report.longreprtext)
+            self.reporter.flush()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    if reporter and session.config.getoption("numprocesses", None):
+        session.config.pluginmanager.register(_FailuresAtOnce(reporter))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with many slow tests come first, so that the workers of xdist end together."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
@@ -53,10 +78,35 @@ def _why_no_gpu(kernels: bool = True) -> str | None:
     return None if ops.has_cuda_kernels() or not kernels else "needs a build with CUDA kernels"
 
 
+def _release_gpu_memory() -> None:
+    """Gives back what this process holds and no longer uses."""
+    for name in ("last_exc", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)  # pytest keeps the last failure, whose frames hold tensors
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def why_no_memory(gib: float) -> str | None:
+    """Returns why a test that takes `gib` GiB of GPU memory cannot run, or None."""
+    _release_gpu_memory()
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free >= gib:
+        return None
+    return f"needs {gib} GiB free, cuda:{torch.cuda.current_device()} has {free:.1f} GiB"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker and (reason := _why_no_gpu(**marker.kwargs)):
         pytest.skip(reason)
+    marker = item.get_closest_marker("gpu_memory")
+    if marker and (reason := why_no_memory(*marker.args)):
+        pytest.skip(reason)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu_memory") and torch.cuda.is_initialized():
+        _release_gpu_memory()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -312,6 +312,8 @@ def check_sequences(
     begin_q, end_q = batch.cu_seqlens_q[[first, last]].tolist()
     begin_k, end_k = batch.cu_seqlens_k[[first, last]].tolist()
     rows, keys = slice(begin_q, end_q), slice(begin_k, end_k)
+    longest = slice(int(batch.cu_seqlens_k.diff().max()))  # a bias may be larger than any sequence
+    biases = (slice(first, last), slice(None), longest, longest)
     targets = batch.mask.num_targets
     part = replace(
         batch,
@@ -321,10 +323,10 @@ def check_sequences(
         cu_seqlens_q=batch.cu_seqlens_q[first : last + 1] - begin_q,
         cu_seqlens_k=batch.cu_seqlens_k[first : last + 1] - begin_k,
         mask=replace(batch.mask, num_targets=None if targets is None else targets[first:last]),
-        bias=None if batch.bias is None else DenseBias(batch.bias.rab[first:last]),
+        bias=None if batch.bias is None else DenseBias(batch.bias.rab[biases]),
         scaling_seqlen=batch.max_seqlen_q,
     )
-    slices = {"out": rows, "dq": rows, "dk": keys, "dv": keys, "drab": slice(first, last)}
+    slices = {"out": rows, "dq": rows, "dk": keys, "dv": keys, "drab": biases}
     exact = run(reference.hstu_attention, part, dout[rows], torch.float64)
     same_dtype_reference = run(
         reference.hstu_attention, part, dout[rows], compute_dtype=batch.q.dtype
@@ -354,6 +356,9 @@ def _silu_gradients_of_keys(
     return {"dk": dk[:, None], "dv": dv[:, None]}
 
 
+# In GiB at head dim 256: inputs and results 0.5; the reference of 64 rows in fp64, 1.3, beside the
+# gradients of the one before, 0.5.
+@pytest.mark.gpu_memory(3)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_one_very_long_sequence(dim, deterministic):
@@ -391,6 +396,8 @@ def test_one_very_long_sequence(dim, deterministic):
             assert_matches(name, result[name][rows], exact[name], same_dtype_reference[name])
 
 
+# In GiB: q, dout and four results of 4.0 each; the sum of dq in fp32 over whole tiles, 8.5.
+@pytest.mark.gpu_memory(34)
 def test_backward_of_more_than_two_to_the_31_elements():
     length, heads, dim = 2048, 4, 128
     lengths = [length] * (2**22 // length + 2)
@@ -405,7 +412,14 @@ def test_backward_of_more_than_two_to_the_31_elements():
         check_sequences(batch, dout, result, first, first + 1)
 
 
-@pytest.mark.parametrize("bias_heads", [1, 2])
+# In GiB: the bias and its gradient, 5.0 or 6.0 each; for one head, sm80's sum in fp32, 10.0.
+@pytest.mark.parametrize(
+    "bias_heads",
+    [
+        pytest.param(1, marks=pytest.mark.gpu_memory(21)),
+        pytest.param(2, marks=pytest.mark.gpu_memory(13)),
+    ],
+)
 def test_rab_of_more_than_two_to_the_31_elements(bias_heads):
     size = 23200
     sequences = 5 if bias_heads == 1 else 3

@@ -405,6 +405,7 @@ def test_offsets_beyond_two_to_the_31_elements():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_memory(9)  # q and the output take 4.0 GiB each
 def test_more_than_two_to_the_31_elements():
     total, length = 2**22 + 4096, 4096
     lengths = [length] * (total // length)
