@@ -26,7 +26,7 @@ from tests.helpers.distributed_training import (
     whole,
 )
 
-STEPS = 20
+STEPS, EPOCH = 20, 4
 
 
 def fresh_seed() -> int:
@@ -47,7 +47,9 @@ def test_training_is_that_of_one_rank(strategy: Any, number: int, dtype: torch.d
     run = Run(strategy, dtype=dtype, data_seed=fresh_seed())
     (one,) = run_ranks(1, train, run, STEPS)
     many = run_ranks(number, train, run, STEPS)
-    assert one["losses"][-1] < 0.97 * one["losses"][0]
+    # Each epoch has almost the same sequences. The ratio of the last one's loss to the first one's
+    # is 0.876 with a standard deviation of 0.018 over 600 seeds, so 0.97 is five deviations away.
+    assert sum(one["losses"][-EPOCH:]) < 0.97 * sum(one["losses"][:EPOCH])
     assert min(one["norms"]) > run.max_norm  # every step is clipped
     for rank in many:
         close(rank["losses"], one["losses"], run)

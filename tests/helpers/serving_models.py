@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from hstu_attn.data import JaggedBatch
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.serving import Engine, Event, PagedKVCache, Rows
-from hstu_attn.testing import assert_matches
 
 ITEMS, LONGEST, LAYERS, HEADS, DIM = 60, 40, 2, 2, 16
 POISON = ITEMS - 1  # the last layer fails where this item is computed
@@ -223,6 +222,24 @@ def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
     return other
 
 
+def assert_as_near(scores: Tensor, exact: Tensor, same_dtype_reference: Tensor) -> None:
+    """Asserts that scores are about as near to the exact ones as those of a reference.
+
+    Root mean squares of errors are compared. The largest error says less: a norm of almost equal
+    numbers magnifies a few, so that of two equally good computations one may have thrice the
+    other's. If the roundings of two computations of `check_answers` in bf16 are independent of each
+    other, the logarithm of the ratio of their errors has a standard deviation of 0.10 at most, and
+    the largest ratio of 450 models was 1.34: a factor of 2 is nearly seven deviations away.
+    """
+    assert torch.isfinite(scores).all()
+    error, reference_error = (
+        (x.double() - exact).square().mean().sqrt().item() for x in (scores, same_dtype_reference)
+    )
+    # The last term is for references that happen to be exact.
+    allowed = 2 * reference_error + torch.finfo(torch.float32).eps * exact.abs().max().item()
+    assert error <= allowed, f"scores: the error is {error:.3e}, at most {allowed:.3e} is allowed"
+
+
 def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) -> None:
     """Checks that scores with a cache are about as near to the exact ones as scores without it."""
     model = make_model(name, dtype)
@@ -232,7 +249,7 @@ def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) ->
     if device != "cpu":
         model = on_device(model, device)
     with Engine(model, make_cache(12, dtype, device), **options) as engine:
-        for turn in range(20):
+        for turn in range(60):
             candidates = [rng.randrange(SPOILT) for _ in range(10)]
             request = (turn % 3, some_events(rng, turn * 10**6, 3), candidates, None)
             for scores, more in zip(
@@ -241,8 +258,7 @@ def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) ->
                 strict=True,
             ):
                 scores.append(more)
-    scores, expected, same_dtype_reference = map(torch.cat, found)
-    assert_matches("scores", scores, expected, same_dtype_reference)
+    assert_as_near(*map(torch.cat, found))
 
 
 def some_events(rng: random.Random, start: int, count: int, actions: int = 1) -> list[Event]:
