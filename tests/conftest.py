@@ -54,7 +54,8 @@ class _FailuresAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.reporter.write_sep("_", f"{report.nodeid} ({report.when})")
-            self.reporter.write_line(report.longreprtext)
+            for title, text in (("", report.longreprtext), *report.sections):
+                self.reporter.write_line(f"{title}\n{text}")
             self.reporter.flush()
 
 

@@ -121,7 +121,10 @@ def test_scores_of_a_user_of_the_data(client: Client, saved: SavedModel, log: Ev
 
 @pytest.mark.gpu
 def test_scores_of_a_gpu(checkpoint: Path, ratings: Path, saved: SavedModel, log: EventLog) -> None:
-    """They are those of the model in fp32, but for the rounding of layers in bf16."""
+    """They are those of the model in fp32, but for the rounding of layers in bf16.
+
+    On a CPU that changes no score of any user by more than 0.003; the scores deviate by 0.26.
+    """
     items, times = history(log, 3, LONGEST)
     at = int(times[-1]) + 3600
     expected = whole(saved, items, times, at)
@@ -130,8 +133,7 @@ def test_scores_of_a_gpu(checkpoint: Path, ratings: Path, saved: SavedModel, log
         for _ in range(3):  # computed, then cached
             answer = client.post("/score", user=3, candidates=saved.item_ids.tolist(), time=at)
             found = torch.tensor(answer["scores"])
-            torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
-            assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > 0.99
+            torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
 def test_events_are_remembered(client: Client, saved: SavedModel) -> None:

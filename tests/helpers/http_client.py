@@ -63,7 +63,7 @@ class Client:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """Runs the server as a user starts it, on the CPU."""
+    """Runs the server as a user starts it, on the CPU; what it says on stderr is printed here."""
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0"]
     command += ["--device", "cpu", "--store", "memory", *arguments]
@@ -77,7 +77,11 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
                 yield server, Client(found[1])
                 break
         else:
-            raise AssertionError(server.stderr.read() if server.stderr else "")
+            raise AssertionError(f"the server ended with status {server.wait()} before it served")
     finally:
+        status = server.poll()
         server.kill()
-        server.communicate()
+        _, errors = server.communicate()
+        if status or errors:
+            state = "still ran" if status is None else f"had ended with status {status}"
+            print(f"the server {state}; its stderr:\n{errors}", file=sys.stderr)
