@@ -7,9 +7,12 @@ each time from a start whose weights are off by up to one rounding to the layers
 what either computation does to them anyway. If the fused layers are right, the two groups of curves
 come from one distribution, and `separation` is an F statistic: around 1, whatever the noise is.
 
-`SEPARATED` is between what right and wrong code give, in 24 trainings of the case cpu-bf16: among
-48,000 random splits of right curves into two groups the largest is 17.9, and a learning rate half
-as high again gives 69 at least.
+`SEPARATED` is between what right and wrong code give. Among 53,000 random splits of right curves
+into two groups the largest is 13.4. One training with a learning rate half as high again gives 428
+at least in the case cpu-bf16 (39 starts, two trainings each), and 5,200 at the width of cuda-bf16
+(5 starts). The logarithms look normal, and then 25 is at least six standard deviations away from
+either. The learning rates are so low because noise grows with them: at 2e-3 the wrong one gave 42
+in the case cpu-bf16, and 9 at the width of cuda-bf16.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ HISTORY, TARGETS, SEQUENCES = 24, 8, 16
 WINDOW = 10  # steps
 RUNS, SEPARATED = 6, 25.0
 DRAWS = 32  # models and batches whose gradients are compared
-LEARNING_RATE = 2e-3
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,17 @@ class Case:
     dtype: torch.dtype
     width: int
     steps: int
+    learning_rate: float
 
 
 pytestmark = pytest.mark.slow
 
 CASES = [
-    pytest.param(Case("cpu", torch.float32, 32, 40), id="cpu-fp32"),
-    pytest.param(Case("cpu", torch.bfloat16, 32, 40), id="cpu-bf16"),
-    pytest.param(Case("cuda", torch.bfloat16, 256, 200), id="cuda-bf16", marks=pytest.mark.gpu),
+    pytest.param(Case("cpu", torch.float32, 32, 40, 1e-3), id="cpu-fp32"),
+    pytest.param(Case("cpu", torch.bfloat16, 32, 40, 1e-3), id="cpu-bf16"),
+    pytest.param(
+        Case("cuda", torch.bfloat16, 256, 200, 2e-4), id="cuda-bf16", marks=pytest.mark.gpu
+    ),
 ]
 
 
@@ -129,7 +134,7 @@ def losses_of(
     data: RankingData,
     model: RankingModel,
     batches: Sequence[NDArray[np.int64]],
-    learning_rate: float = LEARNING_RATE,
+    learning_rate: float,
 ) -> Tensor:
     """Returns the loss of each step of a training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
@@ -171,20 +176,22 @@ def off_by_a_rounding(model: RankingModel, dtype: torch.dtype) -> RankingModel:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_composed_layers(case: Case, data: RankingData) -> None:
     start = make_model(data, case)
-    batches = draw(data, case.steps)
+    batches = draw(data, case.steps - WINDOW)
+    batches += batches[:WINDOW]  # so that losses of the last window are of the first one's data
 
-    def curves(fused: bool, runs: int = RUNS, learning_rate: float = LEARNING_RATE) -> Tensor:
+    def curves(fused: bool, runs: int = RUNS, factor: float = 1) -> Tensor:
         found = []
         for _ in range(runs):
             model = copy_of(start, case.dtype, case.device, fused)
             model = off_by_a_rounding(model, case.dtype)
-            found.append(losses_of(data, model, batches, learning_rate))
+            found.append(losses_of(data, model, batches, factor * case.learning_rate))
         return torch.stack(found)
 
     composed, fused = curves(False), curves(True)
     assert separation(composed, fused).max() < SEPARATED, separation(composed, fused)
-    wrong = curves(False, 1, 1.5 * LEARNING_RATE)
+    wrong = curves(False, 1, 1.5)
     assert separation(composed, wrong).max() > SEPARATED, separation(composed, wrong)
+    # This ratio is 0.85 with a standard deviation of 0.02 in the case cpu-bf16.
     assert composed[:, -WINDOW:].mean() < 0.97 * composed[:, :WINDOW].mean()
     if case.dtype == torch.float32:
         # AdamW divides gradients by their size, so that rounding counts most where they are near 0.
