@@ -22,7 +22,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 # Roughly how long a test takes, in units of that of synccheck.
-COSTS = {"memcheck": 2, "racecheck": 4, "initcheck": 2, "synccheck": 1}
+COSTS = {"memcheck": 2, "racecheck": 4, "initcheck": 3, "synccheck": 1}
 # The kernels of torch need no check. initcheck has to see them, since they write what ours read.
 OUR_KERNELS = ("--kernel-name", "kernel_substring=hstu")
 ERRORS_FOUND = 86  # the exit status of compute-sanitizer where it found errors; pytest has others
