@@ -9,13 +9,14 @@ and direct callers reach them by the same operators as any kernel. Products are 
 
 A call is divided into chunks: some query rows of some sequences with their keys. What is computed
 for a chunk has at most `CHUNK_ELEMENTS` elements (or one row of one sequence), so that memory grows
-with the number of tokens. No value is read by the host, so a CUDA graph can capture a call. No
+with the number of tokens. On a GPU the host reads no value, so a CUDA graph can capture a call. No
 element is added to by several threads in an order that may vary, so that equal inputs give bitwise
 equal results.
 
 Within a chunk, each sequence is padded in front to `max_seqlen_q` row slots and `max_seqlen_k` key
-slots: its last row is in the last row slot, its last key in the last key slot. The distance of a
-row and a key is then that of their slots in every sequence, although lengths are on the GPU only.
+slots, on a CPU to the longest sequence that is computed with it: its last row is in the last row
+slot, its last key in the last key slot. The distance of a row and a key is then that of their slots
+in every sequence, although lengths may be on the GPU only.
 """
 
 from __future__ import annotations
@@ -41,10 +42,22 @@ from .quantization import (
     weight_scales,
 )
 
-__all__ = ["CHUNK_ELEMENTS", "backward", "forward", "quantize", "register", "take_failure"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "CPU_SCORES",
+    "backward",
+    "forward",
+    "quantize",
+    "register",
+    "take_failure",
+]
 
 # About ten tensors of this size exist at a time: 64 MiB each in fp32.
 CHUNK_ELEMENTS = 2**24
+
+# On a CPU, sequences are computed together while their scores have at most this many elements: more
+# of them would be padded to longer ones, and fewer would call torch's functions more often.
+CPU_SCORES = 2**18
 
 # Parts of a bucket that are summed at the same time: a sum by one block of threads each.
 _PARTS = 32
@@ -364,7 +377,7 @@ class _Group:
 
 def _groups(inputs: _Inputs) -> Iterator[_Group]:
     """Divides the sequences, so that their keys have at most `CHUNK_ELEMENTS` elements."""
-    q, k, v, rab, *_, call, pages = inputs
+    q, k, _, rab, *_, call, pages = inputs
     total_q, total_k, max_k = q.shape[0], k.shape[0], call.max_seqlen_k
     kv_cache, _, page_ids, *_ = pages
     if kv_cache is not None and page_ids is not None:
@@ -377,9 +390,31 @@ def _groups(inputs: _Inputs) -> Iterator[_Group]:
     if max_q == 0:
         return
     sequences = _load_sequences(call, total_q, total_k, kv_cache is not None)
-    count = max(1, CHUNK_ELEMENTS // (q.shape[1] * max_k * max(q.shape[2], v.shape[2])))
+    divide = _by_length if q.device.type == "cpu" else _in_order
+    yield from divide(inputs, sequences, max_q, max_k)
+
+
+def _in_order(inputs: _Inputs, sequences: _Sequences, max_q: int, max_k: int) -> Iterator[_Group]:
+    """Makes groups of equally many sequences; the host reads no length."""
+    width = max(inputs.q.shape[2], inputs.v.shape[2])
+    count = max(1, CHUNK_ELEMENTS // (inputs.q.shape[1] * max_k * width))
     for part in zip(*(column.split(count) for column in sequences), strict=True):
         yield _Group(inputs, _Sequences(*part), max_q, max_k)
+
+
+def _by_length(inputs: _Inputs, sequences: _Sequences, max_q: int, max_k: int) -> Iterator[_Group]:
+    """Makes groups of sequences on a CPU, the longest first, each padded to its longest."""
+    heads = inputs.q.shape[1]
+    order = sequences.k_len.flatten().argsort(descending=True, stable=True)
+    sequences = _Sequences(*(column[order] for column in sequences))
+    q_lengths, k_lengths = (x.flatten().tolist() for x in (sequences.q_len, sequences.k_len))
+    first = 0
+    while first < len(k_lengths) and (keys := min(max_k, k_lengths[first])) > 0:
+        end = first + max(1, CPU_SCORES // (heads * keys * min(max_q, keys)))
+        if (rows := min(max_q, keys, max(q_lengths[first:end]))) > 0:
+            part = (column[first:end] for column in sequences)
+            yield _Group(inputs, _Sequences(*part), rows, keys)
+        first = end
 
 
 def _to_slots(x: Tensor, row: Tensor, is_empty: Tensor, empty: float = 0) -> Tensor:

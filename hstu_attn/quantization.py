@@ -134,6 +134,7 @@ class _Rows:
         block: the block of each.
         slot: the place of each in its block.
         lengths: the rows of each sequence.
+        first_block: the number of its first block.
     """
 
     def __init__(self, offsets: Tensor, used: Tensor | None, total: int) -> None:
@@ -148,7 +149,8 @@ class _Rows:
         first = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         position = torch.arange(self.sequence.shape[0]) - first
         self.row = begin[self.sequence] + position
-        self.block = begin[self.sequence] // BLOCK + self.sequence + position // BLOCK
+        self.first_block = begin // BLOCK + torch.arange(batch)
+        self.block = self.first_block[self.sequence] + position // BLOCK
         self.slot = position % BLOCK
 
 
@@ -237,10 +239,11 @@ def _mean_by_sequence(k: Tensor, rows: _Rows) -> Tensor:
     by_row = reduce(torch.add, steps.unbind(1))
     by_block = reduce(torch.add, by_row.unbind(1))
     mean = values.new_zeros((rows.lengths.shape[0], *k.shape[1:]))
+    first_blocks = rows.first_block.tolist()
     for b, length in enumerate(rows.lengths.tolist()):
         if length == 0:
             continue
-        first = int(rows.block[rows.sequence == b][0])
+        first = first_blocks[b]
         sums = by_block[first : first + -(-length // BLOCK)]
         nothing = torch.zeros_like(sums[0])
         even, odd = (reduce(torch.add, part.unbind(0), nothing) for part in (sums[::2], sums[1::2]))

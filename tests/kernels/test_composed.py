@@ -42,6 +42,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a few rows of a sequence or two a chunk."""
     monkeypatch.setattr(composed, "CHUNK_ELEMENTS", 5000)
+    monkeypatch.setattr(composed, "CPU_SCORES", 5000)
 
 
 def random_dout(batch: Batch) -> torch.Tensor:
@@ -78,8 +79,11 @@ def test_mask_and_bias(device, small_chunks, mask, name):
     chunk=st.sampled_from([1, 300, 2000, 10**4, 10**5, 2**24]),
     attn_scale=st.sampled_from([None, "one", "rows"]),
     used=st.booleans(),
+    in_order=st.booleans(),
 )
-def test_random_batches(seed, lengths, mask, name, dtype, dims, heads, chunk, attn_scale, used):
+def test_random_batches(
+    seed, lengths, mask, name, dtype, dims, heads, chunk, attn_scale, used, in_order
+):
     torch.manual_seed(seed)
     lengths_q, lengths_k = [min(pair) for pair in lengths], [max(pair) for pair in lengths]
     assume(any(lengths_k))  # without a key the reference does not read the tables
@@ -102,6 +106,9 @@ def test_random_batches(seed, lengths, mask, name, dtype, dims, heads, chunk, at
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composed, "CHUNK_ELEMENTS", chunk)
+        patch.setattr(composed, "CPU_SCORES", chunk)
+        if in_order:  # as on a GPU
+            patch.setattr(composed, "_by_length", composed._in_order)
         check_against_reference(composed_attention, batch)
 
 

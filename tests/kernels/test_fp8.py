@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hstu_attn import Mask, Quantization, hstu_attention, hstu_attn_varlen_func, reference
+from hstu_attn import Mask, Quantization, composed, hstu_attention, hstu_attn_varlen_func, reference
 from hstu_attn.call import make_call
 from hstu_attn.quantization import round_weights, weight_scales
 from hstu_attn.testing import Batch, make_batch, make_bias, run
@@ -50,6 +50,21 @@ def error(batch: Batch, quantization: Quantization | None) -> float:
 def test_normal_inputs(mode, smooth_k, dim):
     batch = accuracy_batch("normal", dim, [1000, 0, 24], heads=4)
     assert error(batch, Quantization(mode, smooth_k)) <= 5.6e-2
+
+
+def test_sequences_that_are_computed_together_on_a_cpu(monkeypatch):
+    """Whichever they are, only the order of fp32 sums changes, and so the last bit of a few."""
+    lengths = [130, 3, 64, 0, 129, 17, 3, 90]
+    batch = make_batch(lengths, dim=64, dtype=BF16, bias="position-time")
+    batch = replace(batch, quantization=Quantization(smooth_k=True))
+    together = run(hstu_attention, batch)["out"]
+    in_order = (2**18, composed._in_order)
+    for scores, divide in (*((n, composed._by_length) for n in (1, 2**14)), in_order):
+        monkeypatch.setattr(composed, "CPU_SCORES", scores)
+        monkeypatch.setattr(composed, "_by_length", divide)
+        out = run(hstu_attention, batch)["out"]
+        torch.testing.assert_close(out, together, rtol=2**-7, atol=1e-6)
+        assert (out != together).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
