@@ -84,6 +84,7 @@ class Options(argparse.Namespace):
     device: str
     bf16: bool
     fp8: Literal["attention", "layer"] | None
+    smooth_k: bool
     graph: bool | None
     steps: int | None
     epochs: int
@@ -131,12 +132,12 @@ class Options(argparse.Namespace):
 
     @property
     def layer_fp8(self) -> FP8 | None:
-        """`fp8` of the layers' config; `smooth_k` subtracts the mean that keys have after SiLU."""
+        """`fp8` of the layers' config."""
         from hstu_attn import FP8, Quantization
 
         if self.fp8 is None:
             return None
-        return FP8(Quantization(smooth_k=True), linears=self.fp8 == "layer")
+        return FP8(Quantization(smooth_k=self.smooth_k), linears=self.fp8 == "layer")
 
     def describe_precision(self, device: torch.device) -> str:
         """Returns in what the layers compute, in words."""
@@ -145,7 +146,8 @@ class Options(argparse.Namespace):
             "attention": ", attention in FP8",
             "layer": ", attention and linears in FP8",
         }
-        return str(self.compute_dtype(device)).removeprefix("torch.") + fp8[self.fp8]
+        smooth = "" if self.fp8 is None or self.smooth_k else ", without smooth_k"
+        return str(self.compute_dtype(device)).removeprefix("torch.") + fp8[self.fp8] + smooth
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -280,6 +282,12 @@ def make_parser(
         choices=("attention", "layer"),
         help="compute attention, or also the linears of the layers, in FP8 (experimental); the "
         "rest in bfloat16",
+    )
+    running.add_argument(
+        "--smooth-k",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --fp8, quantize keys without the mean that they have after SiLU",
     )
     running.add_argument(
         "--graph",
