@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["parser"]
+__all__ = ["add_runs", "parser"]
 
 
 def parser(
@@ -59,3 +59,25 @@ def parser(
         add("--concurrency", type=int, nargs="+", default=concurrency, metavar="REQUESTS",
             help=f"requests in flight (default: {default})")  # fmt: skip
     return made
+
+
+def add_runs(made: argparse.ArgumentParser, *, shown: str) -> None:
+    """Adds the options of a benchmark that makes runs of an example, one for each seed.
+
+    Args:
+        made: what `parser` returned.
+        shown: where `--note` is shown.
+    """
+    add = made.add_argument
+    add("--data", type=Path, help="the file of the data set, which is required")
+    add("--seeds", type=int, default=3, help="(default: 3)")
+    add("--jobs", type=int, default=1, help="runs at once (default: 1)")
+    add("--shared", action="store_true", help="the device is shared: record no seconds")
+    text = "keep the runs in this directory, and continue those that are there"
+    add("--runs", type=Path, help=text)
+    text = "train nothing: report the finished runs in --runs"
+    add("--finished", action="store_true", help=text)
+    add("--epochs", type=int, help="in place of those of the recipes")
+    add("options", nargs="*", help="more options of the example, after --")
+    add("--note", default="", help=f"what {shown} says of the data")
+    add("--device", default="auto", help="of the training (default: auto)")

@@ -1,97 +1,87 @@
-"""Trains an example in bf16 and in FP8 from the same seeds, and stores what each run reached.
+"""Trains a recipe in bf16 and in FP8 from the same seeds, and stores what each precision reaches.
 
-    python -m benchmarks.fp8_training --json fp8-training.json
-    python -m benchmarks.fp8_training --example ranking --steps 600
-    python -m benchmarks.fp8_training --seeds 0 1 2 3 4 -- --data ml-1m/ratings.dat --epochs 20
+    python -m benchmarks.fp8_training --data ml-100k/u.data --json fp8-training.json
+    python -m benchmarks.fp8_training --data ml-1m/ratings.dat --recipe hstu-ml-1m -- --heads 1
+    python -m benchmarks.fp8_training --data ml-100k/u.data --cases bf16 layer --epochs 20 --seeds 5
 
-Arguments after `--` are passed to the example. All runs share one process, so that kernels are
-compiled and data are read once. There is one record for each run, with the mean training loss of
-the last tenth of the steps, the losses of every tenth, the metrics of the test, and the seconds
-that it took; at the end the means over the seeds are printed side by side, with their standard
-deviations.
+The runs are those of `benchmarks.published`, which explains the options that keep them and make
+several at once: runs of a seed begin with the same weights and read the same batches. There is one
+record for each precision and row of the example's table: that of benchmarks.published, with the
+metrics and the training loss of the last epoch by seed. The table shows means, standard deviations
+over the seeds, and the differences from the run in bf16 of the same seed.
+
+On a CPU the composition of torch's functions computes what the FP8 kernels do, but for the order
+and the precision of sums, and for silu: it is slow, and its times say nothing of a GPU.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
+import copy
+import shlex
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from . import cli
 
-PRECISIONS = {"bf16": ["--bf16"], "attention": ["--fp8", "attention"], "layer": ["--fp8", "layer"]}
+PRECISIONS = {
+    "bf16": ["--bf16"],
+    "attention": ["--fp8", "attention"],
+    "attention without smooth_k": ["--fp8", "attention", "--no-smooth-k"],
+    "layer": ["--fp8", "layer"],
+}
 
-PARSER = cli.parser("fp8_training", __doc__)
-PARSER.add_argument("--example", choices=("retrieval", "ranking"), default="retrieval")
-PARSER.add_argument("--device", default="cuda", help="of the training (default: cuda)")
-PARSER.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
-PARSER.add_argument("--steps", type=int, default=1000, help="of each run (default: 1000)")
+PARSER = cli.parser("fp8_training", __doc__, cases="precisions whose name contains a text")
 PARSER.add_argument(
-    "--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="(default: all)"
+    "--recipe", default="hstu-ml-100k", help="of the example (default: hstu-ml-100k)"
 )
-PARSER.add_argument("options", nargs="*", help="further options of the example, after --")
+cli.add_runs(PARSER, shown="the record")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
-from .record import ROOT, Record, rounded
+from . import published
+from .record import Record, rounded
 from .runner import Benchmark, Run
 
-__all__ = ["BENCHMARK", "main", "train"]
-
-PARTS = 10
+__all__ = ["BENCHMARK", "PRECISIONS", "main"]
 
 
-def train(example: str, options: Sequence[str]) -> Record:
-    """Trains in this process, into a folder that is removed.
-
-    Args:
-        example: "retrieval" or "ranking".
-        options: of its command line.
-
-    Returns:
-        The figures of the run.
-
-    Raises:
-        RuntimeError: the example has failed, and said why.
-    """
-    folder_of_examples = str(ROOT / "examples")
-    if folder_of_examples not in sys.path:
-        sys.path.insert(0, folder_of_examples)
-    module = __import__(f"train_{example}")
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        if module.main(["--out", folder, "--no-baselines", *options]):
-            raise RuntimeError(f"train_{example}.py {' '.join(options)} failed")
-        seconds = time.perf_counter() - start
-        losses = json.loads(Path(folder, "history.json").read_text())["losses"]
-        metrics = json.loads(Path(folder, "metrics.json").read_text())["HSTU"]
-    size = -(-len(losses) // PARTS)
-    parts = [statistics.fmean(losses[n : n + size]) for n in range(0, len(losses), size)]
-    return {
-        "seconds": rounded(seconds),
-        "loss": parts[-1],
-        "losses": [rounded(part) for part in parts],
-        **{f"test_{name}": value for name, value in metrics.items()},
-    }
+def of_precision(options: Any, precision: str) -> Any:
+    """Returns the options of the benchmark, with those of the runs in a precision."""
+    made = copy.copy(options)
+    made.options = [*PRECISIONS[precision], *options.options]
+    return made
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """Trains with every seed in every precision."""
+    """Trains the recipe with every seed in a precision."""
     options = run.options
-    shared = ["--device", options.device, "--steps", str(options.steps), *options.options]
-    for seed in options.seeds:
-        for precision in options.precisions:
-            figures = train(options.example, [*PRECISIONS[precision], "--seed", str(seed), *shared])
-            run_of = {"example": options.example, "precision": precision, "seed": seed}
-            yield {**run_of, "steps": options.steps, **figures}
+
+    def of_case(runs: Path) -> published.CommandLines:
+        return {
+            name: published.runs_of(of_precision(options, name), options.recipe, runs)
+            for name in BENCHMARK.selected(options)
+        }
+
+    results = published.results(run, of_case)[case]
+    about = {
+        "data": "/".join(options.data.parts[-2:]),
+        "shared": shlex.join(options.options),  # options of the runs in every precision
+    }
+    for record in published.records_of(of_precision(options, case), options.recipe, results):
+        of_seeds = {
+            str(result.seed): {
+                "loss": round(result.losses[-1], 6),  # precisions differ by .001 or less
+                **{name: rounded(x) for name, x in result.table[record["row"]].items()},
+            }
+            for result in results
+        }
+        yield {"precision": case, **about, **record, "of_seeds": of_seeds}
 
 
-BENCHMARK = Benchmark("fp8_training", PARSER, measure, needs_gpu=False)
+BENCHMARK = Benchmark("fp8_training", PARSER, measure, lambda _: list(PRECISIONS), needs_gpu=False)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

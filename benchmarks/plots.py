@@ -8,8 +8,9 @@ below what the same run's matrix product and copy allow; `roofline-relative.png`
 cases with a relative bias; and `forward-backward-dD.png`, one for each head dim D, has a bar for
 each implementation of the cases of the table. Of benchmarks.train,
 `train-STRATEGY.png` shows the tokens/s per GPU by the number of GPUs, of benchmarks.paged,
-`paged.png` each form and what a request needs, and of benchmarks.published, `published-SET.png` the
-metrics after each epoch.
+`paged.png` each form and what a request needs, of benchmarks.published, `published-SET.png` the
+metrics after each epoch, and of benchmarks.fp8_training, `fp8-training-RECIPE.png` the training
+loss and NDCG@10 of each precision.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if __name__ == "__main__":
 
 from .record import Record, read_records
 
-__all__ = ["bars", "curves", "draw", "main", "paged", "roofline", "training"]
+__all__ = ["bars", "curves", "draw", "main", "paged", "precisions", "roofline", "training"]
 
 DIRECTIONS = ("forward", "backward")
 MARKERS = {"forward": "o", "backward": "s"}
@@ -220,6 +221,25 @@ def curves(records: Sequence[Record], path: Path) -> None:
     _save(figure, path)
 
 
+def precisions(records: Sequence[Record], path: Path) -> None:
+    """Draws benchmarks.fp8_training: means over the seeds by epoch, a line for each precision."""
+    figure, (loss, ndcg) = _pyplot().subplots(1, 2, figsize=(11, 4.5))
+    for record in (r for r in records if r["curve"]):
+        losses, tests = record["losses"], [each["ndcg_10"] for each in record["curve"]]
+        of_tests = [record["epochs"] * (n + 1) / len(tests) for n in range(len(tests))]
+        loss.plot(range(1, len(losses) + 1), losses, linewidth=1.2, label=record["precision"])
+        ndcg.plot(of_tests, tests, marker=".", linewidth=1.2)
+    first = records[0]
+    loss.set(title=f"{Path(first['recipe']).stem} {first['shared']}", ylabel="loss, training")
+    ndcg.set(title=f"{first['gpu'] or first['cpu']}, commit {first['commit']}")
+    ndcg.set(ylabel=f"NDCG@10, {first['curve_split']}")
+    for axes in (loss, ndcg):
+        axes.set(xlabel="epoch")
+        axes.grid(alpha=0.2)
+    loss.legend(fontsize=8)
+    _save(figure, path)
+
+
 def draw(file: Path, folder: Path) -> list[Path]:
     """Draws all plots of a file of records; returns none if it has no record to be drawn."""
     records = read_records(file)
@@ -235,6 +255,8 @@ def draw(file: Path, folder: Path) -> list[Path]:
         add(f"train-{records[0]['strategy']}.png", training, records)
     elif benchmark == "published":
         add(f"published-{records[0]['set']}.png", curves, records)
+    elif benchmark == "fp8_training":
+        add(f"fp8-training-{Path(records[0]['recipe']).stem}.png", precisions, records)
     elif benchmark == "paged":
         add("paged.png", paged, records)
     elif benchmark == "attention":

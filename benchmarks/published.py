@@ -31,10 +31,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,7 @@ KINDS = ("sasrec", "hstu", "hstu-large")
 
 PARSER = cli.parser("published", __doc__, cases="recipes whose name contains a text")
 PARSER.add_argument("--set", choices=SETS, default="ml-1m", help="(default: ml-1m)")
-PARSER.add_argument("--data", type=Path, help="the file of the data set, which is required")
-PARSER.add_argument("--seeds", type=int, default=3, help="(default: 3)")
-PARSER.add_argument("--jobs", type=int, default=1, help="runs at once (default: 1)")
-PARSER.add_argument("--shared", action="store_true", help="the device is shared: record no seconds")
-PARSER.add_argument(
-    "--runs", type=Path, help="keep the runs in this directory, and continue those that are there"
-)
-PARSER.add_argument(
-    "--finished", action="store_true", help="train nothing: report the finished runs in --runs"
-)
-PARSER.add_argument("--epochs", type=int, help="in place of those of the recipes")
-PARSER.add_argument("options", nargs="*", help="more options of the example, after --")
-PARSER.add_argument("--note", default="", help="what the table says of the data")
-PARSER.add_argument("--device", default="auto", help="of the training (default: auto)")
+cli.add_runs(PARSER, shown="the table")
 PARSER.add_argument(
     "--baselines", action="store_true", help="tune popularity and co-occurrence, too"
 )
@@ -73,11 +60,21 @@ from hstu_attn.data import EventLog
 from .record import ROOT, Record, rounded
 from .runner import Benchmark, Run
 
-__all__ = ["BENCHMARK", "has_times", "main"]
+__all__ = [
+    "BENCHMARK",
+    "CommandLines",
+    "Result",
+    "has_times",
+    "main",
+    "records_of",
+    "results",
+    "runs_of",
+]
 
 RESULT = "result.json"  # in the directory of a run that is finished
 CURVE = ("hit_rate_10", "ndcg_10")
 SPLIT_OF = {"published": "test", "validated": "validation"}  # what is evaluated after each epoch
+CommandLines = dict[str, list[list[str]]]  # of the runs of each case
 FIRST_REAL_TIME = 631_152_000  # 1990-01-01: what is before it is no time of an event on the web
 
 
@@ -110,11 +107,15 @@ class Result:
         curve: the metrics after each epoch.
         seconds: of training, tests after each epoch and the files of the run; None where the run
             did not have the device alone, or was continued.
+        seed: of the run.
+        losses: the mean training loss of each epoch; none in a file from before they were kept.
     """
 
     table: dict[str, dict[str, float]]
     curve: list[dict[str, float]]
     seconds: float | None
+    seed: int
+    losses: list[float] = field(default_factory=list)
 
 
 def finished(arguments: list[str]) -> Result | None:
@@ -133,7 +134,8 @@ def finished(arguments: list[str]) -> Result | None:
     made_with = directory.read_json(options.out / directory.RUN)
     if problem := directory.difference(made_with, wanted, options.out):
         raise ValueError(problem)
-    return Result(**found) if found.pop("epochs") == options.epochs else None
+    is_over = found.pop("epochs") == options.epochs
+    return Result(**{**found, "seed": options.seed}) if is_over else None
 
 
 def train(arguments: list[str], has_device: bool) -> Result:
@@ -148,7 +150,10 @@ def train(arguments: list[str], has_device: bool) -> Result:
     seconds = time.perf_counter() - start
     history = json.loads((options.out / "history.json").read_text())
     curve = list(history[SPLIT_OF[options.protocol]].values())
-    result = Result(table, curve, rounded(seconds) if has_device and is_new else None)
+    by_epoch = np.array_split(history["losses"], min(options.epochs, len(history["losses"])))
+    losses = [float(part.mean()) for part in by_epoch]
+    of_first = rounded(seconds) if has_device and is_new else None
+    result = Result(table, curve, of_first, options.seed, losses)
     files = example("recommender.files")
     files.write_json(options.out / RESULT, {**asdict(result), "epochs": options.epochs})
     return result
@@ -172,12 +177,15 @@ def runs_of(options: Any, case: str, runs: Path) -> list[list[str]]:
     ]
 
 
-def results_of(options: Any, runs: Path) -> dict[str, list[Result]]:
-    """Makes the runs of all recipes that are asked for, one after the other or `--jobs` at once.
+def results_of(options: Any, of_case: CommandLines) -> dict[str, list[Result]]:
+    """Makes the runs of all cases, one after the other or `--jobs` at once.
 
-    Several at once begin with the recipes that take longest.
+    Several at once begin with the last case: recipes are sorted by the time that they take.
+
+    Args:
+        options: of the benchmark.
+        of_case: the command lines of the runs of each case.
     """
-    of_case = {case: runs_of(options, case, runs) for case in BENCHMARK.selected(options)}
     if options.finished:
         return {case: list(filter(None, map(finished, of_case[case]))) for case in of_case}
     if options.jobs == 1:
@@ -193,9 +201,17 @@ def results_of(options: Any, runs: Path) -> dict[str, list[Result]]:
         return {case: [*first[case], *(run.result() for run in others[case])] for case in of_case}
 
 
-def measure(run: Run, case: str) -> Iterator[Record]:
-    """Trains a recipe with each seed, and measures each row of its table."""
-    module, options = example(), run.options
+def results(run: Run, of_case: Callable[[Path], CommandLines]) -> dict[str, list[Result]]:
+    """Returns the results of all cases; the first call makes the runs.
+
+    Args:
+        run: of the benchmark.
+        of_case: returns the command lines of the runs of each case, given their directory.
+
+    Raises:
+        ValueError: there are no data, or `--finished` without a directory.
+    """
+    options = run.options
     if options.data is None:
         raise ValueError("--data: expected the file of the data set; got none")
     if options.finished and options.runs is None:
@@ -203,23 +219,49 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     if "results" not in run.kept:
         with ExitStack() as stack:
             runs = options.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            run.kept["results"] = results_of(options, runs)
-    results: list[Result] = run.kept["results"][case]
+            run.kept["results"] = results_of(options, of_case(runs))
+    made: dict[str, list[Result]] = run.kept["results"]
+    return made
+
+
+def measure(run: Run, case: str) -> Iterator[Record]:
+    """Trains a recipe with each seed, and measures each row of its table."""
+    options = run.options
+
+    def of_case(runs: Path) -> CommandLines:
+        return {name: runs_of(options, name, runs) for name in BENCHMARK.selected(options)}
+
+    for record in records_of(options, case, results(run, of_case)[case], options.baselines):
+        yield {"set": options.set, **record}
+
+
+def records_of(
+    options: Any, case: str, results: Sequence[Result], baselines: bool = False
+) -> Iterator[Record]:
+    """Returns a record for each row of the table of a recipe.
+
+    Args:
+        options: of the benchmark; `options.options` are those of the runs.
+        case: the recipe.
+        results: of each seed; there is no record of none.
+        baselines: whether to tune the baselines, too.
+    """
     if not results:
         return
+    module = example()
     first = module.parse_arguments(arguments_of(options, case))
     log = module.open_data(first, [], lambda _: None)
     tables = [result.table for result in results]
     name = shlex.join([case, *options.options])
-    for seed, result in enumerate(results):
+    for result in results:
         took = f"  {result.seconds:.0f} s" if result.seconds else ""
         for row, reached in result.table.items():
             shown = "  ".join(f"{module.LABELS[key]} {reached[key]:.4f}" for key in CURVE)
-            print(f"{name} seed {seed}, {row}: {shown}{took}", flush=True)
+            print(f"{name} seed {result.seed}, {row}: {shown}{took}", flush=True)
     of_model = {name: [table[name] for table in tables] for name in tables[0]}
     rows, split = dict(of_model), SPLIT_OF[first.protocol]
     levels: dict[str, dict[str, float]] = {}
-    if options.baselines:
+    if baselines:
         found = module.baselines_of(log, first)
         rows = {**{name: [row] for name, row in found["test"].items()}, **rows}
         levels = found[split]
@@ -227,7 +269,6 @@ def measure(run: Run, case: str) -> Iterator[Record]:
         "recipe": case,
         "options": shlex.join(options.options),
         "note": options.note,
-        "set": options.set,
         "fingerprint": log.manifest["content"],
         "users": log.num_users,
         "items": log.num_items,
@@ -246,6 +287,8 @@ def measure(run: Run, case: str) -> Iterator[Record]:
         {key: rounded(statistics.fmean(each[key] for each in tests)) for key in CURVE}
         for tests in zip(*(result.curve for result in results), strict=True)
     ]
+    of_runs = (result.losses for result in results)  # zip makes none of them where one has none
+    losses = [rounded(statistics.fmean(epoch)) for epoch in zip(*of_runs, strict=False)]
     for row, metrics in rows.items():
         columns = {key: [each[key] for each in metrics] for key in metrics[0]}
         yield {
@@ -260,6 +303,7 @@ def measure(run: Run, case: str) -> Iterator[Record]:
             },
             "curve": by_epoch if row == next(iter(of_model)) else [],
             "curve_split": split,
+            "losses": losses if row == next(iter(of_model)) else [],
             "level": {key: rounded(levels[row][key]) for key in CURVE} if row in levels else None,
         }
 

@@ -90,6 +90,16 @@ def published() -> list[str]:
     return [*(tables("published") or ["No results are stored."]), *between]
 
 
+def fp8_training() -> list[str]:
+    """Renders what training in FP8 reaches as Markdown, with the stored pictures of its curves."""
+    pictures = [
+        f'<img src="../../{path.relative_to(ROOT).as_posix()}" width="800" '
+        'alt="Training loss and NDCG@10 after each epoch in bf16 and in FP8">'
+        for path in sorted(RESULTS.glob("*/fp8-training-*.png"))
+    ]
+    return [*tables("fp8_training"), *(line for each in pictures for line in ("", each))]
+
+
 def ranking(of_real_data: bool) -> list[str]:
     """Renders what the ranking example reaches, on real data or on those made up, as Markdown."""
     files = [file for file in stored("ranking") if ("data" in file[0]) == of_real_data]
@@ -118,7 +128,10 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "docs/kernels/cpu.md": {"limits": partial(tables, "cpu_limits")},
     ROOT / "docs/kernels/layer.md": {"layer": partial(tables, "layer")},
     ROOT / "docs/kernels/paged.md": {"paged": partial(tables, "paged", "stack")},
-    ROOT / "docs/kernels/fp8.md": {"fp8": partial(tables, "attention", group="fp8")},
+    ROOT / "docs/kernels/fp8.md": {
+        "fp8": partial(tables, "attention", group="fp8"),
+        "training": fp8_training,
+    },
     ROOT / "docs/kernels/relative_bias.md": {
         "relative": partial(tables, "attention", group="relative")
     },

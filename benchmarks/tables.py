@@ -603,22 +603,38 @@ def ranking(files: Sequence[File]) -> list[Table]:
     return tables
 
 
+FP8_TRAINING = {"loss": "loss", **dict(list(PUBLISHED.items())[:3])}
+
+
 def fp8_training(files: Sequence[File]) -> list[Table]:
-    """Returns a table for each example: means over the seeds, and their standard deviations."""
+    """Returns a table for each recipe: over the seeds, figures and differences from bf16."""
+    header = ["", *FP8_TRAINING.values(), *(f"{x} - bf16" for x in FP8_TRAINING.values())]
     tables = []
-    for records in (example for file in files for example in by(file, "example")):
-        of_precision = {r[0]["precision"]: r for r in by(records, "precision")}
-        figures = [n for n in records[0] if n in ("loss", "seconds") or n.startswith("test_")]
-        rows = []
-        for name in figures:
-            values = [[r[name] for r in runs] for runs in of_precision.values()]
-            deviations = [statistics.stdev(x) if len(x) > 1 else 0.0 for x in values]
-            pairs = zip(values, deviations, strict=True)
-            rows.append([name, *(f"{statistics.fmean(x):.4f} ± {d:.4f}" for x, d in pairs)])
-        seeds, first = sorted({r["seed"] for r in records}), records[0]
-        before = f"{first['example']}, {first['steps']} steps, seeds {seeds}. {_gpu_origin(first)}:"
-        tables.append(Table(["", *of_precision], rows, before))
+    for records in (x for file in files for x in by(file, "recipe", "shared", "row")):
+        first, rows = records[0], []
+        base: dict[str, dict[str, float]] = next(
+            (r["of_seeds"] for r in records if r["precision"] == "bf16"), {}
+        )
+        for r in records:
+            runs = r["of_seeds"]
+            cells = [_over_seeds([run[name] for run in runs.values()]) for name in FP8_TRAINING]
+            pairs = [(runs[seed], base[seed]) for seed in runs if seed in base and runs is not base]
+            changes = [
+                [run[name] - of_bf16[name] for run, of_bf16 in pairs] for name in FP8_TRAINING
+            ]
+            rows.append([r["precision"], *cells, *(_over_seeds(x, "+") for x in changes)])
+        before = (
+            f"`{first['recipe']} {first['shared']}` on {first['data']}, {first['row']}; epochs: "
+            f"{first['epochs']}; seeds: {first['seeds']}. {_gpu_origin(first)}:"
+        )
+        tables.append(Table(header, rows, before))
     return tables
+
+
+def _over_seeds(values: Sequence[float], sign: str = "") -> str:
+    """Returns the mean and, of several values, the standard deviation; "-" of none."""
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.4f}{deviation}" if values else "-"
 
 
 LOAD = _numbers(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch="in a batch")
