@@ -63,7 +63,8 @@ def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Applicatio
     """
     words = []
     for name, value in arguments.items():
-        words += [f"--{name}"] if value in (True, "true") else [f"--{name}", str(value)]
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name}"] if value in (True, "true") else [f"--{name}", *map(str, values)]
     try:
         options = parse_arguments(__doc__, words)
     except SystemExit as error:  # it has said why

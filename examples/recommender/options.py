@@ -26,6 +26,7 @@ __all__ = [
     "Options",
     "Schedule",
     "Strategy",
+    "add_reading_options",
     "choose_device",
     "make_parser",
     "open_data",
@@ -37,7 +38,7 @@ Schedule: TypeAlias = Literal["cosine", "constant"]
 Interval: TypeAlias = "int | Literal['epoch']"  # steps, or an epoch
 
 # hstu_attn.data has these too, and imports torch.
-LAYOUT_NAMES = ("movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand", "parquet")
+LAYOUT_NAMES = ("movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand", "parquet", "csv")
 ACTIONS = (
     *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
     "is_profile_enter",
@@ -194,24 +195,11 @@ def make_parser(
         type=Path,
         nargs="+",
         help="MovieLens u.data, ratings.dat or ratings.csv, Amazon reviews as ratings only, "
-        "KuaiRand's logs or their directory, each also as .gz, or Parquet files or their "
-        "directory; without it a made-up data set is "
+        "KuaiRand's logs or their directory, each also as .gz, Parquet files or their directory, "
+        "or CSV files with --columns; without it a made-up data set is "
         f"written to {made_up_data} once and read from there",
     )
-    files.add_argument(
-        "--layout", choices=LAYOUT_NAMES, help="of --data; None is told by its first line"
-    )
-    files.add_argument(
-        "--columns",
-        nargs="+",
-        action=_ByName,
-        metavar="FEATURE=COLUMN",
-        help="the columns of Parquet files that hold user, item, timestamp and rating; those not "
-        "given have these names, and rating may be absent",
-    )
-    files.add_argument(
-        "--only", choices=ACTIONS, help="events with this action alone, where the data have actions"
-    )
+    add_reading_options(files)
     files.add_argument(
         "--min-user-events",
         type=int,
@@ -307,6 +295,24 @@ def make_parser(
     )
     parser.set_defaults(**defaults)
     return parser
+
+
+def add_reading_options(files: argparse._ActionsContainer) -> None:
+    """Adds the options that say how `--data` is read, which the server has too."""
+    files.add_argument(
+        "--layout", choices=LAYOUT_NAMES, help="of --data; None is told by its first line"
+    )
+    files.add_argument(
+        "--columns",
+        nargs="+",
+        action=_ByName,
+        metavar="FEATURE=COLUMN",
+        help="the columns of Parquet or CSV files that hold user, item, timestamp and rating; "
+        "those not given have these names, and rating may be absent",
+    )
+    files.add_argument(
+        "--only", choices=ACTIONS, help="events with this action alone, where the data have actions"
+    )
 
 
 def _interval(text: str) -> Interval:

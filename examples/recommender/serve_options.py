@@ -10,7 +10,12 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from recommender.options import add_reading_options
+
+if TYPE_CHECKING:
+    from hstu_attn.data import LayoutName
 
 __all__ = ["ADMIN_TOKENS", "MAX_BODY_BYTES", "TOKENS", "ServeOptions", "parse_arguments"]
 
@@ -23,7 +28,10 @@ class ServeOptions(argparse.Namespace):
     """The command line."""
 
     model: Path
-    data: Path | None
+    data: list[Path] | None
+    layout: LayoutName | None
+    columns: dict[str, str] | None
+    only: str | None
     cache_dir: Path | None
     host: str
     port: int
@@ -98,8 +106,13 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
         "--model", type=Path, default=Path("runs/retrieval/best.pt"), help="the trained model"
     )
     parser.add_argument(
-        "--data", type=Path, help="what users did before: a file or directory of the training data"
+        "--data",
+        type=Path,
+        nargs="+",
+        help="what users did before: the training data, read as --layout, --columns and --only of "
+        "the training say",
     )
+    add_reading_options(parser)
     parser.add_argument(
         "--cache-dir", type=Path, help="of the preprocessed data; None is next to --data"
     )
@@ -185,6 +198,7 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
             "argument --model: expected a file that train_retrieval.py or train_ranking.py saved "
             f"(make demo, make ranking); got {options.model}, which is no file"
         )
-    if options.data is not None and not options.data.exists():
-        parser.error(f"argument --data: expected a file or directory; got {options.data}")
+    for path in options.data or ():
+        if not path.exists():
+            parser.error(f"argument --data: expected a file or directory; got {path}")
     return options

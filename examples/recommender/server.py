@@ -75,7 +75,15 @@ def make_engine(
     if store is None:
         store = make_store(options, saved, "memory")
     if options.data is not None:
-        add_events(store, open_event_log(options.data, options.cache_dir, progress=True), saved)
+        log = open_event_log(
+            options.data,
+            options.cache_dir,
+            progress=True,
+            layout=options.layout,
+            columns=options.columns,
+            only=options.only,
+        )
+        add_events(store, log, saved)
     check_successor(served, served, cache, store, None)
     return Engine(
         served,

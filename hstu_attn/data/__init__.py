@@ -6,7 +6,8 @@
     batch = jagged_batch(log, windows.take(next(sampler)))
 
 Besides MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`), KuaiRand
-(`hstu_attn.data.kuairand`) and Parquet files (`hstu_attn.data.parquet`).
+(`hstu_attn.data.kuairand`), and Parquet or CSV files by the names of their columns
+(`hstu_attn.data.parquet`).
 `BalancedBatchSampler` divides batches among ranks by what they cost.
 
 It needs numpy and tqdm in addition to torch: `pip install hstu_attn[data]`.

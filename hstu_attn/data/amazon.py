@@ -92,7 +92,7 @@ class AmazonLayout:
                 block.keys(self.user),
                 asins,
                 block.decimal("rating", LOWEST_RATING, HIGHEST_RATING),
-                block.natural("timestamp", **times),
+                block.natural("timestamp", unit="seconds" if in_seconds else None, **times),
                 self.ticks_per_second,
             )
         if block is None:

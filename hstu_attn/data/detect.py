@@ -10,12 +10,14 @@ from .amazon import AMAZON_2014, AMAZON_2018, AMAZON_2023, ASIN_LENGTH, place_of
 from .kuairand import KUAIRAND, kuairand_logs
 from .layout import EventLayout, open_bytes, shown
 from .movielens import MOVIELENS_100K, MOVIELENS_CSV, MOVIELENS_DAT
-from .parquet import ParquetLayout, parquet_files
+from .parquet import CsvLayout, ParquetLayout, parquet_files
 from .table import BYTE_ORDER_MARK, delimiter_of
 
 __all__ = ["LAYOUT_NAMES", "LayoutName", "detect_layout", "source_files"]
 
-LayoutName = Literal["movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand", "parquet"]
+LayoutName = Literal[
+    "movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand", "parquet", "csv"
+]
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 WITHOUT_HEADER = {layout.name: layout for layout in (AMAZON_2014, AMAZON_2018)}
@@ -47,18 +49,20 @@ def detect_layout(
     Args:
         source: the file.
         name: one of `LAYOUT_NAMES`; None is any of them.
-        columns: names of the columns of Parquet files, by feature.
+        columns: names of the columns of Parquet files or of text files with a header, by feature.
 
     Raises:
-        ValueError: none of the layouts, `columns` for another layout than Parquet, or a line of
-            Amazon reviews in which either of two fields may be the item.
+        ValueError: none of the layouts, `columns` for a layout that has names of its own, or a line
+            of Amazon reviews in which either of two fields may be the item.
     """
     if name is not None and name not in LAYOUT_NAMES:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
     if name == "parquet" or (name is None and source.suffix == ".parquet"):
         return ParquetLayout(columns or {})
+    if name == "csv" or (name is None and columns is not None):
+        return CsvLayout(columns or {})
     if columns is not None:
-        raise ValueError(f"columns: expected None for what is not Parquet, got {dict(columns)}")
+        raise ValueError(f"columns: expected None for the layout {name}, got {dict(columns)}")
     suffix = source.with_suffix("").suffix if source.suffix == ".gz" else source.suffix
     if name in (None, "movielens"):
         if suffix not in (".dat", ".csv", ".data"):
@@ -99,5 +103,6 @@ def detect_layout(
         f"{source}:1: expected the header {','.join(MOVIELENS_CSV.columns)!r} (MovieLens), "
         f"{','.join(AMAZON_2023.columns)!r} (Amazon, 2023) or that of KuaiRand's logs, or a line "
         f"{','.join(AMAZON_2018.columns)!r} (Amazon, 2018) or "
-        f"{','.join(AMAZON_2014.columns)!r} (2014), got {shown(line)!r}"
+        f"{','.join(AMAZON_2014.columns)!r} (2014), got {shown(line)!r}; --columns (columns=...) "
+        "reads a file with another header by the names of its columns"
     )

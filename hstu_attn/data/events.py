@@ -176,14 +176,16 @@ def open_event_log(
               (`hstu_attn.data.amazon`). A malformed line is an error.
             * KuaiRand's logs, one file or several, or the directory that holds them
               (`hstu_attn.data.kuairand`). A malformed line is an error.
-            * Parquet files, one or several, or the directory that holds them
-              (`hstu_attn.data.parquet`).
+            * Parquet files, one or several, or the directory that holds them, and text files whose
+              columns are named (`hstu_attn.data.parquet`). A malformed line is an error.
         cache_dir: where the preprocessed form goes; None is `hstu_cache` next to `source`.
         progress: shows a progress bar while reading.
-        layout: "movielens", "amazon", one of its "amazon-2014" and "amazon-2018", "kuairand" or
-            "parquet"; None is told by the first line, or by a name that ends in .parquet.
-        columns: the names of the columns of Parquet files, by feature: "user", "item", "timestamp"
-            and "rating". A feature without a name has its own; None names none.
+        layout: "movielens", "amazon", one of its "amazon-2014" and "amazon-2018", "kuairand",
+            "parquet" or "csv"; None is told by a name that ends in .parquet, by `columns`, or by
+            the first line.
+        columns: the names of the columns of Parquet files, or of text files with a header, by
+            feature: "user", "item", "timestamp" and "rating". A feature without a name has its own;
+            None names none.
         only: keeps only the events with that action, for example "long_view", where the layout has
             actions.
         min_user_events: leaves out users with fewer events.

@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .amazon import FIRST_MILLISECOND
 from .layout import (
     Events,
     MalformedLineError,
@@ -69,7 +70,7 @@ class MovieLensLayout:
                 block.natural(user),
                 block.natural(item),
                 block.decimal(rating, LOWEST_RATING, HIGHEST_RATING),
-                block.natural(timestamp),
+                block.natural(timestamp, most=FIRST_MILLISECOND - 1, unit="seconds"),
             )
             yield events.select(block.report())
 

@@ -1,10 +1,15 @@
-"""Parquet files of events, as many as there are, whose columns the caller names.
+"""Parquet files and text files of events, as many as there are, whose columns the caller names.
 
     open_event_log("events/", columns={"user": "account", "item": "sku", "timestamp": "at"})
+    open_event_log("log.csv", columns={"user": "account", "item": "sku", "timestamp": "at"})
 
-* `user`, `item`: whole numbers from 0, or text.
-* `timestamp`: a timestamp or a date of Parquet, or whole numbers: seconds, or milliseconds, which
-  their size tells.
+A text file has a header. A comma, a semicolon, a tab or a bar separates its fields, which may be in
+double quotes.
+
+* `user`, `item`: whole numbers from 0, or text. Those of a text file are always text, so that
+  `007` stays what it is.
+* `timestamp`: a timestamp or a date of Parquet, in text files as ISO 8601 has it, or whole numbers:
+  seconds, or milliseconds, which their size tells.
 * `rating`: numbers. It may be absent, and each event then has a rating of 1.
 * What a user did, as `hstu_attn.data.kuairand` has it: columns named as `ACTIONS`, each true or
   false (or 1 or 0). `EventLog.columns` holds `actions` where there is one of these columns.
@@ -16,10 +21,11 @@ It needs pyarrow: `pip install hstu_attn[parquet]`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import csv
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +33,14 @@ from tqdm import tqdm
 
 from .amazon import FIRST_MILLISECOND
 from .kuairand import ACTIONS
-from .layout import LONGEST_NATURAL_NUMBER, Events, MalformedLines, Reject
+from .layout import LONGEST_NATURAL_NUMBER, Events, MalformedLines, Reject, open_bytes
 from .table import KEY, LONGEST_KEY
 
-__all__ = ["FEATURES", "ParquetLayout", "parquet_files"]
+__all__ = ["FEATURES", "CsvLayout", "ParquetLayout", "parquet_files"]
 
 FEATURES = ("user", "item", "timestamp", "rating")
 BATCH_EVENTS = 1 << 18
+DELIMITERS = ",;\t|"
 TICKS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -56,6 +63,7 @@ class ParquetLayout:
 
     columns: Mapping[str, str] = field(default_factory=dict)
     name: str = "parquet"
+    kind: ClassVar[str] = "Parquet"
 
     def __post_init__(self) -> None:
         for feature in self.columns:
@@ -75,14 +83,13 @@ class ParquetLayout:
         """
         try:
             import pyarrow as pa
-            from pyarrow import parquet
         except ImportError as error:
             raise ValueError(
                 f"{sources[0]} needs pyarrow: pip install 'hstu_attn[parquet]'"
             ) from error
         bar = tqdm(
             total=sum(source.stat().st_size for source in sources),
-            desc=f"reading {len(sources)} Parquet files",
+            desc=f"reading {len(sources)} {self.kind} files",
             unit="B",
             unit_scale=True,
             disable=not progress,
@@ -91,21 +98,21 @@ class ParquetLayout:
         with bar:
             for source in sources:
                 try:
-                    with parquet.ParquetFile(source) as file:
-                        names = self._names(source, file.schema_arrow.names)
-                        row = 0
-                        for batch in file.iter_batches(BATCH_EVENTS, columns=[*names.values()]):
-                            if not len(batch):
-                                continue
-                            columns = {key: batch.column(names[key]) for key in names}
-                            events = _Columns(source, row, names, columns).events()
-                            row += len(batch)
-                            if first is None:
-                                first = source, list(names), events
-                            _require_alike(source, list(names), events, *first)
-                            yield events
+                    row = 0
+                    for names, batch in self._batches(source):
+                        if not len(batch):
+                            continue
+                        columns = {key: batch.column(names[key]) for key in names}
+                        events = _Columns(source, row, names, columns).events()
+                        row += len(batch)
+                        if first is None:
+                            first = source, list(names), events
+                        _require_alike(source, list(names), events, *first)
+                        yield events
                 except pa.ArrowInvalid as error:
-                    raise ValueError(f"{source}: expected a Parquet file, got: {error}") from error
+                    raise ValueError(
+                        f"{source}: expected a {self.kind} file, got: {error}"
+                    ) from error
                 bar.update(source.stat().st_size)
         if first is None:
             raise ValueError(f"{', '.join(map(str, sources))}: expected events, got none")
@@ -117,6 +124,15 @@ class ParquetLayout:
     def read_titles(self, source: Path, reject: Reject) -> dict[int, str]:
         """Returns no titles."""
         return {}
+
+    def _batches(self, source: Path) -> Iterator[tuple[dict[str, str], Any]]:
+        """Reads the columns, whose names by feature or action stand beside each batch."""
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(source) as file:
+            names = self._names(source, file.schema_arrow.names)
+            for batch in file.iter_batches(BATCH_EVENTS, columns=[*names.values()]):
+                yield names, batch
 
     def _names(self, source: Path, found: Sequence[str]) -> dict[str, str]:
         """Returns the columns to read, by feature or action."""
@@ -130,6 +146,41 @@ class ParquetLayout:
                 "(--columns, columns=..., names those of " + ", ".join(FEATURES) + ")"
             )
         return {**names, **{action: action for action in ACTIONS if action in found}}
+
+
+@dataclass(frozen=True)
+class CsvLayout(ParquetLayout):
+    """The layout of text files with a header, whose fields a character separates.
+
+    Args:
+        columns: the names of columns by feature, one of `FEATURES`.
+        name: the name in the manifest of the preprocessed log.
+    """
+
+    name: str = "csv"
+    kind: ClassVar[str] = "CSV"
+
+    def _batches(self, source: Path) -> Iterator[tuple[dict[str, str], Any]]:
+        import pyarrow as pa
+        from pyarrow import csv as text
+
+        with open_bytes(source, progress=False) as (file, _):
+            header = file.readline().decode("utf-8-sig", errors="backslashreplace")
+        delimiter = max(DELIMITERS, key=header.count)
+        names = self._names(source, next(csv.reader([header], delimiter=delimiter), []))
+        # Types that are told by the first rows would not fit ids and ratings of later ones.
+        types = {names[feature]: pa.string() for feature in ("user", "item")}
+        if "rating" in names:
+            types[names["rating"]] = pa.float32()
+        with text.open_csv(
+            source,
+            parse_options=text.ParseOptions(delimiter=delimiter),
+            convert_options=text.ConvertOptions(
+                include_columns=[*names.values()], column_types=types
+            ),
+        ) as reader:
+            for batch in reader:
+                yield names, batch
 
 
 def _require_alike(

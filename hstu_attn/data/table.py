@@ -70,9 +70,13 @@ class Block:
         return ~np.isin(self.numbers, list(self.reasons))
 
     def natural(
-        self, name: str, least: int = 0, most: int = 10**LONGEST_NATURAL_NUMBER - 1
+        self,
+        name: str,
+        least: int = 0,
+        most: int = 10**LONGEST_NATURAL_NUMBER - 1,
+        unit: str | None = None,
     ) -> NDArray[np.int64]:
-        """Converts a column of whole numbers.
+        """Converts a column of whole numbers, whose unit an error tells.
 
         Raises:
             ValueError: a field that is something else, or is not from `least` to `most`, where
@@ -86,7 +90,9 @@ class Block:
             digits = self.data[np.where(inside, starts + place, 0)] - np.uint8(ord("0"))
             bad |= inside & (digits > 9)
             numbers = np.where(inside, 10 * numbers + digits, numbers)
-        self._require(~bad & (numbers >= least) & (numbers <= most), name, _whole(least, most))
+        self._require(
+            ~bad & (numbers >= least) & (numbers <= most), name, _whole(least, most, unit)
+        )
         return numbers
 
     def keys(self, name: str) -> NDArray[np.bytes_]:
@@ -151,11 +157,12 @@ class Block:
         return starts, self.stops[:, column] - starts
 
 
-def _whole(least: int, most: int) -> str:
+def _whole(least: int, most: int, unit: str | None) -> str:
+    number = f"a whole number of {unit}" if unit else "a whole number"
     if most < 10**LONGEST_NATURAL_NUMBER - 1:
-        return f"a whole number from {least} to {most}"
+        return f"{number} from {least} to {most}"
     above = f" from {least}" if least else ""
-    return f"a whole number{above} of at most {LONGEST_NATURAL_NUMBER} digits"
+    return f"{number}{above} of at most {LONGEST_NATURAL_NUMBER} digits"
 
 
 def read_table(

@@ -113,6 +113,7 @@ def test_malformed_lines_are_reported_and_counted(
 ) -> None:
     fields = "expected 4 fields separated by '::' (user, item, rating, timestamp), got"
     whole = "expected a whole number of at most 18 digits, got"
+    seconds = "expected a whole number of seconds from 0 to 99999999999, got"
     stars = "column 3, rating: expected a number from 0.5 to 5.0, got"
     bad = {
         b"1::2::3": f"{fields} 3",
@@ -125,10 +126,11 @@ def test_malformed_lines_are_reported_and_counted(
         b"1::2::good::4": f"{stars} 'good'",
         b"1::2::nan::4": f"{stars} 'nan'",
         b"1::2::6::4": f"{stars} '6'",
-        b"1::2::3::4.5": f"column 4, timestamp: {whole} '4.5'",
-        b"1::2::3::9999999999999999999": f"column 4, timestamp: {whole} '9999999999999999999'",
+        b"1::2::3::4.5": f"column 4, timestamp: {seconds} '4.5'",
+        b"1::2::3::1700000000000": f"column 4, timestamp: {seconds} '1700000000000'",
+        b"1::2::3::9999999999999999999": f"column 4, timestamp: {seconds} '9999999999999999999'",
         b"\xff\x00::2::3::4": f"column 1, user: {whole} " + r"'\\xff\x00'",
-        b"1::2::3::": f"column 4, timestamp: {whole} ''",
+        b"1::2::3::": f"column 4, timestamp: {seconds} ''",
         b"::::::": f"column 1, user: {whole} ''",
     }
     monkeypatch.setattr(table, "BLOCK_BYTES", block_bytes)

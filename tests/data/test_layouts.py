@@ -330,7 +330,7 @@ def test_a_malformed_line_is_an_error(tmp_path: Path, bad: str, message: str) ->
         ),
         (
             "0000013714,A2SUAM1J3GNN3B,5.0,1400000000000\n",
-            r"Things.csv:1: column 4, timestamp: expected a whole number from 0 to 99999999999",
+            r"Things.csv:1: column 4, timestamp: expected a whole number of seconds from 0 to 999",
         ),
         ("", r"Things.csv:1: expected reviews of Amazon with the item, .*got ''"),
     ],
@@ -375,7 +375,7 @@ def test_refuses_logs(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match="layout: expected one of movielens, amazon, amazon-2014, amazon-2018, kuairand, "
-        "parquet, got",
+        "parquet, csv, got",
     ):
         open_event_log(path, layout="netflix")  # type: ignore[arg-type]
     amazon = write_amazon(tmp_path, 2023)

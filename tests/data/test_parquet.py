@@ -1,9 +1,11 @@
-"""Tests of reading Parquet files of events."""
+"""Tests of reading Parquet and CSV files of events by the names of their columns."""
 
 from __future__ import annotations
 
 import datetime
+import gzip
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import train_ranking
 import train_retrieval
 
 from hstu_attn.data import ACTIONS, EventLog, open_event_log, parquet, preprocess
-from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.data.synthetic_layouts import write_synthetic_kuairand
 
 pa = pytest.importorskip("pyarrow")
@@ -165,9 +166,6 @@ def test_refuses_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_event_log(paths, columns=NAMES)
     with pytest.raises(ValueError, match=r"columns: expected names for user, item, .*'users'"):
         open_event_log(paths, columns={"users": "account"})
-    ratings = write_synthetic_movielens(tmp_path, **SIZE)
-    with pytest.raises(ValueError, match="columns: expected None for what is not Parquet, got"):
-        open_event_log(ratings, columns=NAMES)
     pq.write_table(pa.table({name: pa.array([], pa.int64()) for name in EVENTS}), paths[1])
     with pytest.raises(ValueError, match=r"b.parquet: expected events, got none"):
         open_event_log(paths[1], columns=NAMES)
@@ -205,6 +203,82 @@ def test_actions_and_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (log.timestamps == expected.timestamps).all()
     clicked = open_event_log(directory, only="is_click")
     assert 0 < clicked.num_events < log.num_events
+
+
+def write_csv(
+    path: Path, delimiter: str = ",", quote: str = "", at: Sequence[object] = EVENTS["at"]
+) -> Path:
+    columns = [*zip(*(EVENTS | {"at": at}).values(), strict=True)]
+    lines = [[*EVENTS], *[("" if value is None else value for value in row) for row in columns]]
+    text = "\n".join(delimiter.join(f"{quote}{value}{quote}" for value in row) for row in lines)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text, encoding="utf-8-sig")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("log.csv", {}),
+        ("log.csv", {"quote": '"'}),
+        ("log.txt", {"delimiter": ";"}),
+        ("log.tsv", {"delimiter": "\t"}),
+        ("log.csv.gz", {"delimiter": "|"}),
+        ("log.csv", {"at": [1000 * second + 999 for second in EVENTS["at"]]}),
+        ("log.csv", {"at": [f"{time:%Y-%m-%d %H:%M:%S}" for time in TIMES]}),
+        ("log.csv", {"at": [f"{time:%Y-%m-%dT%H:%M:%S}.5Z" for time in TIMES]}),
+    ],
+    ids=["commas", "quotes", "semicolons", "tabs", "gz", "milliseconds", "times", "zone"],
+)
+def test_reads_text_by_the_names_of_its_columns(
+    tmp_path: Path, name: str, change: dict[str, Any]
+) -> None:
+    log = open_event_log(write_csv(tmp_path / name, **change), columns=NAMES)
+    check_events(log)
+    assert log.source_user_ids == ["3", "7"]
+    assert log.source_item_ids == ["10", "20", "30", "40"]
+    assert log.manifest["fingerprint"]["layout"] == "csv"
+
+
+def test_text_without_ratings_in_several_files(tmp_path: Path) -> None:
+    """Ids keep their zeros, and later ids and files need not look like the first ones."""
+    rows = [("007", "1", 5), ("007", "x-2", 3), ("07", "1", 1), ("a7", "1", 2)] * 3
+    for part in range(3):
+        lines = [f"{START + time},{user},{item}\n" for user, item, time in rows[part::3]]
+        (tmp_path / f"{part}.csv").write_text("timestamp,user,item\n" + "".join(lines))
+    paths = sorted(tmp_path.glob("*.csv"))
+    log = open_event_log(paths, layout="csv")
+    assert log.source_user_ids == ["007", "07", "a7"]
+    assert log.items.tolist() == [1, 1, 1, 0, 0, 0] + [0] * 6
+    assert log.ratings.tolist() == [1] * 12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("user,sku,at\n1,2,3\n", r"expected one column 'account', got user, sku, at \(--columns"),
+        ("account,sku,at\n1,2,3\n1,2\n", r"expected a CSV file, got: .*Expected 3 columns"),
+        ("account,sku,at\n1,2,3\n1,,3\n", r"column sku, row 1: expected 1 to 64 printable"),
+        ("account,sku,at\n1,2,3\n1,2,\n", r"column at, row 1: expected no null, got None"),
+        ("account,sku,at\n1,2,3.5\n", r"column at: expected whole numbers, got double"),
+        ("account,sku,at\n1,2,soon\n", r"column at: expected whole numbers, got string"),
+        ("account,sku,at,stars\n1,2,3,good\n", r"expected a CSV file, got: .*'good'"),
+        ("account,sku,at\n", r"expected events, got none"),
+        ("", r"expected one column 'account', got  "),
+    ],
+)
+def test_refuses_text(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(text)
+    names = {name: NAMES[name] for name in ("user", "item", "timestamp")}
+    if "stars" in text:
+        names = NAMES
+    with pytest.raises(ValueError, match=rf"log.csv: {message}"):
+        open_event_log(path, columns=names)
+    with pytest.raises(ValueError, match="columns: expected None for the layout movielens, got"):
+        open_event_log(path, columns=names, layout="movielens")
 
 
 @pytest.mark.slow

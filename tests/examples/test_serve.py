@@ -248,6 +248,29 @@ def test_ids_of_the_data_that_are_text(amazon: tuple[Client, Path, EventLog]) ->
 
 
 @pytest.mark.slow
+def test_data_are_read_by_the_names_of_their_columns(
+    amazon: tuple[Client, Path, EventLog], tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow")
+    _, path, log = amazon
+    users = np.repeat(np.arange(log.num_users), np.diff(log.offsets)).tolist()
+    rows = zip(users, log.items.tolist(), log.timestamps.tolist(), strict=True)
+    lines = [f"{at}000;{log.user_name(u)};{log.source_item_ids[item]}\n" for u, item, at in rows]
+    for number in range(2):
+        text = "at;account;sku\n" + "".join(lines[number::2])
+        (tmp_path / f"{number}.csv").write_text(text)
+    data = ["--data", *map(str, tmp_path.iterdir()), "--columns", "user=account", "item=sku"]
+    options = serve_options.parse_arguments(None, ["--model", str(path), *data, "timestamp=at"])
+    with make_engine(options, load_model(path, CPU)) as engine:
+        assert len(engine.store) == log.num_users
+        [stored] = engine.store.read([log.user_name(7)], [0])
+    latest = slice(*log.offsets[7:9])
+    kept = len(stored.events)
+    assert stored.events[:, 0].tolist() == log.items[latest][-kept:].tolist()
+    assert stored.events[:, 1].tolist() == log.timestamps[latest][-kept:].tolist()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "kind", "place"),
     [
