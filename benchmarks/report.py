@@ -26,8 +26,10 @@ PARSER.add_argument("--check", action="store_true", help="write nothing")
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
+from .example_tables import soak
 from .record import RESULTS, ROOT, read_records
-from .tables import TABLES, File, peers, soak, speed
+from .table import File
+from .tables import TABLES, peers, speed
 
 __all__ = ["DOCUMENTS", "render"]
 

@@ -8,96 +8,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
+from .example_tables import engine, fp8_training, published, ranking, retrieval, serving
 from .record import BASELINES, Record
+from .table import (
+    DTYPES,
+    Cells,
+    File,
+    Table,
+    by,
+    cpu_origin,
+    gpu_origin,
+    number,
+    number_columns,
+    record_table,
+)
 
-__all__ = ["MATMUL", "TABLES", "File", "Table", "by", "peers", "speed", "text"]
-
-File = list[Record]  # the records of a file, all of one benchmark and group
-DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table, with a paragraph before it if `before` is not empty, and after it likewise."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    before: str = ""
-    after: str = ""
-
-    def markdown(self) -> list[str]:
-        """Returns lines of Markdown."""
-        rule = ["---" if n < 1 else "---:" for n in range(len(self.header))]
-        return self._lines(f"| {' | '.join(cells)} |" for cells in (self.header, rule, *self.rows))
-
-    def text(self) -> list[str]:
-        """Returns lines with aligned columns, the first one flush left and the others right."""
-        rows = [self.header, *self.rows]
-        widths = [max(len(row[n]) for row in rows) for n in range(len(self.header))]
-        return self._lines(
-            "  ".join(
-                cell.rjust(width) if n else cell.ljust(width)
-                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
-
-    def _lines(self, table: Iterable[str]) -> list[str]:
-        before, after = ([x] if x else [] for x in (self.before, self.after))
-        return [*before, *([""] if before else []), *table, *([""] if after else []), *after]
-
-
-def _number(x: float | None, digits: int = 3) -> str:
-    """Formats with so many significant digits, and never an exponent."""
-    if x is None:
-        return "-"
-    rounded = float(f"{x:.{digits}g}")
-    return f"{rounded:.0f}" if rounded >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
-
-
-Cells = dict[str, Callable[[Record], str]]  # by the header of their column
-
-
-def _table(columns: Cells, records: File, before: str = "", after: str = "") -> Table:
-    """Returns a table with a row for each record."""
-    rows = [[cell(record) for cell in columns.values()] for record in records]
-    return Table(list(columns), rows, before, after)
-
-
-def _numbers(**columns: str) -> Cells:
-    """Returns columns with the numbers of fields; arguments map a field to its column's header."""
-    return {
-        header: lambda record, field=field: _number(record[field])  # type: ignore[misc]
-        for field, header in columns.items()
-    }
-
-
-def _cpu_origin(records: File) -> str:
-    record = records[0]
-    commits = " and ".join(dict.fromkeys(r["commit"] for r in records))
-    features = [f for f in record["features"] if f.endswith("bf16")] or record["features"]
-    return (
-        f"{record['cpu']} ({', '.join(features)}), {record['threads']} threads, "
-        f"torch {record['torch']}, {record['date']}, commit {commits}"
-    )
-
-
-def _gpu_origin(record: Record) -> str:
-    return (
-        f"{record['gpu'] or record['cpu']}, torch {record['torch']}, CUDA {record['cuda']}, Triton "
-        f"{record['triton']}, {record['date']}, commit {record['commit']}: `{record['command']}`"
-    )
-
-
-def by(records: Iterable[Record], *names: str) -> list[File]:
-    """Returns the records in groups that are equal in these fields."""
-    found: dict[tuple[object, ...], File] = {}
-    for record in records:
-        found.setdefault(tuple(record[name] for name in names), []).append(record)
-    return list(found.values())
-
+__all__ = ["MATMUL", "TABLES", "peers", "scan", "speed", "text"]
 
 # ---------------------------------------------------------------------------------------------
 # The CPU kernels
@@ -113,7 +40,7 @@ def _cpu_row(records: File) -> list[str]:
 
     def both(name: str) -> str:
         values = [found[name, direction]["ms"] for direction in directions]
-        return "-" if None in values else " / ".join(map(_number, values))
+        return "-" if None in values else " / ".join(map(number, values))
 
     def speedup(over: Sequence[str]) -> str:
         ratios = []
@@ -127,7 +54,7 @@ def _cpu_row(records: File) -> list[str]:
         *(records[0]["case"], str(records[0]["head_dim"]), DTYPES[records[0]["dtype"]]),
         *(both(name) for name in CPU_IMPLS),
         *(speedup(CPU_IMPLS[1:2]), speedup(CPU_IMPLS[1:])),
-        *(_number(found[name, "backward"]["peak_mib"]) for name in CPU_IMPLS),
+        *(number(found[name, "backward"]["peak_mib"]) for name in CPU_IMPLS),
     ]
 
 
@@ -144,7 +71,7 @@ def cpu(files: Sequence[File]) -> list[Table]:
         rows = [_cpu_row(group) for group in by(records, "case", "head_dim", "dtype")]
         skipped = "; ".join(sorted({f"{r['case']}, {r['dtype']}" for r in records if r["skipped"]}))
         after = f"Not measured: padded forms of {skipped} (too large)." if skipped else ""
-        tables.append(Table(header, rows, f"{_cpu_origin(records)}:", after))
+        tables.append(Table(header, rows, f"{cpu_origin(records)}:", after))
     return tables
 
 
@@ -161,10 +88,10 @@ def cpu_limits(files: Sequence[File]) -> list[Table]:
                 continue
             row = [first["impl"], DTYPES[first["dtype"]], str(first["head_dim"])]
             for r in group:
-                row += [_number(r["gflops"]), f"{r['gflops'] / product[r['dtype']]:.2f}"]
+                row += [number(r["gflops"]), f"{r['gflops'] / product[r['dtype']]:.2f}"]
             rows.append(row)
-        products = " and ".join(f"{_number(x)} in {DTYPES[dtype]}" for dtype, x in product.items())
-        before = f"{_cpu_origin(records)}; `torch.matmul` {products}:"
+        products = " and ".join(f"{number(x)} in {DTYPES[dtype]}" for dtype, x in product.items())
+        before = f"{cpu_origin(records)}; `torch.matmul` {products}:"
         tables.append(Table(header, rows, before))
     return tables
 
@@ -186,7 +113,7 @@ def _attention_row(
         if record.get("error"):
             return "failed"
         value = record.get("share_of_matmul")
-        return f"{value:.2f}" if value else _number(record.get("host_us"))
+        return f"{value:.2f}" if value else number(record.get("host_us"))
 
     def times_as_fast(impl: str, other: str, direction: str) -> str:
         slower, faster = (found.get((name, direction), {}).get("ms") for name in (other, impl))
@@ -194,7 +121,7 @@ def _attention_row(
 
     def mebibytes(impl: str, direction: str) -> str:
         peak = found.get((impl, direction), {}).get("peak_memory_bytes")
-        return _number(peak / 2**20) if peak else "-"
+        return number(peak / 2**20) if peak else "-"
 
     def joined(cells: Iterable[str]) -> str:
         every = list(cells)
@@ -235,10 +162,10 @@ def attention(files: Sequence[File]) -> list[Table]:
             _attention_row(each, impls, passes, in_memory)
             for each in by(records, "case", "head_dim")
         ]
-        product = f"The matrix product runs at {_number(first['matmul_tflops'])} TFLOP/s."
+        product = f"The matrix product runs at {number(first['matmul_tflops'])} TFLOP/s."
         memory = [f"MiB {impl}" for impl in in_memory]
         header = ["sequences x lengths", "D", *impls, *over, *memory]
-        tables.append(Table(header, rows, f"{product} {_gpu_origin(first)}:"))
+        tables.append(Table(header, rows, f"{product} {gpu_origin(first)}:"))
     return tables
 
 
@@ -266,7 +193,7 @@ def scan(records: File) -> Table:
                 ratios.setdefault((head_dim, first["pass"]), []).append(ratio)
         else:
             needed = first["least_bytes"] / first["copy_tbps"] / 1e9  # [ms]
-            alone.append(f"{name}: {_number(1e3 * own)} us, {own / needed:.1f} times its bytes'")
+            alone.append(f"{name}: {number(1e3 * own)} us, {own / needed:.1f} times its bytes'")
     rows = []
     for key, x in sorted(ratios.items(), key=lambda item: item[0][0].rjust(3)):
         slow = sum(ratio < SLOW for ratio in x)
@@ -274,7 +201,7 @@ def scan(records: File) -> Table:
         rows.append([*key, str(len(x)), *figures])
     slowest = [f"{name}: {ratio:.2f}" for ratio, name in sorted(named)[:SHOWN_SLOWEST]]
     header = ["D", "pass", "shapes", "median", "least", f"below {SLOW}"]
-    before = f"Speed over the faster of {' and '.join(SOFTMAX)}. {_gpu_origin(records[0])}:"
+    before = f"Speed over the faster of {' and '.join(SOFTMAX)}. {gpu_origin(records[0])}:"
     return Table(header, rows, before, after="; ".join([*slowest, *alone]) + ".")
 
 
@@ -306,9 +233,9 @@ def speed(ours: File, theirs: File) -> list[str]:
         rates.append(f"{own['tflops'] / best:.1f}")
     return [
         f"On an {forward['gpu'].removeprefix('NVIDIA ')}, 8 causal sequences of 4096 tokens "
-        f"({forward['heads']} heads of 128, bf16) take {_number(forward['ms'])} ms forward "
+        f"({forward['heads']} heads of 128, bf16) take {number(forward['ms'])} ms forward "
         f"({forward['tflops']:.0f} TFLOP/s) and",
-        f"{_number(backward['ms'])} ms backward ({backward['tflops']:.0f}): {' and '.join(faster)} "
+        f"{number(backward['ms'])} ms backward ({backward['tflops']:.0f}): {' and '.join(faster)} "
         f"times as fast as torch's FlashAttention-2 at the same shape, {' and '.join(rates)} times "
         "the",
         "TFLOP/s of the fastest of the [other HSTU kernels](#comparison-with-other-libraries) "
@@ -336,15 +263,15 @@ def peers(ours: File, theirs: File, cases: Sequence[str] = ()) -> Table:
             for direction in DIRECTIONS:
                 tflops = found[impl, case, head_dim, direction]["tflops"]
                 ms = found["hstu_attn", case, head_dim, direction]["flops"] / tflops / 1e9
-                times.append(f"{_number(ms)} ({tflops:.0f})")
+                times.append(f"{number(ms)} ({tflops:.0f})")
             cells.append(" / ".join(times))
         rows.append([case, str(head_dim), *cells])
     own, other = ours[0], theirs[0]
     after = (
         f"hstu_attn: {own['gpu']}, torch {own['torch']}, {own['date']}, commit {own['commit']}, "
-        f"matrix product {_number(own['matmul_tflops'])} TFLOP/s. The others, in another "
+        f"matrix product {number(own['matmul_tflops'])} TFLOP/s. The others, in another "
         f"run: {other['gpu']}, torch {other['torch']}, {other['date']}, matrix product "
-        f"{_number(other['matmul_tflops'])} TFLOP/s; {other['method']}."
+        f"{number(other['matmul_tflops'])} TFLOP/s; {other['method']}."
     )
     return Table(["sequences x length", "D", "hstu_attn", *PEERS], rows, after=after)
 
@@ -363,10 +290,10 @@ def training_step(files: Sequence[File]) -> list[Table]:
             by_pass = {r["pass"]: r for r in found}
             step = by_pass["step"]
             model = f"{step['layers']} of {step['heads']} x {step['head_dim']}"
-            times = [_number(by_pass[name]["ms"]) for name in passes]
-            rows.append([step["case"], model, step["impl"], *times, _number(step["busy_ms"])])
+            times = [number(by_pass[name]["ms"]) for name in passes]
+            rows.append([step["case"], model, step["impl"], *times, number(step["busy_ms"])])
     header = ["sequences x length", "layers of heads x D", "", *passes, "GPU busy"]
-    origins = "\n\n".join(_gpu_origin(records[0]) for records in files)
+    origins = "\n\n".join(gpu_origin(records[0]) for records in files)
     return [Table(header, rows, after=origins)] if rows else []
 
 
@@ -383,21 +310,21 @@ def layer(files: Sequence[File]) -> list[Table]:
                 numbers = [r["ms"], r["tflops"], r["share_of_matmul"], r["mfu"]]
                 memory = [r["kept_memory_bytes"], r["peak_memory_bytes"]]
                 sizes = [f"{size / 2**30:.2f}" for size in memory]
-                rows.append([f"{r['impl']}, {r['pass']}", *map(_number, numbers), *sizes])
+                rows.append([f"{r['impl']}, {r['pass']}", *map(number, numbers), *sizes])
             elif first["layers"] == 1 and r["impl"] == "fused":
                 kernels = [
                     [
                         *(name.rpartition("::")[2], kernel["group"], f"{kernel['launches']:g}"),
-                        _number(kernel["ms"]),
-                        _number(kernel.get("share_of_copy"), 2),
+                        number(kernel["ms"]),
+                        number(kernel.get("share_of_copy"), 2),
                     ]
                     for name, kernel in r["kernels"].items()
                 ]
         before = (
             f"{first['case']}, width {first['dim']}, {first['heads']} heads of "
             f"{first['head_dim']}, dropout {first['dropout']}, layers: {first['layers']}; product "
-            f"{_number(first['matmul_tflops'])} TFLOP/s, copy {_number(first['copy_tbps'])} TB/s. "
-            f"{_gpu_origin(first)}:"
+            f"{number(first['matmul_tflops'])} TFLOP/s, copy {number(first['copy_tbps'])} TB/s. "
+            f"{gpu_origin(first)}:"
         )
         header = ["", "ms", "TFLOP/s", "of product", "MFU", "kept GiB", "peak GiB"]
         tables.append(Table(header, rows, before))
@@ -414,9 +341,9 @@ def train(files: Sequence[File]) -> list[Table]:
         "GPUs": lambda r: str(r["gpus"]),
         "tokens": lambda r: str(r["tokens"]),
         "load of the most loaded": lambda r: f"{r['imbalance']:.2f}",
-        **_numbers(ms="ms"),
+        **number_columns(ms="ms"),
         "tokens/s per GPU": lambda r: f"{r['tokens_per_second_per_gpu']:.0f}",
-        **_numbers(tflops_per_gpu="TFLOP/s per GPU", share_of_matmul="of product", mfu="MFU"),
+        **number_columns(tflops_per_gpu="TFLOP/s per GPU", share_of_matmul="of product", mfu="MFU"),
         "scaling": lambda r: "-" if r["scaling"] is None else f"{r['scaling']:.2f}",
     }
     tables = []
@@ -424,9 +351,9 @@ def train(files: Sequence[File]) -> list[Table]:
         first = records[0]
         before = (
             f"{first['strategy']}, {first['layers']} layers of width {first['dim']}, "
-            f"{first['heads']} heads. {_gpu_origin(first)}:"
+            f"{first['heads']} heads. {gpu_origin(first)}:"
         )
-        tables.append(_table(columns, records, before))
+        tables.append(record_table(columns, records, before))
     return tables
 
 
@@ -435,15 +362,15 @@ def context(files: Sequence[File]) -> list[Table]:
     columns: Cells = {
         "": lambda r: str(r["pass"]),
         "GPUs": lambda r: str(r["gpus"]),
-        **_numbers(ms="ms", tflops_per_gpu="TFLOP/s per GPU", speedup="over one GPU"),
+        **number_columns(ms="ms", tflops_per_gpu="TFLOP/s per GPU", speedup="over one GPU"),
         "waiting": lambda r: f"{100 * r['waiting_share']:.1f} %",
     }
     origins = []
     for first, *_ in files:
         sizes = f"{first['case']}, {first['heads']} heads of {first['head_dim']}"
-        origins.append(f"{sizes}. {_gpu_origin(first)}")
+        origins.append(f"{sizes}. {gpu_origin(first)}")
     several = [r for records in files for r in records if r["gpus"] > 1]
-    return [_table(columns, several, after="\n\n".join(origins))] if several else []
+    return [record_table(columns, several, after="\n\n".join(origins))] if several else []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -468,14 +395,14 @@ def paged(files: Sequence[File]) -> list[Table]:
             rows.append(
                 [
                     *(str(group[0][field]) for field in PAGED_FIELDS),
-                    *(_number(x) for x in (needs, *map(us.get, PAGED_FORMS))),
+                    *(number(x) for x in (needs, *map(us.get, PAGED_FORMS))),
                     f"{needs / graph:.2f}" if graph else "failed",
                 ]
             )
         before = (
-            f"Microseconds; product {_number(first['matmul_tflops'])} TFLOP/s, copy "
+            f"Microseconds; product {number(first['matmul_tflops'])} TFLOP/s, copy "
             f"{first['copy_tbps']} TB/s, appending 256 MB {first['append_tbps']} TB/s. "
-            f"{_gpu_origin(first)}:"
+            f"{gpu_origin(first)}:"
         )
         tables.append(Table(header, rows, before))
     return tables
@@ -495,202 +422,20 @@ def stack(files: Sequence[File]) -> list[Table]:
         rows = [
             [
                 *(str(r["history"]), str(r["batch"])),
-                *(_number(r[f"{name}_us"] / 1e3) for name in HOST_TIER_TIMES),
-                *(_number(r[f"{name}_host_gbps"]) for name in ("from", "to")),
+                *(number(r[f"{name}_us"] / 1e3) for name in HOST_TIER_TIMES),
+                *(number(r[f"{name}_host_gbps"]) for name in ("from", "to")),
                 f"{r['hidden']:.2f} of {r['hidden_at_most']:.2f}",
-                _number(r["recompute_us"] / 1e3),
+                number(r["recompute_us"] / 1e3),
             ]
             for r in records
         ]
         before = (
             f"Users who return from host memory, in a step of {first['layers']} layers of "
             f"{first['heads']} heads of {first['head_dim']}, as the head of "
-            f"`benchmarks/stack.py` explains; milliseconds. {_gpu_origin(first)}:"
+            f"`benchmarks/stack.py` explains; milliseconds. {gpu_origin(first)}:"
         )
         tables.append(Table(header, rows, before))
     return tables
-
-
-# ---------------------------------------------------------------------------------------------
-# The examples
-# ---------------------------------------------------------------------------------------------
-
-
-def retrieval(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each machine."""
-    names = {"hit_rate_10": "HR@10", "hit_rate_50": "HR@50", "ndcg_10": "NDCG@10"}
-    return [
-        Table(
-            ["", *names.values()],
-            [[r["model"], *(f"{r[name]:.4f}" for name in names)] for r in records],
-            after=f"{records[0]['seconds']:.0f} seconds on {_cpu_origin(records)}.",
-        )
-        for records in files
-    ]
-
-
-PUBLISHED = {
-    "hit_rate_10": "HR@10",
-    "ndcg_10": "NDCG@10",
-    "hit_rate_50": "HR@50",
-    "ndcg_50": "NDCG@50",
-    "hit_rate_200": "HR@200",
-    "ndcg_200": "NDCG@200",
-    "mrr": "MRR",
-}
-
-
-def _spread(record: Record, name: str) -> str:
-    return _with_deviation(record["mean"][name], record["deviation"][name])
-
-
-def published(files: Sequence[File]) -> list[Table]:
-    """Returns a table for each data set, with the published rows below those reached."""
-    tables = []
-    every = [record for file in files for record in file]
-    for records in by(every, "set", "fingerprint"):
-        first, rows = records[0], {}
-        mark = ", order only" if first["order_only"] else ""
-        for recipe in by(records, "recipe", "options"):
-            name = " ".join(filter(None, (recipe[0]["recipe"], recipe[0]["options"])))
-            for record in recipe:
-                row = f"{name}, {record['row']}" if record["of_model"] else record["row"]
-                runs = [str(record["seeds"]), _number(record["seconds"])]
-                cells = [_spread(record, key) for key in PUBLISHED]
-                rows[row + mark] = [*cells, *(runs if record["of_model"] else ("-", "-"))]
-            if given := recipe[0]["published"]:
-                cells = [f"{given[key]:.4f}" if key in given else "-" for key in PUBLISHED]
-                rows[f"{recipe[0]['recipe']}, published"] = [*cells, "-", "-"]
-        note = f" {first['note']}" if first["note"] else ""
-        before = (
-            f"{first['set']}: {first['events']:,} events of {first['users']:,} users on "
-            f"{first['items']:,} items, content {first['fingerprint']}.{note} {first['epochs']} "
-            f"epochs; means and standard deviations over the seeds. {_gpu_origin(first)}:"
-        )
-        header = ["", *PUBLISHED.values(), "seeds", "seconds"]
-        tables.append(Table(header, [[name, *cells] for name, cells in rows.items()], before))
-    return tables
-
-
-def _with_deviation(mean: float, deviation: float | None) -> str:
-    return f"{mean:.4f}" + (f" ± {deviation:.4f}" if deviation else "")
-
-
-def ranking(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each file, with what the data are where they are not made up."""
-    kinds = {"auc": "AUC", "ne": "NE"}
-    tables = []
-    for records in files:
-        first = records[0]
-        names = [name.partition("/") for name in first["metrics"]]
-        header = ["", *(f"{task}, {kinds[kind]}" for kind, _, task in names)]
-        rows = []
-        for r in records:
-            deviations = r.get("deviation", {})
-            cells = [_with_deviation(x, deviations.get(n)) for n, x in r["metrics"].items()]
-            rows.append([r["model"], *cells])
-        before = ""
-        if "data" in first:
-            given = f", `{first['options']}`" if first["options"] else ""
-            order = ", order only" if first["order_only"] else ""
-            before = (
-                f"{first['data']}{given}: {first['events']:,} events of {first['users']:,} users "
-                f"on {first['items']:,} items, content {first['fingerprint']}{order}; seeds: "
-                f"{first['seeds']}."
-            )
-        origin = _gpu_origin(first) if first.get("gpu") else f"{_cpu_origin(records)}."
-        tables.append(Table(header, rows, before, after=origin))
-    return tables
-
-
-FP8_TRAINING = {"loss": "loss", **dict(list(PUBLISHED.items())[:3])}
-
-
-def fp8_training(files: Sequence[File]) -> list[Table]:
-    """Returns a table for each recipe: over the seeds, figures and differences from bf16."""
-    header = ["", *FP8_TRAINING.values(), *(f"{x} - bf16" for x in FP8_TRAINING.values())]
-    tables = []
-    for records in (x for file in files for x in by(file, "recipe", "shared", "row")):
-        first, rows = records[0], []
-        base: dict[str, dict[str, float]] = next(
-            (r["of_seeds"] for r in records if r["precision"] == "bf16"), {}
-        )
-        for r in records:
-            runs = r["of_seeds"]
-            cells = [_over_seeds([run[name] for run in runs.values()]) for name in FP8_TRAINING]
-            pairs = [(runs[seed], base[seed]) for seed in runs if seed in base and runs is not base]
-            changes = [
-                [run[name] - of_bf16[name] for run, of_bf16 in pairs] for name in FP8_TRAINING
-            ]
-            rows.append([r["precision"], *cells, *(_over_seeds(x, "+") for x in changes)])
-        before = (
-            f"`{first['recipe']} {first['shared']}` on {first['data']}, {first['row']}; epochs: "
-            f"{first['epochs']}; seeds: {first['seeds']}. {_gpu_origin(first)}:"
-        )
-        tables.append(Table(header, rows, before))
-    return tables
-
-
-def _over_seeds(values: Sequence[float], sign: str = "") -> str:
-    """Returns the mean and, of several values, the standard deviation; "-" of none."""
-    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.4f}{deviation}" if values else "-"
-
-
-LOAD = _numbers(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch="in a batch")
-
-
-ARRIVALS: Cells = {
-    "served by": lambda r: r["servers"],
-    "load": lambda r: f"{r['load']:.0%}",
-    "meanwhile": lambda r: r["event"],
-    **_numbers(qps="a second", p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms"),
-    **_numbers(worst_ms="worst ms", failed="failed"),
-}
-
-
-def serving(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each machine."""
-    columns: Cells = {
-        "requests under way": lambda r: str(r["concurrency"]),
-        **_numbers(qps="a second"),
-        **LOAD,
-    }
-    made = []
-    for records in files:
-        of_loads = [r for r in records if "load" in r]
-        some = columns if not of_loads else ARRIVALS
-        made.append(_table(some, of_loads or records, after=f"{_cpu_origin(records)}."))
-    return made
-
-
-def soak(records: File) -> Table:
-    """Returns the table of a long run: the memory after parts of it."""
-
-    def memory(part: float) -> Callable[[Record], str]:
-        return lambda r: f"{r['memory_mib'][round(part * len(r['memory_mib'])) - 1]:.1f}"
-
-    columns: Cells = {
-        "requests": lambda r: f"{r['soak']:,}",
-        **_numbers(qps="a second"),
-        "evictions": lambda r: f"{r['evictions']:,}",
-        **{f"MiB after {part:.0%}": memory(part) for part in (0.01, 0.1, 0.5, 1)},
-    }
-    return _table(columns, records, after=f"{_cpu_origin(records)}.")
-
-
-def engine(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each file."""
-    if soaks := [records for records in files if "soak" in records[0]]:
-        return [*map(soak, soaks), *engine([r for r in files if "soak" not in r[0]])]
-    columns: Cells = {
-        "requests under way": lambda r: str(r["concurrency"]),
-        "graphs": lambda r: str(r["graphs"]),
-        **_numbers(qps="requests/s"),
-        **LOAD,
-        **_numbers(graph_share="by graphs", hit_share="cached"),
-    }
-    return [_table(columns, records) for records in files]
 
 
 # ---------------------------------------------------------------------------------------------
