@@ -400,6 +400,7 @@ def read_line_by_line(text: bytes, delimiter: bytes) -> tuple[Rows, list[int]]:
     return rows, malformed
 
 
+@pytest.mark.slow
 def test_reads_what_a_reader_of_single_lines_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

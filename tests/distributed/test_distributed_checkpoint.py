@@ -286,6 +286,7 @@ def load_what_one_cannot(directory: str, name: str) -> tuple[str, bool]:
     raise AssertionError("it was loaded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run.pt", "rank-00001.pt"])
 def test_ranks_fail_to_load_together(name: str, tmp_path: Path) -> None:
     (first, *changes), (second, *more) = run_ranks(2, load_what_one_cannot, str(tmp_path), name)

@@ -47,7 +47,9 @@ def lookup(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))]
+)
 @pytest.mark.parametrize("num_rows", [7, 4])
 @pytest.mark.parametrize("lengths", [(40, 9, 5), (3, 0, 0), (0, 8, 1), (0, 0, 0)])
 def test_against_one_table(

@@ -167,6 +167,7 @@ def test_kuairand_as_in_public_examples(tmp_path: Path) -> None:
     assert lengths.tolist() == [model.config.max_rows, 3 + 2 * 210 + 100, 3 + 2 * 21 + 19]
 
 
+@pytest.mark.slow
 def test_ratings_divided_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ratings = write_synthetic_movielens(tmp_path, **SIZE)
     out = tmp_path / "run"

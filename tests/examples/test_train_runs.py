@@ -343,6 +343,7 @@ def test_the_curves_of_tensorboard_say_where_the_disk_is_full(tmp_path: Path) ->
 # --- what is wrong is said first ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_metrics_are_written_before_anything_can_fail(
     example: ModuleType, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,6 +609,7 @@ def test_a_run_from_before_an_option_existed_is_continued(
     assert "Continuing after step 28 of 30" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_epochs_are_raised(ratings: Path, tmp_path: Path) -> None:
     run = arguments(train_ranking, ratings, tmp_path / "run", "--no-baselines")
     place = run.index("--steps")

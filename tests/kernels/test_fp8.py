@@ -46,7 +46,7 @@ def error(batch: Batch, quantization: Quantization | None) -> float:
 
 @with_modes
 @with_smooth_k
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
 def test_normal_inputs(mode, smooth_k, dim):
     batch = accuracy_batch("normal", dim, [1000, 0, 24], heads=4)
     assert error(batch, Quantization(mode, smooth_k)) <= 5.6e-2

@@ -272,6 +272,7 @@ def test_autocast_changes_nothing(x_dtype):
     assert torch.equal(dx, expected["d x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DROPPING, replace(DROPPING, fused=True)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(config, use_reentrant):

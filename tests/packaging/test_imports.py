@@ -39,6 +39,7 @@ def imported_by(name: str) -> set[str]:
     return found & SOURCES.keys()
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others():
     graph = {name: imported_by(name) for name in SOURCES}
     assert graph["hstu_attn.layer"] >= {"hstu_attn.cached", "hstu_attn.fused.operator"}

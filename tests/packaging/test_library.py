@@ -42,6 +42,7 @@ def dout_of(batch: Batch) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "bias"), CASES, ids=IDS)
 def test_opcheck_forward(mask, bias):
     batch = batch_of(mask, bias, requires_grad=True)
@@ -53,6 +54,7 @@ def test_opcheck_forward(mask, bias):
 FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 def test_opcheck_forward_paged(fp8):
     batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16, fp8=fp8)

@@ -165,6 +165,7 @@ def test_scores_are_those_of_whole_histories(name: str) -> None:
     assert step.state_dict().keys() == program.state_dict.keys()
 
 
+@pytest.mark.slow
 def test_an_e4m3_cache() -> None:
     """The graph writes elements and scales, and gives the scores of the step itself."""
     model, dtype = make_model("ranking, times"), torch.float8_e4m3fn

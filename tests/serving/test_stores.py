@@ -303,6 +303,7 @@ def test_a_lost_file_is_not_made_anew(tmp_path: Path) -> None:
         SQLiteStore(tmp_path / "nowhere" / "events.sqlite", 40)
 
 
+@pytest.mark.slow
 def test_what_is_deleted_is_not_in_the_files(tmp_path: Path) -> None:
     """The bytes of names and items are searched for, after much moving of rows between pages."""
     path, marks = tmp_path / "events.sqlite", {}
