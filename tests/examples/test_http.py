@@ -126,7 +126,7 @@ def test_a_greedy_client_gives_way_to_another(tmp_path: Path) -> None:
         greedy = [send(user, OLD) for user in range(1, 5)]
         server.wait_for(queued=4)
         status, headers, answer = send(5, OLD).result()
-        assert (status, headers["Retry-After"]) == (503, "1")
+        assert (status, int(headers["Retry-After"]) >= 1) == (503, True)
         assert "max_queue" in answer["detail"]
         others = [send(6, NEW), send(7, NEW)]
         server.wait_for(displaced=2)
