@@ -166,7 +166,8 @@ def test_the_server_knows_the_deadline() -> None:
             while not server.reached.is_set():
                 await asyncio.sleep(0.002)
             with pytest.raises(DeadlineError, match="no answer in 1 attempts"):
-                await client.score(2, EVENTS, [FIRST_ID], timeout=0.2)
+                await client.score(2, EVENTS, [FIRST_ID], timeout=0.3)
+            await asyncio.sleep(0.3)  # since the server counts from when the request has arrived
             server.release()
             assert len(await first) == 1
 

@@ -6,10 +6,12 @@ Without a GPU nothing is captured, and the same calls run on the same padded buf
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -374,23 +376,29 @@ def test_a_capture_that_fails_half_way_harms_nobody(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 def test_other_threads_may_use_the_gpu_meanwhile() -> None:
+    """They may not draw from torch's own generator while a step is captured, but from another."""
     done = threading.Event()
 
-    def work() -> None:
-        while not done.is_set():
-            a = torch.randn(random.randint(1, 2000), 300, device="cuda")
+    def work() -> int:
+        generator = torch.Generator("cuda")
+        for repeats in itertools.count():
+            if done.is_set():
+                return repeats
+            rows = random.randint(1, 2000)
+            a = torch.randn(rows, 300, device="cuda", generator=generator)
             (a @ a.T).sum().item()
             torch.cuda.empty_cache()
+        raise AssertionError
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="graphs:")
-            check_answers("ranking", torch.bfloat16, "cuda", graphs=GraphBuckets(ahead=True))
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="graphs:")
+                check_answers("ranking", torch.bfloat16, "cuda", graphs=GraphBuckets(ahead=True))
+        finally:
+            done.set()
+        assert other.result() > 0
 
 
 @pytest.mark.gpu
