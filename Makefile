@@ -166,7 +166,7 @@ asan: $(VENV)/.installed
 	    --ignore=tests/benchmarks --ignore=tests/packaging $(patsubst %,--ignore=tests/serving/test_%.py,process_memory scoring_step)
 
 # A small case of every kernel. SANITIZER is compute-sanitizer of the toolkit, or of pip's package
-# nvidia-cuda-sanitizer-api. For the sm90 kernels, racecheck gets a tree with a build of its own.
+# nvidia-cuda-sanitizer-api. racecheck gets a tree with a build of its own, for the sm90 kernels.
 SANITIZER ?= compute-sanitizer
 SANITIZERS ?= memcheck racecheck initcheck synccheck
 RACECHECK := build/racecheck
@@ -179,7 +179,7 @@ $(RACECHECK): $(VENV)/.cuda
 	mkdir -p $@ && rm -rf $(addprefix $@/,csrc hstu_attn tests)
 	cp -rp $(wildcard csrc hstu_attn tests tools examples benchmarks third_party) setup.py pyproject.toml README.md $@
 	if $(BIN)/python -c 'import torch; raise SystemExit(torch.cuda.get_device_capability() != (9, 0))'; then \
-	  cd $@ && HSTU_ATTN_CUDA=1 HSTU_ATTN_ARCHS=90 NVCC_PREPEND_FLAGS=-DHSTU_ATTN_RACECHECK \
+	  cd $@ && HSTU_ATTN_CUDA=1 NVCC_PREPEND_FLAGS=-DHSTU_ATTN_RACECHECK \
 	    $(abspath $(BIN))/python setup.py --quiet build_ext --inplace; \
 	fi
 

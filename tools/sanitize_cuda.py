@@ -26,7 +26,7 @@ COSTS = {"memcheck": 2, "racecheck": 4, "initcheck": 3, "synccheck": 1}
 # The kernels of torch need no check. initcheck has to see them, since they write what ours read.
 OUR_KERNELS = ("--kernel-name", "kernel_substring=hstu")
 ERRORS_FOUND = 86  # the exit status of compute-sanitizer where it found errors; pytest has others
-SUMMARY = re.compile(r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: .*\()(\d+) error")
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: .*\()(\d+) errors?\b(?! were not)")
 SHOWN_LINES = 60  # of the log of a process where something was wrong
 MARKED = ("-m", "sanitize and gpu")
 
@@ -60,15 +60,7 @@ def collect(pytest_arguments: list[str]) -> list[str]:
 
 def deal(tools: list[str], tests: list[str], racecheck_tree: Path, workers: int) -> list[Job]:
     """Splits the tests of each tool, so that about `workers` processes take about as long."""
-    sm90 = [test for test in tests if "sm90" in test.rpartition("[")[2]]
-    others = [test for test in tests if test not in set(sm90)]
-    groups = []
-    for tool in tools:
-        if tool == "racecheck":
-            groups += [Job(tool, racecheck_tree, sm90), Job(tool, Path(), others)]
-        else:
-            groups.append(Job(tool, Path(), tests))
-    groups = [group for group in groups if group.tests]
+    groups = [Job(t, racecheck_tree if t == "racecheck" else Path(), tests) for t in tools]
     parts = [1] * len(groups)
     for _ in range(workers - len(groups)):
         costs = [COSTS[g.tool] * len(g.tests) / n for g, n in zip(groups, parts, strict=True)]
@@ -131,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--racecheck-tree",
         type=Path,
         default=Path(),
-        help="for the sm90 kernels: a tree whose library was built with HSTU_ATTN_RACECHECK",
+        help="a tree whose library was built with HSTU_ATTN_RACECHECK, for sm90's kernels",
     )
     parser.add_argument("--logs", type=Path, default=Path("build/sanitize"))
     given = sys.argv[1:] if arguments is None else arguments

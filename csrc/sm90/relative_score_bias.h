@@ -90,7 +90,7 @@ class RelativeBiasProducer {
     bool is_copied = bias.time.data != nullptr;
     if constexpr (Source::kIsPaged) {
       if (is_copied && key % 8 != 0) {
-        store_shifted(blocks, key % 8, window);
+        store_shifted(blocks, key, sequence.k_len, window);
         is_copied = false;
       }
     }
@@ -122,14 +122,18 @@ class RelativeBiasProducer {
   }
 
  private:
-  // Writes the times of blocks that begin with key `shift` of the prepared blocks, so that each is
-  // made of parts of two. Called by a warp.
-  static HSTU_DEVICE void store_shifted(const KeyBlockTimes* blocks, int shift, Window& window) {
+  // Writes the times of blocks that begin with `key`, which is within the first of the prepared
+  // `blocks`, so that each is made of parts of two. Blocks past the end of the sequence get times
+  // of its last one. Called by a warp.
+  static HSTU_DEVICE void store_shifted(const KeyBlockTimes* blocks, int key, int k_len,
+                                        Window& window) {
     static_assert(kKeys / 8 <= 32);
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int shift = key % 8;
+    const int last = max((k_len - 1) / 8 - key / 8, 0);
     if (lane < kKeys / 8) {
-      const KeyBlockTimes& low = blocks[lane];
-      const KeyBlockTimes& high = blocks[lane + 1];
+      const KeyBlockTimes& low = blocks[min(lane, last)];
+      const KeyBlockTimes& high = blocks[min(lane + 1, last)];
       KeyBlockTimes& to = window.times[lane];
       to.range = {min(low.range.earliest, high.range.earliest),
                   max(low.range.latest, high.range.latest)};
@@ -333,13 +337,19 @@ class RelativeBiasConsumer {
     }
   }
 
-  // The lane's row of one of the four blocks that a warp processes at once, 8 lanes each.
+  // The lane's row of one of the four blocks that a warp processes at once, 8 lanes each. If there
+  // are fewer than four, the other lanes have rows of the last one, which they do not store.
   struct MixedRow {
     MixedBlock block;
     int row;  // among the warp's 16
+    bool is_stored;
 
-    HSTU_DEVICE explicit MixedRow(const MixedBlock& from)
-        : block(from), row(OfWarp::rows_of(from.index) * 8 + lane() % 8) {}
+    // `number` is that of the block among the `count` that `block_of` returns.
+    template <typename BlockOf>
+    HSTU_DEVICE MixedRow(int number, int count, BlockOf block_of)
+        : block(block_of(min(number, count - 1))),
+          row(OfWarp::rows_of(block.index) * 8 + lane() % 8),
+          is_stored(number < count) {}
     HSTU_DEVICE int chunk() const { return OfWarp::chunk_of(block.index); }
 
     // The absolute differences of times, if they are below 2^31. `time` is that of a row in the
@@ -356,6 +366,7 @@ class RelativeBiasConsumer {
       differences[6] = abs(row_time - high.z), differences[7] = abs(row_time - high.w);
     }
     HSTU_DEVICE void store(const float (&x)[8], OfWarp& own) const {
+      if (!is_stored) return;
       *reinterpret_cast<uint4*>(own.patches[block.index] + lane() % 8 * 4) = {
           half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]),
           half_pair(x[6], x[7])};
@@ -366,7 +377,7 @@ class RelativeBiasConsumer {
   HSTU_DEVICE void patch_two(const KeyBlockTimes* times, int count, OfWarp& own) const {
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += 4) {
-      const MixedRow mixed(own.mixed[min(begin + lane() / 8, count - 1)]);
+      const MixedRow mixed(begin + lane() / 8, count, [&](int n) { return own.mixed[n]; });
       uint32_t differences[8];
       float x[8];
       mixed.find_differences(time_, times, differences);
@@ -384,7 +395,8 @@ class RelativeBiasConsumer {
     uint32_t buckets = 0;
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += 4) {
-      const MixedRow mixed(own.mixed[OfWarp::kBlocks - 1 - min(begin + lane() / 8, count - 1)]);
+      const MixedRow mixed(begin + lane() / 8, count,
+                           [&](int n) { return own.mixed[OfWarp::kBlocks - 1 - n]; });
       uint32_t differences[8];
       float x[8];
       mixed.find_differences(time_, times, differences);
@@ -415,7 +427,8 @@ class RelativeBiasConsumer {
     const TimeWeights table(bias, params_.heads, work_tile.head);
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += 4) {
-      const MixedRow mixed(own.mixed[OfWarp::kBlocks - 1 - min(begin + lane() / 8, count - 1)]);
+      const MixedRow mixed(begin + lane() / 8, count,
+                           [&](int n) { return own.mixed[OfWarp::kBlocks - 1 - n]; });
       const int row = min(work_tile.first_row_of_warp(warpgroup) + mixed.row, sequence.q_len - 1);
       const int64_t time = time_of_row(bias, sequence, row);
       uint32_t* const words = own.patches[mixed.block.index] + lane() % 8 * 4;
@@ -429,7 +442,7 @@ class RelativeBiasConsumer {
               time_difference(time, __ldg(bias.timestamps + sequence.k_begin + own_key));
           x[e] = __ldg(table.weights + bucket_of(bias, difference));
         }
-        words[n / 2] = half_pair(x[0], x[1]);
+        if (mixed.is_stored) words[n / 2] = half_pair(x[0], x[1]);
       }
     }
   }
