@@ -69,7 +69,8 @@ def _step(stack: nn.Module, x: Tensor, *arguments: Any, **options: Any) -> dict[
     x = x.detach().requires_grad_()
     stack.zero_grad(set_to_none=True)
     out = stack(x, *arguments, **options)
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
+    (out * weights.view_as(out)).sum().backward()
     assert x.grad is not None
     found = {"out": out.detach(), "x": x.grad}
     for name, parameter in stack.named_parameters():
