@@ -44,7 +44,10 @@ class GraphBuckets:
     """
 
     batch_sizes: tuple[int, ...] | None = None
-    row_counts: tuple[int, ...] = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    row_counts: tuple[int, ...] = (
+        *(64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096),
+        *(4608, 6144, 8192),  # the first of these holds 32 requests with 128 candidates each
+    )
     ahead: bool = False
 
     def __post_init__(self) -> None:
