@@ -150,7 +150,7 @@ def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load
 
     def connect(thread: int) -> Callable[[], bool]:
         rng = random.Random(f"{concurrency} {thread}")
-        # They are drawn beforehand, for drawing takes as long as much of what the engine does.
+        # Drawing a list takes so long that it would be seen in the times, so it is done beforehand.
         drawn = np.random.default_rng([concurrency, thread]).integers(
             ITEMS, size=(CANDIDATE_LISTS, options.candidates)
         )

@@ -425,6 +425,8 @@ class EventStore(ABC):
 class MemoryStore(EventStore):
     """The events of recently served users in the memory of this process, which they end with.
 
+    A history that has been appended to has memory for an eighth more events than it had then.
+
     Args:
         max_users: beyond these, the user served least recently is forgotten.
         max_events: as in `EventStore`.
