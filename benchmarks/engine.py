@@ -62,6 +62,7 @@ ITEMS = 10_000
 PAGE_SIZE = 64
 SHORTEST = 0.5  # length of the shortest history, as a fraction of the longest
 WARM_UP_SECONDS = 1.0
+CANDIDATE_LISTS = 64  # of each thread
 FILL_BATCH = 16
 KINDS = ("hit_tokens", "new_tokens", "recomputed_tokens")  # how the tokens of events were found
 
@@ -149,11 +150,14 @@ def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load
 
     def connect(thread: int) -> Callable[[], bool]:
         rng = random.Random(f"{concurrency} {thread}")
-        some = np.random.default_rng([concurrency, thread])
+        # Drawing a list takes so long that it would be seen in the times, so it is done beforehand.
+        drawn = np.random.default_rng([concurrency, thread]).integers(
+            ITEMS, size=(CANDIDATE_LISTS, options.candidates)
+        )
 
         def send() -> bool:
             user = rng.randrange(options.users)
-            candidates = some.integers(ITEMS, size=options.candidates)
+            candidates = drawn[rng.randrange(CANDIDATE_LISTS)]
             with locks[user]:  # a user's events arrive in order
                 event = (rng.randrange(ITEMS), time.monotonic_ns())
                 future = engine.submit_score(user, [event], candidates)

@@ -20,7 +20,7 @@ from .model import Requests, Rows
 __all__ = ["Batch", "Plan", "Request", "pack", "whole_requests"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """The request of one caller.
 
@@ -111,22 +111,29 @@ def pack(
 ) -> Batch:
     """Packs the rows to compute: each plan's events after the first `kept`, and its candidates."""
     first = np.asarray(kept)
-    lengths = np.array([len(plan.after.events) for plan in plans])
-    counts = np.array([len(plan.request.candidates) for plan in plans])
+    histories = [plan.after.events for plan in plans]
+    listed = [plan.request.candidates for plan in plans]
+    lengths, counts = np.array([[*map(len, histories)], [*map(len, listed)]])
     targets = counts if candidates_are_rows else np.zeros_like(counts)
     written = lengths - first
-    candidates = np.concatenate([plan.request.candidates for plan in plans])
-    events = np.concatenate([plan.after.events[k:] for plan, k in zip(plans, kept, strict=True)])
-
-    kinds = np.tile([False, True], len(plans))
-    is_candidate = np.repeat(kinds, np.stack([written, targets], axis=1).ravel())
-    items, actions, positions = np.zeros((3, len(is_candidate)), np.int64)
-    items[~is_candidate] = events[:, ITEM]
-    actions[~is_candidate] = events[:, ACTION]
-    positions[~is_candidate] = _ranges(first, written)
+    candidates = np.concatenate(listed)
+    events = np.concatenate([history[k:] for history, k in zip(histories, kept, strict=True)])
+    seq_offsets = np.append(0, np.cumsum(written + targets))
+    last_rows = seq_offsets[1:] - targets - 1
+    state_rows = np.repeat(last_rows, counts)
     if candidates_are_rows:
-        items[is_candidate] = candidates
-        positions[is_candidate] = np.repeat(lengths, targets)
+        state_rows += _ranges(np.ones_like(counts), counts)
+
+    # With candidates as rows these are most of the rows, and their states are their own.
+    event_rows = _ranges(seq_offsets[:-1], written)
+    items, actions, positions, is_candidate = np.zeros((4, seq_offsets[-1]), np.int64)
+    items[event_rows] = events[:, ITEM]
+    actions[event_rows] = events[:, ACTION]
+    positions[event_rows] = _ranges(first, written)
+    if candidates_are_rows:
+        items[state_rows] = candidates
+        positions[state_rows] = np.repeat(lengths, targets)
+        is_candidate[state_rows] = 1
 
     row_times = key_times = np.empty(0, np.int64)
     if reads_times:
@@ -137,11 +144,6 @@ def pack(
         row_times = np.concatenate([part[k + 1 :] for part, k in zip(parts, kept, strict=True)])
         key_times = np.concatenate([part[:-1] for part in parts])
 
-    seq_offsets = np.append(0, np.cumsum(written + targets))
-    last_rows = seq_offsets[1:] - targets - 1
-    state_rows = np.repeat(last_rows, counts)
-    if candidates_are_rows:
-        state_rows += _ranges(np.ones_like(counts), counts)
     columns = [items, actions, positions, is_candidate, row_times, key_times, candidates]
     columns += [state_rows, last_rows]
     (together,) = upload([torch.from_numpy(np.concatenate(columns, dtype=np.int64))], device)

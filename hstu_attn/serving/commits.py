@@ -31,7 +31,7 @@ class Commits:
 
     Args:
         store: has the events.
-        answer: is called with a request and its answer; from another thread, if the store waits.
+        answer: is called with requests and their answers; from another thread, if the store waits.
         fail: likewise, with a request and its error.
         done: is called from the other thread when `end` has something to return.
 
@@ -42,7 +42,7 @@ class Commits:
     def __init__(
         self,
         store: EventStore,
-        answer: Callable[[Request, Answer], None],
+        answer: Callable[[Sequence[tuple[Request, Answer]]], None],
         fail: Callable[[Request, Exception], None],
         done: Callable[[], None],
     ) -> None:
@@ -119,9 +119,8 @@ class Commits:
                 self._fail(plan.request, error)
             return [(plan, None) for plan in plans]
         self.tell(None)
-        for (plan, answer), version in zip(answered, versions, strict=True):
-            if version:
-                self._answer(plan.request, answer)
+        stored = zip(answered, versions, strict=True)
+        self._answer([(plan.request, answer) for (plan, answer), version in stored if version])
         return [*zip(plans, versions, strict=True)]
 
     def tell(self, error: Exception | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .answers import How, deadline_after, result_of
+from .answers import Answers, How, deadline_after, result_of
 from .batch import Plan, Request
 from .cache import PagedKVCache
 from .commits import LOG, Commits
@@ -144,9 +144,11 @@ class Engine:
             model.num_actions,
             lambda keys: self._scorer.free(keys),
         )
-        self._commits = Commits(store, self._answer, self._fail, self._settle_soon)
-        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._counters = Counters()
+        self._answers = answers = Answers(self._counters)
+        answer = answers.give if store.waits else answers.hold  # in the thread that has stored them
+        self._commits = Commits(store, answer, answers.fail, self._settle_soon)
+        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
         self._waiting = Waiting(queue, max_wait, self._counters)
         self._closed = False
@@ -383,7 +385,8 @@ class Engine:
             dropped = [] if finish else self._waiting.queue.clear()
             self._changed.notify_all()
         for request in dropped:
-            self._fail(request, EngineClosedError("the engine was closed before this was served"))
+            error = EngineClosedError("the engine was closed before this was served")
+            self._answers.fail(request, error)
         self._worker.join()
         self._commits.close()
 
@@ -489,9 +492,11 @@ class Engine:
                 elif self._closed and not self._jobs:
                     break
             self._settle()
+            self._answers.hand_out()
 
     def _do_jobs(self) -> None:
         while self._jobs:
+            self._answers.hand_out()
             job, done = self._jobs.popleft()
             try:
                 done.set_result(job())
@@ -502,20 +507,21 @@ class Engine:
         """Returns requests of different users.
 
         There are none once the engine is closed, or when there are jobs and nothing else to do. The
-        batch before it is finished, by which the queue measures how long batches take.
+        batch before it is finished, by which the queue measures how long batches take. Its answers
+        are handed out before this thread waits for anything.
         """
-        batch: list[Request] = []
         with self._changed:
             self._waiting.finish()
-            while not batch:
-                self._changed.wait_for(lambda: len(self._waiting) or self._closed or self._jobs)
-                if not len(self._waiting):
-                    break
+            if self._waiting.ready:
+                return self._waiting.take()
+        self._answers.hand_out()
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) or self._closed or self._jobs)
+            if len(self._waiting):
                 self._changed.wait_for(
                     lambda: self._closed or not self._waiting.patience, self._waiting.patience
                 )
-                batch = self._waiting.take()
-        return batch
+            return self._waiting.take()
 
     def _serve(self, requests: list[Request]) -> None:
         try:
@@ -526,10 +532,11 @@ class Engine:
         except Exception as error:  # none may wait for ever, nor find rows that have no history
             LOG.exception("A batch failed in a way that was not foreseen")
             self._settle()
+            self._answers.hand_out()
             self._scorer.clear()
             for request in requests:
                 if not request.future.done():
-                    self._fail(request, error)
+                    self._answers.fail(request, error)
 
     def _plan(self, requests: list[Request]) -> list[Plan]:
         plans = []
@@ -538,7 +545,7 @@ class Engine:
         except StoreError as error:
             self._commits.tell(error)
             for request in requests:
-                self._fail(request, error)
+                self._answers.fail(request, error)
             return []
         for request, history in zip(requests, histories, strict=True):
             user = request.user
@@ -550,7 +557,7 @@ class Engine:
                 if not len(after.events) and (request.top_k or not self.model.candidates_are_rows):
                     raise NoHistoryError(f"new_events: expected some of the new user {user!r}")
             except (StoreError, EventOrderError, NoHistoryError) as error:
-                self._fail(request, error)
+                self._answers.fail(request, error)
             else:
                 plans.append(Plan(request, after, change))
         return plans
@@ -561,13 +568,15 @@ class Engine:
         `taken` is when they were taken from the queue.
         """
         if not plans:
+            self._answers.hand_out()
             return
         started = time.monotonic()
         try:
-            computed = self._scorer.compute(plans)
+            computed = self._scorer.compute(plans, self._answers.hand_out)
         except Exception as error:
+            self._answers.hand_out()
             if len(plans) == 1:
-                self._fail(plans[0].request, error)
+                self._answers.fail(plans[0].request, error)
             else:
                 half = len(plans) // 2
                 self._serve_plans(plans[:half], taken)
@@ -589,14 +598,18 @@ class Engine:
         record_spans((plan.request for plan in plans), taken, started, ended, len(plans))
 
     def _finish(self, plans: list[Plan], answers: list[Tensor | Recommendation | None]) -> None:
-        """Answers what changes nothing, and lets the others be stored and answered."""
+        """Answers what changes nothing, and lets the others be stored and answered.
+
+        If the next batch can be taken at once, and a device computes it, answers are handed out
+        when it has begun to; those of a store that waits, when they are stored.
+        """
         changing: list[tuple[Plan, Tensor | Recommendation]] = []
         for plan, answer in zip(plans, answers, strict=True):
             request, key = plan.request, plan.after.key
             if answer is None:
                 self._scorer.free([key])
                 error = FloatingPointError("scores: expected finite ones, got NaN or Inf")
-                self._fail(request, error)
+                self._answers.fail(request, error)
             # Afterwards it cannot be cancelled. It is running if it is computed a second time.
             elif not (request.future.running() or request.future.set_running_or_notify_cancel()):
                 self._scorer.free([key])
@@ -607,11 +620,13 @@ class Engine:
             else:
                 if plan.after.version:
                     self._histories.put(request.user, plan.after)
-                self._answer(request, answer)
+                self._answers.hold([(request, answer)])
         if changing:
             self._commits.start(changing)
             if not self._store.waits:
                 self._settle()
+        if self._store.waits or not (self._scorer.runs_ahead and self._waiting.ready):
+            self._answers.hand_out()
 
     def _settle(self, wait: bool = True) -> None:
         """Notes what has been stored, and serves again what was planned on old events.
@@ -630,20 +645,3 @@ class Engine:
                     again.append(plan.request)
             if again:
                 self._serve(again)
-
-    def _answer(self, request: Request, answer: Tensor | Recommendation) -> None:
-        with self._counters.change() as stats:
-            stats.completed += 1
-            stats.latency.add(time.monotonic() - request.submitted)
-        request.future.set_result(answer)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        future = request.future
-        wanted = future.running() or future.set_running_or_notify_cancel()
-        with self._counters.change() as stats:
-            if wanted:
-                stats.failed += 1
-            else:
-                stats.cancelled += 1
-        if wanted:
-            future.set_exception(error)

@@ -22,6 +22,7 @@ __all__ = [
     "StoreDamagedError",
     "StoreError",
     "Stored",
+    "appended",
     "check_limits",
     "check_range",
     "check_times",
@@ -119,8 +120,31 @@ def event_rows(
         raise ValueError(f"{name}: expected rows of item, time and action, got shape {rows.shape}")
     if rows.dtype.kind not in "iu" or not np.can_cast(rows.dtype, np.int64):
         raise ValueError(f"{name}: expected integers within int64, got {rows.dtype}")
-    actions = np.zeros((len(rows), 3 - rows.shape[1]), np.int64)
-    return np.concatenate([rows, actions], axis=1, dtype=np.int64)
+    if rows.shape[1] == 2:
+        rows = np.column_stack([rows, np.zeros(len(rows), np.int64)])
+    return np.array(rows, np.int64, order="C")  # never the caller's own array
+
+
+def appended(events: Int64s, room: Int64s, new: Int64s) -> tuple[Int64s, Int64s]:
+    """Appends rows to the events that `room` begins with, and copies these only if it is full.
+
+    `events` stay as they are. They have one continuation at a time: this one is written where an
+    earlier one may have been.
+
+    Args:
+        events: `(n, 3)`; if nothing is known of the memory after them, they are their own room.
+        room: `(n, 3)` or longer.
+        new: `(m, 3)`.
+
+    Returns:
+        The events with the new ones, and their room.
+    """
+    count = len(events) + len(new)
+    if count > len(room):
+        room = np.empty((count + count // 8, 3), np.int64)
+        room[: len(events)] = events
+    room[len(events) : count] = new
+    return room[:count], room
 
 
 def check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) -> None:
@@ -129,8 +153,9 @@ def check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) 
     Raises:
         ValueError: if not; it says that `name` has `what` out of range.
     """
-    wrong = np.flatnonzero((values < 0) | (values >= limit))
-    if len(wrong):
+    # A negative value is above all limits once it is taken for an unsigned one.
+    if np.maximum.reduce(values.astype(np.uint64), initial=0) >= limit:
+        wrong = np.flatnonzero((values < 0) | (values >= limit))
         raise ValueError(
             f"{name}: expected {what} from 0 to {limit - 1}, got {values[wrong[0]]} at {wrong[0]}"
         )
@@ -144,9 +169,8 @@ def check_times(events: Int64s, time_range: Callable[[], tuple[int, int]] | None
         EventTimeError: if one is not within the range.
     """
     times = events[:, TIME]
-    back = np.flatnonzero(times[1:] < times[:-1])
-    if len(back):
-        at = back[0] + 1
+    if len(times) > 1 and (times[1:] < times[:-1]).any():
+        at = np.flatnonzero(times[1:] < times[:-1])[0] + 1
         raise EventOrderError(
             f"new_events: expected events oldest first, got time {times[at]} at {at} after "
             f"{times[at - 1]}"
@@ -174,12 +198,12 @@ def checked_events(
         ValueError: as `event_rows`, or for what the model or the range does not have.
     """
     events = event_rows(new_events, "new_events")
-    for column, what, limit in (
-        (ITEM, "items", num_items),
-        (TIME, "times", LATEST_TIME),
-        (ACTION, "actions", num_actions),
-    ):
-        check_range("new_events", what, events[:, column], limit)
+    if not len(events):
+        return events
+    limits = (num_items, LATEST_TIME, num_actions)
+    if (events.view(np.uint64) >= np.array(limits, np.uint64)).any():  # or negative
+        for column, what in ((ITEM, "items"), (TIME, "times"), (ACTION, "actions")):
+            check_range("new_events", what, events[:, column], limits[column])
     check_times(events, time_range)
     return events
 
@@ -401,6 +425,8 @@ class EventStore(ABC):
 class MemoryStore(EventStore):
     """The events of recently served users in the memory of this process, which they end with.
 
+    A history that has been appended to has memory for an eighth more events than it had then.
+
     Args:
         max_users: beyond these, the user served least recently is forgotten.
         max_events: as in `EventStore`.
@@ -417,7 +443,7 @@ class MemoryStore(EventStore):
         if max_users < 1:
             raise ValueError(f"max_users: expected a positive count, got {max_users}")
         self.max_users = max_users
-        self._histories: OrderedDict[User, Stored] = OrderedDict()
+        self._histories: OrderedDict[User, tuple[Stored, Int64s]] = OrderedDict()  # with their room
         self._notes: dict[str, bytes] = {}
         self._versions = itertools.count(1)
         self._lock = threading.Lock()
@@ -430,8 +456,9 @@ class MemoryStore(EventStore):
         with self._lock:
             found = []
             for user, version in zip(users, versions, strict=True):
-                stored = self._histories.get(user)
-                if stored is not None:
+                stored = None
+                if user in self._histories:
+                    stored, _ = self._histories[user]
                     self._histories.move_to_end(user)
                 elif version:
                     stored = Stored(0, np.empty((0, 3), np.int64))
@@ -445,17 +472,18 @@ class MemoryStore(EventStore):
 
     def _make(self, change: Change) -> int:
         user, version, kept, events = change
-        stored = self._histories.get(user)
+        stored, room = self._histories.get(user, (None, events))
         if version != (0 if stored is None else stored.version):
             return 0
         if stored is not None:
-            first = len(stored.events) - kept
-            events = np.concatenate([stored.events[first:], events])
-        self._histories[user] = Stored(next(self._versions), events)
+            before = stored.events[len(stored.events) - kept :]
+            events, room = appended(before, room if kept == len(stored.events) else before, events)
+        now = next(self._versions)
+        self._histories[user] = Stored(now, events), room
         self._histories.move_to_end(user)
         if len(self._histories) > self.max_users:
             self._histories.popitem(last=False)
-        return self._histories[user].version
+        return now
 
     def forget(self, user: User) -> None:
         """Deletes a user's events."""
@@ -467,13 +495,13 @@ class MemoryStore(EventStore):
         check_limits(before, latest)
         with self._lock:
             users = []
-            for user, stored in [*self._histories.items()]:
+            for user, (stored, _) in [*self._histories.items()]:
                 first = first_kept(stored.events[:, TIME], before, latest)
                 if first == len(stored.events):
                     del self._histories[user]
                 elif first:
                     events = stored.events[first:].copy()
-                    self._histories[user] = Stored(next(self._versions), events)
+                    self._histories[user] = Stored(next(self._versions), events), events
                 if first:
                     users.append(user)
         yield users

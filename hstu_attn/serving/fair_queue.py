@@ -125,6 +125,13 @@ class FairQueue:
         batches = (ahead - mine) // self.max_batch_size + mine
         return self._seconds(batches, now)
 
+    def _longest_wait(self, mine: int, now: float) -> float:
+        """Returns what `expected_wait` is at most, if the user has `mine` requests waiting.
+
+        Unlike that it does not go through all who wait.
+        """
+        return self._seconds((self._size - mine) // self.max_batch_size + mine, now)
+
     def backlog(self, now: float) -> float:
         """Returns the seconds until the last of what waits is taken, at that pace."""
         return self._seconds(max(self._size - 1, 0) // self.max_batch_size, now)
@@ -153,18 +160,21 @@ class FairQueue:
                 deadline.
             OverloadedError: for a queue that is full.
         """
-        wait = self.expected_wait(request.client, request.user, now)
+        own = self._clients.get(request.client) or _Client()
         longest = min(self.max_seconds, request.deadline - now)
-        if (wait > longest or self._size >= self.max_size) and self._may_remove(now):
-            self.remove(unwanted)
+        wait, full = 0.0, self._size >= self.max_size
+        if full or self._longest_wait(own.waiting(request.user), now) > longest:
             wait = self.expected_wait(request.client, request.user, now)
+            if (full or wait > longest) and self._may_remove(now):
+                self.remove(unwanted)
+                wait = self.expected_wait(request.client, request.user, now)
+                own = self._clients.get(request.client) or _Client()
         if wait > longest:
             raise LongWaitError(
                 f"the engine is overloaded: expected a wait of at most {longest:.3g} s "
                 f"(max_queue_seconds, or the deadline), got {wait:.3g} s",
                 retry_after=wait - longest,
             )
-        own = self._clients.get(request.client) or _Client()
         displaced = None
         if self._size >= self.max_size:
             largest = max(self._clients.values(), key=lambda client: client.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -44,7 +44,10 @@ class GraphBuckets:
     """
 
     batch_sizes: tuple[int, ...] | None = None
-    row_counts: tuple[int, ...] = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    row_counts: tuple[int, ...] = (
+        *(64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096),
+        *(4608, 6144, 8192),  # the first of these holds 32 requests with 128 candidates each
+    )
     ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -153,7 +156,13 @@ class StackGraphs:
             for shape in self._shapes():
                 self._replay_of(shape)
 
-    def run(self, step: CacheStep, batch: Batch, x: Tensor) -> Tensor | None:
+    def run(
+        self,
+        step: CacheStep,
+        batch: Batch,
+        x: Tensor,
+        before_capture: Callable[[], None] = lambda: None,
+    ) -> Tensor | None:
         """Returns the stack's output, or None if the batch has to be computed without a graph.
 
         The first rows are those of the batch; they are valid until the next run.
@@ -162,6 +171,7 @@ class StackGraphs:
             step: an open one of the cache.
             batch: the batch of the same users.
             x: `(total, embedding_dim)`, the embedded rows.
+            before_capture: is called before a graph is captured, which takes long.
 
         Raises:
             RuntimeError: from the GPU; on a CPU, whatever the stack raises.
@@ -172,6 +182,8 @@ class StackGraphs:
         if step.is_returning:
             return None  # which would wait for the rows of all layers before the first
         shape = self._shape_of(len(batch.num_targets), total, batch.max_seq_len)
+        if shape is not None and shape not in self._replays:
+            before_capture()
         replay = None if shape is None else self._replay_of(shape)
         if shape is None or replay is None:
             return None

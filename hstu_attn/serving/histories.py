@@ -20,6 +20,7 @@ from .events import (
     Stored,
     StoreDamagedError,
     User,
+    appended,
 )
 
 __all__ = ["Histories", "History"]
@@ -33,11 +34,13 @@ class History(NamedTuple):
             other events ever have it.
         version: that of the store; 0 for a user without events.
         events: int64 `(n, 3)`, oldest first: item, time and action.
+        room: begins with the events, and has memory for more of them; None if it is not known.
     """
 
     key: int
     version: int
     events: Int64s
+    room: Int64s | None = None
 
 
 class Histories:
@@ -152,9 +155,11 @@ class Histories:
         change = self._store.append(user, Stored(history.version, before), events)
         if not len(events):
             return history, change
-        after = np.concatenate([before[len(before) - change.kept :], change.events])
-        key = history.key if change.kept == len(before) else next(self._keys)
-        return History(key, history.version, after), change
+        key, room = history.key, history.room
+        if change.kept < len(before):
+            key, room, before = next(self._keys), None, before[len(before) - change.kept :]
+        after = appended(before, before if room is None else room, change.events)
+        return History(key, history.version, *after), change
 
     def put(self, user: User, history: History) -> None:
         """Makes a history, which is stored, the known one."""

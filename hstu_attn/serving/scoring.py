@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -95,9 +95,19 @@ class Scorer:
         if self.cache is not None:
             self.cache.clear()
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a device computes batches, so that the host is free meanwhile."""
+        return self.cache is not None and self.cache.kv_cache.is_cuda
+
     @torch.no_grad()
-    def compute(self, plans: list[Plan]) -> Computed:
+    def compute(self, plans: list[Plan], meanwhile: Callable[[], None] = lambda: None) -> Computed:
         """Computes a batch, and keeps its rows in the cache; if that fails, the cache is as before.
+
+        Args:
+            plans: of different users.
+            meanwhile: is called when the device has been given its work, before the host waits for
+                it; perhaps more than once, or never if something fails.
 
         Raises:
             OutOfPagesError: if the cache has no room.
@@ -120,8 +130,8 @@ class Scorer:
                 candidates_are_rows=model.candidates_are_rows,
                 reads_times=model.reads_times,
             )
-            states, by_graph = self._states(model, step, batch)
-            answers = self._answers(model, plans, batch, states)
+            states, by_graph = self._states(model, step, batch, meanwhile)
+            answers = self._answers(model, plans, batch, states, meanwhile)
         return Computed(answers, by_graph, sum(kept), sum(lengths) - sum(kept))
 
     def _compute_whole(self, plans: list[Plan]) -> Computed:
@@ -129,7 +139,9 @@ class Scorer:
         scores = cast(UncachedModel, self.model).score_requests(requests).cpu()
         return Computed(_finite_or_none(scores, plans), False, 0, len(requests.events))
 
-    def _states(self, model: ServedModel, step: CacheStep, batch: Batch) -> tuple[Tensor, bool]:
+    def _states(
+        self, model: ServedModel, step: CacheStep, batch: Batch, meanwhile: Callable[[], None]
+    ) -> tuple[Tensor, bool]:
         """Returns the stack's output `(total, embedding_dim)`, and whether a graph computed it.
 
         There may be more rows after the output's. The output of a graph stays valid until the next
@@ -137,7 +149,7 @@ class Scorer:
         """
         x = model.embed(batch.rows)
         if self._graphs is not None:
-            states = self._graphs.run(step, batch, x)
+            states = self._graphs.run(step, batch, x, before_capture=meanwhile)
             if states is not None:
                 return states, True
         seq_offsets, num_targets = step.upload(batch.seq_offsets, batch.num_targets)
@@ -152,13 +164,20 @@ class Scorer:
         return model.stack.forward_cached(x, rows, *times), False
 
     def _answers(
-        self, model: ServedModel, plans: list[Plan], batch: Batch, states: Tensor
+        self,
+        model: ServedModel,
+        plans: list[Plan],
+        batch: Batch,
+        states: Tensor,
+        meanwhile: Callable[[], None],
     ) -> list[Tensor | Recommendation | None]:
         """Returns the answers on the CPU, and None for those with a score that is not finite.
 
         Copying them waits for the device, so anything that fails there has failed by then.
         """
-        scores = model.score(states[batch.state_rows], batch.candidates).cpu()
+        scores = model.score(states[batch.state_rows], batch.candidates)
+        meanwhile()
+        scores = scores.cpu()
         answers = _finite_or_none(scores, plans)
         asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
         if asking and isinstance(model, CatalogueModel):

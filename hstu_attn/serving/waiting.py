@@ -65,6 +65,11 @@ class Waiting:
             return 0.0
         return max(0.0, self.queue.oldest + self.max_wait - time.monotonic())
 
+    @property
+    def ready(self) -> bool:
+        """Whether a batch waits for nothing any more."""
+        return len(self.queue) > 0 and not self.patience
+
     def take(self) -> list[Request]:
         """Takes the next batch."""
         return self.queue.take(time.monotonic(), self._dropped)

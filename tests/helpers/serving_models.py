@@ -166,15 +166,16 @@ def make_cache(
 
 
 class Gate:
-    """Holds up a model's computation until it is opened."""
+    """Holds up a model's computation until it is opened; that of batches with `item`, if given."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, item: int | None = None) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
         embed = model.embed
 
         def gated(rows: Any) -> Tensor:
-            self.reached.set()
-            assert self.opened.wait(10)
+            if item is None or (rows.items == item).any():
+                self.reached.set()
+                assert self.opened.wait(10)
             return embed(rows)
 
         model.embed = gated

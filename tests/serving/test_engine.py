@@ -30,6 +30,7 @@ from hstu_attn.serving import (
     OutOfPagesError,
     PagedKVCache,
 )
+from hstu_attn.serving.scoring import Scorer
 from tests.helpers.serving_models import (
     DIM,
     HEADS,
@@ -77,17 +78,23 @@ class Sent:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "graphs"),
+    ("name", "graphs", "runs_ahead"),
     [
-        *((name, False) for name in ("retrieval", *RANKING)),
-        ("retrieval", SOME_SHAPES),
-        ("ranking, times", SOME_SHAPES),
+        *((name, False, False) for name in ("retrieval", *RANKING)),
+        ("retrieval", False, True),
+        ("retrieval", SOME_SHAPES, False),
+        ("ranking, times", SOME_SHAPES, True),
     ],
 )
-def test_random_traffic(name: str, graphs: bool | GraphBuckets) -> None:
+def test_random_traffic(
+    name: str, graphs: bool | GraphBuckets, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads send requests for common users. Each user's requests are recorded in order of
     arrival, and later answered again one by one without a cache.
+
+    With `runs_ahead`, answers are handed out as on a GPU.
     """
+    monkeypatch.setattr(Scorer, "runs_ahead", runs_ahead)
     model = make_model(name)
     cache = make_cache(12)  # four full histories
     users, per_thread = 15, 150
@@ -405,6 +412,8 @@ def test_nothing_is_recommended_to_who_has_no_events() -> None:
         ({"new_events": [(1,)]}, "new_events: expected rows of item, time and action, got"),
         ({"new_events": [(1, 2**63)]}, "new_events: expected integers within int64, got"),
         ({"candidates": [1, ITEMS]}, "candidates: expected items from 0 to 59, got 60 at 1"),
+        ({"candidates": [1, -1]}, "candidates: expected items from 0 to 59, got -1 at 1"),
+        ({"candidates": np.array([2**63], np.uint64)}, "candidates: .*, got 9223372036854775808"),
         ({"candidates": [0.5]}, "candidates: expected integers of one dimension, got float64"),
         ({"candidates": [[1]]}, r"candidates: expected integers .* of shape \(1, 1\)"),
         ({"candidates": [1] * 9}, "candidates: expected at most 8, got 9"),

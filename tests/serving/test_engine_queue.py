@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,9 +21,15 @@ from hstu_attn.serving import (
     Engine,
     EngineClosedError,
     Event,
+    GraphBuckets,
+    NoHistoryError,
     OverloadedError,
+    graphs,
 )
+from hstu_attn.serving.scoring import Scorer
 from tests.helpers.serving_models import (
+    POISON,
+    Boom,
     Gate,
     Histories,
     assert_close,
@@ -108,6 +115,85 @@ def test_a_batch_waits_for_others_but_not_for_long() -> None:
         assert 0.2 <= time.monotonic() - start < 10
 
 
+# ---------------------------------------------------------------------------------------------
+# When answers are handed out
+# ---------------------------------------------------------------------------------------------
+
+
+def test_answers_are_handed_out_while_a_device_computes(
+    hold: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: a batch's answers come when the next batch has been given to the device."""
+    monkeypatch.setattr(Scorer, "runs_ahead", True)
+    held = hold(max_batch_size=2, max_wait=0.0)
+    futures = [held.first]
+    done: list[tuple[int, int]] = []
+    scorer, compute = held.engine._scorer, held.engine._scorer.compute
+
+    def count() -> int:
+        return sum(future.done() for future in futures)
+
+    def watched(plans: list[Any], meanwhile: Callable[[], None]) -> Any:
+        def look() -> None:
+            before = count()
+            meanwhile()
+            done.append((before, count()))
+
+        return compute(plans, look)
+
+    monkeypatch.setattr(scorer, "compute", watched)
+    futures += [held.engine.submit_score(user, [(1, 1)], [1]) for user in range(1, 6)]
+    held.gate.opened.set()
+    assert all(len(future.result(10)) for future in futures)
+    assert done == [(0, 1), (1, 3), (3, 5)]
+    stats = held.engine.stats()
+    assert stats.completed == sum(stats.latency.counts) == 6
+
+
+def test_no_answer_waits_for_a_graph_to_be_captured(
+    hold: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scorer, "runs_ahead", True)
+    captured: list[bool] = []
+
+    def capture(call: Callable[[], None]) -> Callable[[], None]:
+        captured.append(held.first.done())
+        return call
+
+    monkeypatch.setattr(graphs, "capture_on", lambda device: capture)
+    buckets = GraphBuckets(batch_sizes=(1,), row_counts=(8, 40))
+    held = hold(max_batch_size=1, max_wait=0.0, graphs=buckets)
+    second = held.engine.submit_score(1, [(1, time) for time in range(20)], [1])  # another shape
+    held.gate.opened.set()
+    assert len(held.first.result(10)) == len(second.result(10)) == 1
+    assert captured == [False, True]
+
+
+@pytest.mark.parametrize("kind", ["has no history", "fails", "is cancelled"])
+def test_no_answer_waits_for_a_batch_that_is_not_computed(
+    hold: Callable[..., Held], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(Scorer, "runs_ahead", True)
+    held = hold(max_batch_size=1, max_wait=0.0)
+    events = {"has no history": [], "fails": [(POISON, 1)], "is cancelled": [(1, 1)]}[kind]
+    second = held.engine.submit_score(1, events, [1])
+    if kind == "is cancelled":
+        # It is cancelled when the queue has said that there is a batch.
+        take = held.engine._waiting.take
+        monkeypatch.setattr(held.engine._waiting, "take", lambda: (second.cancel(), take())[1])
+    else:
+        later = Gate(held.engine.model, item=9)
+        third = held.engine.submit_score(2, [(9, 1)], [1])
+    held.gate.opened.set()
+    assert len(held.first.result(10)) == 1
+    if kind != "is cancelled":
+        assert later.reached.wait(10)
+        assert isinstance(second.exception(10), NoHistoryError if not events else Boom)
+        assert not third.done()
+        later.opened.set()
+        assert len(third.result(10)) == 1
+
+
 def test_overload_is_refused_at_once(hold: Callable[..., Held]) -> None:
     held = hold(max_queue=2)
     waiting = [held.engine.submit_score(user, [(1, 1)], [1]) for user in (1, 2)]
@@ -120,6 +206,16 @@ def test_overload_is_refused_at_once(hold: Callable[..., Held]) -> None:
     assert all(future.result(10) is not None for future in waiting[1:])
     stats = held.engine.stats()
     assert (stats.requests, stats.completed, stats.cancelled) == (4, 3, 1)
+
+
+def test_what_the_caller_changes_afterwards_is_not_seen(hold: Callable[..., Held]) -> None:
+    held = hold()
+    events, candidates = np.array([[3, 5, 0], [4, 6, 0]]), np.array([7, 8])
+    future = held.engine.submit_score(1, events, candidates)
+    expected = held.histories.expect(1, [Event(3, 5), Event(4, 6)], [7, 8], None)
+    events[:], candidates[:] = 9, 9
+    held.gate.opened.set()
+    assert_close(future.result(10), expected)
 
 
 def test_what_timed_out_has_no_effect(hold: Callable[..., Held]) -> None:

@@ -170,6 +170,24 @@ def test_the_expected_wait_is_that_of_the_turns() -> None:
         assert abs(waits[key] - wait) <= 1  # the four were told without each other
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_wait_is_longer_than_the_bound(seed: int) -> None:
+    """Whoever is let in without a look at all who wait would have been let in with it."""
+    queue, rng, told = FairQueue(10**6, 4), random.Random(seed), list[float]()
+    now = 0.0
+    for _ in range(300):
+        client, user = rng.choice("abc"), int(20 * rng.random() ** 2)
+        mine = sum(one.user == user for one in queue._clients.get(client, ()))
+        told.append(queue.expected_wait(client, user, now))
+        assert told[-1] <= queue._longest_wait(mine, now)
+        fill(queue, client, [user], now)
+        now += rng.random()
+        if rng.random() < 0.2:
+            queue.finish(now)
+            queue.take(now, wanted)
+    assert sum(wait > 0 for wait in told) > 100
+
+
 def test_a_batch_that_runs_for_long_lengthens_the_wait() -> None:
     queue = FairQueue(1000, 2, max_seconds=3.0)
     fill(queue, "a", [1])

@@ -145,6 +145,13 @@ def test_a_batch_takes_the_smallest_shape_that_holds_it() -> None:
     assert of(20, 4097, 300) == Shape(20, 10**6, 600)
 
 
+def test_a_full_batch_of_the_usual_size_has_a_shape() -> None:
+    """It has 32 requests, each with 128 candidates, a new event, and the one before it again."""
+    limits = StepLimits(requests=32, events=2048, candidates=128)
+    of = make_graphs(GraphBuckets(), limits)._shape_of
+    assert of(32, 32 * 130, 130) == Shape(32, 4608, 144)
+
+
 def test_shapes_that_no_batch_needs_are_left_out() -> None:
     limits = StepLimits(requests=3, events=20, candidates=0)
     shapes = set(make_graphs(GraphBuckets(ahead=True), limits)._replays)

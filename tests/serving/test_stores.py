@@ -7,6 +7,7 @@ import random
 import sqlite3
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import EventStore, MemoryStore, SQLiteStore, StoreError, open_store
 from hstu_attn.serving.events import Change, Stored, User, user_key, user_of
+from hstu_attn.serving.histories import Histories, History
 from hstu_attn.serving.redis_store import RedisStore
 from tests.helpers.stores import Place, RedisServer
 
@@ -108,6 +110,53 @@ def test_random_changes(place: Place) -> None:
         known = [*expected]
         assert store.read(known, [versions[user] for user in known]) == [None] * len(known)
     assert len(expected) > 3
+
+
+def test_what_was_read_stays_as_it_was(place: Place) -> None:
+    """Histories that grow, are cut, and are added to anew after others have read them."""
+    store, version = place.open(40), 0
+    read: list[tuple[np.ndarray, list[list[int]]]] = []
+    expected: list[list[int]] = []
+    for turn in range(60):
+        new = [(turn, 10 * turn + n, 0) for n in range(1 + turn % 3)]
+        change = store.append("a", Stored(version, rows(*expected)), rows(*new))
+        (version,) = store.commit([change])
+        expected = expected[len(expected) - change.kept :] + change.events.tolist()
+        (stored,) = store.read(["a"], [0])
+        assert stored is not None
+        read.append((stored.events, expected))
+        assert store.commit([Change("a", version + 1, change.kept, rows((9, 9, 9)))]) == [0]
+    lengths = [len(events) for _, events in read]
+    assert sum(b < a for a, b in pairwise(lengths)) > 5  # cuts
+    for events, as_read in read:
+        assert events.tolist() == as_read
+
+
+def test_a_history_goes_on_from_what_is_stored() -> None:
+    """Continuations of a history that are not stored leave no trace in those that are."""
+    store, freed, rng = MemoryStore(10, 50), list[int](), random.Random(3)
+    histories = Histories(store, 10**6, 100, 1, freed.extend)
+    expected: list[list[int]] = []
+    keys: set[int] = set()
+    for turn in range(200):
+        (before,) = histories.read(["a"])
+        assert isinstance(before, History)
+        assert before.events.tolist() == expected
+        for kept in (False, True):
+            new = rows(*((rng.randrange(100), turn, 0) for _ in range(rng.choice([1, 1, 2, 30]))))
+            after, change = histories.extended("a", before, new)
+            continued = expected[len(expected) - change.kept :] + change.events.tolist()
+            assert after.events.tolist() == continued
+            assert (after.key == before.key) == (change.kept == len(expected))
+            assert before.events.tolist() == expected
+            if kept or rng.random() < 0.3:
+                break
+        (version,) = store.commit([change])
+        histories.put("a", after._replace(version=version))
+        expected = continued
+        keys.add(after.key)
+    assert len(keys) > 10
+    assert set(freed) == keys - {after.key}
 
 
 def test_no_version_comes_twice(place: Place) -> None:
