@@ -156,7 +156,7 @@ def test_overload_is_shed_by_the_time_to_wait() -> None:
         held.append(pool.submit(server.client.send, "POST", "/score", body(2)))
         server.wait_for(queued=1)
         status, headers, answer = server.client.send("POST", "/score", body(3))
-        assert (status, int(headers["Retry-After"])) == (503, 1)
+        assert (status, int(headers["Retry-After"]) >= 1) == (503, True)
         assert re.search(r"a wait of at most 0\.1 s .*, got 0\.\d+ s", answer["detail"])
         server.release()
         assert [one.result()[0] for one in held] == [200, 200]

@@ -464,7 +464,7 @@ def test_overload_is_said_at_once_and_passes(checkpoint: Path) -> None:
         refused = [future for future in others if future in done_within(others, count=8)]
         for future in refused:
             status, headers, answer = future.result()
-            assert (status, headers["Retry-After"]) == (503, "1")
+            assert (status, int(headers["Retry-After"]) >= 1) == (503, True)
             assert "max_queue" in answer["detail"]
         assert len(refused) == 8
         assert server.client.send("GET", "/health")[2]["queued"] == 3
