@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hstu_attn import DenseBias, Mask, RelativeBias, composed, hstu_attention
+from hstu_attn import DenseBias, Mask, RelativeBias, composed, hstu_attention, slots
 from hstu_attn.testing import (
     BIAS_NAMES,
     MASK_NAMES,
@@ -25,7 +25,13 @@ from hstu_attn.testing import (
     run,
 )
 from tests.helpers import raw_ops
-from tests.helpers.composed import attention_of, composed_attention
+from tests.helpers.composed import (
+    attention_of,
+    composed_attention,
+    count_chunked,
+    count_composed,
+    group_in_order,
+)
 
 FP32, FP64 = torch.float32, torch.float64
 DTYPES = [FP32, FP64]
@@ -42,7 +48,8 @@ def device(request: pytest.FixtureRequest) -> str:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a few rows of a sequence or two a chunk."""
     monkeypatch.setattr(composed, "CHUNK_ELEMENTS", 5000)
-    monkeypatch.setattr(composed, "CPU_SCORES", 5000)
+    monkeypatch.setattr(composed, "_HEADS_OF_BUCKETS", 1)
+    monkeypatch.setattr(slots, "CPU_SCORES", 5000)
 
 
 def random_dout(batch: Batch) -> torch.Tensor:
@@ -66,6 +73,20 @@ def test_mask_and_bias(device, small_chunks, mask, name):
         check_against_reference(attention_of(device), batch)
 
 
+@pytest.mark.parametrize("dims", [(32, 32), (16, 40)], ids=["equal-dims", "other-dims"])
+@pytest.mark.parametrize("used", [False, True], ids=["all", "used"])
+def test_rows_and_keys_with_the_same_offsets(device, small_chunks, used, dims):
+    """Rows and keys are then in the same slots, and one operation may move q, k and v."""
+    lengths = [70, 0, 31, 12]
+    batch = make_batch(lengths, dim=dims[0], dim_v=dims[1], device=device, mask="local-left")
+    batch.cu_seqlens_k = batch.cu_seqlens_q
+    if used:
+        batch.seqused_q = batch.seqused_k = torch.tensor([51, 0, 31, 5], device=device)
+        batch.attn_scale = torch.rand(sum(lengths), device=device)
+    for mask in (Mask.causal(), Mask.full(), Mask((7, 3)), batch.mask):
+        check_against_reference(attention_of(device), replace(batch, mask=mask))
+
+
 @pytest.mark.slow
 @settings(max_examples=50)
 @given(
@@ -79,10 +100,11 @@ def test_mask_and_bias(device, small_chunks, mask, name):
     chunk=st.sampled_from([1, 300, 2000, 10**4, 10**5, 2**24]),
     attn_scale=st.sampled_from([None, "one", "rows"]),
     used=st.booleans(),
+    window_rows=st.sampled_from([1, 7, 256]),
     in_order=st.booleans(),
 )
 def test_random_batches(
-    seed, lengths, mask, name, dtype, dims, heads, chunk, attn_scale, used, in_order
+    seed, lengths, mask, name, dtype, dims, heads, chunk, attn_scale, used, window_rows, in_order
 ):
     torch.manual_seed(seed)
     lengths_q, lengths_k = [min(pair) for pair in lengths], [max(pair) for pair in lengths]
@@ -106,9 +128,10 @@ def test_random_batches(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composed, "CHUNK_ELEMENTS", chunk)
-        patch.setattr(composed, "CPU_SCORES", chunk)
-        if in_order:  # as on a GPU
-            patch.setattr(composed, "_by_length", composed._in_order)
+        patch.setattr(composed, "_WINDOW_ROWS", window_rows)
+        patch.setattr(slots, "CPU_SCORES", chunk)
+        if in_order:
+            group_in_order(patch)
         check_against_reference(composed_attention, batch)
 
 
@@ -292,6 +315,37 @@ def test_without_python_nothing_is_computed():
     gradients = {"dq": batch.q, "dk": batch.k, "dv": batch.v}
     gradients |= dict.fromkeys(("drab", "dpos_weight", "dts_weight"))
     assert torch.ops.hstu_attn.composed_bwd(dout=batch.v, **arguments, **gradients) is False
+
+
+# ---------------------------------------------------------------------------------------------
+# Operations and memory, counted without data
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "forward_more", "backward_more"),
+    [([512] * 8, 3, 11), ([4096] * 4, 0, 0), ([512, 300, 211, 60, 512, 9, 100, 7], 0, 0)],
+    ids=["small", "long", "ragged"],
+)
+def test_operations_are_few(lengths, forward_more, backward_more):
+    """About as many for a small padded batch as plain torch needs, and fewer for any other.
+
+    Where rows go is computed on the GPU: that takes some operations whatever the lengths are.
+    """
+    batch = make_batch(lengths, heads=4, dim=64, device="meta", mask="causal")
+    forward, backward = count_composed(replace(batch, cu_seqlens_k=batch.cu_seqlens_q))
+    plain_forward, plain_backward = count_chunked(lengths, 4, 64)
+    assert forward.count <= plain_forward.count + forward_more, forward.names
+    assert backward.count <= plain_backward.count + backward_more, backward.names
+
+
+@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_no_result_is_larger_than_two_chunks(heads, bias):
+    """Memory grows with the tokens, but for a dense bias."""
+    batch = make_batch([20_000, 20_000], heads=heads, device="meta", mask="causal", bias=bias)
+    for operations in count_composed(batch):
+        assert operations.largest <= 2 * composed.CHUNK_ELEMENTS, operations.names
 
 
 # ---------------------------------------------------------------------------------------------

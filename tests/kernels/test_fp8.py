@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hstu_attn import Mask, Quantization, composed, hstu_attention, hstu_attn_varlen_func, reference
+from hstu_attn import Mask, Quantization, hstu_attention, hstu_attn_varlen_func, reference, slots
 from hstu_attn.call import make_call
 from hstu_attn.quantization import round_weights, weight_scales
 from hstu_attn.testing import Batch, make_batch, make_bias, run
 from tests.helpers import raw_ops
+from tests.helpers.composed import group_in_order
 from tests.helpers.fp8 import (
     BF16,
     LENGTHS,
@@ -58,10 +59,11 @@ def test_sequences_that_are_computed_together_on_a_cpu(monkeypatch):
     batch = make_batch(lengths, dim=64, dtype=BF16, bias="position-time")
     batch = replace(batch, quantization=Quantization(smooth_k=True))
     together = run(hstu_attention, batch)["out"]
-    in_order = (2**18, composed._in_order)
-    for scores, divide in (*((n, composed._by_length) for n in (1, 2**14)), in_order):
-        monkeypatch.setattr(composed, "CPU_SCORES", scores)
-        monkeypatch.setattr(composed, "_by_length", divide)
+    for scores in (1, 2**14, None):
+        if scores is None:
+            group_in_order(monkeypatch)
+        else:
+            monkeypatch.setattr(slots, "CPU_SCORES", scores)
         out = run(hstu_attention, batch)["out"]
         torch.testing.assert_close(out, together, rtol=2**-7, atol=1e-6)
         assert (out != together).float().mean() < 1e-3
