@@ -51,6 +51,9 @@ _CHUNK_ROWS = 512
 _CHUNK_SLOTS = 2**14
 _WINDOW_ROWS = 256
 
+# Rows of a chunk on a CPU, whose caches then hold the scores of some thousand keys.
+_CPU_ROWS = 128
+
 # The buckets of a time table take as much memory as the scores of so many heads.
 _HEADS_OF_BUCKETS = 8
 
@@ -205,7 +208,8 @@ def _chunks(group: Group) -> Iterator[_Chunk]:
     if inputs.ts_weight is not None:
         fitting = fitting * group.heads // max(group.heads, _HEADS_OF_BUCKETS)
     begin, _ = key_range(mask, max_k - 1, max_k)
-    rows = max(_CHUNK_ROWS, _CHUNK_SLOTS // group.count)
+    is_on_cpu = group.q.device.type == "cpu"
+    rows = _CPU_ROWS if is_on_cpu else max(_CHUNK_ROWS, _CHUNK_SLOTS // group.count)
     # With more rows than keys of a row, a window would be a small part of the chunk.
     rows = max(1, min(rows, fitting, max(max_k - begin, _WINDOW_ROWS)))
     for first in reversed(range(0, group.max_q, rows)):
