@@ -12,6 +12,7 @@ import torch
 __all__ = ["MATMUL_FLOPS", "PEAK_TFLOPS", "Gpu"]
 
 SPIN_CYCLES = 500_000  # a quarter of a millisecond
+MOST_SPIN_CYCLES = 16 * SPIN_CYCLES
 MATMUL_SIZE = 8192
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 COPY_BYTES = 2**30
@@ -27,6 +28,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.name = torch.cuda.get_device_name()
+        self._spin_cycles = SPIN_CYCLES
 
     def milliseconds(self, call: Callable[[], Any], *, spin: bool = True) -> float:
         """Times one call by events, in milliseconds.
@@ -34,19 +36,25 @@ class Gpu:
         Args:
             call: what is timed.
             spin: whether the GPU spins beforehand, so that all of the call's kernels are queued
-                when the first of them starts; the host's time is then left out. Otherwise the GPU
-                is idle beforehand, and the time includes the launches that it waits for.
+                when the first of them starts; the host's time is then left out. If the first has
+                started before the last is queued, the call is repeated after a longer spin.
+                Otherwise the GPU is idle beforehand, and the time includes the launches that it
+                waits for.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if spin:
-            torch.cuda._sleep(SPIN_CYCLES)
-        else:
-            torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
+        while True:
+            if spin:
+                torch.cuda._sleep(self._spin_cycles)
+            else:
+                torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            is_late = start.query()
+            end.synchronize()
+            if not (spin and is_late) or self._spin_cycles >= MOST_SPIN_CYCLES:
+                return float(start.elapsed_time(end))
+            self._spin_cycles *= 2
 
     def captured(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Captures the call in a CUDA graph that can be replayed."""

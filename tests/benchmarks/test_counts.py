@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import against, cpu, layer
 from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases, scan_cases
+from benchmarks.gpu import Gpu
 from benchmarks.memory import peak_growth
 from benchmarks.paged_cases import Request, requests
 from benchmarks.profile import busy_ms, kernels_of
@@ -148,6 +149,40 @@ def test_peak_memory_of_a_known_call():
 # ---------------------------------------------------------------------------------------------
 # Taking turns, and comparing two libraries
 # ---------------------------------------------------------------------------------------------
+
+
+class EventOfSlowHost:
+    """An event of a GPU whose host takes 1.5 million cycles to queue a call of 2 ms."""
+
+    spins: list[int]
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return self.spins[-1] < 1_500_000
+
+    def elapsed_time(self, end):
+        return 3.0 if self.query() else 2.0
+
+
+def test_the_gpu_spins_until_a_slow_host_has_queued_the_call(monkeypatch):
+    spins, calls = [], []
+    monkeypatch.setattr(EventOfSlowHost, "spins", spins, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", EventOfSlowHost)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append, raising=False)
+    gpu = Gpu()
+    assert gpu.milliseconds(lambda: calls.append(1)) == 2.0
+    assert spins == [500_000, 1_000_000, 2_000_000]
+    assert gpu.milliseconds(lambda: calls.append(1)) == 2.0
+    assert (spins[3:], len(calls)) == ([2_000_000], 4)
 
 
 def test_variants_take_turns():
