@@ -4,10 +4,10 @@ r"""Loads an `Engine` without a server.
     python -m benchmarks.engine --layers 2 --width 64 --head-dim 16 --history 128 --seconds 2
 
 A ranking model with random weights and without a relative bias, in bf16, scores candidates for
-users whose histories are cached. As many threads as requests are to be under way each send one,
-with one new event of a random user, and the next one when they have its answer. The engine runs
+users whose histories are cached. One thread sends all requests, as the event loop of a server does,
+each with one new event of a random user, and the next one whenever one is answered. The engine runs
 with its steps captured in CUDA graphs and without, by turns; what capturing took is told, and not
-in the times. The threads share a process with the engine, and so its interpreter lock.
+in the times. The thread shares a process with the engine, and so its interpreter lock.
 
     python -m benchmarks.engine --soak 1000000 --layers 1 --width 16 --heads 1 --head-dim 16 \
       --history 24 --candidates 4 --users 4000 --device cpu
@@ -22,10 +22,9 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -52,7 +51,7 @@ from torch import Tensor, nn
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.serving import Engine, EngineStats, GraphBuckets, MemoryStore, PagedKVCache, Rows
 
-from .load import Load, keep_under_way, resident_mib
+from .load import Load, keep_futures_under_way, resident_mib
 from .record import Record, rounded
 from .runner import Benchmark, Run
 
@@ -62,7 +61,7 @@ ITEMS = 10_000
 PAGE_SIZE = 64
 SHORTEST = 0.5  # length of the shortest history, as a fraction of the longest
 WARM_UP_SECONDS = 1.0
-CANDIDATE_LISTS = 64  # of each thread
+CANDIDATE_LISTS = 1024
 FILL_BATCH = 16
 KINDS = ("hit_tokens", "new_tokens", "recomputed_tokens")  # how the tokens of events were found
 
@@ -146,28 +145,19 @@ def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
 
 def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load[EngineStats]:
     """Keeps `concurrency` requests in flight."""
-    locks = [threading.Lock() for _ in range(options.users)]
+    rng = random.Random(concurrency)
+    # Drawing a list takes so long that it would be seen in the times, so it is done beforehand.
+    drawn = np.random.default_rng(concurrency).integers(
+        ITEMS, size=(CANDIDATE_LISTS, options.candidates)
+    )
 
-    def connect(thread: int) -> Callable[[], bool]:
-        rng = random.Random(f"{concurrency} {thread}")
-        # Drawing a list takes so long that it would be seen in the times, so it is done beforehand.
-        drawn = np.random.default_rng([concurrency, thread]).integers(
-            ITEMS, size=(CANDIDATE_LISTS, options.candidates)
-        )
+    def send() -> Future[Tensor]:
+        event = (rng.randrange(ITEMS), time.monotonic_ns())
+        candidates = drawn[rng.randrange(CANDIDATE_LISTS)]
+        return engine.submit_score(rng.randrange(options.users), [event], candidates)
 
-        def send() -> bool:
-            user = rng.randrange(options.users)
-            candidates = drawn[rng.randrange(CANDIDATE_LISTS)]
-            with locks[user]:  # a user's events arrive in order
-                event = (rng.randrange(ITEMS), time.monotonic_ns())
-                future = engine.submit_score(user, [event], candidates)
-            future.result()
-            return True
-
-        return send
-
-    return keep_under_way(
-        connect,
+    return keep_futures_under_way(
+        send,
         engine.stats,
         concurrency=concurrency,
         seconds=options.seconds,

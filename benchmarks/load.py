@@ -10,10 +10,12 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,6 +27,7 @@ __all__ = [
     "arrive_at_random",
     "capacity",
     "keep_freed_memory",
+    "keep_futures_under_way",
     "keep_under_way",
     "no_collections",
     "resident_mib",
@@ -168,6 +171,54 @@ def keep_under_way(
     if not together:
         raise RuntimeError(f"no request was answered in {seconds} s ({sum(failed)} failed)")
     return Load(seconds, together, sum(failed), before, snapshot())
+
+
+def keep_futures_under_way(
+    send: Callable[[], Future[Any]],
+    snapshot: Callable[[], T],
+    *,
+    concurrency: int,
+    seconds: float,
+    warm_up: float,
+) -> Load[T]:
+    """Keeps requests in flight for a given time, after a warm-up, which this thread alone sends.
+
+    Args:
+        send: sends a request and returns the future of its answer.
+        snapshot: what is read at the start and at the end of the measurement.
+        concurrency: requests under way.
+        seconds: the seconds of the measurement.
+        warm_up: seconds before it, at most `seconds`.
+
+    Raises:
+        RuntimeError: if no request was answered; if one failed, its error is raised.
+    """
+    start = time.perf_counter() + min(warm_up, seconds)
+    end = start + seconds
+    done: SimpleQueue[tuple[float, float, Future[Any]]] = SimpleQueue()
+    latencies: list[float] = []
+    before = None
+
+    def begin() -> None:
+        sent = time.perf_counter()
+        send().add_done_callback(lambda future: done.put((sent, time.perf_counter(), future)))
+
+    for _ in range(concurrency):
+        begin()
+    while concurrency:
+        sent, answered, future = done.get()
+        future.result()
+        if before is None and answered >= start:
+            before = snapshot()
+        if start <= sent and answered <= end:
+            latencies.append(answered - sent)
+        if answered < end:
+            begin()
+        else:
+            concurrency -= 1
+    if before is None or not latencies:
+        raise RuntimeError(f"no request was answered in {seconds} s")
+    return Load(seconds, latencies, 0, before, snapshot())
 
 
 async def capacity(
