@@ -349,8 +349,8 @@ def test_bf16_on_ranks_is_as_on_one(
 
     bf16 keeps 8 bits: sums in another order differ by up to 2^-8 of an activation. A loss is a
     mean over some forty candidates with independent errors, and the weights of a later step
-    carry the errors of earlier ones. The bounds are therefore 0.5 % for a step's loss in root mean
-    square over the steps, and 0.3 % for the mean of all steps.
+    carry the errors of earlier ones. The bounds are therefore 1 % for a step's loss, and 0.3 %
+    for the mean of all steps.
     """
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
@@ -368,5 +368,5 @@ def test_bf16_on_ranks_is_as_on_one(
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
         assert load_ranking_model(out / "best.pt", CPU).compute_dtype == torch.bfloat16
     for number in losses:
-        assert (losses[number] / losses[1] - 1).square().mean().sqrt() < 5e-3
+        torch.testing.assert_close(losses[number], losses[1], rtol=1e-2, atol=0)
         torch.testing.assert_close(losses[number].mean(), losses[1].mean(), rtol=3e-3, atol=0)

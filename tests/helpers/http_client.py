@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +61,16 @@ class Client:
                 labels = ",".join(sample.labels.values())
                 values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
         return values
+
+
+def assert_retry_after(headers: Mapping[str, str], held_since: float) -> None:
+    """Asserts that a client shall try again in a second, or on a busy machine somewhat later.
+
+    The engine knows by how long the batch under way has taken, here since `held_since` on the clock
+    of `time.monotonic`, and who waits fills fewer than four batches.
+    """
+    held = time.monotonic() - held_since
+    assert 1 <= int(headers["Retry-After"]) <= max(1, math.ceil(4 * held))
 
 
 @contextmanager
