@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hstu_attn.data import JaggedBatch
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.serving import Engine, Event, PagedKVCache, Rows
+from hstu_attn.testing import assert_matches
 
 ITEMS, LONGEST, LAYERS, HEADS, DIM = 60, 40, 2, 2, 16
 POISON = ITEMS - 1  # the last layer fails where this item is computed
@@ -259,7 +260,9 @@ def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) ->
                 strict=True,
             ):
                 scores.append(more)
-    assert_as_near(*map(torch.cat, found))
+    scores, exact, same_dtype_reference = map(torch.cat, found)
+    assert_as_near(scores, exact, same_dtype_reference)
+    assert_matches("scores", scores, exact, same_dtype_reference)
 
 
 def some_events(rng: random.Random, start: int, count: int, actions: int = 1) -> list[Event]:

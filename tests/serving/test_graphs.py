@@ -24,6 +24,7 @@ from hstu_attn.serving import CacheStep, Engine, GraphBuckets, MemoryStore, grap
 from hstu_attn.serving.batch import Request
 from hstu_attn.serving.events import event_rows
 from hstu_attn.serving.graphs import Shape, StackGraphs, StepLimits
+from hstu_attn.testing import assert_matches
 from tests.helpers.serving_models import (
     ITEMS,
     LONGEST,
@@ -97,7 +98,9 @@ class Comparison:
             torch.cat(scores) for scores in zip(*self.found, strict=True)
         )
         for scores in found:
-            assert_as_near(scores, torch.cat(self.exact), same_dtype_reference)
+            exact = torch.cat(self.exact)
+            assert_as_near(scores, exact, same_dtype_reference)
+            assert_matches("scores", scores, exact, same_dtype_reference)
 
 
 def traffic(turns: int, actions: int, seed: int = 0) -> Iterator[Batch]:
