@@ -9,6 +9,16 @@ each with one new event of a random user, and the next one whenever one is answe
 with its steps captured in CUDA graphs and without, by turns; what capturing took is told, and not
 in the times. The thread shares a process with the engine, and so its interpreter lock.
 
+    python -m benchmarks.engine --loads 0.5 0.8 0.95 --concurrency 64 --seconds 20
+
+has requests arrive at random (Poisson) at these fractions of what an engine with graphs answers if
+`--concurrency` requests are always under way (the last of these numbers), of users drawn by a Zipf
+distribution. An engine never computes two requests of a user together, so the more often the
+most frequent users come, the smaller are its batches. A latency counts from the time at which its
+request was due. A request that cannot be answered in a second is refused, and counts as failed. In
+the middle of one more run at the first load, another thread reads a second model from a file and
+lets it take over; the run goes on until it has, and for half of `--seconds` after it.
+
     python -m benchmarks.engine --soak 1000000 --layers 1 --width 16 --heads 1 --head-dim 16 \
       --history 24 --candidates 4 --users 4000 --device cpu
 
@@ -20,14 +30,18 @@ are evicted and forgotten all the time, and histories are cut.
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 import random
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 
 from . import cli
 
@@ -49,9 +63,18 @@ import torch
 from torch import Tensor, nn
 
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
-from hstu_attn.serving import Engine, EngineStats, GraphBuckets, MemoryStore, PagedKVCache, Rows
+from hstu_attn.serving import (
+    DeadlineError,
+    Engine,
+    EngineStats,
+    GraphBuckets,
+    MemoryStore,
+    OverloadedError,
+    PagedKVCache,
+    Rows,
+)
 
-from .load import Load, keep_futures_under_way, resident_mib
+from .load import Load, keep_futures_under_way, resident_mib, submit_at_random, zipf
 from .record import Record, rounded
 from .runner import Benchmark, Run
 
@@ -61,6 +84,8 @@ ITEMS = 10_000
 PAGE_SIZE = 64
 SHORTEST = 0.5  # length of the shortest history, as a fraction of the longest
 WARM_UP_SECONDS = 1.0
+PATIENCE = 1.0  # seconds in which a request that arrives at random must be answered
+CHANGE = "the model changes"
 CANDIDATE_LISTS = 1024
 FILL_BATCH = 16
 KINDS = ("hit_tokens", "new_tokens", "recomputed_tokens")  # how the tokens of events were found
@@ -143,26 +168,91 @@ def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
     return engine
 
 
-def drive(engine: Engine, options: argparse.Namespace, concurrency: int) -> Load[EngineStats]:
-    """Keeps `concurrency` requests in flight."""
-    rng = random.Random(concurrency)
+def sender(
+    engine: Engine,
+    options: argparse.Namespace,
+    draw: Callable[[], int],
+    rng: random.Random,
+    patience: float = math.inf,
+) -> Callable[[], Future[Tensor]]:
+    """Returns what sends a request of a drawn user, which must be answered in some seconds."""
     # Drawing a list takes so long that it would be seen in the times, so it is done beforehand.
-    drawn = np.random.default_rng(concurrency).integers(
+    drawn = np.random.default_rng(rng.getrandbits(32)).integers(
         ITEMS, size=(CANDIDATE_LISTS, options.candidates)
     )
 
     def send() -> Future[Tensor]:
         event = (rng.randrange(ITEMS), time.monotonic_ns())
         candidates = drawn[rng.randrange(CANDIDATE_LISTS)]
-        return engine.submit_score(rng.randrange(options.users), [event], candidates)
+        deadline = time.monotonic() + patience
+        return engine.submit_score(draw(), [event], candidates, deadline=deadline)
 
+    return send
+
+
+def drive(
+    engine: Engine, options: argparse.Namespace, concurrency: int, exponent: float = 0.0
+) -> Load[EngineStats]:
+    """Keeps `concurrency` requests in flight, of users drawn by a Zipf distribution."""
+    rng = random.Random(concurrency)
     return keep_futures_under_way(
-        send,
+        sender(engine, options, zipf(range(options.users), exponent, rng), rng),
         engine.stats,
         concurrency=concurrency,
         seconds=options.seconds,
         warm_up=WARM_UP_SECONDS,
     )
+
+
+def figures(load: Load[EngineStats]) -> Record:
+    """Returns the figures of a load, and what the engine did for it."""
+    changes = {
+        name: getattr(load.after, name) - getattr(load.before, name)
+        for name in ("batches", "completed", "graph_batches", *KINDS)
+    }
+    batches = changes["batches"]
+    return {
+        **load.figures(),
+        "failed": load.failed,
+        # The number of requests that the engine computed together.
+        "mean_batch": rounded(changes["completed"] / batches),
+        # The fraction of the batches that a graph computed.
+        "graph_share": rounded(changes["graph_batches"] / batches),
+        # The fraction of the events' tokens that the cache had.
+        "hit_share": rounded(changes["hit_tokens"] / sum(changes[kind] for kind in KINDS)),
+    }
+
+
+def arrivals(engine: Engine, run: Run, folder: Path) -> Iterator[Record]:
+    """Yields the records of all loads, after that of the capacity of which they are fractions."""
+    options, concurrency = run.options, run.options.concurrency[-1]
+    path = folder / "model.pt"
+    torch.save(Ranking(options).state_dict(), path)
+
+    def change() -> None:
+        model = Ranking(options)
+        model.load_state_dict(torch.load(path, weights_only=True))
+        engine.swap(model.to(run.device, torch.bfloat16).eval())
+
+    names = {"graphs": True, "zipf": options.zipf}
+    load = drive(engine, options, concurrency, options.zipf)
+    capacity = len(load.latencies) / load.seconds
+    yield {**names, "concurrency": concurrency, **figures(load)}
+    for number, event in [(x, "") for x in options.loads] + [(options.loads[0], CHANGE)]:
+        rng = random.Random(0)
+        draw = zipf(range(options.users), options.zipf, rng)
+        load = submit_at_random(
+            sender(engine, options, draw, rng, PATIENCE),
+            engine.stats,
+            refusals=(OverloadedError, DeadlineError),
+            rate=number * capacity,
+            seconds=options.seconds,
+            warm_up=WARM_UP_SECONDS,
+            rng=random.Random(0),
+            middle=change if event else None,
+        )
+        of_event = {"event": event, "event_seconds": rounded(load.event_seconds)}
+        yield {**names, "capacity": rounded(capacity), "load": number, **of_event, **figures(load)}
 
 
 def soak(model: Ranking, run: Run) -> Record:
@@ -211,45 +301,35 @@ def check(engines: Sequence[Engine], candidates: int) -> None:
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """Measures each concurrency, with graphs and without."""
+    """Measures each concurrency, with graphs and without, or each load."""
     options = run.options
     counts = [getattr(options, name) for name in SIZES]
-    if options.seconds <= 0 or min(*counts, *options.concurrency) < 1:
-        PARSER.error("--seconds and all counts must be positive")
+    if min(options.seconds, *options.loads, 1) <= 0 or min(*counts, *options.concurrency) < 1:
+        PARSER.error("--seconds, --loads and all counts must be positive")
     torch.manual_seed(0)
     model = Ranking(options).to(run.device, torch.bfloat16).eval()
     if options.soak:
         yield soak(model, run)
         return
     with ExitStack() as stack:
-        engines = []
-        for graphs in (False, True):
+        engines = {}
+        for graphs in (True,) if options.loads else (False, True):
             start = time.perf_counter()
-            engines.append(stack.enter_context(closing(make_engine(model, run, graphs))))
+            engines[graphs] = stack.enter_context(closing(make_engine(model, run, graphs)))
             took = time.perf_counter() - start
             print(f"{'with' if graphs else 'without'} graphs: ready after {took:.1f} s", flush=True)
-        check(engines, options.candidates)
+        if options.loads:
+            gc.collect()
+            gc.freeze()  # as the server does
+            stack.callback(gc.unfreeze)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            yield from arrivals(engines[True], run, Path(folder))
+            return
+        check(list(engines.values()), options.candidates)
         for concurrency in options.concurrency:
-            for graphs, engine in zip((False, True), engines, strict=True):
+            for graphs, engine in engines.items():
                 load = drive(engine, options, concurrency)
-                changes = {
-                    name: getattr(load.after, name) - getattr(load.before, name)
-                    for name in ("batches", "completed", "graph_batches", *KINDS)
-                }
-                batches = changes["batches"]
-                yield {
-                    "graphs": graphs,
-                    "concurrency": concurrency,
-                    **load.figures(),
-                    # The number of requests that the engine computed together.
-                    "mean_batch": rounded(changes["completed"] / batches),
-                    # The fraction of the batches that a graph computed.
-                    "graph_share": rounded(changes["graph_batches"] / batches),
-                    # The fraction of the events' tokens that the cache had.
-                    "hit_share": rounded(
-                        changes["hit_tokens"] / sum(changes[kind] for kind in KINDS)
-                    ),
-                }
+                yield {"graphs": graphs, "concurrency": concurrency, **figures(load)}
 
 
 BENCHMARK = Benchmark("engine", PARSER, measure, describe=describe, needs_gpu=False)

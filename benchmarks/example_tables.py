@@ -145,10 +145,18 @@ def _over_seeds(values: Sequence[float], sign: str = "") -> str:
 LOAD = number_columns(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean_batch="in a batch")
 
 
+def _origin(records: File) -> str:
+    return f"{gpu_origin(records[0]) if records[0]['gpu'] else cpu_origin(records)}."
+
+
+def _meanwhile(record: Record) -> str:
+    seconds = record.get("event_seconds")
+    return f"{record['event']}, in {number(seconds)} s" if seconds else str(record["event"])
+
+
 ARRIVALS: Cells = {
-    "served by": lambda r: r["servers"],
     "load": lambda r: f"{r['load']:.0%}",
-    "meanwhile": lambda r: r["event"],
+    "meanwhile": _meanwhile,
     **number_columns(qps="a second", p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms"),
     **number_columns(worst_ms="worst ms", failed="failed"),
 }
@@ -164,8 +172,8 @@ def serving(files: Sequence[File]) -> list[Table]:
     made = []
     for records in files:
         of_loads = [r for r in records if "load" in r]
-        some = columns if not of_loads else ARRIVALS
-        made.append(record_table(some, of_loads or records, after=f"{cpu_origin(records)}."))
+        some = columns if not of_loads else {"served by": lambda r: r["servers"], **ARRIVALS}
+        made.append(record_table(some, of_loads or records, after=_origin(records)))
     return made
 
 
@@ -185,7 +193,7 @@ def soak(records: File) -> Table:
 
 
 def engine(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each file."""
+    """Returns for each file a table of the concurrencies, and one of the loads if it has any."""
     if soaks := [records for records in files if "soak" in records[0]]:
         return [*map(soak, soaks), *engine([r for r in files if "soak" not in r[0]])]
     columns: Cells = {
@@ -195,4 +203,21 @@ def engine(files: Sequence[File]) -> list[Table]:
         **LOAD,
         **number_columns(graph_share="by graphs", hit_share="cached"),
     }
-    return [record_table(columns, records) for records in files]
+    tables = []
+    for records in files:
+        of_loads = [r for r in records if "load" in r]
+        tables.append(record_table(columns, [r for r in records if "load" not in r]))
+        if of_loads:
+            tables.append(arrivals(of_loads))
+    return tables
+
+
+def arrivals(records: File) -> Table:
+    """Returns the table of an engine's loads."""
+    first = records[0]
+    columns = {**ARRIVALS, **number_columns(mean_batch="in a batch", hit_share="cached")}
+    before = (
+        f"{first['capacity']:,.0f} requests/s are answered if so many as can be are under way; "
+        f"users by a Zipf distribution with the exponent {first['zipf']:g}:"
+    )
+    return record_table(columns, records, before, after=_origin(records))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import ctypes
 import gc
+import itertools
 import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -31,6 +34,8 @@ __all__ = [
     "keep_under_way",
     "no_collections",
     "resident_mib",
+    "submit_at_random",
+    "zipf",
 ]
 
 T = TypeVar("T")
@@ -101,6 +106,7 @@ class Load(Generic[T]):
         failed: requests that were answered otherwise.
         before: the snapshot at its start.
         after: that at its end.
+        event_seconds: how long what happened in its middle took.
     """
 
     seconds: float
@@ -108,12 +114,13 @@ class Load(Generic[T]):
     failed: int
     before: T
     after: T
+    event_seconds: float = 0.0
 
     def figures(self) -> Record:
         """Returns requests/s and percentiles of the latency in milliseconds, as threads saw it."""
         p50, p95, p99 = 1e3 * np.percentile(self.latencies, [50, 95, 99])
         return {
-            "seconds": self.seconds,
+            "seconds": rounded(self.seconds),
             "answered": len(self.latencies),
             "qps": rounded(len(self.latencies) / self.seconds),
             "p50_ms": rounded(float(p50)),
@@ -255,6 +262,34 @@ def no_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+def zipf(users: Sequence[T], exponent: float, rng: random.Random) -> Callable[[], T]:
+    """Returns what draws a user by a Zipf distribution.
+
+    Args:
+        users: are put into a random order, in which the n-th is drawn with a probability that is
+            proportional to `1 / n**exponent`.
+        exponent: 0 draws all users equally often.
+        rng: draws.
+    """
+    ordered = rng.sample(users, len(users))
+    until = list(itertools.accumulate(n**-exponent for n in range(1, len(users) + 1)))
+    return lambda: ordered[min(bisect.bisect(until, rng.random() * until[-1]), len(ordered) - 1)]
+
+
+def poisson(rate: float, rng: random.Random) -> Iterator[float]:
+    """Yields the times of a Poisson process from now on, of `rate` a second, without an end."""
+    due = time.perf_counter()
+    while True:
+        yield (due := due + rng.expovariate(rate))
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Returns the seconds that an action takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
 async def arrive_at_random(
     send: Callable[[], Awaitable[bool]],
     *,
@@ -275,14 +310,14 @@ async def arrive_at_random(
         seconds: the seconds of the measurement.
         warm_up: seconds before it.
         rng: draws the times.
-        middle: is called in a thread in the middle of the measurement.
+        middle: is called in a thread in the middle of the measurement, which goes on for another
+            half of `seconds` after it has returned.
 
     Raises:
         RuntimeError: if no request was answered.
     """
-    due = time.perf_counter()
-    start = due + warm_up
-    end = start + seconds
+    start = time.perf_counter() + warm_up
+    half, end = start + seconds / 2, start + seconds
     latencies: list[float] = []
     failed = 0
 
@@ -296,14 +331,86 @@ async def arrive_at_random(
         else:
             failed += 1
 
-    tasks: list[asyncio.Task[object]] = []
-    while (due := due + rng.expovariate(rate)) < end:
+    tasks: list[asyncio.Task[None]] = []
+    event: asyncio.Task[float] | None = None
+    for due in poisson(rate, rng):
+        if event is not None and not event.done():
+            end = max(end, due + seconds / 2)
+        if due >= end:
+            break
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(work(due)))
-        if middle is not None and due >= start + seconds / 2:
-            tasks.append(asyncio.create_task(asyncio.to_thread(middle)))
-            middle = None
+        if middle is not None and event is None and due >= half:
+            event = asyncio.create_task(asyncio.to_thread(timed, middle))
     await asyncio.gather(*tasks)
+    event_seconds = 0.0 if event is None else await event
     if not latencies:
         raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
-    return Load(seconds, latencies, failed, None, None)
+    return Load(end - start, latencies, failed, None, None, event_seconds)
+
+
+def submit_at_random(
+    send: Callable[[], Future[Any]],
+    snapshot: Callable[[], T],
+    *,
+    refusals: tuple[type[Exception], ...],
+    rate: float,
+    seconds: float,
+    warm_up: float,
+    rng: random.Random,
+    middle: Callable[[], object] | None = None,
+) -> Load[T]:
+    """Sends requests as `arrive_at_random` does, all from this thread, which awaits no answer.
+
+    Args:
+        send: sends a request and returns the future of its answer.
+        snapshot: what is read at the start and at the end of the measurement.
+        refusals: errors, of `send` or of a future, with which a request counts as failed; others
+            are raised.
+        rate: as in `arrive_at_random`, as are the arguments after it.
+        seconds: likewise.
+        warm_up: likewise.
+        rng: likewise.
+        middle: likewise.
+
+    Raises:
+        RuntimeError: if no request was answered.
+    """
+    start = time.perf_counter() + warm_up
+    half, end = start + seconds / 2, start + seconds
+    # It holds no future: so many objects would make each garbage collection take longer.
+    done: SimpleQueue[tuple[float, float, BaseException | None]] = SimpleQueue()
+    before = snapshot()
+    sent, is_warm = 0, False
+    event: Future[float] | None = None
+
+    def ended(due: float, future: Future[Any]) -> None:
+        done.put((due, time.perf_counter(), future.exception()))
+
+    with ThreadPoolExecutor(1) as pool:
+        for due in poisson(rate, rng):
+            if event is not None and not event.done():
+                end = max(end, due + seconds / 2)
+            if due >= end:
+                break
+            time.sleep(max(0.0, due - time.perf_counter()))
+            if not is_warm and due >= start:
+                before, is_warm = snapshot(), True
+            if middle is not None and event is None and due >= half:
+                event = pool.submit(timed, middle)
+            try:
+                send().add_done_callback(partial(ended, due))
+            except refusals as error:
+                done.put((due, time.perf_counter(), error))
+            sent += 1
+        ends = [done.get() for _ in range(sent)]
+        event_seconds = 0.0 if event is None else event.result()
+    for _, _, failure in ends:
+        if failure is not None and not isinstance(failure, refusals):
+            raise failure
+    measured = [(answered - due, failure) for due, answered, failure in ends if due >= start]
+    latencies = [latency for latency, failure in measured if failure is None]
+    failed = len(measured) - len(latencies)
+    if not latencies:
+        raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
+    return Load(end - start, latencies, failed, before, snapshot(), event_seconds)

@@ -26,7 +26,7 @@ PARSER.add_argument("--check", action="store_true", help="write nothing")
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
-from .example_tables import soak
+from .example_tables import arrivals, soak
 from .record import RESULTS, ROOT, read_records
 from .table import File
 from .tables import TABLES, peers, speed
@@ -81,6 +81,13 @@ def soaks() -> list[str]:
     ]
 
 
+def engine_arrivals() -> list[str]:
+    """Renders what engines do under random arrivals as Markdown."""
+    files = [[r for r in records if "load" in r] for records in stored("engine")]
+    made = [arrivals(records) for records in files if records]
+    return [line for x in made for line in (*x.markdown(), "")][:-1] or ["No results are stored."]
+
+
 def published() -> list[str]:
     """Renders what the recipes reach as Markdown, with the stored pictures of their curves."""
     pictures = [
@@ -122,7 +129,11 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "ranking": partial(ranking, False),
     },
     ROOT / "docs/published.md": {"published": published, "ratings": partial(ranking, True)},
-    ROOT / "docs/quickstart/serving.md": {"serving": partial(tables, "serving"), "soak": soaks},
+    ROOT / "docs/quickstart/serving.md": {
+        "serving": partial(tables, "serving"),
+        "arrivals": engine_arrivals,
+        "soak": soaks,
+    },
     ROOT / "docs/distributed.md": {
         "train": partial(tables, "train"),
         "context": partial(tables, "context"),

@@ -332,7 +332,10 @@ def print_origin(record: Record) -> None:
     print("\n".join(lines) + "\n", flush=True)
 
 
-_NAMES = ("case", "head_dim", "division", "gpus", "pass", "impl", "model", "concurrency", "graphs")
+_NAMES = (
+    *("case", "head_dim", "division", "gpus", "pass", "impl", "model"),
+    *("concurrency", "graphs", "load", "event"),
+)
 _FIGURES = {
     "ms": "ms",
     "us": "us",
@@ -347,7 +350,7 @@ _FIGURES = {
 
 def progress(record: Record) -> str:
     """Returns one line on a record: which it is, and its main figures."""
-    names = [str(record[name]) for name in _NAMES if record.get(name) is not None]
+    names = [str(record[name]) for name in _NAMES if record.get(name) not in (None, "")]
     if record.get("error"):
         return f"  FAILED  {', '.join(names)}: {record['error']}"
     figures = [

@@ -4,19 +4,21 @@
     python -m benchmarks.serving --concurrency 1 64 --seconds 30 --json serving.json
     python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 --seconds 20
     python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 --seconds 20 --replicas 2
+    python -m benchmarks.serving --device cuda --loads 0.5 0.8 0.95 --seconds 20
 
-Starts `examples/serve.py` as a process of its own, on the CPU of this machine, and drives it over
-loopback by as many threads as requests are to be under way; each sends its next one when it has its
-answer. A request brings one new event of a random user of the data, and asks for the best 10 items
-that the user has not seen. The threads and the server share the processors, so the server alone
-would be faster. `others` are the processors that other work kept busy in the second before the
-start.
+Starts `examples/serve.py` as a process of its own, on the CPU of this machine or on its GPU, and
+drives it over loopback by as many threads as requests are to be under way; each sends its next one
+when it has its answer. A request brings one new event of a random user of the data, and asks for
+the best 10 items that the user has not seen. The threads and the server share the processors, so
+the server alone would be faster. `others` are the processors that other work kept busy in the
+second before the start.
 
 With `--loads` requests arrive at random instead, at these fractions of what is answered if
 `--concurrency` requests are always under way (the last of these numbers). Users are drawn by a Zipf
 distribution; their histories are those of the data. Events are stored in SQLite or, with
 `--replicas`, in a Redis server that so many replicas on Ray Serve share. At the first load there
-are further runs, in the middle of which the model changes or a replica is killed by SIGKILL.
+are further runs, in the middle of which the model changes or a replica is killed by SIGKILL. A run
+goes on until the new model has taken over, and for half of `--seconds` after it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import json
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -46,46 +49,43 @@ MODEL, DATA = "runs/retrieval/best.pt", "runs/synthetic-movielens/ratings.dat"
 _add = PARSER.add_argument
 _add("--model", type=Path, default=Path(MODEL), help=f"(default: {MODEL})")
 _add("--data", type=Path, default=Path(DATA), help=f"(default: {DATA})")
-_add("--loads", type=float, nargs="+", default=(), metavar="LOAD", help="random arrivals")
+_add("--device", choices=("cpu", "cuda"), default="cpu", help="of the server (default: cpu)")
 _add("--replicas", type=int, default=0, help="on Ray Serve (default: one process without Ray)")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
-import numpy as np
-
 from hstu_attn.data import EventLog, open_event_log
 from hstu_attn.serving.client import Client
 
-from .load import CpuUse, Load, arrive_at_random, capacity, keep_under_way, no_collections
+from .load import CpuUse, Load, arrive_at_random, capacity, keep_under_way, no_collections, zipf
 from .record import ROOT, Record, rounded
-from .runner import Benchmark, Run
+from .runner import Benchmark, Run, environment
 
 __all__ = ["BENCHMARK", "drive", "main", "running_server"]
 
 SERVER = ROOT / "examples/serve.py"
 WARM_UP_SECONDS = 2.0
-ZIPF = 1.0  # the probability of the n-th user is proportional to 1 / n**ZIPF
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
 CHANGE, KILL = "the model changes", "a replica is killed"
 
 
 def describe(run: Run) -> Record:
-    """Returns the processors that other work keeps busy."""
-    return {"others": rounded(other_work())}
+    """Returns the server's device, and the processors that other work keeps busy."""
+    return {"device": run.options.device, "others": rounded(other_work())}
 
 
 @contextmanager
 def running_server(
-    model: Path, data: Path, arguments: Sequence[str] = ()
-) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """Runs the server and ends it by SIGTERM; yields its port and its process.
+    model: Path, data: Path, device: str, arguments: Sequence[str] = ()
+) -> Iterator[int]:
+    """Runs the server and ends it by SIGTERM; yields its port.
 
     Raises:
         RuntimeError: if it does not start.
     """
     files = ["--model", str(model), "--data", str(data)]
-    command = [sys.executable, str(SERVER), "--port", "0", "--device", "cpu", *files]
+    command = [sys.executable, str(SERVER), "--port", "0", "--device", device, *files]
     command += ["--store", "memory", *arguments]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -94,7 +94,7 @@ def running_server(
         port = next((match[1] for match in found if match), None)
         if port is None:
             raise RuntimeError(f"{' '.join(command)} ended with status {server.wait()}")
-        yield int(port), server
+        yield int(port)
     finally:
         server.terminate()
         server.wait()
@@ -115,14 +115,25 @@ class Serving(NamedTuple):
 
 
 @contextmanager
-def one_process(model: Path, data: Path) -> Iterator[Serving]:
+def one_process(model: Path, data: Path, device: str) -> Iterator[Serving]:
     """Runs the server over an SQLite store."""
+    token = secrets.token_urlsafe()
+
+    def change() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/admin/model", headers={"Authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        if response.status != 200:
+            raise RuntimeError(f"the model has not changed: {response.status} {text}")
+
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_server(model, data, ["--store", f"{folder}/events.sqlite"]) as (port, server),
+        environment("HSTU_ATTN_ADMIN_TOKENS", token),
+        running_server(model, data, device, ["--store", f"{folder}/events.sqlite"]) as port,
     ):
-        events = {CHANGE: lambda: server.send_signal(signal.SIGHUP)}
-        yield Serving(f"http://127.0.0.1:{port}", "one process", events)
+        yield Serving(f"http://127.0.0.1:{port}", "one process", {CHANGE: change})
 
 
 @contextmanager
@@ -217,19 +228,17 @@ def other_work() -> float:
 
 
 def sender(
-    client: Client, log: EventLog, rng: np.random.Generator
+    client: Client, log: EventLog, exponent: float, rng: random.Random
 ) -> Callable[[], Awaitable[bool]]:
     """Returns what sends a request of a random user."""
-    users = rng.permutation(np.array(log.source_user_ids)).tolist()
-    until = np.cumsum(1 / np.arange(1, len(users) + 1) ** ZIPF)
+    draw = zipf(log.source_user_ids, exponent, rng)
     items = log.source_item_ids
     # One time for all events: those of a user that are under way together may change places.
     now = int(time.time())
 
     async def send() -> bool:
-        user = users[int(np.searchsorted(until, rng.random() * until[-1]))]
         try:
-            await client.recommend(user, [(items[int(rng.integers(len(items)))], now)], 10)
+            await client.recommend(draw(), [(rng.choice(items), now)], 10)
         except (RuntimeError, TimeoutError):
             return False
         return True
@@ -239,13 +248,13 @@ def sender(
 
 async def arrivals(serving: Serving, log: EventLog, options: Any) -> list[Record]:
     """Returns the records of all loads."""
-    rng = np.random.default_rng(0)
+    rng = random.Random(0)
     seconds, records = options.seconds, list[Record]()
     warm_up = min(WARM_UP_SECONDS, seconds)
     async with Client(serving.address, connections=400) as client:
         concurrency = options.concurrency[-1]
         most = await capacity(
-            sender(client, log, rng),
+            sender(client, log, options.zipf, rng),
             concurrency=concurrency,
             seconds=seconds,
             warm_up=warm_up,
@@ -254,15 +263,16 @@ async def arrivals(serving: Serving, log: EventLog, options: Any) -> list[Record
         loads = [(load, "") for load in options.loads]
         for load, event in loads + [(options.loads[0], event) for event in serving.events]:
             found: Load[Any] = await arrive_at_random(
-                sender(client, log, rng),
+                sender(client, log, options.zipf, rng),
                 rate=load * most,
                 seconds=seconds,
                 warm_up=warm_up,
                 rng=random.Random(0),
                 middle=serving.events.get(event),
             )
-            names = {"servers": serving.servers, "capacity": rounded(most), "load": load}
-            records.append({**names, "event": event, **found.figures(), "failed": found.failed})
+            names = {"servers": serving.servers, "zipf": options.zipf, "capacity": rounded(most)}
+            names |= {"load": load, "event": event, "event_seconds": rounded(found.event_seconds)}
+            records.append({**names, **found.figures(), "failed": found.failed})
             print(records[-1], flush=True)
             await asyncio.sleep(1.0)
     return records
@@ -273,16 +283,18 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     options = run.options
     if options.seconds <= 0 or min(*options.concurrency, *options.loads, 1) <= 0:
         PARSER.error("--seconds, --concurrency and --loads must be positive")
+    if options.replicas and options.device != "cpu":
+        PARSER.error(f"--device: expected cpu with --replicas; got {options.device}")
     log = open_event_log(options.data)
-    model, data = options.model.resolve(), options.data.resolve()
+    model, data, device = options.model.resolve(), options.data.resolve(), options.device
     if options.loads:
         several = several_replicas(model, data, options.replicas)
-        with several if options.replicas else one_process(model, data) as serving:
+        with several if options.replicas else one_process(model, data, device) as serving:
             with no_collections():
                 records = asyncio.run(arrivals(serving, log, options))
             yield from records
         return
-    with running_server(model, data) as (port, _):
+    with running_server(model, data, device) as port:
         for concurrency in options.concurrency:
             load = drive(port, log, concurrency, options.seconds)
             change = {name: load.after[name] - load.before[name] for name in load.before}

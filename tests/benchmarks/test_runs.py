@@ -5,6 +5,7 @@ A `FakeGpu` stands in for the GPU. `test_counts.py` tests the figures.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from benchmarks import (
 from benchmarks.cases import Case
 from benchmarks.record import read_records
 from hstu_attn import HSTULayerConfig, HSTUStack, hstu_attention
+from hstu_attn.serving import Engine
 from tests.helpers.fake_gpu import FakeGpu
 
 ORIGIN = {"benchmark", "cpu", "date", "commit", "hstu_attn", "torch", "python", "command"}
@@ -281,6 +283,42 @@ def test_engine(tmp_path):
         assert r["graph_share"] == float(r["graphs"])
         assert 1 <= r["mean_batch"] <= 4
         assert r["hit_share"] > 0.5
+
+
+@pytest.mark.slow
+def test_random_arrivals_at_the_engine(tmp_path, monkeypatch):
+    pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+    served, swap = [], Engine.swap
+
+    def spy(self, model):
+        served.append((threading.current_thread(), self.model))
+        swap(self, model)
+        served.append((threading.current_thread(), self.model))
+
+    monkeypatch.setattr(Engine, "swap", spy)
+    sizes = "--layers 1 --width 16 --heads 1 --head-dim 16 --history 40 --candidates 5 --users 40"
+    load = "--concurrency 1 8 --seconds 1 --loads 0.3 0.5 --device cpu"
+    capacity, *records = run(engine.main, tmp_path, f"{sizes} {load}")
+    assert capacity["concurrency"] == 8
+    assert capacity["failed"] == 0
+    change = "the model changes"
+    assert [(r["load"], r["event"]) for r in records] == [(0.3, ""), (0.5, ""), (0.3, change)]
+    for r in records:
+        assert r["capacity"] == pytest.approx(capacity["qps"], 1e-3)
+        assert r["graphs"] is True
+        assert r["graph_share"] <= 1
+        assert 0 < r["p50_ms"] <= r["p95_ms"] <= r["p99_ms"] <= r["worst_ms"]
+        expected = r["load"] * r["capacity"] * r["seconds"]
+        assert abs(r["answered"] + r["failed"] - expected) < 5 * expected**0.5 + 5  # Poisson
+        assert (r["event_seconds"] > 0) == (r["event"] == change)
+        assert r["seconds"] >= 1 + r["event_seconds"] * (r["event"] == change) / 2
+    (thread, old), (_, new) = served
+    assert thread is not threading.main_thread()
+    weights = [model.head.weight.flatten().tolist() for model in (old, new)]
+    assert weights[0] != weights[1]
+    printed = tables.text([capacity, *records])
+    assert f"\n30%   {change}, in " in printed
+    assert "exponent 1:" in printed
 
 
 @pytest.mark.slow

@@ -5,21 +5,34 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 import time
+from collections import Counter
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("aiohttp")
 from benchmarks import serving
-from benchmarks.load import Load, arrive_at_random, capacity, no_collections
+from benchmarks.load import (
+    Load,
+    arrive_at_random,
+    capacity,
+    no_collections,
+    submit_at_random,
+    zipf,
+)
 from benchmarks.record import read_records
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
+from hstu_attn.serving import DeadlineError, OverloadedError
 from tests.examples.test_serve_faults import save
 
 
@@ -56,6 +69,78 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     assert min(load.latencies) >= 0.299
     [when] = called
     assert 0.5 < when - started[0] < 1.2
+
+
+@pytest.mark.slow
+def test_submitting_does_not_wait_for_answers() -> None:
+    """Every tenth request is refused at once, and every tenth later."""
+    sent: list[float] = []
+
+    def send() -> Future[None]:
+        sent.append(time.perf_counter())
+        future: Future[None] = Future()
+        if len(sent) % 10 == 5:
+            raise OverloadedError("expected room")
+        late = len(sent) % 10 == 0
+        end = partial(future.set_exception, DeadlineError()) if late else future.set_result
+        threading.Timer(0.3, end, () if late else (None,)).start()
+        return future
+
+    how: dict[str, Any] = {"rate": 100.0, "seconds": 1.0, "warm_up": 0.2, "rng": random.Random(3)}
+    refusals = OverloadedError, DeadlineError
+    load = submit_at_random(send, lambda: len(sent), refusals=refusals, **how)
+    rng, due = random.Random(3), [0.0]
+    while due[-1] < 1.2:
+        due.append(due[-1] + rng.expovariate(100.0))
+    assert len(sent) == len(due) - 2
+    assert load.after - load.before == len(load.latencies) + load.failed
+    assert load.after - load.before == sum(0.2 <= at < 1.2 for at in due)
+    assert abs(load.failed - len(load.latencies) / 4) <= 2
+    assert min(load.latencies) >= 0.299
+    with pytest.raises(DeadlineError):
+        submit_at_random(send, lambda: 0, refusals=(OverloadedError,), **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_run_goes_on_after_what_happens_in_its_middle(is_async: bool) -> None:
+    ended: list[float] = []
+    sent: list[float] = []
+
+    def middle() -> None:
+        time.sleep(0.6)
+        ended.append(time.perf_counter())
+
+    async def answer() -> bool:
+        sent.append(time.perf_counter())
+        return True
+
+    def submit() -> Future[None]:
+        sent.append(time.perf_counter())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    how: dict[str, Any] = {"rate": 200.0, "seconds": 0.4, "warm_up": 0.0, "middle": middle}
+    how["rng"] = random.Random(3)
+    load: Load[Any]
+    if is_async:
+        load = asyncio.run(arrive_at_random(answer, **how))
+    else:
+        load = submit_at_random(submit, lambda: None, refusals=(), **how)
+    assert 0.6 <= load.event_seconds < 0.9
+    assert load.seconds >= 0.2 + 0.6 + 0.15
+    assert len(load.latencies) == len(sent)
+    assert sum(at > ended[0] for at in sent) > 10
+
+
+def test_users_are_drawn_by_a_zipf_distribution() -> None:
+    count, rng = 20_000, random.Random(0)
+    for exponent, shares in ((1.0, (12 / 25, 6 / 25, 4 / 25, 3 / 25)), (0.0, (0.25,) * 4)):
+        draw = zipf("abcd", exponent, rng)
+        found = sorted(Counter(draw() for _ in range(count)).values(), reverse=True)
+        for times, share in zip(found, shares, strict=True):
+            assert times == pytest.approx(share * count, abs=5 * (share * count) ** 0.5)
 
 
 @pytest.mark.slow
@@ -105,9 +190,31 @@ def test_random_arrivals(
     records, printed = read_records(path), capsys.readouterr().out
     changes = "the model changes"
     assert [(r["load"], r["event"]) for r in records] == [(0.3, ""), (0.5, ""), (0.3, changes)]
+    assert [record["event_seconds"] > 0 for record in records] == [False, False, True]
     for record in records:
+        assert record["device"] == "cpu"
         assert record["failed"] == 0
-        expected = record["load"] * record["capacity"]
+        expected = record["load"] * record["capacity"] * record["seconds"]
         assert abs(record["answered"] - expected) < 5 * expected**0.5 + 5  # Poisson
         assert 0 < record["p50_ms"] <= record["p99_ms"] <= record["worst_ms"]
     assert f"one process   30%  {changes}" in printed
+
+
+def test_the_device_is_passed_to_the_server(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    def start(command: list[str], **_: Any) -> None:
+        commands.append(command)
+        raise OSError("expected a process")
+
+    monkeypatch.setattr(serving.subprocess, "Popen", start)
+    model, data = Path(files[1]), Path(files[3])
+    with pytest.raises(OSError, match="a process"), serving.running_server(model, data, "cuda"):
+        pass
+    assert commands[0][commands[0].index("--device") + 1] == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        serving.main([*files, "--device", "cuda", "--loads", "0.5", "--replicas", "2"])
+    assert "--device: expected cpu with --replicas; got cuda" in capsys.readouterr().err
