@@ -7,13 +7,17 @@ that sends a request byte by byte, or reads no answer, can hold its connection f
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from recommender.sparing_log import SparingLog
+
 __all__ = ["LimitedHTTP"]
 
+LOG = SparingLog(logging.getLogger("recommender.server"))
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\n"
 LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"
@@ -25,7 +29,8 @@ class LimitedHTTP(H11Protocol):
     There are `max_connections` open ones besides: it is answered 503 and closed at once. Or a
     request does not arrive whole within `arrival_timeout` of its first byte (the first request:
     of the connection's start): it is closed, after an answer 408 if the headers have arrived. Or
-    the client, which may be gone, does not take what is sent within that time: it is aborted.
+    the client, which may be gone, does not take what is sent within that time: it is aborted. The
+    log tells each case, but not each time.
 
     Args:
         arrival_timeout: in seconds.
@@ -47,6 +52,7 @@ class LimitedHTTP(H11Protocol):
         # Any unsent byte pauses writing, so that the timer of writing knows of it.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.max_connections:
+            LOG.warn("Refused a connection: %d are open", self.max_connections)
             self.close(TOO_MANY)
         else:
             self.set_timer()
@@ -69,7 +75,7 @@ class LimitedHTTP(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self.write_timer is None:
-            self.write_timer = self.loop.call_later(self.arrival_timeout, self.transport.abort)
+            self.write_timer = self.loop.call_later(self.arrival_timeout, self.give_up)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -92,7 +98,14 @@ class LimitedHTTP(H11Protocol):
             self.arrival_timer.cancel()
             self.arrival_timer = None
 
+    def give_up(self) -> None:
+        seconds = self.arrival_timeout
+        LOG.warn("Aborted a connection whose client has taken no answer for %g s", seconds)
+        self.transport.abort()
+
     def time_out(self) -> None:
+        seconds = self.arrival_timeout
+        LOG.warn("Closed a connection whose request has not arrived whole within %g s", seconds)
         self.close(TOO_SLOW if self.conn.our_state is h11.SEND_RESPONSE else b"")
 
     def close(self, status: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import logging
 import math
@@ -36,10 +37,12 @@ from recommender.models import Models
 from recommender.saved import SavedModel
 from recommender.serve_options import MAX_BODY_BYTES
 from recommender.served_ranking import SavedRanking
+from recommender.sparing_log import SparingLog
 
 __all__ = ["Service", "make_app"]
 
 LOG = logging.getLogger("recommender.server")
+RARE = SparingLog(LOG)
 SECONDS = "hstu_attn.seconds"  # a key of a request's scope: in which it is to be answered
 WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
     NoHistoryError: ("no_history", "The user is new: at least one event is needed"),
@@ -389,6 +392,12 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(EventOrderError)
     @app.exception_handler(EventTimeError)
     async def wrong_events(request: object, error: Exception) -> Response:
+        if isinstance(error, EventTimeError):
+            now = datetime.datetime.now(datetime.timezone.utc)
+            RARE.warn(
+                "Refused events for their times, while this machine's clock says %s UTC",
+                f"{now:%Y-%m-%d %H:%M:%S}",
+            )
         kind, message = WRONG_EVENTS[type(error)]
         return await wrong_body(request, invalid(["body", "events"], kind, message))
 

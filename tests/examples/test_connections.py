@@ -19,6 +19,7 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 
 
+from recommender import connections, sparing_log  # noqa: E402
 from recommender.connections import LimitedHTTP  # noqa: E402
 
 ARRIVAL_TIMEOUT = 0.4
@@ -78,6 +79,13 @@ def running_server(
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """Returns what is logged, by a log that has told nothing yet."""
+    monkeypatch.setattr(connections, "LOG", sparing_log.SparingLog(logging.getLogger("here")))
+    return caplog
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +167,13 @@ def test_without_a_whole_head_the_connection_is_closed(port: int, sent: bytes) -
         assert time.monotonic() - started > 0.9 * ARRIVAL_TIMEOUT
 
 
-def test_half_a_body_is_answered_408(port: int) -> None:
+def test_half_a_body_is_answered_408(port: int, log: Any) -> None:
     with connect(port) as connection:
         connection.sendall(HEAD + b"h")
         received = rest(connection)
     assert received.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert b"\r\nConnection: close\r\n" in received
+    assert "Closed a connection whose request has not arrived whole within 0.4 s" in log.text
 
 
 @pytest.mark.parametrize(
@@ -214,7 +223,7 @@ def wait_until_closed(server: uvicorn.Server) -> float:
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_who_reads_no_answer_is_let_go(requests: int) -> None:
+def test_who_reads_no_answer_is_let_go(requests: int, log: Any) -> None:
     """The client, or its machine, may be gone: it takes nothing, and closes nothing."""
     with running_server() as (server, port), connect(port) as connection:
         connection.sendall(WHOLE.replace(b"/echo", b"/large") * requests)
@@ -224,6 +233,8 @@ def test_who_reads_no_answer_is_let_go(requests: int) -> None:
         with connect(port) as other:
             other.sendall(WHOLE)
             assert answer(other).startswith(b"HTTP/1.1 200 OK")
+    told = "Aborted a connection whose client has taken no answer for 0.4 s"
+    assert log.messages == [f"{told} (1 since the last such line)"]
 
 
 def test_who_reads_slowly_gets_the_whole_answer_if_in_time() -> None:
@@ -244,7 +255,7 @@ def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
 
 
 @pytest.mark.slow
-def test_half_open_connections_make_room() -> None:
+def test_half_open_connections_make_room(log: Any) -> None:
     """Clients that vanished without a word hold no connection for long."""
     with ExitStack() as stack:
         server, port = stack.enter_context(running_server(8, arrival_timeout=2.0))
@@ -255,9 +266,12 @@ def test_half_open_connections_make_room() -> None:
         wait_until_open(server, 8)
         assert wait_until_closed(server) > 0.5 * ARRIVAL_TIMEOUT
         assert first_accepted(port).startswith(b"HTTP/1.1 200 OK")
+    told = "Closed a connection whose request has not arrived whole within 2 s"
+    assert log.messages[0] == f"{told} (1 since the last such line)"  # and not one for each
+    assert sum(message.startswith(told) for message in log.messages) == 1
 
 
-def test_no_more_connections_than_there_may_be() -> None:
+def test_no_more_connections_than_there_may_be(log: Any) -> None:
     with running(max_connections=2) as port, connect(port) as first, connect(port) as second:
         for connection in (first, second):
             connection.sendall(WHOLE)
@@ -270,6 +284,7 @@ def test_no_more_connections_than_there_may_be() -> None:
         assert answer(first).startswith(b"HTTP/1.1 200 OK")
         second.close()
         assert first_accepted(port).startswith(b"HTTP/1.1 200 OK")
+    assert log.messages[0] == "Refused a connection: 2 are open (1 since the last such line)"
 
 
 def first_accepted(port: int) -> bytes:
@@ -297,3 +312,21 @@ def test_a_wrong_request_line_is_answered_400(
         connection.sendall(request_line + b"\r\nHost: x\r\n\r\n")
         assert rest(connection).startswith(b"HTTP/1.1 400 ")
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+
+
+def test_lines_that_clients_cause_are_few(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(sparing_log.time, "monotonic", lambda: now[0])
+    log = sparing_log.SparingLog(logging.getLogger("here"), seconds=10.0)
+    for at, what in ((0, "One of %d"), (1, "One of %d"), (2, "Another of %d"), (9, "One of %d")):
+        now[0] = 100.0 + at
+        log.warn(what, at)
+    now[0] = 110.0
+    log.warn("One of %d", 10)
+    assert caplog.messages == [
+        "One of 0 (1 since the last such line)",
+        "Another of 2 (1 since the last such line)",
+        "One of 10 (3 since the last such line)",
+    ]

@@ -26,6 +26,7 @@ from recommender import http as http_app
 from recommender import serve_options
 from recommender.http_schemas import ranking_schemas, retrieval_schemas
 from recommender.server import Server
+from recommender.sparing_log import SparingLog
 
 from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.serving import StoreError
@@ -232,6 +233,27 @@ def test_events_in_another_order_are_refused(server: Running) -> None:
         assert status == 422
         assert [part["type"] for part in answer["detail"]] == ["event_order"]
         assert answer["detail"][0]["loc"] == ["body", "events"]
+
+
+def test_a_clock_that_steps_back_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Events of right clocks are refused until it is right again; other requests are answered."""
+    monkeypatch.setattr(http_app, "RARE", SparingLog(http_app.LOG))
+    day, now = 86400, [10 * 86400]
+    events = [{"item": FIRST_ID, "time": now[0]}]
+    with running(time_range=lambda: (0, now[0] + day)) as server:
+        assert server.client.send("POST", "/score", body(1, events=events))[0] == 200
+        now[0] -= 2 * day
+        for _ in range(2):
+            status, _, answer = server.client.send("POST", "/score", body(2, events=events))
+            assert status == 422
+            assert answer["detail"][0]["type"] == "event_time"
+        assert server.client.send("POST", "/score", body(1, events=[]))[0] == 200
+        [line] = caplog.messages
+        assert line.startswith("Refused events for their times, while this machine's clock says 20")
+        now[0] += 2 * day
+        assert server.client.send("POST", "/score", body(2, events=events))[0] == 200
 
 
 # ---------------------------------------------------------------------------------------------

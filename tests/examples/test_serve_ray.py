@@ -12,6 +12,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -307,6 +308,51 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, store: RedisStore) -> 
         time.sleep(0.2)
     assert set(before) - set(after) == {victim}
     assert len(cluster.ask(lambda client: client.score(users[0], [], ITEMS[:5]))) == 5
+
+
+def process_of_ray(name: str) -> int | None:
+    """Returns the process of an actor in this session of Ray."""
+    parents, found = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            pid, words = int(folder.name), (folder / "cmdline").read_bytes()
+            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if words.startswith(f"ray::{name}".encode()):
+                found.append(pid)
+    for pid in found:
+        above = pid
+        while above in parents and above != os.getpid():
+            above = parents[above]
+        if above == os.getpid():
+            return pid
+    return None
+
+
+@pytest.mark.parametrize(("name", "first"), [("ProxyActor", 4100), ("ServeController", 4200)])
+def test_a_process_of_ray_is_killed_under_load(
+    name: str, first: int, cluster: Cluster, store: RedisStore
+) -> None:
+    """Ray starts it again; all requests are answered, rightly, and all events are stored once."""
+    before, writers = process_of_ray(name), Writers(range(first, first + 8))
+    assert before is not None
+
+    async def run() -> None:
+        async with Client(cluster.address, timeout=60.0, attempts=40) as client:
+            until, end = math.inf, time.monotonic() + 60
+            tasks = writers.start(client, lambda: writers.fewest >= until)
+            while writers.fewest < 5:
+                await asyncio.sleep(0.01)
+            os.kill(before, signal.SIGKILL)
+            while process_of_ray(name) in (None, before):
+                assert time.monotonic() < end, f"no new {name} came"
+                await asyncio.sleep(0.2)
+            until = max(map(len, writers.answers.values())) + 5
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert writers.fewest > 9
+    writers.check(cluster.saved, store, most=50)
+    assert len(cluster.stats()) == 2
 
 
 # Ray warns that the period is shorter than its default interval of measuring, which is not used.
