@@ -4,7 +4,8 @@
 // A work tile is a tile of keys of one head. Where a bias has a gradient, it is a tile of keys of
 // all heads that share a bias head: they are processed one after another, so that one thread sums
 // each element of the gradient. dK and dV stay in registers. Each tile of rows adds its part of dQ
-// to an fp32 accumulator in device memory, which convert_dq scales and rounds.
+// to an fp32 accumulator in device memory, which convert_dq scales and rounds; with the tilings for
+// short sequences there is one key tile, which stores dQ itself.
 #pragma once
 
 #include "../common/activation.h"
@@ -21,7 +22,8 @@ namespace hstu::sm80 {
 struct BackwardBuffers {
   WorkList list;
   int heads_per_work_tile;
-  float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed
+  float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed.
+                          // Not set if Backward::kStoresDqAtOnce
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
@@ -65,19 +67,20 @@ struct DeviceSum {
   }
 };
 
-template <int kHeadDim_, typename Element_, Memory kMemory, ScoreBias kBias, bool kIsDeterministic>
+template <int kHeadDim_, typename Element_, Tiling kTiling, ScoreBias kBias, bool kIsDeterministic>
 struct Backward {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHasDenseBias = kBias == ScoreBias::kDense;
   static constexpr bool kHasRelativeBias = kBias == ScoreBias::kRelative;
-  static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
+  static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kTiling, kIsDeterministic>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kWarps = kTiles.warps;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kTiles.stages;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
+  static constexpr bool kStoresDqAtOnce = stores_dq_at_once(kTiling);
 
   // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
   // more copies were in flight.
@@ -109,6 +112,7 @@ struct Backward {
     alignas(128) Element dout[kStages][kRows * kHeadDim];
     alignas(128) Element p[kRows * kKeys];
     alignas(128) Element ds[kRows * kKeys];
+    alignas(128) Element dq[kStoresDqAtOnce ? kRows * kHeadDim : 1];
     HeadRows<Element> q_rows;
     HeadRows<Element> dout_rows;
     HeadBias bias;
@@ -122,7 +126,7 @@ struct Backward {
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
                 "the blocks that registers allow find room on compute capability 9.0");
-  static_assert(kMemory == Memory::kLarge || sizeof(SharedMemory) <= kSmallMemory,
+  static_assert(kTiling != Tiling::kSmallMemory || sizeof(SharedMemory) <= kSmallMemory,
                 "the small form fits on every GPU");
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
@@ -173,7 +177,8 @@ struct Backward {
       }
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
-      return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
+      const bool writes_dq = kIsDeterministic || kStoresDqAtOnce;  // of rows that see no key, too
+      return writes_dq && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
     });
   }
 
@@ -310,7 +315,11 @@ struct Backward {
       // dQ += dX K
       RowSum dq = {};
       gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
-      DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
+      if constexpr (kStoresDqAtOnce) {
+        store_rows_of_dq(params, dq, sequence, r0, head, smem);
+      } else {
+        DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
+      }
       // NOTE: with a relative bias, no register can keep `next` until here.
       row_tile = kHasRelativeBias && kHeadDim > 32 ? smem.map.before(row_tile) : next;
     }
@@ -394,6 +403,19 @@ struct Backward {
     const int before = spans.count_before(key_tile);
     // NOTE: `<` and not `!=`, because sequences with overlapping offsets share a tile.
     while (seen < before) seen = ptx::ld_acquire(semaphore);
+  }
+
+  // dQ = alpha * scale * dQ, rounded once
+  static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, RowSum& dq,
+                                           const Sequence& sequence, int r0, int head,
+                                           SharedMemory& smem) {
+    const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
+#pragma unroll
+    for (float& value : dq.values) value *= factor;
+    to_smem<RowMma, kRows, kHeadDim>(dq, smem.dq);
+    __syncthreads();
+    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(smem.dq, params.dq, sequence.q_begin + r0,
+                                                        sequence.q_len - r0, head);
   }
 
   static HSTU_DEVICE void store_keys(KeySum& sum, float factor, Element* through,

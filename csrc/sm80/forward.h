@@ -14,13 +14,13 @@
 
 namespace hstu::sm80 {
 
-template <int kHeadDim, typename Element, Memory kMemory, ScoreBias kBias,
+template <int kHeadDim, typename Element, Tiling kTiling, ScoreBias kBias,
           KeySource kSource = KeySource::kPacked>
 struct Forward {
   static constexpr bool kHasDenseBias = kBias == ScoreBias::kDense;
   static constexpr bool kHasRelativeBias = kBias == ScoreBias::kRelative;
   static constexpr ForwardTiles kTiles =
-      forward_tiles<kHeadDim, kMemory, kBias != ScoreBias::kNone>();
+      forward_tiles<kHeadDim, kTiling, kBias != ScoreBias::kNone>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kThreads = kTiles.warps * 32;
@@ -50,7 +50,7 @@ struct Forward {
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
                 "the blocks that registers allow find room on compute capability 9.0");
-  static_assert(kMemory == Memory::kLarge || sizeof(SharedMemory) <= kSmallMemory,
+  static_assert(kTiling != Tiling::kSmallMemory || sizeof(SharedMemory) <= kSmallMemory,
                 "the small form fits on every GPU");
 
   static HSTU_DEVICE void run(const ForwardParams& params, const WorkList& list,

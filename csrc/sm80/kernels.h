@@ -2,9 +2,19 @@
 // writes a source for each that instantiates them.
 #pragma once
 
+#include <algorithm>
+#include <climits>
+
 #include "../dispatch.h"
 
 namespace hstu::sm80 {
+
+// Most rows or keys of a sequence, by the call's max_seqlen_q and max_seqlen_k, if a kernel for
+// short sequences can compute the call; else INT_MAX.
+inline int longest_if_short(const ForwardParams& params) {
+  if (params.paged.kv_cache || params.relative_bias) return INT_MAX;
+  return std::max(params.batch.max_seqlen_q, params.batch.max_seqlen_k);
+}
 
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();

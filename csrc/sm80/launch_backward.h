@@ -5,34 +5,39 @@
 #include "../common/attention_launch.h"
 #include "backward.h"
 #include "kernels.h"
-#include "memory_switch.h"
+#include "tiling_switch.h"
 
 namespace hstu::sm80 {
 
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, ScoreBias kBias = ScoreBias::kNone, bool kIsDeterministic = false>
-  using Kernel = Backward<kHeadDim, Element, kMemory, kBias, kIsDeterministic>;
+  template <Tiling kTiling, ScoreBias kBias = ScoreBias::kNone, bool kIsDeterministic = false>
+  using Kernel = Backward<kHeadDim, Element, kTiling, kBias, kIsDeterministic>;
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
-    return with_form(launch, [&](auto memory, auto is_deterministic) {
-      return Plan<memory, is_deterministic>(params, nullptr).workspace.used();
+    return with_form(params, launch, [&](auto tiling, auto is_deterministic) {
+      return Plan<tiling, is_deterministic>(params, nullptr).workspace.used();
     });
   }
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
-    with_form(launch, [&](auto memory, auto is_deterministic) {
-      run_form<memory, is_deterministic>(params, launch);
+    with_form(params, launch, [&](auto tiling, auto is_deterministic) {
+      run_form<tiling, is_deterministic>(params, launch);
     });
   }
 
  private:
+  // NOTE: a form for short sequences is deterministic in any case, see stores_dq_at_once().
   template <typename Use>
-  static auto with_form(const CudaLaunch& launch, Use use) {
+  static auto with_form(const BackwardParams& params, const CudaLaunch& launch, Use use) {
+    const int longest = longest_if_short(params);
+    const std::false_type any_order;
+    if (longest <= 32) return use(std::integral_constant<Tiling, Tiling::kUpTo32>(), any_order);
+    if (longest <= 64) return use(std::integral_constant<Tiling, Tiling::kUpTo64>(), any_order);
     return bool_switch(launch.deterministic, [&](auto is_deterministic) {
-      return memory_switch<Kernel<Memory::kLarge, ScoreBias::kNone, is_deterministic>>(
-          launch, [&](auto memory) { return use(memory, is_deterministic); });
+      return tiling_switch<Kernel<Tiling::kLarge, ScoreBias::kNone, is_deterministic>>(
+          launch, [&](auto tiling) { return use(tiling, is_deterministic); });
     });
   }
 
@@ -43,9 +48,9 @@ struct BackwardLauncher {
   }
 
   // The layout of the workspace.
-  template <Memory kMemory, bool kIsDeterministic>
+  template <Tiling kTiling, bool kIsDeterministic>
   struct Plan {
-    static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
+    static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kTiling, kIsDeterministic>();
 
     Workspace workspace;
     BackwardBuffers buffers;
@@ -71,7 +76,9 @@ struct BackwardLauncher {
           kIsDeterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
       prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch);
       zeros_begin = workspace.used();
-      buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
+      if constexpr (!stores_dq_at_once(kTiling)) {
+        buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
+      }
       buffers.dq_semaphore = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
       buffers.drab = params.drab;
       if (sums_drab(params)) {
@@ -87,10 +94,10 @@ struct BackwardLauncher {
     }
   };
 
-  template <Memory kMemory, bool kIsDeterministic>
+  template <Tiling kTiling, bool kIsDeterministic>
   static void run_form(const BackwardParams& given, const CudaLaunch& launch) {
-    using Plain = Kernel<kMemory, ScoreBias::kNone, kIsDeterministic>;
-    const Plan<kMemory, kIsDeterministic> plan(given, launch.workspace);
+    using Plain = Kernel<kTiling, ScoreBias::kNone, kIsDeterministic>;
+    const Plan<kTiling, kIsDeterministic> plan(given, launch.workspace);
     BackwardParams params = given;
     params.relative_bias.prepared = plan.prepared_bias;
     if (params.relative_bias) prepare_relative_bias(params.relative_bias, params.batch, launch);
@@ -109,11 +116,15 @@ struct BackwardLauncher {
     prepare_scheduler(prepared, launch);
 
     bias_switch(params, [&](auto bias) {
-      run_kernel<Kernel<kMemory, bias, kIsDeterministic>>(params, launch, plan.buffers);
+      if constexpr (!(Plain::kStoresDqAtOnce && bias == ScoreBias::kRelative)) {
+        run_kernel<Kernel<kTiling, bias, kIsDeterministic>>(params, launch, plan.buffers);
+      }
     });
-    const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
-    launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
-                  plan.buffers.dq);
+    if constexpr (!Plain::kStoresDqAtOnce) {
+      const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
+      launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
+                    plan.buffers.dq);
+    }
     if (sums_drab(params)) {
       const LaunchConfig per_row = {std::min<int64_t>(plan.drab_rows, 1 << 16), 256};
       launch_kernel(round_drab<Element>, per_row, launch, "drab of the backward",

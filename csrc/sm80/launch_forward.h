@@ -5,20 +5,26 @@
 #include "../common/attention_launch.h"
 #include "forward.h"
 #include "kernels.h"
-#include "memory_switch.h"
+#include "tiling_switch.h"
 
 namespace hstu::sm80 {
 
 template <int kHeadDim, DType kDType, KeySource kSource>
 struct ForwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, ScoreBias kBias>
-  using Kernel = Forward<kHeadDim, Element, kMemory, kBias, kSource>;
+  template <Tiling kTiling, ScoreBias kBias>
+  using Kernel = Forward<kHeadDim, Element, kTiling, kBias, kSource>;
 
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     return bias_switch(params, [&](auto bias) {
-      return memory_switch<Kernel<Memory::kLarge, bias>>(
-          launch, [&](auto memory) { return plan_kernel<Kernel<memory, bias>>(params, launch); });
+      if constexpr (kSource == KeySource::kPaged || bias == ScoreBias::kRelative) {
+        return tiling_switch<Kernel<Tiling::kLarge, bias>>(
+            launch, [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
+      } else {
+        return tiling_switch<Kernel<Tiling::kLarge, bias>>(params, launch, [&](auto tiling) {
+          return plan_kernel<Kernel<tiling, bias>>(params, launch);
+        });
+      }
     });
   }
 
