@@ -46,9 +46,7 @@ __device__ void zero_unowned_rows(const BatchParams& params, const PackedTensor&
     int64_t end = kQueries ? params.total_q : params.total_k;
     if (b > 0) {
       const Sequence before = load_sequence(params, b - 1);
-      // NOTE: rows without keys are zeros, too, and a list of key tiles does not have them.
-      const int q_len = before.k_len > 0 ? before.q_len : 0;
-      begin = kQueries ? before.q_begin + q_len : before.k_begin + before.k_len;
+      begin = kQueries ? before.q_begin + before.q_len : before.k_begin + before.k_len;
     }
     if (b < params.batch) {
       const Sequence after = load_sequence(params, b);
