@@ -73,12 +73,13 @@ void print_choice(const char* pass, const char* kernels, const char* unsupported
 }
 
 #if defined(HSTU_ATTN_SM90)
-constexpr char kShortSequences[] = "max_seqlen_q and max_seqlen_k of at most 64";
+constexpr char kShortSequences[] = "short sequences, for which they are faster";
 
-// True if the sm80 kernels have tiles for such short sequences, for which they are faster.
-bool is_faster_by_sm80(const CudaDevice& device, const ForwardParams& params) {
+// True if the sm80 kernels have tiles for sequences as short as those of the call.
+template <typename Params>
+bool is_faster_by_sm80(const CudaDevice& device, const Params& params, int longest) {
 #if defined(HSTU_ATTN_SM80)
-  return !device.is_forced && sm80::longest_if_short(params) <= 64;
+  return !device.is_forced && sm80::longest_if_short(params) <= longest;
 #else
   return false;
 #endif
@@ -162,7 +163,8 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     reason_for_sm80 = sm90::unsupported_reason(device, params);
-    if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
+    const int longest = params.q.head_dim <= 64 && params.v.head_dim <= 64 ? 128 : 64;
+    if (is_faster_by_sm80(device, params, longest)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
       print_choice(pass, "sm90", nullptr);
       if (params.paged.kv_cache) {
@@ -196,7 +198,7 @@ BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& p
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     reason_for_sm80 = sm90::backward_unsupported_reason(device, params);
-    if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
+    if (is_faster_by_sm80(device, params, 64)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,

@@ -4,12 +4,12 @@
 // A work tile is a tile of keys of one head. Where a bias has a gradient, it is a tile of keys of
 // all heads that share a bias head: they are processed one after another, so that one thread sums
 // each element of the gradient. dK and dV stay in registers. Each tile of rows adds its part of dQ
-// to an fp32 accumulator in device memory, which convert_dq scales and rounds; with the tilings for
-// short sequences there is one key tile, which stores dQ itself.
+// to an fp32 accumulator in device memory, which convert_dq scales and rounds.
 #pragma once
 
 #include "../common/activation.h"
 #include "../common/launch.h"
+#include "../common/zero.h"
 #include "bias.h"
 #include "diagonal_sums.h"
 #include "relative_bias.h"
@@ -23,7 +23,7 @@ struct BackwardBuffers {
   WorkList list;
   int heads_per_work_tile;
   float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed.
-                          // Not set if Backward::kStoresDqAtOnce
+                          // Not set for short sequences
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
@@ -80,7 +80,8 @@ struct Backward {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kTiles.stages;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
-  static constexpr bool kStoresDqAtOnce = stores_dq_at_once(kTiling);
+  // A short sequence has one tile of keys, which stores dQ itself.
+  static constexpr bool kIsShort = is_for_short_sequences(kTiling);
 
   // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
   // more copies were in flight.
@@ -104,6 +105,7 @@ struct Backward {
   using Diagonals = DiagonalSums<kRows, kKeys, kWarps, ScoreMma>;
   using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
   using HeadDrab = std::conditional_t<kHasRelativeBias, ZeroChunk, BiasMatrix>;
+  using Queue = std::conditional_t<kIsShort, SequenceQueue<kKeys, /*kByKeys=*/true>, WorkQueue>;
 
   struct SharedMemory {
     alignas(128) Element k[kKeys * kHeadDim];  // stages dK after the main loop
@@ -112,7 +114,7 @@ struct Backward {
     alignas(128) Element dout[kStages][kRows * kHeadDim];
     alignas(128) Element p[kRows * kKeys];
     alignas(128) Element ds[kRows * kKeys];
-    alignas(128) Element dq[kStoresDqAtOnce ? kRows * kHeadDim : 1];
+    alignas(128) Element dq[kIsShort ? kRows * kHeadDim : 1];
     HeadRows<Element> q_rows;
     HeadRows<Element> dout_rows;
     HeadBias bias;
@@ -122,7 +124,7 @@ struct Backward {
     TileSpans dq_writers[kStages];  // of the row tile in each stage
     // The dQ that this block added to last, whose dq_semaphore it has yet to release; -1: none.
     int64_t last_dq;
-    WorkQueue::SharedMemory queue;
+    typename Queue::SharedMemory queue;
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
                 "the blocks that registers allow find room on compute capability 9.0");
@@ -131,7 +133,7 @@ struct Backward {
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
-    WorkQueue queue(buffers.list, smem.queue);
+    Queue queue = make_queue(params, buffers, smem);
     while (queue.has_work()) {
       for (int head = queue.index_in_tile() * buffers.heads_per_work_tile;; ++head) {
         key_tile(params, buffers, queue, head, smem);
@@ -140,10 +142,29 @@ struct Backward {
       }
       queue.advance();
     }
+    if constexpr (kIsShort) {
+      // The first head's block zeroes the rows in front of its sequence.
+      if (queue.index_in_tile() == 0 && threadIdx.x < 32) {
+        const int b = queue.tile().sequence_index;
+        const BatchParams& batch = params.batch;
+        zero_unowned_rows<RowsOf::kQueries>(batch, params.dq, params.heads, b, batch.batch);
+        zero_unowned_rows<RowsOf::kKeys>(batch, params.dk, params.heads, b, batch.batch);
+        zero_unowned_rows<RowsOf::kKeys>(batch, params.dv, params.heads, b, batch.batch);
+      }
+    }
   }
 
  private:
-  static HSTU_DEVICE bool is_last_head(const BackwardBuffers& buffers, const WorkQueue& queue,
+  static HSTU_DEVICE Queue make_queue(const BackwardParams& params, const BackwardBuffers& buffers,
+                                      SharedMemory& smem) {
+    if constexpr (kIsShort) {
+      return Queue(params.heads, smem.queue, params.batch);
+    } else {
+      return Queue(buffers.list, smem.queue);
+    }
+  }
+
+  static HSTU_DEVICE bool is_last_head(const BackwardBuffers& buffers, const Queue& queue,
                                        int head) {
     return head + 1 == (queue.index_in_tile() + 1) * buffers.heads_per_work_tile;
   }
@@ -175,15 +196,17 @@ struct Backward {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
         if (!buffers.dq_writers[first + m].contains(work.index)) return TileKind::kEmpty;
       }
+      // dQ of rows that see no key is stored, too. A mask given row by row has no summaries without
+      // a list.
+      if (kIsShort) return TileKind::kPartial;
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
-      const bool writes_dq = kIsDeterministic || kStoresDqAtOnce;  // of rows that see no key, too
-      return writes_dq && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
+      return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
     });
   }
 
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   WorkQueue& queue, int head, SharedMemory& smem) {
+                                   Queue& queue, int head, SharedMemory& smem) {
     // NOTE: `work` refers to shared memory, to leave the registers to the accumulators.
     const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
@@ -315,8 +338,8 @@ struct Backward {
       // dQ += dX K
       RowSum dq = {};
       gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
-      if constexpr (kStoresDqAtOnce) {
-        store_rows_of_dq(params, dq, sequence, r0, head, smem);
+      if constexpr (kIsShort) {
+        store_rows_of_dq(params, dq, work, r0, head, smem);
       } else {
         DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
       }
@@ -405,17 +428,23 @@ struct Backward {
     while (seen < before) seen = ptx::ld_acquire(semaphore);
   }
 
-  // dQ = alpha * scale * dQ, rounded once
+  // dQ = alpha * scale * dQ, rounded once. A sequence has several tiles of keys only if it is
+  // longer than max_seqlen_k; then later ones add to what the first one has stored.
   static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, RowSum& dq,
-                                           const Sequence& sequence, int r0, int head,
+                                           const SequenceTile& work, int r0, int head,
                                            SharedMemory& smem) {
     const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
 #pragma unroll
     for (float& value : dq.values) value *= factor;
     to_smem<RowMma, kRows, kHeadDim>(dq, smem.dq);
     __syncthreads();
-    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(smem.dq, params.dq, sequence.q_begin + r0,
-                                                        sequence.q_len - r0, head);
+    const int64_t begin = work.sequence.q_begin + r0;
+    const int count = work.sequence.q_len - r0;
+    if (work.index > 0) {
+      add_rows<kRows, kHeadDim, kThreads>(params.dq, begin, count, head, smem.dq);
+      __syncthreads();
+    }
+    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(smem.dq, params.dq, begin, count, head);
   }
 
   static HSTU_DEVICE void store_keys(KeySum& sum, float factor, Element* through,

@@ -16,19 +16,27 @@ struct BackwardLauncher {
   using Kernel = Backward<kHeadDim, Element, kTiling, kBias, kIsDeterministic>;
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
-    return with_form(params, launch, [&](auto tiling, auto is_deterministic) {
+    return with_form(params, launch, [&](auto tiling, auto is_deterministic) -> int64_t {
+      if constexpr (is_for_short_sequences(tiling)) return 0;
       return Plan<tiling, is_deterministic>(params, nullptr).workspace.used();
     });
   }
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
     with_form(params, launch, [&](auto tiling, auto is_deterministic) {
-      run_form<tiling, is_deterministic>(params, launch);
+      if constexpr (is_for_short_sequences(tiling)) {
+        bool_switch(params.rab.data, [&](auto has_bias) {
+          constexpr ScoreBias kBias = has_bias ? ScoreBias::kDense : ScoreBias::kNone;
+          run_short<Kernel<tiling, kBias>>(params, launch);
+        });
+      } else {
+        run_form<tiling, is_deterministic>(params, launch);
+      }
     });
   }
 
  private:
-  // NOTE: a form for short sequences is deterministic in any case, see stores_dq_at_once().
+  // NOTE: a form for short sequences repeats its bits in any case.
   template <typename Use>
   static auto with_form(const BackwardParams& params, const CudaLaunch& launch, Use use) {
     const int longest = longest_if_short(params);
@@ -76,9 +84,7 @@ struct BackwardLauncher {
           kIsDeterministic ? workspace.take<TileSpans>(dq_tiles / params.heads) : nullptr;
       prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch);
       zeros_begin = workspace.used();
-      if constexpr (!stores_dq_at_once(kTiling)) {
-        buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
-      }
+      buffers.dq = workspace.take<float>(dq_tiles * kTiles.rows * kHeadDim);
       buffers.dq_semaphore = kIsDeterministic ? workspace.take<int>(dq_tiles) : nullptr;
       buffers.drab = params.drab;
       if (sums_drab(params)) {
@@ -116,15 +122,11 @@ struct BackwardLauncher {
     prepare_scheduler(prepared, launch);
 
     bias_switch(params, [&](auto bias) {
-      if constexpr (!(Plain::kStoresDqAtOnce && bias == ScoreBias::kRelative)) {
-        run_kernel<Kernel<kTiling, bias, kIsDeterministic>>(params, launch, plan.buffers);
-      }
+      run_kernel<Kernel<kTiling, bias, kIsDeterministic>>(params, launch, plan.buffers);
     });
-    if constexpr (!Plain::kStoresDqAtOnce) {
-      const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
-      launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
-                    plan.buffers.dq);
-    }
+    const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
+    launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
+                  plan.buffers.dq);
     if (sums_drab(params)) {
       const LaunchConfig per_row = {std::min<int64_t>(plan.drab_rows, 1 << 16), 256};
       launch_kernel(round_drab<Element>, per_row, launch, "drab of the backward",
@@ -132,6 +134,15 @@ struct BackwardLauncher {
     }
     if (params.relative_bias)
       round_table_sums(params, plan.buffers.sums, /*rest_of_scale=*/1, launch);
+  }
+
+  template <typename Form>
+  static void run_short(const BackwardParams& params, const CudaLaunch& launch) {
+    BackwardBuffers buffers = {};
+    buffers.heads_per_work_tile = 1;
+    buffers.drab = params.drab;
+    launch_attention<Form>(run_backward<Form>, launch, int64_t{params.batch.batch} * params.heads,
+                           "backward", params, buffers);
   }
 
   template <typename Form>

@@ -21,9 +21,9 @@ struct ForwardLauncher {
         return tiling_switch<Kernel<Tiling::kLarge, bias>>(
             launch, [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
       } else {
-        return tiling_switch<Kernel<Tiling::kLarge, bias>>(params, launch, [&](auto tiling) {
-          return plan_kernel<Kernel<tiling, bias>>(params, launch);
-        });
+        return tiling_switch<Kernel<Tiling::kLarge, bias>, kHeadDim <= 64>(
+            params, launch,
+            [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
       }
     });
   }
@@ -31,6 +31,7 @@ struct ForwardLauncher {
  private:
   template <typename Form>
   static ForwardPlan plan_kernel(const ForwardParams& params, const CudaLaunch& launch) {
+    if constexpr (Form::kIsShort) return {.workspace_bytes = 0, .split_kv = {}, .run = run<Form>};
     Workspace workspace(nullptr);
     take_forward_list<Form>(workspace, params, launch);
     if constexpr (Form::kHasRelativeBias) {
@@ -41,6 +42,11 @@ struct ForwardLauncher {
 
   template <typename Form>
   static void run(const ForwardPlan&, const ForwardParams& given, const CudaLaunch& launch) {
+    if constexpr (Form::kIsShort) {
+      launch_attention<Form>(run_forward<Form>, launch, int64_t{given.batch.batch} * given.heads,
+                             "forward", given, WorkList{});
+      return;
+    }
     Workspace workspace(launch.workspace);
     const WorkList list = take_forward_list<Form>(workspace, given, launch);
     ForwardParams params = given;

@@ -22,11 +22,14 @@ auto tiling_switch(const CudaLaunch& launch, Use use) {
 }
 
 // The same with the tilings for short sequences, for calls that they can compute.
-template <typename LargeKernel, typename Use>
+template <typename LargeKernel, bool kHasUpTo128, typename Use>
 auto tiling_switch(const ForwardParams& params, const CudaLaunch& launch, Use use) {
   const int longest = longest_if_short(params);
   if (longest <= 32) return use(std::integral_constant<Tiling, Tiling::kUpTo32>());
   if (longest <= 64) return use(std::integral_constant<Tiling, Tiling::kUpTo64>());
+  if constexpr (kHasUpTo128) {
+    if (longest <= 128) return use(std::integral_constant<Tiling, Tiling::kUpTo128>());
+  }
   return tiling_switch<LargeKernel>(launch, use);
 }
 

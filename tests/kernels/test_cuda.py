@@ -138,6 +138,18 @@ def test_thousands_of_short_sequences(dim):
     check(batch)
 
 
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("stated", [20, 64])
+def test_sequences_longer_than_stated(stated, dim):
+    """Nothing checks max_seqlen on a GPU, so that it need not be copied to the host."""
+    batch = make_batch(
+        [30, 200, 64, 0, 129], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
+    )
+    batch.scaling_seqlen = 200
+    batch.max_seqlen_q = batch.max_seqlen_k = stated
+    check(batch)
+
+
 @pytest.mark.parametrize("longest", [64, 65])
 def test_short_sequences_get_the_sm80_kernels(longest, monkeypatch, capfd):
     """Unless HSTU_ATTN_FORCE_ARCH says otherwise."""
