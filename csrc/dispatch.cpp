@@ -72,6 +72,20 @@ void print_choice(const char* pass, const char* kernels, const char* unsupported
                unsupported_reason ? unsupported_reason : "");
 }
 
+#if defined(HSTU_ATTN_SM90)
+constexpr char kShortSequences[] = "short sequences, for which they are faster";
+
+// True if the sm80 kernels have tiles for sequences as short as those of the call.
+template <typename Params>
+bool is_faster_by_sm80(const CudaDevice& device, const Params& params, int longest) {
+#if defined(HSTU_ATTN_SM80)
+  return !device.is_forced && sm80::longest_if_short(params) <= longest;
+#else
+  return false;
+#endif
+}
+#endif
+
 #if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
 template <int... kHeadDims>
 ForwardKernel find_fp8(std::integer_sequence<int, kHeadDims...>, const ForwardParams& params) {
@@ -145,11 +159,13 @@ std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParam
 ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
   if (params.dtype == DType::kFloat8E4M3) return fp8_forward_kernel(device, params);
   const char* pass = params.paged.kv_cache ? "paged forward" : "forward";
-  const char* unsupported_reason = nullptr;
+  const char* reason_for_sm80 = nullptr;
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
-    unsupported_reason = sm90::unsupported_reason(device, params);
-    if (!unsupported_reason) {
+    reason_for_sm80 = sm90::unsupported_reason(device, params);
+    const int longest = params.q.head_dim <= 64 && params.v.head_dim <= 64 ? 128 : 64;
+    if (is_faster_by_sm80(device, params, longest)) reason_for_sm80 = kShortSequences;
+    if (!reason_for_sm80) {
       print_choice(pass, "sm90", nullptr);
       if (params.paged.kv_cache) {
         return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
@@ -161,7 +177,7 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
     }
   }
 #endif
-  print_choice(pass, "sm80", unsupported_reason);
+  print_choice(pass, "sm80", reason_for_sm80);
 #if defined(HSTU_ATTN_SM80)
   if (params.paged.kv_cache) {
     return find(HeadDims{}, params, []<int kHeadDim, DType kDType>() {
@@ -172,30 +188,31 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
               []<int kHeadDim, DType kDType>() { return sm80::forward<kHeadDim, kDType>(); });
 #else
   throw NotImplemented(std::string("sm90: no kernel for ") +
-                       (unsupported_reason ? unsupported_reason : "this GPU") +
+                       (reason_for_sm80 ? reason_for_sm80 : "this GPU") +
                        ", and sm80 is not built");
 #endif
 }
 
 BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params) {
-  const char* unsupported_reason = nullptr;
+  const char* reason_for_sm80 = nullptr;
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
-    unsupported_reason = sm90::backward_unsupported_reason(device, params);
-    if (!unsupported_reason) {
+    reason_for_sm80 = sm90::backward_unsupported_reason(device, params);
+    if (is_faster_by_sm80(device, params, 64)) reason_for_sm80 = kShortSequences;
+    if (!reason_for_sm80) {
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,
                   []<int kHeadDim, DType kDType>() { return sm90::backward<kHeadDim, kDType>(); });
     }
   }
 #endif
-  print_choice("backward", "sm80", unsupported_reason);
+  print_choice("backward", "sm80", reason_for_sm80);
 #if defined(HSTU_ATTN_SM80)
   return find(HeadDims{}, params,
               []<int kHeadDim, DType kDType>() { return sm80::backward<kHeadDim, kDType>(); });
 #else
   throw NotImplemented(std::string("sm90: no backward for ") +
-                       (unsupported_reason ? unsupported_reason : "this GPU") +
+                       (reason_for_sm80 ? reason_for_sm80 : "this GPU") +
                        ", and sm80 is not built");
 #endif
 }

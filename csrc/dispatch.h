@@ -21,8 +21,9 @@ namespace hstu {
 
 // A GPU as kernels see it. The environment variables are read by every call (environment.h).
 struct CudaDevice {
-  int arch = 0;        // kernels to use: 80 or 90; HSTU_ATTN_FORCE_ARCH overrides it
-  int capability = 0;  // 10 * major + minor
+  int arch = 0;            // kernels to use: 80 or 90; HSTU_ATTN_FORCE_ARCH overrides it
+  bool is_forced = false;  // HSTU_ATTN_FORCE_ARCH is set
+  int capability = 0;      // 10 * major + minor
   int multiprocessors = 0;
   int l2_bytes = 0;
   int shared_memory_bytes = 0;  // most that a block may ask for; HSTU_ATTN_SHARED_MEMORY lowers it

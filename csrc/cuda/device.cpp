@@ -63,7 +63,10 @@ CudaDevice cuda_device(int index) {
     device = found != devices.end() ? found->second
                                     : devices.emplace(index, query_device(index)).first->second;
   }
-  if (const int arch = environment::force_arch()) device.arch = arch;
+  if (const int arch = environment::force_arch()) {
+    device.arch = arch;
+    device.is_forced = true;
+  }
   device.shared_memory_bytes =
       std::min(device.shared_memory_bytes, environment::shared_memory_limit());
   check_built(device);

@@ -197,6 +197,39 @@ class WorkQueue {
   SharedMemory& smem_;
 };
 
+// A queue with the methods of WorkQueue that needs no list. The block takes all tiles of kSize rows
+// (or keys) of one sequence, for one head or group of heads: block n has number n % work_per_tile
+// of sequence n / work_per_tile. For short sequences, most of which have one tile.
+template <int kSize, bool kByKeys>
+class SequenceQueue {
+ public:
+  using SharedMemory = SequenceTile;
+
+  __device__ SequenceQueue(int work_per_tile, SharedMemory& tile, const BatchParams& batch)
+      : work_per_tile_(work_per_tile), tile_(tile) {
+    const int b = static_cast<int>(blockIdx.x) / work_per_tile;
+    if (threadIdx.x == 0) tile_ = {load_sequence(batch, b), b, 0};
+    __syncthreads();
+  }
+
+  __device__ bool has_work() const {
+    return tile_.index * kSize < (kByKeys ? tile_.sequence.k_len : tile_.sequence.q_len);
+  }
+  __device__ const SequenceTile& tile() const { return tile_; }
+  __device__ int index_in_tile() const { return static_cast<int>(blockIdx.x) % work_per_tile_; }
+  __device__ void request_next() {}
+  __device__ void fetch_next() {}
+  __device__ void advance() {
+    __syncthreads();  // all threads are done with the last tile
+    if (threadIdx.x == 0) ++tile_.index;
+    __syncthreads();
+  }
+
+ private:
+  const int work_per_tile_;
+  SharedMemory& tile_;
+};
+
 // One bit for each tile that a work tile could meet: whether it is visible, and whether it is
 // partial. The map is filled before the main loop, whose accumulators take the registers, and is
 // kept in shared memory.

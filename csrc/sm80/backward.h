@@ -9,6 +9,7 @@
 
 #include "../common/activation.h"
 #include "../common/launch.h"
+#include "../common/zero.h"
 #include "bias.h"
 #include "diagonal_sums.h"
 #include "relative_bias.h"
@@ -21,7 +22,8 @@ namespace hstu::sm80 {
 struct BackwardBuffers {
   WorkList list;
   int heads_per_work_tile;
-  float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed
+  float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed.
+                          // Not set for short sequences
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
@@ -65,19 +67,21 @@ struct DeviceSum {
   }
 };
 
-template <int kHeadDim_, typename Element_, Memory kMemory, ScoreBias kBias, bool kIsDeterministic>
+template <int kHeadDim_, typename Element_, Tiling kTiling, ScoreBias kBias, bool kIsDeterministic>
 struct Backward {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHasDenseBias = kBias == ScoreBias::kDense;
   static constexpr bool kHasRelativeBias = kBias == ScoreBias::kRelative;
-  static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
+  static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kTiling, kIsDeterministic>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kWarps = kTiles.warps;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kTiles.stages;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
+  // A short sequence has one tile of keys, which stores dQ itself.
+  static constexpr bool kIsShort = is_for_short_sequences(kTiling);
 
   // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
   // more copies were in flight.
@@ -101,6 +105,7 @@ struct Backward {
   using Diagonals = DiagonalSums<kRows, kKeys, kWarps, ScoreMma>;
   using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
   using HeadDrab = std::conditional_t<kHasRelativeBias, ZeroChunk, BiasMatrix>;
+  using Queue = std::conditional_t<kIsShort, SequenceQueue<kKeys, /*kByKeys=*/true>, WorkQueue>;
 
   struct SharedMemory {
     alignas(128) Element k[kKeys * kHeadDim];  // stages dK after the main loop
@@ -109,6 +114,7 @@ struct Backward {
     alignas(128) Element dout[kStages][kRows * kHeadDim];
     alignas(128) Element p[kRows * kKeys];
     alignas(128) Element ds[kRows * kKeys];
+    alignas(128) Element dq[kIsShort ? kRows * kHeadDim : 1];
     HeadRows<Element> q_rows;
     HeadRows<Element> dout_rows;
     HeadBias bias;
@@ -118,16 +124,16 @@ struct Backward {
     TileSpans dq_writers[kStages];  // of the row tile in each stage
     // The dQ that this block added to last, whose dq_semaphore it has yet to release; -1: none.
     int64_t last_dq;
-    WorkQueue::SharedMemory queue;
+    typename Queue::SharedMemory queue;
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
                 "the blocks that registers allow find room on compute capability 9.0");
-  static_assert(kMemory == Memory::kLarge || sizeof(SharedMemory) <= kSmallMemory,
+  static_assert(kTiling != Tiling::kSmallMemory || sizeof(SharedMemory) <= kSmallMemory,
                 "the small form fits on every GPU");
 
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
-    WorkQueue queue(buffers.list, smem.queue);
+    Queue queue = make_queue(params, buffers, smem);
     while (queue.has_work()) {
       for (int head = queue.index_in_tile() * buffers.heads_per_work_tile;; ++head) {
         key_tile(params, buffers, queue, head, smem);
@@ -136,10 +142,29 @@ struct Backward {
       }
       queue.advance();
     }
+    if constexpr (kIsShort) {
+      // The first head's block zeroes the rows in front of its sequence.
+      if (queue.index_in_tile() == 0 && threadIdx.x < 32) {
+        const int b = queue.tile().sequence_index;
+        const BatchParams& batch = params.batch;
+        zero_unowned_rows<RowsOf::kQueries>(batch, params.dq, params.heads, b, batch.batch);
+        zero_unowned_rows<RowsOf::kKeys>(batch, params.dk, params.heads, b, batch.batch);
+        zero_unowned_rows<RowsOf::kKeys>(batch, params.dv, params.heads, b, batch.batch);
+      }
+    }
   }
 
  private:
-  static HSTU_DEVICE bool is_last_head(const BackwardBuffers& buffers, const WorkQueue& queue,
+  static HSTU_DEVICE Queue make_queue(const BackwardParams& params, const BackwardBuffers& buffers,
+                                      SharedMemory& smem) {
+    if constexpr (kIsShort) {
+      return Queue(params.heads, smem.queue, params.batch);
+    } else {
+      return Queue(buffers.list, smem.queue);
+    }
+  }
+
+  static HSTU_DEVICE bool is_last_head(const BackwardBuffers& buffers, const Queue& queue,
                                        int head) {
     return head + 1 == (queue.index_in_tile() + 1) * buffers.heads_per_work_tile;
   }
@@ -171,6 +196,9 @@ struct Backward {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
         if (!buffers.dq_writers[first + m].contains(work.index)) return TileKind::kEmpty;
       }
+      // dQ of rows that see no key is stored, too. A mask given row by row has no summaries without
+      // a list.
+      if (kIsShort) return TileKind::kPartial;
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
       return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
@@ -178,7 +206,7 @@ struct Backward {
   }
 
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   WorkQueue& queue, int head, SharedMemory& smem) {
+                                   Queue& queue, int head, SharedMemory& smem) {
     // NOTE: `work` refers to shared memory, to leave the registers to the accumulators.
     const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
@@ -310,7 +338,11 @@ struct Backward {
       // dQ += dX K
       RowSum dq = {};
       gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
-      DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
+      if constexpr (kIsShort) {
+        store_rows_of_dq(params, dq, work, r0, head, smem);
+      } else {
+        DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
+      }
       // NOTE: with a relative bias, no register can keep `next` until here.
       row_tile = kHasRelativeBias && kHeadDim > 32 ? smem.map.before(row_tile) : next;
     }
@@ -394,6 +426,25 @@ struct Backward {
     const int before = spans.count_before(key_tile);
     // NOTE: `<` and not `!=`, because sequences with overlapping offsets share a tile.
     while (seen < before) seen = ptx::ld_acquire(semaphore);
+  }
+
+  // dQ = alpha * scale * dQ, rounded once. A sequence has several tiles of keys only if it is
+  // longer than max_seqlen_k; then later ones add to what the first one has stored.
+  static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, RowSum& dq,
+                                           const SequenceTile& work, int r0, int head,
+                                           SharedMemory& smem) {
+    const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
+#pragma unroll
+    for (float& value : dq.values) value *= factor;
+    to_smem<RowMma, kRows, kHeadDim>(dq, smem.dq);
+    __syncthreads();
+    const int64_t begin = work.sequence.q_begin + r0;
+    const int count = work.sequence.q_len - r0;
+    if (work.index > 0) {
+      add_rows<kRows, kHeadDim, kThreads>(params.dq, begin, count, head, smem.dq);
+      __syncthreads();
+    }
+    store_rows<kRows, kHeadDim, kThreads, NaturalOrder>(smem.dq, params.dq, begin, count, head);
   }
 
   static HSTU_DEVICE void store_keys(KeySum& sum, float factor, Element* through,

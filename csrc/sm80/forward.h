@@ -14,20 +14,22 @@
 
 namespace hstu::sm80 {
 
-template <int kHeadDim, typename Element, Memory kMemory, ScoreBias kBias,
+template <int kHeadDim, typename Element, Tiling kTiling, ScoreBias kBias,
           KeySource kSource = KeySource::kPacked>
 struct Forward {
   static constexpr bool kHasDenseBias = kBias == ScoreBias::kDense;
   static constexpr bool kHasRelativeBias = kBias == ScoreBias::kRelative;
   static constexpr ForwardTiles kTiles =
-      forward_tiles<kHeadDim, kMemory, kBias != ScoreBias::kNone>();
+      forward_tiles<kHeadDim, kTiling, kBias != ScoreBias::kNone>();
   static constexpr int kRows = kTiles.rows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr int kThreads = kTiles.warps * 32;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
   static constexpr bool kBeginsUnlisted = false;
   static constexpr bool kWaitsForMemory = false;
-  static constexpr int kStages = 2;
+  static constexpr bool kIsShort = is_for_short_sequences(kTiling);
+  // K and V are double-buffered, unless one tile has all keys.
+  static constexpr int kStages = kIsShort && kTiling != Tiling::kUpTo128 ? 1 : 2;
 
   using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<32>>;
   using RowMma = Mma<Element, kTiles.warps, 1>;
@@ -36,6 +38,7 @@ struct Forward {
   static constexpr bool kIsPaged = kSource == KeySource::kPaged;
   using KeyRows = std::conditional_t<kIsPaged, PagedRows<Element>, HeadRows<Element>>;
   using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
+  using Queue = std::conditional_t<kIsShort, SequenceQueue<kRows, /*kByKeys=*/false>, WorkQueue>;
 
   struct SharedMemory {
     // Q during the main loop, then O: each warp overwrites only its own rows.
@@ -46,21 +49,27 @@ struct Forward {
     KeyRows v_rows;
     HeadBias bias;
     TileMap map;
-    WorkQueue::SharedMemory queue;
+    typename Queue::SharedMemory queue;
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
                 "the blocks that registers allow find room on compute capability 9.0");
-  static_assert(kMemory == Memory::kLarge || sizeof(SharedMemory) <= kSmallMemory,
+  static_assert(kTiling != Tiling::kSmallMemory || sizeof(SharedMemory) <= kSmallMemory,
                 "the small form fits on every GPU");
 
   static HSTU_DEVICE void run(const ForwardParams& params, const WorkList& list,
                               SharedMemory& smem) {
-    WorkQueue queue(list, smem.queue, params.batch, kRows);
+    Queue queue = make_queue(params, list, smem);
     while (queue.has_work()) {
       row_tile(params, list, queue, smem);
       queue.advance();
     }
-    if (!list.tiles) {  // no prepare_scheduler() zeroed them
+    if constexpr (kIsShort) {
+      // The first head's block zeroes the rows in front of its sequence.
+      if (queue.index_in_tile() == 0 && threadIdx.x < 32) {
+        zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads,
+                                            queue.tile().sequence_index, params.batch.batch);
+      }
+    } else if (!list.tiles) {  // no prepare_scheduler() zeroed them
       constexpr int kWarps = kThreads / 32;
       const int warp = blockIdx.x * kWarps + static_cast<int>(threadIdx.x) / 32;
       zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
@@ -69,8 +78,17 @@ struct Forward {
   }
 
  private:
-  static HSTU_DEVICE void row_tile(const ForwardParams& params, const WorkList& list,
-                                   WorkQueue& queue, SharedMemory& smem) {
+  static HSTU_DEVICE Queue make_queue(const ForwardParams& params, const WorkList& list,
+                                      SharedMemory& smem) {
+    if constexpr (kIsShort) {
+      return Queue(params.heads, smem.queue, params.batch);
+    } else {
+      return Queue(list, smem.queue, params.batch, kRows);
+    }
+  }
+
+  static HSTU_DEVICE void row_tile(const ForwardParams& params, const WorkList& list, Queue& queue,
+                                   SharedMemory& smem) {
     // NOTE: `work` refers to shared memory, to leave the registers to the accumulators.
     const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
@@ -102,6 +120,8 @@ struct Forward {
     };
     const int key_tiles = ceil_div(sequence.k_len, kKeys);
     smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
+      // A mask given row by row has no summaries without a list.
+      if (kIsShort && is_given_by_row(params.mask)) return TileKind::kPartial;
       return list.classify<kRows, kKeys>(params.mask, work, head, work.index, n);
     });
     __syncthreads();
@@ -127,7 +147,8 @@ struct Forward {
     if constexpr (kHasRelativeBias) {
       block = bias_of_tile(params, sequence, r0, tile * kKeys, smem).find_block(tile >= 0);
     }
-    for (int stage = 0; tile >= 0; stage ^= 1) {
+    constexpr int kNextStage = kStages - 1;
+    for (int stage = 0; tile >= 0; stage ^= kNextStage) {
       const int k0 = tile * kKeys;
 
       // S = Q K^T + bias
@@ -144,7 +165,7 @@ struct Forward {
       }
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
-      if (next >= 0) copy_keys(next * kKeys, stage ^ 1);
+      if (kStages == 2 && next >= 0) copy_keys(next * kKeys, stage ^ 1);
       if constexpr (kHasDenseBias) bias.copy_to(scores);
       if constexpr (kHasRelativeBias) {
         // NOTE: without a branch, the compiler mixes this with the product, for which head dims
@@ -174,6 +195,10 @@ struct Forward {
       // O += P V
       gemm_registers<RowMma, Operand::kTransposed, kTiles.reading>(
           out, as_left_operand<Element>(scores), rows_tile<kKeys, kHeadDim>(smem.v[stage]));
+      if constexpr (kStages == 1) {
+        __syncthreads();  // K and V have been read
+        if (next >= 0) copy_keys(next * kKeys, 0);
+      }
       tile = next;
     }
     queue.fetch_next();

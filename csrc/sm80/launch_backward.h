@@ -5,34 +5,47 @@
 #include "../common/attention_launch.h"
 #include "backward.h"
 #include "kernels.h"
-#include "memory_switch.h"
+#include "tiling_switch.h"
 
 namespace hstu::sm80 {
 
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, ScoreBias kBias = ScoreBias::kNone, bool kIsDeterministic = false>
-  using Kernel = Backward<kHeadDim, Element, kMemory, kBias, kIsDeterministic>;
+  template <Tiling kTiling, ScoreBias kBias = ScoreBias::kNone, bool kIsDeterministic = false>
+  using Kernel = Backward<kHeadDim, Element, kTiling, kBias, kIsDeterministic>;
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
-    return with_form(launch, [&](auto memory, auto is_deterministic) {
-      return Plan<memory, is_deterministic>(params, nullptr).workspace.used();
+    return with_form(params, launch, [&](auto tiling, auto is_deterministic) -> int64_t {
+      if constexpr (is_for_short_sequences(tiling)) return 0;
+      return Plan<tiling, is_deterministic>(params, nullptr).workspace.used();
     });
   }
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
-    with_form(launch, [&](auto memory, auto is_deterministic) {
-      run_form<memory, is_deterministic>(params, launch);
+    with_form(params, launch, [&](auto tiling, auto is_deterministic) {
+      if constexpr (is_for_short_sequences(tiling)) {
+        bool_switch(params.rab.data, [&](auto has_bias) {
+          constexpr ScoreBias kBias = has_bias ? ScoreBias::kDense : ScoreBias::kNone;
+          run_short<Kernel<tiling, kBias>>(params, launch);
+        });
+      } else {
+        run_form<tiling, is_deterministic>(params, launch);
+      }
     });
   }
 
  private:
+  // NOTE: a form for short sequences repeats its bits in any case.
   template <typename Use>
-  static auto with_form(const CudaLaunch& launch, Use use) {
+  static auto with_form(const BackwardParams& params, const CudaLaunch& launch, Use use) {
+    const int longest = longest_if_short(params);
+    const std::false_type any_order;
+    if (longest <= 32) return use(std::integral_constant<Tiling, Tiling::kUpTo32>(), any_order);
+    if (longest <= 64) return use(std::integral_constant<Tiling, Tiling::kUpTo64>(), any_order);
     return bool_switch(launch.deterministic, [&](auto is_deterministic) {
-      return memory_switch<Kernel<Memory::kLarge, ScoreBias::kNone, is_deterministic>>(
-          launch, [&](auto memory) { return use(memory, is_deterministic); });
+      return tiling_switch<Kernel<Tiling::kLarge, ScoreBias::kNone, is_deterministic>>(
+          launch, [&](auto tiling) { return use(tiling, is_deterministic); });
     });
   }
 
@@ -43,9 +56,9 @@ struct BackwardLauncher {
   }
 
   // The layout of the workspace.
-  template <Memory kMemory, bool kIsDeterministic>
+  template <Tiling kTiling, bool kIsDeterministic>
   struct Plan {
-    static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kMemory, kIsDeterministic>();
+    static constexpr BackwardTiles kTiles = backward_tiles<kHeadDim, kTiling, kIsDeterministic>();
 
     Workspace workspace;
     BackwardBuffers buffers;
@@ -87,10 +100,10 @@ struct BackwardLauncher {
     }
   };
 
-  template <Memory kMemory, bool kIsDeterministic>
+  template <Tiling kTiling, bool kIsDeterministic>
   static void run_form(const BackwardParams& given, const CudaLaunch& launch) {
-    using Plain = Kernel<kMemory, ScoreBias::kNone, kIsDeterministic>;
-    const Plan<kMemory, kIsDeterministic> plan(given, launch.workspace);
+    using Plain = Kernel<kTiling, ScoreBias::kNone, kIsDeterministic>;
+    const Plan<kTiling, kIsDeterministic> plan(given, launch.workspace);
     BackwardParams params = given;
     params.relative_bias.prepared = plan.prepared_bias;
     if (params.relative_bias) prepare_relative_bias(params.relative_bias, params.batch, launch);
@@ -109,7 +122,7 @@ struct BackwardLauncher {
     prepare_scheduler(prepared, launch);
 
     bias_switch(params, [&](auto bias) {
-      run_kernel<Kernel<kMemory, bias, kIsDeterministic>>(params, launch, plan.buffers);
+      run_kernel<Kernel<kTiling, bias, kIsDeterministic>>(params, launch, plan.buffers);
     });
     const LaunchConfig per_tile = {plan.dq_tiles, Plain::kThreads, 0, true};
     launch_kernel(convert_dq<Plain>, per_tile, launch, "dq of the backward", params,
@@ -121,6 +134,15 @@ struct BackwardLauncher {
     }
     if (params.relative_bias)
       round_table_sums(params, plan.buffers.sums, /*rest_of_scale=*/1, launch);
+  }
+
+  template <typename Form>
+  static void run_short(const BackwardParams& params, const CudaLaunch& launch) {
+    BackwardBuffers buffers = {};
+    buffers.heads_per_work_tile = 1;
+    buffers.drab = params.drab;
+    launch_attention<Form>(run_backward<Form>, launch, int64_t{params.batch.batch} * params.heads,
+                           "backward", params, buffers);
   }
 
   template <typename Form>

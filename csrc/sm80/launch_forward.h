@@ -5,26 +5,33 @@
 #include "../common/attention_launch.h"
 #include "forward.h"
 #include "kernels.h"
-#include "memory_switch.h"
+#include "tiling_switch.h"
 
 namespace hstu::sm80 {
 
 template <int kHeadDim, DType kDType, KeySource kSource>
 struct ForwardLauncher {
   using Element = ElementOf<kDType>;
-  template <Memory kMemory, ScoreBias kBias>
-  using Kernel = Forward<kHeadDim, Element, kMemory, kBias, kSource>;
+  template <Tiling kTiling, ScoreBias kBias>
+  using Kernel = Forward<kHeadDim, Element, kTiling, kBias, kSource>;
 
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     return bias_switch(params, [&](auto bias) {
-      return memory_switch<Kernel<Memory::kLarge, bias>>(
-          launch, [&](auto memory) { return plan_kernel<Kernel<memory, bias>>(params, launch); });
+      if constexpr (kSource == KeySource::kPaged || bias == ScoreBias::kRelative) {
+        return tiling_switch<Kernel<Tiling::kLarge, bias>>(
+            launch, [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
+      } else {
+        return tiling_switch<Kernel<Tiling::kLarge, bias>, kHeadDim <= 64>(
+            params, launch,
+            [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
+      }
     });
   }
 
  private:
   template <typename Form>
   static ForwardPlan plan_kernel(const ForwardParams& params, const CudaLaunch& launch) {
+    if constexpr (Form::kIsShort) return {.workspace_bytes = 0, .split_kv = {}, .run = run<Form>};
     Workspace workspace(nullptr);
     take_forward_list<Form>(workspace, params, launch);
     if constexpr (Form::kHasRelativeBias) {
@@ -35,6 +42,11 @@ struct ForwardLauncher {
 
   template <typename Form>
   static void run(const ForwardPlan&, const ForwardParams& given, const CudaLaunch& launch) {
+    if constexpr (Form::kIsShort) {
+      launch_attention<Form>(run_forward<Form>, launch, int64_t{given.batch.batch} * given.heads,
+                             "forward", given, WorkList{});
+      return;
+    }
     Workspace workspace(launch.workspace);
     const WorkList list = take_forward_list<Form>(workspace, given, launch);
     ForwardParams params = given;

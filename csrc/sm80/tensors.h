@@ -280,4 +280,20 @@ HSTU_DEVICE void store_rows(Element* from, const PackedTensor& tensor, int64_t b
   }
 }
 
+// Adds `count` rows of a packed tensor to a tile in shared memory.
+template <int kRows, int kColumns, int kThreads, typename Element>
+HSTU_DEVICE void add_rows(const PackedTensor& tensor, int64_t begin, int count, int head,
+                          Element* to) {
+  const Element* from = static_cast<const Element*>(tensor.data) + begin * tensor.row_stride +
+                        head * tensor.head_stride;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < min(count, kRows) * kColumns; n += kThreads) {
+    const int row = n / kColumns, column = n % kColumns;
+    if (column >= tensor.head_dim) continue;
+    Element& sum = to[RowsTile<kRows, kColumns, Element>::offset(row, column)];
+    sum = static_cast<Element>(static_cast<float>(sum) +
+                               static_cast<float>(from[row * tensor.row_stride + column]));
+  }
+}
+
 }  // namespace hstu::sm80

@@ -9,7 +9,15 @@ namespace hstu::sm80 {
 // form for GPUs with 99 KB.
 constexpr int kSmallMemory = 99 * 1024;
 
-enum class Memory { kLarge, kSmall };
+// The tile sizes of a kernel: for most calls, for GPUs with 99 KB of shared memory, and for batches
+// of short sequences, with at most 32, 64 or 128 rows and keys.
+//
+// With short sequences, a block has one sequence and head. It needs no work list, so no kernel runs
+// before, and no stages of K and V. Blocks are small, so that many of them hide each other's
+// latency.
+enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo128 };
+
+constexpr bool is_for_short_sequences(Tiling tiling) { return tiling >= Tiling::kUpTo32; }
 
 // The bias that is added to Q K^T: none, a matrix, or one computed from tables.
 enum class ScoreBias { kNone, kDense, kRelative };
@@ -32,9 +40,20 @@ struct ForwardTiles {
 };
 
 // Entries are {rows, keys, warps, blocks_per_sm, {ahead, hides_thread}, keeps_q}.
-template <int kHeadDim, Memory kMemory, bool kHasBias>
+template <int kHeadDim, Tiling kTiling, bool kHasBias>
 constexpr ForwardTiles forward_tiles() {
-  if constexpr (kHeadDim == 32) {
+  if constexpr (kTiling == Tiling::kUpTo32) {
+    if constexpr (kHeadDim == 32) return {32, 32, 1, 16, {2, false}};
+    if constexpr (kHeadDim == 64) return {32, 32, 2, kHasBias ? 9 : 10, {2, false}};
+    if constexpr (kHeadDim == 128) return {32, 32, 2, 7, {2, true}};
+    return {32, 32, 2, 4, {2, true}};
+  } else if constexpr (kTiling == Tiling::kUpTo64) {
+    if constexpr (kHeadDim <= 64) return {64, 64, 4, 4, {2, false}};
+    if constexpr (kHeadDim == 128) return {64, 64, 4, 3, {2, true}};
+    return {64, 64, 4, 2, {2, true}};
+  } else if constexpr (kTiling == Tiling::kUpTo128) {
+    return {128, 64, 4, 2, {2, false}};
+  } else if constexpr (kHeadDim == 32) {
     return {128, 64, 4, 2, {4, false}};
   } else if constexpr (kHeadDim == 64) {
     return {128, 64, 4, 2, {2, false}};
@@ -64,10 +83,20 @@ struct BackwardTiles {
 
 // Entries are {rows, keys, warps, blocks_per_sm, stages, score_row_warps, key_warps, row_warps,
 // {ahead, hides_thread}}.
-template <int kHeadDim, Memory kMemory, bool kIsDeterministic>
+template <int kHeadDim, Tiling kTiling, bool kIsDeterministic>
 constexpr BackwardTiles backward_tiles() {
-  constexpr bool kLarge = kMemory == Memory::kLarge;
-  if constexpr (kHeadDim == 32) {
+  constexpr bool kLarge = kTiling == Tiling::kLarge;
+  if constexpr (kTiling == Tiling::kUpTo32) {
+    if constexpr (kHeadDim == 32) return {32, 32, 2, 8, 1, 2, 2, 2, {2, true}};
+    if constexpr (kHeadDim == 64) return {32, 32, 4, 5, 1, 2, 2, 2, {2, true}};
+    if constexpr (kHeadDim == 128) return {32, 32, 4, 3, 1, 2, 2, 2, {2, true}};
+    return {32, 32, 4, 2, 1, 2, 2, 2, {2, true}};
+  } else if constexpr (kTiling == Tiling::kUpTo64) {
+    if constexpr (kHeadDim == 32) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
+    if constexpr (kHeadDim == 64) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
+    if constexpr (kHeadDim == 128) return {64, 64, 4, 2, 1, 4, 4, 4, {2, true}};
+    return {64, 64, 8, 1, 1, 4, 2, 2, {2, true}};
+  } else if constexpr (kHeadDim == 32) {
     if constexpr (kLarge) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
     return {64, 128, 8, 1, 2, 2, 8, 4, {2, true}};
   } else if constexpr (kHeadDim == 64) {

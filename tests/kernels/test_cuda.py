@@ -106,6 +106,70 @@ def test_lengths_around_tiles(dim, dtype):
 
 
 # ---------------------------------------------------------------------------------------------
+# Short sequences: the sm80 kernels have tiles for batches of at most 32 and of at most 64 tokens
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASK_NAMES)
+@pytest.mark.parametrize("longest", [32, 64])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_short_sequences(dim, longest, mask):
+    lengths = [longest, 0, 1, 17, longest - 1, *make_lengths(40, longest)]
+    number = dim // 32 + longest // 32 + MASK_NAMES.index(mask)
+    options = {"dim": dim, "dtype": DTYPES[number % 2], "device": "cuda", "mask": mask}
+    check(make_batch(lengths, bias=DENSE_BIASES[number % len(DENSE_BIASES)], **options))
+    rows = [int(torch.randint(length + 1, ())) for length in lengths]
+    scales = {"attn_scale": torch.rand(sum(rows), device="cuda"), "scaling_seqlen": 1}
+    batch = make_batch(lengths, rows, dim_v=max(8, dim - 24), **scales, **options)
+    used = {
+        "seqused_q": torch.tensor([n - n // 3 for n in rows], device="cuda"),
+        "seqused_k": torch.tensor([n - n // 6 for n in lengths], device="cuda"),
+    }
+    check(batch)
+    check(replace(batch, **used))
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_thousands_of_short_sequences(dim):
+    """There are many times as many work tiles as blocks."""
+    batch = make_batch(
+        make_lengths(3000, 20), heads=4, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
+    )
+    check(batch)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("stated", [20, 64])
+def test_sequences_longer_than_stated(stated, dim):
+    """Nothing checks max_seqlen on a GPU, so that it need not be copied to the host."""
+    batch = make_batch(
+        [30, 200, 64, 0, 129], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
+    )
+    batch.scaling_seqlen = 200
+    batch.max_seqlen_q = batch.max_seqlen_k = stated
+    check(batch)
+
+
+@pytest.mark.parametrize("longest", [64, 65])
+def test_short_sequences_get_the_sm80_kernels(longest, monkeypatch, capfd):
+    """Unless HSTU_ATTN_FORCE_ARCH says otherwise."""
+    forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
+    if forced == "80" and torch.cuda.get_device_capability() == (9, 0):
+        pytest.skip("the same as with sm90's kernels")
+    monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
+    batch = make_batch([longest, 3], dim=64, dtype=DTYPES[0], device="cuda", mask="causal")
+
+    def chosen():
+        run(hstu_attention, batch, random_dout(batch))
+        return [line.split()[3].rstrip(",") for line in capfd.readouterr().err.splitlines()]
+
+    assert chosen() == [f"sm{forced}"] * 2
+    monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
+    assert chosen() == (["sm80"] * 2 if longest == 64 else [f"sm{forced}"] * 2)
+    check(batch)
+
+
+# ---------------------------------------------------------------------------------------------
 # Masks and biases over many tiles
 # ---------------------------------------------------------------------------------------------
 

@@ -206,8 +206,8 @@ def test_the_build_writes_its_kernels_from_the_lists(
 @pytest.mark.parametrize(
     ("arch", "function", "arguments"),
     [
-        ("sm80", "forward_tiles", "Memory::kLarge, false"),
-        ("sm80", "backward_tiles", "Memory::kLarge, false"),
+        ("sm80", "forward_tiles", "Tiling::kLarge, false"),
+        ("sm80", "backward_tiles", "Tiling::kLarge, false"),
         ("sm90", "forward_tiles", "false, false, false, false"),
         ("sm90", "fp8_tiles", "false, false"),
     ],
