@@ -26,7 +26,7 @@ class BackwardBias {
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
     const bool has_position = buffers.sums.position.words;
-    if (!params.relative_bias.time.data) {
+    if constexpr (!Traits::kHasTimeBias) {
       run<false, true, false>(params, buffers, smem);
     } else if (!buffers.sums.time.words) {
       run<true, true, false>(params, buffers, smem);

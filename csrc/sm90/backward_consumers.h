@@ -241,22 +241,23 @@ struct BackwardConsumers : Traits {
   // Waits for the tile of rows at `state` and loads its bias.
   static HSTU_DEVICE void load_bias(const BackwardParams& params, int warpgroup, QState state,
                                     SharedMemory& smem, BiasWeights& bias) {
-    if constexpr (kHasBias) {
+    if constexpr (Traits::kHasRelativeBias && !Traits::kHasTimeBias) {
+      smem.pipeline_q.consumer_wait(state);
+      compiler_barrier();  // keeps the plain loads behind the wait
+      load_with_position<false>(warpgroup, state, smem, bias);
+    } else if constexpr (kHasBias) {
       const BiasState bias_state{state.count};
       if constexpr (Traits::kHasRelativeBias) {
-        if (params.relative_bias.time.data) smem.pipeline_bias.consumer_wait(bias_state);
+        smem.pipeline_bias.consumer_wait(bias_state);
         if (params.relative_bias.position.data) smem.pipeline_q.consumer_wait(state);
         compiler_barrier();  // keeps the plain loads behind the waits
         // NOTE: each case is a basic block, in which all loads are issued before the first is
         // waited for.
         if (!params.relative_bias.position.data) {
           load_times(warpgroup, state, smem, bias);
-        } else if (params.relative_bias.time.data) {
-          load_with_position<true>(warpgroup, state, smem, bias);
         } else {
-          load_with_position<false>(warpgroup, state, smem, bias);
+          load_with_position<true>(warpgroup, state, smem, bias);
         }
-        if (!params.relative_bias.time.data) return;
       } else {
         smem.pipeline_q.consumer_wait(state);
         load_transposed<kScoreRows>(

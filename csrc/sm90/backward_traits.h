@@ -67,10 +67,12 @@ template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministi
 struct BackwardTraits {
   using Element = Element_;
   using Bias = Bias_;
-  using BiasElement = typename Bias::template TileElement<Element>;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kWarpgroups > 0;
+  static constexpr bool kHasBias = Bias::kHasTiles || kHasRelativeBias;
+  using BiasElement = std::conditional_t<kHasRelativeBias, cutlass::half_t,
+                                         typename Bias::template TileElement<Element>>;
+  static constexpr bool kHasTimeBias = Bias::kHasTime;
   static constexpr bool kHasDenseBias = kHasBias && !kHasRelativeBias;
   static constexpr bool kIsDeterministic = kIsDeterministic_;
   static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim);
@@ -94,8 +96,9 @@ struct BackwardTraits {
   // producer needs up to 88 registers for it, which larger head dims cannot spare.
   static constexpr bool kProducerFindsMask =
       kDqPartition == DqPartition::kAlternateSteps && !kHasRelativeBias;
-  static constexpr Registers kRegisters = kHasRelativeBias ? backward_registers_with_bias(kHeadDim)
-                                                           : backward_registers(kProducerFindsMask);
+  static constexpr Registers kRegisters = kHasRelativeBias
+                                              ? backward_registers_with_bias(kHeadDim, kHasTimeBias)
+                                              : backward_registers(kProducerFindsMask);
 
   using Dq = DqTile<kRows, kHeadDim>;
 
@@ -156,7 +159,7 @@ struct BackwardTraits {
     alignas(1024) Element dout[DoutState::kStages][kRows * kHeadDim];
     alignas(1024) Element p[kIsCluster ? kRows * kKeys : 0];
     alignas(1024) Element ds[kDsBuffers][kRows * kKeys];
-    alignas(1024) BiasElement bias[kHasBias ? BiasState::kStages : 0][kRows * kBlockKeys];
+    alignas(1024) BiasElement bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kBlockKeys];
     alignas(1024) Element zeros[kHasDenseBias ? kRows * 64 : 0];  // source of stores that zero drab
     alignas(1024) float dq[kDqBuffers * Dq::kSize];
     RelativeBiasMemory relative_bias[kHasRelativeBias ? 1 : 0];

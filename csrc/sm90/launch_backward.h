@@ -37,7 +37,12 @@ struct BackwardLauncher {
     prepare_scheduler(prepared, launch);
 
     if (params.relative_bias) {
-      run_form<RelativeScoreBias>(with_prepared_bias(params, plan.prepared_bias), launch, plan);
+      const BackwardParams prepared_params = with_prepared_bias(params, plan.prepared_bias);
+      if (params.relative_bias.time.data) {
+        run_form<RelativeScoreBias>(prepared_params, launch, plan);
+      } else {
+        run_form<PositionScoreBias>(prepared_params, launch, plan);
+      }
     } else if (params.rab.data) {
       run_form<DenseScoreBias>(params, launch, plan);
     } else {
