@@ -65,21 +65,33 @@ auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParam
 }
 
 // With HSTU_ATTN_DEBUG=1, prints which kernels a call gets and, if they are not the newest, why.
-void print_choice(const char* pass, const char* kernels, const char* unsupported_reason) {
+void print_choice(const char* pass, const char* kernels, const char* reason) {
   if (!environment::prints_choice()) return;
-  std::fprintf(stderr, "hstu_attn: %s by %s%s%s\n", pass, kernels,
-               unsupported_reason ? ", because of " : "",
-               unsupported_reason ? unsupported_reason : "");
+  std::fprintf(stderr, "hstu_attn: %s by %s%s%s\n", pass, kernels, reason ? ", because of " : "",
+               reason ? reason : "");
 }
 
 #if defined(HSTU_ATTN_SM90)
 constexpr char kShortSequences[] = "short sequences, for which they are faster";
 
-// True if the sm80 kernels have tiles for sequences as short as those of the call.
-template <typename Params>
-bool is_faster_by_sm80(const CudaDevice& device, const Params& params, int longest) {
+// True if the sm80 kernels, which have tiles for short sequences, are faster on Hopper, too.
+bool is_faster_by_sm80(const CudaDevice& device, const ForwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
-  return !device.is_forced && sm80::longest_if_short(params) <= longest;
+  if (device.is_forced) return false;
+  const int longest = sm80::longest_if_short(params);
+  if (longest <= 64) return true;
+  // With up to 128 tokens they only save the time of making a list, which many blocks outweigh.
+  return longest <= 128 && params.q.head_dim <= 64 && params.v.head_dim <= 64 &&
+         int64_t{params.batch.batch} * params.heads <= 4 * device.multiprocessors;
+#else
+  return false;
+#endif
+}
+
+// The same for the backward.
+bool is_faster_by_sm80(const CudaDevice& device, const BackwardParams& params) {
+#if defined(HSTU_ATTN_SM80)
+  return !device.is_forced && sm80::longest_if_short(params) <= 64;
 #else
   return false;
 #endif
@@ -163,8 +175,7 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     reason_for_sm80 = sm90::unsupported_reason(device, params);
-    const int longest = params.q.head_dim <= 64 && params.v.head_dim <= 64 ? 128 : 64;
-    if (is_faster_by_sm80(device, params, longest)) reason_for_sm80 = kShortSequences;
+    if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
       print_choice(pass, "sm90", nullptr);
       if (params.paged.kv_cache) {
@@ -198,7 +209,7 @@ BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& p
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     reason_for_sm80 = sm90::backward_unsupported_reason(device, params);
-    if (is_faster_by_sm80(device, params, 64)) reason_for_sm80 = kShortSequences;
+    if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,

@@ -147,7 +147,7 @@ constexpr Registers backward_registers(bool producer_finds_mask) {
 
 // The same with a relative bias. The warpgroup that computes it spills registers.
 constexpr Registers backward_registers_with_bias(int head_dim, bool has_time) {
-  if (!has_time) return {.producer = 24, .consumer = 224, .bias = 40};
+  if (!has_time) return {.producer = 24, .consumer = 216, .bias = 56};
   if (head_dim <= 64) return {.producer = 40, .consumer = 192, .bias = 88};
   if (head_dim == 128) return {.producer = 24, .consumer = 208, .bias = 72};
   return {.producer = 24, .consumer = 200, .bias = 88};

@@ -150,22 +150,30 @@ def test_sequences_longer_than_stated(stated, dim):
     check(batch)
 
 
-@pytest.mark.parametrize("longest", [64, 65])
-def test_short_sequences_get_the_sm80_kernels(longest, monkeypatch, capfd):
-    """Unless HSTU_ATTN_FORCE_ARCH says otherwise."""
-    forced = os.environ["HSTU_ATTN_FORCE_ARCH"]
-    if forced == "80" and torch.cuda.get_device_capability() == (9, 0):
-        pytest.skip("the same as with sm90's kernels")
+@pytest.mark.parametrize(
+    ("dim", "longest", "expected"),
+    [
+        (256, 64, ["sm80", "sm80"]),
+        (128, 65, ["sm90", "sm90"]),
+        (64, 128, ["sm80", "sm90"]),
+        (64, 129, ["sm90", "sm90"]),
+    ],
+)
+def test_hopper_has_short_sequences_computed_by_sm80(dim, longest, expected, monkeypatch, capfd):
+    """The forward and the backward, unless HSTU_ATTN_FORCE_ARCH says otherwise."""
+    forced = "sm" + os.environ["HSTU_ATTN_FORCE_ARCH"]
+    if forced == "sm80":
+        pytest.skip("is about a choice that a GPU has which runs sm90's kernels")
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
-    batch = make_batch([longest, 3], dim=64, dtype=DTYPES[0], device="cuda", mask="causal")
+    batch = make_batch([longest, 3], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
 
     def chosen():
         run(hstu_attention, batch, random_dout(batch))
         return [line.split()[3].rstrip(",") for line in capfd.readouterr().err.splitlines()]
 
-    assert chosen() == [f"sm{forced}"] * 2
+    assert chosen() == [forced, forced]
     monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
-    assert chosen() == (["sm80"] * 2 if longest == 64 else [f"sm{forced}"] * 2)
+    assert chosen() == expected
     check(batch)
 
 
