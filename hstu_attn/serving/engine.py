@@ -39,7 +39,7 @@ from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
 from .tracing import current_span, record_spans
-from .versions import Probe, check_successor
+from .versions import Probe, check_successor, short_turns
 from .waiting import Waiting
 
 __all__ = ["Engine"]
@@ -302,7 +302,7 @@ class Engine:
                 model stays, and so does its cache.
             EngineClosedError: if the engine is or gets closed.
         """
-        with self._changing:
+        with self._changing, short_turns():
             old = self._scorer
             new_cache = old.cache if cache is None else cache
             check_successor(model, old.model, new_cache, self._store, probe)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +20,29 @@ from .histories import History
 from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Scorer, check_fit
 
-__all__ = ["ModelCheckError", "Probe", "check_successor"]
+__all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns"]
 
 _CANDIDATES = 64  # of the probe that is made where none is given
 _PERIOD = 3600  # between its events
+_TURN = 2e-4  # seconds that a thread keeps the interpreter, while a model is warmed
+_TURNS = threading.Lock()  # their length is that of the whole process
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Lets the process's threads take turns of `_TURN` seconds.
+
+    Capturing a model's graphs is mostly Python. A thread that serves gives the interpreter away in
+    each of its calls of torch and gets it back a turn later: after 5 ms by Python's default, which
+    is longer than a batch takes.
+    """
+    with _TURNS:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, _TURN))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
 
 
 class ModelCheckError(ValueError):

@@ -347,6 +347,22 @@ def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("bias", [None, "rab"])
+@pytest.mark.parametrize("longest", [32, 64, 128])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@both_dtypes
+def test_every_kernel_for_short_sequences(dtype, dim, longest, bias):
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] == "90":
+        pytest.skip("sm90 has no kernels of its own for them")
+    lengths = [longest, 0, 5]
+    options = {"heads": 2, "dim": dim, "dim_v": dim - 8, "dtype": dtype, "device": "cuda"}
+    batch = make_batch(lengths, [longest, 0, 3], mask="context-target", bias=bias, **options)
+    batch.seqused_q = torch.tensor([longest - 3, 0, 3], device="cuda")
+    batch.seqused_k = torch.tensor([longest, 0, 4], device="cuda")
+    check_small_batch(hstu_attention, batch)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("mask", ["spans", "func-5"])
 def test_masks_given_by_row(mask, deterministic):

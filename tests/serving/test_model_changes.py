@@ -5,8 +5,10 @@ model that is not sound changes nothing.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -363,6 +365,26 @@ def test_a_model_that_is_not_sound_changes_nothing(make: Callable[[], Any], mess
         at = int(events[-1, 1])
         assert_close(engine.score(7, [], [1, 2]), served.whole(events, [1, 2], at))
         assert engine.stats().hit_tokens == 19
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_threads_take_short_turns_while_a_model_is_warmed(is_sound: bool) -> None:
+    """Otherwise the thread that serves would wait 5 ms for each of its calls of torch."""
+    before, turns = sys.getswitchinterval(), []
+    model = sound("retrieval")
+    inner = model.score
+
+    def score(*arguments: Any) -> torch.Tensor:
+        turns.append(sys.getswitchinterval())
+        return inner(*arguments) * (1 if is_sound else torch.nan)
+
+    model.score = score
+    with Engine(sound("retrieval"), make_cache(16)) as engine:
+        with nullcontext() if is_sound else pytest.raises(ModelCheckError):
+            engine.swap(model)
+        assert turns
+        assert max(turns) < before / 10
+        assert sys.getswitchinterval() == before
 
 
 def test_models_of_other_kinds_are_refused() -> None:
