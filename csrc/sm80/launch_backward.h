@@ -41,8 +41,12 @@ struct BackwardLauncher {
   static auto with_form(const BackwardParams& params, const CudaLaunch& launch, Use use) {
     const int longest = longest_if_short(params);
     const std::false_type any_order;
-    if (longest <= 32) return use(std::integral_constant<Tiling, Tiling::kUpTo32>(), any_order);
-    if (longest <= 64) return use(std::integral_constant<Tiling, Tiling::kUpTo64>(), any_order);
+    if (longest <= 32 && fits<Kernel<Tiling::kUpTo32>>(launch)) {
+      return use(std::integral_constant<Tiling, Tiling::kUpTo32>(), any_order);
+    }
+    if (longest <= 64 && fits<Kernel<Tiling::kUpTo64>>(launch)) {
+      return use(std::integral_constant<Tiling, Tiling::kUpTo64>(), any_order);
+    }
     return bool_switch(launch.deterministic, [&](auto is_deterministic) {
       return tiling_switch<Kernel<Tiling::kLarge, ScoreBias::kNone, is_deterministic>>(
           launch, [&](auto tiling) { return use(tiling, is_deterministic); });

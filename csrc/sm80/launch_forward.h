@@ -17,14 +17,19 @@ struct ForwardLauncher {
 
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     return bias_switch(params, [&](auto bias) {
-      if constexpr (kSource == KeySource::kPaged || bias == ScoreBias::kRelative) {
-        return tiling_switch<Kernel<Tiling::kLarge, bias>>(
-            launch, [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
-      } else {
-        return tiling_switch<Kernel<Tiling::kLarge, bias>, kHeadDim <= 64>(
-            params, launch,
-            [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
+      if constexpr (kSource == KeySource::kPacked && bias != ScoreBias::kRelative) {
+        const int longest = longest_if_short(params);
+        using UpTo32 = Kernel<Tiling::kUpTo32, bias>;
+        using UpTo64 = Kernel<Tiling::kUpTo64, bias>;
+        if (longest <= 32 && fits<UpTo32>(launch)) return plan_kernel<UpTo32>(params, launch);
+        if (longest <= 64 && fits<UpTo64>(launch)) return plan_kernel<UpTo64>(params, launch);
+        if constexpr (kHeadDim <= 64) {
+          using UpTo128 = Kernel<Tiling::kUpTo128, bias>;
+          if (longest <= 128) return plan_kernel<UpTo128>(params, launch);
+        }
       }
+      return tiling_switch<Kernel<Tiling::kLarge, bias>>(
+          launch, [&](auto tiling) { return plan_kernel<Kernel<tiling, bias>>(params, launch); });
     });
   }
 

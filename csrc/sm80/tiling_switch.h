@@ -21,16 +21,11 @@ auto tiling_switch(const CudaLaunch& launch, Use use) {
   return use(std::integral_constant<Tiling, Tiling::kLarge>());
 }
 
-// The same with the tilings for short sequences, for calls that they can compute.
-template <typename LargeKernel, bool kHasUpTo128, typename Use>
-auto tiling_switch(const ForwardParams& params, const CudaLaunch& launch, Use use) {
-  const int longest = longest_if_short(params);
-  if (longest <= 32) return use(std::integral_constant<Tiling, Tiling::kUpTo32>());
-  if (longest <= 64) return use(std::integral_constant<Tiling, Tiling::kUpTo64>());
-  if constexpr (kHasUpTo128) {
-    if (longest <= 128) return use(std::integral_constant<Tiling, Tiling::kUpTo128>());
-  }
-  return tiling_switch<LargeKernel>(launch, use);
+// True if Kernel, which has tiles for short sequences, fits into the shared memory of the GPU.
+template <typename Kernel>
+bool fits(const CudaLaunch& launch) {
+  return static_cast<int>(sizeof(typename Kernel::SharedMemory)) <=
+         launch.device.shared_memory_bytes;
 }
 
 // Returns use(std::integral_constant<ScoreBias, ...>()) for the bias of a call.

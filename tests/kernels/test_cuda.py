@@ -347,11 +347,13 @@ def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("memory", ["", SMALL_MEMORY], ids=["all-memory", "small-memory"])
 @pytest.mark.parametrize("bias", [None, "rab"])
 @pytest.mark.parametrize("longest", [32, 64, 128])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @both_dtypes
-def test_every_kernel_for_short_sequences(dtype, dim, longest, bias):
+def test_every_kernel_for_short_sequences(monkeypatch, dtype, dim, longest, bias, memory):
+    monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", memory)
     if os.environ["HSTU_ATTN_FORCE_ARCH"] == "90":
         pytest.skip("sm90 has no kernels of its own for them")
     lengths = [longest, 0, 5]
