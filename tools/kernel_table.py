@@ -25,6 +25,9 @@ MAY_SPILL = {
         # Consumers compute the bias beside their accumulators (forward), or a further warpgroup
         # takes registers (backward).
         "RelativeScoreBias",
+        # In the backward, that warpgroup has 56 registers where it only sums dS, so that the
+        # consumers have 216.
+        "17PositionScoreBiasELb",
         # Consumers keep the address of a tile of the bias beside their accumulators.
         "AddedDenseBias",
         # The consumers leave 24 registers to the producer, which spills once per work tile.

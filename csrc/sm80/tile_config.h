@@ -94,7 +94,7 @@ constexpr BackwardTiles backward_tiles() {
   } else if constexpr (kTiling == Tiling::kUpTo64) {
     if constexpr (kHeadDim == 32) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
     if constexpr (kHeadDim == 64) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
-    if constexpr (kHeadDim == 128) return {64, 64, 4, 2, 1, 4, 4, 4, {1, true}};
+    if constexpr (kHeadDim == 128) return {64, 64, 4, 2, 1, 2, 4, 4, {1, true}};
     return {64, 64, 8, 1, 1, 4, 2, 2, {2, true}};
   } else if constexpr (kHeadDim == 32) {
     if constexpr (kLarge) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
