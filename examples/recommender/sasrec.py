@@ -59,7 +59,10 @@ class SASRec(ItemModel):
     def forward(self, batch: JaggedBatch) -> Tensor:
         """Returns the state of each row, `(total, dim)` fp32, to compare with items."""
         x = self.position(self.item_embedding(batch.items), batch.seq_offsets)
-        padded = jagged_to_dense(x, batch.seq_offsets, self.max_seq_len)
+        longest = self.max_seq_len
+        if not x.is_cuda:  # there the host would wait for it, and a graph needs a fixed length
+            longest = int(batch.seq_offsets.diff().max())
+        padded = jagged_to_dense(x, batch.seq_offsets, longest)
         # The cache of casts would keep tensors of one captured graph for the next.
         is_16_bits = self.compute_dtype != torch.float32
         with torch.autocast(x.device.type, self.compute_dtype, is_16_bits, cache_enabled=False):
@@ -95,7 +98,7 @@ class _Layer(nn.Module):
             self.key_and_value.weight.copy_(together[dim:])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes the layer for padded sequences `(batch, max_seq_len, dim)`.
+        """Computes the layer for padded sequences `(batch, longest, dim)`.
 
         The padding is after the rows of each sequence, which do not see it.
         """
@@ -111,7 +114,7 @@ class _Layer(nn.Module):
         return y + added
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Returns `(batch, num_heads, max_seq_len, dim / num_heads)`."""
+        """Returns `(batch, num_heads, longest, dim / num_heads)`."""
         heads: Tensor = x.unflatten(2, (self.num_heads, -1))
         return heads.transpose(1, 2)
 
