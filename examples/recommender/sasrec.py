@@ -61,7 +61,7 @@ class SASRec(ItemModel):
         x = self.position(self.item_embedding(batch.items), batch.seq_offsets)
         longest = self.max_seq_len
         if not x.is_cuda:  # there the host would wait for it, and a graph needs a fixed length
-            longest = int(batch.seq_offsets.diff().max())
+            longest = max([1, *batch.seq_offsets.diff().tolist()])  # a rank may have no sequence
         padded = jagged_to_dense(x, batch.seq_offsets, longest)
         # The cache of casts would keep tensors of one captured graph for the next.
         is_16_bits = self.compute_dtype != torch.float32
