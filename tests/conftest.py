@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[_SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(torch.get_num_threads() // workers, 4)))
+    if workers > 1:  # programs that tests start share the processors with the other workers, too
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is first imported
 

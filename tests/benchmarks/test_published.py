@@ -99,32 +99,15 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_seeds_at_once_are_the_same_runs(tmp_path: Path) -> None:
-    """With other processes, with a model's options, and without seconds."""
-    data = write_synthetic_movielens(tmp_path, 50, 120, 25)
-    shared = ["--cases", "hstu-ml-1m", "--seeds", "2", "--data", str(data), "--device", "cpu"]
-    shared += ["--epochs", "1", "--note", "Made up."]
-    more_options = ["--", "--relative-bias", "none"]
-    found = []
-    for name, more in (("one", []), ("two", ["--jobs", "2", "--shared"])):
-        file = tmp_path / f"{name}.json"
-        assert published.main([*shared, "--json", str(file), *more, *more_options]) == 0
-        found.append(json.loads(file.read_text()))
-    one, two = found
-    assert [record["mean"] for record in one] == [record["mean"] for record in two]
-    assert one[0]["seconds"] > 0
-    assert two[0]["seconds"] is None
-    (table,) = tables.published([two])
-    assert table.rows[0][0] == "hstu-ml-1m --relative-bias none, HSTU, last epoch"
-    assert "Made up. 1 epochs" in table.before
-
-
-@pytest.mark.slow
 def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) -> None:
-    """What was stopped goes on from its checkpoint, and the records are those of whole runs."""
+    """What was stopped goes on from its checkpoint, and the records are those of whole runs.
+
+    So are those of seeds that are trained at once, in other processes, but for the seconds.
+    """
     data = write_synthetic_movielens(tmp_path, 50, 120, 25)
     shared = ["--cases", "hstu-ml-1m", "--data", str(data), "--device", "cpu", "--epochs", "2"]
-    options = ["--", "--checkpoint-every", "1"]
+    options = ["--", "--checkpoint-every", "1", "--relative-bias", "none"]
+    name = " ".join(["hstu-ml-1m", *options[1:]])
     kept = [*shared, "--runs", str(tmp_path / "kept")]
 
     def records(*arguments: str) -> list[dict[str, Any]]:
@@ -134,19 +117,22 @@ def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) 
         return found
 
     assert records(*kept, "--finished") == []
-    run = tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1" / "seed-0"
+    run = tmp_path / "kept" / name / "seed-0"
     begun = ["--recipe", "hstu-ml-1m", "--data", str(data), "--device", "cpu", "--steps", "1"]
     assert train_retrieval.main([*begun, "--out", str(run), "--no-baselines", *options[1:]]) == 0
     (run / "metrics.json").unlink()  # as if it had been killed
     assert records(*kept, "--finished") == []
 
     whole = records(*shared, "--seeds", "2")
-    made = records(*kept, "--seeds", "2", "--jobs", "2")
+    made = records(*kept, "--seeds", "2", "--jobs", "2", "--shared", "--note", "Made up.")
     results = ("mean", "deviation", "curve", "seeds", "fingerprint")
     assert [[r[name] for name in results] for r in made] == [
         [r[name] for name in results] for r in whole
     ]
     assert [whole[0]["seconds"] > 0, made[0]["seconds"]] == [True, None]
+    (table,) = tables.published([made])
+    assert table.rows[0][0] == f"{name}, HSTU, last epoch"
+    assert "Made up. 2 epochs" in table.before
 
     (run / "checkpoints").rename(run / "gone")  # nothing is trained again
     assert [r["mean"] for r in records(*kept, "--seeds", "2")] == [r["mean"] for r in whole]
@@ -158,7 +144,7 @@ def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) 
         *(*kept, "--seeds", "3", "--finished", *note),
         *("--json", str(tmp_path / "records.json"), *options),
     ]
-    run.parent.rename(tmp_path / "kept" / "hstu-ml-1m --checkpoint-every 1 --dim 24")
+    run.parent.rename(tmp_path / "kept" / f"{name} --dim 24")
     with pytest.raises(ValueError, match="was made with dim = 50, this run has 24"):
         published.main([*kept, "--finished", *options, "--dim", "24"])
 

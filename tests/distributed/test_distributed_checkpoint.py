@@ -122,6 +122,7 @@ def newest(directory: Path) -> int:
     return step
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_killed_writers(tmp_path: Path) -> None:
     """Writers are killed at each moment, also while a checkpoint replaces an older one."""

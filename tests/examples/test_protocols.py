@@ -113,11 +113,11 @@ def test_an_interrupted_published_run_continues_exactly(ratings: Path, tmp_path:
 @pytest.mark.slow
 def test_several_seeds(ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Means and spreads are those of the runs, each of which is that of its seed alone."""
-    three = (*PUBLISHED, "--seeds", "3", "--seed", "5")
-    assert run(ratings, tmp_path / "all", *three) == 0
+    two = (*PUBLISHED, "--seeds", "2", "--seed", "5")
+    assert run(ratings, tmp_path / "all", *two) == 0
     printed = capsys.readouterr().out
     tables = []
-    for seed in (5, 6, 7):
+    for seed in (5, 6):
         alone = tmp_path / f"alone-{seed}"
         assert run(ratings, alone, *PUBLISHED, "--seed", str(seed)) == 0
         text = (alone / "metrics.json").read_text()
@@ -132,23 +132,23 @@ def test_several_seeds(ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert summary["HSTU, last epoch, standard deviation"]["ndcg_10"] == pytest.approx(spread)
     assert spread > 0
     assert f"{mean:.4f}" in printed
-    assert "Of 3 seeds, from 5 on." in printed
+    assert "Of 2 seeds, from 5 on." in printed
 
     # A run that exists is not replaced; --resume continues it.
     capsys.readouterr()
-    assert run(ratings, tmp_path / "all", *three) == 1
+    assert run(ratings, tmp_path / "all", *two) == 1
     assert f"expected a directory without a run; got {tmp_path / 'all' / 'seed-5'}" in (
         capsys.readouterr().err
     )
-    assert run(ratings, tmp_path / "alone-5", *three, "--resume") == 1
+    assert run(ratings, tmp_path / "alone-5", *two, "--resume") == 1
     assert f"expected a directory without a run; got {tmp_path / 'alone-5'}" in (
         capsys.readouterr().err
     )
-    four = (*PUBLISHED, "--seeds", "4", "--seed", "5", "--resume")
-    assert run(ratings, tmp_path / "all", *four) == 0
+    three = (*PUBLISHED, "--seeds", "3", "--seed", "5", "--resume")
+    assert run(ratings, tmp_path / "all", *three) == 0
     again = json.loads((tmp_path / "all" / "seeds.json").read_text())
-    assert list(again["seeds"].values())[:3] == tables
-    assert len(again["seeds"]) == 4
+    assert list(again["seeds"].values())[:2] == tables
+    assert len(again["seeds"]) == 3
 
 
 def test_summary_has_the_spread_of_what_differs_alone() -> None:

@@ -237,6 +237,7 @@ def test_trains_on_ratings(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "HSTU " in printed
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_a_killed_run_continues_exactly(logs: list[str], tmp_path: Path) -> None:
     def command(out: Path, *more: str) -> list[str]:

@@ -308,6 +308,7 @@ def kill_after_a_checkpoint(run: subprocess.Popen[str], out: Path, whole_run: bo
     return ranks
 
 
+@pytest.mark.faults
 def test_killed_under_torchrun(logs: list[str], one: Path, tmp_path: Path) -> None:
     """All processes of a run are killed at once, during a step or a checkpoint."""
     out = tmp_path / "run"
@@ -324,6 +325,7 @@ def test_killed_under_torchrun(logs: list[str], one: Path, tmp_path: Path) -> No
     assert_same_run(out, one)
 
 
+@pytest.mark.faults
 def test_a_rank_that_is_killed_ends_the_run(logs: list[str], tmp_path: Path) -> None:
     arguments = [*logs, "--out", str(tmp_path), "--device", "cpu", "--steps", "10000"]
     run = torchrun(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

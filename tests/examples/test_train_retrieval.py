@@ -320,6 +320,7 @@ def test_other_files_are_not_taken_for_a_model(tmp_path: Path) -> None:
         load_model(path, torch.device("cpu"))
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_a_killed_run_continues_exactly(ratings: Path, tmp_path: Path) -> None:
     def command(out: Path, *more: str) -> list[str]:
