@@ -231,19 +231,28 @@ def keep_futures_under_way(
 async def capacity(
     send: Callable[[], Awaitable[bool]], *, concurrency: int, seconds: float, warm_up: float
 ) -> float:
-    """Returns how many requests a second are answered if so many are always under way."""
+    """Returns how many requests a second are answered if so many are always under way.
+
+    If none is answered in `seconds`, it waits for the first one.
+
+    Raises:
+        RuntimeError: if there is none in ten times as long.
+    """
     start = time.perf_counter() + warm_up
-    answered = 0
+    answered, end = 0, start + seconds
 
     async def work() -> None:
-        nonlocal answered
-        while time.perf_counter() < start + seconds:
+        nonlocal answered, end
+        while (now := time.perf_counter()) < end or (not answered and now < start + 10 * seconds):
             was_answered = await send()
-            if was_answered and start <= time.perf_counter() < start + seconds:
-                answered += 1
+            now = time.perf_counter()
+            if was_answered and start <= now and (now < end or not answered):
+                answered, end = answered + 1, max(end, now)
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
-    return answered / seconds
+    if not answered:
+        raise RuntimeError(f"expected answers in {10 * seconds:g} s, got none")
+    return answered / (end - start)
 
 
 @contextmanager
