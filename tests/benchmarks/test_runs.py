@@ -172,8 +172,7 @@ def test_stack(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_cpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "keep_freed_memory", lambda: None)  # it lasts as long as the process
+def test_cpu(tmp_path):
     records = run(cpu.main, tmp_path, "--quick --cases float32 --rounds 1")
     assert len(records) == 8
     assert {r["case"] for r in records} == {"3 x 8..48"}
