@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
@@ -67,6 +67,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.pluginmanager.register(_FailuresAtOnce(reporter))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that is collected becomes garbage, so a search for garbage costs time alone."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with many slow tests come first, so that the workers of xdist end together."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
@@ -118,6 +128,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum(reason is not None and reason in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.write_line(f"{count} tests skipped: {reason}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_search_of_what_stays() -> None:
+    """Collections of garbage pass over what a module finds: imported modules and all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -630,6 +630,7 @@ def test_nothing_is_left_to_full_garbage_collections(
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(uvicorn.Server, "run", run)
+    gc.unfreeze()
     try:
         usual = ["--port", "0", "--model", str(checkpoint), "--device", "cpu"]
         assert serve.main(usual) == 0
