@@ -21,9 +21,11 @@ import numpy as np
 import pytest
 import torch
 import train_retrieval
+from matplotlib.image import imread
 from recommender import evaluation
 from recommender import model as model_module
 from recommender.baselines import CoOccurrence, Popularity, co_occurrence_candidates
+from recommender.curves import plot_curves
 from recommender.evaluation import (
     Evaluation,
     Metrics,
@@ -262,6 +264,23 @@ def test_negatives_per_row_are_taken_in_parts(
     assert rows * negatives < largest <= limit < rows * negatives * 16
 
 
+@pytest.mark.usefixtures("rendered")
+@pytest.mark.parametrize("baselines", [{}, {"popularity": {"ndcg_10": 0.2}}])
+def test_the_picture_of_a_run_of_one_step(
+    baselines: dict[str, dict[str, float]], tmp_path: Path
+) -> None:
+    """It shows the metric, and a line for the baseline where there is one."""
+    path = tmp_path / "curves.png"
+    plot_curves(path, [2.0], {1: {"ndcg_10": 0.1}}, baselines, {"ndcg_10": "NDCG@10"}, "loss")
+    right_half = imread(path)[:, 660:, :3]
+    assert right_half.shape == (504, 660, 3)
+    is_blue = right_half[..., 2] - right_half[..., 0] > 0.2
+    longest = int(is_blue.sum(axis=1).max())
+    assert (longest > 100) == bool(baselines)  # a dashed line, or the label alone
+    assert longest > 20
+
+
+@pytest.mark.usefixtures("rendered")
 def test_a_run_from_end_to_end(
     ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
