@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.helpers.failures_at_once import pytest_sessionstart  # noqa: F401
+
 _SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
 
 for _profile, _examples in (("suite", 100), ("quick", 15)):
@@ -41,30 +43,6 @@ def pytest_report_header(config: pytest.Config) -> str:
         f"inputs: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]} "
         "(set it to repeat them; unset or 'random' draws a seed for each run)"
     )
-
-
-class _FailuresAtOnce:
-    """Prints a failure when a worker of xdist reports it.
-
-    pytest prints it at the end, which a run that is cut off does not reach.
-    """
-
-    def __init__(self, reporter: pytest.TerminalReporter) -> None:
-        self.reporter = reporter
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.reporter.write_sep("_", f"{report.nodeid} ({report.when})")
-            for title, text in (("", report.longreprtext), *report.sections):
-                self.reporter.write_line(f"{title}\n{text}")
-            self.reporter.flush()
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    reporter = session.config.pluginmanager.getplugin("terminalreporter")
-    if reporter and session.config.getoption("numprocesses", None):
-        session.config.pluginmanager.register(_FailuresAtOnce(reporter))
 
 
 @pytest.hookimpl(wrapper=True)

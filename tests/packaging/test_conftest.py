@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import conftest
 from tests.conftest import why_no_memory
+from tests.helpers import failures_at_once
 from tests.helpers.paths import ROOT
 
 # The second test ends when the first one's failure has been read, or fails after a while.
@@ -31,7 +33,9 @@ def test_second():
 @pytest.mark.slow
 def test_failures_of_workers_are_printed_at_once(tmp_path: Path) -> None:
     (tmp_path / "test_order.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", "1", "test_order.py"]
+    assert conftest.pytest_sessionstart is failures_at_once.pytest_sessionstart
+    plugin = failures_at_once.__name__
+    command = [sys.executable, "-m", "pytest", "-p", plugin, "-n", "1", "test_order.py"]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "",

@@ -1,0 +1,29 @@
+"""A plugin of pytest that prints a failure when a worker of xdist reports it.
+
+pytest prints it at the end, which a run that is cut off does not reach.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+__all__ = ["pytest_sessionstart"]
+
+
+class _FailuresAtOnce:
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.reporter.write_sep("_", f"{report.nodeid} ({report.when})")
+            for title, text in (("", report.longreprtext), *report.sections):
+                self.reporter.write_line(f"{title}\n{text}")
+            self.reporter.flush()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    if reporter and session.config.getoption("numprocesses", None):
+        session.config.pluginmanager.register(_FailuresAtOnce(reporter))
