@@ -81,12 +81,15 @@ def needed(requirement: str) -> frozenset[str]:
     return frozenset(found)
 
 
+distributions_of_packages = cache(metadata.packages_distributions)
+
+
 def import_with(extra: str, names: list[str]) -> subprocess.CompletedProcess[str]:
     """Imports modules in a process where packages that the extra does not bring are absent."""
     allowed = needed(f"{PROJECT['name']}[{extra}]" if extra else PROJECT["name"])
     absent = [
         name
-        for name, distributions in metadata.packages_distributions().items()
+        for name, distributions in distributions_of_packages().items()
         if name not in {PROJECT["name"], *VENDORED}
         and not allowed & set(map(canonicalize_name, distributions))
     ]

@@ -181,11 +181,20 @@ def test_a_program_takes_these_options(words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "-m pytest " in c])
-def test_a_pytest_command_finds_tests(command: str) -> None:
-    words = shlex.split(command, comments=True)[1:]
-    ended = run(sys.executable, *words, "--collect-only", cwd=ROOT)
-    assert re.search(r"^[1-9]\d*(/\d+)? tests collected", ended.stdout, re.MULTILINE)
+def test_pytest_commands_find_tests() -> None:
+    """One process collects for all commands, so that it imports modules once."""
+    commands = [shlex.split(c, comments=True) for c in COMMANDS if "-m pytest " in c]
+    assert len(commands) >= 3
+    assert all(words[:3] == ["python", "-m", "pytest"] for words in commands)
+    program = """
+import json, pytest, sys
+for words in json.loads(sys.argv[1]):
+    print("status", int(pytest.main([*words, "--collect-only"])))
+"""
+    ended = run(sys.executable, "-c", program, json.dumps([w[3:] for w in commands]), cwd=ROOT)
+    assert re.findall(r"^status (\d+)$", ended.stdout, re.MULTILINE) == ["0"] * len(commands)
+    counts = re.findall(r"^[1-9]\d*(?:/\d+)? tests collected", ended.stdout, re.MULTILINE)
+    assert len(counts) == len(commands)
 
 
 def test_the_build_of_one_head_dim_compiles_that_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
