@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,37 +9,20 @@ import pytest
 import torch
 
 from hstu_attn.distributed import RunStopped, World, run, stop_together
-from tests.helpers.distributed_runs import free_port
 from tests.helpers.paths import ROOT
+from tests.helpers.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 
 
-def torchrun(how: str, directory: Path, device: str) -> tuple[int, str, float]:
+def launch(how: str, directory: Path, device: str) -> tuple[int, str, float]:
     """Returns the exit code, the output, and the seconds from a rank's failure to the end."""
-    script = ROOT / "tests/helpers/launched.py"
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    # fmt: off
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2",
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-        str(script), how, str(directory),
-    ]
-    # fmt: on
-    result = subprocess.run(
-        command,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
+    code, printed = torchrun(
+        ROOT / "tests/helpers/launched.py", how, str(directory), device_type=device
     )
     ended = time.time()
     failed = directory / "raised"
-    seconds = ended - failed.stat().st_mtime if failed.exists() else 0.0
-    return result.returncode, result.stdout, seconds
+    return code, printed, ended - failed.stat().st_mtime if failed.exists() else 0.0
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(kernels=False))]
@@ -59,7 +39,7 @@ def test_ends_well(where: str, tmp_path: Path) -> None:
     a thread frees a tensor while Python ends, the process aborts.
     """
     skip_without_gpus(where)
-    code, printed, _ = torchrun("cycle" if where == "cpu" else "well", tmp_path, where)
+    code, printed, _ = launch("cycle" if where == "cpu" else "well", tmp_path, where)
     assert code == 0, printed
     for rank in range(2):
         name = "cpu" if where == "cpu" else f"cuda:{rank}"
@@ -72,7 +52,7 @@ def test_ends_well(where: str, tmp_path: Path) -> None:
 def test_a_rank_that_raises_ends_the_run(where: str, tmp_path: Path) -> None:
     """The other rank sleeps and is ended; the error is shown as that of rank 1."""
     skip_without_gpus(where)
-    code, printed, seconds = torchrun("raise", tmp_path, where)
+    code, printed, seconds = launch("raise", tmp_path, where)
     assert code != 0
     assert 0 < seconds < 60
     summary = printed[printed.rindex("Root Cause") :]
@@ -83,7 +63,7 @@ def test_a_rank_that_raises_ends_the_run(where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_rank_that_dies_ends_the_run(where: str, tmp_path: Path) -> None:
     skip_without_gpus(where)
-    code, _, seconds = torchrun("die", tmp_path, where)
+    code, _, seconds = launch("die", tmp_path, where)
     assert code != 0
     assert 0 < seconds < 60
 
@@ -91,7 +71,7 @@ def test_a_rank_that_dies_ends_the_run(where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_problem_of_a_rank_stops_all(where: str, tmp_path: Path) -> None:
     skip_without_gpus(where)
-    code, printed, _ = torchrun("nan", tmp_path, where)
+    code, printed, _ = launch("nan", tmp_path, where)
     assert code != 0
     message = "RunStopped: rank 1: the loss is nan at step 3"
     assert message in printed[printed.rindex("Root Cause") :]

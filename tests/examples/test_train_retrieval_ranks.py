@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,10 @@ from recommender.saved import load_model
 
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.distributed import Checkpoints
-from tests.helpers.distributed_runs import free_port, run_ranks
+from tests.helpers.distributed_runs import run_ranks
 from tests.helpers.paths import EXAMPLES
 from tests.helpers.retrieval_ranks import drawn, tables, train
+from tests.helpers.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -142,16 +140,11 @@ def test_under_torchrun(data: list[str], tmp_path: Path) -> None:
     """With baselines, which the first process tunes; negatives differ, and the loss falls."""
     out = tmp_path / "run"
     few = [word for word in data if word != "--no-baselines"]
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *(str(EXAMPLES / "train_retrieval.py"), *few, "--out", str(out), "--steps", "30"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    made = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=240)
-    assert made.returncode == 0, made.stderr
-    assert "Training on 2 x the CPU" in made.stdout
+    code, printed = torchrun(
+        EXAMPLES / "train_retrieval.py", *few, "--out", str(out), "--steps", "30"
+    )
+    assert code == 0, printed
+    assert "Training on 2 x the CPU" in printed
     assert list(read(out, "metrics.json")) == ["popularity", "co-occurrence", "HSTU"]
     losses = read(out, "history.json")["losses"]
     assert sum(losses[-8:]) < 0.97 * sum(losses[:8])

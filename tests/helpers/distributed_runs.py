@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=60)
+PRELOADED = ["hstu_attn.distributed", __name__]  # by the forkserver, which the first user starts
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 
@@ -31,7 +32,7 @@ class RankPool:
     def __init__(self, number: int, backend: str) -> None:
         # The forkserver imports torch once for all ranks; CUDA does not survive a fork.
         context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
-        context.set_forkserver_preload(["hstu_attn.distributed", __name__])
+        context.set_forkserver_preload(PRELOADED)
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         store = os.path.join(self.directory.name, "store")
         self.pipes: list[Connection] = []
