@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hstu_attn.distributed import World
 from tests.helpers.distributed_runs import device_type
+from tests.helpers.pictures import not_rendered
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def train(
     train_ranking.EVALUATION_ROWS = rows or kept
     printed, error = io.StringIO(), None
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), not_rendered():
             train_ranking.train(train_ranking.parse_arguments(list(arguments)), world)
     except (RuntimeError, ValueError) as raised:
         error = str(raised)

@@ -13,6 +13,7 @@ import train_retrieval
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.helpers.pictures import not_rendered
 from tests.helpers.ranking_ranks import Result, this_world
 
 
@@ -26,7 +27,7 @@ def train(arguments: Sequence[str]) -> Result:
     printed, error = io.StringIO(), None
     options = train_retrieval.parse_arguments(list(arguments))
     drawn = mock.patch.object(torch, "randint", _first_items)
-    with drawn, contextlib.redirect_stdout(printed):
+    with drawn, contextlib.redirect_stdout(printed), not_rendered():
         try:
             train_retrieval.train(options, this_world())
         except (RuntimeError, ValueError) as raised:
