@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.helpers.pictures import not_rendered
 
-
-@pytest.fixture
-def rendered() -> None:
-    """Lets a test see the pictures of training runs, which other tests do without."""
+_RENDER = Figure.savefig
 
 
-@pytest.fixture(autouse=True)
-def _pictures_where_they_are_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fixtures of modules, and programs that tests start, render their pictures."""
-    if "rendered" in request.fixturenames:
-        yield
-        return
+@pytest.fixture(autouse=True, scope="module")
+def _not_rendered() -> Iterator[None]:
+    """Fixtures and tests do without the pictures of training runs."""
     with not_rendered():
         yield
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test see the pictures."""
+    monkeypatch.setattr(Figure, "savefig", _RENDER)
