@@ -1,21 +1,22 @@
-"""Fixtures and hooks of the whole suite: the seed and the device."""
+"""Hooks of the whole suite. Fixtures, and what needs torch, are in `tests.helpers.devices`, which
+the process that only hands tests out to workers does without.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import random
-import sys
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import hypothesis
 import pytest
-import torch
 
 from tests.helpers.failures_at_once import pytest_sessionstart  # noqa: F401
 
-_SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
+SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
+NO_GPU, NO_KERNELS = "needs a GPU", "needs a build with CUDA kernels"
 
 for _profile, _examples in (("suite", 100), ("quick", 15)):
     hypothesis.settings.register_profile(
@@ -28,19 +29,16 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if os.environ.get(_SEED_VARIABLE, "random") in ("", "random"):
-        os.environ[_SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, min(torch.get_num_threads() // workers, 4)))
-    if workers > 1:  # programs that tests start share the processors with the other workers, too
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is first imported
+    if os.environ.get(SEED_VARIABLE, "random") in ("", "random"):
+        os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
+    has_workers = config.getoption("numprocesses", None) and not config.option.collectonly
+    if hasattr(config, "workerinput") or not has_workers:
+        config.pluginmanager.import_plugin("tests.helpers.devices")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return (
-        f"inputs: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]} "
+        f"inputs: {SEED_VARIABLE}={os.environ[SEED_VARIABLE]} "
         "(set it to repeat them; unset or 'random' draws a seed for each run)"
     )
 
@@ -61,106 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
-def _why_no_gpu(kernels: bool = True) -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a GPU"
-    from hstu_attn import ops
-
-    return None if ops.has_cuda_kernels() or not kernels else "needs a build with CUDA kernels"
-
-
-def _release_gpu_memory() -> None:
-    """Gives back what this process holds and no longer uses."""
-    for name in ("last_exc", "last_value", "last_traceback"):
-        vars(sys).pop(name, None)  # pytest keeps the last failure, whose frames hold tensors
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def why_no_memory(gib: float) -> str | None:
-    """Returns why a test that takes `gib` GiB of GPU memory cannot run, or None."""
-    _release_gpu_memory()
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free >= gib:
-        return None
-    return f"needs {gib} GiB free, cuda:{torch.cuda.current_device()} has {free:.1f} GiB"
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    marker = item.get_closest_marker("gpu")
-    if marker and (reason := _why_no_gpu(**marker.kwargs)):
-        pytest.skip(reason)
-    marker = item.get_closest_marker("gpu_memory")
-    if marker and (reason := why_no_memory(*marker.args)):
-        pytest.skip(reason)
-
-
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu_memory") and torch.cuda.is_initialized():
-        _release_gpu_memory()
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reason = _why_no_gpu()
-    skipped = terminalreporter.stats.get("skipped", [])
-    count = sum(reason is not None and reason in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.write_line(f"{count} tests skipped: {reason}")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_search_of_what_stays() -> None:
-    """Collections of garbage pass over what a module finds: imported modules and all tests."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def _seed(request: pytest.FixtureRequest) -> None:
-    """Each test's inputs depend on the seed of the run and on the test's name alone."""
-    torch.manual_seed(hash_of(os.environ[_SEED_VARIABLE] + request.node.nodeid))
-
-
-def hash_of(text: str) -> int:
-    """Returns a hash that is the same in every process."""
-    value = 0
-    for byte in text.encode():
-        value = (value * 1000003 + byte) % 2**63
-    return value
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Makes gradients bitwise repeatable for tests that compare two calls, as on a CPU."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-# A GPU of compute capability 9.0 runs every test twice, with the kernels of sm90 and of sm80.
-_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-_ARCHS = ["sm90", "sm80"] if _HOPPER else ["sm80"]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    marker = metafunc.definition.get_closest_marker("gpu")
-    if marker and marker.kwargs.get("kernels", True) and "device" not in metafunc.fixturenames:
-        metafunc.parametrize("_arch", _ARCHS, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def _arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chooses the GPU kernels that a test runs."""
-    if arch := getattr(request, "param", None):
-        monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", arch.removeprefix("sm"))
-
-
-@pytest.fixture(
-    params=["cpu", *(pytest.param(f"cuda-{arch}", marks=pytest.mark.gpu) for arch in _ARCHS)]
-)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test on the CPU and on a GPU, with the kernels of each architecture."""
-    name, _, arch = str(request.param).partition("-sm")
-    if arch:
-        monkeypatch.setenv("HSTU_ATTN_FORCE_ARCH", arch)
-    return name
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for reason in (NO_GPU, NO_KERNELS):
+        if count := sum(reason in text for text in skipped):
+            terminalreporter.write_line(f"{count} tests skipped: {reason}")

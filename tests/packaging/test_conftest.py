@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests import conftest
-from tests.conftest import why_no_memory
 from tests.helpers import failures_at_once
+from tests.helpers.devices import why_no_memory
 from tests.helpers.paths import ROOT
 
 # The second test ends when the first one's failure has been read, or fails after a while.
