@@ -276,14 +276,18 @@ def test_a_killed_run_continues_exactly(logs: list[str], tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_steps_written_again_are_shown_once(tmp_path: Path) -> None:
+def test_steps_written_again_are_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "tensorboard"
-    for steps_done, last, offset in ((0, 9, 0), (6, 8, 100), (7, 12, 200)):
+    clock = time.time
+    for n, (steps_done, last, offset) in enumerate(((0, 9, 0), (6, 8, 100), (7, 12, 200))):
+        # TensorBoard orders files by the second in their names.
+        monkeypatch.setattr(time, "time", lambda later=2 * n: clock() + later)
         scalars = Scalars(directory, steps_done)
         for step in range(steps_done + 1, last + 1):
             scalars.write("train", {"loss": step + offset}, step)
         scalars.close()
-        time.sleep(1.1)  # TensorBoard orders files by the second in their names
     expected = [*range(1, 7), 107, *range(208, 213)]
     assert curves(directory)["train/loss"] == dict(enumerate(expected, start=1))
     Scalars(directory, 0).close()

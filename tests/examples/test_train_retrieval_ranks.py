@@ -140,6 +140,7 @@ def test_under_torchrun(data: list[str], tmp_path: Path) -> None:
     """With baselines, which the first process tunes; negatives differ, and the loss falls."""
     out = tmp_path / "run"
     few = [word for word in data if word != "--no-baselines"]
+    few += ["--eval-every", "15", "--checkpoint-every", "14"]
     code, printed = torchrun(
         EXAMPLES / "train_retrieval.py", *few, "--out", str(out), "--steps", "30"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
@@ -14,12 +15,17 @@ __all__ = ["not_rendered"]
 
 @contextmanager
 def not_rendered() -> Iterator[None]:
-    """Figures are drawn and their files are written, but matplotlib does not render them, which
-    takes as long as the training in a test.
+    """Training runs draw their figures and write the files, but matplotlib does not render them,
+    which takes as long as the training in a test. Pictures of benchmarks, which are saved by their
+    paths, are rendered.
     """
+    render = Figure.savefig
 
-    def write(figure: Figure, file: BinaryIO, **_: Any) -> None:
-        file.write(b"not rendered")
+    def write(figure: Figure, target: BinaryIO | Path, **options: Any) -> None:
+        if isinstance(target, Path):
+            render(figure, target, **options)
+        else:
+            target.write(b"not rendered")
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Figure, "savefig", write)
