@@ -71,7 +71,11 @@ def _no_search_of_what_stays() -> None:
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     """Each test's inputs depend on the seed of the run and on the test's name alone."""
-    torch.manual_seed(hash_of(os.environ[SEED_VARIABLE] + request.node.nodeid))
+    seed = hash_of(os.environ[SEED_VARIABLE] + request.node.nodeid)
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:  # torch.manual_seed would note where it was called, for each kind of device
+        torch.default_generator.manual_seed(seed)
 
 
 def hash_of(text: str) -> int:
