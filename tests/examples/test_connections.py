@@ -158,7 +158,13 @@ def test_whole_requests_may_come_far_apart(port: int) -> None:
             time.sleep(1.5 * ARRIVAL_TIMEOUT)
 
 
-@pytest.mark.parametrize("sent", [b"", HEAD[:-2]], ids=["nothing", "half a head"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"", id="nothing", marks=pytest.mark.slow),
+        pytest.param(HEAD[:-2], id="half a head"),
+    ],
+)
 def test_without_a_whole_head_the_connection_is_closed(port: int, sent: bytes) -> None:
     with connect(port) as connection:
         started = time.monotonic()
@@ -179,12 +185,21 @@ def test_half_a_body_is_answered_408(port: int, log: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "trickled"),
     [
-        (b"", HEAD[:-4] + b"\r\nX: " + b"x" * 5),
-        (HEAD.replace(b": 2", b": 5000"), b"h"),
-        (WHOLE, HEAD[:-4] + b"\r\nX: " + b"x" * 5),
-        (HEAD.replace(b": 2", b": 5000").replace(b"/echo", b"/absent"), b"h"),
+        pytest.param(b"", HEAD[:-4] + b"\r\nX: " + b"x" * 5, id="head"),
+        pytest.param(HEAD.replace(b": 2", b": 5000"), b"h", id="body"),
+        pytest.param(
+            WHOLE,
+            HEAD[:-4] + b"\r\nX: " + b"x" * 5,
+            id="head of a second request",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            HEAD.replace(b": 2", b": 5000").replace(b"/echo", b"/absent"),
+            b"h",
+            id="body that was answered already",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["head", "body", "head of a second request", "body that was answered already"],
 )
 def test_a_trickle_does_not_keep_a_connection(port: int, before: bytes, trickled: bytes) -> None:
     with connect(port) as connection:
@@ -222,7 +237,7 @@ def wait_until_closed(server: uvicorn.Server) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("requests", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_who_reads_no_answer_is_let_go(requests: int, log: Any) -> None:
     """The client, or its machine, may be gone: it takes nothing, and closes nothing."""
     with running_server() as (server, port), connect(port) as connection:

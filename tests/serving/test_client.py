@@ -250,6 +250,7 @@ def test_an_attempt_that_takes_too_long_is_given_up(pauses: Any) -> None:
     assert Scripted((504, {}, {"detail": "late"}), OK).score() == [0.5]
 
 
+@pytest.mark.slow
 def test_a_pause_that_takes_too_long_does_not_end_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
