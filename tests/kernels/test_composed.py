@@ -340,7 +340,7 @@ def test_operations_are_few(lengths, forward_more, backward_more):
 
 
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_no_result_is_larger_than_two_chunks(heads, bias):
     """Memory grows with the tokens, but for a dense bias."""
     batch = make_batch([20_000, 20_000], heads=heads, device="meta", mask="causal", bias=bias)
