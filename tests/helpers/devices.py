@@ -34,6 +34,7 @@ def _release_gpu_memory() -> None:
     """Gives back what this process holds and no longer uses."""
     for name in ("last_exc", "last_value", "last_traceback"):
         vars(sys).pop(name, None)  # pytest keeps the last failure, whose frames hold tensors
+    gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
 
