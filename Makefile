@@ -5,7 +5,7 @@
 #   make serve       serve what it trained, over HTTP                          (SERVE_ARGS="...")
 #   make ranking     train the example that ranks                              (RANKING_ARGS="...")
 #   make install     build the library, and nothing more
-#   make test        run the tests, in WORKERS=2 processes                     (PYTEST_ARGS="...")
+#   make test        run the tests, in WORKERS=3 processes                     (PYTEST_ARGS="...")
 #   make test-faults  those that kill servers, Redis, replicas and training runs, which `make test` leaves out
 #   make test-gpu    those that need a GPU, in WORKERS=8 processes on one         (PYTEST_ARGS="...")
 #   make test-quick  the tests that are not marked slow: under a minute on two cores
@@ -35,7 +35,8 @@ DEMO_ARGS ?=
 SERVE_ARGS ?= --data runs/synthetic-movielens/ratings.dat
 RANKING_ARGS ?=
 PYTEST_ARGS ?=
-WORKERS ?= 2
+# These are more than two cores, because tests also wait for servers and deadlines.
+WORKERS ?= 3
 BENCH_ARGS ?=
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 
