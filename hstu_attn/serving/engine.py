@@ -44,6 +44,8 @@ from .waiting import Waiting
 
 __all__ = ["Engine"]
 
+_PACE = 4  # between captures of a new model, batches have so many times as long as a capture takes
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
@@ -137,6 +139,8 @@ class Engine:
         self._previous: Scorer | None = None
         self._changing = threading.Lock()  # is held while a model is changed
         self._scorer.clear()
+        for capture in self._scorer.captures():
+            capture()
         self._histories = Histories(
             store,
             self._scorer.capacity,
@@ -285,7 +289,8 @@ class Engine:
     ) -> None:
         """Replaces the model while requests are served, and returns when it has taken over.
 
-        The new model is checked and warmed in the calling thread. It then takes over between two
+        The new model is checked in the calling thread. Its graphs are captured between batches, one
+        at a time, so that no request waits for more than one. It then takes over between two
         batches: each answer is of the one model or of the other, on the same events, and rows that
         the old one has cached are not used any more. The old model is kept for `roll_back`, so both
         models' weights are in memory, and both models' graphs.
@@ -307,6 +312,10 @@ class Engine:
             new_cache = old.cache if cache is None else cache
             check_successor(model, old.model, new_cache, self._store, probe)
             scorer = self._scorer_of(model, new_cache)
+            for capture in scorer.captures(old):
+                started = time.monotonic()
+                self._between_batches(capture)
+                time.sleep(_PACE * (time.monotonic() - started))
             self._between_batches(lambda: self._take_over(scorer, previous=old))
 
     def roll_back(self) -> None:
@@ -424,7 +433,7 @@ class Engine:
         limits = StepLimits(self.max_batch_size, self._store.max_events, candidates)
         return Scorer(model, cache, graphs, limits)
 
-    def _between_batches(self, job: Callable[[], None]) -> None:
+    def _between_batches(self, job: Callable[[], object]) -> None:
         """Lets the worker do something when no batch is under way, and waits for it."""
         done: Future[None] = Future()
 

@@ -6,6 +6,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -36,8 +37,9 @@ class GraphBuckets:
             `max_batch_size`, and that.
         row_counts: rows of all requests together, increasing: events to compute, and candidates
             where these are rows.
-        ahead: whether all shapes are captured when the engine is made; if not, each when a batch
-            first has it, which that batch waits for.
+        ahead: whether all shapes are captured before the engine serves with a model; if not, each
+            when a batch first has it, which that batch waits for. A model that takes over has the
+            shapes that the one before has.
 
     Raises:
         ValueError: for counts that are not positive and increasing.
@@ -136,6 +138,7 @@ class StackGraphs:
         sizes = buckets.batch_sizes or _powers_of_two(limits.requests)
         self._batch_sizes = _needed(sizes, limits.requests)
         self._row_counts = _needed(buckets.row_counts, limits.requests * limits.keys)
+        self._ahead = buckets.ahead
         self._replays: dict[Shape, Call | None] = {}
         self._capture = capture_on(kv_cache.device)
 
@@ -152,9 +155,16 @@ class StackGraphs:
                 torch.zeros(count, dtype=torch.int64, device=device)
                 for count in (batch * self._max_keys, rows)
             )
-        if buckets.ahead:
-            for shape in self._shapes():
-                self._replay_of(shape)
+
+    def captures(self, served: StackGraphs | None) -> list[Callable[[], object]]:
+        """Returns what captures the shapes that are wanted before the first run, each by itself.
+
+        Args:
+            served: those that run until then, whose shapes are wanted; None if there are none.
+        """
+        had = [] if served is None else [s for s, replay in served._replays.items() if replay]
+        shapes = dict.fromkeys(self._shapes() if self._ahead else had)
+        return [partial(self._replay_of, shape) for shape in shapes]
 
     def run(
         self,

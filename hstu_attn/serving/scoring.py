@@ -85,6 +85,19 @@ class Scorer:
         """How many events of all users it is of use to know."""
         return UNCACHED_EVENTS if self.cache is None else self.cache.capacity
 
+    def captures(self, served: Scorer | None = None) -> list[Callable[[], object]]:
+        """Returns what captures the graphs that are wanted before the first batch, each by itself.
+
+        Args:
+            served: the scorer that computes until then.
+        """
+        if self._graphs is None:
+            return []
+        return [
+            torch.no_grad()(capture)
+            for capture in self._graphs.captures(None if served is None else served._graphs)
+        ]
+
     def free(self, keys: Sequence[int]) -> None:
         """Forgets the rows of histories."""
         if self.cache is not None:

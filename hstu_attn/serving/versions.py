@@ -24,7 +24,7 @@ __all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns"]
 
 _CANDIDATES = 64  # of the probe that is made where none is given
 _PERIOD = 3600  # between its events
-_TURN = 2e-4  # seconds that a thread keeps the interpreter, while a model is warmed
+_TURN = 2e-4  # seconds that a thread keeps the interpreter, while a model is checked
 _TURNS = threading.Lock()  # their length is that of the whole process
 
 
@@ -32,7 +32,7 @@ _TURNS = threading.Lock()  # their length is that of the whole process
 def short_turns() -> Iterator[None]:
     """Lets the process's threads take turns of `_TURN` seconds.
 
-    Capturing a model's graphs is mostly Python. A thread that serves gives the interpreter away in
+    Checking a model is mostly Python. A thread that serves gives the interpreter away in
     each of its calls of torch and gets it back a turn later: after 5 ms by Python's default, which
     is longer than a batch takes.
     """

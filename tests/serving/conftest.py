@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.stores import KINDS, Place, RedisServer, redis_server
 
@@ -26,3 +28,24 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     place = Place(request.param, tmp_path, server)
     yield place
     place.close()
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns a list that grows with each captured call."""
+    from hstu_attn.serving import graphs
+
+    calls: list[Any] = []
+    capture_on = graphs.capture_on
+
+    def counting(device: torch.device) -> Callable[[Any], Any]:
+        capture = capture_on(device)
+
+        def count(call: Any) -> Any:
+            calls.append(call)
+            return capture(call)
+
+        return count
+
+    monkeypatch.setattr(graphs, "capture_on", counting)
+    return calls

@@ -44,25 +44,6 @@ MODELS = ["retrieval", "retrieval, no bias", "ranking, times", "ranking, window"
 Batch = list[tuple[int, list[Any], list[int]]]  # user, events and candidates of each request
 
 
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns a list that grows with each captured call."""
-    calls: list[Any] = []
-    capture_on = graphs.capture_on
-
-    def counting(device: torch.device) -> Callable[[Any], Any]:
-        capture = capture_on(device)
-
-        def count(call: Any) -> Any:
-            calls.append(call)
-            return capture(call)
-
-        return count
-
-    monkeypatch.setattr(graphs, "capture_on", counting)
-    return calls
-
-
 def uncaptured(device: torch.device) -> Callable[[Any], Any]:
     """Replaces `capture_on`: the call runs on the padded buffers without a graph."""
     return lambda call: call
@@ -121,9 +102,12 @@ def traffic(turns: int, actions: int, seed: int = 0) -> Iterator[Batch]:
 def make_graphs(buckets: GraphBuckets, limits: StepLimits) -> StackGraphs:
     model = make_model("ranking")
     cache = make_cache(3)
-    return StackGraphs(
+    made = StackGraphs(
         model.stack, cache.kv_cache, buckets, limits, reads_times=False, with_targets=True
     )
+    for capture in made.captures(None):
+        capture()
+    return made
 
 
 # ---------------------------------------------------------------------------------------------

@@ -245,6 +245,41 @@ def test_a_probe_says_what_a_model_answers() -> None:
                 engine.swap(models[1], probe=wrong)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_new_model_has_graphs_before_it_takes_over(
+    ahead: bool, captured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that serves captures them, and in between it serves what comes meanwhile."""
+    old, new = sound("ranking"), sound("ranking")
+    events = np.array(some_events(random.Random(0), 0, 30, 3), np.int64)
+    expected = [model.whole(events, [1, 2], 0) for model in (old, new)]
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+    buckets = GraphBuckets(row_counts=(8, 64), ahead=ahead)
+    with Engine(old, make_cache(40), max_batch_size=4, graphs=buckets) as engine:
+        engine.score(1, events, [1, 2])  # 32 rows
+        engine.score(1, [], [1, 2])  # 3 rows
+        shapes = 6 if ahead else 2
+        assert len(captured) == shapes
+        answers: list[torch.Tensor] = []
+
+        def ask_between(seconds: float) -> None:
+            assert engine.model is old
+            assert seconds > 0
+            answers.append(engine.score(1, [], [1, 2], timeout=20))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("hstu_attn.serving.engine.time.sleep", ask_between)
+            engine.swap(new)
+        assert len(captured) == 2 * shapes
+        assert len(answers) == shapes
+        for scores in answers:
+            assert_close(scores, expected[0])
+        for _ in range(2):
+            assert_close(engine.score(1, [], [1, 2]), expected[1])
+        assert len(captured) == 2 * shapes
+        assert engine.stats().graph_batches == engine.stats().batches
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
 def test_changes_on_a_gpu(name: str) -> None:
@@ -368,7 +403,7 @@ def test_a_model_that_is_not_sound_changes_nothing(make: Callable[[], Any], mess
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_threads_take_short_turns_while_a_model_is_warmed(is_sound: bool) -> None:
+def test_threads_take_short_turns_while_a_model_is_checked(is_sound: bool) -> None:
     """Otherwise the thread that serves would wait 5 ms for each of its calls of torch."""
     before, turns = sys.getswitchinterval(), []
     model = sound("retrieval")
