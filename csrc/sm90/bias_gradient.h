@@ -213,7 +213,7 @@ struct BiasGradient {
 #pragma unroll
           for (int i = 0; i < size(scores); ++i) {
             const float x = half_alpha * scores(i);
-            scores(i) = silu_derivative_of_half(x, tanh_approx(x));
+            scores(i) = silu_derivative_of_half(x, ptx::tanh_approx(x));
           }
           if (!is_full) apply_mask_to_scores<kKeys>(visible, scores);
           warpgroup_fence_operand(scores);  // computed while the second product runs
