@@ -197,7 +197,7 @@ class RelativeBiasConsumer {
       const int key = Traits::Source::template key_of<kKeys>(work_tile.tile.sequence, first);
       find_blocks(smem.bias_cells[q_state.index()], window.times, work_tile, warpgroup, key, own);
     }
-    add_up<0, kEarly>(own, window, warpgroup, [&](int n, float x) { early_[n] = x; });
+    sum_weights<0, kEarly>(own, window, warpgroup, [&](int n, float x) { early_[n] = x; });
     add_patches<0, kEarly>(own, half_alpha(), early_);
   }
 
@@ -213,7 +213,7 @@ class RelativeBiasConsumer {
     if constexpr (!Traits::kIsFp8) add_patches<kEarly, kChunks>(own, 1, scores);
 #pragma unroll
     for (int n = 0; n < kEarly * 4; ++n) add(n, early_[n]);
-    add_up<kEarly, kChunks>(own, window, warpgroup, add);
+    sum_weights<kEarly, kChunks>(own, window, warpgroup, add);
     if constexpr (Traits::kIsFp8) add_patches<kEarly, kChunks>(own, factor, scores);
   }
 
@@ -450,7 +450,7 @@ class RelativeBiasConsumer {
   // Calls add(n, x) for the scores n of chunks [kFirst, kEnd): x is alpha / 2 times the sum of both
   // weights, without patches.
   template <int kFirst, int kEnd, typename Add>
-  HSTU_DEVICE void add_up(const OfWarp& own, const Window& window, int warpgroup,
+  HSTU_DEVICE void sum_weights(const OfWarp& own, const Window& window, int warpgroup,
                                Add add) const {
     if constexpr (kFirst == kEnd) return;
     const float factor = half_alpha();
