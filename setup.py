@@ -139,9 +139,14 @@ def nvcc_jobs() -> int:
     return jobs() if os.environ.get("MAX_JOBS") else max(1, min(jobs(), memory_gib // NVCC_GIB))
 
 
+def cuda_choice() -> str:
+    """Returns the value of HSTU_ATTN_CUDA; empty if it is not set."""
+    return os.environ.get("HSTU_ATTN_CUDA", "")
+
+
 @cache
 def cuda_wanted() -> bool:
-    if choice := os.environ.get("HSTU_ATTN_CUDA"):
+    if choice := cuda_choice():
         return choice != "0"
     if not shutil.which("nvidia-smi"):
         return False
@@ -319,7 +324,7 @@ def cuda_defines() -> str:
 def announcement() -> str:
     """Describes what is about to be compiled, and roughly how long that takes."""
     if not cuda_wanted():
-        why = "HSTU_ATTN_CUDA=0" if os.environ.get("HSTU_ATTN_CUDA") else "no GPU is visible here"
+        why = "HSTU_ATTN_CUDA=0" if cuda_choice() else "no GPU is visible here"
         return (
             f"hstu_attn: building without CUDA kernels, since {why}: about a minute."
             " HSTU_ATTN_CUDA=1 builds them, on a machine without a GPU, too."

@@ -32,14 +32,16 @@ inline int number(const char* name, const char* expected) {
 
 // HSTU_ATTN_CPU_ISA caps the instruction set of the CPU kernels: baseline, avx2, avx512, avx512bf16
 // or amx. Empty if there is no cap.
-inline std::string_view cpu_isa() { return text("HSTU_ATTN_CPU_ISA"); }
+constexpr const char* kCpuIsa = "HSTU_ATTN_CPU_ISA";
+inline std::string_view cpu_isa() { return text(kCpuIsa); }
 
 // HSTU_ATTN_FORCE_ARCH names the GPU kernels to use, 80 or 90, in place of the newest that the GPU
 // can run. 0 if it is not set.
+constexpr const char* kForceArch = "HSTU_ATTN_FORCE_ARCH";
 inline int force_arch() {
-  const int arch = number("HSTU_ATTN_FORCE_ARCH", "80 or 90");
+  const int arch = number(kForceArch, "80 or 90");
   if (arch != 0 && arch != 80 && arch != 90) {
-    throw std::invalid_argument("HSTU_ATTN_FORCE_ARCH: expected 80 or 90, got " +
+    throw std::invalid_argument(std::string(kForceArch) + ": expected 80 or 90, got " +
                                 std::to_string(arch));
   }
   return arch;

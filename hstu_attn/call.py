@@ -31,6 +31,7 @@ __all__ = [
     "bias_times",
     "make_call",
     "mask_of",
+    "with_mask",
 ]
 
 # rab, pos_weight and ts_weight, which get gradients as q, k and v do.
@@ -195,6 +196,21 @@ def mask_of(call: AttentionCall) -> Mask:
         call.row_spans,
         call.func,
         func_causal=call.func is not None and call.window_right == 0,
+    )
+
+
+def with_mask(call: AttentionCall, mask: Mask) -> AttentionCall:
+    """Returns a call with another mask; its other arguments are those of `call`."""
+    window_left, window_right = mask.window_size
+    return call._replace(
+        num_contexts=mask.num_contexts,
+        num_targets=mask.num_targets,
+        target_group_size=mask.target_group_size,
+        window_left=window_left,
+        window_right=0 if mask.func_causal else window_right,
+        min_full_attn_seq_len=mask.min_full_attn_seq_len,
+        row_spans=mask.row_spans,
+        func=mask.func,
     )
 
 

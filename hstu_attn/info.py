@@ -61,7 +61,12 @@ def nvidia_smi() -> list[tuple[str, str]]:
 
 
 def describe(what: str, *index: int) -> dict[str, str]:
-    """Returns what csrc/api/describe.cpp reports about "cpu", "build", or "gpu" with an index."""
+    """Returns what csrc/api/describe.cpp reports about "cpu", "environment", "build" or "gpu".
+
+    Args:
+        what: which of them.
+        index: of the GPU.
+    """
     try:
         function = getattr(ctypes.CDLL(str(ops.LIBRARY_PATH)), f"hstu_attn_describe_{what}")
     except AttributeError:
@@ -145,7 +150,7 @@ def gpu_kernels(index: int, build: dict[str, str]) -> str:
             f"Update the driver, or build with an older CUDA toolkit, to which CUDA_HOME leads. "
             f"{REINSTALL_CUDA}"
         )
-    forced = os.environ.get("HSTU_ATTN_FORCE_ARCH")
+    forced = describe("environment").get("HSTU_ATTN_FORCE_ARCH")
     try:
         device = describe("gpu", index)
     except Failure as failure:
@@ -268,7 +273,7 @@ def cuda_build(build: dict[str, str]) -> str:
 def cpu_kernels() -> str:
     """Returns the instruction set of the kernel that each dtype gets."""
     levels = ", ".join(f"{isa} for {dtype}" for dtype, isa in describe("cpu").items())
-    cap = os.environ.get("HSTU_ATTN_CPU_ISA")
+    cap = describe("environment").get("HSTU_ATTN_CPU_ISA")
     return f"{levels}; {torch.get_num_threads()} threads" + (
         f"; HSTU_ATTN_CPU_ISA={cap}" if cap else ""
     )

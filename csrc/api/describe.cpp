@@ -3,6 +3,7 @@
 #include <string>
 
 #include "../cpu/select.h"
+#include "../environment.h"
 #if defined(USE_CUDA)
 #include "../dispatch.h"
 #endif
@@ -33,6 +34,19 @@ HSTU_EXPORT const char* hstu_attn_describe_cpu() {
     const auto isa = [](DType dtype) { return std::string(cpu::select_kernel(dtype).name); };
     return "float32 " + isa(DType::kFloat32) + "\nbfloat16 " + isa(DType::kBFloat16) +
            "\nfloat16 " + isa(DType::kFloat16);
+  });
+}
+
+// Describes the environment variables that choose kernels, each with its value, if they are set.
+HSTU_EXPORT const char* hstu_attn_describe_environment() {
+  using namespace hstu::environment;
+  return returning_text([] {
+    std::string lines;
+    for (const char* name : {kCpuIsa, kForceArch}) {
+      const std::string value(text(name));
+      if (!value.empty()) lines += std::string(name) + " " + value + "\n";
+    }
+    return lines;
   });
 }
 

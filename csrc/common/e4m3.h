@@ -1,4 +1,4 @@
-// Conversions between e4m3 and 16-bit or fp32 numbers.
+// The conversion of e4m3 to 16-bit numbers; ptx.h has the one to e4m3.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -18,31 +18,6 @@ HSTU_DEVICE uint2 dequantized(uint32_t four, float scale) {
     return rounded_pair<Element>(scale * x.x, scale * x.y);
   };
   return {pair(four & 0xffff), pair(four >> 16)};
-}
-
-// Rounds four numbers, the first into the lowest byte. Numbers out of range become the largest
-// ones, and NaN stays NaN.
-HSTU_DEVICE uint32_t e4m3_quad(float a, float b, float c, float d) {
-  uint32_t word;
-  asm("{.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};}"
-      : "=r"(word)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return word;
-}
-
-// The same for two pairs in fp16.
-HSTU_DEVICE uint32_t e4m3_quad(uint32_t a, uint32_t b) {
-  uint32_t word;
-  asm("{.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
-      "mov.b32 %0, {low, high};}"
-      : "=r"(word)
-      : "r"(a), "r"(b));
-  return word;
 }
 
 }  // namespace hstu

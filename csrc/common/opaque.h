@@ -47,6 +47,9 @@ HSTU_DEVICE Element* opaque_pointer(Element* address) {
   return address + zero;
 }
 
+// Makes two numbers new values, which the compiler computes before it goes on.
+HSTU_DEVICE void make_opaque(float& x, float& y) { asm volatile("" : "+f"(x), "+f"(y)); }
+
 // Values that were loaded before the call are loaded again after it, instead of being kept in
 // registers.
 HSTU_DEVICE void compiler_barrier() { asm volatile("" ::: "memory"); }

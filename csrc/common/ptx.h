@@ -137,6 +137,108 @@ HSTU_DEVICE void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// --- conversions, which round to nearest even
+
+// Pack two numbers into the low and the high half of a word, as fp16 or bf16.
+HSTU_DEVICE uint32_t cvt_f16x2(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+HSTU_DEVICE uint32_t cvt_bf16x2(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// The same in fp16, with numbers out of its range replaced by its largest ones.
+HSTU_DEVICE uint32_t cvt_satfinite_f16x2(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// Converts four numbers to e4m3, the first into the lowest byte. Numbers out of range become the
+// largest ones, and NaN stays NaN.
+HSTU_DEVICE uint32_t cvt_e4m3x4(float a, float b, float c, float d) {
+  uint32_t word;
+  asm("{.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+
+// The same for two pairs in fp16.
+HSTU_DEVICE uint32_t cvt_e4m3x4(uint32_t a, uint32_t b) {
+  uint32_t word;
+  asm("{.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(word)
+      : "r"(a), "r"(b));
+  return word;
+}
+
+// --- arithmetic on registers
+
+HSTU_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Returns the larger number, or NaN if one is NaN.
+HSTU_DEVICE float max_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
+// Return for each half the number with the larger absolute value, or NaN if one is NaN. The signs
+// of the result are undefined.
+HSTU_DEVICE uint32_t max_nan_abs_f16x2(uint32_t a, uint32_t b) {
+  uint32_t word;
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  return word;
+}
+HSTU_DEVICE uint32_t max_nan_abs_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t word;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  return word;
+}
+
+// Arithmetic on pairs of fp16 numbers. Subnormal numbers are not flushed to zero.
+HSTU_DEVICE uint32_t add_f16x2(uint32_t x, uint32_t y) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+  return sum;
+}
+HSTU_DEVICE uint32_t mul_f16x2(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+HSTU_DEVICE uint32_t fma_f16x2(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+// The result is limited to [0, 1]; NaN becomes 0.
+HSTU_DEVICE uint32_t fma_sat_f16x2(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+HSTU_DEVICE uint32_t tanh_approx_f16x2(uint32_t x) {
+  uint32_t result;
+  asm("tanh.approx.f16x2 %0, %1;" : "=r"(result) : "r"(x));
+  return result;
+}
+
 // --- asynchronous copies from device to shared memory
 
 // Copies 16 bytes, bypassing the L1 cache.

@@ -54,7 +54,7 @@ HSTU_HOST_DEVICE uint64_t first_difference(int cell) {
   const uint64_t eighths = kCellsOfPower + (cell - 1) % kCellsOfPower;
   if (exponent >= 3) return eighths << (exponent - 3);
   const uint64_t unit = uint64_t{1} << (3 - exponent);
-  return (eighths + unit - 1) / unit;
+  return ceil_div(eighths, unit);
 }
 
 // The number of thresholds in [low, high) of the list that are <= difference, plus low.

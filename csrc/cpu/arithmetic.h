@@ -35,7 +35,7 @@ struct Matrix {
   int64_t row_stride;
   int64_t column_stride = 1;
 
-  // The same matrix from an element onwards.
+  // The same matrix from an element on.
   HSTU_INLINE Matrix from(int64_t row, int64_t column) const {
     return {data + row * row_stride + column * column_stride, row_stride, column_stride};
   }

@@ -1,7 +1,7 @@
 // The fused CPU backward: it recomputes the scores and computes dQ, dK, dV and the bias gradient in
 // one pass.
 //
-// A work item is a chunk of keys of one head, or of all heads that share a bias head if a dense
+// A work tile is a chunk of keys of one head, or of all heads that share a bias head if a dense
 // bias has a gradient. dK and dV of the chunk stay in scratch; each row tile's dQ is summed over
 // the chunk and then added, chunk after chunk in ascending order, so that results do not depend on
 // timing. Scores are computed transposed (keys by rows): P^T and dS^T are then operands of the
@@ -26,11 +26,11 @@ class Backward {
  public:
   static constexpr int kChunk = 512;  // keys: packing a row tile costs about as much as 20 keys
 
-  static int64_t scratch_bytes(const BackwardParams& params, int heads_per_item) {
+  static int64_t scratch_bytes(const BackwardParams& params, int heads_per_work_tile) {
     Arena arena(nullptr);
     Scratch(arena, params);
-    arena.take<Head>(heads_per_item);
-    for (int n = 0; n < heads_per_item; ++n) HeadScratch(arena, params);
+    arena.take<Head>(heads_per_work_tile);
+    for (int n = 0; n < heads_per_work_tile; ++n) HeadScratch(arena, params);
     return arena.used();
   }
 
@@ -38,14 +38,14 @@ class Backward {
     return int64_t{round_up(params.q.head_dim, kPadding)} * kTileRows * sizeof(Accum);
   }
 
-  static void run(const BackwardParams& params, const BackwardShared& shared,
-                  const TableGradients& tables, const WorkItem& item, int heads_per_item,
+  static void run(const BackwardParams& params, const BackwardBuffers& buffers,
+                  const TableGradients& tables, const WorkTile& work_tile, int heads_per_work_tile,
                   char* scratch) {
-    Backward(params, shared, tables, item, heads_per_item, scratch).run();
+    Backward(params, buffers, tables, work_tile, heads_per_work_tile, scratch).run();
   }
 
  private:
-  // Tiles that the heads of an item use one after another.
+  // Tiles that the heads of a work tile use one after another.
   struct Scratch {
     Unit* staging;           // [kTileRows][D or Dv]
     Accum* scores;           // S^T [kTileKeys][kTileRows]
@@ -99,7 +99,7 @@ class Backward {
     }
   };
 
-  // One head of the item, and what its current row tile sees.
+  // One head of the work tile, and what its current row tile sees.
   struct Head {
     HeadView<T> view;
     RowSource<T> dout_source;
@@ -118,17 +118,17 @@ class Backward {
           number(head) {}
   };
 
-  Backward(const BackwardParams& params, const BackwardShared& shared, const TableGradients& tables,
-           const WorkItem& item, int heads, char* scratch)
+  Backward(const BackwardParams& params, const BackwardBuffers& buffers,
+           const TableGradients& tables, const WorkTile& work_tile, int heads, char* scratch)
       : params_(params),
-        shared_(shared),
+        buffers_(buffers),
         tables_(tables),
-        item_(item),
+        work_tile_(work_tile),
         head_count_(heads),
         arena_(scratch),
         scratch_(arena_, params),
         heads_(arena_.take<Head>(heads)),
-        sequence_(load_sequence(params.batch, item.sequence)),
+        sequence_(load_sequence(params.batch, work_tile.sequence)),
         dq_(params.dq, params.batch.total_q),
         dk_(params.dk, params.batch.total_k),
         dv_(params.dv, params.batch.total_k),
@@ -137,7 +137,7 @@ class Backward {
         has_bias_(params.rab.data || params.relative_bias),
         has_bias_gradient_(params.drab.data || tables.position || tables.time) {
     for (int n = 0; n < heads; ++n)
-      new (heads_ + n) Head(params, item.sequence, item.head + n, arena_);
+      new (heads_ + n) Head(params, work_tile.sequence, work_tile.head + n, arena_);
   }
 
   void run() {
@@ -147,20 +147,21 @@ class Backward {
     }
     for (Head& head : heads()) {
       const Accum alpha = static_cast<Accum>(params_.alpha);
-      store_rows(dk_, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
-                 head.scratch.dk, depth_, alpha);
-      store_rows(dv_, sequence_.k_begin + item_.begin, item_.end - item_.begin, head.number,
-                 head.scratch.dv, value_depth_, Accum{1});
+      store_rows(dk_, sequence_.k_begin + work_tile_.begin, work_tile_.end - work_tile_.begin,
+                 head.number, head.scratch.dk, depth_, alpha);
+      store_rows(dv_, sequence_.k_begin + work_tile_.begin, work_tile_.end - work_tile_.begin,
+                 head.number, head.scratch.dv, value_depth_, Accum{1});
     }
   }
 
   // Prepares the chunk's K and V and zeroes its dK and dV.
   void load_keys(Head& head) {
-    const int keys = item_.end - item_.begin;
-    head.k = Pack::rows(head.view.k, item_.begin, keys, head.scratch.k);
-    head.v = Pack::rows(head.view.v, item_.begin, keys, head.scratch.v);
-    head.k_pairs =
-        kPair == 1 ? head.k : Pack::row_pairs(head.view.k, item_.begin, keys, head.scratch.k_pairs);
+    const int keys = work_tile_.end - work_tile_.begin;
+    head.k = Pack::rows(head.view.k, work_tile_.begin, keys, head.scratch.k);
+    head.v = Pack::rows(head.view.v, work_tile_.begin, keys, head.scratch.v);
+    head.k_pairs = kPair == 1
+                       ? head.k
+                       : Pack::row_pairs(head.view.k, work_tile_.begin, keys, head.scratch.k_pairs);
     const int64_t padded_keys = round_up(keys, kPadding);
     std::memset(head.scratch.dk, 0, padded_keys * depth_ * sizeof(Accum));
     std::memset(head.scratch.dv, 0, padded_keys * value_depth_ * sizeof(Accum));
@@ -173,21 +174,21 @@ class Backward {
       find_chunks(head, r0, r1);
       any_active |= head.active;
       if (head.active) load_rows(head, r0, r1);
-      if (head.chunks_seen == 0 && item_.begin == 0) store_zero_dq(head, r0, r1);
+      if (head.chunks_seen == 0 && work_tile_.begin == 0) store_zero_dq(head, r0, r1);
     }
     if (!any_active) return;
-    for (int k0 = item_.begin; k0 < item_.end; k0 += kTileKeys) {
-      key_tile({r0, r1}, {k0, smaller(k0 + kTileKeys, item_.end)});
+    for (int k0 = work_tile_.begin; k0 < work_tile_.end; k0 += kTileKeys) {
+      key_tile({r0, r1}, {k0, smaller(k0 + kTileKeys, work_tile_.end)});
     }
     for (Head& head : heads()) {
-      if (head.active) finish_dq(head, r0, r1);
+      if (head.active) add_dq(head, r0, r1);
     }
   }
 
   // Finds whether the row tile sees this chunk, and how many chunks it sees before this one and in
   // all: these add to its dQ one after another.
   void find_chunks(Head& head, int r0, int r1) const {
-    const int chunk = item_.begin / kChunk;
+    const int chunk = work_tile_.begin / kChunk;
     const KeyIntervals chunks = tiles(head.view.mask.kv_intervals(r0, r1), kChunk);
     head.active = false;
     head.chunks_before = head.chunks_seen = 0;
@@ -229,8 +230,8 @@ class Backward {
       any_visible = true;
     }
     if (!any_visible || !params_.drab.data) return;
-    const int bias_head = item_.head / (params_.heads / params_.drab.heads);
-    store_dense_gradient(params_.drab, sequence_, item_.sequence, bias_head, shape(rows, keys),
+    const int bias_head = work_tile_.head / (params_.heads / params_.drab.heads);
+    store_dense_gradient(params_.drab, sequence_, work_tile_.sequence, bias_head, shape(rows, keys),
                          scratch_.bias_gradient, static_cast<Accum>(params_.alpha));
   }
 
@@ -244,7 +245,7 @@ class Backward {
     const int key_count = keys.end - keys.begin;
     const int padded_rows = round_up(row_count, Arithmetic::kColumns);
     const int first_row = rows.begin - packed.begin;
-    const int64_t first_key = keys.begin - item_.begin;
+    const int64_t first_key = keys.begin - work_tile_.begin;
     const int d = params_.q.head_dim;
     const int dv = params_.v.head_dim;
     const Matrix<Unit> weights = {scratch_.weights, kTileRows / kPair};
@@ -254,7 +255,8 @@ class Backward {
     Arithmetic::gemm(key_count, padded_rows, d, head.k.from(first_key, 0),
                      head.q_transposed.from(0, first_row), scratch_.scores, kTileRows, false);
     if (has_bias_) {
-      add_bias(params_, sequence_, item_.sequence, head.number, shape(rows, keys), scratch_.scores);
+      add_bias(params_, sequence_, work_tile_.sequence, head.number, shape(rows, keys),
+               scratch_.scores);
     }
     // dP^T = V dO^T
     Arithmetic::gemm(key_count, padded_rows, dv, head.v.from(first_key, 0),
@@ -342,15 +344,16 @@ class Backward {
   }
 
   // Adds the chunk's dQ to that of the chunks before it; the last chunk stores the sum.
-  void finish_dq(Head& head, int r0, int r1) {
+  void add_dq(Head& head, int r0, int r1) {
     Accum* sum = head.scratch.dq;
-    int* turn = nullptr;
+    int* semaphore = nullptr;
     if (head.chunks_seen > 1) {
       const int64_t tile =
-          (shared_.first_row_tile[item_.sequence] + r0 / kTileRows) * params_.heads + head.number;
-      turn = shared_.turn + tile;
-      while (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != head.chunks_before) sched_yield();
-      sum = reinterpret_cast<Accum*>(shared_.dq_sum + tile * dq_tile_bytes(params_));
+          (buffers_.first_row_tile[work_tile_.sequence] + r0 / kTileRows) * params_.heads +
+          head.number;
+      semaphore = buffers_.dq_semaphore + tile;
+      while (__atomic_load_n(semaphore, __ATOMIC_ACQUIRE) != head.chunks_before) sched_yield();
+      sum = reinterpret_cast<Accum*>(buffers_.dq + tile * dq_tile_bytes(params_));
       for (int n = 0; n < depth_ * kTileRows; n += kLanes<Accum>) {
         const Vector<Accum> part = load(head.scratch.dq + n);
         store(sum + n, head.chunks_before == 0 ? part : load(sum + n) + part);
@@ -360,7 +363,7 @@ class Backward {
       store_rows(dq_, sequence_.q_begin + r0, r1 - r0, head.number, sum, depth_,
                  static_cast<Accum>(params_.alpha));
     }
-    if (turn) __atomic_store_n(turn, head.chunks_before + 1, __ATOMIC_RELEASE);
+    if (semaphore) __atomic_store_n(semaphore, head.chunks_before + 1, __ATOMIC_RELEASE);
   }
 
   void store_zero_dq(const Head& head, int r0, int r1) {
@@ -383,9 +386,9 @@ class Backward {
   HeadRange heads() const { return {heads_, heads_ + head_count_}; }
 
   const BackwardParams& params_;
-  const BackwardShared& shared_;
+  const BackwardBuffers& buffers_;
   const TableGradients& tables_;
-  const WorkItem& item_;
+  const WorkTile& work_tile_;
   int head_count_;
   Arena arena_;
   Scratch scratch_;

@@ -1,6 +1,6 @@
 // The fused CPU forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
-// A work item is a chunk of query rows of one head. Key tiles are packed once per chunk and used by
+// A work tile is a chunk of query rows of one head. Key tiles are packed once per chunk and used by
 // each of its row tiles. Scores exist for one tile at a time, in scratch.
 #pragma once
 
@@ -22,8 +22,8 @@ class Forward {
     return Scratch(nullptr, params).bytes;
   }
 
-  static void run(const ForwardParams& params, const WorkItem& item, char* scratch) {
-    Forward(params, item, scratch).run();
+  static void run(const ForwardParams& params, const WorkTile& work_tile, char* scratch) {
+    Forward(params, work_tile, scratch).run();
   }
 
  private:
@@ -52,21 +52,22 @@ class Forward {
     }
   };
 
-  Forward(const ForwardParams& params, const WorkItem& item, char* scratch)
+  Forward(const ForwardParams& params, const WorkTile& work_tile, char* scratch)
       : params_(params),
-        item_(item),
-        head_(params, item.sequence, item.head),
+        work_tile_(work_tile),
+        head_(params, work_tile.sequence, work_tile.head),
         scratch_(scratch, params),
-        q_(Pack::rows(head_.q, item.begin, item.end - item.begin, scratch_.q)),
+        q_(Pack::rows(head_.q, work_tile.begin, work_tile.end - work_tile.begin, scratch_.q)),
         store_(params.out, params.batch.total_q),
         out_stride_(round_up(params.v.head_dim, kPadding)),
         has_bias_(params.rab.data || params.relative_bias) {}
 
   void run() {
-    const int rows = item_.end - item_.begin;
+    const int rows = work_tile_.end - work_tile_.begin;
     std::memset(scratch_.out, 0, round_up(rows, kPadding) * out_stride_ * sizeof(Accum));
 
-    const KeyIntervals visible = tiles(head_.mask.kv_intervals(item_.begin, item_.end), kTileKeys);
+    const KeyIntervals visible =
+        tiles(head_.mask.kv_intervals(work_tile_.begin, work_tile_.end), kTileKeys);
     for (int n = 0; n < visible.count; ++n) {
       for (int tile = visible.interval[n].begin; tile < visible.interval[n].end; ++tile) {
         key_tile(tile * kTileKeys);
@@ -79,8 +80,8 @@ class Forward {
   void key_tile(int k0) {
     const int k1 = smaller(k0 + kTileKeys, head_.sequence.k_len);
     bool packed = false;
-    for (int r0 = item_.begin; r0 < item_.end; r0 += kTileRows) {
-      const int r1 = smaller(r0 + kTileRows, item_.end);
+    for (int r0 = work_tile_.begin; r0 < work_tile_.end; r0 += kTileRows) {
+      const int r1 = smaller(r0 + kTileRows, work_tile_.end);
       const TileKind kind = head_.mask.classify(r0, r1, k0, k1);
       if (kind == TileKind::kEmpty) continue;
       if (!packed) {
@@ -103,14 +104,14 @@ class Forward {
     const int row_count = rows.end - rows.begin;
     const int key_count = keys.end - keys.begin;
     const int padded_keys = round_up(key_count, Arithmetic::kColumns);
-    const int first_row = rows.begin - item_.begin;
+    const int first_row = rows.begin - work_tile_.begin;
     const int first_key = keys.begin - k0;
 
     // S = Q K^T
     Arithmetic::gemm(row_count, padded_keys, params_.q.head_dim, q_.from(first_row, 0),
                      k_transposed_.from(0, first_key), scratch_.scores, kTileKeys, false);
     if (has_bias_) {
-      add_bias(params_, head_.sequence, item_.sequence, item_.head,
+      add_bias(params_, head_.sequence, work_tile_.sequence, work_tile_.head,
                TileShape{rows.begin, row_count, keys.begin, key_count, kTileKeys, 1},
                scratch_.scores);
     }
@@ -121,7 +122,7 @@ class Forward {
           partial ? head_.mask.row_bits(rows.begin + row, keys.begin) : ~uint64_t{0};
       activate_row(bits, padded_keys, row);
       // Under a causal mask, this is the row's last tile.
-      if (partial) store_.expect(head_.sequence.q_begin + rows.begin + row, item_.head);
+      if (partial) store_.expect(head_.sequence.q_begin + rows.begin + row, work_tile_.head);
     }
 
     // O += P V
@@ -141,20 +142,20 @@ class Forward {
     }
   }
 
-  // O = scale * O, rounded once
+  // The epilogue: O = scale * O, rounded once.
   void store_out() {
-    for (int r = item_.begin; r < item_.end; ++r) {
+    for (int r = work_tile_.begin; r < work_tile_.end; ++r) {
       const int64_t row = head_.sequence.q_begin + r;
-      store_.store(row, item_.head, scratch_.out + int64_t{r - item_.begin} * out_stride_,
+      store_.store(row, work_tile_.head, scratch_.out + int64_t{r - work_tile_.begin} * out_stride_,
                    row_scale<Accum>(params_, row));
     }
   }
 
   const ForwardParams& params_;
-  const WorkItem& item_;
+  const WorkTile& work_tile_;
   HeadView<T> head_;
   Scratch scratch_;
-  Matrix<Unit> q_;             // the item's rows
+  Matrix<Unit> q_;             // the rows of the work tile
   Matrix<Unit> k_transposed_;  // the current key tile
   Matrix<Unit> v_;
   RowStore<T, Accum> store_;

@@ -9,17 +9,17 @@
 
 namespace hstu::cpu {
 
-// What the work items of one backward call share.
-struct BackwardShared {
+// The workspace of a backward call.
+struct BackwardBuffers {
   // For sequences of several key chunks, dQ is summed chunk by chunk in a fixed order. Row tile t
   // of sequence b and head n is number (first_row_tile[b] + t) * heads + n; first_row_tile[b] is -1
   // where one chunk holds all keys.
   const int64_t* first_row_tile = nullptr;  // [B]
-  int* turn = nullptr;                      // [row tiles, heads] chunks that have added their dQ
-  char* dq_sum = nullptr;                   // [row tiles, heads] of dq_tile_bytes each
+  int* dq_semaphore = nullptr;              // [row tiles, heads]: how many chunks have added
+  char* dq = nullptr;                       // [row tiles, heads] of dq_tile_bytes each
 };
 
-// Partial table gradients of one work item.
+// Partial table gradients of one work tile.
 struct TableGradients {
   double* position = nullptr;  // [2 * reach - 1], indexed j - i + reach - 1; or null
   int reach = 0;               // min(R, Lk) of the sequence
@@ -29,19 +29,19 @@ struct TableGradients {
 struct Kernel {
   const char* name;
 
-  // NOTE: begin_thread and end_thread enclose the items that one thread works on (tile registers).
+  // NOTE: begin_thread and end_thread enclose the work tiles of one thread (tile registers).
   void (*begin_thread)();
   void (*end_thread)();
 
   int forward_chunk;
   int64_t (*forward_scratch_bytes)(const ForwardParams& params);
-  void (*forward)(const ForwardParams& params, const WorkItem& item, char* scratch);
+  void (*forward)(const ForwardParams& params, const WorkTile& work_tile, char* scratch);
 
   int backward_chunk;
-  int64_t (*backward_scratch_bytes)(const BackwardParams& params, int heads_per_item);
+  int64_t (*backward_scratch_bytes)(const BackwardParams& params, int heads_per_work_tile);
   int64_t (*dq_tile_bytes)(const BackwardParams& params);
-  void (*backward)(const BackwardParams& params, const BackwardShared& shared,
-                   const TableGradients& tables, const WorkItem& item, int heads_per_item,
+  void (*backward)(const BackwardParams& params, const BackwardBuffers& buffers,
+                   const TableGradients& tables, const WorkTile& work_tile, int heads_per_work_tile,
                    char* scratch);
 };
 

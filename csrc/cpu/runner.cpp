@@ -35,29 +35,30 @@ Memory<T> allocate(int64_t count) {
 // Divides the list into parts, which threads take one by one. Returns where each part begins, and
 // the end of the list. Neighbors in the list are the heads of the same rows, which share pages of
 // memory: they are one part if their cost is at most half of what each thread still has to do on
-// average; else each item is a part.
-std::vector<size_t> divide(const std::vector<WorkItem>& items, int heads, int threads) {
+// average; else each work tile is a part.
+std::vector<size_t> divide(const std::vector<WorkTile>& work_tiles, int heads, int threads) {
   int64_t left = 0;
-  for (const WorkItem& item : items) left += item.cost;
+  for (const WorkTile& work_tile : work_tiles) left += work_tile.cost;
   std::vector<size_t> begins;
-  for (size_t n = 0; n < items.size();) {
-    const int64_t all_heads = items[n].cost * heads;
+  for (size_t n = 0; n < work_tiles.size();) {
+    const int64_t all_heads = work_tiles[n].cost * heads;
     const int taken = n % heads == 0 && 2 * threads * all_heads <= left ? heads : 1;
     begins.push_back(n);
-    left -= taken * items[n].cost;
+    left -= taken * work_tiles[n].cost;
     n += taken;
   }
-  begins.push_back(items.size());
+  begins.push_back(work_tiles.size());
   return begins;
 }
 
-// Runs the items on all threads. Each `heads` items in a row of the list have the same rows.
+// Runs the work tiles on all threads. Each `heads` work tiles in a row of the list have the same
+// rows.
 template <typename Work>
-void run_items(const Kernel& kernel, const std::vector<WorkItem>& items, int heads,
-               int64_t scratch_bytes, const Parallel& parallel, Work work) {
+void run_work_tiles(const Kernel& kernel, const std::vector<WorkTile>& work_tiles, int heads,
+                    int64_t scratch_bytes, const Parallel& parallel, Work work) {
   std::atomic<size_t> next{0};
-  const int threads = std::min<int64_t>(parallel.threads, items.size());
-  const std::vector<size_t> begins = divide(items, heads, threads);
+  const int threads = std::min<int64_t>(parallel.threads, work_tiles.size());
+  const std::vector<size_t> begins = divide(work_tiles, heads, threads);
   const size_t parts = begins.size() - 1;
   const auto worker = [&](int) {
     size_t part = next.fetch_add(1);
@@ -140,38 +141,38 @@ class DqSums {
       first_row_tile_.push_back(several_chunks ? row_tiles : -1);
       if (several_chunks) row_tiles += ceil_div(sequence.q_len, kTileRows);
     }
-    turn_.resize(row_tiles * params.heads);
-    dq_sum_ = allocate<char>(row_tiles * params.heads * kernel.dq_tile_bytes(params));
+    dq_semaphore_.resize(row_tiles * params.heads);
+    dq_ = allocate<char>(row_tiles * params.heads * kernel.dq_tile_bytes(params));
   }
 
-  BackwardShared shared() { return {first_row_tile_.data(), turn_.data(), dq_sum_.get()}; }
+  BackwardBuffers buffers() { return {first_row_tile_.data(), dq_semaphore_.data(), dq_.get()}; }
 
  private:
   std::vector<int64_t> first_row_tile_;
-  std::vector<int> turn_;
-  Memory<char> dq_sum_;
+  std::vector<int> dq_semaphore_;
+  Memory<char> dq_;
 };
 
-// The partial table gradients of every item. They are summed in the order of the items, so that
+// The partial table gradients of every work tile. They are summed in the order of the list, so that
 // the result does not depend on timing.
 class TableSums {
  public:
-  TableSums(const BackwardParams& params, const std::vector<WorkItem>& items)
-      : params_(params), items_(items) {
+  TableSums(const BackwardParams& params, const std::vector<WorkTile>& work_tiles)
+      : params_(params), work_tiles_(work_tiles) {
     if (!params.dpos_weight && !params.dts_weight) return;
-    for (const WorkItem& item : items) {
+    for (const WorkTile& work_tile : work_tiles) {
       offsets_.push_back(static_cast<int64_t>(sums_.size()));
-      sums_.resize(sums_.size() + position_size(item) + time_size());
+      sums_.resize(sums_.size() + position_size(work_tile) + time_size());
     }
   }
 
-  TableGradients item(size_t n) {
+  TableGradients of_work_tile(size_t n) {
     TableGradients gradients;
     if (offsets_.empty()) return gradients;
     double* sum = sums_.data() + offsets_[n];
-    gradients.reach = reach(items_[n]);
+    gradients.reach = reach(work_tiles_[n]);
     if (params_.dpos_weight) gradients.position = sum;
-    if (params_.dts_weight) gradients.time = sum + position_size(items_[n]);
+    if (params_.dts_weight) gradients.time = sum + position_size(work_tiles_[n]);
     return gradients;
   }
 
@@ -181,16 +182,16 @@ class TableSums {
     const BiasTable& time = params_.relative_bias.time;
     std::vector<double> position_sum(static_cast<size_t>(position.heads) * position.size);
     std::vector<double> time_sum(static_cast<size_t>(time.heads) * time.size);
-    for (size_t n = 0; n < items_.size(); ++n) {
-      const TableGradients part = item(n);
+    for (size_t n = 0; n < work_tiles_.size(); ++n) {
+      const TableGradients part = of_work_tile(n);
       if (part.position) {
-        const int head = items_[n].head / (params_.heads / position.heads);
+        const int head = work_tiles_[n].head / (params_.heads / position.heads);
         const int first = (position.size + 1) / 2 - part.reach;
         double* sum = position_sum.data() + static_cast<int64_t>(head) * position.size + first;
         for (int d = 0; d < 2 * part.reach - 1; ++d) sum[d] += part.position[d];
       }
       if (part.time) {
-        const int head = items_[n].head / (params_.heads / time.heads);
+        const int head = work_tiles_[n].head / (params_.heads / time.heads);
         double* sum = time_sum.data() + static_cast<int64_t>(head) * time.size;
         for (int d = 0; d < time.size; ++d) sum[d] += part.time[d];
       }
@@ -204,19 +205,19 @@ class TableSums {
   }
 
  private:
-  // The number of distances on each side that the item can have: the sequence's length bounds it,
-  // and so does the table.
-  int reach(const WorkItem& item) const {
-    const int k_len = load_sequence(params_.batch, item.sequence).k_len;
+  // The number of distances on each side that the work tile can have: the sequence's length bounds
+  // it, and so does the table.
+  int reach(const WorkTile& work_tile) const {
+    const int k_len = load_sequence(params_.batch, work_tile.sequence).k_len;
     return std::min((params_.relative_bias.position.size + 1) / 2, std::max(k_len, 1));
   }
-  int64_t position_size(const WorkItem& item) const {
-    return params_.dpos_weight ? 2 * reach(item) - 1 : 0;
+  int64_t position_size(const WorkTile& work_tile) const {
+    return params_.dpos_weight ? 2 * reach(work_tile) - 1 : 0;
   }
   int64_t time_size() const { return params_.dts_weight ? params_.relative_bias.time.size : 0; }
 
   const BackwardParams& params_;
-  const std::vector<WorkItem>& items_;
+  const std::vector<WorkTile>& work_tiles_;
   std::vector<int64_t> offsets_;
   std::vector<double> sums_;
 };
@@ -228,9 +229,9 @@ void run_forward(const ForwardParams& params, const Parallel& parallel) {
   expect_writes(params.out, params, params.batch.total_q);
   zero_unused_rows(params.out, params, false);
   const ScheduleConfig config = {params.heads, 1, kTileRows, kTileKeys, kernel.forward_chunk};
-  const std::vector<WorkItem> items = forward_schedule(params.batch, params.mask, config);
-  run_items(kernel, items, params.heads, kernel.forward_scratch_bytes(params), parallel,
-            [&](size_t n, char* scratch) { kernel.forward(params, items[n], scratch); });
+  const std::vector<WorkTile> work_tiles = forward_schedule(params.batch, params.mask, config);
+  run_work_tiles(kernel, work_tiles, params.heads, kernel.forward_scratch_bytes(params), parallel,
+                 [&](size_t n, char* scratch) { kernel.forward(params, work_tiles[n], scratch); });
 }
 
 void run_backward(const BackwardParams& params, const Parallel& parallel) {
@@ -241,19 +242,20 @@ void run_backward(const BackwardParams& params, const Parallel& parallel) {
   zero_unused_rows(params.dq, params, false);
   zero_unused_rows(params.dk, params, true);
   zero_unused_rows(params.dv, params, true);
-  // One item has all heads that share a bias head, because it sums their bias gradient.
-  const int heads_per_item = params.drab.data ? params.heads / params.drab.heads : 1;
-  const ScheduleConfig config = {params.heads, heads_per_item, kTileRows, kTileKeys,
+  // One work tile has all heads that share a bias head, because it sums their bias gradient.
+  const int heads_per_work_tile = params.drab.data ? params.heads / params.drab.heads : 1;
+  const ScheduleConfig config = {params.heads, heads_per_work_tile, kTileRows, kTileKeys,
                                  kernel.backward_chunk};
-  const std::vector<WorkItem> items = backward_schedule(params.batch, params.mask, config);
+  const std::vector<WorkTile> work_tiles = backward_schedule(params.batch, params.mask, config);
   DqSums dq_sums(params, kernel);
-  TableSums tables(params, items);
-  const BackwardShared shared = dq_sums.shared();
-  run_items(kernel, items, params.heads / heads_per_item,
-            kernel.backward_scratch_bytes(params, heads_per_item), parallel,
-            [&](size_t n, char* scratch) {
-              kernel.backward(params, shared, tables.item(n), items[n], heads_per_item, scratch);
-            });
+  TableSums tables(params, work_tiles);
+  const BackwardBuffers buffers = dq_sums.buffers();
+  run_work_tiles(kernel, work_tiles, params.heads / heads_per_work_tile,
+                 kernel.backward_scratch_bytes(params, heads_per_work_tile), parallel,
+                 [&](size_t n, char* scratch) {
+                   kernel.backward(params, buffers, tables.of_work_tile(n), work_tiles[n],
+                                   heads_per_work_tile, scratch);
+                 });
   tables.store();
 }
 

@@ -71,14 +71,16 @@ const Kernel& select_kernel(DType dtype) {
     if (!allowed) continue;
     const bool available = level.available();
     if (named && !available) {
-      throw std::invalid_argument(
-          "HSTU_ATTN_CPU_ISA: expected a level that this processor supports, got " + highest);
+      throw std::invalid_argument(std::string(environment::kCpuIsa) +
+                                  ": expected a level that this processor supports, got " +
+                                  highest);
     }
     const Kernel* kernel = available ? level.kernel(dtype) : nullptr;
     if (kernel) return *kernel;
   }
-  throw std::invalid_argument(
-      "HSTU_ATTN_CPU_ISA: expected baseline, avx2, avx512, avx512bf16 or amx, got " + highest);
+  throw std::invalid_argument(std::string(environment::kCpuIsa) +
+                              ": expected baseline, avx2, avx512, avx512bf16 or amx, got " +
+                              highest);
 }
 
 }  // namespace hstu::cpu

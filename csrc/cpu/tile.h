@@ -54,7 +54,7 @@ typename Arithmetic::Unit* operand_of(typename Arithmetic::Accum* sums, int coun
   }
 }
 
-// Stores a vector of results in a row of a left operand, from `element` onwards.
+// Stores a vector of results in a row of a left operand, from `element` on.
 template <typename Arithmetic>
 HSTU_INLINE void store_operand(typename Arithmetic::Unit* row, int element,
                                Vector<typename Arithmetic::Accum> value) {

@@ -126,9 +126,9 @@ class HostMask {
   std::unique_ptr<Mask> mask_;
 };
 
-std::vector<WorkItem> schedule(bool backward, const std::vector<int64_t>& cu_seqlens_q,
+std::vector<WorkTile> schedule(bool backward, const std::vector<int64_t>& cu_seqlens_q,
                                const std::vector<int64_t>& cu_seqlens_k,
-                               std::pair<int, int> window_size, int heads, int heads_per_item,
+                               std::pair<int, int> window_size, int heads, int heads_per_work_tile,
                                int tile_rows, int tile_keys, int chunk) {
   if (cu_seqlens_q.empty() || cu_seqlens_q.size() != cu_seqlens_k.size()) {
     throw std::invalid_argument(
@@ -143,7 +143,7 @@ std::vector<WorkItem> schedule(bool backward, const std::vector<int64_t>& cu_seq
   MaskParams mask;
   mask.window_left = window_size.first;
   mask.window_right = window_size.second;
-  const ScheduleConfig config = {heads, heads_per_item, tile_rows, tile_keys, chunk};
+  const ScheduleConfig config = {heads, heads_per_work_tile, tile_rows, tile_keys, chunk};
   return backward ? backward_schedule(batch, mask, config) : forward_schedule(batch, mask, config);
 }
 
@@ -168,7 +168,7 @@ void bind_relative_bias(py::module_& m);  // relative_bias.cpp
 
 PYBIND11_MODULE(_host, m) {
   using namespace hstu;
-  m.doc() = "Mask geometry and scheduling, as the kernels compute them; page tables.";
+  m.doc() = "Masks and schedules, as the kernels compute them; page tables.";
   bind_page_table(m);
   bind_relative_bias(m);
 
@@ -197,17 +197,17 @@ PYBIND11_MODULE(_host, m) {
       .def("q_tiles", &HostMask::q_tiles, py::arg("n"), py::arg("tile_rows"), py::arg("tile_keys"),
            "ranges of row tiles that may see key tile n");
 
-  py::class_<WorkItem>(m, "WorkItem", "A chunk of rows (forward) or keys (backward) of one head.")
-      .def_readonly("sequence", &WorkItem::sequence)
-      .def_readonly("head", &WorkItem::head)
-      .def_readonly("begin", &WorkItem::begin)
-      .def_readonly("end", &WorkItem::end)
-      .def_readonly("cost", &WorkItem::cost);
+  py::class_<WorkTile>(m, "WorkTile", "A chunk of rows (forward) or keys (backward) of one head.")
+      .def_readonly("sequence", &WorkTile::sequence)
+      .def_readonly("head", &WorkTile::head)
+      .def_readonly("begin", &WorkTile::begin)
+      .def_readonly("end", &WorkTile::end)
+      .def_readonly("cost", &WorkTile::cost);
 
   m.def("schedule", &schedule, py::kw_only(), py::arg("backward"), py::arg("cu_seqlens_q"),
         py::arg("cu_seqlens_k"), py::arg("window_size") = std::pair(-1, -1), py::arg("heads") = 1,
-        py::arg("heads_per_item") = 1, py::arg("tile_rows") = 64, py::arg("tile_keys") = 64,
-        py::arg("chunk") = 512, "The work items of a call on the CPU, in the order of work.");
+        py::arg("heads_per_work_tile") = 1, py::arg("tile_rows") = 64, py::arg("tile_keys") = 64,
+        py::arg("chunk") = 512, "The work tiles of a call on the CPU, in the order of work.");
 
   m.def("plan_split_kv", &plan_split_kv, py::kw_only(), py::arg("row_tiles"), py::arg("key_tiles"),
         py::arg("tile_keys") = 128, py::arg("head_dim") = 128, py::arg("blocks") = 132,

@@ -10,6 +10,7 @@
 
 #include "../common/cuda_check.h"
 #include "../common/math.h"
+#include "../common/static_switch.h"
 #include "append.h"
 
 namespace hstu {
@@ -210,20 +211,18 @@ void append_on_gpu(const AppendParams& params, int multiprocessors, void* stream
   if (params.paged.scales) {
     int head_lanes = 1;
     while (head_lanes * kPiece < params.k.head_dim) head_lanes *= 2;
-    const auto launch = [&](auto kernel) {
-      kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, rows, head_lanes);
-    };
-    const bool aligned = is_aligned(params);
-    if (params.dtype == DType::kBFloat16) {
-      launch(aligned ? append_quantized_kernel<__nv_bfloat16, true>
-                     : append_quantized_kernel<__nv_bfloat16, false>);
-    } else {
-      launch(aligned ? append_quantized_kernel<__half, true>
-                     : append_quantized_kernel<__half, false>);
-    }
+    bool_switch(params.dtype == DType::kBFloat16, [&](auto is_bf16) {
+      using Element = std::conditional_t<is_bf16, __nv_bfloat16, __half>;
+      bool_switch(is_aligned(params), [&](auto aligned) {
+        append_quantized_kernel<Element, aligned>
+            <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, rows, head_lanes);
+      });
+    });
   } else {
-    const auto kernel = is_aligned(params) ? append_kernel<uint4> : append_kernel<uint16_t>;
-    kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, rows);
+    bool_switch(is_aligned(params), [&](auto aligned) {
+      append_kernel<std::conditional_t<aligned, uint4, uint16_t>>
+          <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, rows);
+    });
   }
   check_launch("append_paged_kv");
 }

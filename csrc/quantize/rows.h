@@ -1,6 +1,7 @@
 // The rows that a block of threads quantizes, in registers: 128 rows of a head of Q, K or V.
 #pragma once
 
+#include "../common/ptx.h"
 #include "../scheduler/work_list.h"
 #include "codes.h"
 #include "quantize.h"
@@ -297,20 +298,15 @@ struct Rows {
   HSTU_DEVICE float largest_or_nan(int step) const {
     if constexpr (!kSubtracts) {
       const uint32_t pair = pieces[step].largest_pair();
-      return larger_or_nan(fabsf(low_half<Element>(pair)), fabsf(high_half<Element>(pair)));
+      return ptx::max_nan(fabsf(low_half<Element>(pair)), fabsf(high_half<Element>(pair)));
     }
     float largest = 0.0f;
     if (!has_row(step)) return largest;  // a row without elements has no mean to subtract
 #pragma unroll
     for (int n = 0; n < kPiece; ++n) {
-      largest = larger_or_nan(largest, fabsf(value<kSubtracts>(step, n)));
+      largest = ptx::max_nan(largest, fabsf(value<kSubtracts>(step, n)));
     }
     return largest;
-  }
-  static HSTU_DEVICE float larger_or_nan(float x, float y) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-    return larger;
   }
 
   // Does the work of find_largest() where some number is not finite.

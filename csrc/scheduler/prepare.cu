@@ -1,4 +1,5 @@
 #include "../common/launch.h"
+#include "../common/static_switch.h"
 #include "../common/zero.h"
 #include "prepare.h"
 
@@ -286,8 +287,10 @@ void prepare_scheduler(const PrepareParams& params, const CudaLaunch& launch) {
   const int64_t warps = params.batch.batch + 1 + int64_t{summaries.heads} * summaries.tiles;
   const int64_t work = params.zero_bytes / 16 + 32 * warps;
   const int64_t blocks = clamp(ceil_div(work, kThreads), 1, 2 * launch.device.multiprocessors);
-  launch_kernel(params.by_keys ? prepare_scheduler_kernel<true> : prepare_scheduler_kernel<false>,
-                {.blocks = 1 + blocks, .threads = kThreads}, launch, "prepare", params);
+  bool_switch(params.by_keys, [&](auto by_keys) {
+    launch_kernel(prepare_scheduler_kernel<by_keys>, {.blocks = 1 + blocks, .threads = kThreads},
+                  launch, "prepare", params);
+  });
 }
 
 }  // namespace hstu

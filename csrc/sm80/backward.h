@@ -381,7 +381,7 @@ struct Backward {
 #pragma unroll
     for (int n = 0; n < Tile::Sum::kCount; ++n) {
       const float x = half_alpha * p.values[n];
-      const float t = tanh_approx(x);
+      const float t = ptx::tanh_approx(x);
       p.values[n] = silu_of_half(x, t);
       dx.values[n] *= silu_derivative_of_half(x, t);
     }

@@ -185,7 +185,7 @@ struct Forward {
 #pragma unroll
       for (float& score : scores.values) {
         const float x = half_alpha * score;
-        score = silu_of_half(x, tanh_approx(x));
+        score = silu_of_half(x, ptx::tanh_approx(x));
       }
       if (smem.map.has_partial(tile)) {
         Tile{}.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,

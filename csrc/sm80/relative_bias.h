@@ -6,6 +6,7 @@
 // passes them to the other lanes by shuffles.
 #pragma once
 
+#include "../common/opaque.h"
 #include "../common/relative_bias.h"
 #include "../scheduler/relative_bias.h"
 #include "scores.h"
@@ -406,7 +407,7 @@ class RelativeTile {
           float second = pair.y + (static_cast<int>(row - keys.words[1]) >= 0 ? early : late);
           // NOTE: otherwise, the compiler moves the additions behind the branch and the weights of
           // blocks with one bucket to two registers.
-          asm volatile("" : "+f"(first), "+f"(second));
+          make_opaque(first, second);
           scores.at(m, 2 * n) = first;
           scores.at(m, 2 * n + 1) = second;
         }

@@ -314,7 +314,8 @@ struct BackwardConsumers : Traits {
         weights.x += high_half<cutlass::half_t>(words(n));
         weights.y += low_half<cutlass::half_t>(words(n));
       }
-      words(n) = half_pair(weights.y, weights.x);  // the first row has the larger distance
+      words(n) =
+          ptx::cvt_satfinite_f16x2(weights.y, weights.x);  // the first row has the larger distance
     }
   }
 

@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "../common/activation.h"
+#include "../common/ptx.h"
 #include "masking.h"
 
 namespace hstu::sm90 {
@@ -27,7 +28,7 @@ HSTU_DEVICE void silu_and_derivative(float alpha, const Scores& scores, Weights&
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float x = half_alpha * scores(n + i);
-      const float t = tanh_approx(x);
+      const float t = ptx::tanh_approx(x);
       p[i] = silu_of_half(x, t);
       d[i] = silu_derivative_of_half(x, t);
     }

@@ -98,7 +98,6 @@ class Epilogue {
     const int others = work_tile.other_splits;
     // Shortcut: if the second of two splits has arrived, the first adds its partial O to its own
     // registers. That is frequent, because blocks with several short splits begin them early.
-    // Without it a call of 8 users with 4096 tokens takes 5 % (head dim 64) or 7 % (256) longer.
     if (split_kv.num_splits == 2 && work_tile.split.begin == 0 &&
         have_arrived(arrived, others, warpgroup)) {
       add_partial(partials + kSize, out);

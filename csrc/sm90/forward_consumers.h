@@ -191,10 +191,10 @@ struct ForwardConsumer {
     if (tile.is_partial()) weights.mask(kFindsVisibleEarly ? visible : find_visible());
   }
 
-  // Finds the bits of the mask while P V still runs. Its branch keeps the compiler from moving a
-  // third of the activation behind the wait for P V, which took 1.5 % of a paged call at head dim
-  // 256. At other head dims nothing moves without a relative bias, and calls are 1 to 3 % slower
-  // this way. E4m3 with fp32 scores has no registers for it.
+  // Finds the bits of the mask while P V still runs. At head dim 256, its branch keeps the compiler
+  // from moving a third of the activation behind the wait for P V. At other head dims nothing moves
+  // without a relative bias, and calls are slower this way. E4m3 with fp32 scores has no registers
+  // for it.
   static constexpr bool kFindsVisibleEarly =
       (kHeadDim == 256 && !(Traits::kIsFp8 && std::is_same_v<typename Traits::ScoreSum, float>)) ||
       Traits::kHasTimeBias;

@@ -197,7 +197,7 @@ class RelativeBiasConsumer {
       const int key = Traits::Source::template key_of<kKeys>(work_tile.tile.sequence, first);
       find_blocks(smem.bias_cells[q_state.index()], window.times, work_tile, warpgroup, key, own);
     }
-    add_up<0, kEarly>(own, window, warpgroup, [&](int n, float x) { early_[n] = x; });
+    sum_weights<0, kEarly>(own, window, warpgroup, [&](int n, float x) { early_[n] = x; });
     add_patches<0, kEarly>(own, half_alpha(), early_);
   }
 
@@ -213,7 +213,7 @@ class RelativeBiasConsumer {
     if constexpr (!Traits::kIsFp8) add_patches<kEarly, kChunks>(own, 1, scores);
 #pragma unroll
     for (int n = 0; n < kEarly * 4; ++n) add(n, early_[n]);
-    add_up<kEarly, kChunks>(own, window, warpgroup, add);
+    sum_weights<kEarly, kChunks>(own, window, warpgroup, add);
     if constexpr (Traits::kIsFp8) add_patches<kEarly, kChunks>(own, factor, scores);
   }
 
@@ -368,8 +368,8 @@ class RelativeBiasConsumer {
     HSTU_DEVICE void store(const float (&x)[8], OfWarp& own) const {
       if (!is_stored) return;
       *reinterpret_cast<uint4*>(own.patches[block.index] + lane() % 8 * 4) = {
-          half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]),
-          half_pair(x[6], x[7])};
+          ptx::cvt_satfinite_f16x2(x[0], x[1]), ptx::cvt_satfinite_f16x2(x[2], x[3]),
+          ptx::cvt_satfinite_f16x2(x[4], x[5]), ptx::cvt_satfinite_f16x2(x[6], x[7])};
     }
   };
 
@@ -442,7 +442,7 @@ class RelativeBiasConsumer {
               time_difference(time, __ldg(bias.timestamps + sequence.k_begin + own_key));
           x[e] = __ldg(table.weights + bucket_of(bias, difference));
         }
-        if (mixed.is_stored) words[n / 2] = half_pair(x[0], x[1]);
+        if (mixed.is_stored) words[n / 2] = ptx::cvt_satfinite_f16x2(x[0], x[1]);
       }
     }
   }
@@ -450,7 +450,8 @@ class RelativeBiasConsumer {
   // Calls add(n, x) for the scores n of chunks [kFirst, kEnd): x is alpha / 2 times the sum of both
   // weights, without patches.
   template <int kFirst, int kEnd, typename Add>
-  HSTU_DEVICE void add_up(const OfWarp& own, const Window& window, int warpgroup, Add add) const {
+  HSTU_DEVICE void sum_weights(const OfWarp& own, const Window& window, int warpgroup,
+                               Add add) const {
     if constexpr (kFirst == kEnd) return;
     const float factor = half_alpha();
     // positions[n] has the weights by position of the lane's second row. The first row is 8 rows

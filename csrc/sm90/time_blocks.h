@@ -10,6 +10,7 @@
 
 #include "../common/fixed_point.h"
 #include "../common/mask.h"
+#include "../common/ptx.h"
 #include "../common/table_sum.h"
 #include "../scheduler/relative_bias.h"
 #include "key_times.h"
@@ -316,7 +317,7 @@ class TimeBlocks {
     const bool is_future = rows.latest <= keys.earliest && keys.latest > rows.earliest;
     block.offset = is_future ? -least : least;
     block.threshold = kind == kTwo ? static_cast<uint32_t>(next) - least : last;
-    block.weights = half_pair(first_weight, last_weight);
+    block.weights = ptx::cvt_satfinite_f16x2(first_weight, last_weight);
     block.place = chunk * 8 + row_block;
     state_ = first * kKinds + kind;
     weight_ = static_cast<uint16_t>(is_one ? block.weights : Weights::kPatch);
@@ -382,8 +383,8 @@ class TimeBlocks {
           const bool is_high = static_cast<uint32_t>(differences[half + n]) >= found[n].threshold;
           x[n] = is_high ? found[n].high : found[n].low;
         }
-        words[half / 2] = half_pair(x[0], x[1]);
-        words[half / 2 + 1] = half_pair(x[2], x[3]);
+        words[half / 2] = ptx::cvt_satfinite_f16x2(x[0], x[1]);
+        words[half / 2 + 1] = ptx::cvt_satfinite_f16x2(x[2], x[3]);
       }
       if (own < count) store_patch(block, words, patches);
       const bool has_search = buckets & NarrowCell::kSeveral;
@@ -433,7 +434,7 @@ class TimeBlocks {
         const int bucket = hstu::bucket_of(times.bias, time_difference(row_time, key_time));
         x[e] = __ldg(times.weights() + bucket);
       }
-      words[n / 2] = half_pair(x[0], x[1]);
+      words[n / 2] = ptx::cvt_satfinite_f16x2(x[0], x[1]);
     }
   }
 

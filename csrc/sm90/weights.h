@@ -3,7 +3,8 @@
 #pragma once
 
 #include "../common/activation.h"
-#include "../common/e4m3.h"
+#include "../common/device_math.h"
+#include "../common/ptx.h"
 #include "e4m3_keys.h"
 #include "masking.h"
 #include "split_reduction.h"
@@ -36,7 +37,7 @@ struct PlainWeights {
 #pragma unroll
     for (int n = 0; n < size(scores); ++n) {
       const float x = Traits::Bias::kIsAddedAfter ? scores(n) : half_alpha * scores(n);
-      scores(n) = silu_of_half(x, tanh_approx(x));
+      scores(n) = silu_of_half(x, ptx::tanh_approx(x));
     }
   }
   HSTU_DEVICE void round(const Scores& scores) { round_to(scores, fragment); }
@@ -105,7 +106,7 @@ struct E4m3Weights : E4m3Fragment<Traits> {
 #pragma unroll
     for (int n = 0; n < size(scores); ++n) {
       const float x = Traits::Bias::kIsAddedAfter ? scores(n) : factors.half_x(n, 0, scores(n), 0);
-      scores(n) = silu_of_half(factors.weight[n / 2 % 2] * x, tanh_approx(x));
+      scores(n) = silu_of_half(factors.weight[n / 2 % 2] * x, ptx::tanh_approx(x));
     }
   }
 
@@ -116,7 +117,8 @@ struct E4m3Weights : E4m3Fragment<Traits> {
 #pragma unroll
     for (int n = 0; n < size(words); ++n) {
       const int first = n / 2 * 8 + n % 2 * 2;
-      words(n) = e4m3_quad(scores(first), scores(first + 1), scores(first + 4), scores(first + 5));
+      words(n) =
+          ptx::cvt_e4m3x4(scores(first), scores(first + 1), scores(first + 4), scores(first + 5));
     }
   }
 };
@@ -149,7 +151,7 @@ struct HalfE4m3Weights : E4m3Fragment<Traits> {
                                    const typename Traits::WorkTile& work_tile, int warpgroup,
                                    int stage) const {
     const BlockDescales& descales = smem.block_descales[stage];
-    const auto twice = [](float x) { return half_pair(x, x); };
+    const auto twice = [](float x) { return ptx::cvt_satfinite_f16x2(x, x); };
     const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
     Factors factors;
 #pragma unroll
@@ -161,9 +163,9 @@ struct HalfE4m3Weights : E4m3Fragment<Traits> {
       factors.mean[m] = twice(row.mean);
       factors.weight[m] = twice(weight * score);
       factors.weight_mean[m] = twice(weight * row.mean);
-      factors.score_of_polynomial[m] = multiply_half_pairs(factors.score[m], SaturatedTanh::kSlope);
+      factors.score_of_polynomial[m] = ptx::mul_f16x2(factors.score[m], SaturatedTanh::kSlope);
       factors.mean_of_polynomial[m] =
-          fma_half_pairs(factors.mean[m], SaturatedTanh::kSlope, twice_half(0x3800));  // + 0.5
+          ptx::fma_f16x2(factors.mean[m], SaturatedTanh::kSlope, twice_half(0x3800));  // + 0.5
     }
     return factors;
   }
@@ -174,15 +176,15 @@ struct HalfE4m3Weights : E4m3Fragment<Traits> {
     for (int n = 0; n < size(pairs); ++n) {
       const int m = n % 2;
       const uint32_t s = pairs(n);
-      const uint32_t h = fma_half_pairs(s, factors.weight[m], factors.weight_mean[m]);
+      const uint32_t h = ptx::fma_f16x2(s, factors.weight[m], factors.weight_mean[m]);
       uint32_t t;
       if (n / 2 % 4 < kQuarters) {
-        t = SaturatedTanh::of(saturating_fma_half_pairs(s, factors.score_of_polynomial[m],
-                                                        factors.mean_of_polynomial[m]));
+        t = SaturatedTanh::of(
+            ptx::fma_sat_f16x2(s, factors.score_of_polynomial[m], factors.mean_of_polynomial[m]));
       } else {
-        t = tanh_approx_half_pair(fma_half_pairs(s, factors.score[m], factors.mean[m]));
+        t = ptx::tanh_approx_f16x2(ptx::fma_f16x2(s, factors.score[m], factors.mean[m]));
       }
-      pairs(n) = fma_half_pairs(h, t, h);
+      pairs(n) = ptx::fma_f16x2(h, t, h);
     }
   }
 
@@ -193,7 +195,7 @@ struct HalfE4m3Weights : E4m3Fragment<Traits> {
 #pragma unroll
     for (int n = 0; n < size(words); ++n) {
       const int first = n / 2 * 4 + n % 2;
-      words(n) = e4m3_quad(pairs(first), pairs(first + 2));
+      words(n) = ptx::cvt_e4m3x4(pairs(first), pairs(first + 2));
     }
   }
 
@@ -207,13 +209,13 @@ struct HalfE4m3Weights : E4m3Fragment<Traits> {
 
     // `u` is w + 1 / 2, limited to [0, 1].
     static HSTU_DEVICE uint32_t of(uint32_t u) {
-      const uint32_t w = add_half_pairs(u, twice_half(0xb800));  // -0.5
-      const uint32_t z = multiply_half_pairs(w, w);
+      const uint32_t w = ptx::add_f16x2(u, twice_half(0xb800));  // -0.5
+      const uint32_t z = ptx::mul_f16x2(w, w);
       uint32_t q = twice_half(0xdad6);               // -218.75
-      q = fma_half_pairs(q, z, twice_half(0x583b));  // 135.375
-      q = fma_half_pairs(q, z, twice_half(0xcffa));  // -31.90625
-      q = fma_half_pairs(q, z, twice_half(0x44ef));  // 4.93359375
-      return multiply_half_pairs(w, q);
+      q = ptx::fma_f16x2(q, z, twice_half(0x583b));  // 135.375
+      q = ptx::fma_f16x2(q, z, twice_half(0xcffa));  // -31.90625
+      q = ptx::fma_f16x2(q, z, twice_half(0x44ef));  // 4.93359375
+      return ptx::mul_f16x2(w, q);
     }
   };
 };

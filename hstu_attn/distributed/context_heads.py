@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..bias import bias_of_heads
-from ..call import AttentionCall, BiasTensors, make_call, mask_of
+from ..call import AttentionCall, BiasTensors, mask_of, with_mask
 from ..mask import Mask, select_rows
 from .context_rows import MaskMemo
 
@@ -39,7 +39,6 @@ class ContextBatch(Protocol):
     world: int
     seq_offsets: Tensor
     total: int
-    sm_margin: int
     slots: Tensor
     num_slots: int
     masks: MaskMemo
@@ -115,19 +114,7 @@ def attend_by_heads(
     whole_q = cast(Tensor, _RowsToHeads.apply(q, batch, parts, True))
     kv = cast(Tensor, _RowsToHeads.apply(torch.cat([k, v], -1), batch, parts, False))
     whole_k, whole_v = kv.split([k.shape[2], v.shape[2]], -1)
-    own_call = make_call(
-        call.cu_seqlens_q,
-        call.max_seqlen_q,
-        mask=mask,
-        times=(call.timestamps, call.row_timestamps, call.ts_thresholds),
-        alpha=call.alpha,
-        scaling_seqlen=call.scaling_seqlen,
-        deterministic=call.deterministic,
-        sm_margin=batch.sm_margin,
-        strict=call.strict,
-    )
-    own_call = own_call._replace(quant_mode=call.quant_mode, smooth_k=call.smooth_k)
-    out = ops.attention(whole_q, whole_k, whole_v, own_call, own_bias)
+    out = ops.attention(whole_q, whole_k, whole_v, with_mask(call, mask), own_bias)
     return cast(Tensor, _HeadsToRows.apply(out, batch, parts, heads))
 
 

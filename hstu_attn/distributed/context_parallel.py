@@ -36,7 +36,15 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..bias import Bias
-from ..call import AttentionCall, BiasTensors, bias_tensors, bias_times, make_call, mask_of
+from ..call import (
+    AttentionCall,
+    BiasTensors,
+    bias_tensors,
+    bias_times,
+    make_call,
+    mask_of,
+    with_mask,
+)
 from ..mask import Mask, clip_to_keys, sees_anything, select_rows
 from ..quantization import E4M3, Quantization
 from .context_heads import attend_by_heads
@@ -396,19 +404,16 @@ class _Call:
     def arguments(self, whole: AttentionCall) -> AttentionCall:
         """Returns the arguments of the operator for a part of the call `whole`."""
         length = whole.max_seqlen_q if whole.scaling_seqlen == -1 else whole.scaling_seqlen
-        made = make_call(
-            self.offsets_q,
-            self.max_q,
-            self.offsets_k,
-            self.max_k,
-            mask=self.mask,
-            alpha=whole.alpha,
+        return with_mask(whole, self.mask)._replace(
+            cu_seqlens_q=self.offsets_q,
+            cu_seqlens_k=self.offsets_k,
+            max_seqlen_q=self.max_q,
+            max_seqlen_k=self.max_k,
             scaling_seqlen=length or 1,
-            deterministic=whole.deterministic,
-            sm_margin=whole.sm_margin,
-            strict=whole.strict,
+            timestamps=None,
+            row_timestamps=None,
+            ts_thresholds=None,
         )
-        return made._replace(quant_mode=whole.quant_mode, smooth_k=whole.smooth_k)
 
 
 class _Calls:

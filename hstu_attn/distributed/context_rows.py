@@ -119,26 +119,21 @@ def shard_rows(x: Tensor, seq_offsets: Tensor, rank: int, world: int) -> Tensor:
     return x.index_select(0, shard_index(seq_offsets, rank, world))
 
 
-# The arguments with a default that are passed on to the calls of each rank.
-_PASSED_ON = {
-    *("num_contexts", "num_targets", "target_group_size", "window_left", "window_right"),
-    *("min_full_attn_seq_len", "row_spans", "func", "timestamps", "row_timestamps"),
-    *("ts_thresholds", "alpha", "scaling_seqlen", "quant_mode", "smooth_k", "deterministic"),
-    *("sm_margin", "strict"),
+# The optional tensors whose rows of each rank are found. Settings hold for all rows.
+_TENSORS = {
+    *("num_contexts", "num_targets", "row_spans", "func"),
+    *("timestamps", "row_timestamps", "ts_thresholds"),
 }
 
 
 def check_call(call: AttentionCall) -> None:
-    """Checks that a call of whole sequences has only arguments that each rank passes on.
+    """Checks that a call of whole sequences has only tensors that are divided among the ranks.
 
     Raises:
-        NotImplementedError: naming the first other argument that is not its default.
+        NotImplementedError: naming the first other tensor.
     """
     for name, default in AttentionCall._field_defaults.items():
-        value = getattr(call, name)
-        if name in _PASSED_ON or value is default:
-            continue
-        if isinstance(value, Tensor) or value != default:
+        if default is None and name not in _TENSORS and getattr(call, name) is not None:
             raise NotImplementedError(f"{name}: context parallelism does not have it")
 
 

@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hstu_attn import FP8, HSTULayerConfig, HSTUStack, Quantization, RelativeBias, hstu_attention
+from hstu_attn import (
+    FP8,
+    HSTULayerConfig,
+    HSTUStack,
+    Mask,
+    Quantization,
+    RelativeBias,
+    hstu_attention,
+)
 from hstu_attn.call import NO_BIAS, make_call
 from hstu_attn.distributed.context_parallel import ContextBatch, context_parallel_attention
 from hstu_attn.distributed.tensor_parallel import shard_heads, shard_state_dict
@@ -129,11 +137,24 @@ def test_refusals():
     run_ranks(2, _check_refusals)
 
 
-def test_a_new_argument_is_refused_until_it_is_passed_on(monkeypatch):
-    from hstu_attn.distributed import context_rows
+def test_settings_of_a_call_are_passed_on_and_tensors_of_others_are_refused():
+    from hstu_attn.distributed import context_parallel, context_rows
 
-    passed_on = context_rows._PASSED_ON - {"quant_mode"}
-    monkeypatch.setattr(context_rows, "_PASSED_ON", passed_on)
-    call = make_call(torch.tensor([0, 6]), 6, quantization=Quantization())
-    with pytest.raises(NotImplementedError, match="quant_mode: context parallelism"):
-        context_rows.check_call(call)
+    offsets = torch.tensor([0, 6])
+    whole = make_call(offsets, 6, mask=Mask.causal())
+    settings = {
+        name: not default if isinstance(default, bool) else default + 3
+        for name, default in whole._field_defaults.items()
+        if default is not None and not name.startswith("window")
+    }
+    whole = whole._replace(**settings)
+    context_rows.check_call(whole)
+    mask = Mask.from_row_spans(torch.ones(4, 4, dtype=torch.int32))
+    part = context_parallel._Call(context_parallel._Keys.SHARD, offsets, offsets, 2, 4, mask)
+    settings |= {"target_group_size": 1, "min_full_attn_seq_len": 0}  # those of the part's mask
+    expected = make_call(offsets, 2, offsets, 4, mask=mask)._replace(**settings)
+    assert part.arguments(whole) == expected
+
+    for name in ("attn_scale", "seqused_q", "q_descale"):
+        with pytest.raises(NotImplementedError, match=f"{name}: context parallelism"):
+            context_rows.check_call(whole._replace(**{name: torch.ones(6)}))

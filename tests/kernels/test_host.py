@@ -286,7 +286,7 @@ lengths = st.lists(st.integers(0, 150), min_size=0, max_size=7)
 
 def schedule(
     q_lens: list[int], k_lens: list[int], *, backward: bool, window: tuple[int, int], **options: int
-) -> list[_host.WorkItem]:
+) -> list[_host.WorkTile]:
     def offsets(values: list[int]) -> list[int]:
         return [sum(values[:n]) for n in range(len(values) + 1)]
 
@@ -315,42 +315,45 @@ def cost(visible: torch.Tensor, tile: int) -> int:
     k_lens=lengths,
     backward=st.booleans(),
     window=st.sampled_from([(-1, -1), (-1, 0), (20, 0), (5, 9)]),
-    heads_per_item=st.sampled_from([1, 2]),
+    heads_per_work_tile=st.sampled_from([1, 2]),
     chunk=st.sampled_from([16, 64]),
 )
 def test_every_row_is_worked_on_once_longest_first(
-    data, k_lens, backward, window, heads_per_item, chunk
+    data, k_lens, backward, window, heads_per_work_tile, chunk
 ):
     q_lens = [data.draw(st.integers(0, length)) for length in k_lens]
     tile = 8
-    items = schedule(
+    work_tiles = schedule(
         q_lens,
         k_lens,
         backward=backward,
         window=window,
         heads=4,
-        heads_per_item=heads_per_item,
+        heads_per_work_tile=heads_per_work_tile,
         tile_rows=tile,
         tile_keys=tile,
         chunk=chunk,
     )
-    work = [(item.sequence, item.head, item.begin, item.end) for item in items]
+    work = [
+        (work_tile.sequence, work_tile.head, work_tile.begin, work_tile.end)
+        for work_tile in work_tiles
+    ]
     divided = k_lens if backward else q_lens
     expected = [
         (b, head, begin, min(begin + chunk, length))
         for b, length in enumerate(divided)
         for begin in range(0, length, chunk)
-        for head in range(0, 4, heads_per_item)
+        for head in range(0, 4, heads_per_work_tile)
     ]
     assert sorted(work) == sorted(expected)
 
     mask = Mask(window)
-    for item in items:
-        visible = dense_mask(mask, q_lens[item.sequence], k_lens[item.sequence])
-        chunk_of = (slice(None), slice(item.begin, item.end))
-        assert item.cost == cost(visible[chunk_of if backward else chunk_of[::-1]], tile)
+    for work_tile in work_tiles:
+        visible = dense_mask(mask, q_lens[work_tile.sequence], k_lens[work_tile.sequence])
+        chunk_of = (slice(None), slice(work_tile.begin, work_tile.end))
+        assert work_tile.cost == cost(visible[chunk_of if backward else chunk_of[::-1]], tile)
 
-    costs = [item.cost for item in items]
+    costs = [work_tile.cost for work_tile in work_tiles]
     if not backward:
         assert costs == sorted(costs, reverse=True)
         return
@@ -364,11 +367,11 @@ def test_every_row_is_worked_on_once_longest_first(
     ranks = [
         max(
             other.cost
-            for other in items
-            if (other.sequence, other.head) == (item.sequence, item.head)
-            and other.begin >= item.begin
+            for other in work_tiles
+            if (other.sequence, other.head) == (work_tile.sequence, work_tile.head)
+            and other.begin >= work_tile.begin
         )
-        for item in items
+        for work_tile in work_tiles
     ]
     assert ranks == sorted(ranks, reverse=True)
 

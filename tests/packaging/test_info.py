@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -237,12 +238,13 @@ def test_hidden_gpus_are_no_failure(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Calls `gpu_kernels` for a made-up GPU and a made-up build."""
+    """Calls `gpu_kernels` for a made-up GPU and a made-up build, in the real environment."""
+    library = ctypes.CDLL(str(ops.LIBRARY_PATH))
 
     def call(capability: tuple[int, int], build: dict[str, str], gpu: str = "arch 80") -> str:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         text = gpu if gpu.startswith("error") else f"{gpu}\nshared_memory 101376"
-        library = SimpleNamespace(hstu_attn_describe_gpu=lambda index: text.encode())
+        library.hstu_attn_describe_gpu = lambda index: text.encode()
         monkeypatch.setattr(info.ctypes, "CDLL", lambda path: library)
         return info.gpu_kernels(0, build)
 

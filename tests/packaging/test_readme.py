@@ -381,9 +381,21 @@ def test_the_files_of_an_operator_argument_have_the_one_that_is_followed() -> No
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = text.partition("## Add an operator argument")[2].partition("\n## ")[0]
     [name] = re.findall(r"Follow an existing one, `(\w+)`", section)
-    files = re.findall(r"^\d+\. \[.*?\]\((.*?)\)", section, re.MULTILINE)
-    assert len(files) == 8
-    assert not [path for path in files if name not in (ROOT / path).read_text()]
+    steps, _, kernels = section.partition("\nThen the kernels")
+    links = re.compile(r"\]\((.*?)\)")
+    handed_on, read = links.findall(steps), links.findall(kernels)
+    assert len(re.findall(r"^\d+\. ", steps, re.MULTILINE)) == len(handed_on) == 8
+    # Nothing else has the argument but tests, and the interfaces of other libraries.
+    sources = [path for folder in ("csrc", "hstu_attn") for path in (ROOT / folder).rglob("*.*")]
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for path in sources
+        if path.suffix in (".py", ".h", ".cpp", ".cu") and name in path.read_text()
+    ]
+    tests = [path for path in handed_on if path.startswith("tests/")]
+    assert all(name in (ROOT / path).read_text() for path in tests)
+    expected = [path for path in found if not path.startswith("hstu_attn/compat/")] + tests
+    assert sorted(handed_on + read) == sorted(expected)
 
 
 def test_the_readme_is_short() -> None:
