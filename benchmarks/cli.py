@@ -58,7 +58,7 @@ def parser(
         add("--seconds", type=float, default=10.0, help="of each concurrency (default: 10)")
         add("--concurrency", type=int, nargs="+", default=concurrency, metavar="REQUESTS",
             help=f"requests in flight (default: {default})")  # fmt: skip
-        text = "requests arrive at random, at these fractions of what the last of --concurrency has"
+        text = "requests arrive at random, at these fractions of the capacity"
         add("--loads", type=float, nargs="+", default=(), metavar="LOAD", help=text)
         text = "exponent of the users' Zipf distribution with --loads; 0 is uniform (default: 1)"
         add("--zipf", type=float, default=1.0, metavar="EXPONENT", help=text)

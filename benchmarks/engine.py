@@ -11,10 +11,11 @@ in the times. The thread shares a process with the engine, and so its interprete
 
     python -m benchmarks.engine --loads 0.5 0.8 0.95 --concurrency 64 --seconds 20
 
-has requests arrive at random (Poisson) at these fractions of what an engine with graphs answers if
-`--concurrency` requests are always under way (the last of these numbers), of users drawn by a Zipf
-distribution. An engine never computes two requests of a user together, so the more often the
-most frequent users come, the smaller are its batches. A latency counts from the time at which its
+has requests arrive at random (Poisson), of users drawn by a Zipf distribution: first half as many
+again as an engine with graphs answers if `--concurrency` of them are always under way (the last of
+these numbers). What it answers of these is its capacity. Then they arrive at the given fractions of
+the capacity. An engine never computes two requests of a user together, so the more often the most
+frequent users come, the smaller are its batches. A latency counts from the time at which its
 request was due. A request that cannot be answered in a second is refused, and counts as failed. In
 the middle of one more run at the first load, another thread reads a second model from a file and
 lets it take over; the run goes on until it has, and for half of `--seconds` after it.
@@ -84,6 +85,7 @@ ITEMS = 10_000
 PAGE_SIZE = 64
 SHORTEST = 0.5  # length of the shortest history, as a fraction of the longest
 WARM_UP_SECONDS = 1.0
+OVERLOAD = 1.5  # of what is answered if `--concurrency` requests are always under way
 PATIENCE = 1.0  # seconds in which a request that arrives at random must be answered
 CHANGE = "the model changes"
 CANDIDATE_LISTS = 1024
@@ -224,7 +226,7 @@ def figures(load: Load[EngineStats]) -> Record:
 
 
 def arrivals(engine: Engine, run: Run, folder: Path) -> Iterator[Record]:
-    """Yields the records of all loads, after that of the capacity of which they are fractions."""
+    """Yields the records of `--concurrency`, of an overload (the capacity), and of the loads."""
     options, concurrency = run.options, run.options.concurrency[-1]
     path = folder / "model.pt"
     torch.save(Ranking(options).state_dict(), path)
@@ -234,25 +236,32 @@ def arrivals(engine: Engine, run: Run, folder: Path) -> Iterator[Record]:
         model.load_state_dict(torch.load(path, weights_only=True))
         engine.swap(model.to(run.device, torch.bfloat16).eval())
 
-    names = {"graphs": True, "zipf": options.zipf}
-    load = drive(engine, options, concurrency, options.zipf)
-    capacity = len(load.latencies) / load.seconds
-    yield {**names, "concurrency": concurrency, **figures(load)}
-    for number, event in [(x, "") for x in options.loads] + [(options.loads[0], CHANGE)]:
+    def at_random(rate: float, event: str = "") -> Load[EngineStats]:
         rng = random.Random(0)
         draw = zipf(range(options.users), options.zipf, rng)
-        load = submit_at_random(
+        return submit_at_random(
             sender(engine, options, draw, rng, PATIENCE),
             engine.stats,
             refusals=(OverloadedError, DeadlineError),
-            rate=number * capacity,
+            rate=rate,
             seconds=options.seconds,
             warm_up=WARM_UP_SECONDS,
             rng=random.Random(0),
             middle=change if event else None,
         )
+
+    names = {"graphs": True, "zipf": options.zipf}
+    load = drive(engine, options, concurrency, options.zipf)
+    yield {**names, "concurrency": concurrency, **figures(load)}
+    rate = OVERLOAD * len(load.latencies) / load.seconds
+    load = at_random(rate)
+    capacity = len(load.latencies) / load.seconds
+    names["capacity"] = rounded(capacity)
+    yield {**names, "load": rounded(rate / capacity), "event": "", **figures(load)}
+    for number, event in [(x, "") for x in options.loads] + [(options.loads[0], CHANGE)]:
+        load = at_random(number * capacity, event)
         of_event = {"event": event, "event_seconds": rounded(load.event_seconds)}
-        yield {**names, "capacity": rounded(capacity), "load": number, **of_event, **figures(load)}
+        yield {**names, "load": number, **of_event, **figures(load)}
 
 
 def soak(model: Ranking, run: Run) -> Record:

@@ -217,7 +217,7 @@ def arrivals(records: File) -> Table:
     first = records[0]
     columns = {**ARRIVALS, **number_columns(mean_batch="in a batch", hit_share="cached")}
     before = (
-        f"{first['capacity']:,.0f} requests/s are answered if so many as can be are under way; "
-        f"users by a Zipf distribution with the exponent {first['zipf']:g}:"
+        f"{first['capacity']:,.0f} requests/s are answered if more arrive than can be; users by "
+        f"a Zipf distribution with the exponent {first['zipf']:g}:"
     )
     return record_table(columns, records, before, after=_origin(records))
