@@ -130,10 +130,10 @@ def test_short_sequences(dim, longest, mask):
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_thousands_of_short_sequences(dim):
-    """There are many times as many work tiles as blocks."""
+def test_many_short_sequences(dim):
+    """There are 4,000 work tiles, several times as many as blocks."""
     batch = make_batch(
-        make_lengths(3000, 20), heads=4, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
+        make_lengths(1000, 20), heads=4, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
     )
     check(batch)
 
