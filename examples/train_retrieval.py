@@ -261,7 +261,7 @@ RANKED = {
 }
 
 
-def share_of_repeats(log: EventLog) -> float:
+def fraction_of_repeats(log: EventLog) -> float:
     """Returns the fraction of users whose last event is on an item that they had seen before."""
     counts = np.diff(log.offsets)
     on_last_item = log.items == np.repeat(log.items[log.offsets[1:] - 1], counts)
@@ -592,7 +592,7 @@ def report(trainer: RetrievalTrainer, table: Table, note: str, user: int) -> Non
         f"Test, leave-one-out: the last event of {log.num_users:,} users among "
         f"{RANKED[options.exclude]} ({log.num_items:,} items in all).",
     )
-    repeats = share_of_repeats(log)
+    repeats = fraction_of_repeats(log)
     if repeats and options.exclude == "seen":
         print(
             f"\nThe last item of {repeats:.1%} of the users is one that they had before: always a "

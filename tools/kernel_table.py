@@ -119,7 +119,7 @@ def print_table(kernels: list[Kernel]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail where attention spills")
-    parser.add_argument("folder", type=Path, help="where the build's build.ninja lies")
+    parser.add_argument("folder", type=Path, help="where the build's build.ninja is")
     options = parser.parse_args()
     kernels = read_logs(options.folder)
     if not options.check:

@@ -98,4 +98,4 @@ def add_admin(
     @router.post("/compact", response_model=Done)
     async def compact() -> Done:
         await do(engine.store.compact)
-        return Done(done="The store's files are being, or have been, written anew")
+        return Done(done="The store's files are being, or have been, rewritten")

@@ -154,8 +154,8 @@ class RankingData:
     the candidates of the validation. Users with few events have fewer held out, so that one event
     is always trained on.
 
-    With `held_out_share`, the latest share of the events of all users is for the test, and as large
-    a share before it for the validation, as when a model is trained at one time and serves
+    With `held_out_share`, the latest events of all users, that fraction of them, are for the test,
+    and as many before them for the validation, as when a model is trained at one time and serves
     afterwards. These events are divided into windows as in training: the history of a window has
     all earlier events of the user. Some users have no events to train on, or none held out.
 

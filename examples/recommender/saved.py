@@ -65,7 +65,7 @@ def save_model(
         "num_layers": len(model.stack.layers),
         "max_seq_len": model.max_seq_len,
         "dropout_ratio": model.dropout_ratio,
-        "l2_normalise": model.l2_normalize,
+        "l2_normalise": model.l2_normalize,  # the spelling of files that exist
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
     }
     state = {

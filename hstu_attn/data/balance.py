@@ -206,8 +206,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 sampler.advance()
 
     NOTE: ranks have different numbers of sequences and rows. A loss that is a mean over rows is to
-    be weighted by a rank's share of the global batch's rows before gradients are averaged, as
-    `hstu_attn.distributed.global_mean` does.
+    be weighted by the fraction of the global batch's rows that a rank has, before gradients are
+    averaged, as `hstu_attn.distributed.global_mean` does.
 
     Args:
         lengths: `(n,)`, rows of each sequence, positive.

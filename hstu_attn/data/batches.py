@@ -150,8 +150,8 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
     same_sequence = torch.ones(total, dtype=torch.bool, device=times.device)
     starts = offsets[:-1]
     same_sequence[starts[starts < total]] = False
-    forwards = torch.diff(times, prepend=times[:1]) >= 0
-    require_each(forwards | ~same_sequence, "timestamps", times, "no decrease within a sequence")
+    in_order = torch.diff(times, prepend=times[:1]) >= 0
+    require_each(in_order | ~same_sequence, "timestamps", times, "no decrease within a sequence")
     later = batch.target_timestamps >= times
     require_each(later, "target_timestamps", batch.target_timestamps, "none before timestamps")
 

@@ -4,10 +4,10 @@ Its viewers behave like this, so that there is something to learn:
 
 * Films have one or two genres, a year, and a popularity that falls off as a power of their rank.
   Some belong to a series.
-* A viewer has a taste in genres and a favorite period. The taste drifts: towards what is watched,
+* A viewer has a taste in genres and a favorite period. The taste drifts: toward what is watched,
   and now and then to something new.
 * Viewing comes in sessions, days apart. A session has a genre, drawn from the taste or carried over
-  from the last one, and wanders through the years of that genre, forwards or backwards at its own
+  from the last one, and wanders through the years of that genre, forward or backward at its own
   pace, starting from about the favorite period. Each film is one of the session's genre from about
   the year reached, the better known the likelier; or the sequel of the last; or just a popular one.
   No film is seen twice.

@@ -81,7 +81,7 @@ class Commits:
 
         Returns:
             Plans, each with the new version of its history; 0 if another process has changed the
-            user's events, so that the request is to be planned anew; None if it failed.
+            user's events, so that the request is to be planned again; None if it failed.
         """
         with self._changed:
             if wait:

@@ -318,7 +318,7 @@ class SQLiteStore(EventStore):
             )
 
     def compact(self) -> None:
-        """Writes the file anew (VACUUM), for which the disk needs twice its size."""
+        """Rewrites the file (VACUUM), for which the disk needs room for it twice."""
         with self._errors("compact"), self._writing:
             self._writer.execute("VACUUM")
             self._empty_log()
