@@ -336,7 +336,7 @@ def scan_cases(head_dims: tuple[int, ...] = SCAN_HEAD_DIMS) -> list[Case]:
     """Returns the cases of the group "scan", which are the same on every run.
 
     Args:
-        head_dims: of `SCAN_HEAD_DIMS`; those of others are left out.
+        head_dims: some of `SCAN_HEAD_DIMS`; cases of the others are left out.
     """
     rng, cases = random.Random(0), []
     for head_dim in SCAN_HEAD_DIMS:

@@ -175,7 +175,7 @@ class Users:
         device: the device of the cache and the stack.
 
     Attributes:
-        cache: whose pages they share.
+        cache: the cache whose pages they share.
     """
 
     def __init__(self, case: Stack, device: str) -> None:

@@ -251,7 +251,7 @@ from hstu_attn.distributed import World, run
 Split = Literal["validation", "test"]
 
 CPU = torch.device("cpu")
-LONGEST_TUNING = timedelta(hours=2)  # of baselines, by the first of several processes
+LONGEST_TUNING = timedelta(hours=2)  # the first of several processes tunes the baselines
 EVALUATION_TOKENS = {"cpu": 2**14, "cuda": 2**17}
 SHOWN = ("hit_rate_10", "ndcg_10", "hit_rate_50")  # while training, and in the curves
 RANKED = {
@@ -467,7 +467,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         weights = self.processes.whole_state(self.model)
         if not self.processes.is_first:
             return
-        if isinstance(self.model, SASRec):  # which is not served
+        if isinstance(self.model, SASRec):  # SASRec is not served
             state = {"kind": SASREC, "model": weights, "validation": dict(validation)}
             write_state(path, state)
         else:
@@ -584,7 +584,7 @@ def report(trainer: RetrievalTrainer, table: Table, note: str, user: int) -> Non
         trainer: with the model that is reported.
         table: the metrics of the test.
         note: what is to be said of the baselines.
-        user: whose recommendations are shown.
+        user: the user whose recommendations are shown.
     """
     log, options = trainer.log, trainer.retrieval
     print_table(

@@ -1,4 +1,4 @@
-"""What ptxas says of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
+"""Prints what ptxas says of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
 
 The build leaves the output of `nvcc -Xptxas=-v` next to each object, as *.cu.o.log. The table has a
 line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run

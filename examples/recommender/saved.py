@@ -42,7 +42,7 @@ class SavedModel(NamedTuple):
 
     @property
     def has_text_ids(self) -> bool:
-        """Whether the ids of the data set are text; item and user ids are of the same kind."""
+        """Returns whether the ids of the data set, of items and of users alike, are text."""
         return self.item_ids.dtype.kind == "U"
 
 

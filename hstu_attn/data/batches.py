@@ -61,7 +61,7 @@ class JaggedBatch:
 
     @property
     def total(self) -> int:
-        """How many rows the sequences have; on a GPU the host waits for it."""
+        """Returns how many rows the sequences have; on a GPU the host waits for it."""
         return int(self.seq_offsets[-1])
 
     def to(self, device: torch.device) -> JaggedBatch:
@@ -227,7 +227,7 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of the epoch under way."""
+        """Returns the number of batches of the epoch under way."""
         return len(self._batches)
 
     def state_dict(self) -> SamplerState:

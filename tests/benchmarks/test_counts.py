@@ -169,7 +169,7 @@ def test_a_wrong_result_of_the_cpu_benchmark_is_an_error():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_peak_memory_of_a_known_call():
-    """In a process of its own: the system may take back what this one has not used for long."""
+    """The call has its own process: the system may take back what this one does not use."""
     program = "import torch; from benchmarks.memory import peak_growth; "
     program += "print(peak_growth(lambda: torch.ones(2**25).sum()))"
     ended = subprocess.run(

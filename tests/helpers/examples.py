@@ -1,4 +1,4 @@
-"""How many examples a property test has, in proportion to the profile that a run has chosen."""
+"""Sets the number of examples of a property test, in proportion to the profile of the run."""
 
 from __future__ import annotations
 

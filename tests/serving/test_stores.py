@@ -429,7 +429,7 @@ def test_processes_share_a_server(shared_redis: RedisServer) -> None:
 def test_a_commit_that_is_sent_twice_is_made_once(
     shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the connection is lost before the answer, and the client sends it again."""
+    """This happens when the connection is lost before the answer, and the client sends it again."""
     shared_redis.client.flushall()
     with RedisStore(shared_redis.url, 40) as store:
         send = store._client.eval
