@@ -22,10 +22,10 @@ from .scoring import Scorer, check_fit
 
 __all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns"]
 
-_CANDIDATES = 64  # candidates of the probe that is made where none is given
-_PERIOD = 3600  # time between its events
+_CANDIDATES = 64  # of the probe that is made where none is given
+_PERIOD = 3600  # between its events
 _TURN = 2e-4  # seconds that a thread keeps the interpreter, while a model is warmed
-_TURNS = threading.Lock()  # one caller at a time sets the length of turns, which all threads have
+_TURNS = threading.Lock()  # their length is that of the whole process
 
 
 @contextmanager
