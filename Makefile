@@ -11,6 +11,7 @@
 #   make test-quick  the tests that are not marked slow: under a minute on two cores
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
+#   make ci-packages  install the Redis server that tests start, by apt-get; without it they are skipped
 #   make lint        what continuous integration checks;  make mypy  the types alone
 #   make format      mend what can be mended
 #   make docs        build the documentation site into build/site
@@ -44,8 +45,8 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: help demo serve ranking test test-faults test-gpu test-quick bench-cpu bench-gpu install cuda lint headers mypy \
-  format docs asan sanitize-cuda wheel wheel-cuda sdist clean
+.PHONY: help demo serve ranking test test-faults test-gpu test-quick bench-cpu bench-gpu install cuda ci-packages lint \
+  headers mypy format docs asan sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
 help: # the first target, so that it is what `make` alone does
@@ -81,6 +82,10 @@ test-gpu: $(VENV)/.built
 
 test-quick: $(VENV)/.built
 	$(PYTEST) -m 'not slow' --hypothesis-profile quick $(PYTEST_ARGS)
+
+SUDO = $(if $(filter 0,$(shell id -u)),,sudo)
+ci-packages:
+	command -v redis-server || { $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --yes redis-server; }
 
 bench-cpu: $(VENV)/.built
 	$(BIN)/python -m benchmarks.cpu

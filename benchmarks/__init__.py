@@ -3,7 +3,7 @@
 - attention: the kernels for GPUs against Triton and softmax attention; `make bench-gpu`
 - paged: attention over a paged KV cache, and with `--stack` a stack of layers (stack)
 - layer: a whole layer on a GPU, fused and composed, and what its kernels take
-- training_step: attention's share of a training step of the retrieval example, on a GPU
+- training_step: what attention takes of a training step of the retrieval example, on a GPU
 - train: training steps of the ranking example on several GPUs
 - context: context parallel attention over several GPUs
 - cpu: the CPU kernels against plain torch; `make bench-cpu`

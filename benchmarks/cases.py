@@ -43,7 +43,7 @@ TABLE_LENGTHS = ((32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16384))
 MASKS = ("causal", "context", "targets", "local", "semi-local", "row spans", "func")
 LATENCY_LENGTHS = (64, 128, 256, 512)
 BUCKETS = 128
-# The gaps between a user's events: their share, and their mean [s]. Bursts, hours and days.
+# The gaps between a user's events: their fraction, and their mean [s]. Bursts, hours and days.
 GAPS = ((0.6, 60.0), (0.25, 3600.0), (0.15, 3 * 86400.0))
 SCAN_HEAD_DIMS, SCAN_SHAPES = (32, 40, 64, 96, 128, 192, 256), 30  # of each head dim
 SCAN_BATCHES, SCAN_LENGTHS, SCAN_HEADS = (1, 1024), (50, 32768), (1, 2, 4, 8)
@@ -196,8 +196,8 @@ class Case:
         position = table(2 * max(lengths) - 1) if "position" in self.tables else None
         if "time" not in self.tables:
             return RelativeBias(position)
-        shares, means = torch.tensor(GAPS, device=device).T
-        kinds = torch.multinomial(shares, sum(lengths), replacement=True)
+        fractions, means = torch.tensor(GAPS, device=device).T
+        kinds = torch.multinomial(fractions, sum(lengths), replacement=True)
         gaps = torch.empty(sum(lengths), device=device).exponential_() * means[kinds]
         times = torch.cat([own.cumsum(0) for own in gaps.long().split(lengths)])
         return RelativeBias(position, table(BUCKETS), times)
@@ -336,7 +336,7 @@ def scan_cases(head_dims: tuple[int, ...] = SCAN_HEAD_DIMS) -> list[Case]:
     """Returns the cases of the group "scan", which are the same on every run.
 
     Args:
-        head_dims: of `SCAN_HEAD_DIMS`; those of others are left out.
+        head_dims: some of `SCAN_HEAD_DIMS`; cases of the others are left out.
     """
     rng, cases = random.Random(0), []
     for head_dim in SCAN_HEAD_DIMS:

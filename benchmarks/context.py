@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 8 -m benchmarks.context --json context.json
     python -m benchmarks.context --length 32768 --rounds 5
 
-One long causal sequence, its forward and its backward. First the first GPU computes all of it
-alone, where its memory allows, while the others wait; then all share it. The results of the first
-rank's rows must agree, or the exit status is 1. A round's time is that of the slowest rank, and the
-median counts. "waiting" is the share of it for which a rank's compute stream stood still until keys
-or gradients had arrived, in the mean over the ranks. FLOPs are those of the visible half; the
-backward counts 2.5 times the forward. Without torchrun the world is one GPU.
+It measures the forward and the backward of one long causal sequence. The first GPU computes all of
+it alone, where its memory allows, while the others wait; then each computes a part. The results of
+the first rank's rows must agree, or the exit status is 1. A round's time is that of the slowest
+rank, and the median counts. "waiting" is the part of it for which a rank's compute stream stood
+still until keys or gradients had arrived, in the mean over the ranks. FLOPs are those of the
+visible half; the backward counts 2.5 times the forward. Without torchrun the world is one GPU.
 """
 
 from __future__ import annotations

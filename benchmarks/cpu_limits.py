@@ -1,4 +1,4 @@
-"""How near the CPU kernels come to the machine.
+"""Measures how near the CPU kernels come to what the machine can do.
 
     python -m benchmarks.cpu_limits
     python -m benchmarks.cpu_limits --rounds 21 --json cpu_limits.json

@@ -18,13 +18,13 @@ is the median by events. FLOPs are those of the matrix products, 2 for each prod
 and of attention, 4 * L^2 / 2 for each head and column; the backward counts twice the forward of the
 products and 2.5 times that of attention, and nothing that is recomputed. "share" is that of a
 product of two 8192 x 8192 matrices in bf16, which takes part in every round, because work as long
-as this lowers the GPU's clocks. "MFU" is the share of what the data sheet says of bf16. "kept" is
-the memory that the forward leaves allocated, its result included, and "peak" the highest point of
-forward and backward.
+as this lowers the GPU's clocks. "MFU" is the fraction of what the data sheet says of bf16. "kept"
+is the memory that the forward leaves allocated, its result included, and "peak" the highest point
+of forward and backward.
 
 The times of kernels are from a profile of a few more rounds of forward and backward. For the
 kernels of the fused layer's steps the bytes of rows that they must move are known, and so is the
-share of the speed of a device copy in the same run.
+fraction of the speed of a device copy in the same run.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ def kernel_record(layers: Layers, rows: int, copy_tbps: float, events: Sequence[
         kernels[name] = {"group": group_of(name), "ms": rounded(ms), "launches": launches}
         if name in bytes_of:
             moved = launches * bytes_of[name]
-            share = moved / ms / 1e9 / copy_tbps
-            kernels[name] |= {"bytes": int(moved), "share_of_copy": rounded(share)}
+            fraction = moved / ms / 1e9 / copy_tbps
+            kernels[name] |= {"bytes": int(moved), "share_of_copy": rounded(fraction)}
     return {
         "pass": "kernels",
         "ms": rounded(sum(groups.values())),

@@ -105,9 +105,9 @@ class Result:
     Attributes:
         table: the metrics of each row of the example's table, by its name.
         curve: the metrics after each epoch.
-        seconds: of training, tests after each epoch and the files of the run; None where the run
-            did not have the device alone, or was continued.
-        seed: of the run.
+        seconds: the time of training, tests after each epoch and the files of the run; None where
+            the run did not have the device alone, or was continued.
+        seed: the seed of the run.
         losses: the mean training loss of each epoch; none in a file from before they were kept.
     """
 
@@ -183,7 +183,7 @@ def results_of(options: Any, of_case: CommandLines) -> dict[str, list[Result]]:
     Several at once begin with the last case: recipes are sorted by the time that they take.
 
     Args:
-        options: of the benchmark.
+        options: the options of the benchmark.
         of_case: the command lines of the runs of each case.
     """
     if options.finished:
@@ -205,7 +205,7 @@ def results(run: Run, of_case: Callable[[Path], CommandLines]) -> dict[str, list
     """Returns the results of all cases; the first call makes the runs.
 
     Args:
-        run: of the benchmark.
+        run: the run of the benchmark.
         of_case: returns the command lines of the runs of each case, given their directory.
 
     Raises:
@@ -241,9 +241,9 @@ def records_of(
     """Returns a record for each row of the table of a recipe.
 
     Args:
-        options: of the benchmark; `options.options` are those of the runs.
+        options: those of the benchmark; `options.options` are those of the runs.
         case: the recipe.
-        results: of each seed; there is no record of none.
+        results: the result of each seed; without any, there is no record.
         baselines: whether to tune the baselines, too.
     """
     if not results:

@@ -34,7 +34,8 @@ from .tables import TABLES, peers, speed
 __all__ = ["DOCUMENTS", "render"]
 
 SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")  # the cases of other libraries in README.md
-SHOWN = {"attention": "table", "stack": "host tier"}  # the group that documents show
+SHOWN = {"attention": "table", "stack": "host tier"}  # the group that is shown if none is named
+OTHERS = ("rab", "deterministic", "masks", "latency", "host")  # further groups of attention
 
 
 def stored(benchmark: str, group: str | None = None) -> list[File]:
@@ -121,6 +122,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "docs/performance.md": {
         "cpu": partial(tables, "cpu"),
         "gpu": partial(tables, "attention"),
+        **{group: partial(tables, "attention", group=group) for group in OTHERS},
         "peers": with_others,
         "step": partial(tables, "training_step"),
     },

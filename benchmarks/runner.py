@@ -170,7 +170,7 @@ def take_turns(
 
 @dataclass
 class Run:
-    """What a benchmark is given: its options, device and ranks.
+    """The options, the device and the ranks that a benchmark is given.
 
     Attributes:
         options: the command line.

@@ -21,7 +21,7 @@ GPU has done what is waited for; medians of interleaved rounds:
     copies          a step that makes room, brings as many users back and computes nothing
     from host       the rate of these copies: the bytes brought back, in the time of `copies`
     to host         that of the copies the other way, which follow on the same stream
-    hidden          the share of `copies` that the computation hides: `returning` is so much less
+    hidden          the part of `copies` that the computation hides: `returning` is so much less
                     than `copies` and `resident` one after the other. Behind "of" the most that it
                     can be: all of `copies`, or as much as `resident` takes where that is shorter
     recompute       the stack on all rows of the history and the candidates, with no cache at all
@@ -175,7 +175,7 @@ class Users:
         device: the device of the cache and the stack.
 
     Attributes:
-        cache: whose pages they share.
+        cache: the cache whose pages they share.
     """
 
     def __init__(self, case: Stack, device: str) -> None:

@@ -101,6 +101,7 @@ def cpu_limits(files: Sequence[File]) -> list[Table]:
 # ---------------------------------------------------------------------------------------------
 
 COMPARED = ("dense_bias", "triton", "flash2")  # baselines with which this library is compared
+VARIED = ("masks", "deterministic")  # groups of variants of one plain causal batch
 
 
 def _attention_row(
@@ -108,10 +109,12 @@ def _attention_row(
 ) -> list[str]:
     found = {(r["impl"], r["pass"]): r for r in records}
 
-    def share(impl: str, direction: str) -> str:
+    def figure(impl: str, direction: str) -> str:
         record = found.get((impl, direction), {})
         if record.get("error"):
             return "failed"
+        if record.get("group") == "latency":
+            return number(1e3 * record["ms"])
         value = record.get("share_of_matmul")
         return f"{value:.2f}" if value else number(record.get("host_us"))
 
@@ -123,29 +126,63 @@ def _attention_row(
         peak = found.get((impl, direction), {}).get("peak_memory_bytes")
         return number(peak / 2**20) if peak else "-"
 
-    def joined(cells: Iterable[str]) -> str:
-        every = list(cells)
-        return "-" if set(every) == {"-"} else " / ".join(every)
-
     return [
         *(records[0]["case"], str(records[0]["head_dim"])),
-        *(joined(share(impl, direction) for direction in passes) for impl in impls),
+        *(_joined(figure(impl, direction) for direction in passes) for impl in impls),
         *(
-            joined(times_as_fast(impl, other, direction) for direction in passes)
+            _joined(times_as_fast(impl, other, direction) for direction in passes)
             for impl in impls
             if impl not in BASELINES
             for other in COMPARED
             if other in impls
         ),
-        *(joined(mebibytes(impl, direction) for direction in passes) for impl in in_memory),
+        *(_joined(mebibytes(impl, direction) for direction in passes) for impl in in_memory),
     ]
+
+
+def _joined(cells: Iterable[str]) -> str:
+    """Returns the cells of the passes as one, or "-" if all of them are that."""
+    every = list(cells)
+    return "-" if set(every) == {"-"} else " / ".join(every)
+
+
+def _is_plain(record: Record) -> bool:
+    """Returns whether a case is plain causal: other names have words behind the lengths."""
+    return "," not in record["case"]
+
+
+def _over_plain(records: File, impls: Sequence[str], passes: Sequence[str]) -> list[list[str]]:
+    """Returns for each case the speed over that of the plain causal one.
+
+    Speed counts the executed tiles of a mask, which are about as many as a kernel works on, and
+    FLOPs where tiles were not counted.
+    """
+
+    def speed(record: Record) -> float:
+        work = record["executed_tiles"] or record["flops"]
+        return float(work / record["ms"])
+
+    plain = {
+        (r["head_dim"], r["impl"], r["pass"]): speed(r) for r in records if _is_plain(r) and r["ms"]
+    }
+    rows = []
+    for group in by(records, "case", "head_dim"):
+        found = {
+            (r["impl"], r["pass"]): f"{speed(r) / plain[key]:.2f}"
+            for r in group
+            if r["ms"] and (key := (r["head_dim"], r["impl"], r["pass"])) in plain
+        }
+        rows.append([_joined(found.get((impl, each), "-") for each in passes) for impl in impls])
+    return rows
 
 
 def attention(files: Sequence[File]) -> list[Table]:
     """Returns one table for each file: the fraction of the matmul's speed, and speedups.
 
-    Of the group "host" it shows microseconds of the host, and beside the dense form of a relative
-    bias the peak of what a call allocates. The group "scan" has the table of `scan`.
+    For the group "latency" it has microseconds of the GPU instead, and for "host" those of the
+    host. Beside the dense form of a relative bias it has the peak of what a call allocates. In the
+    groups of `VARIED` it has the speed over plain causal, and leaves out implementations that take
+    nothing else. The group "scan" has the table of `scan`.
     """
     tables = []
     for records in files:
@@ -153,6 +190,10 @@ def attention(files: Sequence[File]) -> list[Table]:
         if first["group"] == "scan":
             tables.append(scan(records))
             continue
+        varied = first["group"] in VARIED
+        if varied:
+            takers = {r["impl"] for r in records if not _is_plain(r)}
+            records = [r for r in records if r["impl"] in takers] or records
         impls = list(dict.fromkeys(r["impl"] for r in records))
         passes = list(dict.fromkeys(r["pass"] for r in records))
         ours = [impl for impl in impls if impl not in BASELINES]
@@ -162,10 +203,18 @@ def attention(files: Sequence[File]) -> list[Table]:
             _attention_row(each, impls, passes, in_memory)
             for each in by(records, "case", "head_dim")
         ]
-        product = f"The matrix product runs at {number(first['matmul_tflops'])} TFLOP/s."
         memory = [f"MiB {impl}" for impl in in_memory]
         header = ["sequences x lengths", "D", *impls, *over, *memory]
-        tables.append(Table(header, rows, f"{product} {gpu_origin(first)}:"))
+        if varied:
+            header += [f"{impl} over plain" for impl in ours]
+            more = _over_plain(records, ours, passes)
+            rows = [[*row, *cells] for row, cells in zip(rows, more, strict=True)]
+        filled = [n for n in range(len(header)) if any(row[n] != "-" for row in rows)]
+        header, *rows = [[row[n] for n in filled] for row in (header, *rows)]
+        unit = f"The matrix product runs at {number(first['matmul_tflops'])} TFLOP/s."
+        if first["group"] in ("latency", "host"):
+            unit = "Microseconds."
+        tables.append(Table(header, rows, f"{unit} {gpu_origin(first)}:"))
     return tables
 
 

@@ -1,4 +1,4 @@
-"""Attention's share of a training step on a GPU.
+"""The part of a training step on a GPU that attention takes.
 
     python -m benchmarks.training_step --json training_step.json
     python -m benchmarks.training_step --impls hstu_attn triton --heads 4 --head-dim 64

@@ -251,7 +251,7 @@ from hstu_attn.distributed import World, run
 Split = Literal["validation", "test"]
 
 CPU = torch.device("cpu")
-LONGEST_TUNING = timedelta(hours=2)  # of baselines, by the first of several processes
+LONGEST_TUNING = timedelta(hours=2)  # the first of several processes tunes the baselines
 EVALUATION_TOKENS = {"cpu": 2**14, "cuda": 2**17}
 SHOWN = ("hit_rate_10", "ndcg_10", "hit_rate_50")  # while training, and in the curves
 RANKED = {
@@ -261,7 +261,7 @@ RANKED = {
 }
 
 
-def share_of_repeats(log: EventLog) -> float:
+def fraction_of_repeats(log: EventLog) -> float:
     """Returns the fraction of users whose last event is on an item that they had seen before."""
     counts = np.diff(log.offsets)
     on_last_item = log.items == np.repeat(log.items[log.offsets[1:] - 1], counts)
@@ -467,7 +467,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         weights = self.processes.whole_state(self.model)
         if not self.processes.is_first:
             return
-        if isinstance(self.model, SASRec):  # which is not served
+        if isinstance(self.model, SASRec):  # SASRec is not served
             state = {"kind": SASREC, "model": weights, "validation": dict(validation)}
             write_state(path, state)
         else:
@@ -584,7 +584,7 @@ def report(trainer: RetrievalTrainer, table: Table, note: str, user: int) -> Non
         trainer: with the model that is reported.
         table: the metrics of the test.
         note: what is to be said of the baselines.
-        user: whose recommendations are shown.
+        user: the user whose recommendations are shown.
     """
     log, options = trainer.log, trainer.retrieval
     print_table(
@@ -592,7 +592,7 @@ def report(trainer: RetrievalTrainer, table: Table, note: str, user: int) -> Non
         f"Test, leave-one-out: the last event of {log.num_users:,} users among "
         f"{RANKED[options.exclude]} ({log.num_items:,} items in all).",
     )
-    repeats = share_of_repeats(log)
+    repeats = fraction_of_repeats(log)
     if repeats and options.exclude == "seen":
         print(
             f"\nThe last item of {repeats:.1%} of the users is one that they had before: always a "

@@ -1,4 +1,4 @@
-"""What is added to the scores: a dense bias, or a relative one that the kernel computes."""
+"""The biases that are added to the scores: a dense one, or one that the kernel computes."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def thresholds_tensor(device: torch.device, values: tuple[int, ...] | None = Non
     that from the host, and `torch.compile` would not capture them as CUDA graphs.
 
     Args:
-        device: of the tensor.
+        device: the device of the tensor.
         values: the thresholds; None is `default_bucket_thresholds`.
     """
     thresholds = _thresholds.get((device, values))
@@ -223,7 +223,7 @@ def bias_of_heads(
 
     Args:
         table: the tensor, with a divisor of `heads` along `dim`; or None.
-        heads: of the whole call.
+        heads: the heads of the whole call.
         first: the first of the heads.
         count: how many there are, one after the other.
         dim: the dimension of the heads.

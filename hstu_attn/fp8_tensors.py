@@ -35,7 +35,7 @@ def unwrapped(
 
     Args:
         qkv: tensors of torch, or of the classes above.
-        descales: of those that have none of their own.
+        descales: the descales of those that have none of their own.
         cu_seqlens: `(batch + 1,)` offsets of the sequences.
 
     Raises:

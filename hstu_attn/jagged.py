@@ -161,7 +161,7 @@ class JaggedParts:
     call. It cannot be made in a `torch.fx.symbolic_trace`.
 
     Args:
-        parts_offsets: of each part `(batch + 1,)` int32 or int64.
+        parts_offsets: the offsets of each part, `(batch + 1,)` int32 or int64.
         totals: how many rows each part has.
 
     Raises:
@@ -202,7 +202,7 @@ class JaggedParts:
         """Joins one tensor of each part, as `concat_jagged` does.
 
         Args:
-            parts: `(totals[i], ...)` of each part.
+            parts: the tensor of each part, `(totals[i], ...)`.
 
         Returns:
             `(sum of totals, ...)`.
@@ -235,7 +235,7 @@ class JaggedParts:
 
         Args:
             values: `(total, ...)`, the joined sequences.
-            number: of the part, from 0.
+            number: the number of the part, from 0.
 
         Returns:
             `(totals[number], ...)`; rows past the last offset of the part are zeros.
@@ -451,7 +451,7 @@ def add_position_time_embeddings(
             start, where they always do.
         count_from: `"end"`, so that a position says how recent a row is, or `"start"`.
         time_bucket: `f`, `"sqrt"` or the natural `"log"`.
-        time_bucket_width: in the unit of the timestamps; 60 for seconds there.
+        time_bucket_width: the width in the unit of the timestamps; 60 for seconds there.
         scale: factor on `x`.
 
     Returns:

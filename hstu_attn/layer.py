@@ -48,7 +48,7 @@ __all__ = [
 
 
 class ContextBatch(Protocol):
-    """What a layer needs of a batch whose rows are distributed over the ranks of a group.
+    """The interface of a batch whose rows are distributed over the ranks of a group.
 
     `hstu_attn.distributed.ContextBatch` implements it.
     """
@@ -545,6 +545,6 @@ class PositionalEmbedding(nn.Module):
         return self.at(x, jagged_positions(seq_offsets, x.shape[0]))
 
     def at(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The same for rows at the given positions, `(total,)` int64."""
+        """Adds the embeddings to rows at the given positions, `(total,)` int64."""
         added = self.embedding(positions).to(x.dtype)
         return F.dropout(x * math.sqrt(x.shape[1]) + added, self.dropout_ratio, self.training)

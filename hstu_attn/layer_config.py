@@ -242,12 +242,12 @@ class HSTULayerConfig:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How attention quantizes q, k and v; None means that it does not."""
+        """Returns how attention quantizes q, k and v; None means that it does not."""
         return None if self.fp8 is None else self.fp8.attention
 
     @property
     def has_fp8_linears(self) -> bool:
-        """Whether the linears are products of e4m3."""
+        """Returns whether the linears are products of e4m3."""
         return self.fp8 is not None and self.fp8.linears
 
     @property

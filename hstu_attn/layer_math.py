@@ -47,8 +47,8 @@ class Weights(NamedTuple):
     Attributes:
         input_norm_weight, input_norm_bias: `(embedding_dim,)`.
         uvqk_weight, uvqk_bias: `(columns of u, v, q and k, embedding_dim)` and `(columns,)`.
-        gate_weight, gate_bias: of the norm of attention's output: `(heads * hidden_dim,)`, or
-            `(heads,)` where heads are normalized by themselves.
+        gate_weight, gate_bias: those of the norm of attention's output: `(heads * hidden_dim,)`,
+            or `(heads,)` where heads are normalized by themselves.
         output_weight, output_bias: `(embedding_dim, parts * heads * hidden_dim)` and
             `(embedding_dim,)`.
         pos_weight, ts_weight: the tables of a `hstu_attn.RelativeBias`.
@@ -143,8 +143,8 @@ class ComposedSteps:
     """The steps composed of torch's functions, in the dtype of the rows.
 
     Args:
-        config: the layer's.
-        weights: those of the layer.
+        config: the configuration of the layer.
+        weights: the weights of the layer.
         training: whether there is dropout.
     """
 

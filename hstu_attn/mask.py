@@ -1,4 +1,4 @@
-"""Which keys a query sees: the `Mask` object and the definition of its row spans.
+"""Defines which keys a query sees: the `Mask` object and its row spans.
 
 Every mask is, for each query row, a union of half-open key intervals; all but `func` with five or
 more bounds need at most two, `[a0, a1) U [b0, b1)`, called a *row span*. This module is the Python
@@ -38,7 +38,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What each query row may see, for a whole batch.
+    """The keys that each query row may see, for a whole batch.
 
     Use a constructor (`Mask.full`, `Mask.causal`, `Mask.local`, `Mask.semi_local`,
     `Mask.from_row_spans`, `Mask.from_func`) or the fields below. The masks are those of Zhai et al.
@@ -52,7 +52,7 @@ class Mask:
         num_contexts: int32 or int64 `(batch,)`: contextual tokens, first in each sequence. They see
             everything before the targets. Needs a window `(-1, 0)` or `(left, 0)`.
         num_targets: int32 or int64 `(batch,)`: candidates, last in each sequence. A candidate sees
-            what comes before the targets and, causally, its own group. Same window rule.
+            what comes before the targets and, causally, its own group. The window is as above.
         target_group_size: candidates that see each other causally; at least 1.
         min_full_attn_seq_len: with a window `(left, 0)`, this many positions before the
             targets, and the targets, attend as if there were no window. 0 turns it off.
@@ -238,7 +238,7 @@ class Mask:
 
     @property
     def is_arbitrary(self) -> bool:
-        """Whether the caller gives each row's intervals (`row_spans` or `func`)."""
+        """Returns whether the caller gives each row's intervals (`row_spans` or `func`)."""
         return self.row_spans is not None or self.func is not None
 
 

@@ -396,7 +396,7 @@ class _AttentionPacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # NOTE: as above, one access.
+        # NOTE: there is one access here, too, for the same reason.
         qkv, rab, pos_weight, ts_weight = saved = ctx.saved_tensors
         _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)

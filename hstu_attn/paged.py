@@ -39,9 +39,10 @@ class PagedKV:
             sizes 16, 32, 64, 128 and 256. The dtype is that of q, or float8_e4m3fn with
             `kv_scales`.
         page_offsets: `(batch + 1,)` offsets into `page_ids`. The serving name is `kv_indptr`.
-        page_ids: `(page_offsets[batch],)` the pages of each sequence, in order; `kv_indices`.
+        page_ids: `(page_offsets[batch],)` the pages of each sequence, in order. The serving name is
+            `kv_indices`.
         last_page_lens: `(batch,)` tokens in each sequence's last page, `(h - 1) % page_size + 1`,
-            0 where `h` is 0; `kv_last_page_len`.
+            0 where `h` is 0. The serving name is `kv_last_page_len`.
             These three may be buffers of a larger batch: entries beyond those of this one are not
             read.
         kv_scales: float32 `(num_pages, 2, page_size, heads)`, what the elements of each row and

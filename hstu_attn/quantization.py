@@ -51,7 +51,7 @@ _ROWS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Quantization:
-    """How `hstu_attention` quantizes q, k and v to e4m3.
+    """The way in which `hstu_attention` quantizes q, k and v to e4m3.
 
     Attributes:
         mode: what shares a scale: 0 nothing is scaled, 1 rows of q and blocks of 128 keys of k and
@@ -76,10 +76,10 @@ class Quantization:
 
 
 class Quantized(NamedTuple):
-    """What `torch.ops.hstu_attn.quantize_qkv` returns; a value is about its code times its descale.
+    """The result of `torch.ops.hstu_attn.quantize_qkv`.
 
-    `blocks` is `total_k // 128 + batch`. What belongs to no row or block of a sequence is zero on a
-    CPU and undefined on a GPU.
+    A value is about its code times its descale. `blocks` is `total_k // 128 + batch`. What belongs
+    to no row or block of a sequence is zero on a CPU and undefined on a GPU.
 
     Attributes:
         q8: float8_e4m3fn `(total_q, heads, D)`, with D rounded up to a multiple of 16; the elements
@@ -110,7 +110,7 @@ class Quantized(NamedTuple):
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """What `dequantized_rows` needs of it."""
+        """Returns the fields that `dequantized_rows` needs."""
         codes = (self.q8, self.k8, self.v8)
         return *codes, self.q_descale, self.k_descale, self.v_descale, self.k_mean
 
@@ -192,7 +192,7 @@ def quantize_qkv(
             are kept.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in `hstu_attention`.
         mode, smooth_k: as in `Quantization`; mode -1 if q, k and v are float8_e4m3fn.
-        q_descale, k_descale, v_descale: of float8_e4m3fn q, k and v: fp32, `()`, `(1,)`,
+        q_descale, k_descale, v_descale: those of float8_e4m3fn q, k and v: fp32, `()`, `(1,)`,
             `(batch,)`, `(batch, heads)` or `(heads, blocks)`; also `(heads, total_q)` for q.
     """
     q_rows = _Rows(cu_seqlens_q, seqused_q, q.shape[0])
@@ -435,7 +435,7 @@ def dequantized_rows(
 
     Args:
         kept: `Quantized.kept`.
-        cu_seqlens_k: `(batch + 1,)` that they were quantized with.
+        cu_seqlens_k: `(batch + 1,)`, the offsets that they were quantized with.
         head_dim: D.
         dtype: bf16, fp16 or wider, so that it holds every code.
     """

@@ -127,7 +127,7 @@ def make_batch(
         lengths_k: keys of each sequence.
         lengths_q: query rows of each sequence; None means as many as keys. More than these is for
             the functions of other libraries' names: `hstu_attention` refuses it on a CPU.
-        heads, dim, dim_v, dtype, device: of q, k and v; `dim_v` None means `dim`.
+        heads, dim, dim_v, dtype, device: those of q, k and v; `dim_v` None means `dim`.
         mask: a mask, or one of `MASK_NAMES` with random contents.
         bias: a bias, or one of `BIAS_NAMES` with random contents.
         options: further fields of `Batch`.

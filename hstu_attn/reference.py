@@ -1,7 +1,7 @@
 """HSTU attention in the plainest PyTorch: what every kernel of this library has to reproduce.
 
-Dense, one sequence at a time, differentiable by plain autograd, on any device. It is meant to be
-read and to be compared with, not to be fast.
+It is dense, computes one sequence at a time, is differentiable by plain autograd and runs on any
+device. It is meant to be read and to be compared with, not to be fast.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _length(begin: Tensor, end: Tensor) -> Tensor:
 
 
 class _Ranges(NamedTuple):
-    """Where the rows and the keys of sequences begin and end, `(sequences, 1)` each."""
+    """The beginnings and ends of the rows and the keys of sequences, `(sequences, 1)` each."""
 
     q_begin: Tensor
     q_end: Tensor
@@ -234,7 +234,8 @@ class Group:
         before_end: `(max_k,)`: the key in each slot, counted from the end: -1 is the last.
         packed_row: `(sequences, max_q)`: the row of q in each slot; arbitrary if empty.
         packed_key: `(sequences, max_k)`: the row of k in each slot; arbitrary if empty.
-        row_is_empty, key_is_empty: of these shapes. Empty are rows that no key is before, too.
+        row_is_empty, key_is_empty: which slots are empty, in these shapes. A row that no key is
+            before counts as empty.
         index: the rows that are in slots, by `Rows.kind`; that of zeros for empty ones.
         q, k, v: `(heads * sequences, slots, head dim)`.
     """
@@ -290,7 +291,7 @@ class Group:
         page_size = kv_cache.shape[2]
         key = self.before_end + self.k_length
         page = self.of_sequences(page_offsets) + key.clamp(min=0) // page_size
-        ids = F.pad(page_ids.to(torch.int64), (0, 1))  # so that there is one to take
+        ids = F.pad(page_ids.to(torch.int64), (0, 1))  # there is always one to take
         page = ids[page.clamp(0, page_ids.shape[0])].clamp(0, kv_cache.shape[0] - 1)
         slot = key % page_size
         if kv_scales is None:
@@ -318,7 +319,7 @@ class Group:
         """`(sequences, max_k)`: the times of the keys."""
         timestamps = self.batch.inputs.call.timestamps
         assert timestamps is not None
-        padded = F.pad(timestamps, (0, 1))  # so that there is one to take
+        padded = F.pad(timestamps, (0, 1))  # there is always one to take
         index = self.packed_key.clamp(0, timestamps.shape[0])
         return padded[index].masked_fill_(self.key_is_empty, 0)
 

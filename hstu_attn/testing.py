@@ -1,4 +1,4 @@
-"""How to test an implementation of HSTU attention: inputs, poison, and the tolerance rule.
+"""Tools to test an implementation of HSTU attention: inputs, poison, and the tolerance rule.
 
 The rule, for every output and gradient: the largest error against the exact result may be at most
 twice that of the same formula in plain PyTorch of the same dtype, plus two roundings of the exact

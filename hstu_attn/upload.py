@@ -22,8 +22,8 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     until the copy is done. On a CPU nothing is copied, as by `Tensor.to`.
 
     Args:
-        tensors: on the CPU, of any shapes and dtypes.
-        device: where to.
+        tensors: tensors on the CPU, of any shapes and dtypes.
+        device: the device of the copies.
 
     Returns:
         On a GPU the copies, contiguous; they are parts of one allocation, which lives as long as
@@ -115,7 +115,7 @@ class Prefetcher(Generic[AnyBatch]):
         self._next = result
 
     def take(self) -> tuple[AnyBatch, AnyBatch]:
-        """Takes the next batch: on the CPU, and its copy for work on the current stream.
+        """Returns the next batch on the CPU, and its copy for work on the current stream.
 
         Raises:
             Exception: whatever `draw` has raised.

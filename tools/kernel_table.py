@@ -1,4 +1,4 @@
-"""What ptxas says of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
+"""Prints what ptxas says of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
 
 The build leaves the output of `nvcc -Xptxas=-v` next to each object, as *.cu.o.log. The table has a
 line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run
@@ -119,7 +119,7 @@ def print_table(kernels: list[Kernel]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail where attention spills")
-    parser.add_argument("folder", type=Path, help="where the build's build.ninja lies")
+    parser.add_argument("folder", type=Path, help="where the build's build.ninja is")
     options = parser.parse_args()
     kernels = read_logs(options.folder)
     if not options.check:

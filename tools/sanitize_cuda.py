@@ -27,7 +27,7 @@ COSTS = {"memcheck": 2, "racecheck": 4, "initcheck": 3, "synccheck": 1}
 OUR_KERNELS = ("--kernel-name", "kernel_substring=hstu")
 ERRORS_FOUND = 86  # the exit status of compute-sanitizer where it found errors; pytest has others
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: .*\()(\d+) errors?\b(?! were not)")
-SHOWN_LINES = 60  # of the log of a process where something was wrong
+SHOWN_LINES = 60  # lines of the log of a process where something was wrong
 MARKED = ("-m", "sanitize and gpu")
 
 
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a process ended."""
+    """The result of a process."""
 
     job: Job
     counts: Counter[str]

@@ -26,7 +26,7 @@ def dense_form(bias: RelativeBias, cu_seqlens: Tensor, longest: int, dtype: torc
         bias: the tables, and times of keys that are also those of the rows.
         cu_seqlens: `(batch + 1,)`, of rows and of keys.
         longest: the longest sequence, in tokens.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Returns:
         `(batch, heads, longest, longest)`; weights past a sequence are arbitrary.

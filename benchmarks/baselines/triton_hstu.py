@@ -181,7 +181,7 @@ def hstu_attention_forward(
     """Computes the output alone, without recording gradients.
 
     Args:
-        q, k, v: `(total, heads, D)`, bf16, fp16 or fp32, with `D` 32, 64, 128 or 256; rows may lie
+        q, k, v: `(total, heads, D)`, bf16, fp16 or fp32, with `D` 32, 64, 128 or 256; rows may be
             apart, in steps of 16 bytes.
         cu_seqlens: int32 or int64 `(batch + 1,)`: offsets of the sequences.
         max_seqlen: at least the longest sequence.
@@ -228,15 +228,15 @@ def hstu_attention_backward(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.geometry = geometry
-        return hstu_attention_forward(q, k, v, *geometry)
+        ctx.arguments = arguments
+        return hstu_attention_forward(q, k, v, *arguments)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = hstu_attention_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.geometry)
-        return (*gradients, *(None for _ in ctx.geometry))
+        gradients = hstu_attention_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.arguments)
+        return (*gradients, *(None for _ in ctx.arguments))
 
 
 def hstu_attention(
@@ -251,6 +251,6 @@ def hstu_attention(
     alpha: float = 1.0,
 ) -> Tensor:
     """Computes `hstu_attention_forward`, differentiable in q, k and v."""
-    geometry = (cu_seqlens, max_seqlen, scaling_seqlen, num_contexts, num_targets, alpha)
-    out: Tensor = _Attention.apply(q, k, v, *geometry)
+    arguments = (cu_seqlens, max_seqlen, scaling_seqlen, num_contexts, num_targets, alpha)
+    out: Tensor = _Attention.apply(q, k, v, *arguments)
     return out

@@ -67,7 +67,7 @@ def step_inputs(
     for.
 
     Args:
-        items, times: of each user all events, int64 `(n,)`.
+        items, times: those of all events of each user, int64 `(n,)`.
         cached: how many events of each user were in earlier batches.
         candidates: int64 `(m,)`, scored for every user.
         now: the time at which the model is asked.

@@ -1,1 +1,1 @@
-"""What the training examples share: models, losses, evaluation, baselines and checkpoints."""
+"""Parts of the training examples: models, losses, evaluation, baselines and checkpoints."""

@@ -1,4 +1,4 @@
-"""What a sequence model has to beat: popularity, and item-to-item co-occurrence."""
+"""The baselines that a sequence model has to beat: popularity, and item-to-item co-occurrence."""
 
 from __future__ import annotations
 

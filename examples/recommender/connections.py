@@ -33,7 +33,7 @@ class LimitedHTTP(H11Protocol):
     log tells each case, but not each time.
 
     Args:
-        arrival_timeout: in seconds.
+        arrival_timeout: the time in seconds.
         max_connections: how many may be open at a time.
         arguments: those that uvicorn passes to its protocols.
     """

@@ -12,7 +12,7 @@ from recommender.files import write_whole
 
 __all__ = ["plot_curves"]
 
-SMOOTHING = 0.05  # the share of the run that one point of the smooth curve averages over
+SMOOTHING = 0.05  # the part of the run that one point of the smooth curve averages over
 
 
 def plot_curves(

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 SCORES_PER_BATCH = 2**27  # fp32, of which some copies are made
-KEPT_ROWS = 2**23  # of some 60 bytes each
+KEPT_ROWS = 2**23  # a row has some 60 bytes
 
 Excluded = Literal["seen", "window", "nothing"]
 """The items that a ranking leaves out: all that the user has seen, the window's, or none."""

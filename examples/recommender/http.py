@@ -43,7 +43,7 @@ __all__ = ["Service", "make_app"]
 
 LOG = logging.getLogger("recommender.server")
 RARE = SparingLog(LOG)
-SECONDS = "hstu_attn.seconds"  # a key of a request's scope: in which it is to be answered
+SECONDS = "hstu_attn.seconds"  # a key of a request's scope: the time in which it is to be answered
 WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
     NoHistoryError: ("no_history", "The user is new: at least one event is needed"),
     EventOrderError: (
@@ -52,7 +52,7 @@ WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
     ),
     EventTimeError: ("event_time", "The time of an event is too early or too late: seconds?"),
 }
-MAX_ERRORS = 20  # that a 422 names
+MAX_ERRORS = 20  # a 422 names no more
 STUCK_SECONDS = 60.0
 """A batch that takes longer than this is not expected to end."""
 STORE_SECONDS = 1.0
@@ -78,7 +78,7 @@ class Service(NamedTuple):
 
     Attributes:
         engine: serves the saved model.
-        saved: for its items and titles.
+        saved: tells its items and titles.
         timeout: seconds that a request may take.
         index_of: the model's item of each of the data set's ids.
     """
@@ -169,7 +169,7 @@ def make_app(
 
     Args:
         engine: serves the saved model; closed when the application shuts down.
-        saved: for its items and titles.
+        saved: tells its items and titles.
         timeout: seconds that a request may take; it may ask for less by X-Request-Timeout-Ms.
         access: who may ask; None is everybody, but no administrator.
         max_body_bytes: no body is larger.
@@ -218,7 +218,7 @@ def add_path(
     app: FastAPI, endpoint: Callable[..., Any], body: type, answer: type, access: Access
 ) -> None:
     """Adds a path of a model under the name of its endpoint, whose `body` is given its type."""
-    endpoint.__annotations__["body"] = body  # by which FastAPI checks it
+    endpoint.__annotations__["body"] = body  # FastAPI checks the body by it
     extra: dict[str, Any] = {"parameters": [TIMEOUT]}
     if not access.is_open:  # the Guard checks it; this documents it
         extra["security"] = [{BEARER.scheme_name: []}]
@@ -339,13 +339,13 @@ class StoreProbe:
         """Returns why the store cannot be read."""
         try:
             self.engine.check_store()
-        except Exception as error:  # of whichever store
+        except Exception as error:  # stores raise errors of many classes
             return str(error) or repr(error)
         return None
 
 
 def is_ready(app: FastAPI, engine: Engine) -> bool:
-    """Whether requests should come here; whether the store answers is known from the last /ready.
+    """Returns whether requests should come here, by what the last /ready found of the store.
 
     An engine has captured its graphs when it is made, if it captures any ahead.
     """

@@ -1,4 +1,4 @@
-"""Who may ask, and what is refused before a request is read: wrong tokens and large bodies."""
+"""Decides who may ask, and refuses wrong tokens and large bodies before a request is read."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether clients need no token."""
+        """Returns whether clients need no token."""
         return not self._tokens
 
     def client_of(self, token: bytes, address: str) -> str | None:
-        """Returns the name under which a client has its share of the queue; None admits nobody.
+        """Returns the name under which a client takes its turns in the queue; None admits nobody.
 
         It is the place of the token among the clients' tokens, or the address where none is needed.
         """
@@ -83,7 +83,7 @@ class Access:
         return None if place is None else f"token {place}"
 
     def is_admin(self, token: bytes) -> bool:
-        """Whether a token is one of an administrator."""
+        """Returns whether a token is one of an administrator."""
         return _place(token, self._admin_tokens) is not None
 
     def require_admin(
@@ -179,5 +179,5 @@ class Guard:
         return None
 
     def too_large(self) -> HTTPException:
-        """For a body over the limit."""
+        """Returns the error for a body over the limit."""
         return HTTPException(413, f"The body must have at most {self.max_body_bytes} bytes")

@@ -33,7 +33,7 @@ class Forget(BaseModel, Generic[Id]):
 
 
 class Prune(BaseModel):
-    """Which events are deleted: those before a time, and all but the latest of each user."""
+    """The events to delete: those before a time, and all but the latest of each user."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     before: Annotated[int, Field(ge=0, lt=2**62)] = 0
@@ -98,4 +98,4 @@ def add_admin(
     @router.post("/compact", response_model=Done)
     async def compact() -> Done:
         await do(engine.store.compact)
-        return Done(done="The store's files are being, or have been, written anew")
+        return Done(done="The store's files are being, or have been, rewritten")

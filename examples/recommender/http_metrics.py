@@ -22,14 +22,14 @@ __all__ = ["Metrics"]
 
 
 class Metrics(Collector):
-    """What the server counts.
+    """The counts and the times of the server.
 
     Args:
-        engine: whose statistics are among it.
+        engine: the engine, whose statistics are among them.
         ready: whether new requests should be sent here.
 
     Attributes:
-        registry: of the metrics.
+        registry: the registry of the metrics.
         responses: counts answers, by path and status.
         seconds: how long answers took, by path.
     """

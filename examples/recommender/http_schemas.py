@@ -1,4 +1,4 @@
-"""What requests and answers look like; FastAPI checks requests by these, and documents both."""
+"""The types of requests and answers; FastAPI checks requests by these, and documents both."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ class RecommendAnswer(Strict, Generic[Id]):
 
 
 class Problem(Strict):
-    """Why a request was not answered."""
+    """The reason why a request was not answered."""
 
     detail: str
 
 
 class State(Strict):
-    """Whether the server does its work, and what waits."""
+    """The state of the server: whether it does its work, and what waits."""
 
     status: str
     users: int

@@ -140,7 +140,7 @@ class Made(Generic[AnyBatch]):
     Attributes:
         numbers: on the device, `(3,)` fp32: the loss, the norm of its gradient, and the sum of the
             loss over the batch of this process.
-        batch: on the CPU.
+        batch: the batch, on the CPU.
         position: after the batch.
         learning_rate: that of the step.
         started: when the host began it, by `time.perf_counter`.
@@ -162,7 +162,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     Args:
         options: the command line.
-        model: on its device.
+        model: the model, on its device.
         batches: which data make the next batch of this process.
         identity: what else than the options a run must share with the one that it continues.
         processes: what is done together with other processes.

@@ -23,7 +23,7 @@ from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
 
 __all__ = ["ItemModel", "RetrievalModel", "sampled_softmax_loss"]
 
-PART_ELEMENTS = 2**24  # of item vectors or of scores at a time, 64 MiB; at least those of one row
+PART_ELEMENTS = 2**24  # item vectors or scores at a time, 64 MiB; at least those of one row
 FEW_ITEMS = 32  # times the items of a row: scores of all are then computed faster than gathered
 
 
@@ -164,7 +164,7 @@ class _ScoresOfOwnItems(Function):
         Args:
             ctx: keeps the arguments.
             states: `(n, dim)`.
-            vectors: of all items, `(num_items, dim)`.
+            vectors: the vectors of all items, `(num_items, dim)`.
             items: `(n, k)` int64.
         """
         ctx.save_for_backward(states, vectors, items)

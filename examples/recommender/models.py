@@ -146,7 +146,7 @@ class Models:
         options: name the file of the model, and the size of a cache.
         saved: the served model.
         engine: serves it.
-        max_candidates: of a request.
+        max_candidates: how many a request may have.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class Models:
         return path
 
     def _fits(self, served: ServedRetrieval) -> bool:
-        """Whether a model can be served from the cache of the served one."""
+        """Returns whether a model can be served from the cache of the served one."""
         old = self._engine.model
-        # Of another kind of model the engine says what is wrong.
+        # Where the served model is of another kind, the engine says what is wrong.
         return not isinstance(old, ServedRetrieval) or page_shape(old) == page_shape(served)
 
     def roll_back(self) -> None:

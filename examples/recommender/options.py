@@ -116,7 +116,7 @@ class Options(argparse.Namespace):
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether heads must have a width that the kernels of HSTU attention take."""
+        """Returns whether heads must have a width that the kernels of HSTU attention take."""
         return True
 
     @property
@@ -125,7 +125,7 @@ class Options(argparse.Namespace):
         return self.head_dim or self.dim // self.heads
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """Of the layers; parameters are fp32."""
+        """Returns the dtype in which the layers compute; parameters are fp32."""
         import torch
 
         is_16_bits = self.bf16 or self.fp8 or device.type == "cuda"

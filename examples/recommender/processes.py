@@ -1,4 +1,4 @@
-"""What the processes of a run do together, in one place; one process alone is a run of one.
+"""The steps that the processes of a run take together; one process alone is a run of one.
 
 Started by torchrun, each process is a rank of a `hstu_attn.distributed.World`, with a GPU of its
 own or on the CPU. All of them call the methods here together.
@@ -80,7 +80,7 @@ class Processes:
         """Returns the model that computes the loss.
 
         Args:
-            model: on its device, its parameters fp32.
+            model: the model, on its device, with fp32 parameters.
             compute_dtype: the dtype of the layers.
             ignored_modules: as in `hstu_attn.distributed.parallelize`.
         """
@@ -190,7 +190,8 @@ class Processes:
 
         Args:
             model: the one given to `prepare`.
-            state: by name; it may be mapped from the file, since each process reads its part.
+            state: tensors by name; they may be mapped from the file, since each process reads its
+                part.
         """
         whole = StateDictOptions(full_state_dict=True)
         set_model_state_dict(model, cast(dict[str, Any], state), options=whole)

@@ -56,7 +56,7 @@ TIME_BUCKETS = 2048  # square roots of minutes: eight years
 
 @dataclass(frozen=True, kw_only=True)
 class RankingConfig:
-    """What a `RankingModel` computes.
+    """The sizes and the options of a `RankingModel`.
 
     Attributes:
         sizes: the sizes of the embedding tables by feature: "item" and each of `CONTEXTS`.
@@ -88,12 +88,12 @@ class RankingConfig:
 
     @property
     def max_rows(self) -> int:
-        """No sequence has more rows."""
+        """Returns the largest number of rows that a sequence has."""
         return len(CONTEXTS) + 2 * self.max_history + self.max_targets
 
     @property
     def layer(self) -> HSTULayerConfig:
-        """Of each layer."""
+        """Returns the configuration of each layer."""
         width = self.head_dim or self.dim // self.heads
         config = HSTULayerConfig.stu(
             embedding_dim=self.dim,
@@ -274,10 +274,10 @@ def save_ranking_model(
 
     Args:
         path: the path of the file.
-        model: of which parts may be elsewhere.
+        model: the model, of which parts may be elsewhere.
         parameters: its whole state by the names that it has on one process; None is the model's.
         validation: what the model reached in validation, by name.
-        log: whose ids of items and users the file tells; a server needs them.
+        log: the log whose ids of items and users the file tells; a server needs them.
     """
     state: dict[str, Any] = {
         "ranking": asdict(model.config),

@@ -51,7 +51,7 @@ and the hour of the day, UTC."""
 
 ACTIVITY_BUCKETS = 32
 SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
-HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # of Fibonacci hashing: 2**64 over the golden ratio
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # the factor of Fibonacci hashing: 2**64 over the golden ratio
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class RankingBatch:
 
     @property
     def total(self) -> int:
-        """How many rows the windows have in the model; on a GPU the host waits for it."""
+        """Returns how many rows the windows have in the model; on a GPU the host waits for it."""
         of_windows = 2 * self.history_offsets[-1] + self.target_offsets[-1]
         return self.contexts.numel() + int(of_windows)
 
@@ -154,8 +154,8 @@ class RankingData:
     the candidates of the validation. Users with few events have fewer held out, so that one event
     is always trained on.
 
-    With `held_out_share`, the latest share of the events of all users is for the test, and as large
-    a share before it for the validation, as when a model is trained at one time and serves
+    With `held_out_share`, the latest events of all users, that fraction of them, are for the test,
+    and as many before them for the validation, as when a model is trained at one time and serves
     afterwards. These events are divided into windows as in training: the history of a window has
     all earlier events of the user. Some users have no events to train on, or none held out.
 
@@ -255,7 +255,7 @@ class RankingData:
         return np.sort(_events_of(windows.requests, windows.ends)[0])
 
     def user_of(self, events: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Whose each event is."""
+        """Returns the user of each event."""
         return np.searchsorted(self.log.offsets, events, side="right") - 1
 
     def user_rows(self, users: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -425,7 +425,7 @@ class EndlessBatches(Iterator[NDArray[np.int64]]):
 
     @property
     def batch(self) -> int:
-        """How many batches of the epoch have been drawn."""
+        """Returns how many batches of the epoch have been drawn."""
         return self.sampler.batch
 
     @property

@@ -181,7 +181,7 @@ class Rates:
 
 
 def base_rates(data: RankingData, tasks: Sequence[str]) -> FloatArray:
-    """Returns the share of the training events in which each task's action was done, `(tasks,)`.
+    """Returns the fraction of the training events in which each task's action was done, `(tasks,)`.
 
     Raises:
         ValueError: in the training events a task's action was always done, or never.

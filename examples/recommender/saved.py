@@ -42,7 +42,7 @@ class SavedModel(NamedTuple):
 
     @property
     def has_text_ids(self) -> bool:
-        """Whether the ids of the data set are text; item and user ids are of the same kind."""
+        """Returns whether the ids of the data set, of items and of users alike, are text."""
         return self.item_ids.dtype.kind == "U"
 
 
@@ -65,7 +65,7 @@ def save_model(
         "num_layers": len(model.stack.layers),
         "max_seq_len": model.max_seq_len,
         "dropout_ratio": model.dropout_ratio,
-        "l2_normalise": model.l2_normalize,
+        "l2_normalise": model.l2_normalize,  # the spelling of files that exist
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
     }
     state = {

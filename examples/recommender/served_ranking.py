@@ -37,12 +37,12 @@ class SavedRanking(NamedTuple):
 
     @property
     def has_text_ids(self) -> bool:
-        """Whether the ids of the data set are text; item and user ids are of the same kind."""
+        """Returns whether the ids of the data set, of items and of users alike, are text."""
         return self.item_ids.dtype.kind == "U"
 
 
 def is_ranking_model(path: Path) -> bool:
-    """Whether a file holds what train_ranking.py saves; nothing else is said about other files."""
+    """Returns whether a file holds what train_ranking.py saves; False for any other file."""
     try:
         read_ranking_model(path)
     except Exception:  # torch.load raises errors of many classes for foreign files

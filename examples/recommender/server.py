@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 LOG = logging.getLogger("recommender.server")
-SECONDS_AHEAD = 86400  # of the clock of this machine, that an event may be
+SECONDS_AHEAD = 86400  # an event may be so far ahead of the clock of this machine
 
 
 def make_engine(
@@ -233,7 +233,7 @@ def make_server(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone; a name is not known to be."""
+    """Returns whether an address is reached from this machine alone; False for unknown names."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -31,7 +31,7 @@ class SparingLog:
 
         Args:
             what: its kind: a text with places for the values, as `logging` takes it.
-            values: of this one.
+            values: the values of this one.
         """
         self._untold[what] += 1
         now = time.monotonic()

@@ -12,7 +12,7 @@ The files of 2014 and 2018 are told apart by the place of the item in the first 
 ten characters, and is the ten digits of an ISBN (the last may be X) or starts with B.
 
 Ids are text. They get whole numbers in the order of the text, and the log keeps the text:
-`EventLog.user_keys` and `item_keys`. The ids that are different are held in memory.
+`EventLog.user_keys` and `item_keys`. The distinct ids are held in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AmazonLayout:
 
     Args:
         name: the name in the manifest of the preprocessed log.
-        columns: in their order.
+        columns: the columns in their order.
         user: the column of users.
         item: the column of items.
         has_header: whether the first line names the columns.

@@ -138,12 +138,12 @@ def _longest_first(
 ) -> tuple[list[list[int]], list[int]]:
     parts: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    least, larger = divmod(len(order), num_ranks)  # so many ranks may have one more than the least
+    least, larger = divmod(len(order), num_ranks)  # `larger` ranks may have one more
     heap = [(0, rank) for rank in range(num_ranks)]
     for index in order:
         load, rank = heapq.heappop(heap)
         while equal_counts and len(parts[rank]) >= least + (larger > 0):
-            load, rank = heapq.heappop(heap)  # full, for good
+            load, rank = heapq.heappop(heap)  # the rank before is full, and leaves the heap
         parts[rank].append(index)
         loads[rank] = load + costs[index]
         if equal_counts and len(parts[rank]) > least:
@@ -206,8 +206,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 sampler.advance()
 
     NOTE: ranks have different numbers of sequences and rows. A loss that is a mean over rows is to
-    be weighted by a rank's share of the global batch's rows before gradients are averaged, as
-    `hstu_attn.distributed.global_mean` does.
+    be weighted by the fraction of the global batch's rows that a rank has, before gradients are
+    averaged, as `hstu_attn.distributed.global_mean` does.
 
     Args:
         lengths: `(n,)`, rows of each sequence, positive.

@@ -61,7 +61,7 @@ class JaggedBatch:
 
     @property
     def total(self) -> int:
-        """How many rows the sequences have; on a GPU the host waits for it."""
+        """Returns how many rows the sequences have; on a GPU the host waits for it."""
         return int(self.seq_offsets[-1])
 
     def to(self, device: torch.device) -> JaggedBatch:
@@ -150,8 +150,8 @@ def check_batch(batch: JaggedBatch, num_items: int) -> None:
     same_sequence = torch.ones(total, dtype=torch.bool, device=times.device)
     starts = offsets[:-1]
     same_sequence[starts[starts < total]] = False
-    forwards = torch.diff(times, prepend=times[:1]) >= 0
-    require_each(forwards | ~same_sequence, "timestamps", times, "no decrease within a sequence")
+    in_order = torch.diff(times, prepend=times[:1]) >= 0
+    require_each(in_order | ~same_sequence, "timestamps", times, "no decrease within a sequence")
     later = batch.target_timestamps >= times
     require_each(later, "target_timestamps", batch.target_timestamps, "none before timestamps")
 
@@ -227,7 +227,7 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of the epoch under way."""
+        """Returns the number of batches of the epoch under way."""
         return len(self._batches)
 
     def state_dict(self) -> SamplerState:

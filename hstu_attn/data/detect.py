@@ -1,4 +1,4 @@
-"""Which layout a source has: named by the caller, or told by its first line."""
+"""Finds the layout of a source: the caller names it, or its first line tells it."""
 
 from __future__ import annotations
 

@@ -181,11 +181,11 @@ def open_event_log(
         cache_dir: where the preprocessed form goes; None is `hstu_cache` next to `source`.
         progress: shows a progress bar while reading.
         layout: "movielens", "amazon", one of its "amazon-2014" and "amazon-2018", "kuairand",
-            "parquet" or "csv"; None is told by a name that ends in .parquet, by `columns`, or by
+            "parquet" or "csv"; None finds it by a name that ends in .parquet, by `columns`, or by
             the first line.
         columns: the names of the columns of Parquet files, or of text files with a header, by
-            feature: "user", "item", "timestamp" and "rating". A feature without a name has its own;
-            None names none.
+            feature: "user", "item", "timestamp" and "rating". A feature that is left out has a
+            column of its own name; with None, all have.
         only: keeps only the events with that action, for example "long_view", where the layout has
             actions.
         min_user_events: leaves out users with fewer events.

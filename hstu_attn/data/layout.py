@@ -1,4 +1,4 @@
-"""How text files spell events, and what happens to lines that do not follow their layout."""
+"""Reads events as text files spell them, and reports lines that do not follow their layout."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class MovieLensLayout:
     Args:
         name: the name in the manifest of the preprocessed log.
         delimiter: between the fields of a line.
-        columns: of the ratings: user, item, rating and timestamp.
+        columns: the columns of the ratings: user, item, rating and timestamp.
         has_header: whether the first lines of both files name their columns.
         titles_file: name of the file of titles, next to the ratings.
         titles_encoding: its text encoding.

@@ -78,8 +78,8 @@ class ParquetLayout:
         """Reads the events of all files, one file after the other.
 
         Raises:
-            ValueError: pyarrow is not installed, or a file is damaged, has not the columns, or a
-                value that is not of its column.
+            ValueError: pyarrow is not installed, or a file is damaged, lacks a column, or has a
+                value that is not of its column's type.
         """
         try:
             import pyarrow as pa
@@ -126,7 +126,7 @@ class ParquetLayout:
         return {}
 
     def _batches(self, source: Path) -> Iterator[tuple[dict[str, str], Any]]:
-        """Reads the columns, whose names by feature or action stand beside each batch."""
+        """Yields batches of the columns, with the names of the columns by feature or action."""
         from pyarrow import parquet
 
         with parquet.ParquetFile(source) as file:
@@ -226,7 +226,7 @@ class _Columns:
     columns: dict[str, Any]
 
     def events(self) -> Events:
-        """Converts them."""
+        """Returns the columns as events."""
         for feature, column in self.columns.items():
             if column.null_count:
                 place = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))

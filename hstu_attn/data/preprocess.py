@@ -31,12 +31,12 @@ __all__ = ["LEAST_USER_EVENTS", "Preprocessed", "preprocess"]
 
 LEAST_USER_EVENTS = 3  # one to learn from, one to validate on, one to test on
 CHUNK_EVENTS = 1 << 21
-PENDING_IDS = 1 << 20  # counted in blocks and not yet together
+PENDING_IDS = 1 << 20  # ids that are counted by block and not yet merged
 
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """What was written and what was left out.
+    """The record of what was written and of what was left out.
 
     Attributes:
         item_ids: `(num_items,)` int64, the source's ids, or numbers from 0 where those are text.
@@ -66,7 +66,7 @@ class _Ids:
     one block after the other, which is later replaced by a file of the ranks of these keys.
 
     Args:
-        path: of these files.
+        path: the path of these files.
 
     Attributes:
         values: `(n,)`, the ids, sorted; complete after `close`, as `counts` is.

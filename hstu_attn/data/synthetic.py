@@ -4,10 +4,10 @@ Its viewers behave like this, so that there is something to learn:
 
 * Films have one or two genres, a year, and a popularity that falls off as a power of their rank.
   Some belong to a series.
-* A viewer has a taste in genres and a favorite period. The taste drifts: towards what is watched,
+* A viewer has a taste in genres and a favorite period. The taste drifts: toward what is watched,
   and now and then to something new.
 * Viewing comes in sessions, days apart. A session has a genre, drawn from the taste or carried over
-  from the last one, and wanders through the years of that genre, forwards or backwards at its own
+  from the last one, and wanders through the years of that genre, forward or backward at its own
   pace, starting from about the favorite period. Each film is one of the session's genre from about
   the year reached, the better known the likelier; or the sequel of the last; or just a popular one.
   No film is seen twice.
@@ -52,17 +52,17 @@ ROMAN = ("", " II", " III", " IV")
 FIRST_YEAR, LAST_YEAR = 1930, 2000
 FIRST_TIMESTAMP = 956_700_000  # April 2000
 DAY, MINUTE = 86_400, 60
-FEWEST_EVENTS = 20  # of a viewer, as in MovieLens
+FEWEST_EVENTS = 20  # each viewer has at least as many, as in MovieLens
 
 POPULARITY_EXPONENT = 0.8
-SERIES_PROBABILITY = 0.04  # of each new title
+SERIES_PROBABILITY = 0.04  # a new title begins a series
 GENRE_EXPONENT = 0.7
-SEQUEL_PROBABILITY = 0.5  # once a film is seen that has one
+SEQUEL_PROBABILITY = 0.5  # a film that has a sequel is followed by it
 POPULAR_PROBABILITY = 0.2  # whatever the session's genre
 CARRY_OVER_PROBABILITY = 0.3
 SESSION_END_PROBABILITY = 0.1
-NEW_INTEREST_PROBABILITY = 0.1  # each session
-FASTEST_PACE = 5.0  # years a film
+NEW_INTEREST_PROBABILITY = 0.1  # a session begins a new interest
+FASTEST_PACE = 5.0  # years from one film to the next
 YEAR_SPREAD = 1.5
 PERIOD_SPREAD = 12.0
 DAYS_BETWEEN_SESSIONS = 9
@@ -114,7 +114,7 @@ class _Catalogue:
 
 @dataclass
 class _Session:
-    """What a viewer currently wants to see."""
+    """The genre, and the way through its years, that a viewer currently follows."""
 
     genre: int
     year: float

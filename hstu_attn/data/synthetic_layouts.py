@@ -31,7 +31,7 @@ KUAIRAND_HEADER = (
     "long_view,play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,"
     "tab"
 )
-PATIENCE_SPREAD = 0.7  # of the logarithm of a video's length
+PATIENCE_SPREAD = 0.7  # deviation of the logarithm of a video's length
 CLICK_MS, LONG_VIEW_MS = 7_000, 18_000  # played at least so long, or to the end
 
 

@@ -19,8 +19,8 @@ ML_20M_SHAPE = {"num_users": 138_493, "num_items": 26_744, "num_events": 20_000_
 """The size of MovieLens 20M."""
 
 USERS_AT_ONCE = 4096
-FEWEST_EVENTS = 20  # of a user, as in MovieLens
-SPREAD = 1.0  # of the logarithm of a user's number of events
+FEWEST_EVENTS = 20  # each user has at least as many, as in MovieLens
+SPREAD = 1.0  # deviation of the logarithm of a user's number of events
 POPULARITY_EXPONENT = 0.8
 LONGEST_PAUSE = 2 * 86_400  # seconds between a user's events
 YEAR = 365 * 86_400

@@ -199,7 +199,7 @@ class Checkpoints:
                 optimizer.state.pop(named[name], None)
         for name, optimizer in _fused_optimizers(model).items():
             optimizer.load_state_dict(state["fused"][name])
-            # Adam's count, which its state lacks; a kernel takes it over before its first step.
+            # This sets Adam's count of steps, which its state lacks.
             optimizer.set_optimizer_step(wanted)
         if generators is not None:
             _restore_random_state(generators)

@@ -94,7 +94,7 @@ def attend_by_heads(
     Args:
         batch: which rank holds which rows.
         q, k, v: `(local rows, heads, width)`.
-        call, bias: of the whole sequences and all heads, as on every rank.
+        call, bias: those of the whole sequences and all heads, as on every rank.
 
     Returns:
         `(local rows, heads, Dv)` of q's dtype.

@@ -84,7 +84,7 @@ def gather_rows(
 
 
 class ContextBatch:
-    """How the rows of a packed batch are distributed over the ranks of a group, for all layers.
+    """The distribution of a packed batch's rows over the ranks of a group, for all layers.
 
     Making one copies four numbers to the host, and the first call with a mask that is neither full
     nor plainly causal copies which chunks of keys it lets this rank see; nothing else does. Every

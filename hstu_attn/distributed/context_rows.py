@@ -1,4 +1,4 @@
-"""Which rows of a packed batch each rank of a group holds under context parallelism.
+"""Computes which rows of a packed batch each rank of a group holds in context parallelism.
 
 Each sequence is cut into `2 * world` chunks, and rank `r` holds chunks `r` and `2 * world - 1 - r`
 of it: under a causal mask a cheap one and an expensive one, so that all ranks have the same work.

@@ -40,7 +40,7 @@ ROWS_PER_BLOCK = 4096
 
 @dataclass(frozen=True)
 class RoutedIds:
-    """Where the rows of a lookup come from; made by `ShardedEmbedding.route`.
+    """The places that the rows of a lookup come from; made by `ShardedEmbedding.route`.
 
     Attributes:
         owned: `(received,)` int64, the rows of this rank's part that ranks ask for, by rank.
@@ -242,7 +242,7 @@ class ShardedEmbeddings(nn.Module):
     """A `ShardedEmbedding` for each feature.
 
     Args:
-        tables: by feature, its number of rows and their width.
+        tables: the number of rows and their width, by feature.
         mesh: as in `ShardedEmbedding`.
         options: further arguments of every `ShardedEmbedding`.
     """

@@ -55,7 +55,7 @@ def parallelize(
     gradients are reduced in fp32. Other modules compute in the dtype of their parameters.
 
     Args:
-        model: on its device already. All ranks get the parameters and buffers of the first.
+        model: a model on its device. All ranks get the parameters and buffers of the first.
         mesh: one-dimensional. None, or a mesh of one rank, only sets `compute_dtype`.
         strategy: `"ddp"` keeps all parameters on every rank and reduces gradients;
             `"fsdp2"` divides parameters, gradients and optimizer state of each layer, and those
@@ -104,7 +104,7 @@ def parallelize(
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=parameters)
     if model not in layers:
         fully_shard(model, mesh=mesh, ignored_params=parameters)
-    for name, parameter in model.named_parameters():  # which are new ones
+    for name, parameter in model.named_parameters():  # fully_shard has made new ones
         if group := of_heads[name]:
             mark_divided(parameter, group)
     return model

@@ -53,7 +53,8 @@ class TorchrecTables(nn.Module):
         """Looks rows up, all ranks together.
 
         Args:
-            ids: by feature `(total,)` int32 or int64, of all features, on one device.
+            ids: the ids of each feature, by its name: `(total,)` int32 or int64, of all features
+                and on one device.
 
         Returns:
             By feature `(total, embedding_dim)`.
@@ -100,7 +101,7 @@ def torchrec_embedding_collection(
     no other optimizer is to have their parameters.
 
     Args:
-        tables: by feature, its number of rows and their width, which is the same for all.
+        tables: the number of rows and their width by feature; the width is the same for all.
         mesh: one-dimensional, the ranks; also where there is one.
         optimizer: the optimizer of the tables: `torch.optim.SGD`, `Adagrad` or, on GPUs, `Adam`, or
             one of torchrec, as `torchrec.optim.RowWiseAdagrad`.

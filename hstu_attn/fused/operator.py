@@ -62,7 +62,7 @@ class Settings(NamedTuple):
     Attributes:
         num_heads, hidden_dim, attention_dim, linear_activation, norm_eps: as in `HSTULayerConfig`.
         input_centered, output_centered: whether a norm is a layer norm; else it is RMSNorm.
-        groups: in which attention's output is normalized: 1 or `num_heads`.
+        groups: the groups of columns in which attention's output is normalized: 1 or `num_heads`.
         parts: the parts of y: see `GateOptions`.
         dropout: the dropout ratio of y.
         fp8_linears: as `FP8.linears`.
@@ -101,7 +101,7 @@ class Settings(NamedTuple):
 
     @property
     def activated(self) -> int:
-        """How many of the first columns of z go through SiLU: all, those of u, or none."""
+        """Returns how many of the first columns of z go through SiLU: all, those of u, or none."""
         sizes = self.split_sizes
         return {"silu": sum(sizes), "silu_u": sizes[0], "none": 0}[self.linear_activation]
 

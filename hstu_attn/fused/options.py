@@ -1,4 +1,4 @@
-"""What the layer's steps in plain torch and in Triton share: the gate's options, and constants."""
+"""The gate's options, and the constants, of the layer's steps in plain torch and in Triton."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def gate(
     Args:
         attention: `(total, columns)`, contiguous.
         u: the same shape; may be a slice of columns.
-        weight, bias: of the norm: `(columns,)`, or `(groups,)` where there are several groups.
+        weight, bias: those of the norm, `(columns,)`, or `(groups,)` if there are several groups.
         seed: int64 `(1,)`, which alone decides what dropout keeps; None is no dropout.
     """
     groups = options.groups

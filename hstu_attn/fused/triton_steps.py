@@ -30,14 +30,14 @@ __all__ = [
 
 
 class Form(NamedTuple):
-    """How a kernel works on rows of up to `elements` columns; wider rows get more warps.
+    """The tile of a kernel for rows of up to `elements` columns; wider rows get more warps.
 
     The values are the fastest on an H200 at 1024 columns: docs/kernels/layer.md.
 
     Attributes:
         elements: the elements of a tile.
         warps: the warps of a program.
-        programs: for each streaming multiprocessor, of a kernel that sums over rows.
+        programs: the programs for each streaming multiprocessor, of a kernel that sums over rows.
         stages: tiles that such a program works on at once: one, and the loads of the others.
         rows_read: tensors that it reads, of as many elements as a tile.
     """
@@ -56,7 +56,7 @@ GATE = Form(2048, 4)
 LAYER_NORM_BACKWARD = Form(1024, 1, programs=8, stages=3, rows_read=3)
 ACTIVATION_BACKWARD = Form(1024, 4, programs=12, stages=3, rows_read=2)
 GATE_BACKWARD = Form(1024, 2, programs=8, stages=3, rows_read=3)
-GATE_BACKWARD_AGAIN = GATE_BACKWARD._replace(programs=4)  # which also writes what the gate did
+GATE_BACKWARD_AGAIN = GATE_BACKWARD._replace(programs=4)  # it writes the gate's result, too
 
 MAX_WARPS = 16
 # The elementwise kernels cut wider rows into such pieces.

@@ -1,4 +1,4 @@
-"""How an engine is asked, and how its callers wait for answers and get them."""
+"""The circumstances in which an engine is asked, and the answers for which its callers wait."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Answer = TypeVar("Answer")
 
 
 class How(TypedDict, total=False):
-    """Who asks an engine, and until when; each may be left out.
+    """The circumstances of a request, such as who makes it; each may be left out.
 
     Attributes:
         at: the time at which the model is asked; None is that of the user's last event.
-        client: on whose behalf, for a fair share of the queue.
-        deadline: on the clock of `time.monotonic`. After it, a request that still waits is not
+        client: the client on whose behalf it is made; clients take turns in the queue.
+        deadline: a time on the clock of `time.monotonic`. A request that still waits then is not
             computed, and its future raises DeadlineError.
         request_id: the same for each attempt to make a request, for traces.
         context: for an `UncachedModel`, what it reads of a request beside events and candidates.
@@ -62,7 +62,7 @@ class Answers:
     device has something to do.
 
     Args:
-        counters: of what becomes of requests.
+        counters: count what becomes of requests.
     """
 
     def __init__(self, counters: Counters) -> None:

@@ -1,4 +1,4 @@
-"""From the requests of a batch to the rows of a cached forward, on the host."""
+"""Turns the requests of a batch into the rows of a cached forward, on the host."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Request:
         top_k: how many of the catalogue; 0 where candidates are scored.
         exclude_seen: whether items of the user's history are left out of those.
         at: the time at which the model is asked; None is the time of the last event.
-        submitted: by `time.monotonic`.
-        client: on whose behalf, for a fair share of the queue.
-        deadline: by `time.monotonic`; after it, the answer is of no use.
+        submitted: when it was submitted, by `time.monotonic`.
+        client: the client on whose behalf it is made; clients take turns in the queue.
+        deadline: the time by `time.monotonic` after which the answer is of no use.
         request_id: the same for each attempt to make this request; None if it has no name.
         context: what an `UncachedModel` reads beside events and candidates.
         span: the caller's span of OpenTelemetry, if it is recorded.

@@ -1,4 +1,4 @@
-"""A KV cache of many users in pages of equal size: whose pages are whose, and what is in them."""
+"""A KV cache of many users in pages of equal size: the pages of each user, and their content."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class CacheStats(NamedTuple):
-    """What a cache holds, and what has become of its users.
+    """Counts of what a cache holds, and of what has become of its users.
 
     `used_pages` are all but `free_pages`; `pinned_pages` are those of users in open steps. `hits`
     and `misses` count users of finished steps that were found with and without tokens, `evictions`
     users who lost their pages on the device.
 
-    Of the host tier: `host_users` have their tokens there, and so have `returning_users`, whom open
-    steps bring back and who are in both tiers until then. `host_hits` are the hits that came back
+    `host_users` have their tokens in the host tier, and so have `returning_users`, whom open steps
+    bring back and who are in both tiers until then. `host_hits` are the hits that came back
     from the host. `losses` count users whose tokens are lost: evicted where the host had no room,
     or least recently used on the host when it had to take others. `bytes_to_host` and
     `bytes_from_host` have been copied.
@@ -139,7 +139,7 @@ class CacheStep:
         """Makes the step's tensors, and copies other arrays to the cache's device with them.
 
         Args:
-            others: on the CPU, of any shapes and dtypes.
+            others: tensors on the CPU, of any shapes and dtypes.
 
         Returns:
             The copies of the others, as by `hstu_attn.upload.upload`.
@@ -165,7 +165,7 @@ class CacheStep:
         """Writes the keys and values of the `N` tokens of a layer into their slots.
 
         Args:
-            layer: from 0.
+            layer: the number of the layer, from 0.
             k: `(N, heads, head_dim)` in batch order, of the cache's dtype and on its device. For a
                 float8_e4m3fn cache of another floating dtype: it is quantized, as by
                 `append_paged_kv`.
@@ -223,7 +223,7 @@ class CacheStep:
 
 
 class PagedKVCache:
-    """The keys and values of many users, for every layer of a model. For inference.
+    """The keys and values of many users, for every layer of a model, for inference.
 
     A user is an int64 id; an unknown one starts empty. Methods may be called from several threads,
     and none waits for a GPU. The GPU work of all steps must be ordered, by one stream or by events:
@@ -317,7 +317,7 @@ class PagedKVCache:
         left.
 
         Args:
-            users: `(B,)` ids, each once, none of them in another open step. On the CPU.
+            users: `(B,)` ids on the CPU, each once, none of them in another open step.
             new_tokens: `(B,)` how many tokens of each are new.
             cached_lens: `(B,)` how many the caller takes to be cached, by an earlier `lookup`, say,
                 since which another thread may have evicted a user. None means any number.
@@ -377,7 +377,7 @@ class PagedKVCache:
     def lookup(self, users: Ints) -> Tensor:
         """Returns int32 `(B,)` on the CPU: the tokens of each user in either tier, 0 if unknown.
 
-        Does not count as a use, and includes new tokens of open steps.
+        This does not count as a use, and includes new tokens of open steps.
         """
         return torch.from_numpy(self._table.lookup(_int64s("users", users)))
 
@@ -406,7 +406,7 @@ class PagedKVCache:
         return pages * self.kv_cache.shape[3]
 
     def stats(self) -> CacheStats:
-        """Counts of pages and users at one moment."""
+        """Returns counts of pages and users at one moment."""
         counts = self._table.stats()
         page_bytes = 0 if self._host_tier is None else self._host_tier.page_bytes
         for direction in ("to_host", "from_host"):

@@ -32,7 +32,7 @@ class RequestError(RuntimeError):
     """The server refused a request, and would do so again.
 
     Attributes:
-        status: of the answer: 300 to 499 mostly.
+        status: the status of the answer, mostly 300 to 499.
         detail: what the server says about it.
     """
 
@@ -71,8 +71,8 @@ class Client:
     too late.
 
     Args:
-        address: of the server, or of what distributes requests to several: `http://host:port`.
-        token: for servers that want one.
+        address: the address of the server, or of what distributes requests to several: `http://host:port`.
+        token: the token for servers that want one.
         timeout: seconds in which an answer is of use, all attempts and pauses included; each
             request may have its own.
         attempts: how many there may be.
@@ -80,7 +80,7 @@ class Client:
             all that is left of the timeout.
         backoff: the longest pause after the first attempt, in seconds; it doubles with each, up to
             5 s.
-        connections: open at a time, at most.
+        connections: how many are open at a time, at most.
 
     Example:
         >>> async with Client("http://127.0.0.1:8000") as client:
@@ -150,7 +150,7 @@ class Client:
             events: what the user did since the last request, oldest first: items and times.
             candidates: items.
             at: the time at which the model is asked; None is that of the user's last event.
-            timeout: in place of the client's.
+            timeout: seconds, in place of the client's timeout.
 
         Raises:
             RequestError: the server refused the request.
@@ -265,7 +265,7 @@ class Client:
             received = await response.read()
             try:
                 answer = json.loads(received)
-            except ValueError:  # of what is between client and server
+            except ValueError:  # the answer is from what is between client and server
                 answer = received[:200].decode(errors="replace")
             if response.status == 200 and not isinstance(answer, dict):
                 raise RequestError(response.status, answer)

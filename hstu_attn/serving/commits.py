@@ -17,7 +17,7 @@ __all__ = ["LOG", "Commits"]
 
 LOG = logging.getLogger("hstu_attn.serving")
 
-_MOST_REQUESTS = 1024  # that wait for a store; a slower one holds up batches, too
+_MOST_REQUESTS = 1024  # may wait for a store; a slower store holds up batches, too
 
 Answer = Tensor | Recommendation
 Ended = tuple[Plan, int | None]
@@ -52,7 +52,7 @@ class Commits:
         self._fail = fail
         self._done = done
         self._thread = ThreadPoolExecutor(1, "hstu_attn commit") if store.waits else None
-        self._changed = threading.Condition()  # of the next three
+        self._changed = threading.Condition()  # guards the next three
         self._waiting: list[tuple[Plan, Answer]] = []
         self._ended: list[Ended] = []
         self._running = False
@@ -81,7 +81,7 @@ class Commits:
 
         Returns:
             Plans, each with the new version of its history; 0 if another process has changed the
-            user's events, so that the request is to be planned anew; None if it failed.
+            user's events, so that the request is to be planned again; None if it failed.
         """
         with self._changed:
             if wait:

@@ -156,7 +156,7 @@ class Engine:
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
         self._waiting = Waiting(queue, max_wait, self._counters)
         self._closed = False
-        self._changed = threading.Condition()  # of the queue, the jobs, or whether it is closed
+        self._changed = threading.Condition()  # guards the queue, the jobs and `_closed`
         self._worker = threading.Thread(target=self._work, name="hstu_attn engine", daemon=True)
         self._worker.start()
 
@@ -181,7 +181,7 @@ class Engine:
             candidates: `(m,)` items; may be none.
             at: the time at which the model is asked; None is that of the user's last event.
             timeout: seconds to wait for the answer; None is for ever.
-            client: on whose behalf, for a fair share of the queue.
+            client: the client on whose behalf it asks; clients take turns in the queue.
 
         Returns:
             `(m,)` on the CPU, of the dtype of the model's scores; `(m, tasks)` where it has tasks.
@@ -401,12 +401,12 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether the engine accepts no more requests."""
+        """Returns whether the engine accepts no more requests."""
         return self._closed
 
     @property
     def alive(self) -> bool:
-        """Whether the thread that computes lives as it should: until the engine is closed."""
+        """Returns whether the computing thread runs, or has ended because the engine was closed."""
         return self._closed or self._worker.is_alive()
 
     def check_store(self) -> None:

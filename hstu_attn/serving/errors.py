@@ -1,4 +1,4 @@
-"""Why an engine does not answer a request."""
+"""The errors that say why an engine does not answer a request."""
 
 from __future__ import annotations
 

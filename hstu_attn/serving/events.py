@@ -1,4 +1,4 @@
-"""The latest events of each user, from which a cache can be computed again: where they are kept."""
+"""Stores of the latest events of each user, from which a cache can be computed again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StoreError(RuntimeError):
 
 
 class StoreDamagedError(StoreError):
-    """The store holds what no store has written: of some users, perhaps, and not of others."""
+    """The store holds what no store has written, perhaps only in the events of some users."""
 
 
 class Event(NamedTuple):
@@ -70,7 +70,7 @@ class Event(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a store has of a user.
+    """The events of a user in a store, and their version.
 
     Attributes:
         version: differs after every change of the user's events; 0 if there are none.
@@ -82,10 +82,10 @@ class Stored(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What to do with a user's events.
+    """A change of a user's events.
 
     Attributes:
-        user: whose.
+        user: the user whose events change.
         version: that of the events which the change was made for; the change is made only if they
             still have it.
         kept: how many of the stored events, the latest ones, stay.
@@ -239,11 +239,12 @@ def user_of(key: bytes) -> User:
 
 
 class EventStore(ABC):
-    """Where an engine keeps the latest events of its users.
+    """The place where an engine keeps the latest events of its users.
 
-    A user's events have a version, and are changed only by who knows it, so that several processes
-    may use one store if its class says so: who was not the first reads again. All methods may be
-    called from several threads, and each change of a user is made as a whole or not at all.
+    A user's events have a version, and a change is made only if its maker knows the current one. So
+    several processes may use one store if its class says so: of two that make a change, the second
+    reads again. All methods may be called from several threads, and each change of a user is made
+    as a whole or not at all.
 
     A model takes a limited number of events, and positions count from the first of them, so
     dropping the oldest one shifts all others and makes whatever is cached of them useless. So they
@@ -287,11 +288,11 @@ class EventStore(ABC):
 
         Args:
             users: each once.
-            versions: of the events that the caller has of each; 0 for none.
+            versions: the versions of the events that the caller has of each user; 0 for none.
 
         Returns:
-            Of each user the events, which are more than `max_events` if they were stored by a
-            store with larger ones; None if the caller's are those that are stored.
+            The events of each user, which are more than `max_events` if a store with a larger limit
+            has stored them; None if the caller has those that are stored.
 
         Raises:
             StoreError: if they cannot be read; a StoreDamagedError, if those of one cannot.
@@ -423,7 +424,7 @@ class EventStore(ABC):
 
 
 class MemoryStore(EventStore):
-    """The events of recently served users in the memory of this process, which they end with.
+    """The events of recently served users in the memory of this process; they end with it.
 
     A history that has been appended to has memory for an eighth more events than it had then.
 
@@ -507,11 +508,11 @@ class MemoryStore(EventStore):
         yield users
 
     def note(self, name: str) -> bytes | None:
-        """As `EventStore.note`."""
+        """Returns what `set_note` stored last under a name, as `EventStore.note`."""
         return self._notes.get(name)
 
     def set_note(self, name: str, value: bytes) -> None:
-        """As `EventStore.set_note`."""
+        """Stores a few bytes of the application, as `EventStore.set_note`."""
         self._notes[name] = value
 
 

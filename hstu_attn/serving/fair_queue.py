@@ -1,4 +1,4 @@
-"""Requests that wait: whose turn it is, how long that takes, and who gives way when it is full."""
+"""A queue of requests: whose turn it is, how long they wait, and who gives way if it is full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMOOTHING = 0.2  # the weight of the latest batch in the average
 
 
 class _Client:
-    """What waits of one client; the users are in the order of their turns."""
+    """The waiting requests of one client, by user; the users are in the order of their turns."""
 
     def __init__(self) -> None:
         self.users: OrderedDict[User, deque[Request]] = OrderedDict()
@@ -104,7 +104,7 @@ class FairQueue:
 
     @property
     def started(self) -> float | None:
-        """When the batch that is computed now was taken; None is that there is none."""
+        """Returns when the batch that is computed now was taken; None if there is none."""
         return self._started
 
     def expected_wait(self, client: str, user: User, now: float) -> float:
@@ -234,16 +234,16 @@ class FairQueue:
             self._started = None
 
     def _note_end(self, future: Future[Any]) -> None:
-        """Is called in whichever thread ends a request."""
+        """Notes that a request has ended; the thread that ends it calls this."""
         if future.cancelled():
             self._cancelled = True
 
     def _may_remove(self, now: float) -> bool:
-        """Whether there may be requests that need not be served; looking for them takes a while."""
+        """Returns whether some requests may not have to be served; finding them takes time."""
         return self._cancelled or now >= self._first_deadline
 
     def remove(self, unwanted: Callable[[Request], bool]) -> None:
-        """Removes those that need not be served."""
+        """Removes the requests that need not be served."""
         self._cancelled = False
         for name, client in [*self._clients.items()]:
             client.remove(unwanted)
@@ -256,7 +256,7 @@ class FairQueue:
             self.oldest = math.inf
 
     def clear(self) -> list[Request]:
-        """Removes and returns all."""
+        """Removes and returns all requests."""
         removed: list[Request] = []
 
         def unwanted(request: Request) -> bool:

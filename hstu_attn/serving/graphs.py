@@ -22,7 +22,7 @@ from .cache import CacheStep
 
 __all__ = ["GraphBuckets", "Shape", "StackGraphs", "StepLimits"]
 
-_TILE_ROWS = 128  # to the kernels, no sequence has fewer rows
+_TILE_ROWS = 128  # kernels choose their splits as if no sequence had fewer rows
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepLimits(NamedTuple):
     """The limits that no step of an engine exceeds.
 
     Attributes:
-        requests: together in a step.
+        requests: the number of requests in a step.
         events: the number of events of a user.
         candidates: the number of candidates of a request, where candidates are rows; else 0.
     """
@@ -190,7 +190,7 @@ class StackGraphs:
         if (x.shape, x.dtype) != ((total, self._x.shape[1]), self._x.dtype):
             return None  # the stack says what is wrong with it
         if step.is_returning:
-            return None  # which would wait for the rows of all layers before the first
+            return None  # a graph would wait for the rows of all layers before the first
         shape = self._shape_of(len(batch.num_targets), total, batch.max_seq_len)
         if shape is not None and shape not in self._replays:
             before_capture()

@@ -1,4 +1,4 @@
-"""What an engine knows of its users' events, and under which keys their rows are cached."""
+"""The events of its users that an engine knows, and the keys under which rows are cached."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class History(NamedTuple):
     """A user's events at one moment.
 
     Attributes:
-        key: under which a cache knows these events and those that will be appended to them. No
-            other events ever have it.
+        key: the key under which a cache knows these events and those that will be appended to
+            them. No other events ever have it.
         version: that of the store; 0 for a user without events.
         events: int64 `(n, 3)`, oldest first: item, time and action.
         room: begins with the events, and has memory for more of them; None if it is not known.
@@ -51,14 +51,14 @@ class Histories:
     returns is compared with what is known, and keeps its key only if it begins with that. A store
     returns nothing where its version is the known one.
 
-    For one thread alone.
+    It is for one thread alone.
 
     Args:
         store: has the events.
         capacity: events of all users to know, as many as a cache can hold; beyond these, the user
             who was read least recently is not known any more. May be changed.
         num_items: the items of stored events are below it.
-        num_actions: likewise.
+        num_actions: the actions of stored events are below it.
         free: is called with keys that no history has any more.
     """
 
@@ -137,7 +137,7 @@ class Histories:
         than the history's last event. If the oldest events are dropped, the history gets a new key.
 
         Args:
-            user: whose.
+            user: the user whose history it is.
             history: the current one.
             events: `(n, 3)`, oldest first.
 

@@ -33,7 +33,7 @@ class Returning:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some copies may not have been finished by the GPU."""
+        """Returns whether some copies may not have been finished by the GPU."""
         return bool(self._layers)
 
     def wait(self, layer: int) -> None:

@@ -1,4 +1,4 @@
-"""What an engine needs of a model."""
+"""The interfaces of the models that an engine serves."""
 
 from __future__ import annotations
 
@@ -73,13 +73,14 @@ class ServedModel(ModelSizes, Protocol):
 
     @property
     def reads_times(self) -> bool:
-        """Whether the layers are given times, for their relative bias by elapsed time."""
+        """Returns whether the layers are given times, for their relative bias by elapsed time."""
 
     @property
     def candidates_are_rows(self) -> bool:
-        """Whether candidates are rows after the history (targets, in groups of one), as in ranking.
+        """Returns whether candidates are rows after the history (targets, in groups of one).
 
-        If not, they are compared with the state after the last event, as in retrieval.
+        They are in ranking. Otherwise they are compared with the state after the last event, as in
+        retrieval.
         """
 
     def embed(self, rows: Rows) -> Tensor:
@@ -114,7 +115,7 @@ class Requests(NamedTuple):
     `candidate_offsets[b] .. candidate_offsets[b + 1]`.
 
     Attributes:
-        users: whose they are.
+        users: the users whose requests these are.
         contexts: what the callers of `Engine.submit_score` gave as `context`.
         event_offsets: int64 `(B + 1,)`.
         events: int64 `(n, 3)`, each user's oldest first: item, time and action.
@@ -142,7 +143,7 @@ class UncachedModel(ModelSizes, Protocol):
 
     @property
     def candidates_are_rows(self) -> bool:
-        """Whether candidates can be scored for a user without events."""
+        """Returns whether candidates can be scored for a user without events."""
 
     def score_requests(self, requests: Requests) -> Tensor:
         """Returns floating-point scores of all candidates, `(m,)`, or `(m, tasks)` for several."""

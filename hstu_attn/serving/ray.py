@@ -20,7 +20,7 @@ STUCK_SECONDS = 60.0
 
 
 class Served(NamedTuple):
-    """What a replica serves.
+    """The engine and the application that a replica serves.
 
     Attributes:
         engine: over a store that all replicas share.
@@ -95,7 +95,7 @@ def deployment(**options: Any) -> serve.Deployment:
     that a model that cannot be served changes nothing.
 
     Args:
-        options: of `serve.deployment`, in place of those chosen here.
+        options: the options of `serve.deployment`, in place of those chosen here.
 
     Example:
         >>> def build(forget, model):

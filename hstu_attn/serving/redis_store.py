@@ -119,7 +119,7 @@ class RedisStore(EventStore):
             `rediss://` for TLS. The server is a single primary, and no cluster.
         max_events: as in `EventStore`; the same in all processes.
         drop: as in `EventStore`.
-        prefix: of all keys.
+        prefix: the beginning of all keys.
         timeout: seconds to wait for the server's answer to a command, which is sent at most twice.
         wait_aof: whether an event is acknowledged only when the append-only file has it on the disk
             (WAITAOF, of Redis 7.2 and later), whatever `appendfsync` is.
@@ -159,7 +159,7 @@ class RedisStore(EventStore):
                 url,
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
-                retry=Retry(NoBackoff(), 1),  # for connections from before the server restarted
+                retry=Retry(NoBackoff(), 1),  # a connection may be from before the server restarted
             )
         except ValueError as error:  # the URL may hold a password
             raise ValueError(f"url: expected redis://host:port/database, got {error}") from None
@@ -315,13 +315,13 @@ class RedisStore(EventStore):
     # --- notes -----------------------------------------------------------------------------------
 
     def note(self, name: str) -> bytes | None:
-        """As `EventStore.note`."""
+        """Returns what `set_note` stored last under a name, as `EventStore.note`."""
         with self._errors("read"):
             value: bytes | None = self._client.get(self._prefix + b"note:" + name.encode())
         return value
 
     def set_note(self, name: str, value: bytes) -> None:
-        """As `EventStore.set_note`."""
+        """Stores a few bytes of the application, as `EventStore.set_note`."""
         with self._errors("write"):
             self._client.set(self._prefix + b"note:" + name.encode(), value)
 
@@ -334,7 +334,8 @@ class RedisStore(EventStore):
         try:
             yield
         except self._failure as error:
-            # A key that holds no string is that of some users; Histories reads each by itself.
+            # WRONGTYPE says that a key holds no string. The other users' keys may be right, so
+            # `Histories` then reads each user alone.
             damaged = isinstance(error, self._refusal) and str(error).startswith("WRONGTYPE")
             kind = StoreDamagedError if damaged else StoreError
             raise kind(f"{self._place}: could not {action} events ({error})") from error

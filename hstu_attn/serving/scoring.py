@@ -31,10 +31,10 @@ class Recommendation(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a batch has come to.
+    """The results of a batch.
 
     Attributes:
-        answers: of each plan, on the CPU; None where a score is not finite.
+        answers: the answer to each plan, on the CPU; None where a score is not finite.
         by_graph: whether a captured graph computed the layers.
         kept: events that the cache had, and that were not computed.
         computed: events that were.
@@ -82,7 +82,7 @@ class Scorer:
 
     @property
     def capacity(self) -> int:
-        """How many events of all users it is of use to know."""
+        """Returns how many events, of all users together, an engine keeps in memory."""
         return UNCACHED_EVENTS if self.cache is None else self.cache.capacity
 
     def captures(self, served: Scorer | None = None) -> list[Callable[[], object]]:
@@ -110,7 +110,7 @@ class Scorer:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a device computes batches, so that the host is free meanwhile."""
+        """Returns whether a device computes batches, so that the host is free meanwhile."""
         return self.cache is not None and self.cache.kv_cache.is_cuda
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ from .events import (
 __all__ = ["SQLiteStore"]
 
 _APPLICATION, _LAYOUT = 0x48535455, 1  # PRAGMA application_id ("HSTU") and user_version
-_WAIT_SECONDS = 10.0  # for another program that uses the file, a backup, say
+_WAIT_SECONDS = 10.0  # to wait for another program that uses the file, such as a backup
 _PRUNED_AT_ONCE = 200  # users of a transaction, so that none holds up requests for long
 
 # `seq` numbers a user's events; those from `first` to `next - 1` are there.
@@ -62,7 +62,7 @@ COMMIT;
 
 
 class SQLiteStore(EventStore):
-    """Events in one file, which a single process has open: they outlive it, and kill -9 and power.
+    """Events in one file of a single process, which survive its end, kill -9 and a loss of power.
 
     A `commit` is one transaction, which is on the disk when it returns, by one fsync of the
     write-ahead log; if it raises, nothing of it is stored. Opening reads no events, and takes as
@@ -75,7 +75,7 @@ class SQLiteStore(EventStore):
     Other programs may read the file while it is open, as `sqlite3 PATH ".backup COPY"` does.
 
     Args:
-        path: of the file, which is made where there is none. It must be on a local disk.
+        path: the path of the file, which is made where there is none. It must be on a local disk.
         max_events: as in `EventStore`. It may differ from that of the store when it was made.
         drop: as in `EventStore`.
 
@@ -92,7 +92,7 @@ class SQLiteStore(EventStore):
         try:
             if not self.path.exists():
                 self._make()
-            with self.path.open("r+b"):  # else the error of the system, which says more
+            with self.path.open("r+b"):  # the system's error says more than SQLite's
                 pass
             # The reader is not held up by a transaction of the writer.
             self._reader, self._writer = self._open(), self._open()
@@ -318,7 +318,7 @@ class SQLiteStore(EventStore):
             )
 
     def compact(self) -> None:
-        """Writes the file anew (VACUUM), for which the disk needs twice its size."""
+        """Rewrites the file (VACUUM), for which the disk needs room for it twice."""
         with self._errors("compact"), self._writing:
             self._writer.execute("VACUUM")
             self._empty_log()
@@ -326,13 +326,13 @@ class SQLiteStore(EventStore):
     # --- notes -----------------------------------------------------------------------------------
 
     def note(self, name: str) -> bytes | None:
-        """As `EventStore.note`."""
+        """Returns what `set_note` stored last under a name, as `EventStore.note`."""
         with self._errors("read"), self._reading:
             row = self._reader.execute("SELECT value FROM notes WHERE name = ?", [name]).fetchone()
         return None if row is None else bytes(row[0])
 
     def set_note(self, name: str, value: bytes) -> None:
-        """As `EventStore.set_note`."""
+        """Stores a few bytes of the application, as `EventStore.set_note`."""
         with self._errors("write"), self._writing, self._transaction(self._writer):
             self._writer.execute("REPLACE INTO notes VALUES (?, ?)", [name, value])
 
@@ -364,7 +364,8 @@ class SQLiteStore(EventStore):
         try:
             yield
         except (sqlite3.Error, OverflowError) as error:
-            # The class itself stands for a damaged file, and that of keys for damaged rows.
+            # A damaged file raises DatabaseError, and none of its subclasses; damaged rows raise
+            # IntegrityError.
             damaged = type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError)
             kind = StoreDamagedError if damaged else StoreError
             raise kind(f"{self.path}: could not {action} events ({error})") from error

@@ -41,19 +41,20 @@ class Histogram:
 
 @dataclass
 class EngineStats:
-    """What an engine has done since it was made.
+    """Counts of what an engine has done since it was made, and its state at one moment.
 
     Attributes:
         requests: accepted; each ends as completed, failed, cancelled, expired or displaced.
-        completed: answered.
-        failed: ended by an error.
-        cancelled: by the caller, or its deadline passed while it was computed; without an effect.
+        completed: requests that were answered.
+        failed: requests that ended by an error.
+        cancelled: ended by the caller, or its deadline passed while it was computed; without an
+            effect.
         expired: its deadline passed before it was computed; without an effect.
         displaced: gave way to a client or a user with fewer requests, when the queue was full;
             without an effect.
         rejected: refused because the queue was full; not among `requests`.
         shed: refused because it was expected to wait for too long; not among `requests`.
-        batches: computed.
+        batches: the batches that were computed.
         graph_batches: the batches that a captured graph computed.
         hit_tokens: rows of events that the cache had, so that they were not computed.
         new_tokens: rows of events that came with the requests.
@@ -61,14 +62,14 @@ class EngineStats:
             whose time may have changed; and those of evicted users, of shortened histories and of
             what was in the store beforehand.
         batch_size: the sizes of the batches, in requests.
-        latency: from submission to the answer, in seconds, of completed requests.
-        queue_time: from submission to the batch, in seconds, of requests that were computed.
-        step_time: of the computation of a batch, in seconds.
+        latency: the time from submission to the answer, in seconds, of completed requests.
+        queue_time: the time from submission to the batch, in seconds, of computed requests.
+        step_time: how long the computation of a batch took, in seconds.
         queued: requests that wait now.
         backlog: seconds that the last of these will wait, at the pace of the latest batches; 0 if
             all fit into the next one.
         running: seconds since the batch that is computed now was taken; 0 if there is none.
-        users: whose events are stored now.
+        users: how many have events in the store now.
     """
 
     requests: int = 0
@@ -110,7 +111,7 @@ class Counters:
             yield self._stats
 
     def snapshot(self, **now: Any) -> EngineStats:
-        """Returns a copy, with what is told of the moment."""
+        """Returns a copy of the counts, with the fields of the present from `now`."""
         with self._lock:
             stats = self._stats
             copied = replace(stats, **now)

@@ -1,4 +1,4 @@
-"""A store by the name of its place."""
+"""Opens a store by the name of its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_store(
             an SQLite file, which is made where there is none.
         max_events: as in `EventStore`.
         drop: as in `EventStore`.
-        max_users: of a store in memory.
+        max_users: how many users a store in memory has.
 
     Raises:
         ImportError, OSError, ValueError, StoreError: as the stores.

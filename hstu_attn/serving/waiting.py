@@ -20,7 +20,7 @@ class Waiting:
     Args:
         queue: the requests that wait.
         max_wait: how long a request may wait for others to join it, in seconds.
-        counters: of what becomes of requests.
+        counters: count what becomes of requests.
     """
 
     def __init__(self, queue: FairQueue, max_wait: float, counters: Counters) -> None:
@@ -32,7 +32,7 @@ class Waiting:
         return len(self.queue)
 
     def admit(self, request: Request) -> None:
-        """Lets a request wait, or another one end in its place.
+        """Lets a request wait, and may end another one in its place.
 
         Raises:
             DeadlineError: if its deadline has passed.
@@ -60,14 +60,14 @@ class Waiting:
 
     @property
     def patience(self) -> float:
-        """For how many seconds more a batch that is not full waits for further requests."""
+        """Returns for how many seconds more a batch that is not full waits for further requests."""
         if len(self.queue) >= self.queue.max_batch_size:
             return 0.0
         return max(0.0, self.queue.oldest + self.max_wait - time.monotonic())
 
     @property
     def ready(self) -> bool:
-        """Whether a batch waits for nothing any more."""
+        """Returns whether a batch can be taken now, without waiting for further requests."""
         return len(self.queue) > 0 and not self.patience
 
     def take(self) -> list[Request]:
@@ -79,7 +79,7 @@ class Waiting:
         self.queue.finish(time.monotonic())
 
     def level(self) -> dict[str, float]:
-        """Returns what `EngineStats` tells of the moment."""
+        """Returns the fields of `EngineStats` about the requests that wait or are computed now."""
         now, started = time.monotonic(), self.queue.started
         return {
             "queued": len(self.queue),

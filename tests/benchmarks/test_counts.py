@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import against, cpu, layer
+from benchmarks import against, cpu, layer, tables
 from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases, scan_cases
 from benchmarks.gpu import Gpu
 from benchmarks.paged_cases import Request, requests
@@ -53,6 +53,30 @@ def test_pairs_and_tiles_are_those_of_the_mask(name):
         row += length
     assert case.flops(backward=False) == 4 * pairs * 2 * 16
     assert case.executed_tiles(8, 16) == 2 * tiles
+
+
+def test_the_speed_over_plain_causal():
+    """Masks are compared by executed tiles, and baselines that take plain causal alone left out."""
+    case = {"group": "masks", "head_dim": 64, "flops": 1e9, "share_of_matmul": 0.5}
+    origin = dict.fromkeys(("gpu", "torch", "cuda", "triton", "date", "commit", "command"), "x")
+    records = [
+        {**origin, **case, "case": name, "impl": impl, "pass": each, "ms": ms, "matmul_tflops": 8.0}
+        | {"executed_tiles": tiles}
+        for name, impl, each, ms, tiles in (
+            ("8 x 4096", "hstu_attn", "forward", 2.0, 100),
+            ("8 x 4096", "hstu_attn", "backward", 5.0, 100),
+            ("8 x 4096", "flash2", "forward", 4.0, 100),
+            ("8 x 4096, local", "hstu_attn", "forward", 1.0, 40),
+            ("8 x 4096, local", "hstu_attn", "backward", None, 40),
+        )
+    ]
+    (table,) = tables.attention([records])
+    assert table.header == ["sequences x lengths", "D", "hstu_attn", "hstu_attn over plain"]
+    assert [row[-1] for row in table.rows] == ["1.00 / 1.00", "0.80 / -"]
+    for record in records:
+        record |= {"group": "deterministic", "executed_tiles": None}
+    (table,) = tables.attention([records])
+    assert [row[-1] for row in table.rows] == ["1.00 / 1.00", "2.00 / -"]
 
 
 def test_cases_of_attention():
@@ -145,7 +169,7 @@ def test_a_wrong_result_of_the_cpu_benchmark_is_an_error():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_peak_memory_of_a_known_call():
-    """In a process of its own: the system may take back what this one has not used for long."""
+    """The call has its own process: the system may take back what this one does not use."""
     program = "import torch; from benchmarks.memory import peak_growth; "
     program += "print(peak_growth(lambda: torch.ones(2**25).sum()))"
     ended = subprocess.run(

@@ -197,7 +197,7 @@ def test_keeps_only_events_with_an_action(tmp_path: Path) -> None:
     assert whole.num_events > log.num_events + log.manifest["dropped_events"] == clicks
     left_out = f"Left out: {whole.num_events - clicks:,} events without is_click"
     assert left_out in log.describe()
-    # The preprocessed forms of both lie next to each other.
+    # The preprocessed forms of both are next to each other.
     assert len(list(tmp_path.glob("hstu_cache/*"))) == 2
     with pytest.raises(ValueError, match=r"only: expected one of is_click, .*got 'is_click_'"):
         open_event_log(paths, only="is_click_")
@@ -573,8 +573,8 @@ def test_a_named_layout_needs_no_telling_name(tmp_path: Path) -> None:
 def test_repeated_items_are_told(tmp_path: Path) -> None:
     log = open_event_log(write_kuairand(tmp_path))
     # User 4 watches 60, 70 and 60 again; user 2 watches 60, 70 and 80.
-    assert train_retrieval.share_of_repeats(log) == 0.5
-    assert train_retrieval.share_of_repeats(open_event_log(write_amazon(tmp_path, 2023))) == 0
+    assert train_retrieval.fraction_of_repeats(log) == 0.5
+    assert train_retrieval.fraction_of_repeats(open_event_log(write_amazon(tmp_path, 2023))) == 0
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ LARGE = [
 ]
 
 
-def _randomise(module: nn.Module) -> None:
+def _randomize(module: nn.Module) -> None:
     """Draws all parameters, since a norm weight of 1 or a bias of 0 would hide mistakes."""
     with torch.no_grad():
         for parameter in module.parameters():
@@ -81,7 +81,7 @@ def _step(stack: nn.Module, x: Tensor, *arguments: Any, **options: Any) -> dict[
 
 def _check_config(config: HSTULayerConfig, dtype: torch.dtype) -> None:
     stack = HSTUStack(config, 2, dtype=dtype)
-    _randomise(stack)
+    _randomize(stack)
     x = torch.randn(sum(LENGTHS), config.embedding_dim, dtype=dtype)
     targets = torch.tensor([0, 2, 0, 5])
     times = torch.arange(len(x)) * 100 if stack.layers[0].time_weight is not None else None
@@ -119,7 +119,7 @@ def _check_rounded(config: HSTULayerConfig, device: str) -> None:
     """
     lengths = [0, 70, 1, 190]
     stack = HSTUStack(config, 2, dtype=torch.bfloat16, device=device)
-    _randomise(stack)
+    _randomize(stack)
     x = torch.randn(sum(lengths), config.embedding_dim, dtype=torch.bfloat16, device=device)
     targets = torch.tensor([0, 2, 0, 5], device=device)
     times = None
@@ -214,7 +214,7 @@ def _check_both(config: HSTULayerConfig) -> None:
     """Checks a mesh of two ranks for the heads and two for the rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
     stack = HSTUStack(config, 2, dtype=torch.float64)
-    _randomise(stack)
+    _randomize(stack)
     x = torch.randn(sum(LENGTHS), config.embedding_dim, dtype=torch.float64, requires_grad=True)
     times = torch.arange(len(x)) * 100 if config.enable_relative_attention_bias else None
     arguments = (offsets(LENGTHS), max(LENGTHS), None, None, times)

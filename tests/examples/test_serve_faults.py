@@ -368,7 +368,7 @@ def changing(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str
 
 @pytest.mark.slow
 def test_changes_of_the_model_while_it_is_served(model: Path, tmp_path: Path) -> None:
-    """By a signal and by a path of the administrator; damaged files change nothing."""
+    """A signal and a path of the administrator change it; damaged files change nothing."""
     good = model.read_bytes()
     events = [(ITEMS[3], NOW), (ITEMS[7], NOW + 60), (ITEMS[1], NOW + 70)]
     expected = [whole(load_model(model, CPU), events, ITEMS)]

@@ -307,7 +307,7 @@ def test_a_run_from_end_to_end(
     assert list(history["validation"]) == ["8", "16", "24"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    # The file of the best model holds the whole model and its catalog.
+    # The file of the best model holds the whole model and its catalogue.
     saved = load_model(out / "best.pt", torch.device("cpu"))
     log = open_event_log(ratings)
     assert (saved.item_ids == log.item_ids).all()

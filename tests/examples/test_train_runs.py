@@ -167,8 +167,8 @@ def test_an_interrupt_leaves_a_run_as_it_was(
 def test_a_start_that_made_nothing_is_no_run(
     example: ModuleType, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that was stopped before it trained starts anew, also with other options, and
-    computes its baselines anew.
+    """A run that was stopped before it trained starts from nothing, also with other options, and
+    computes its baselines again.
     """
     run = arguments(example, ratings, tmp_path / "run")
     with monkeypatch.context() as patched:

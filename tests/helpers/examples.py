@@ -1,4 +1,4 @@
-"""How many examples a property test has, in proportion to the profile that a run has chosen."""
+"""Sets the number of examples of a property test, in proportion to the profile of the run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import hypothesis
 
 
-def examples(share: float, **options: Any) -> hypothesis.settings:
-    """Returns settings with `share` times the examples of the profile, and these options.
+def examples(factor: float, **options: Any) -> hypothesis.settings:
+    """Returns settings with `factor` times the examples of the profile, and these options.
 
     The profile of `make test` is `suite` and that of `make test-quick` is `quick`, both of
     tests/conftest.py.
     """
-    number = max(1, round(share * hypothesis.settings.default.max_examples))
+    number = max(1, round(factor * hypothesis.settings.default.max_examples))
     return hypothesis.settings(max_examples=number, **options)

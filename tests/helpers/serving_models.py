@@ -210,7 +210,7 @@ def assert_close(scores: Tensor, expected: Tensor) -> None:
 
 
 def on_device(model: Any, device: str) -> Any:
-    """Returns the model on the device; a retrieval model is made anew, since it has tensors that
+    """Returns the model on the device; a retrieval model is made again, since it has tensors that
     its module does not move.
     """
     return Retrieval(model.model.to(device)) if isinstance(model, Retrieval) else model.to(device)

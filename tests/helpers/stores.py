@@ -68,7 +68,7 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
 
 
 class Place:
-    """Where a store of a kind is, which can be opened again and again."""
+    """The place of a store of a kind, which can be opened again and again."""
 
     def __init__(self, kind: str, folder: Path, server: RedisServer | None) -> None:
         self.kind, self.folder, self.server = kind, folder, server

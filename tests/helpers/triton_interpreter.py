@@ -1,4 +1,4 @@
-"""Whether Triton's interpreter can stand for a GPU in tests."""
+"""Tells whether Triton's interpreter can stand for a GPU in tests."""
 
 from __future__ import annotations
 

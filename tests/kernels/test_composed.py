@@ -268,7 +268,7 @@ def test_a_nan_of_a_table_stays_in_the_rows_that_read_it(device, small_chunks):
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "wrong",
     [
         {"cu_seqlens_q": [0, -7, 100]},
         {"cu_seqlens_q": [3, 70, 10**6]},
@@ -282,10 +282,10 @@ def test_a_nan_of_a_table_stays_in_the_rows_that_read_it(device, small_chunks):
     ids=str,
 )
 @pytest.mark.parametrize("kind", [None, "rab", "position-time"])
-def test_lies_do_no_harm(device, small_chunks, lie, kind):
+def test_wrong_offsets_and_lengths_do_no_harm(device, small_chunks, wrong, kind):
     """A wrong index would be an error on a CPU; on a GPU the context would be lost."""
     batch = make_batch([70, 30], device=device, mask="context-target", bias=kind)
-    for name, value in lie.items():
+    for name, value in wrong.items():
         is_length = isinstance(value, int)
         value = value if is_length else torch.tensor(value, device=device)
         batch = replace(batch, **{name: value})

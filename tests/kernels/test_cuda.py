@@ -241,7 +241,7 @@ def test_heads_that_share_a_bias_head(bias_heads, fp32, dtype):
 
 @pytest.mark.parametrize("n", range(len(MASK_NAMES)), ids=MASK_NAMES)
 def test_aligned_bias(n):
-    """Copies of whole tiles can read this bias; what lies outside the sequences is never used."""
+    """Copies of whole tiles can read this bias; what is outside of the sequences is never used."""
     lengths_k = [704, 300, 0, 129]
     lengths_q = [int(torch.randint(length + 1, ())) for length in lengths_k] if n % 2 else None
     dtype = DTYPES[n // 2 % 2]

@@ -161,7 +161,7 @@ def test_sm_margin_changes_no_result(dim, bias):
 # Wrong offsets and counts
 # ---------------------------------------------------------------------------------------------
 
-LIES = {
+WRONG_OFFSETS = {
     "decreasing": [0, 500, 100, 130],
     "swapped": [130, 70, 30, 0],
     "back-and-forth": [0, 130, 0, 130],
@@ -171,7 +171,9 @@ LIES = {
 }
 
 
-def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer: int = 1) -> None:
+def call_with_wrong_offsets(
+    kind: str, dim: int, bias: str | None, deterministic: bool, longer: int = 1
+) -> None:
     """Checks that a call with wrong offsets, lengths and counts writes nothing around the
     outputs.
 
@@ -180,13 +182,13 @@ def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer
     """
     lengths = [longer * length for length in (70, 30, 30)]
     batch = make_batch(lengths, dim=dim, device="cuda", dtype=BF16, mask="causal", bias=bias)
-    lies = [max(-(2**31), min(longer * offset, 2**31 - 1)) for offset in LIES[lie]]
-    batch.cu_seqlens_q = torch.tensor(lies, dtype=torch.int32, device="cuda")
-    batch.cu_seqlens_k = batch.cu_seqlens_q.flip(0) if lie == "huge" else batch.cu_seqlens_q
+    wrong = [max(-(2**31), min(longer * offset, 2**31 - 1)) for offset in WRONG_OFFSETS[kind]]
+    batch.cu_seqlens_q = torch.tensor(wrong, dtype=torch.int32, device="cuda")
+    batch.cu_seqlens_k = batch.cu_seqlens_q.flip(0) if kind == "huge" else batch.cu_seqlens_q
     counts = torch.tensor([10**9, -5, 40], dtype=torch.int32, device="cuda")
     if longer != 1:
         batch.mask = Mask.local(300, 0)
-    elif lie != "decreasing":
+    elif kind != "decreasing":
         batch.seqused_k = counts
         batch.mask = Mask.causal(num_contexts=counts.flip(0), num_targets=counts)
     dout = random_dout(batch)
@@ -213,19 +215,20 @@ def lying_call(lie: str, dim: int, bias: str | None, deterministic: bool, longer
 @pytest.mark.sanitize
 @pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-row-time"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("lie", LIES)
-def test_lying_offsets_touch_nothing_else(lie, dim, bias):
-    lying_call(lie, dim, bias, deterministic=False)
+@pytest.mark.parametrize("kind", WRONG_OFFSETS)
+def test_wrong_offsets_touch_nothing_else(kind, dim, bias):
+    call_with_wrong_offsets(kind, dim, bias, deterministic=False)
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_lying_offsets_do_not_hang_a_deterministic_backward(lie):
+@pytest.mark.parametrize("kind", WRONG_OFFSETS)
+def test_wrong_offsets_do_not_hang_a_deterministic_backward(kind):
     """The backward's blocks wait for one another. It runs in a process that the test can end."""
     script = (
-        "from tests.kernels.test_cuda_calls import lying_call\n"
+        "from tests.kernels.test_cuda_calls import call_with_wrong_offsets\n"
         "for dim in (64, 256):\n"
         "    for bias in (None, 'rab-1-head', 'position-time'):\n"
-        f"        for longer in (1, 20): lying_call({lie!r}, dim, bias, True, longer)\n"
+        "        for longer in (1, 20):\n"
+        f"            call_with_wrong_offsets({kind!r}, dim, bias, True, longer)\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
 
@@ -245,7 +248,7 @@ def test_lengths_beyond_max_seqlen_stay_within_rab():
 @pytest.mark.parametrize(
     ("argument", "values"),
     [
-        *(("cu_seqlens_q", lie) for lie in LIES.values()),
+        *(("cu_seqlens_q", offsets) for offsets in WRONG_OFFSETS.values()),
         ("cu_seqlens_k", [0, 60, 100, 131]),
         ("seqused_q", [71, 30, 30]),
         ("seqused_k", [70, -1, 30]),
@@ -254,7 +257,7 @@ def test_lengths_beyond_max_seqlen_stay_within_rab():
         ("max_seqlen_q", 69),
     ],
 )
-def test_checked_calls_name_the_lie(monkeypatch, argument, values):
+def test_checked_calls_name_the_wrong_argument(monkeypatch, argument, values):
     monkeypatch.setenv("HSTU_ATTN_CHECK", "1")
     batch = make_batch([70, 30, 30], device="cuda", dtype=BF16, mask="causal")
     run(hstu_attention, batch, random_dout(batch))

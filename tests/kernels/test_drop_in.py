@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 Attention = Callable[..., Tensor]
 
 
-def varlen(**lies: Any) -> Attention:
+def varlen(**replaced: Any) -> Attention:
     """Returns `hstu_attn_varlen_func` as a function with the arguments of `hstu_attention`; the
     arguments given here replace some.
     """
@@ -64,7 +64,7 @@ def varlen(**lies: Any) -> Attention:
         if paged is not None:
             names = ("kv_cache", "page_offsets", "page_ids", "last_page_lens")
             arguments |= {name: getattr(paged, name) for name in names}
-        return hstu_attn_varlen_func(q, k, v, **{**arguments, **lies})
+        return hstu_attn_varlen_func(q, k, v, **{**arguments, **replaced})
 
     return call
 
@@ -481,14 +481,14 @@ def test_what_is_no_tensor_is_named():
 # ---------------------------------------------------------------------------------------------
 
 
-def lying_call(q: Tensor, k: Tensor, v: Tensor, targets: Tensor) -> Tensor:
+def call_with_wrong_targets(q: Tensor, k: Tensor, v: Tensor, targets: Tensor) -> Tensor:
     cu_seqlens_q, cu_seqlens_k = offsets([9, 6]), offsets([5, 6])
     return hstu_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, 9, 6, -1, None, targets, 1, (-1, 0)
     )
 
 
-def lying_arguments() -> tuple[Tensor, ...]:
+def arguments_with_wrong_targets() -> tuple[Tensor, ...]:
     shapes = (15, 2, 16), (11, 2, 16), (11, 2, 16)
     return *(torch.randn(shape, requires_grad=True) for shape in shapes), torch.tensor([7, -1])
 
@@ -500,15 +500,15 @@ def with_gradients(function: Attention, arguments: tuple[Tensor, ...]) -> list[T
 
 @pytest.mark.slow
 def test_compiled_and_exported_calls_clamp_the_same():
-    arguments = lying_arguments()
-    expected = with_gradients(lying_call, arguments)
-    compiled = torch.compile(lying_call, fullgraph=True, backend="aot_eager")
+    arguments = arguments_with_wrong_targets()
+    expected = with_gradients(call_with_wrong_targets, arguments)
+    compiled = torch.compile(call_with_wrong_targets, fullgraph=True, backend="aot_eager")
     for actual, value in zip(with_gradients(compiled, arguments), expected, strict=True):
         torch.testing.assert_close(actual, value)
 
     class Module(torch.nn.Module):
         def forward(self, *inputs: Tensor) -> Tensor:
-            return lying_call(*inputs)
+            return call_with_wrong_targets(*inputs)
 
     exported = torch.export.export(Module(), arguments).module()
     torch.testing.assert_close(exported(*arguments), expected[0])

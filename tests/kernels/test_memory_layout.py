@@ -220,7 +220,7 @@ def test_gradients_of_tables_that_there_are_not_are_empty(device):
 
 
 @pytest.mark.parametrize("name", MASK_NAMES)
-def test_what_lies_past_seqused_never_matters(deterministic, device, name):
+def test_what_is_past_seqused_never_matters(deterministic, device, name):
     lengths_q, lengths_k = [20, 70, 9], [66, 70, 30]
     used_q, used_k = [13, 0, 9], [60, 65, 9]
     batch = make_batch(

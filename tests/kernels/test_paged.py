@@ -556,7 +556,7 @@ def test_a_captured_step_serves_other_users(blocks):
         ("num_targets", 1, -3),
     ],
 )
-def test_lying_tables_stay_in_bounds(name, index, value, blocks, fp8):
+def test_wrong_tables_stay_in_bounds(name, index, value, blocks, fp8):
     """Kernels read nothing outside the tensors and write only the output."""
     batch = make_paged_batch(
         [90, 300],

@@ -157,7 +157,7 @@ def test_append_refuses_other_shapes_and_dtypes(device, name, change):
 
 
 @pytest.mark.gpu
-def test_checked_calls_name_what_pages_lie(monkeypatch):
+def test_checked_calls_name_the_wrong_argument_of_pages(monkeypatch):
     monkeypatch.setenv("HSTU_ATTN_CHECK", "1")
     k, v, pages, arguments, _ = append_batch("cuda")
     append_paged_kv(k, v, pages, **arguments)

@@ -135,7 +135,7 @@ def test_pages_that_do_not_fit_the_lengths_are_refused():
 
 
 @pytest.mark.gpu
-def test_checked_calls_name_what_pages_lie(monkeypatch):
+def test_checked_calls_name_the_wrong_argument_of_pages(monkeypatch):
     monkeypatch.setenv("HSTU_ATTN_CHECK", "1")
     batch = make_paged_batch([40, 16], [3, 0], [5, 2], dtype=torch.bfloat16, device="cuda")
     run(hstu_attention, batch)

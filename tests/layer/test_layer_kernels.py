@@ -135,10 +135,10 @@ def test_silu(steps, rows, width):
 
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 @pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_activation_backward(steps, rows, width, sums, share, monkeypatch):
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_activation_backward(steps, rows, width, sums, fraction, monkeypatch):
     monkeypatch.setattr(triton_steps, "MAX_COLS", 1024 if width > 1024 else 64)
-    activated = int(share * width)
+    activated = int(fraction * width)
     z, gradient = leaf(rows, width), torch.randn(rows, width)
     result = torch.cat([F.silu(z[:, :activated]), z[:, activated:]], dim=1)
     (dz,) = torch.autograd.grad(result, z, gradient)
@@ -225,17 +225,17 @@ def test_bits_of_dropout_are_philox():
     assert [int(w) for w in words] == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
 
 
-def test_dropout_keeps_its_share_everywhere():
+def test_dropout_keeps_the_same_fraction_everywhere():
     ratio = 0.3
     kept = torch_steps.kept_elements(
         torch.tensor([5]), 4000, 2, 3, 21, dropout_threshold(ratio)
     ).double()
     deviation = (ratio * (1 - ratio)) ** 0.5
     for dims in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
-        shares = kept.mean(dim=dims)
-        count = kept.numel() / shares.numel()
+        fractions = kept.mean(dim=dims)
+        count = kept.numel() / fractions.numel()
         # The farthest of 4000 rows is 5 deviations away once in a thousand seeds.
-        assert (shares - (1 - ratio)).abs().max() < 5 * deviation / count**0.5
+        assert (fractions - (1 - ratio)).abs().max() < 5 * deviation / count**0.5
     flat = kept.flatten(1) - kept.mean()
     neighbors = (flat[:, 1:] * flat[:, :-1]).mean() / deviation**2
     assert abs(neighbors) < 5 / flat.numel() ** 0.5

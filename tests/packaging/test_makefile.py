@@ -53,6 +53,23 @@ def make(tmp_path: Path, target: str, statuses: str, *options: str) -> tuple[int
     return ended.returncode, calls.read_text().splitlines()
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_redis_server_is_installed_where_there_is_none(tmp_path, installed):
+    programs, calls = tmp_path / "programs", tmp_path / "calls"
+    programs.mkdir()
+    for name in ("find", "id", "make"):
+        (programs / name).symlink_to(shutil.which(name))
+    for name in ("apt-get", "sudo", *(["redis-server"] if installed else [])):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n')
+        (programs / name).chmod(0o755)
+    command = ["make", "ci-packages", "SUDO="]
+    subprocess.run(command, cwd=ROOT, env={"PATH": str(programs)}, check=True, capture_output=True)
+    expected = ["apt-get -qq update", "apt-get -qq install --yes redis-server"]
+    assert (calls.read_text().splitlines() if calls.exists() else []) == (
+        [] if installed else expected
+    )
+
+
 @pytest.mark.parametrize(
     ("statuses", "expected"), [("0,0", 0), ("0,5", 0), ("5,0", 0), ("1,0", 2), ("0,1", 2)]
 )

@@ -326,7 +326,7 @@ def test_what_another_engine_left_in_the_cache_is_not_used() -> None:
                 assert_close(scores, model.whole(events[:count], [3, 4], count - 1))
 
 
-def test_forgotten_users_start_anew() -> None:
+def test_forgotten_users_start_from_nothing() -> None:
     model = make_model("retrieval")
     cache = make_cache(12)
     with Engine(model, cache, store=MemoryStore(2, LONGEST), max_batch_size=2) as engine:

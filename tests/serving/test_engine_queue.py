@@ -123,7 +123,7 @@ def test_a_batch_waits_for_others_but_not_for_long() -> None:
 def test_answers_are_handed_out_while_a_device_computes(
     hold: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: a batch's answers come when the next batch has been given to the device."""
+    """On a GPU, a batch's answers come when the next batch has been given to the device."""
     monkeypatch.setattr(Scorer, "runs_ahead", True)
     held = hold(max_batch_size=2, max_wait=0.0)
     futures = [held.first]

@@ -113,7 +113,7 @@ def test_random_changes(place: Place) -> None:
 
 
 def test_what_was_read_stays_as_it_was(place: Place) -> None:
-    """Histories that grow, are cut, and are added to anew after others have read them."""
+    """Histories that grow, are cut, and are added to again after others have read them."""
     store, version = place.open(40), 0
     read: list[tuple[np.ndarray, list[list[int]]]] = []
     expected: list[list[int]] = []
@@ -342,7 +342,7 @@ def test_damage_that_is_found_later_is_told(tmp_path: Path) -> None:
         store.read([*range(500)], [0] * 500)
 
 
-def test_a_lost_file_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_lost_file_is_not_made_again(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite"
     (tmp_path / "events.sqlite-wal").write_bytes(b"log")
     with pytest.raises(ValueError, match=r"expected it beside its log, events\.sqlite-wal"):
@@ -429,7 +429,7 @@ def test_processes_share_a_server(shared_redis: RedisServer) -> None:
 def test_a_commit_that_is_sent_twice_is_made_once(
     shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the connection is lost before the answer, and the client sends it again."""
+    """This happens when the connection is lost before the answer, and the client sends it again."""
     shared_redis.client.flushall()
     with RedisStore(shared_redis.url, 40) as store:
         send = store._client.eval
