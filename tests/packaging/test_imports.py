@@ -1,4 +1,6 @@
-"""Tests that the modules of the package import each other in one direction, by relative imports."""
+"""Tests that the modules of the package import each other in one direction, by relative imports,
+and that no test module imports another one.
+"""
 
 from __future__ import annotations
 
@@ -55,3 +57,17 @@ def test_modules_import_each_other_by_relative_imports(name):
     for node in ast.walk(ast.parse(SOURCES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and not node.level:
             assert (node.module or "").split(".")[0] != "hstu_attn", f"line {node.lineno}"
+
+
+@pytest.mark.slow
+def test_no_test_module_imports_another():
+    modules = list(ROOT.glob("tests/**/test_*.py"))
+    names = {path.stem for path in modules}
+    assert len(names) > 100
+    for path in modules:
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = []
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imported = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+            parts = {part for name in imported for part in name.split(".")}
+            assert names.isdisjoint(parts), f"{path}:{node.lineno}"
