@@ -13,8 +13,8 @@
 - published: what the recipes of the retrieval example reach, beside published results
 - report: writes the tables of README.md and docs/ from stored results; plots: draws them
 
-They share the command line (cli), the runner with its timing loop (runner), records (record) and
-tables of them (tables). `--against DIR` times the library of another checkout by turns with this
-one (against). Beneath are the batches that are measured (cases, paged_cases), implementations with
-their baselines, time on a GPU (gpu), profiles (profile), ranks, load and peak memory (memory).
+They share the command line (cli), the runner (runner), the timing loop (timing), records (record)
+and tables of them (tables). `--against DIR` times the library of another checkout by turns with
+this one (against). Beneath are the batches that are measured (cases, paged_cases), implementations
+with their baselines, time on a GPU (gpu), profiles (profile), ranks, load and peak memory (memory).
 """

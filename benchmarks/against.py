@@ -24,14 +24,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from .record import ROOT, Record, commit_of, origin, rounded, write_records
-from .runner import WARM_UP, Benchmark, Run, Variant, take_turns
+from .timing import WARM_UP, Run, Variant, take_turns
 
 __all__ = ["VISITS", "Worker", "compare", "ratios", "serve", "summary", "work"]
 
@@ -44,15 +44,19 @@ Times = dict[tuple[str, str], float | None]  # by implementation and pass; None 
 # ---------------------------------------------------------------------------------------------
 
 
-def serve(benchmark: Benchmark, run: Run, requests: TextIO, answers: TextIO) -> None:
+def serve(
+    run: Run,
+    cases: Sequence[Any],
+    variants_of: Callable[[Run, Any], list[Variant]],
+    requests: TextIO,
+    answers: TextIO,
+) -> None:
     """Answers each line of `requests`, JSON as all answers, until there are no more.
 
     A number asks for the case of that number: its variants are prepared, and the answer names
     their errors. "time" asks for a visit: the answer is a list of implementation, pass and time,
     null for one that failed.
     """
-    assert benchmark.variants is not None
-    cases = benchmark.selected(run.options)
     variants: list[Variant] = []
     for line in requests:
         request = json.loads(line)
@@ -68,7 +72,7 @@ def serve(benchmark: Benchmark, run: Run, requests: TextIO, answers: TextIO) -> 
         gc.collect()
         if run.gpu:
             run.gpu.release()
-        variants = benchmark.variants(run, cases[request])
+        variants = variants_of(run, cases[request])
         for variant in variants:
             variant.attempt(variant.prepare)
         errors = [f"{v.impl}, {v.direction}: {v.error}" for v in variants if v.error]
@@ -80,12 +84,12 @@ def work() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with answers
     name, *arguments = sys.argv[1:]
-    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
     run = benchmark.start(benchmark.parser.parse_args(arguments), None)
     library = importlib.import_module("hstu_attn").__file__
     described = {"library": library, "gpu": run.gpu.name if run.gpu else None, **run.limits}
     print(json.dumps(described), file=answers, flush=True)
-    serve(benchmark, run, sys.stdin, answers)
+    serve(run, benchmark.selected(run.options), benchmark.variants, sys.stdin, answers)
 
 
 class Worker:
@@ -213,23 +217,30 @@ def summary(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def compare(benchmark: Benchmark, options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def compare(
+    name: str, cases: Sequence[Any], options: argparse.Namespace, arguments: Sequence[str]
+) -> int:
     """Times the library of this tree and that of `--against` by turns; prints and writes.
+
+    Args:
+        name: the name of the benchmark's module.
+        cases: what is compared.
+        options: the parsed command line.
+        arguments: the command line, which the workers are given too.
 
     Returns:
         The exit status: 1 if something failed in either library.
     """
-    cases = benchmark.selected(options)
-    command = " ".join([f"python -m benchmarks.{benchmark.name}", *arguments])
+    command = " ".join([f"python -m benchmarks.{name}", *arguments])
     records: list[Record] = []
     failed = False
     with (
-        Worker(benchmark.name, arguments, ROOT) as new,
-        Worker(benchmark.name, arguments, options.against) as old,
+        Worker(name, arguments, ROOT) as new,
+        Worker(name, arguments, options.against) as old,
     ):
         gpu = new.described["gpu"]
         made_on = {
-            "benchmark": f"{benchmark.name} against",
+            "benchmark": f"{name} against",
             **origin(command, options.commit, gpu),
             "old_commit": commit_of(options.against.resolve()),
             "rounds": options.rounds,
@@ -241,10 +252,10 @@ def compare(benchmark: Benchmark, options: argparse.Namespace, arguments: Sequen
             flush=True,
         )
         for number, case in enumerate(cases):
-            for name, worker in (("new", new), ("old", old)):
+            for which, worker in (("new", new), ("old", old)):
                 for error in worker.ask(number):
                     failed = True
-                    print(f"  FAILED  {name}, {case.name}: {error}", flush=True)
+                    print(f"  FAILED  {which}, {case.name}: {error}", flush=True)
             visits = []
             for visit in range(VISITS):
                 workers = (new, old) if visit % 2 == 0 else (old, new)

@@ -52,7 +52,8 @@ from . import implementations
 from .cases import HEAD_DIMS, SCAN_HEAD_DIMS, Case, attention_cases, scan_cases
 from .implementations import Implementation, Prepared
 from .record import BASELINES, Record, rounded
-from .runner import Benchmark, Call, Run, Variant, take_turns
+from .runner import Benchmark
+from .timing import Call, Run, Variant, take_turns
 
 __all__ = ["BENCHMARK", "INPUT_SETS", "main", "make_implementations"]
 

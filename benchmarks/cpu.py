@@ -56,7 +56,8 @@ from .cases import Inputs
 from .load import CpuUse, keep_freed_memory
 from .memory import peak_mib
 from .record import Record, rounded
-from .runner import Benchmark, Call, Run, Variant, clocked, take_turns
+from .runner import Benchmark
+from .timing import Call, Run, Variant, clocked, take_turns
 
 __all__ = ["BENCHMARK", "DIRECTIONS", "Case", "figures", "main", "milliseconds", "sizes"]
 

@@ -29,8 +29,9 @@ from .baselines import plain_torch
 from .cases import Case, Inputs
 from .cpu import DIRECTIONS, figures, milliseconds, sizes
 from .record import Record
-from .runner import Benchmark, Call, Run, Variant, clocked, environment, take_turns
+from .runner import Benchmark
 from .tables import MATMUL
+from .timing import Call, Run, Variant, clocked, environment, take_turns
 
 __all__ = ["BENCHMARK", "main"]
 

@@ -77,7 +77,8 @@ from hstu_attn.serving import (
 
 from .load import Load, keep_futures_under_way, resident_mib, submit_at_random, zipf
 from .record import Record, rounded
-from .runner import Benchmark, Run
+from .runner import Benchmark
+from .timing import Run
 
 __all__ = ["BENCHMARK", "Ranking", "main", "make_engine"]
 

@@ -43,7 +43,8 @@ if __name__ == "__main__":
 
 from . import published
 from .record import Record, rounded
-from .runner import Benchmark, Run
+from .runner import Benchmark
+from .timing import Run
 
 __all__ = ["BENCHMARK", "PRECISIONS", "main"]
 

@@ -31,7 +31,7 @@ from hstu_attn.quantization import Quantized
 from hstu_attn.testing import Batch, check_against_reference, run
 
 from .cases import Case
-from .runner import environment
+from .timing import environment
 
 __all__ = ["FP8", "Implementation", "Prepared", "is_installed", "make"]
 

@@ -76,7 +76,8 @@ from hstu_attn.layer import HSTUStack
 from .gpu import MATMUL_FLOPS, PEAK_TFLOPS
 from .profile import Event, on_gpu, profile, short_name
 from .record import Record, rounded
-from .runner import Benchmark, Call, Run, Variant, take_turns
+from .runner import Benchmark
+from .timing import Call, Run, Variant, take_turns
 
 __all__ = ["BENCHMARK", "IMPLS", "group_of", "layer_flops", "main", "step_bytes"]
 

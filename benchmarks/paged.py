@@ -54,7 +54,8 @@ from hstu_attn.testing import Batch, assert_matches, make_paged_batch, run
 from .gpu import Gpu
 from .paged_cases import Request, make_inputs, requests
 from .record import Record, rounded
-from .runner import Benchmark, Call, Run, Variant, take_turns
+from .runner import Benchmark
+from .timing import Call, Run, Variant, take_turns
 
 __all__ = ["BENCHMARK", "main"]
 

@@ -58,7 +58,8 @@ import numpy as np
 from hstu_attn.data import EventLog
 
 from .record import ROOT, Record, rounded
-from .runner import Benchmark, Run
+from .runner import Benchmark
+from .timing import Run
 
 __all__ = [
     "BENCHMARK",

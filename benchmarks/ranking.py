@@ -33,7 +33,8 @@ from hstu_attn.data import open_event_log
 from .published import has_times
 from .record import Record
 from .retrieval import run_example
-from .runner import Benchmark, Run
+from .runner import Benchmark
+from .timing import Run
 
 __all__ = ["BENCHMARK", "main"]
 

@@ -24,7 +24,8 @@ if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
 from .record import ROOT, Record
-from .runner import Benchmark, Run
+from .runner import Benchmark
+from .timing import Run
 
 __all__ = ["BENCHMARK", "main", "run_example"]
 

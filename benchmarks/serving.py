@@ -60,7 +60,8 @@ from hstu_attn.serving.client import Client
 
 from .load import CpuUse, Load, arrive_at_random, capacity, keep_under_way, no_collections, zipf
 from .record import ROOT, Record, rounded
-from .runner import Benchmark, Run, environment
+from .runner import Benchmark
+from .timing import Run, environment
 
 __all__ = ["BENCHMARK", "drive", "main", "running_server"]
 

@@ -50,7 +50,7 @@ from hstu_attn.serving import CachedRows, CacheStats, PagedKVCache
 from .gpu import Gpu
 from .paged_cases import Request, make_inputs
 from .record import Record, rounded
-from .runner import WARM_UP, Call, Run, Variant, take_turns
+from .timing import WARM_UP, Call, Run, Variant, take_turns
 
 __all__ = ["CASES", "HOST_TIER", "Stack", "Users", "measure", "measure_returning"]
 

@@ -72,7 +72,8 @@ from .gpu import MATMUL_FLOPS, PEAK_TFLOPS
 from .layer import BOTH, layer_flops
 from .profile import profile
 from .record import ROOT, Record, rounded
-from .runner import Benchmark, Run
+from .runner import Benchmark
+from .timing import Run
 
 sys.path.insert(0, str(ROOT / "examples"))
 

@@ -55,7 +55,8 @@ from .cases import Case
 from .implementations import Implementation
 from .profile import Event, busy_ms, kernels_of, on_gpu, profile, short_name
 from .record import ROOT, Record, rounded
-from .runner import Benchmark, Call, Run, Variant, take_turns
+from .runner import Benchmark
+from .timing import Call, Run, Variant, take_turns
 
 sys.path.insert(0, str(ROOT / "examples"))
 

@@ -19,7 +19,7 @@ from benchmarks.gpu import Gpu
 from benchmarks.paged_cases import Request, requests
 from benchmarks.profile import busy_ms, kernels_of
 from benchmarks.record import ROOT
-from benchmarks.runner import Benchmark, Run, Variant, take_turns
+from benchmarks.timing import Run, Variant, take_turns
 from hstu_attn import Mask
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.mask import dense_mask
@@ -246,9 +246,8 @@ def test_a_worker_answers():
         return [good, bad]
 
     parser = cpu.cli.parser("cpu", "", rounds=3, cases="", against=True)
-    benchmark = Benchmark("some", parser, list, lambda options: ["x", "y"], variants)
     requests, answers = io.StringIO('1\n"time"\n'), io.StringIO()
-    against.serve(benchmark, Run(parser.parse_args([])), requests, answers)
+    against.serve(Run(parser.parse_args([])), ["x", "y"], variants, requests, answers)
     prepared, times = map(json.loads, answers.getvalue().splitlines())
     assert prepared == ["bad, y: ZeroDivisionError: division by zero"]
     assert times == [["good", "y", 2.0], ["bad", "y", None]]

@@ -177,11 +177,13 @@ def test_ranking_on_ratings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert table.rows[-1][:2] == ["HSTU", f"{mean:.4f} ± {deviation:.4f}"]
 
 
-def test_finished_runs_are_in_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--finished: expected --runs, which names a directory"):
-        published.main(["--cases", "hstu-ml", "--data", str(tmp_path), "--finished"])
-
-
-def test_data_must_be_named() -> None:
-    with pytest.raises(ValueError, match="--data: expected the file of the data set; got none"):
-        published.main(["--cases", "hstu-ml"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "some", "--finished"], "--finished: expected --runs, which names a directory"),
+        ([], "--data: expected the file of the data set; got none"),
+    ],
+)
+def test_what_it_needs(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        published.main(["--cases", "hstu-ml", *arguments])

@@ -25,6 +25,7 @@ from recommender.ranking_data import (
     RATING_ACTIONS,
     EndlessBatches,
     RankingData,
+    RankingWindows,
     Split,
     check_ranking_batch,
 )
@@ -488,12 +489,29 @@ def test_the_context_and_the_time_matter(data: RankingData) -> None:
 
 
 def test_windows_without_history(data: RankingData) -> None:
+    """Logits and gradients are those of each window alone, and no action is read."""
     windows = data.windows("training")
     first = windows.take(np.flatnonzero(windows.requests == windows.starts))
     assert len(first) >= 5
-    logits = small_model(data)(data.batch(first))
-    assert logits.isfinite().all()
-    logits.sum().backward()
+    model = small_model(data)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def results(windows: RankingWindows, cotangent: Tensor) -> list[Tensor]:
+        logits = model(data.batch(windows))
+        gradients = torch.autograd.grad(logits, parameters, cotangent)
+        return [logits.detach(), *gradients]
+
+    cotangent = torch.randn(int((first.ends - first.requests).sum()), 2)
+    parts = cotangent.split((first.ends - first.requests).tolist())
+    alone = [results(first.take(np.array([n])), part) for n, part in enumerate(parts)]
+    logits, *gradients = results(first, cotangent)
+    wanted, *sums = zip(*alone, strict=True)
+    torch.testing.assert_close(logits, torch.cat(wanted), rtol=1e-4, atol=1e-4)
+    assert logits.std(dim=0).min() > 0.05
+    for name, gradient, each in zip(names, gradients, sums, strict=True):
+        total = torch.stack(each).double().sum(0)
+        assert (gradient - total).norm() <= 1e-4 * total.norm(), name
+        assert gradient.any() != name.startswith("action."), name
 
 
 def test_loss_and_labels(data: RankingData) -> None:

@@ -33,7 +33,7 @@ from benchmarks.record import read_records
 from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.serving import DeadlineError, OverloadedError
-from tests.examples.test_serve_faults import save
+from tests.helpers.saved_models import save
 
 
 def test_a_client_collects_no_garbage_meanwhile() -> None:

@@ -36,8 +36,8 @@ from hstu_attn.serving.client import Client, RequestError
 from hstu_attn.serving.events import Change
 from hstu_attn.serving.ray import Served, deployment
 from hstu_attn.serving.redis_store import RedisStore
-from tests.examples.test_serve_faults import ITEMS, LONGEST, save, stored_events, whole
 from tests.helpers import http_client
+from tests.helpers.saved_models import ITEMS, LONGEST, save, stored_events, whole
 from tests.helpers.stores import redis_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

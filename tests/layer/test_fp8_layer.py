@@ -16,7 +16,7 @@ from hstu_attn.layer import HSTULayer, HSTULayerConfig, HSTUStack
 from hstu_attn.quantization import E4M3
 from hstu_attn.serving import check_cacheable
 from tests.helpers.fp8 import relative_error
-from tests.layer.test_fused_layer import RECOMPUTE, run, with_config
+from tests.helpers.layers import RECOMPUTE, run, with_config
 
 BF16 = torch.bfloat16
 LENGTHS = (200, 0, 1, 37, 130)

@@ -26,49 +26,21 @@ from hstu_attn.fused import operator, torch_steps
 from hstu_attn.fused.options import dropout_threshold
 from hstu_attn.layer import HSTULayer, HSTULayerConfig, HSTUStack
 from tests.helpers.distributed_runs import run_ranks
-from tests.layer.test_layer import (
+from tests.helpers.layers import (
     BASE,
     CASES,
+    DROPPING,
+    RECOMPUTE,
     RESEARCH,
     RMS_NORMS,
     RMS_STU,
     STU,
+    assert_all_close,
     make_inputs,
     make_layer,
+    run,
+    with_config,
 )
-
-RECOMPUTE = {
-    "recompute_norm": True,
-    "recompute_linear": True,
-    "recompute_silu": True,
-    "recompute_gate": True,
-}
-DROPPING = replace(STU, output_dropout_ratio=0.3)
-
-
-def with_config(layer: HSTULayer, **changes: Any) -> HSTULayer:
-    """Returns a layer with the same parameters and another configuration."""
-    other = copy.copy(layer)
-    other.config = replace(layer.config, **changes)
-    return other
-
-
-def run(layer: HSTULayer, inputs: dict[str, Any], cotangent: Tensor) -> dict[str, Tensor]:
-    """Returns the output and every gradient by name, without those that do not exist."""
-    x = inputs["x"].detach().requires_grad_()
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    output = layer(**{**inputs, "x": x})
-    gradients = torch.autograd.grad(output, list(leaves.values()), cotangent, allow_unused=True)
-    found = zip(leaves, gradients, strict=True)
-    return {"output": output.detach()} | {f"d {n}": g for n, g in found if g is not None}
-
-
-def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            actual[name], tensor, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])

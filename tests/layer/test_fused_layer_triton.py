@@ -15,22 +15,20 @@ from torch import Tensor
 from hstu_attn.fused import operator, torch_steps
 from hstu_attn.layer import HSTULayer, HSTULayerConfig
 from hstu_attn.testing import assert_matches
-from tests.helpers.triton_interpreter import interpreter
-from tests.layer.test_fused_layer import (
+from tests.helpers.layers import (
+    BASE,
     DROPPING,
     RECOMPUTE,
-    assert_all_close,
-    run,
-    with_config,
-)
-from tests.layer.test_layer import (
-    BASE,
     RESEARCH,
     RMS_NORMS,
     RMS_STU,
+    assert_all_close,
     make_inputs,
     make_layer,
+    run,
+    with_config,
 )
+from tests.helpers.triton_interpreter import interpreter
 
 # ---------------------------------------------------------------------------------------------
 # In Triton's interpreter

@@ -1,4 +1,6 @@
-"""Tests that the modules of the package import each other in one direction, by relative imports."""
+"""Tests that the modules of the package, and of benchmarks, import each other in one direction, by
+relative imports, and that no test module imports another one.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,21 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-PACKAGE = ROOT / "hstu_attn"
-
 
 def module_name(path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+SOURCES = {
+    module_name(path): path
+    for package in ("hstu_attn", "benchmarks")
+    for path in (ROOT / package).rglob("*.py")
+}
 
 
 def imported_by(name: str) -> set[str]:
-    """Returns the modules of the package that a module imports: at its top, in functions, and
+    """Returns the modules of `SOURCES` that a module imports: at its top, in functions, and
     for the type checker alone.
     """
     path = SOURCES[name]
@@ -43,6 +47,7 @@ def imported_by(name: str) -> set[str]:
 def test_no_module_imports_itself_by_way_of_others():
     graph = {name: imported_by(name) for name in SOURCES}
     assert graph["hstu_attn.layer"] >= {"hstu_attn.cached", "hstu_attn.fused.operator"}
+    assert graph["benchmarks.runner"] >= {"benchmarks.against", "benchmarks.timing"}
     assert graph["hstu_attn.fused.steps"] >= {"hstu_attn.fused.triton_steps"}
     try:
         TopologicalSorter(graph).prepare()
@@ -54,4 +59,18 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_modules_import_each_other_by_relative_imports(name):
     for node in ast.walk(ast.parse(SOURCES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and not node.level:
-            assert (node.module or "").split(".")[0] != "hstu_attn", f"line {node.lineno}"
+            assert (node.module or "").split(".")[0] != name.split(".")[0], f"line {node.lineno}"
+
+
+@pytest.mark.slow
+def test_no_test_module_imports_another():
+    modules = list(ROOT.glob("tests/**/test_*.py"))
+    names = {path.stem for path in modules}
+    assert len(names) > 100
+    for path in modules:
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = []
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imported = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+            parts = {part for name in imported for part in name.split(".")}
+            assert names.isdisjoint(parts), f"{path}:{node.lineno}"

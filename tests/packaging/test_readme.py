@@ -230,7 +230,7 @@ def test_the_request_is_answered(checkout: Path, monkeypatch: pytest.MonkeyPatch
     from recommender.serve_options import parse_arguments
 
     from hstu_attn.data.synthetic import write_synthetic_movielens
-    from tests.examples.test_serve import process
+    from tests.helpers.http_client import process
 
     asked = [shlex.split(line) for line in COMMANDS if line.startswith("curl ")]
     [(url, data, body)] = {tuple(words[-3:]) for words in asked}  # one server, and replicas

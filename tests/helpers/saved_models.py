@@ -1,0 +1,55 @@
+"""Small saved models of the example's server, the scores that it should answer by them, and what
+its store holds, for the tests that start servers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from recommender.model import RetrievalModel
+from recommender.models import CATALOGUE
+from recommender.saved import SavedModel, save_model
+
+from hstu_attn.data import JaggedBatch
+from hstu_attn.layer import HSTULayerConfig
+from hstu_attn.serving import EventStore
+
+ITEMS = [*range(100, 160)]
+LONGEST = 1000  # more than a test sends of a user
+
+
+def save(path: Path, seed: int, items: Sequence[int] = ITEMS, layers: int = 2) -> None:
+    """Saves a model with random weights."""
+    torch.manual_seed(seed)
+    config = HSTULayerConfig.research(
+        embedding_dim=16, num_heads=2, linear_dim=8, attention_dim=8, max_sequence_len=LONGEST
+    )
+    model = RetrievalModel(len(items), config, layers, LONGEST, 0.2)
+    torch.nn.init.normal_(model.item_embedding.weight)
+    save_model(path, model.eval(), list(items), [f"item {item}" for item in items])
+
+
+def whole(saved: SavedModel, events: Sequence[Sequence[int]], candidates: list[int]) -> list[float]:
+    """Returns the scores of items after events on items, by their ids, without a cache."""
+    number = {int(item): n for n, item in enumerate(saved.item_ids)}
+    items = torch.tensor([number[event[0]] for event in events])
+    times = torch.tensor([event[1] for event in events])
+    later = torch.cat([times[1:], times[-1:]])
+    batch = JaggedBatch(torch.zeros(1), torch.tensor([0, len(items)]), items, times, items, later)
+    with torch.no_grad():
+        return saved.model.scores(batch)[0, [number[item] for item in candidates]].tolist()
+
+
+def stored_events(store: EventStore, users: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    """Returns the ids of items, and the times, of the users' stored events."""
+    note = store.note(CATALOGUE)
+    assert note is not None
+    ids = json.loads(note)["items"]
+    found = store.read(users, [0] * len(users))
+    return {
+        user: [] if events is None else [(ids[item], at) for item, at, _ in events.events.tolist()]
+        for user, events in zip(users, found, strict=True)
+    }
