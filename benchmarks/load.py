@@ -422,4 +422,6 @@ def submit_at_random(
     failed = len(measured) - len(latencies)
     if not latencies:
         raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
+    # Where more requests are due than can be sent and answered, the last answer comes later.
+    end = max(end, *(answered for _, answered, _ in ends))
     return Load(end - start, latencies, failed, before, snapshot(), event_seconds)

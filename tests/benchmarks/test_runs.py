@@ -315,9 +315,9 @@ def test_random_arrivals_at_the_engine(tmp_path, monkeypatch):
         assert r["graphs"] is True
         assert r["graph_share"] <= 1
         assert 0 < r["p50_ms"] <= r["p95_ms"] <= r["p99_ms"] <= r["worst_ms"]
+    for r in records:
         expected = r["load"] * r["capacity"] * r["seconds"]
         assert abs(r["answered"] + r["failed"] - expected) < 5 * expected**0.5 + 5  # Poisson
-    for r in records:
         assert (r["event_seconds"] > 0) == (r["event"] == change)
         assert r["seconds"] >= 0.5 + r["event_seconds"] * (r["event"] == change) / 2
     (thread, old), (_, new) = served
