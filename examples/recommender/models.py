@@ -42,12 +42,12 @@ def load_served(path: Path, bf16: bool, device: torch.device) -> SavedModel | Sa
 def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel | SavedRanking:
     """Returns the model with its items numbered as the events of the store are.
 
-    The store notes the ids of the first model that it is used with. A later model may have learned
-    other items too, which are numbered after them and noted.
+    The store notes the ids of the first model that it is used with (`note_items`). A later model
+    may have learned other items too, which are numbered after them.
 
     Raises:
         ValueError: the model does not know all of the items, or has other actions.
-        StoreError: the store cannot be read or written.
+        StoreError: the store cannot be read.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
     note = store.note(CATALOGUE)
@@ -59,10 +59,19 @@ def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel |
         )
     known = set(noted["items"])
     order = noted["items"] + [item for item in saved.item_ids.tolist() if item not in known]
-    saved = reordered(saved, order)
-    if len(order) > len(known):
-        store.set_note(CATALOGUE, json.dumps({"actions": actions, "items": order}).encode())
-    return saved
+    return reordered(saved, order)
+
+
+def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
+    """Notes the items and actions of an `aligned` model, whose events are stored from then on.
+
+    Raises:
+        StoreError: the store cannot be read or written.
+    """
+    actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
+    note = json.dumps({"actions": actions, "items": saved.item_ids.tolist()}).encode()
+    if store.note(CATALOGUE) != note:
+        store.set_note(CATALOGUE, note)
 
 
 def names_of(saved: SavedModel | SavedRanking) -> dict[str, tuple[str, ...]]:

@@ -27,7 +27,14 @@ from recommender.connections import LimitedHTTP
 from recommender.http import make_app
 from recommender.http_access import Access, read_tokens
 from recommender.http_schemas import MAX_CANDIDATES
-from recommender.models import Models, aligned, load_served, make_cache, make_served
+from recommender.models import (
+    Models,
+    aligned,
+    load_served,
+    make_cache,
+    make_served,
+    note_items,
+)
 from recommender.options import choose_device
 from recommender.ranking_data import event_bits
 from recommender.saved import SavedModel
@@ -74,6 +81,8 @@ def make_engine(
         graphs = GraphBuckets(ahead=True) if cache.kv_cache.is_cuda else False
     if store is None:
         store = make_store(options, saved, "memory")
+    check_successor(served, served, cache, store, None)
+    note_items(saved, store)
     if options.data is not None:
         log = open_event_log(
             options.data,
@@ -84,7 +93,6 @@ def make_engine(
             only=options.only,
         )
         add_events(store, log, saved)
-    check_successor(served, served, cache, store, None)
     return Engine(
         served,
         cache,

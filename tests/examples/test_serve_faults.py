@@ -29,10 +29,10 @@ pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 import serve
-from recommender.models import aligned
+from recommender.models import aligned, note_items
 from recommender.saved import load_model
 from recommender.serve_options import parse_arguments
-from recommender.server import make_store
+from recommender.server import make_engine, make_store
 
 from hstu_attn.serving import MemoryStore, SQLiteStore
 from hstu_attn.serving.redis_store import RedisStore
@@ -427,6 +427,7 @@ def test_a_later_model_has_its_items_in_the_order_of_the_store(tmp_path: Path) -
     save(path, 1, ITEMS[10:50])
     first = aligned(load_model(path, CPU), store)
     assert first.item_ids.tolist() == ITEMS[10:50]
+    note_items(first, store)
     save(path, 1, ITEMS)  # ten items more before, and ten after
     saved = load_model(path, CPU)
     later = aligned(load_model(path, CPU), store)
@@ -435,6 +436,25 @@ def test_a_later_model_has_its_items_in_the_order_of_the_store(tmp_path: Path) -
     events = [(ITEMS[3], 10), (ITEMS[20], 20)]
     expected = whole(saved, events, ITEMS)
     assert whole(later, events, ITEMS) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    note_items(later, store)
     save(path, 1, ITEMS[1:])
     with pytest.raises(ValueError, match="lacks 1 of them"):
         aligned(load_model(path, CPU), store)
+
+
+def test_items_of_a_model_that_is_not_sound_are_not_noted(tmp_path: Path) -> None:
+    """Otherwise the sound model, which lacks them, could not be served again."""
+    path, store = tmp_path / "model.pt", MemoryStore(10, LONGEST)
+    save(path, 1, ITEMS[10:50])
+    options = parse_arguments(None, ["--model", str(path)])
+    make_engine(options, aligned(load_model(path, CPU), store), store).close()
+    save(path, 1, ITEMS)
+    spoilt = aligned(load_model(path, CPU), store)
+    with torch.no_grad():
+        next(spoilt.model.stack.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="expected finite weights, got NaN or Inf"):
+        make_engine(options, spoilt, store)
+    save(path, 1, ITEMS[10:50])
+    again = aligned(load_model(path, CPU), store)
+    assert again.item_ids.tolist() == ITEMS[10:50]
+    make_engine(options, again, store).close()
