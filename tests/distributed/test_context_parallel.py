@@ -212,6 +212,7 @@ def _sum_of_parts(part: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
     return total.to(part.dtype), exact + torch.finfo(part.dtype).eps / 2 * sizes.cpu()
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does():
     dtypes = [torch.float64, torch.float32, torch.bfloat16]
     run_ranks(2, _check_masks, list(MASK_NAMES), LENGTHS, dtypes)

@@ -125,6 +125,7 @@ def _errors_of_layers() -> Errors:
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors_of", [_errors_of_attention, _errors_of_layers])
 def test_two_ranks_quantize_as_one_does(errors_of):
     for errors in run_ranks(2, errors_of):
@@ -133,6 +134,7 @@ def test_two_ranks_quantize_as_one_does(errors_of):
             assert 0.5 * of_one_rank < error < 1.5 * of_one_rank, (label, error, of_one_rank)
 
 
+@pytest.mark.slow
 def test_refusals():
     run_ranks(2, _check_refusals)
 

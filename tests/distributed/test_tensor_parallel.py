@@ -311,6 +311,7 @@ def _dropped() -> tuple[Tensor, Tensor, Tensor]:
     return kept == 0, kept[kept != 0], torch.rand(())
 
 
+@pytest.mark.slow
 def test_ranks_of_one_seed_drop_other_columns():
     (first, scales, after), (second, _, after_second) = run_ranks(2, _dropped)
     assert first.float().mean() == pytest.approx(0.25, abs=0.02)

@@ -48,6 +48,22 @@ def why_no_memory(gib: float) -> str | None:
     return f"needs {gib} GiB free, cuda:{torch.cuda.current_device()} has {free:.1f} GiB"
 
 
+@pytest.hookimpl(trylast=True)  # after the choice of -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, one case of each test that needs one is kept, and is skipped for all."""
+    if torch.cuda.is_available():
+        return
+    first: dict[str, pytest.Item] = {}
+    others = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("gpu") and first.setdefault(name, item) is not item:
+            others.append(item)
+    config.hook.pytest_deselected(items=others)
+    dropped = set(others)
+    items[:] = [item for item in items if item not in dropped]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker and (reason := _why_no_gpu(**marker.kwargs)):

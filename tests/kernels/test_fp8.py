@@ -52,7 +52,9 @@ def error(batch: Batch, quantization: Quantization | None) -> float:
 
 
 @with_modes
-@pytest.mark.parametrize("dim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dim", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 256))]
+)
 def test_normal_inputs(mode, dim):
     batch = accuracy_batch("normal", dim, [1000, 0, 24], heads=4)
     plain, smooth = errors(batch, Quantization(mode), Quantization(mode, smooth_k=True))
@@ -77,7 +79,14 @@ def test_sequences_that_are_computed_together_on_a_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize(("dim", "bound"), [(64, 1.3e-2), (128, 1.1e-2), (256, 0.9e-2)])
+@pytest.mark.parametrize(
+    ("dim", "bound"),
+    [
+        (64, 1.3e-2),
+        pytest.param(128, 1.1e-2, marks=pytest.mark.slow),
+        pytest.param(256, 0.9e-2, marks=pytest.mark.slow),
+    ],
+)
 def test_silu_inputs(mode, dim, bound):
     """The errors of keys cancel in long sequences, for which FP8 is.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests import conftest
-from tests.helpers import failures_at_once
+from tests.helpers import devices, failures_at_once
 from tests.helpers.devices import why_no_memory
 from tests.helpers.paths import ROOT
 
@@ -56,6 +57,7 @@ def test_failures_of_workers_are_printed_at_once(tmp_path: Path) -> None:
 
 
 def test_tests_wait_for_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_release_gpu_memory", lambda: None)  # the next test's
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert why_no_memory(40) is None
@@ -75,6 +77,7 @@ def test_a_failure_that_pytest_keeps_holds_no_memory(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(RuntimeError) as caught:
         fail()
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # what is older need not be searched here
     sys.last_value = caught.value  # as pytest does
     del caught
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 2**30))

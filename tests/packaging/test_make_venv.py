@@ -54,7 +54,7 @@ def indexes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
 
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", folder
         server.shutdown()
 
