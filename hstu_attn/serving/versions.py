@@ -22,10 +22,10 @@ from .scoring import Scorer, check_fit
 
 __all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns"]
 
-_CANDIDATES = 64  # of the probe that is made where none is given
-_PERIOD = 3600  # between its events
+_CANDIDATES = 64  # The default probe has so many candidates,
+_PERIOD = 3600  # and its events are so far apart.
 _TURN = 2e-4  # seconds that a thread keeps the interpreter, while a model is checked
-_TURNS = threading.Lock()  # their length is that of the whole process
+_TURNS = threading.Lock()  # is held while the length of turns differs, which the process has once
 
 
 @contextmanager
