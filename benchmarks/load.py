@@ -101,7 +101,8 @@ class Load(Generic[T]):
     """The results of a number of requests in flight.
 
     Attributes:
-        seconds: the seconds of the measurement, without the warm-up.
+        seconds: the seconds of the measurement, without the warm-up; where requests arrive at
+            random, until the last answer.
         latencies: seconds of each request that was sent and answered within it.
         failed: requests that were answered otherwise.
         before: the snapshot at its start.
@@ -352,6 +353,7 @@ async def arrive_at_random(
         if middle is not None and event is None and due >= half:
             event = asyncio.create_task(asyncio.to_thread(timed, middle))
     await asyncio.gather(*tasks)
+    end = max(end, time.perf_counter())
     event_seconds = 0.0 if event is None else await event
     if not latencies:
         raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
@@ -422,6 +424,5 @@ def submit_at_random(
     failed = len(measured) - len(latencies)
     if not latencies:
         raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
-    # Where more requests are due than can be sent and answered, the last answer comes later.
     end = max(end, *(answered for _, answered, _ in ends))
     return Load(end - start, latencies, failed, before, snapshot(), event_seconds)

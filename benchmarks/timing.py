@@ -1,8 +1,8 @@
-"""The timing loop of a benchmark, and what a run of one is given.
+"""The timing loop of a benchmark, and the arguments of a run.
 
-What is timed against each other is a list of `Variant`s, which take turns (`take_turns`): in each
-round every variant runs once, on the next of several input sets, and another one goes first. The
-median over the rounds counts.
+A benchmark times a list of `Variant`s in interleaved rounds (`take_turns`): in each round every
+variant runs once, on the next of several input sets, and another one goes first. The median over
+the rounds counts.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def take_turns(
 
 @dataclass
 class Run:
-    """What a benchmark is given: its options, device and ranks.
+    """The options, the device and the ranks that a benchmark is given.
 
     Attributes:
         options: the command line.

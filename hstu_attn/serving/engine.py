@@ -39,12 +39,10 @@ from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
 from .tracing import current_span, record_spans
-from .versions import Probe, check_successor, short_turns
+from .versions import Probe, check_successor, short_turns, with_pauses
 from .waiting import Waiting
 
 __all__ = ["Engine"]
-
-_PACE = 4  # between captures of a new model, batches have so many times as long as a capture takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -292,8 +290,8 @@ class Engine:
         The new model is checked in the calling thread. Its graphs are captured between batches, one
         at a time, so that no request waits for more than one. It then takes over between two
         batches: each answer is of the one model or of the other, on the same events, and rows that
-        the old one has cached are not used any more. The old model is kept for `roll_back`, so both
-        models' weights are in memory, and both models' graphs.
+        the old one has cached are not used any more. The old model stays in memory, with its
+        graphs, for `roll_back`.
 
         Args:
             model: scores the same items and actions, in evaluation mode, on the engine's device.
@@ -312,10 +310,7 @@ class Engine:
             new_cache = old.cache if cache is None else cache
             check_successor(model, old.model, new_cache, self._store, probe)
             scorer = self._scorer_of(model, new_cache)
-            for capture in scorer.captures(old):
-                started = time.monotonic()
-                self._between_batches(capture)
-                time.sleep(_PACE * (time.monotonic() - started))
+            with_pauses(scorer.captures(old), self._between_batches)
             self._between_batches(lambda: self._take_over(scorer, previous=old))
 
     def roll_back(self) -> None:

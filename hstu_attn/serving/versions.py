@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,12 +21,13 @@ from .histories import History
 from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Scorer, check_fit
 
-__all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns"]
+__all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns", "with_pauses"]
 
-_CANDIDATES = 64  # The default probe has so many candidates,
-_PERIOD = 3600  # and its events are so far apart.
+_CANDIDATES = 64  # number of candidates of the default probe
+_PERIOD = 3600  # time between two events of the default probe
+_PACE = 4  # A pause is so many times as long as the job before it.
 _TURN = 2e-4  # seconds that a thread keeps the interpreter, while a model is checked
-_TURNS = threading.Lock()  # is held while the length of turns differs, which the process has once
+_TURNS = threading.Lock()  # is held while the interval, which all threads share, is changed
 
 
 @contextmanager
@@ -43,6 +45,16 @@ def short_turns() -> Iterator[None]:
             yield
         finally:
             sys.setswitchinterval(before)
+
+
+def with_pauses(
+    jobs: Iterable[Callable[[], object]], run: Callable[[Callable[[], object]], None]
+) -> None:
+    """Runs jobs one after another, and leaves batches most of the time between them."""
+    for job in jobs:
+        started = time.monotonic()
+        run(job)
+        time.sleep(_PACE * (time.monotonic() - started))
 
 
 class ModelCheckError(ValueError):

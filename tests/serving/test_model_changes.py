@@ -268,7 +268,7 @@ def test_a_new_model_has_graphs_before_it_takes_over(
             answers.append(engine.score(1, [], [1, 2], timeout=20))
 
         with monkeypatch.context() as patch:
-            patch.setattr("hstu_attn.serving.engine.time.sleep", ask_between)
+            patch.setattr("hstu_attn.serving.versions.time.sleep", ask_between)
             engine.swap(new)
         assert len(captured) == 2 * shapes
         assert len(answers) == shapes
