@@ -24,6 +24,10 @@ struct IndexArray {
     return is_int64 ? static_cast<const int64_t*>(data)[i]
                     : static_cast<int64_t>(static_cast<const int32_t*>(data)[i]);
   }
+  // The lower 32 bits of element i.
+  HSTU_HOST_DEVICE uint32_t low_word(int64_t i) const {
+    return static_cast<const uint32_t*>(data)[is_int64 ? 2 * i : i];
+  }
 };
 
 // A packed tensor [rows, heads, head_dim]; head_dim is contiguous.
@@ -177,7 +181,8 @@ struct RelativeBias {
 struct PagedParams {
   const void* kv_cache = nullptr;  // null: k and v hold every key
   int64_t num_pages = 0;
-  int page_size = 0;
+  int page_size = 0;  // a power of two
+  int page_size_log2 = 0;
   int64_t page_stride = 0;
   int64_t kv_stride = 0;  // from K to V within a page
   int64_t slot_stride = 0;
@@ -192,6 +197,16 @@ struct PagedParams {
   int64_t scale_page_stride = 0;
   int64_t scale_kv_stride = 0;
   int64_t scale_slot_stride = 0;
+
+  // The page of a key, among those of its sequence, and its slot there.
+  template <typename Int>
+  HSTU_HOST_DEVICE Int page_of(Int key) const {
+    return key >> page_size_log2;
+  }
+  template <typename Int>
+  HSTU_HOST_DEVICE Int slot_of(Int key) const {
+    return key & (page_size - 1);
+  }
 };
 
 // The scales and norms of a call with e4m3 q, k and v. An element is its e4m3 value times a

@@ -1,11 +1,13 @@
 #include "arguments.h"
 
 #include <algorithm>
+#include <bit>
 #include <climits>
 #include <vector>
 
 #include "../common/math.h"
 #include "../common/not_implemented.h"
+#include "../common/pages.h"
 
 namespace hstu {
 namespace {
@@ -241,13 +243,14 @@ void check_pages(const TensorView& cache, const OptionalView& scales, const Tens
   check_last_stride("kv_cache", cache);
   if (cache.size(0) < 1) fail("kv_cache", "at least one page", describe_shape(cache));
   const int64_t size = cache.size(2);
-  if (size != 16 && size != 32 && size != 64 && size != 128 && size != 256) {
+  if (size != kSmallestPage && size != 32 && size != 64 && size != 128 && size != 256) {
     fail("kv_cache", "a page size of 16, 32, 64, 128 or 256", std::to_string(size));
   }
   check_cache_dtype(cache, scales, q, whose, paged);
   paged.kv_cache = cache.data;
   paged.num_pages = cache.size(0);
   paged.page_size = static_cast<int>(size);
+  paged.page_size_log2 = std::countr_zero(static_cast<unsigned>(size));
   paged.page_stride = cache.stride(0);
   paged.kv_stride = cache.stride(1);
   paged.slot_stride = cache.stride(2);

@@ -11,6 +11,8 @@ enum class KeySource { kPacked, kPaged };
 
 enum class PagePart { kKeys, kValues };
 
+constexpr int kSmallestPage = 16;  // rows
+
 // The entries of page_ids that belong to a sequence.
 struct PageList {
   int64_t first = 0;

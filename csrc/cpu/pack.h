@@ -31,8 +31,8 @@ struct RowSource {
   // Returns row r in place, or, if its page is quantized, dequantized in `copy`.
   HSTU_INLINE const T* row(int r, T* copy) const {
     if (r >= paged_rows) return first + r * row_stride;
-    const int64_t page = paged->page_ids[first_page + r / paged->page_size];
-    const int64_t slot = r % paged->page_size;
+    const int64_t page = paged->page_ids[first_page + paged->page_of(r)];
+    const int64_t slot = paged->slot_of(r);
     const int64_t offset = page * paged->page_stride + slot * paged->slot_stride;
     if (!is_quantized()) return pages + offset;
     using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;

@@ -52,11 +52,11 @@ HSTU_HOST_DEVICE Slot find_slot(const AppendParams& params, int64_t row) {
   if (r < 0 || r >= sequence.q_len || key < 0 || key >= sequence.history_end) return {};
   const PagedParams& paged = params.paged;
   const PageList list(paged, low);
-  const int64_t n = key / paged.page_size;
+  const int64_t n = paged.page_of(key);
   if (n >= list.count) return {};
   const int64_t page = paged.page_ids[list.first + n];
   if (page < 0 || page >= paged.num_pages) return {};
-  const int64_t in_page = key % paged.page_size;
+  const int64_t in_page = paged.slot_of(key);
   return {page * paged.page_stride + in_page * paged.slot_stride,
           page * paged.scale_page_stride + in_page * paged.scale_slot_stride};
 }

@@ -173,10 +173,10 @@ struct PagedRows {
   // The row of key `key` in a cache that is not e4m3; null if there is no such row.
   HSTU_DEVICE const Element* row(int key) const {
     if (key >= history_end) return target_row(key);
-    const int page = key / paged->page_size;
+    const int page = paged->page_of(key);
     if (page >= list.count) return nullptr;
     return pages + list.page(*paged, page) * paged->page_stride +
-           key % paged->page_size * paged->slot_stride;
+           paged->slot_of(key) * paged->slot_stride;
   }
 
   // A row of e4m3 and its scale.
@@ -186,10 +186,10 @@ struct PagedRows {
   };
   HSTU_DEVICE Quantized quantized_row(int key) const {
     if (key >= history_end) return {};
-    const int n = key / paged->page_size;
+    const int n = paged->page_of(key);
     if (n >= list.count) return {};
     const int64_t page = list.page(*paged, n);
-    const int slot = key % paged->page_size;
+    const int slot = paged->slot_of(key);
     return {reinterpret_cast<const uint8_t*>(pages) + page * paged->page_stride +
                 slot * paged->slot_stride,
             scales + page * paged->scale_page_stride + slot * paged->scale_slot_stride};

@@ -52,12 +52,13 @@ class BackwardBias {
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
       const SequenceTile& tile = work_tile.tile;
       const RelativeBias& tables = params.relative_bias;
-      const int time_head = table_head(tables.time, params, work_tile.head);
+      const int time_head =
+          tables.time.data ? work_tile.head / (params.heads / tables.time.heads) : 0;
       const TableEntries entries = {
           sums,
           tile.sequence,
           tables.position.size,
-          table_head(tables.position, params, work_tile.head) * tables.position.size,
+          work_tile.bias_head * tables.position.size,
           time_head * tables.time.size,
           Traits::first_key(work_tile) - tile.sequence.offset + tables.position.size / 2};
       const TimesOfTile times_of_tile = {tables,
@@ -145,12 +146,6 @@ class BackwardBias {
   // derives from the thread index.
   static HSTU_DEVICE int thread_of_warpgroup() { return bounded_thread_idx() % kWarpgroup; }
   static HSTU_DEVICE void sync() { sync_warpgroup(Traits::kConsumers); }
-
-  // Returns the head of the table that query head `head` reads.
-  static HSTU_DEVICE int table_head(const BiasTable& table, const BackwardParams& params,
-                                    int head) {
-    return table.data ? head / (params.heads / table.heads) : 0;
-  }
 
   // Adds the sums of the diagonals that end in the row tiles between tile m and tile `next`, which
   // the main loop skips. If `next` is -1, all diagonals end.

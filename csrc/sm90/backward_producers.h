@@ -74,9 +74,7 @@ struct BackwardProducers : Traits {
         const bool exists = tile < *list.count;
         work_tile.head = exists ? smem.work_index - tile * list.work_per_tile : -1;
         if (exists) {
-          if constexpr (kHasDenseBias) {
-            work_tile.bias_head = work_tile.head / (params.heads / params.rab.heads);
-          }
+          work_tile.bias_head = Traits::Bias::bias_head(params, work_tile.head);
           work_tile.tile = list.tiles[tile];
           const Sequence& sequence = work_tile.tile.sequence;
           work_tile.first_row_tile =
@@ -240,11 +238,11 @@ struct BackwardProducers : Traits {
                                         cutlass::arch::ClusterTransactionBarrier& full) {
     const RelativeBias& bias = params.relative_bias;
     if (!bias.position.data) return;
-    const int table_head = work_tile.head / (params.heads / bias.position.heads);
     full.expect_transaction(PositionWindow::kBytes);
-    window.start_copy(bias.prepared,
-                      bias.prepared.position + table_head * bias.prepared.position_head_stride,
-                      work_tile.tile.sequence, first_row, Traits::first_key(work_tile), full);
+    window.start_copy(
+        bias.prepared,
+        bias.prepared.position + work_tile.bias_head * bias.prepared.position_head_stride,
+        work_tile.tile.sequence, first_row, Traits::first_key(work_tile), full);
   }
 
   static HSTU_DEVICE RaggedRows rows_of(const WorkTile& work_tile) {

@@ -106,9 +106,9 @@ struct BackwardTraits {
     SequenceTile tile;
     int first_row_tile;  // the number of the sequence's first tile of rows
     int head;            // -1: there is no more work
-    int bias_head;
-    TileMap map;        // which tiles of rows are visible
-    int last_row_tile;  // in the order of the main loop; -1: none is visible
+    int bias_head;       // Bias::bias_head() of `head`
+    TileMap map;         // which tiles of rows are visible
+    int last_row_tile;   // in the order of the main loop; -1: none is visible
   };
   // A tile of rows of a work tile, packed into one register: its first row, a multiple of kRows,
   // and flags.

@@ -101,6 +101,7 @@ struct ForwardTraits {
     SequenceTile tile;
     SpanSummary summary;   // which keys its rows see
     int head;              // kEndOfWork: there is no more work
+    int bias_head;         // Bias::bias_head() of `head`
     int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
     RowFactors row_factors[kIsFp8 ? kRows : 0];
     PageList pages;

@@ -63,7 +63,8 @@ PageMap make_page_map(const PagedParams& paged, int head_dim, int heads, int key
   return pages;
 }
 
-// The ids of 32 consecutive pages of a sequence, one in each lane of a warp that copies. All
+// The ids of 32 consecutive pages of a sequence, one in each lane of a warp that copies. The ids of
+// the next 32 are loaded in advance: key tiles ascend, so that no copy waits for that load. All
 // methods are called by all lanes.
 class PageWindow {
  public:
@@ -71,56 +72,65 @@ class PageWindow {
   HSTU_DEVICE void enter(const PageList& list) {
     if (list.first == list_.first && list.count == list_.count) return;
     list_ = list;
-    first_ = INT_MIN;
+    first_ = kNone;
   }
   // Loads the ids of pages [begin, end), at most 32, unless the lanes have them.
   HSTU_DEVICE void show(const PagedParams& paged, int begin, int end) {
     if (begin >= first_ && end <= first_ + 32) return;
+    if (begin != first_ + 32) next_ = load(paged, begin);
+    const int64_t id = clamp(static_cast<int>(next_), 0, paged.num_pages - 1);
+    id_ = begin + lane() < list_.count ? static_cast<int>(id) : -1;
+    next_ = load(paged, begin + 32);
     first_ = begin;
-    const int n = begin + static_cast<int>(threadIdx.x) % 32;
-    id_ = n < list_.count ? static_cast<int>(list_.page(paged, n)) : -1;
   }
   // The id of page n, which show() has loaded; -1: the sequence has no such page.
   HSTU_DEVICE int page(int n) const { return __shfl_sync(0xffffffff, id_, n - first_); }
 
  private:
+  static constexpr int kNone = INT_MIN / 2;  // first_ without a window; may be added to
+
+  static HSTU_DEVICE int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  // Loads the id of page begin + lane. NOTE: nothing may be computed from it here, because that
+  // would wait for the load.
+  HSTU_DEVICE uint32_t load(const PagedParams& paged, int begin) const {
+    const int n = begin + lane();
+    return n < list_.count ? paged.page_ids.low_word(list_.first + n) : 0;
+  }
+
   PageList list_;
-  int first_ = INT_MIN;
+  int first_ = kNone;
   int id_ = -1;
+  uint32_t next_ = 0;  // the id of page first_ + 32 + lane
 };
 
 // Starts copying a tile of kKeys rows of history, from key `first` on, to shared memory. Rows past
 // the end of the history, or in no page, become zeros. Called by a warp, each lane of which copies
-// a box.
+// at most one box.
 template <PagePart kPart, int kKeys, int kHeadDim, typename Element>
 HSTU_DEVICE void start_copy_pages(const PagedParams& paged, const PageMap& pages,
                                   PageWindow& window, const Sequence& sequence, int head, int first,
                                   Element* to, cutlass::arch::ClusterTransactionBarrier& barrier) {
   constexpr int kPanels = kHeadDim / kPanel<kHeadDim>;
   constexpr int kFar = kRaggedRows;
-  const int page_size = paged.page_size;
-  const int box_rows = min(page_size, kKeys);
-  const int boxes = kKeys / box_rows * kPanels;
+  static_assert(kKeys / kSmallestPage * kPanels <= 32, "a lane has at most one box");
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  window.show(paged, first / page_size, (first + kKeys - 1) / page_size + 1);
-  for (int n = 0; n < boxes; n += 32) {
-    const int box = min(n + lane, boxes - 1);
-    const int row = box / kPanels * box_rows;  // of the tile
-    const int panel = box % kPanels;
-    const int key = first + row;
-    const int page = key / page_size;
-    const int id = window.page(page);
-    // NOTE: with a count of 0, all rows of the box are past the end.
-    const int count = id < 0 ? 0 : clamp(sequence.history_end - page * page_size, 0, page_size);
-    const int begin =
-        max(id, 0) * pages.page_rows + (kPart == PagePart::kValues ? pages.value_rows : 0);
-    if (n + lane >= boxes) continue;
-    cute::SM90_TMA_LOAD_5D::copy(&pages.map, reinterpret_cast<uint64_t*>(&barrier),
-                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                 to + (panel * kKeys + row) * kPanel<kHeadDim>,
-                                 panel * kPanel<kHeadDim>, kFar - count + key % page_size, head,
-                                 begin + count, kFar);
-  }
+  window.show(paged, paged.page_of(first), paged.page_of(first + kKeys - 1) + 1);
+  const int row = lane / kPanels * min(paged.page_size, kKeys);  // in the tile
+  const int panel = lane % kPanels;
+  const int key = first + row;
+  const int page = paged.page_of(key);
+  const int id = window.page(page);
+  if (row >= kKeys) return;
+  // NOTE: with a count of 0, all rows of the box are past the end.
+  const int count =
+      id < 0 ? 0 : clamp(sequence.history_end - (page << paged.page_size_log2), 0, paged.page_size);
+  const int begin =
+      max(id, 0) * pages.page_rows + (kPart == PagePart::kValues ? pages.value_rows : 0);
+  cute::SM90_TMA_LOAD_5D::copy(&pages.map, reinterpret_cast<uint64_t*>(&barrier),
+                               static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                               to + (panel * kKeys + row) * kPanel<kHeadDim>,
+                               panel * kPanel<kHeadDim>, kFar - count + paged.slot_of(key), head,
+                               begin + count, kFar);
 }
 
 // Returns in all lanes of a warp the value that one lane has.

@@ -26,9 +26,8 @@ HSTU_DEVICE void start_copy_position(const ForwardParams& params,
                                      typename Traits::BiasWindow::Position& window,
                                      cutlass::arch::ClusterTransactionBarrier& full) {
   const RelativeBias& bias = params.relative_bias;
-  const int table_head = work_tile.head / (params.heads / bias.position.heads);
   const float* const table =
-      bias.prepared.position + table_head * bias.prepared.position_head_stride;
+      bias.prepared.position + work_tile.bias_head * bias.prepared.position_head_stride;
   window.start_copy(bias.prepared, table, work_tile.tile.sequence,
                     work_tile.tile.index * Traits::kRows, key, full);
 }

@@ -51,12 +51,12 @@ HSTU_DEVICE void start_copy_quantized(const PagedParams& paged, const PageMap& p
 #pragma unroll
   for (int row = lane; row < kKeys; row += 32) {
     const int key = first + row;
-    const int id = window.page(key / paged.page_size);
+    const int id = window.page(paged.page_of(key));
     // NOTE: scales past the end of the history may be NaN.
     const bool exists = id >= 0 && key < sequence.history_end;
     const int64_t at = max(id, 0) * paged.scale_page_stride +
                        (kPart == PagePart::kValues ? paged.scale_kv_stride : 0) +
-                       key % paged.page_size * paged.scale_slot_stride + head;
+                       paged.slot_of(key) * paged.scale_slot_stride + head;
     ptx::cp_async_4_or_zeros(paged.scales + (exists ? at : 0),
                              quantized.scales[state.index()] + row, exists);
   }

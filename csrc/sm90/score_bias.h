@@ -12,7 +12,8 @@
 // each key tile, and a Consumer. The Consumer's init_accumulator() gives the scores the value that
 // Q K^T is added to; if kIsAddedAfter, scale() computes x / 2 from Q K^T and the bias; if kHasTime,
 // find() computes the bias before that, while the product runs. If kIsRelative, windows of the
-// position table are copied to shared memory. In the backward, kWarpgroups further warpgroups
+// position table are copied to shared memory. bias_head() is the head of the tensor or table whose
+// tiles or windows are copied for a head of q. In the backward, kWarpgroups further warpgroups
 // compute the weights by time and sum dS for the gradients of the tables.
 #pragma once
 
@@ -35,6 +36,7 @@ struct NoScoreBias {
 
   template <typename Maps>
   static HSTU_DEVICE void prefetch(const Maps&) {}
+  static HSTU_DEVICE int bias_head(const ForwardParams&, int) { return 0; }
 
   template <typename Traits>
   struct Producer {
@@ -69,6 +71,9 @@ struct DenseScoreBias {
   static HSTU_DEVICE void prefetch(const Maps& maps) {
     cute::prefetch_tma_descriptor(&maps.bias);
   }
+  static HSTU_DEVICE int bias_head(const ForwardParams& params, int head) {
+    return head / (params.heads / params.rab.heads);
+  }
 
   // Whether consumers read the bias of the key tile that begins with padded key `first` from device
   // memory: TMA copies begin at a multiple of 16 bytes, and the first target of a paged sequence
@@ -99,8 +104,7 @@ struct DenseScoreBias {
       pipeline.producer_acquire(state);
       auto& full = pipeline.full[state.index()];
       full.arrive_and_expect_tx(sizeof(smem.bias[0]));
-      start_copy_bias<kRows, kKeys>(maps.bias, work_tile.tile.sequence_index,
-                                    work_tile.head / (params.heads / params.rab.heads),
+      start_copy_bias<kRows, kKeys>(maps.bias, work_tile.tile.sequence_index, work_tile.bias_head,
                                     work_tile.tile.index * kRows + sequence.offset,
                                     Source::template key_of<kKeys>(sequence, first),
                                     smem.bias[state.index()], full);
@@ -134,10 +138,10 @@ struct DenseScoreBias {
       constexpr int kKeys = Traits::kKeys;
       const DenseBias& rab = params.rab;
       const SequenceTile& tile = work_tile.tile;
-      const int head = work_tile.head / (params.heads / rab.heads);
       const int row = tile.index * Traits::kRows + Traits::row_of_thread(warpgroup);
       load_bias<kKeys>(static_cast<const Element*>(rab.data) +
-                           tile.sequence_index * rab.batch_stride + head * rab.head_stride,
+                           tile.sequence_index * rab.batch_stride +
+                           work_tile.bias_head * rab.head_stride,
                        rab.row_stride, rab.length, row + tile.sequence.offset,
                        Traits::Source::template key_of<kKeys>(tile.sequence, first), scores);
     }
@@ -226,6 +230,9 @@ struct PositionScoreBias {
 
   template <typename Maps>
   static HSTU_DEVICE void prefetch(const Maps&) {}
+  static HSTU_DEVICE int bias_head(const ForwardParams& params, int head) {
+    return head / (params.heads / params.relative_bias.position.heads);
+  }
 
   template <typename Traits>
   using Producer = PositionBiasProducer<Traits>;
@@ -246,6 +253,10 @@ struct RelativeScoreBias {
 
   template <typename Maps>
   static HSTU_DEVICE void prefetch(const Maps&) {}
+  static HSTU_DEVICE int bias_head(const ForwardParams& params, int head) {
+    const BiasTable& position = params.relative_bias.position;
+    return position.data ? head / (params.heads / position.heads) : 0;
+  }
 
   template <typename Traits>
   using Producer = RelativeBiasProducer<Traits>;

@@ -96,7 +96,7 @@ class TileScheduler {
     find_keys(params, metadata, work_tile);
   }
 
-  // Writes the row tile, head and split of a work tile.
+  // Writes the row tile, heads and split of a work tile.
   static HSTU_DEVICE void find_rows(const ForwardParams& params, const SchedulerMetadata& metadata,
                                     int work_index, WorkTile& work_tile) {
     const WorkList& list = metadata.list;
@@ -123,6 +123,7 @@ class TileScheduler {
       if (has_rows) Source::find_pages(params, work_tile);
     }
     work_tile.head = exists ? index - tile * params.heads : Traits::kEndOfWork;
+    work_tile.bias_head = Traits::Bias::bias_head(params, work_tile.head);
     if constexpr (Traits::kIsSplitByList) work_tile.split = split_kv.keys_of(split);
   }
 
