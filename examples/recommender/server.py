@@ -53,7 +53,8 @@ __all__ = [
 ]
 
 LOG = logging.getLogger("recommender.server")
-SECONDS_AHEAD = 86400  # an event may be so far ahead of the clock of this machine
+EARLIEST_TIME = 631_152_000
+"""The seconds from 1970 to 1990, which are more than the minutes or hours until now."""
 
 
 def make_engine(
@@ -83,6 +84,7 @@ def make_engine(
         store = make_store(options, saved, "memory")
     check_successor(served, served, cache, store, None)
     note_items(saved, store)
+    earliest = EARLIEST_TIME
     if options.data is not None:
         log = open_event_log(
             options.data,
@@ -93,6 +95,15 @@ def make_engine(
             only=options.only,
         )
         add_events(store, log, saved)
+        earliest = max(0, int(log.timestamps.min(initial=earliest)))
+    if options.earliest_time is not None:
+        earliest = options.earliest_time
+    elif earliest < EARLIEST_TIME:
+        LOG.warning(
+            "Events from %d on are accepted, as --data has; --earliest-time names another time",
+            earliest,
+        )
+    print(f"Users with events: {len(store):,}")
     return Engine(
         served,
         cache,
@@ -103,7 +114,7 @@ def make_engine(
         max_queue_seconds=options.max_queue_ms / 1000,
         max_candidates=MAX_CANDIDATES,
         graphs=graphs,
-        time_range=lambda: (0, int(time.time()) + SECONDS_AHEAD),
+        time_range=lambda: (earliest, int(time.time()) + options.ahead_seconds),
     )
 
 
@@ -159,7 +170,6 @@ def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRankin
 
     if not store.seed(histories()):
         print("The store has had the events of --data, or of other data; none is added")
-    print(f"Users with events: {len(store):,}")
 
 
 class Server(uvicorn.Server):

@@ -21,13 +21,13 @@ from .cache import PagedKVCache
 from .commits import LOG, Commits
 from .errors import EngineClosedError, NoHistoryError
 from .events import (
-    LATEST_TIME,
     EventOrderError,
     EventStore,
     Int64s,
     MemoryStore,
     StoreError,
     User,
+    check_at,
     check_range,
     check_user,
     checked_events,
@@ -92,7 +92,9 @@ class Engine:
             on a GPU. Batches are padded to the shapes, so scores may be rounded differently; with
             True on a CPU they are padded likewise, which only costs time.
         time_range: returns the earliest and the latest time that an event may have now, in the
-            model's unit; for example `lambda: (0, int(time.time()) + 86400)`. None takes any.
+            model's unit; for example `lambda: (631_152_000, int(time.time()) + 300)`, from 1990
+            until in five minutes. None takes any. Stored events that are later than that, because
+            the clock was wrong when they came, are deleted when earlier ones come.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -140,11 +142,9 @@ class Engine:
         for capture in self._scorer.captures():
             capture()
         self._histories = Histories(
-            store,
-            self._scorer.capacity,
-            model.num_items,
-            model.num_actions,
-            lambda keys: self._scorer.free(keys),
+            *(store, self._scorer.capacity, model.num_items, model.num_actions),
+            free=lambda keys: self._scorer.free(keys),
+            time_range=time_range,
         )
         self._counters = Counters()
         self._answers = answers = Answers(self._counters)
@@ -466,9 +466,7 @@ class Engine:
         events = checked_events(
             new_events, self.model.num_items, self.model.num_actions, self._time_range
         )
-        at = how.get("at")
-        if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
-            raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
+        check_at(at := how.get("at"))
         now = time.monotonic()
         request = Request(
             *(user, events, candidates, top_k, exclude_seen, at, now),

@@ -23,6 +23,7 @@ __all__ = [
     "StoreError",
     "Stored",
     "appended",
+    "check_at",
     "check_limits",
     "check_range",
     "check_times",
@@ -42,7 +43,19 @@ _SEEDED = "seeded"
 
 
 class EventTimeError(ValueError):
-    """An event's time is not plausible now: it is in another unit, or a clock is wrong."""
+    """An event's time is not plausible now: it is in another unit, or a clock is wrong.
+
+    Attributes:
+        place: which of the request's events it is, from 0.
+        time: its time.
+        limits: the earliest and the latest time that it may have.
+    """
+
+    def __init__(
+        self, message: str, place: int = 0, time: int = 0, limits: tuple[int, int] = (0, 0)
+    ) -> None:
+        super().__init__(message)
+        self.place, self.time, self.limits = place, time, limits
 
 
 class EventOrderError(ValueError):
@@ -182,8 +195,19 @@ def check_times(events: Int64s, time_range: Callable[[], tuple[int, int]] | None
         if not earliest <= times[at] <= latest:
             raise EventTimeError(
                 f"new_events: expected times from {earliest} to {latest}, in the model's unit, got "
-                f"{times[at]} at {at}"
+                f"{times[at]} at {at}",
+                *(at, int(times[at]), (earliest, latest)),
             )
+
+
+def check_at(at: object) -> None:
+    """Checks the time at which a request asks the model.
+
+    Raises:
+        ValueError: if it is neither None nor a time.
+    """
+    if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
+        raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
 
 
 def checked_events(
