@@ -28,8 +28,8 @@ from .events import (
     StoreError,
     User,
     check_at,
-    check_range,
     check_user,
+    checked_candidates,
     checked_events,
 )
 from .fair_queue import FairQueue
@@ -242,20 +242,8 @@ class Engine:
             candidates: likewise.
             how: who asks, and until when, as in `How`.
         """
-        listed = np.asarray(candidates)
-        if not listed.size:
-            listed = listed.astype(np.int64)
-        if listed.ndim != 1 or listed.dtype.kind not in "iu":
-            raise ValueError(
-                f"candidates: expected integers of one dimension, got {listed.dtype} of shape "
-                f"{listed.shape}"
-            )
-        if len(listed) > self.max_candidates:
-            raise ValueError(
-                f"candidates: expected at most {self.max_candidates}, got {len(listed)}"
-            )
-        check_range("candidates", "items", listed, self.model.num_items)
-        return self._submit(user, new_events, listed.astype(np.int64), 0, False, how)
+        items = checked_candidates(candidates, self.model.num_items, self.max_candidates)
+        return self._submit(user, new_events, items, 0, False, how)
 
     def submit_recommend(
         self,
@@ -329,8 +317,9 @@ class Engine:
     def forget(self, user: User, *, stored: bool = True) -> None:
         """Deletes a user's events from the store, and what is computed from them.
 
-        Requests of the user that are under way may store events again. With `stored` False only
-        what is computed is deleted, as when another process has deleted the events.
+        The cache's pages hold nothing of them afterwards. Requests of the user that are under way
+        may store events again. With `stored` False only what is computed is deleted, as when
+        another process has deleted the events.
 
         Raises:
             StoreError: if the store cannot delete them.
@@ -340,10 +329,10 @@ class Engine:
             if stored:
                 self._store.forget(user)
         finally:  # where that fails, the store may have deleted them all the same
-            self._between_batches(lambda: self._histories.drop(user))
+            self._between_batches(lambda: self._drop(user))
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:
-        """Deletes old events of all users, and what is computed from them.
+        """Deletes old events of all users, and what is computed from them, as `forget` does.
 
         Args:
             before: events with an earlier time are deleted.
@@ -361,6 +350,8 @@ class Engine:
         for users in self._store.prune(before=before, latest=latest):
             self._between_batches(partial(self._histories.drop, *users))
             count += len(users)
+        if count:
+            self._between_batches(self._drop)
         return count
 
     @property
@@ -442,6 +433,13 @@ class Engine:
             self._jobs.append((settled, done))
             self._changed.notify_all()
         done.result()
+
+    def _drop(self, *users: User) -> None:
+        """Forgets what is computed of users, and overwrites what the caches' pages hold of it."""
+        self._histories.drop(*users)
+        self._scorer.wipe(self._histories.keys())
+        if self._previous is not None and self._previous.cache is not self._scorer.cache:
+            self._previous.wipe([])
 
     def _settle_soon(self) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 __all__ = [
     "Change",
@@ -28,6 +29,8 @@ __all__ = [
     "check_range",
     "check_times",
     "check_user",
+    "checked_candidates",
+    "checked_events",
     "event_rows",
     "first_kept",
     "user_key",
@@ -230,6 +233,29 @@ def checked_events(
             check_range("new_events", what, events[:, column], limits[column])
     check_times(events, time_range)
     return events
+
+
+def checked_candidates(
+    candidates: Sequence[int] | np.ndarray[Any, Any] | Tensor, num_items: int, most: int
+) -> Int64s:
+    """Converts the candidates of a request to int64 `(m,)`.
+
+    Raises:
+        ValueError: for what is not integers of one dimension, too many of them, or items that the
+            model does not have.
+    """
+    items = np.asarray(candidates)
+    if not items.size:
+        items = items.astype(np.int64)
+    if items.ndim != 1 or items.dtype.kind not in "iu":
+        raise ValueError(
+            f"candidates: expected integers of one dimension, got {items.dtype} of shape "
+            f"{items.shape}"
+        )
+    if len(items) > most:
+        raise ValueError(f"candidates: expected at most {most}, got {len(items)}")
+    check_range("candidates", "items", items, num_items)
+    return items.astype(np.int64)
 
 
 def check_user(user: User) -> None:

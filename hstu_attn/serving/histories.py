@@ -199,6 +199,10 @@ class Histories:
         if unused:
             self._free(unused)
 
+    def keys(self) -> list[int]:
+        """Returns the keys of the known histories."""
+        return [history.key for history in self._known.values()]
+
     def drop(self, *users: User) -> None:
         """Forgets what is known and cached of users, who may be unknown."""
         dropped = [self._known.pop(user) for user in users if user in self._known]
