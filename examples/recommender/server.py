@@ -94,7 +94,7 @@ def make_engine(
             columns=options.columns,
             only=options.only,
         )
-        add_events(store, log, saved)
+        add_events(store, log, saved, int(time.time()) + options.ahead_seconds)
         earliest = max(0, int(log.timestamps.min(initial=earliest)))
     if options.earliest_time is not None:
         earliest = options.earliest_time
@@ -134,10 +134,13 @@ def make_store(
     return open_store(place, saved.model.max_seq_len, max_users=options.max_users)
 
 
-def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRanking) -> None:
+def add_events(
+    store: EventStore, log: EventLog, saved: SavedModel | SavedRanking, until: int = 2**62
+) -> None:
     """Stores each user's latest events, but for those on items that the model does not know.
 
     A store takes them once: later it has events that came since, and users may have been deleted.
+    Events after the time `until` are left out, too, since they would keep out those that come.
 
     Raises:
         ValueError: ids of the data are text and those of the model numbers, or the other way round;
@@ -164,10 +167,12 @@ def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRankin
             latest = slice(max(start, end - store.max_events), end)
             ids = item_ids[log.items[latest]]
             places = np.searchsorted(sorted_ids, ids).clip(max=len(sorted_ids) - 1)
-            known = sorted_ids[places] == ids
+            known = (sorted_ids[places] == ids) & (log.timestamps[latest] <= until)
             columns = order[places[known]], log.timestamps[latest][known], bits[latest][known]
             yield user, np.stack(columns, axis=1, dtype=np.int64)
 
+    if late := np.count_nonzero(log.timestamps > until):
+        LOG.warning("--data: left out %d events whose times are later than %d", late, until)
     if not store.seed(histories()):
         print("The store has had the events of --data, or of other data; none is added")
 

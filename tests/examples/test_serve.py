@@ -608,3 +608,19 @@ def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) 
     events = found.events
     assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
     assert events[:, 1].tolist() == times[known].tolist()
+
+
+def test_data_of_the_future_are_left_out(
+    saved: SavedModel, ratings: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, store = open_event_log(ratings), MemoryStore(100, LONGEST)
+    _, times = history(log, 7)
+    until = int(times[-3]) - 1
+    add_events(store, log, saved, until)
+    (found,) = store.read([7], [0])
+    assert found is not None
+    expected = times[times <= until]
+    assert 0 < len(expected) <= len(times) - 3
+    assert found.events[:, 1].tolist() == expected.tolist()
+    late = int((log.timestamps > until).sum())
+    assert caplog.messages == [f"--data: left out {late} events whose times are later than {until}"]
