@@ -50,7 +50,6 @@ WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
         "event_order",
         "Events are oldest first, and none is older than the user's last stored one",
     ),
-    EventTimeError: ("event_time", "The time of an event is too early or too late: seconds?"),
 }
 MAX_ERRORS = 20  # a 422 names no more
 STUCK_SECONDS = 60.0
@@ -119,19 +118,19 @@ class Service(NamedTuple):
         }
 
     async def answer(self, future: Future[Answer], deadline: float) -> Answer:
-        """Waits for an answer until the deadline, and longer while its events are being stored.
+        """Waits for an answer until the deadline.
 
         Raises:
             DeadlineError: there was none; the request had no effect.
-            StoreError: there was none; whether the events are stored is not known.
+            StoreError: there was none, since its events were being stored; whether they are is not
+                known.
         """
         wrapped = asyncio.wrap_future(future)
         done, _ = await asyncio.wait({wrapped}, timeout=max(deadline - time.monotonic(), 0.0))
         if not done:
             if future.cancel():
                 raise DeadlineError
-            done, _ = await asyncio.wait({wrapped}, timeout=self.timeout)
-            if not done:
+            if not future.done():
                 wrapped.cancel()
                 raise StoreError("store: expected an answer in time, got none")
         return await wrapped
@@ -388,16 +387,22 @@ def add_errors(app: FastAPI) -> None:
         ]
         return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
 
+    @app.exception_handler(EventTimeError)
+    async def wrong_time(request: object, error: EventTimeError) -> Response:
+        now = datetime.datetime.now(datetime.timezone.utc)
+        earliest, latest = error.limits
+        RARE.warn(
+            "Refused events for their times, such as %d, which is not from %d to %d; this "
+            "machine's clock says %s UTC",
+            *(error.time, earliest, latest, f"{now:%Y-%m-%d %H:%M:%S}"),
+        )
+        message = f"Expected a time from {earliest} to {latest}, in seconds; got {error.time}"
+        where = ["body", "events", error.place, "time"]
+        return await wrong_body(request, invalid(where, "event_time", message))
+
     @app.exception_handler(NoHistoryError)
     @app.exception_handler(EventOrderError)
-    @app.exception_handler(EventTimeError)
     async def wrong_events(request: object, error: Exception) -> Response:
-        if isinstance(error, EventTimeError):
-            now = datetime.datetime.now(datetime.timezone.utc)
-            RARE.warn(
-                "Refused events for their times, while this machine's clock says %s UTC",
-                f"{now:%Y-%m-%d %H:%M:%S}",
-            )
         kind, message = WRONG_EVENTS[type(error)]
         return await wrong_body(request, invalid(["body", "events"], kind, message))
 

@@ -40,6 +40,8 @@ class ServeOptions(argparse.Namespace):
     cache_mib: int
     page_size: int
     store: str | None
+    earliest_time: int | None
+    ahead_seconds: int
     max_users: int
     max_batch_size: int
     max_wait_ms: float
@@ -135,6 +137,18 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
         "--store",
         help="where events are kept: the path of an SQLite file, redis://host:port/database, or "
         "memory, which ends with the process; None is events.sqlite next to --model",
+    )
+    parser.add_argument(
+        "--earliest-time",
+        type=number(0, 2**62),
+        help="events of earlier times, which may be in another unit, are refused; None is that of "
+        "1990, or of the first event of --data if that is earlier",
+    )
+    parser.add_argument(
+        "--ahead-seconds",
+        type=number(0, 10**9),
+        default=300,
+        help="events that are further ahead of this machine's clock are refused",
     )
     parser.add_argument(
         "--max-users", type=count, default=10**6, help="whose events are kept in memory"

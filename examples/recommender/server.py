@@ -53,7 +53,8 @@ __all__ = [
 ]
 
 LOG = logging.getLogger("recommender.server")
-SECONDS_AHEAD = 86400  # an event may be so far ahead of the clock of this machine
+EARLIEST_TIME = 631_152_000
+"""The seconds from 1970 to 1990, which are more than the minutes or hours until now."""
 
 
 def make_engine(
@@ -83,6 +84,7 @@ def make_engine(
         store = make_store(options, saved, "memory")
     check_successor(served, served, cache, store, None)
     note_items(saved, store)
+    earliest = EARLIEST_TIME
     if options.data is not None:
         log = open_event_log(
             options.data,
@@ -92,7 +94,16 @@ def make_engine(
             columns=options.columns,
             only=options.only,
         )
-        add_events(store, log, saved)
+        add_events(store, log, saved, int(time.time()) + options.ahead_seconds)
+        earliest = max(0, int(log.timestamps.min(initial=earliest)))
+    if options.earliest_time is not None:
+        earliest = options.earliest_time
+    elif earliest < EARLIEST_TIME:
+        LOG.warning(
+            "Events from %d on are accepted, as --data has; --earliest-time names another time",
+            earliest,
+        )
+    print(f"Users with events: {len(store):,}")
     return Engine(
         served,
         cache,
@@ -103,7 +114,7 @@ def make_engine(
         max_queue_seconds=options.max_queue_ms / 1000,
         max_candidates=MAX_CANDIDATES,
         graphs=graphs,
-        time_range=lambda: (0, int(time.time()) + SECONDS_AHEAD),
+        time_range=lambda: (earliest, int(time.time()) + options.ahead_seconds),
     )
 
 
@@ -123,10 +134,13 @@ def make_store(
     return open_store(place, saved.model.max_seq_len, max_users=options.max_users)
 
 
-def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRanking) -> None:
+def add_events(
+    store: EventStore, log: EventLog, saved: SavedModel | SavedRanking, until: int = 2**62
+) -> None:
     """Stores each user's latest events, but for those on items that the model does not know.
 
     A store takes them once: later it has events that came since, and users may have been deleted.
+    Events after the time `until` are left out, too, since they would keep out those that come.
 
     Raises:
         ValueError: ids of the data are text and those of the model numbers, or the other way round;
@@ -153,13 +167,14 @@ def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRankin
             latest = slice(max(start, end - store.max_events), end)
             ids = item_ids[log.items[latest]]
             places = np.searchsorted(sorted_ids, ids).clip(max=len(sorted_ids) - 1)
-            known = sorted_ids[places] == ids
+            known = (sorted_ids[places] == ids) & (log.timestamps[latest] <= until)
             columns = order[places[known]], log.timestamps[latest][known], bits[latest][known]
             yield user, np.stack(columns, axis=1, dtype=np.int64)
 
+    if late := np.count_nonzero(log.timestamps > until):
+        LOG.warning("--data: left out %d events whose times are later than %d", late, until)
     if not store.seed(histories()):
         print("The store has had the events of --data, or of other data; none is added")
-    print(f"Users with events: {len(store):,}")
 
 
 class Server(uvicorn.Server):

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..paged import PagedKV, check_page_size, quantize_rows
 from ..upload import upload
 from .host_tier import HostTier, Returning
+from .wiping import UsedPages
 
 try:
     from .. import _host
@@ -295,9 +296,10 @@ class PagedKVCache:
                 self.kv_cache.shape[:-1], dtype=torch.float32, device=device
             )
         self._host_tier = None
+        self._used = UsedPages(num_pages, page_size)
+        self._used_on_host = UsedPages(host_pages, page_size)
         if host_pages:
-            scales = () if self.kv_scales is None else (self.kv_scales,)
-            self._host_tier = HostTier((self.kv_cache, *scales), host_pages)
+            self._host_tier = HostTier(self._tensors, host_pages)
 
     @contextmanager
     def step(
@@ -364,11 +366,16 @@ class PagedKVCache:
     ) -> tuple[int, Int32s, Sequence[int], Returning | None]:
         """Opens a step of the table: its number, its tables, and the copies to wait for."""
         if self._host_tier is None:
-            return *self._table.begin(users, new_tokens, cached_lens, rewritten), None
+            number, tables, lengths = self._table.begin(users, new_tokens, cached_lens, rewritten)
+            self._used.add(tables[lengths[0] :][: lengths[1]])
+            return number, tables, lengths, None
         with self._host_tier.lock:
             number, tables, lengths = self._table.begin(users, new_tokens, cached_lens, rewritten)
+            self._used.add(tables[lengths[0] :][: lengths[1]])
             try:
-                returning = self._host_tier.move(*self._table.moves(number))
+                evicted, back = self._table.moves(number)
+                self._used_on_host.add(evicted[1])
+                returning = self._host_tier.move(evicted, back)
             except BaseException:
                 self._table.cancel(number)
                 raise
@@ -396,6 +403,40 @@ class PagedKVCache:
             ValueError: if a step is open. The cache is as it was.
         """
         self._table.clear()
+
+    def wipe(self, users: Ints) -> None:
+        """Overwrites by zeros all rows of both tiers but those of users' tokens.
+
+        Freed pages hold keys and values until others are written there, and so does the end of a
+        page that has been given to somebody else. On a GPU this is ordered as the work of a step
+        is; where there is a host tier, the host waits for copies that are under way.
+
+        Args:
+            users: all who have tokens. If others have some too, all users are forgotten.
+
+        Raises:
+            ValueError: if a step is open. None may be opened meanwhile.
+        """
+        counts = self._table.stats()
+        if counts["pinned_pages"]:
+            raise ValueError("step: expected none to be open, got one")
+        ids = _int64s("users", users)
+        lengths = self._table.lookup(ids).tolist()
+        held = list(map(self._table.pages, ids.tolist()))
+        held_on_host = list(map(self._table.host_pages, ids.tolist()))
+        pages = sum(map(len, held)) + sum(map(len, held_on_host))
+        if pages != counts["used_pages"] + counts["used_host_pages"]:
+            self._table.clear()
+            held, held_on_host, lengths = [], [], []
+        tensors = [tensor.flatten(2).view(torch.int64) for tensor in self._tensors]
+        self._used.wipe(tensors, held, lengths)
+        if self._host_tier is not None:
+            with self._host_tier.lock:
+                self._used_on_host.wipe(self._host_tier.settled(), held_on_host, lengths)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (self.kv_cache,) if self.kv_scales is None else (self.kv_cache, self.kv_scales)
 
     @property
     def capacity(self) -> int:

@@ -21,15 +21,15 @@ from .cache import PagedKVCache
 from .commits import LOG, Commits
 from .errors import EngineClosedError, NoHistoryError
 from .events import (
-    LATEST_TIME,
     EventOrderError,
     EventStore,
     Int64s,
     MemoryStore,
     StoreError,
     User,
-    check_range,
+    check_at,
     check_user,
+    checked_candidates,
     checked_events,
 )
 from .fair_queue import FairQueue
@@ -92,7 +92,9 @@ class Engine:
             on a GPU. Batches are padded to the shapes, so scores may be rounded differently; with
             True on a CPU they are padded likewise, which only costs time.
         time_range: returns the earliest and the latest time that an event may have now, in the
-            model's unit; for example `lambda: (0, int(time.time()) + 86400)`. None takes any.
+            model's unit; for example `lambda: (631_152_000, int(time.time()) + 300)`, from 1990
+            until in five minutes. None takes any. Stored events that are later than that, because
+            the clock was wrong when they came, are deleted when earlier ones come.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -140,11 +142,9 @@ class Engine:
         for capture in self._scorer.captures():
             capture()
         self._histories = Histories(
-            store,
-            self._scorer.capacity,
-            model.num_items,
-            model.num_actions,
-            lambda keys: self._scorer.free(keys),
+            *(store, self._scorer.capacity, model.num_items, model.num_actions),
+            free=lambda keys: self._scorer.free(keys),
+            time_range=time_range,
         )
         self._counters = Counters()
         self._answers = answers = Answers(self._counters)
@@ -242,20 +242,8 @@ class Engine:
             candidates: likewise.
             how: who asks, and until when, as in `How`.
         """
-        listed = np.asarray(candidates)
-        if not listed.size:
-            listed = listed.astype(np.int64)
-        if listed.ndim != 1 or listed.dtype.kind not in "iu":
-            raise ValueError(
-                f"candidates: expected integers of one dimension, got {listed.dtype} of shape "
-                f"{listed.shape}"
-            )
-        if len(listed) > self.max_candidates:
-            raise ValueError(
-                f"candidates: expected at most {self.max_candidates}, got {len(listed)}"
-            )
-        check_range("candidates", "items", listed, self.model.num_items)
-        return self._submit(user, new_events, listed.astype(np.int64), 0, False, how)
+        items = checked_candidates(candidates, self.model.num_items, self.max_candidates)
+        return self._submit(user, new_events, items, 0, False, how)
 
     def submit_recommend(
         self,
@@ -329,8 +317,9 @@ class Engine:
     def forget(self, user: User, *, stored: bool = True) -> None:
         """Deletes a user's events from the store, and what is computed from them.
 
-        Requests of the user that are under way may store events again. With `stored` False only
-        what is computed is deleted, as when another process has deleted the events.
+        The cache's pages hold nothing of them afterwards. Requests of the user that are under way
+        may store events again. With `stored` False only what is computed is deleted, as when
+        another process has deleted the events.
 
         Raises:
             StoreError: if the store cannot delete them.
@@ -340,10 +329,10 @@ class Engine:
             if stored:
                 self._store.forget(user)
         finally:  # where that fails, the store may have deleted them all the same
-            self._between_batches(lambda: self._histories.drop(user))
+            self._between_batches(lambda: self._drop(user))
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:
-        """Deletes old events of all users, and what is computed from them.
+        """Deletes old events of all users, and what is computed from them, as `forget` does.
 
         Args:
             before: events with an earlier time are deleted.
@@ -361,6 +350,8 @@ class Engine:
         for users in self._store.prune(before=before, latest=latest):
             self._between_batches(partial(self._histories.drop, *users))
             count += len(users)
+        if count:
+            self._between_batches(self._drop)
         return count
 
     @property
@@ -443,6 +434,13 @@ class Engine:
             self._changed.notify_all()
         done.result()
 
+    def _drop(self, *users: User) -> None:
+        """Forgets what is computed of users, and overwrites what the caches' pages hold of it."""
+        self._histories.drop(*users)
+        self._scorer.wipe(self._histories.keys())
+        if self._previous is not None and self._previous.cache is not self._scorer.cache:
+            self._previous.wipe([])
+
     def _settle_soon(self) -> None:
         with self._changed:
             self._jobs.append((partial(self._settle, wait=False), Future()))
@@ -466,9 +464,7 @@ class Engine:
         events = checked_events(
             new_events, self.model.num_items, self.model.num_actions, self._time_range
         )
-        at = how.get("at")
-        if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
-            raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
+        check_at(at := how.get("at"))
         now = time.monotonic()
         request = Request(
             *(user, events, candidates, top_k, exclude_seen, at, now),

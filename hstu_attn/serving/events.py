@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 __all__ = [
     "Change",
@@ -23,10 +24,13 @@ __all__ = [
     "StoreError",
     "Stored",
     "appended",
+    "check_at",
     "check_limits",
     "check_range",
     "check_times",
     "check_user",
+    "checked_candidates",
+    "checked_events",
     "event_rows",
     "first_kept",
     "user_key",
@@ -42,7 +46,19 @@ _SEEDED = "seeded"
 
 
 class EventTimeError(ValueError):
-    """An event's time is not plausible now: it is in another unit, or a clock is wrong."""
+    """An event's time is not plausible now: it is in another unit, or a clock is wrong.
+
+    Attributes:
+        place: which of the request's events it is, from 0.
+        time: its time.
+        limits: the earliest and the latest time that it may have.
+    """
+
+    def __init__(
+        self, message: str, place: int = 0, time: int = 0, limits: tuple[int, int] = (0, 0)
+    ) -> None:
+        super().__init__(message)
+        self.place, self.time, self.limits = place, time, limits
 
 
 class EventOrderError(ValueError):
@@ -182,8 +198,19 @@ def check_times(events: Int64s, time_range: Callable[[], tuple[int, int]] | None
         if not earliest <= times[at] <= latest:
             raise EventTimeError(
                 f"new_events: expected times from {earliest} to {latest}, in the model's unit, got "
-                f"{times[at]} at {at}"
+                f"{times[at]} at {at}",
+                *(at, int(times[at]), (earliest, latest)),
             )
+
+
+def check_at(at: object) -> None:
+    """Checks the time at which a request asks the model.
+
+    Raises:
+        ValueError: if it is neither None nor a time.
+    """
+    if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
+        raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
 
 
 def checked_events(
@@ -206,6 +233,29 @@ def checked_events(
             check_range("new_events", what, events[:, column], limits[column])
     check_times(events, time_range)
     return events
+
+
+def checked_candidates(
+    candidates: Sequence[int] | np.ndarray[Any, Any] | Tensor, num_items: int, most: int
+) -> Int64s:
+    """Converts the candidates of a request to int64 `(m,)`.
+
+    Raises:
+        ValueError: for what is not integers of one dimension, too many of them, or items that the
+            model does not have.
+    """
+    items = np.asarray(candidates)
+    if not items.size:
+        items = items.astype(np.int64)
+    if items.ndim != 1 or items.dtype.kind not in "iu":
+        raise ValueError(
+            f"candidates: expected integers of one dimension, got {items.dtype} of shape "
+            f"{items.shape}"
+        )
+    if len(items) > most:
+        raise ValueError(f"candidates: expected at most {most}, got {len(items)}")
+    check_range("candidates", "items", items, num_items)
+    return items.astype(np.int64)
 
 
 def check_user(user: User) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from .events import (
     ACTION,
     ITEM,
+    LATEST_TIME,
     TIME,
     Change,
     EventOrderError,
@@ -24,6 +26,8 @@ from .events import (
 )
 
 __all__ = ["Histories", "History"]
+
+LOG = logging.getLogger("hstu_attn.serving")
 
 
 class History(NamedTuple):
@@ -60,6 +64,7 @@ class Histories:
         num_items: the items of stored events are below it.
         num_actions: the actions of stored events are below it.
         free: is called with keys that no history has any more.
+        time_range: as in `Engine`.
     """
 
     def __init__(
@@ -69,11 +74,13 @@ class Histories:
         num_items: int,
         num_actions: int,
         free: Callable[[Sequence[int]], None],
+        time_range: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self._store = store
         self.capacity = capacity
         self._limits = (num_items, num_actions)
         self._free = free
+        self._time_range = time_range
         self._known: OrderedDict[User, History] = OrderedDict()
         self._size = 0  # events of all, where a user counts as one at least
         self._keys = itertools.count()
@@ -136,6 +143,9 @@ class Histories:
         latest as are left of a request that is longer than a history. The others may not be older
         than the history's last event. If the oldest events are dropped, the history gets a new key.
 
+        An event of the history that is later than `time_range` allows came when a clock was wrong.
+        It would keep out all of the user's events until then, so it is dropped when one comes.
+
         Args:
             user: the user whose history it is.
             history: the current one.
@@ -148,10 +158,21 @@ class Histories:
         if len(events):
             events = _unknown(before, events, self._store.max_events - self._store.drop)
         if len(events) and len(before) and events[0, TIME] < before[-1, TIME]:
-            raise EventOrderError(
-                f"new_events: expected times from {before[-1, TIME]} up, that of the user's last "
-                f"stored event, got {events[0, TIME]}"
+            latest = LATEST_TIME if self._time_range is None else self._time_range()[1]
+            late = np.flatnonzero(before[:, TIME] > latest)
+            early = before[: late[0]] if len(late) else before
+            if len(early) and events[0, TIME] < early[-1, TIME]:
+                raise EventOrderError(
+                    f"new_events: expected times from {early[-1, TIME]} up, that of the user's "
+                    f"last stored event, got {events[0, TIME]}"
+                )
+            LOG.warning(
+                "Deleted %d stored events of user %r, the last at %d: no event is later than %d "
+                "now, and one at %d has come",
+                *(len(before) - len(early), user, before[-1, TIME], latest, events[0, TIME]),
             )
+            history = History(next(self._keys), history.version, before[:0])
+            before, events = before[:0], np.concatenate([early, events])
         change = self._store.append(user, Stored(history.version, before), events)
         if not len(events):
             return history, change
@@ -177,6 +198,10 @@ class Histories:
             unused.append(oldest.key)
         if unused:
             self._free(unused)
+
+    def keys(self) -> list[int]:
+        """Returns the keys of the known histories."""
+        return [history.key for history in self._known.values()]
 
     def drop(self, *users: User) -> None:
         """Forgets what is known and cached of users, who may be unknown."""

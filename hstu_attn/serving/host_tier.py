@@ -115,6 +115,15 @@ class HostTier:
             self._take_away(gathered, evicted[1])
         return Returning(self._device, events)
 
+    def settled(self) -> list[Tensor]:
+        """Returns the host pages when no copy is under way, as int64 `(layers, num_pages, words)`.
+
+        The caller holds `lock`.
+        """
+        if self._side is not None:
+            self._side.synchronize()
+        return self._host_pages
+
     @contextmanager
     def _on_side(self, *inputs: Tensor) -> Iterator[None]:
         """Runs the block on the side stream, after main's work so far; it reads `inputs`."""

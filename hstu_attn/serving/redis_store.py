@@ -79,6 +79,8 @@ if redis.call('DEL', KEYS[2]) == 1 then redis.call('DECR', KEYS[1]) end
 return tonumber(redis.call('GET', KEYS[1]) or 0)
 """
 # An argument has, of each user: the version that was read, a new one, and how many events stay.
+# A string is deleted before a shorter one is set, which a server without memory would refuse as the
+# first change of a script.
 _PRUNE = """
 local made = {}
 for n = 2, #KEYS do
@@ -91,7 +93,9 @@ for n = 2, #KEYS do
       redis.call('DEL', key)
       redis.call('DECR', KEYS[1])
     else
-      redis.call('SET', key, ARGV[at + 2] .. redis.call('GETRANGE', key, -kept, -1))
+      local rest = redis.call('GETRANGE', key, -kept, -1)
+      redis.call('DEL', key)
+      redis.call('SET', key, ARGV[at + 2] .. rest)
     end
   end
 end
@@ -120,7 +124,8 @@ class RedisStore(EventStore):
         max_events: as in `EventStore`; the same in all processes.
         drop: as in `EventStore`.
         prefix: the beginning of all keys.
-        timeout: seconds to wait for the server's answer to a command, which is sent at most twice.
+        timeout: seconds to wait for the server's answer to a command. It is sent a second time only
+            if the connection has been closed, so that a server that hangs is not waited for twice.
         wait_aof: whether an event is acknowledged only when the append-only file has it on the disk
             (WAITAOF, of Redis 7.2 and later), whatever `appendfsync` is.
 
@@ -159,7 +164,8 @@ class RedisStore(EventStore):
                 url,
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
-                retry=Retry(NoBackoff(), 1),  # a connection may be from before the server restarted
+                # A connection may be from before the server restarted.
+                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
         except ValueError as error:  # the URL may hold a password
             raise ValueError(f"url: expected redis://host:port/database, got {error}") from None

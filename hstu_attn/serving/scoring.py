@@ -108,6 +108,11 @@ class Scorer:
         if self.cache is not None:
             self.cache.clear()
 
+    def wipe(self, keys: Sequence[int]) -> None:
+        """Overwrites all rows in the cache's pages but those of histories."""
+        if self.cache is not None:
+            self.cache.wipe(keys)
+
     @property
     def runs_ahead(self) -> bool:
         """Returns whether a device computes batches, so that the host is free meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
 import sqlite3
@@ -27,6 +28,8 @@ from .events import (
 )
 
 __all__ = ["SQLiteStore"]
+
+LOG = logging.getLogger("hstu_attn.serving")
 
 _APPLICATION, _LAYOUT = 0x48535455, 1  # PRAGMA application_id ("HSTU") and user_version
 _WAIT_SECONDS = 10.0  # to wait for another program that uses the file, such as a backup
@@ -68,6 +71,9 @@ class SQLiteStore(EventStore):
     write-ahead log; if it raises, nothing of it is stored. Opening reads no events, and takes as
     long for a million users as for one.
 
+    What a process that was killed has stored is recovered from the log when the file is opened,
+    with a warning that says so.
+
     What is deleted is overwritten by zeros, and `forget` and `prune` empty the log beside the file
     (`path` with `-wal`). Where SQLite has moved rows between pages it leaves copies in the unused
     parts of pages; `compact` removes them, and commits wait for it.
@@ -83,6 +89,7 @@ class SQLiteStore(EventStore):
         OSError: if the file cannot be made or opened.
         ValueError: for a size out of range; for a file that is empty, damaged or something else,
             which is left as it is; if another process has it open.
+        StoreError: if what a killed process left cannot be recovered.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_events: int, drop: int | None = None):
@@ -94,9 +101,19 @@ class SQLiteStore(EventStore):
                 self._make()
             with self.path.open("r+b"):  # the system's error says more than SQLite's
                 pass
+            log = Path(f"{self.path.resolve()}-wal")
+            was_killed = log.exists() and log.stat().st_size > 0  # an orderly end removes it
             # The reader is not held up by a transaction of the writer.
             self._reader, self._writer = self._open(), self._open()
             self._reading, self._writing = threading.Lock(), threading.Lock()
+            if was_killed:
+                with self._errors("recover"):
+                    _, pages, _ = self._writer.execute("PRAGMA wal_checkpoint").fetchone()
+                LOG.warning(
+                    "%s: was not closed when it was used last; %d pages of changes have been "
+                    "recovered from its log, and %d users have events",
+                    *(self.path, pages, self._users),
+                )
         except BaseException:
             self._lock_file.close()
             raise

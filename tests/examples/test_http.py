@@ -196,7 +196,7 @@ def test_a_store_that_hangs_does_not_hold_a_request_for_ever() -> None:
         status, headers, answer = server.client.send("POST", "/score", body(1))
         assert (status, headers["Retry-After"]) == (503, "1")
         assert "the same request may be made again" in answer["detail"]
-        assert 0.6 <= time.monotonic() - started < 5
+        assert 0.3 <= time.monotonic() - started < 5
         go_on.set()
         server.wait_for(completed=1)
         assert server.client.send("POST", "/score", body(1))[0] == 200
@@ -248,10 +248,19 @@ def test_a_clock_that_steps_back_is_in_the_log(
         for _ in range(2):
             status, _, answer = server.client.send("POST", "/score", body(2, events=events))
             assert status == 422
-            assert answer["detail"][0]["type"] == "event_time"
+            assert answer["detail"] == [
+                {
+                    "type": "event_time",
+                    "loc": ["body", "events", 0, "time"],
+                    "msg": f"Expected a time from 0 to {9 * day}, in seconds; got {10 * day}",
+                }
+            ]
         assert server.client.send("POST", "/score", body(1, events=[]))[0] == 200
         [line] = caplog.messages
-        assert line.startswith("Refused events for their times, while this machine's clock says 20")
+        assert line.startswith(
+            f"Refused events for their times, such as {10 * day}, which is not from 0 to {9 * day};"
+            " this machine's clock says 20"
+        )
         now[0] += 2 * day
         assert server.client.send("POST", "/score", body(2, events=events))[0] == 200
 

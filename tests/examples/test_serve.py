@@ -12,11 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +40,11 @@ from recommender.http import MAX_ERRORS  # noqa: E402
 from recommender.http_schemas import MAX_CANDIDATES  # noqa: E402
 from recommender.saved import SavedModel, load_model  # noqa: E402
 from recommender.serve_options import MAX_BODY_BYTES  # noqa: E402
-from recommender.server import add_events, make_engine, make_server  # noqa: E402
+from recommender.server import add_events, make_engine  # noqa: E402
 
-from hstu_attn.serving import Engine, MemoryStore  # noqa: E402
+from hstu_attn.serving import MemoryStore  # noqa: E402
 from tests.helpers.http_client import Client, assert_retry_after, process  # noqa: E402
+from tests.helpers.slow_server import slow  # noqa: E402
 
 LONGEST = 30
 CPU = torch.device("cpu")
@@ -395,48 +394,6 @@ def test_large_bodies(client: Client) -> None:
     assert client.send("POST", "/score", at_the_limit)[0] == 200
 
 
-class SlowServer:
-    """A server in this process whose model waits until it is released."""
-
-    def __init__(self, checkpoint: Path, *arguments: str) -> None:
-        options = serve_options.parse_arguments(None, ["--model", str(checkpoint), *arguments])
-        saved = load_model(options.model, CPU)
-        self.engine: Engine = make_engine(options, saved)
-        self.go_on, self.reached = threading.Event(), threading.Event()
-        embed = self.engine.model.embed
-
-        def slow_embed(rows: Any) -> Tensor:
-            self.reached.set()
-            assert self.go_on.wait(20)
-            if self.go_on_with_error:
-                raise RuntimeError("a failure")
-            return embed(rows)
-
-        self.go_on_with_error = False
-        self.engine.model.embed = slow_embed
-        listener = serve.listen_later("127.0.0.1", 0)
-        listener.listen()
-        self.client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        self.server = make_server(options, self.engine, saved)
-        self.thread = threading.Thread(target=self.server.run, args=([listener],))
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-
-@contextmanager
-def slow(checkpoint: Path, *arguments: str) -> Iterator[SlowServer]:
-    server = SlowServer(checkpoint, *arguments)
-    try:
-        yield server
-    finally:
-        server.go_on.set()
-        server.stop()
-
-
 def body(user: int) -> dict[str, Any]:
     return {"user": user, "events": [EVENT], "candidates": [1]}
 
@@ -651,3 +608,19 @@ def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) 
     events = found.events
     assert fewer.item_ids[events[:, 0]].tolist() == items[known].tolist()
     assert events[:, 1].tolist() == times[known].tolist()
+
+
+def test_data_of_the_future_are_left_out(
+    saved: SavedModel, ratings: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, store = open_event_log(ratings), MemoryStore(100, LONGEST)
+    _, times = history(log, 7)
+    until = int(times[-3]) - 1
+    add_events(store, log, saved, until)
+    (found,) = store.read([7], [0])
+    assert found is not None
+    expected = times[times <= until]
+    assert 0 < len(expected) <= len(times) - 3
+    assert found.events[:, 1].tolist() == expected.tolist()
+    late = int((log.timestamps > until).sum())
+    assert caplog.messages == [f"--data: left out {late} events whose times are later than {until}"]

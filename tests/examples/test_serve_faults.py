@@ -1,12 +1,13 @@
 """Tests of the example's server, as a process, under faults: kill -9, a full disk, a Redis server
-that is gone for a while, damaged files. What was acknowledged is stored once; the log says what
-happened.
+that is gone, full or silent for a while, wrong times, damaged files. What was acknowledged is
+stored once; the log says what happened.
 """
 
 from __future__ import annotations
 
 import http.client
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from recommender.saved import load_model
 from recommender.serve_options import parse_arguments
 from recommender.server import make_engine, make_store
 
-from hstu_attn.serving import MemoryStore, SQLiteStore
+from hstu_attn.serving import EventTimeError, MemoryStore, SQLiteStore
 from hstu_attn.serving.redis_store import RedisStore
 from tests.helpers.http_client import Client, process
 from tests.helpers.saved_models import ITEMS, LONGEST, save, stored_events, whole
@@ -140,15 +141,22 @@ def test_kill_9_loses_no_acknowledged_event(model: Path, tmp_path: Path) -> None
     arguments = ["--model", str(model), "--store", str(tmp_path / "events.sqlite")]
     rng = random.Random(5)
     cut: list[list[tuple[int, int]]] = []
-    for _ in range(3):
+    for part in range(3):
         with process(*arguments) as (server, client):
+            if part:
+                line = Log(server).wait_for("was not closed when it was used last")
+                assert re.search("; [1-9][0-9]* pages of changes have been recovered", line)
+                assert line.endswith(" from its log, and 3 users have events\n")
             for writer in writers:  # a retry of what the server was killed in
                 if cut and writer.sent[-1] not in writer.acknowledged:
                     assert writer.send(client, writer.sent[-1]) == 200
             threads = [threading.Thread(target=w.stream, args=(client,)) for w in writers]
             for thread in threads:
                 thread.start()
-            time.sleep(rng.uniform(0.2, 0.5))
+            while min(len(writer.acknowledged) for writer in writers) < 5 * (part + 1):
+                assert server.poll() is None
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 0.3))
             server.send_signal(signal.SIGKILL)
             for thread in threads:
                 thread.join()
@@ -283,6 +291,130 @@ def test_redis_is_killed_and_comes_back(model: Path, own_redis: RedisServer) -> 
         answer = client.post("/score", user=1, candidates=ITEMS[:5])
         expected = whole(saved, stored, ITEMS[:5])
         assert answer["scores"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_redis_is_full_and_has_room_again(model: Path, own_redis: RedisServer) -> None:
+    writer = Writer(1)
+    with process("--model", str(model), "--store", own_redis.url) as (server, client):
+        log = Log(server)
+        writer.stream(client, 5)
+        own_redis.client.config_set("maxmemory", "1")
+        writer.stream(client, 5)
+        assert writer.statuses == {200: 5, 503: 5}
+        line = log.wait_for("The store fails, and requests with it until it works again")
+        assert "not allowed when used memory > 'maxmemory'" in line
+        answer = client.post("/score", user=1, candidates=[ITEMS[0]])  # brings no event
+        assert len(answer["scores"]) == 1
+        own_redis.client.config_set("maxmemory", "0")
+        writer.stream(client, 5)
+        log.wait_for("The store works again")
+        assert writer.statuses == {200: 10, 503: 5}
+        with RedisStore(own_redis.url, LONGEST) as store:
+            writer.check(stored_events(store, [1])[1], [])
+
+
+@pytest.mark.slow
+def test_redis_hangs_and_goes_on(model: Path, own_redis: RedisServer) -> None:
+    """Connections to a stopped process stay open, and new ones are made, but nothing answers."""
+    writers = [Writer(user) for user in range(3)]
+    seconds = []
+
+    def send(writer: Writer) -> None:
+        started = time.monotonic()
+        writer.send(client, writer.make())
+        seconds.append(time.monotonic() - started)
+
+    arguments = ["--model", str(model), "--store", own_redis.url, "--timeout", "10"]
+    with process(*arguments) as (server, client):
+        log = Log(server)
+        for writer in writers:
+            writer.stream(client, 3)
+        assert own_redis.process is not None
+        own_redis.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                threads = [threading.Thread(target=send, args=(writer,)) for writer in writers]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            assert max(seconds) < 10
+            assert [writer.statuses for writer in writers] == [{200: 3, 503: 2}] * 3
+            status, _, answer = client.send("GET", "/ready")
+            assert (status, answer["status"]) == (503, "store")
+            assert client.send("GET", "/live")[0] == 200
+            line = log.wait_for("The store fails, and requests with it until it works again")
+            assert "could not read events (Timeout" in line
+            log.wait_for("Not ready: the store cannot be read: no answer within 1 s")
+        finally:
+            own_redis.process.send_signal(signal.SIGCONT)
+        end = time.monotonic() + 20
+        while client.send("GET", "/ready")[0] == 503:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        log.wait_for("The store can be read again")
+        for writer in writers:
+            writer.stream(client, 3)
+            assert writer.statuses == {200: 6, 503: 2}
+        log.wait_for("The store works again")
+        with RedisStore(own_redis.url, LONGEST) as store:
+            stored = stored_events(store, range(3))
+    for writer in writers:
+        unknown = [events for events in writer.sent if events not in writer.acknowledged]
+        writer.check(stored[writer.user], unknown)
+
+
+# ---------------------------------------------------------------------------------------------
+# Times of another unit
+# ---------------------------------------------------------------------------------------------
+
+
+def earliest_time(model: Path, *arguments: str) -> int:
+    """Returns the earliest time that a server takes."""
+    options = parse_arguments("", ["--model", str(model), *arguments])
+    with make_engine(options, load_model(model, CPU)) as engine:
+        with pytest.raises(EventTimeError) as caught:
+            engine.submit_score(1, [(0, 2**61)], [1])
+        earliest, latest = caught.value.limits
+        assert 299 <= latest - time.time() <= 300
+    return earliest
+
+
+def test_the_earliest_time_is_1990_or_that_of_the_data(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tmp_path / "ratings.dat"
+    lines = [f"1::{ITEMS[n]}::5::{978300760 + n}\n" for n in range(3)]  # in 2000
+    data.write_text("".join(lines))
+    assert earliest_time(model) == earliest_time(model, "--data", str(data)) == 631_152_000
+    assert not caplog.records
+    data.write_text("".join([*lines, f"1::{ITEMS[3]}::5::86400\n"]))
+    assert earliest_time(model, "--data", str(data)) == 86400
+    [line] = caplog.messages
+    assert line.startswith("Events from 86400 on are accepted, as --data has")
+    assert earliest_time(model, "--data", str(data), "--earliest-time", "978300000") == 978300000
+
+
+@pytest.mark.slow
+def test_times_of_another_unit_are_refused(model: Path) -> None:
+    now = int(time.time())
+    with process("--model", str(model), "--earliest-time", "631152000") as (server, client):
+        log = Log(server)
+        for wrong in (now // 86400, now // 3600, now // 60, 1000 * now, 10**9 * now, now + 3600):
+            events = [{"item": ITEMS[0], "time": wrong}]
+            status, _, answer = client.send(
+                "POST", "/score", {"user": 1, "events": events, "candidates": ITEMS[:3]}
+            )
+            assert status == 422
+            [problem] = answer["detail"]
+            assert problem["loc"] == ["body", "events", 0, "time"]
+            assert problem["msg"].startswith("Expected a time from 631152000 to 1")
+            assert problem["msg"].endswith(f", in seconds; got {wrong}")
+        line = log.wait_for("Refused events for their times")
+        assert f"such as {now // 86400}, which is not from 631152000 to" in line
+        assert client.send("POST", "/score", {"user": 1, "candidates": ITEMS[:3]})[0] == 422
+        client.post("/score", user=1, events=[{"item": ITEMS[0], "time": now}], candidates=[])
 
 
 # ---------------------------------------------------------------------------------------------

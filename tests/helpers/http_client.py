@@ -75,10 +75,14 @@ def assert_retry_after(headers: Mapping[str, str], held_since: float) -> None:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """Runs the server as a user starts it, on the CPU; what it says on stderr is printed here."""
+    """Runs the server as a user starts it, on the CPU; what it says on stderr is printed here.
+
+    Events may have any time until now, unless the arguments say something else.
+    """
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0"]
-    command += ["--device", "cpu", "--store", "memory", *arguments]
+    command += ["--device", "cpu", "--store", "memory", "--earliest-time", "0"]
+    command += arguments
     server = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

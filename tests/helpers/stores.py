@@ -14,6 +14,7 @@ import pytest
 
 from hstu_attn.serving import EventStore, MemoryStore, SQLiteStore
 from hstu_attn.serving.redis_store import RedisStore
+from tests.conftest import NO_REDIS
 
 KINDS = ["memory", "sqlite", "redis"]
 
@@ -22,10 +23,10 @@ class RedisServer:
     """A `redis-server` on a free port of loopback, whose events outlive its process."""
 
     def __init__(self, folder: Path) -> None:
-        redis = pytest.importorskip("redis")
+        redis = pytest.importorskip("redis", reason=NO_REDIS)
         self.program = shutil.which("redis-server")
         if self.program is None:
-            pytest.skip("needs redis-server (Debian's package of that name)")
+            pytest.skip(f"{NO_REDIS} (make ci-packages)")
         self.folder = folder
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
             self.port = free.getsockname()[1]

@@ -7,6 +7,7 @@ import random
 import sqlite3
 import sys
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -443,6 +444,32 @@ def test_a_commit_that_is_sent_twice_is_made_once(
         store.add(1, [(2, 2)])
         assert events_of(store, 1) == [[1, 1, 0], [2, 2, 0]]
         assert len(store) == 1
+
+
+def test_what_is_deleted_is_not_in_redis(shared_redis: RedisServer) -> None:
+    """Neither among its keys nor, once that has been rewritten, in its append-only file."""
+    shared_redis.client.flushall()
+    mark = 0x6A5B4C3D2E1F0987
+
+    def in_files(name: bytes) -> bool:
+        files = [path for path in shared_redis.folder.rglob("*") if path.is_file()]
+        return any(name in path.read_bytes() for path in files)
+
+    with RedisStore(shared_redis.url, 40) as store:
+        for user in ("MARKED", "other"):
+            store.add(user, [(mark + len(user), 1)])
+        assert in_files(b"MARKED")
+        assert in_files((mark + 6).to_bytes(8, "little"))
+        store.forget("MARKED")
+        assert sorted(shared_redis.client.keys()) == [b"hstu:user:sother", b"hstu:users"]
+        assert shared_redis.client.get("hstu:users") == b"1"
+        store.compact()
+        end = time.monotonic() + 20
+        while in_files(b"MARKED") and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not in_files(b"MARKED")
+        assert not in_files((mark + 6).to_bytes(8, "little"))
+        assert in_files((mark + 5).to_bytes(8, "little"))
 
 
 @pytest.mark.parametrize("prefix", ["a*:", "a?:", "a[b]:", "[ab]b:", "a\\b:"])

@@ -1,0 +1,244 @@
+"""Tests of engines on stores under faults: a store that is full, one that a killed process left,
+Redis that hangs, clocks that are wrong. What was acknowledged is stored, and the log says what
+happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+from hstu_attn.serving import (
+    Engine,
+    EventOrderError,
+    EventStore,
+    EventTimeError,
+    NoHistoryError,
+    SQLiteStore,
+    StoreError,
+)
+from hstu_attn.serving.events import User
+from hstu_attn.serving.redis_store import RedisStore
+from tests.helpers.serving_models import LONGEST, assert_close, make_cache, make_model
+from tests.helpers.stores import Place, RedisServer
+
+pytestmark = pytest.mark.faults
+
+YEARS = 10 * 365 * 86400
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+def events_of(store: EventStore, user: User) -> list[tuple[int, ...]]:
+    (stored,) = store.read([user], [0])
+    return [] if stored is None else [*map(tuple, stored.events.tolist())]
+
+
+# ---------------------------------------------------------------------------------------------
+# A store without room
+# ---------------------------------------------------------------------------------------------
+
+
+def limit(store: EventStore, server: RedisServer | None, limited: bool) -> None:
+    """Lets the store have no more room than it has taken, or any."""
+    if isinstance(store, SQLiteStore):
+        pages = 1 if limited else 2**30  # the least is what the file has
+        store._writer.execute(f"PRAGMA max_page_count = {pages}")
+    else:
+        assert server is not None
+        server.client.config_set("maxmemory", "1" if limited else "0")
+
+
+@pytest.mark.parametrize("place", ["sqlite", "redis"], indirect=True)
+def test_a_full_store_refuses_events_until_there_is_room(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, store = make_model("retrieval"), place.open(LONGEST)
+    acknowledged: dict[int, list[tuple[int, int, int]]] = {}
+    message = "could not write events .(database or disk is full|.*not allowed when used memory)"
+
+    def send(user: int, at: int) -> None:
+        engine.score(user, [(user % 50, at)], [1, 2])
+        acknowledged.setdefault(user, []).append((user % 50, at, 0))
+
+    def send_of_new_users() -> None:
+        for user in range(1, 10**4):  # SQLite has room in the last pages of its tables
+            send(user, 2)
+
+    with Engine(model, make_cache(24), store=store) as engine:
+        try:
+            send(0, 1)
+            limit(store, place.server, True)
+            with pytest.raises(StoreError, match=message):
+                send_of_new_users()
+            last = len(acknowledged)
+            with pytest.raises(StoreError, match=message):
+                send(last, 2)
+            expected = model.whole(np.array(acknowledged[0]), [1, 2], acknowledged[0][-1][1])
+            assert_close(engine.score(0, [], [1, 2]), expected)  # brings no event
+        finally:
+            limit(store, place.server, False)
+        for user in (0, last):
+            send(user, 100)
+            expected = model.whole(np.array(acknowledged[user]), [1, 2], 100)
+            assert_close(engine.score(user, [], [1, 2]), expected)
+    assert {user: events_of(store, user) for user in acknowledged} == acknowledged
+    told = [record for record in caplog.records if record.name == "hstu_attn.serving"]
+    assert [record.levelno for record in told] == [logging.ERROR, logging.WARNING]
+    assert told[0].message.startswith("The store fails, and requests with it until it works again")
+    assert re.search(message, told[0].message)
+    assert told[1].message == "The store works again"
+
+
+@pytest.mark.parametrize("place", ["sqlite", "redis"], indirect=True)
+def test_events_are_deleted_from_a_full_store(place: Place) -> None:
+    """This is how an operator makes room."""
+    model, store = make_model("retrieval"), place.open(LONGEST)
+    with Engine(model, make_cache(24), store=store) as engine:
+        for user in range(6):
+            engine.score(user, [(n, n) for n in range(20)], [1])
+        limit(store, place.server, True)
+        try:
+            engine.forget(0)
+            assert engine.prune(latest=4) == 5
+            assert engine.prune(before=18) == 5
+            assert engine.prune(before=20) == 5
+        finally:
+            limit(store, place.server, False)
+        assert engine.stats().users == 0
+        for user in range(6):
+            assert events_of(store, user) == []
+
+
+# ---------------------------------------------------------------------------------------------
+# What a killed process left
+# ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_recovered_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The files are copied while a process has them, as they are after kill -9."""
+    path, left = tmp_path / "events.sqlite", tmp_path / "left" / "events.sqlite"
+    left.parent.mkdir()
+    with SQLiteStore(path, LONGEST) as store:
+        for user in range(3):
+            store.add(user, [(user, 1), (user, 2)])
+        for end in ("", "-wal"):
+            shutil.copy(f"{path}{end}", f"{left}{end}")
+    SQLiteStore(path, LONGEST).close()
+    assert not caplog.records
+    with SQLiteStore(left, LONGEST) as store:
+        assert [events_of(store, user) for user in range(3)] == [
+            [(user, 1, 0), (user, 2, 0)] for user in range(3)
+        ]
+    [line] = caplog.messages
+    assert line.startswith(f"{left}: was not closed when it was used last; ")
+    assert line.endswith(
+        " pages of changes have been recovered from its log, and 3 users have events"
+    )
+    assert int(line.split("; ")[1].split()[0]) > 0
+    SQLiteStore(left, LONGEST).close()
+    assert len(caplog.records) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Redis hangs
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> None:
+    """A command waits for `timeout`, also the first one of a new connection."""
+    shared_redis.client.flushall()
+    assert shared_redis.process is not None
+    with RedisStore(shared_redis.url, LONGEST, timeout=1.0) as store:
+        store.add(1, [(1, 1)])
+        os.kill(shared_redis.process.pid, signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                started = time.monotonic()
+                with pytest.raises(StoreError, match="could not read events"):
+                    store.read([1], [0])
+                assert 1.0 <= time.monotonic() - started < 1.95
+        finally:
+            os.kill(shared_redis.process.pid, signal.SIGCONT)
+        store.add(1, [(2, 2)])
+        assert events_of(store, 1) == [(1, 1, 0), (2, 2, 0)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Clocks
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_was_ahead_locks_no_user_out(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clocks of the server and of a client are wrong by ten years, and then right again."""
+    now = [10**9]
+    model, store = make_model("retrieval"), place.open(LONGEST)
+    time_range = lambda: (10**8, now[0] + 300)  # noqa: E731
+    with Engine(model, make_cache(9), store=store, time_range=time_range) as engine:
+        engine.score(1, [(1, 10**9 - 5), (2, 10**9)], [1])
+        now[0] += YEARS
+        for user in (1, 2):
+            engine.score(user, [(3, now[0]), (4, now[0] + 9)], [1])
+        now[0] -= YEARS
+        assert len(events_of(store, 1)) == 4
+        with pytest.raises(
+            EventOrderError, match=r"expected times from 1000000000 up, .* got 9999"
+        ):
+            engine.score(1, [(5, 10**9 - 1)], [1])
+        assert not caplog.records
+        assert len(events_of(store, 1)) == 4
+        for user, before in ((1, [(1, 10**9 - 5, 0), (2, 10**9, 0)]), (2, [])):
+            for at in (10**9 + 7, 10**9 + 8):
+                found = engine.score(user, [(5, at)], [1, 2])
+                before.append((5, at, 0))
+                assert_close(found, model.whole(np.array(before), [1, 2], at))
+                assert events_of(store, user) == before
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert caplog.messages[0] == (
+        f"Deleted 2 stored events of user 1, the last at {10**9 + YEARS + 9}: no event is later "
+        f"than {10**9 + 300} now, and one at {10**9 + 7} has come"
+    )
+
+
+def test_a_client_whose_clock_is_ahead_locks_its_user_out_for_minutes_at_most(
+    place: Place,
+) -> None:
+    now = [10**9]
+    model, store = make_model("retrieval"), place.open(LONGEST)
+    time_range = lambda: (10**8, now[0] + 300)  # noqa: E731
+    with Engine(model, make_cache(9), store=store, time_range=time_range) as engine:
+        with pytest.raises(
+            EventTimeError, match=r"to 1000000300, .* got 1000000301 at 0"
+        ) as caught:
+            engine.score(1, [(1, now[0] + 301)], [1])
+        error = caught.value
+        assert (error.place, error.time, error.limits) == (0, 10**9 + 301, (10**8, 10**9 + 300))
+        with pytest.raises(NoHistoryError):
+            engine.score(1, [], [1])  # nothing has been stored
+        engine.score(1, [(1, now[0] + 300)], [1])
+        now[0] += 299
+        with pytest.raises(EventOrderError):
+            engine.score(1, [(2, now[0])], [1])
+        now[0] += 1
+        engine.score(1, [(2, now[0])], [1])
+    assert events_of(store, 1) == [(1, 10**9 + 300, 0), (2, 10**9 + 300, 0)]
