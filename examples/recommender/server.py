@@ -104,6 +104,7 @@ def make_engine(
         max_candidates=MAX_CANDIDATES,
         graphs=graphs,
         time_range=lambda: (0, int(time.time()) + SECONDS_AHEAD),
+        skip_unknown_items=True,  # `aligned` has seen that the others are this model's
     )
 
 

@@ -93,6 +93,8 @@ class Engine:
             True on a CPU they are padded likewise, which only costs time.
         time_range: returns the earliest and the latest time that an event may have now, in the
             model's unit; for example `lambda: (0, int(time.time()) + 86400)`. None takes any.
+        skip_unknown_items: whether stored events on items from the model's `num_items` up, which an
+            engine of a later model stored, are left out of histories; False fails their users.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -116,6 +118,7 @@ class Engine:
         max_candidates: int = 1024,
         graphs: bool | GraphBuckets | None = None,
         time_range: Callable[[], tuple[int, int]] | None = None,
+        skip_unknown_items: bool = False,
     ) -> None:
         if store is None:
             store = MemoryStore(100_000, model.max_history, 0 if cache is None else None)
@@ -140,11 +143,9 @@ class Engine:
         for capture in self._scorer.captures():
             capture()
         self._histories = Histories(
-            store,
-            self._scorer.capacity,
-            model.num_items,
-            model.num_actions,
+            *(store, self._scorer.capacity, model.num_items, model.num_actions),
             lambda keys: self._scorer.free(keys),
+            skip_unknown_items,
         )
         self._counters = Counters()
         self._answers = answers = Answers(self._counters)
@@ -469,9 +470,8 @@ class Engine:
         at = how.get("at")
         if at is not None and not (isinstance(at, int) and 0 <= at < LATEST_TIME):
             raise ValueError(f"at: expected None or a time from 0 to {LATEST_TIME - 1}, got {at!r}")
-        now = time.monotonic()
         request = Request(
-            *(user, events, candidates, top_k, exclude_seen, at, now),
+            *(user, events, candidates, top_k, exclude_seen, at, time.monotonic()),
             client=how.get("client", ""),
             deadline=how.get("deadline", math.inf),
             request_id=how.get("request_id"),
