@@ -116,12 +116,12 @@ class Site:
         """Runs `serve run`; returns when all replicas answer."""
         with (self.folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [*SERVE, "run", str(self.write("first.pt"))],
+                [*SERVE, "run", "--address", "local", str(self.write("first.pt"))],
                 env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        self.dashboard, end = "", time.monotonic() + 120
+        self.dashboard, end = "", time.monotonic() + 180
         try:
             while not self.dashboard or set(self.statuses()) != {"RUNNING"}:
                 assert process.poll() is None, self.log()
@@ -154,7 +154,7 @@ class Site:
         """Deploys a model; returns when the application's status is as is asked for."""
         command = [*SERVE, "deploy", "--address", self.dashboard, str(self.write(model))]
         subprocess.run(command, env=self.environment, check=True, timeout=60)
-        end = time.monotonic() + 90
+        end = time.monotonic() + 180
         while not until(told := self.applications()["default"]):
             assert time.monotonic() < end, told
             time.sleep(0.5)
@@ -346,7 +346,7 @@ class Users:
     async def meanwhile(self, call: Callable[[], object]) -> None:
         """Lets all users write until something is done, and somewhat longer."""
         self.done = False
-        async with Client(self.site.address, timeout=60.0, attempts=40) as client:
+        async with Client(self.site.address, timeout=60.0, attempts=1) as client:
             tasks = [asyncio.create_task(self.write(client, user)) for user in self.events]
             try:
                 await asyncio.to_thread(call)
