@@ -73,11 +73,18 @@ def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
     Items that a later model has noted stay.
 
     Raises:
+        ValueError: another model has noted other items since the model was aligned.
         StoreError: the store cannot be read or written.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
     ids, note = saved.item_ids.tolist(), store.note(CATALOGUE)
-    if note is None or len(json.loads(note)["items"]) < len(ids):
+    noted = [] if note is None else json.loads(note)["items"]
+    if noted[: len(ids)] != ids[: len(noted)]:
+        raise ValueError(
+            "--store: expected the items that the model was aligned with, got others: another "
+            "model has been started meanwhile; start this one again"
+        )
+    if len(noted) < len(ids):
         store.set_note(CATALOGUE, json.dumps({"actions": actions, "items": ids}).encode())
 
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("fastapi")
-from recommender.models import CATALOGUE, aligned
+from recommender.models import CATALOGUE, aligned, note_items
 from recommender.saved import load_model
 from recommender.serve_options import parse_arguments
 from recommender.server import make_engine
@@ -52,3 +52,21 @@ def test_a_model_serves_again_after_one_with_more_items(tmp_path: Path) -> None:
     save(paths[0], 1, ITEMS[11:51])  # has not been served
     with pytest.raises(ValueError, match="lacks 15 of them"):
         engine_of(paths[0], store)
+
+
+def test_one_of_two_models_that_start_at_once_starts_again(tmp_path: Path) -> None:
+    """Otherwise two items would have the same number."""
+    store = MemoryStore(10, LONGEST)
+    aligned_with_nothing = []
+    for name, items in (("one.pt", ITEMS[:50]), ("other.pt", ITEMS[:49] + ITEMS[50:52])):
+        save(tmp_path / name, 1, items)
+        aligned_with_nothing.append(aligned(load_model(tmp_path / name, CPU), store))
+    note_items(aligned_with_nothing[0], store)
+    with pytest.raises(ValueError, match="another model has been started meanwhile"):
+        note_items(aligned_with_nothing[1], store)
+    save(tmp_path / "other.pt", 1, ITEMS[:52])
+    note_items(aligned(load_model(tmp_path / "other.pt", CPU), store), store)
+    note_items(aligned_with_nothing[0], store)
+    note = store.note(CATALOGUE)
+    assert note is not None
+    assert json.loads(note)["items"] == ITEMS[:52]
