@@ -12,18 +12,20 @@ effect here: Ray has its own. docs/quickstart/serving.md describes all of that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 from ray import serve
 from recommender.serve_options import ServeOptions, parse_arguments
 
-from hstu_attn.serving.ray import Served, deployment
+from hstu_attn.serving.ray import Replica, Served, deployment
 
 __all__ = ["app", "application"]
 
 
-def build(forget: Callable[[int | str], None], options: ServeOptions) -> Served:
+def build(replica: Replica, options: ServeOptions) -> Served:
     """Returns what a replica serves.
 
     Raises:
@@ -46,9 +48,26 @@ def build(forget: Callable[[int | str], None], options: ServeOptions) -> Served:
         options.timeout,
         read_access(options),
         options.max_body_bytes,
-        forget=forget,
+        forget=replica.forget,
+        all_metrics=replica.metrics,
     )
-    return Served(engine, app)
+    return Served(engine, app, lambda: [*app.state.metrics.registry.collect()])
+
+
+def check_file(path: Path) -> None:
+    """Checks that a file is whole, so that Ray does not begin to replace replicas for it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or is none of torch, which saves archives of zip.
+    """
+    try:
+        with ZipFile(path) as file:
+            damaged = file.testzip()
+    except BadZipFile as error:
+        raise ValueError(f"model: expected what torch has saved, got {path} ({error})") from error
+    if damaged:
+        raise ValueError(f"model: expected a sound file, got {path}, where {damaged} is damaged")
 
 
 def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Application:
@@ -59,7 +78,9 @@ def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Applicatio
         chosen: options of the deployment.
 
     Raises:
-        ValueError: an argument is wrong, or `store` is not one that replicas can share.
+        OSError: the model's file cannot be read.
+        ValueError: an argument is wrong, the file is damaged, or `store` is not one that replicas
+            can share.
     """
     words = []
     for name, value in arguments.items():
@@ -74,6 +95,7 @@ def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Applicatio
             f"store: expected one that replicas share, redis://..., got {options.store}"
         )
     options.model = options.model.resolve()
+    check_file(options.model)
     return deployment(**chosen).bind(build, options)
 
 

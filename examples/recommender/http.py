@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import Metric
 
 from hstu_attn.serving import (
     DeadlineError,
@@ -31,7 +32,7 @@ from hstu_attn.serving import (
 )
 from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard
 from recommender.http_admin import add_admin
-from recommender.http_metrics import Metrics
+from recommender.http_metrics import Metrics, OfReplicas
 from recommender.http_schemas import Problem, State, ranking_schemas, retrieval_schemas
 from recommender.models import Models
 from recommender.saved import SavedModel
@@ -144,6 +145,7 @@ def make_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     models: Models | None = None,
     forget: Callable[[int | str], None] | None = None,
+    all_metrics: Callable[[], Mapping[str, Iterable[Metric]]] | None = None,
 ) -> FastAPI:
     """Returns the application.
 
@@ -174,6 +176,8 @@ def make_app(
         max_body_bytes: no body is larger.
         models: change the model; None has no paths for that.
         forget: deletes a user's events; None is the engine's.
+        all_metrics: returns the metrics of all replicas, `app.state.metrics` of each by its name;
+            None is a server without others.
     """
 
     @asynccontextmanager
@@ -185,7 +189,7 @@ def make_app(
     app = FastAPI(title="hstu_attn", lifespan=lifespan)
     app.state.draining = False
     app.state.store = StoreProbe(engine)
-    metrics = Metrics(engine, lambda: is_ready(app, engine))
+    app.state.metrics = metrics = Metrics(engine, lambda: is_ready(app, engine))
     app.add_middleware(Guard, access=access, metrics=metrics, max_body_bytes=max_body_bytes)
     ids: Sequence[int | str] = saved.item_ids.tolist()
     service = Service(engine, saved, timeout, {item: index for index, item in enumerate(ids)})
@@ -196,8 +200,9 @@ def make_app(
         add_retrieval(app, service, saved, ids, access)
 
     @app.get("/metrics", response_class=Response)
-    async def show_metrics() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    def show_metrics() -> Response:
+        told = metrics.registry if all_metrics is None else OfReplicas(all_metrics())
+        return Response(generate_latest(told), media_type=CONTENT_TYPE_LATEST)
 
     admin = APIRouter(prefix="/admin", dependencies=[Depends(access.require_admin)])
 

@@ -164,7 +164,7 @@ class Guard:
     def refusal(self, scope: Scope) -> HTTPException | None:
         """Returns why a request is not to be read, or None; notes who asks."""
         headers = dict(scope["headers"])
-        path = scope["path"]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
             kind, _, token = headers.get(b"authorization", b"").partition(b" ")
             address = (scope.get("client") or ("",))[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from hstu_attn.serving import Engine, Histogram
 from hstu_attn.serving.stats import SECONDS
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "OfReplicas"]
 
 
 class Metrics(Collector):
@@ -83,6 +83,29 @@ class Metrics(Collector):
         yield histogram("latency_seconds", "From arrival to answer.", stats.latency)
         yield histogram("queue_seconds", "From arrival to the batch.", stats.queue_time)
         yield histogram("step_seconds", "Computation of a batch.", stats.step_time)
+
+
+class OfReplicas(Collector):
+    """The metrics of several replicas, with the label `replica`.
+
+    Args:
+        metrics: those of each replica by its name.
+    """
+
+    def __init__(self, metrics: Mapping[str, Iterable[Metric]]) -> None:
+        self.metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns each metric once, with the samples of all replicas."""
+        found: dict[str, Metric] = {}
+        for replica, metrics in self.metrics.items():
+            for one in metrics:
+                metric = found.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                metric.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica})
+                    for sample in one.samples
+                ]
+        return found.values()
 
 
 def histogram(name: str, text: str, values: Histogram) -> Metric:

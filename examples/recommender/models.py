@@ -43,10 +43,12 @@ def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel |
     """Returns the model with its items numbered as the events of the store are.
 
     The store notes the ids of the first model that it is used with (`note_items`). A later model
-    may have learned other items too, which are numbered after them.
+    may have learned other items too, which are numbered after them. The model before it, which does
+    not know those, is aligned as well.
 
     Raises:
-        ValueError: the model does not know all of the items, or has other actions.
+        ValueError: the model knows neither all of the items nor those of a model before it, or has
+            other actions.
         StoreError: the store cannot be read.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
@@ -57,21 +59,33 @@ def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel |
             f"--store: expected a model with the actions of its events, {noted['actions']}; got "
             f"{actions}: name another store"
         )
-    known = set(noted["items"])
-    order = noted["items"] + [item for item in saved.item_ids.tolist() if item not in known]
+    ids = saved.item_ids.tolist()
+    order = noted["items"][: len(ids)]
+    if set(order) != set(ids):
+        known = set(noted["items"])
+        order = noted["items"] + [item for item in ids if item not in known]
     return reordered(saved, order)
 
 
 def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
     """Notes the items and actions of an `aligned` model, whose events are stored from then on.
 
+    Items that a later model has noted stay.
+
     Raises:
+        ValueError: another model has noted other items since the model was aligned.
         StoreError: the store cannot be read or written.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
-    note = json.dumps({"actions": actions, "items": saved.item_ids.tolist()}).encode()
-    if store.note(CATALOGUE) != note:
-        store.set_note(CATALOGUE, note)
+    ids, note = saved.item_ids.tolist(), store.note(CATALOGUE)
+    noted = [] if note is None else json.loads(note)["items"]
+    if noted[: len(ids)] != ids[: len(noted)]:
+        raise ValueError(
+            "--store: expected the items that the model was aligned with, got others: another "
+            "model has been started meanwhile; start this one again"
+        )
+    if len(noted) < len(ids):
+        store.set_note(CATALOGUE, json.dumps({"actions": actions, "items": ids}).encode())
 
 
 def names_of(saved: SavedModel | SavedRanking) -> dict[str, tuple[str, ...]]:

@@ -17,9 +17,19 @@ from recommender.options import add_reading_options
 if TYPE_CHECKING:
     from hstu_attn.data import LayoutName
 
-__all__ = ["ADMIN_TOKENS", "MAX_BODY_BYTES", "TOKENS", "ServeOptions", "parse_arguments"]
+__all__ = [
+    "ADMIN_TOKENS",
+    "MAX_BODY_BYTES",
+    "MAX_CONNECTIONS",
+    "TIMEOUT",
+    "TOKENS",
+    "ServeOptions",
+    "parse_arguments",
+]
 
 MAX_BODY_BYTES = 2**20
+MAX_CONNECTIONS = 900
+TIMEOUT = 5.0  # seconds
 TOKENS, ADMIN_TOKENS = "HSTU_ATTN_TOKENS", "HSTU_ATTN_ADMIN_TOKENS"  # environment variables
 PAGE_SIZES = (16, 32, 64, 128, 256)  # those of hstu_attn.paged, which imports torch
 
@@ -170,7 +180,7 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     parser.add_argument(
         "--max-connections",
         type=count,
-        default=900,
+        default=MAX_CONNECTIONS,
         help="open at a time; each is an open file (ulimit -n)",
     )
     parser.add_argument(
@@ -182,7 +192,7 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     parser.add_argument(
         "--timeout",
         type=number(1e-3, 3600, float),
-        default=5.0,
+        default=TIMEOUT,
         help="seconds for a request to arrive, for its answer, and for the client to take it",
     )
     parser.add_argument(

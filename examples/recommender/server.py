@@ -115,6 +115,7 @@ def make_engine(
         max_candidates=MAX_CANDIDATES,
         graphs=graphs,
         time_range=lambda: (earliest, int(time.time()) + options.ahead_seconds),
+        skip_unknown_items=True,  # `aligned` has seen that the others are this model's
     )
 
 

@@ -95,6 +95,8 @@ class Engine:
             model's unit; for example `lambda: (631_152_000, int(time.time()) + 300)`, from 1990
             until in five minutes. None takes any. Stored events that are later than that, because
             the clock was wrong when they came, are deleted when earlier ones come.
+        skip_unknown_items: whether stored events on items from the model's `num_items` up, which an
+            engine of a later model stored, are left out of histories; False fails their users.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -118,6 +120,7 @@ class Engine:
         max_candidates: int = 1024,
         graphs: bool | GraphBuckets | None = None,
         time_range: Callable[[], tuple[int, int]] | None = None,
+        skip_unknown_items: bool = False,
     ) -> None:
         if store is None:
             store = MemoryStore(100_000, model.max_history, 0 if cache is None else None)
@@ -145,6 +148,7 @@ class Engine:
             *(store, self._scorer.capacity, model.num_items, model.num_actions),
             free=lambda keys: self._scorer.free(keys),
             time_range=time_range,
+            skip_unknown_items=skip_unknown_items,
         )
         self._counters = Counters()
         self._answers = answers = Answers(self._counters)
@@ -465,9 +469,8 @@ class Engine:
             new_events, self.model.num_items, self.model.num_actions, self._time_range
         )
         check_at(at := how.get("at"))
-        now = time.monotonic()
         request = Request(
-            *(user, events, candidates, top_k, exclude_seen, at, now),
+            *(user, events, candidates, top_k, exclude_seen, at, time.monotonic()),
             client=how.get("client", ""),
             deadline=how.get("deadline", math.inf),
             request_id=how.get("request_id"),

@@ -28,6 +28,7 @@ from .events import (
 __all__ = ["Histories", "History"]
 
 LOG = logging.getLogger("hstu_attn.serving")
+_ITEMS = 2**62  # no catalogue has so many
 
 
 class History(NamedTuple):
@@ -37,14 +38,17 @@ class History(NamedTuple):
         key: the key under which a cache knows these events and those that will be appended to
             them. No other events ever have it.
         version: that of the store; 0 for a user without events.
-        events: int64 `(n, 3)`, oldest first: item, time and action.
+        events: int64 `(n, 3)`, oldest first: item, time and action. The model reads them.
         room: begins with the events, and has memory for more of them; None if it is not known.
+        stored: `(m, 3)`, all that is stored, with the events on items that the model does not know;
+            None if there are none of these.
     """
 
     key: int
     version: int
     events: Int64s
     room: Int64s | None = None
+    stored: Int64s | None = None
 
 
 class Histories:
@@ -65,6 +69,7 @@ class Histories:
         num_actions: the actions of stored events are below it.
         free: is called with keys that no history has any more.
         time_range: as in `Engine`.
+        skip_unknown_items: whether items from `num_items` up are another model's, and left out.
     """
 
     def __init__(
@@ -75,10 +80,12 @@ class Histories:
         num_actions: int,
         free: Callable[[Sequence[int]], None],
         time_range: Callable[[], tuple[int, int]] | None = None,
+        skip_unknown_items: bool = False,
     ) -> None:
         self._store = store
         self.capacity = capacity
-        self._limits = (num_items, num_actions)
+        self._num_items = num_items
+        self._limits = (_ITEMS if skip_unknown_items else num_items, num_actions)
         self._free = free
         self._time_range = time_range
         self._known: OrderedDict[User, History] = OrderedDict()
@@ -128,12 +135,18 @@ class Histories:
                     f"store: expected {what} from 0 to {most - 1} of user {user!r}, got "
                     f"{values.min()} to {values.max()}: it is damaged, or of another model"
                 )
-        if known is not None and np.array_equal(known.events, events[: len(known.events)]):
-            history = History(known.key, stored.version, events)
-        else:
-            history = History(next(self._keys), stored.version, events)
+        history = self._history(0, stored.version, events)
+        same = known and np.array_equal(known.events, history.events[: len(known.events)])
+        history = history._replace(key=known.key if known and same else next(self._keys))
         self.put(user, history)
         return history
+
+    def _history(self, key: int, version: int, stored: Int64s) -> History:
+        """Returns a history of stored events, without those on items that are not known."""
+        known = stored[:, ITEM] < self._num_items
+        if known.all():
+            return History(key, version, stored)
+        return History(key, version, stored[known], None, stored)
 
     def extended(self, user: User, history: History, events: Int64s) -> tuple[History, Change]:
         """Returns the history with a request's events, and the change that stores them.
@@ -154,7 +167,7 @@ class Histories:
         Raises:
             EventOrderError: if an event is older than the last one.
         """
-        before = history.events
+        before = history.events if history.stored is None else history.stored
         if len(events):
             events = _unknown(before, events, self._store.max_events - self._store.drop)
         if len(events) and len(before) and events[0, TIME] < before[-1, TIME]:
@@ -179,6 +192,9 @@ class Histories:
         key, room = history.key, history.room
         if change.kept < len(before):
             key, room, before = next(self._keys), None, before[len(before) - change.kept :]
+        if history.stored is not None:
+            stored = np.concatenate([before, change.events])
+            return self._history(key, history.version, stored), change
         after = appended(before, before if room is None else room, change.events)
         return History(key, history.version, *after), change
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ray import serve
+from ray.serve.handle import DeploymentBroadcastResponse
 
 from .engine import Engine
 from .events import User
 
-__all__ = ["STUCK_SECONDS", "Replica", "Served", "deployment"]
+__all__ = ["SCRAPE_SECONDS", "STUCK_SECONDS", "Replica", "Served", "deployment"]
 
 STUCK_SECONDS = 60.0
 """A batch that takes longer than this is not expected to end."""
+SCRAPE_SECONDS = 5.0
+"""The metrics of a replica that takes longer to tell them are left out."""
 
 
 class Served(NamedTuple):
@@ -25,24 +28,28 @@ class Served(NamedTuple):
     Attributes:
         engine: over a store that all replicas share.
         app: the ASGI application of the engine, which closes it when it shuts down.
+        metrics: returns what this replica adds to `Replica.metrics`, which has to be pickled, as
+            the metrics of prometheus_client can be.
     """
 
     engine: Engine
     app: Callable[..., Awaitable[None]]
+    metrics: Callable[[], Sequence[Any]] = tuple
 
 
 class Replica:
     """An engine and its application in a process of Ray Serve.
 
     Args:
-        build: makes them. It gets the function by which the application deletes a user's events.
+        build: makes them. It gets the replica, by whose `forget` the application deletes a user's
+            events, and by whose `metrics` it tells those of all replicas.
         arguments: are passed to `build` as well.
     """
 
     def __init__(
         self, build: Callable[..., Served], *arguments: object, **keywords: object
     ) -> None:
-        self._served = build(self.forget, *arguments, **keywords)
+        self._served = build(self, *arguments, **keywords)
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return self._served.app
@@ -70,9 +77,26 @@ class Replica:
             RayError: if a replica ended meanwhile; the events are deleted.
         """
         self._served.engine.forget(user)
+        self._ask_all("release", user).results(timeout_s=STUCK_SECONDS)
+
+    def metrics(self) -> dict[str, Sequence[Any]]:
+        """Returns the metrics of each running replica by its id, the `replica` of Ray's metrics.
+
+        Those of a replica that does not answer are left out.
+        """
+        asked = self._ask_all("own_metrics")
+        found = asked.results(timeout_s=SCRAPE_SECONDS, return_exceptions=True)
+        return dict(one for one in found if not isinstance(one, BaseException))
+
+    @staticmethod
+    def _ask_all(method: str, *arguments: object) -> DeploymentBroadcastResponse:
         here = serve.get_replica_context()
         handle = serve.get_deployment_handle(here.deployment, here.app_name)
-        handle.broadcast("release", user).results(timeout_s=STUCK_SECONDS)
+        return handle.broadcast(method, *arguments)
+
+    async def own_metrics(self) -> tuple[str, Sequence[Any]]:
+        """Returns the id and the metrics of this replica."""
+        return serve.get_replica_context().replica_tag, self._served.metrics()
 
     async def release(self, user: User) -> None:
         """Frees what this replica has cached of a user."""
@@ -98,9 +122,9 @@ def deployment(**options: Any) -> serve.Deployment:
         options: the options of `serve.deployment`, in place of those chosen here.
 
     Example:
-        >>> def build(forget, model):
+        >>> def build(replica, model):
         ...     engine = make_engine(model, open_store("redis://host:6379/0", 1000))
-        ...     return Served(engine, make_app(engine, forget))
+        ...     return Served(engine, make_app(engine, replica.forget))
         >>> serve.run(deployment(num_replicas=2).bind(build, "model.pt"))
     """
     chosen: dict[str, Any] = {
@@ -110,7 +134,8 @@ def deployment(**options: Any) -> serve.Deployment:
             ),
         },
         "max_ongoing_requests": 1024,  # the engine's queue is fair, and refuses what is too much
-        "max_queued_requests": 1024,
+        "max_queued_requests": 1024,  # of each proxy, when all replicas have as many as they may
+        "backpressure_config": {"retry_after_s": 1},
         "max_surge_percent": 100,
     }
     return serve.deployment(**{**chosen, **options})(serve.ingress()(Replica))

@@ -12,7 +12,6 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +33,10 @@ from recommender.server import make_engine
 
 from hstu_attn.serving.client import Client, RequestError
 from hstu_attn.serving.events import Change
-from hstu_attn.serving.ray import Served, deployment
+from hstu_attn.serving.ray import Replica, Served, deployment
 from hstu_attn.serving.redis_store import RedisStore
 from tests.helpers import http_client
+from tests.helpers.ray_processes import processes_of_ray
 from tests.helpers.saved_models import ITEMS, LONGEST, save, stored_events, whole
 from tests.helpers.stores import redis_server
 
@@ -47,13 +47,13 @@ NOW = int(time.time()) - 10**6
 Events = list[tuple[int, int]]
 
 
-def build(forget: Callable[[int | str], None], options: Any) -> Served:
+def build(replica: Replica, options: Any) -> Served:
     """Returns what the example's `build` does, with two changes for the tests.
 
     A note in the store says of each user whose rows an engine frees that it did. A replica whose
     process the note "kill" names kills itself after it has stored events, before it answers.
     """
-    served = serve_ray.build(forget, options)
+    served = serve_ray.build(replica, options)
     engine, store, pid = served.engine, served.engine.store, os.getpid()
     forget_user, commit = engine.forget, store.commit
 
@@ -311,21 +311,8 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, store: RedisStore) -> 
 
 
 def process_of_ray(name: str) -> int | None:
-    """Returns the process of an actor in this session of Ray."""
-    parents, found = {}, []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            pid, words = int(folder.name), (folder / "cmdline").read_bytes()
-            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if words.startswith(f"ray::{name}".encode()):
-                found.append(pid)
-    for pid in found:
-        above = pid
-        while above in parents and above != os.getpid():
-            above = parents[above]
-        if above == os.getpid():
-            return pid
-    return None
+    """Returns the process of an actor, of which there is one or none."""
+    return next(iter(processes_of_ray(name)), None)
 
 
 @pytest.mark.parametrize(("name", "first"), [("ProxyActor", 4100), ("ServeController", 4200)])

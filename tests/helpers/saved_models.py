@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from recommender.model import RetrievalModel
 from recommender.models import CATALOGUE
+from recommender.ranking import RankingConfig, RankingModel, save_ranking_model
+from recommender.ranking_data import ACTIVITY_BUCKETS
 from recommender.saved import SavedModel, save_model
 
 from hstu_attn.data import JaggedBatch
@@ -53,3 +55,27 @@ def stored_events(store: EventStore, users: Sequence[int]) -> dict[int, list[tup
         user: [] if events is None else [(ids[item], at) for item, at, _ in events.events.tolist()]
         for user, events in zip(users, found, strict=True)
     }
+
+
+def save_ranking(path: Path, seed: int) -> None:
+    """Saves a ranking model with random weights, for the items of `ITEMS` and ten users."""
+    torch.manual_seed(seed)
+    sizes = {"item": len(ITEMS), "user": 10, "activity": ACTIVITY_BUCKETS, "hour": 24}
+    config = RankingConfig(
+        sizes=sizes,
+        actions=("click", "like"),
+        tasks=("like", "click"),
+        max_history=12,
+        max_targets=6,
+        dim=16,
+        heads=2,
+        layers=2,
+    )
+    model = RankingModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    save_ranking_model(path, model)
+    state = torch.load(path, weights_only=True)
+    ids = {"item_ids": torch.tensor(ITEMS), "user_ids": torch.arange(10)}
+    torch.save({**state, **ids}, path)

@@ -32,7 +32,7 @@ def test_a_replica_is_healthy_while_its_engine_answers(monkeypatch: pytest.Monke
         return embed(rows)
 
     with Engine(model, make_cache(12)) as engine:
-        replica = Replica(lambda forget: Served(engine, app))
+        replica = Replica(lambda replica: Served(engine, app))
         engine.score(1, [(1, 1)], [1])
         replica.check_health()
         monkeypatch.setattr(model, "embed", held)
