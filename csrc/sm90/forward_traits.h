@@ -97,16 +97,17 @@ struct ForwardTraits {
 
   // A tile of rows of one head, and the key tiles of its split that some row sees. Keys are counted
   // in padded keys if they are paged, see paged_keys.h.
-  struct WorkTile {
+  // NOTE: the alignment lets a load read four of the summary's numbers at once.
+  struct alignas(16) WorkTile {
     SequenceTile tile;
     SpanSummary summary;   // which keys its rows see
     int head;              // kEndOfWork: there is no more work
-    int bias_head;         // Bias::bias_head() of `head`
     int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
     RowFactors row_factors[kIsFp8 ? kRows : 0];
     PageList pages;
     Interval split;    // the keys of this split, if kIsSplitByList
     int other_splits;  // how many other splits have visible keys
+    int bias_head;     // Bias::bias_head() of `head`
 
     // The first of the 16 rows of the thread's warp.
     HSTU_DEVICE int first_row_of_warp(int warpgroup) const {
