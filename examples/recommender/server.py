@@ -83,7 +83,9 @@ def make_engine(
         store = make_store(options, saved, "memory")
     check_successor(served, served, cache, store, None)
     note_items(saved, store)
-    if options.data is not None:
+    if options.data is not None and store.seeded:  # what it has had need not be read again
+        print("The store has had the events of --data, or of other data; none is added")
+    elif options.data is not None:
         log = open_event_log(
             options.data,
             options.cache_dir,
@@ -157,8 +159,7 @@ def add_events(store: EventStore, log: EventLog, saved: SavedModel | SavedRankin
             columns = order[places[known]], log.timestamps[latest][known], bits[latest][known]
             yield user, np.stack(columns, axis=1, dtype=np.int64)
 
-    if not store.seed(histories()):
-        print("The store has had the events of --data, or of other data; none is added")
+    store.seed(histories())
     print(f"Users with events: {len(store):,}")
 
 
