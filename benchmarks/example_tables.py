@@ -155,7 +155,10 @@ LOAD = number_columns(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean
 
 
 def _origin(records: File) -> str:
-    return f"{gpu_origin(records[0]) if records[0]['gpu'] else cpu_origin(records)}."
+    first = records[0]
+    others = first.get("others", 0)
+    meanwhile = f"; other work kept {others:.1f} processors busy" if others > 0.05 else ""
+    return f"{gpu_origin(first) if first['gpu'] else cpu_origin(records)}{meanwhile}."
 
 
 def _meanwhile(record: Record) -> str:

@@ -17,8 +17,9 @@ With `--loads` requests arrive at random instead, as in `benchmarks.engine`: fir
 again as are answered if `--concurrency` of them are always under way (the last of these numbers),
 which tells the capacity, then these fractions of it. Users are drawn by a Zipf distribution; their
 histories are those of the data. A request that is not answered within a second counts as failed, as
-does one that is due while so many are under way as the server answers in half a second. Events are
-stored in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share.
+does one of the overload that is due while as many are under way as are answered in a fifth of a
+second. Events are stored in SQLite or, with `--replicas`, in a Redis server that so many replicas
+on Ray Serve share.
 At the first load there are further runs, in the middle of which the model changes or a replica is
 killed by SIGKILL. A run goes on until the new model has taken over, and for half of `--seconds`
 after it. `pause` is the longest time in which requests waited and none was answered.
@@ -81,6 +82,7 @@ __all__ = ["BENCHMARK", "drive", "main", "redis_server", "running_server"]
 SERVER = ROOT / "examples/serve.py"
 WARM_UP_SECONDS = 2.0
 PAUSE_SECONDS = 1.0  # between loads
+CONNECTIONS = 400
 REDIS_SECONDS = 10.0  # in which Redis must have started
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
 CHANGE, KILL = "the model changes", "a replica is killed"
@@ -308,9 +310,11 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
             return await rate_under_way(send, concurrency=concurrency, **times)
 
     async def at_random(rate: float, middle: Callable[[], object] | None) -> Load[None]:
-        async with Client(serving.address, timeout=PATIENCE, connections=most) as client:
+        connect: dict[str, Any] = {"timeout": PATIENCE, "connections": CONNECTIONS}
+        async with Client(serving.address, **connect) as client:
             send = sender(client, log, options.zipf, rng)
-            how = {**times, "rng": random.Random(0), "middle": middle, "most": most}
+            how: dict[str, Any] = {**times, "rng": random.Random(0), "middle": middle}
+            how["most"] = most if rate > answered else None
             return await arrive_at_random(send, rate=rate, **how)
 
     def run(rate: float, middle: Callable[[], object] | None) -> Load[None]:
@@ -319,8 +323,8 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
 
     answered = asyncio.run(under_way())
     print(f"{answered:.0f} requests/s, {concurrency} under way", flush=True)
-    # More than these would be answered too late.
-    most = max(concurrency, round(PATIENCE / 2 * answered))
+    # At an overload, more than these would be answered too late.
+    most = max(concurrency, round(PATIENCE / 5 * answered))
     names = {"servers": serving.servers, "zipf": options.zipf, "most_under_way": most}
     for record, found in at_loads(answered, run, options.loads, serving.events):
         yield {**names, **record, **found.figures(), "failed": found.failed}
