@@ -11,9 +11,10 @@ in the times. The thread shares a process with the engine, and so its interprete
 
     python -m benchmarks.engine --loads 0.5 0.8 0.95 --concurrency 64 --seconds 20
 
-has requests arrive at random (Poisson), of users drawn by a Zipf distribution: first half as many
-again as an engine with graphs answers if `--concurrency` of them are always under way (the last of
-these numbers). What it answers of these is its capacity. Then they arrive at the given fractions of
+has requests arrive at random (Poisson), of users drawn by a Zipf distribution, whose histories have
+the lengths of a log's, MovieLens 20M, cut at `--history`. First come half as many requests again as
+an engine with graphs answers if `--concurrency` of them are always under way (the last of these
+numbers). What it answers of these is its capacity. Then they arrive at the given fractions of
 the capacity. An engine never computes two requests of a user together, so the more often the most
 frequent users come, the smaller are its batches. A latency counts from the time at which its
 request was due. A request that cannot be answered in a second is refused, and counts as failed. In
@@ -61,6 +62,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
@@ -75,7 +77,15 @@ from hstu_attn.serving import (
     Rows,
 )
 
-from .load import Load, keep_futures_under_way, resident_mib, submit_at_random, zipf
+from .load import (
+    PATIENCE,
+    Load,
+    at_loads,
+    keep_futures_under_way,
+    resident_mib,
+    submit_at_random,
+    zipf,
+)
 from .record import Record, rounded
 from .runner import Benchmark
 from .timing import Run
@@ -84,10 +94,12 @@ __all__ = ["BENCHMARK", "Ranking", "main", "make_engine"]
 
 ITEMS = 10_000
 PAGE_SIZE = 64
-SHORTEST = 0.5  # length of the shortest history, as a fraction of the longest
+SHORTEST = 0.5  # length of the shortest history, as a fraction of the longest, without --loads
+# The numbers of events of the users of MovieLens 20M, as LensKit's Codex fits them by a lognormal
+# distribution (https://codex.lenskit.org/movielens/ML20M/description.html): the shift, the median
+# above it, and the deviation of the logarithm.
+LOG, LOG_SHIFT, LOG_MEDIAN, LOG_SPREAD = "MovieLens 20M", 19.08, 43.1, 1.61
 WARM_UP_SECONDS = 1.0
-OVERLOAD = 1.5  # of what is answered if `--concurrency` requests are always under way
-PATIENCE = 1.0  # seconds in which a request that arrives at random must be answered
 CHANGE = "the model changes"
 CANDIDATE_LISTS = 1024
 FILL_BATCH = 16
@@ -135,13 +147,23 @@ class Ranking(nn.Module):
         return scores.float()
 
 
+def lengths(options: argparse.Namespace, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Returns the lengths of the users' histories, int64 `(users,)`: with `--loads`, of a log."""
+    if options.loads:
+        drawn = LOG_SHIFT + rng.lognormal(math.log(LOG_MEDIAN), LOG_SPREAD, options.users)
+        cut: NDArray[np.int64] = np.minimum(drawn, options.history).astype(np.int64)
+        return cut
+    shortest = max(1, int(SHORTEST * options.history))
+    uniform: NDArray[np.int64] = rng.integers(shortest, options.history + 1, options.users)
+    return uniform
+
+
 def make_engine(model: Ranking, run: Run, graphs: bool) -> Engine:
     """Makes an engine with all users' histories in its cache."""
     options = run.options
     rng = np.random.default_rng(0)
     store = MemoryStore(options.users, longest(options))
-    shortest = max(1, int(SHORTEST * options.history))
-    for user, length in enumerate(rng.integers(shortest, options.history + 1, options.users)):
+    for user, length in enumerate(lengths(options, rng)):
         items = rng.integers(ITEMS, size=length)
         store.add(user, np.stack([items, np.arange(length), np.zeros_like(items)], axis=1))
     pages_each = -(-longest(options) // PAGE_SIZE)
@@ -237,7 +259,7 @@ def arrivals(engine: Engine, run: Run, folder: Path) -> Iterator[Record]:
         model.load_state_dict(torch.load(path, weights_only=True))
         engine.swap(model.to(run.device, torch.bfloat16).eval())
 
-    def at_random(rate: float, event: str = "") -> Load[EngineStats]:
+    def at_random(rate: float, middle: Callable[[], object] | None) -> Load[EngineStats]:
         rng = random.Random(0)
         draw = zipf(range(options.users), options.zipf, rng)
         return submit_at_random(
@@ -248,21 +270,14 @@ def arrivals(engine: Engine, run: Run, folder: Path) -> Iterator[Record]:
             seconds=options.seconds,
             warm_up=WARM_UP_SECONDS,
             rng=random.Random(0),
-            middle=change if event else None,
+            middle=middle,
         )
 
-    names = {"graphs": True, "zipf": options.zipf}
+    names = {"graphs": True, "zipf": options.zipf, "log": LOG}
     load = drive(engine, options, concurrency, options.zipf)
     yield {**names, "concurrency": concurrency, **figures(load)}
-    rate = OVERLOAD * len(load.latencies) / load.seconds
-    load = at_random(rate)
-    capacity = len(load.latencies) / load.seconds
-    names["capacity"] = rounded(capacity)
-    yield {**names, "load": rounded(rate / capacity), "event": "", **figures(load)}
-    for number, event in [(x, "") for x in options.loads] + [(options.loads[0], CHANGE)]:
-        load = at_random(number * capacity, event)
-        of_event = {"event": event, "event_seconds": rounded(load.event_seconds)}
-        yield {**names, "load": number, **of_event, **figures(load)}
+    for record, found in at_loads(load.rate, at_random, options.loads, {CHANGE: change}):
+        yield {**names, **record, **figures(found)}
 
 
 def soak(model: Ranking, run: Run) -> Record:

@@ -18,7 +18,16 @@ from .table import (
     record_table,
 )
 
-__all__ = ["engine", "fp8_training", "published", "ranking", "retrieval", "serving", "soak"]
+__all__ = [
+    "engine",
+    "fp8_training",
+    "published",
+    "ranking",
+    "retrieval",
+    "serving",
+    "soak",
+    "startup",
+]
 
 
 def retrieval(files: Sequence[File]) -> list[Table]:
@@ -146,7 +155,10 @@ LOAD = number_columns(p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms", mean
 
 
 def _origin(records: File) -> str:
-    return f"{gpu_origin(records[0]) if records[0]['gpu'] else cpu_origin(records)}."
+    first = records[0]
+    others = first.get("others", 0)
+    meanwhile = f"; other work kept {others:.1f} processors busy" if others > 0.05 else ""
+    return f"{gpu_origin(first) if first['gpu'] else cpu_origin(records)}{meanwhile}."
 
 
 def _meanwhile(record: Record) -> str:
@@ -158,7 +170,9 @@ ARRIVALS: Cells = {
     "load": lambda r: f"{r['load']:.0%}",
     "meanwhile": _meanwhile,
     **number_columns(qps="a second", p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms"),
-    **number_columns(worst_ms="worst ms", failed="failed"),
+    **number_columns(worst_ms="worst ms"),
+    "pause ms": lambda r: number(r.get("pause_ms")),
+    **number_columns(failed="failed"),
 }
 
 
@@ -171,10 +185,23 @@ def serving(files: Sequence[File]) -> list[Table]:
     }
     made = []
     for records in files:
-        of_loads = [r for r in records if "load" in r]
-        some = columns if not of_loads else {"served by": lambda r: r["servers"], **ARRIVALS}
-        made.append(record_table(some, of_loads or records, after=_origin(records)))
+        if "load" in records[0]:
+            made.append(arrivals(records))
+        else:
+            made.append(record_table(columns, records, after=_origin(records)))
     return made
+
+
+def startup(files: Sequence[File]) -> list[Table]:
+    """Returns one table for each machine."""
+    columns: Cells = {
+        "store": lambda r: r["store"],
+        "users": lambda r: f"{r['users']:,}",
+        "events": lambda r: f"{r['events']:,}",
+        **number_columns(fill_seconds="s to fill", ready_seconds="s to ready"),
+        **number_columns(first_ms="ms of the first answer"),
+    }
+    return [record_table(columns, records, after=_origin(records)) for records in files]
 
 
 def soak(records: File) -> Table:
@@ -213,11 +240,18 @@ def engine(files: Sequence[File]) -> list[Table]:
 
 
 def arrivals(records: File) -> Table:
-    """Returns the table of an engine's loads."""
+    """Returns the table of the loads of an engine or of servers."""
     first = records[0]
-    columns = {**ARRIVALS, **number_columns(mean_batch="in a batch", hit_share="cached")}
+    columns = dict(ARRIVALS)
+    if "servers" in first:
+        columns = {"served by": lambda r: r["servers"], **columns}
+    else:
+        columns |= number_columns(mean_batch="in a batch", hit_share="cached")
+    histories = ""
+    if "log" in first:
+        histories = f", histories as long as in {first['log']}, cut at {first['history']:,} events"
     before = (
         f"{first['capacity']:,.0f} requests/s are answered if more arrive than can be; users by "
-        f"a Zipf distribution with the exponent {first['zipf']:g}:"
+        f"a Zipf distribution with the exponent {first['zipf']:g}{histories}:"
     )
     return record_table(columns, records, before, after=_origin(records))

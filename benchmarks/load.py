@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,18 +25,24 @@ import numpy as np
 from .record import Record, rounded
 
 __all__ = [
+    "PATIENCE",
     "CpuUse",
     "Load",
     "arrive_at_random",
-    "capacity",
+    "at_loads",
     "keep_freed_memory",
     "keep_futures_under_way",
     "keep_under_way",
+    "longest_pause",
     "no_collections",
+    "rate_under_way",
     "resident_mib",
     "submit_at_random",
     "zipf",
 ]
+
+PATIENCE = 1.0
+"""The seconds in which a request that arrives at random must be answered."""
 
 T = TypeVar("T")
 
@@ -46,6 +52,7 @@ _IDLE = (3, 4)  # proc(5): user, nice, system, idle, iowait, irq, softirq, steal
 _COUNTED = 8  # the columns after steal are contained in the first two
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of glibc
 _INT_MAX = 2**31 - 1
+_OVERLOAD = 1.5  # of what is answered if a number of requests is always under way
 
 
 def keep_freed_memory() -> None:
@@ -108,6 +115,8 @@ class Load(Generic[T]):
         before: the snapshot at its start.
         after: that at its end.
         event_seconds: how long what happened in its middle took.
+        pause: the longest of the times, in seconds, in which requests waited and none was answered;
+            where they arrive at random.
     """
 
     seconds: float
@@ -116,6 +125,12 @@ class Load(Generic[T]):
     before: T
     after: T
     event_seconds: float = 0.0
+    pause: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Answers a second."""
+        return len(self.latencies) / self.seconds
 
     def figures(self) -> Record:
         """Returns requests/s and percentiles of the latency in milliseconds, as threads saw it."""
@@ -123,7 +138,7 @@ class Load(Generic[T]):
         return {
             "seconds": rounded(self.seconds),
             "answered": len(self.latencies),
-            "qps": rounded(len(self.latencies) / self.seconds),
+            "qps": rounded(self.rate),
             "p50_ms": rounded(float(p50)),
             "p95_ms": rounded(float(p95)),
             "p99_ms": rounded(float(p99)),
@@ -229,7 +244,7 @@ def keep_futures_under_way(
     return Load(seconds, latencies, 0, before, snapshot())
 
 
-async def capacity(
+async def rate_under_way(
     send: Callable[[], Awaitable[bool]], *, concurrency: int, seconds: float, warm_up: float
 ) -> float:
     """Returns how many requests a second are answered if so many are always under way.
@@ -293,6 +308,23 @@ def poisson(rate: float, rng: random.Random) -> Iterator[float]:
         yield (due := due + rng.expovariate(rate))
 
 
+def longest_pause(due: Sequence[float], answered: Sequence[float]) -> float:
+    """Returns the longest time in which requests waited and none was answered, in seconds.
+
+    Latencies can be longer, where requests wait for others that are answered meanwhile.
+
+    Args:
+        due: when each request was to be sent.
+        answered: when each was answered.
+    """
+    order = np.argsort(answered)
+    ends = np.asarray(answered)[order]
+    # the earliest of the requests that are not answered before the n-th answer
+    waiting = np.minimum.accumulate(np.asarray(due)[order][::-1])[::-1]
+    begins = np.maximum(waiting, np.append(-np.inf, ends[:-1]))
+    return float((ends - begins).max())
+
+
 def timed(action: Callable[[], object]) -> float:
     """Returns the seconds that an action takes."""
     start = time.perf_counter()
@@ -308,6 +340,7 @@ async def arrive_at_random(
     warm_up: float,
     rng: random.Random,
     middle: Callable[[], object] | None = None,
+    most: int | None = None,
 ) -> Load[None]:
     """Sends requests at the times of a Poisson process, whether earlier ones are answered or not.
 
@@ -322,22 +355,29 @@ async def arrive_at_random(
         rng: draws the times.
         middle: is called in a thread in the middle of the measurement, which goes on for another
             half of `seconds` after it has returned.
+        most: how many requests may be under way. One that is due while there are so many is not
+            sent, and counts as failed: otherwise they wait in the client, and time out, and what
+            the server does for them is wasted. None is no limit.
 
     Raises:
         RuntimeError: if no request was answered.
     """
     start = time.perf_counter() + warm_up
     half, end = start + seconds / 2, start + seconds
-    latencies: list[float] = []
-    failed = 0
+    answers: list[tuple[float, float]] = []
+    failed = under_way = 0
 
     async def work(due: float) -> None:
-        nonlocal failed
-        answered = await send()
+        nonlocal failed, under_way
+        answered = False
+        if most is None or under_way < most:
+            under_way += 1
+            answered = await send()
+            under_way -= 1
         if due < start:
             return
         if answered:
-            latencies.append(time.perf_counter() - due)
+            answers.append((due, time.perf_counter()))
         else:
             failed += 1
 
@@ -355,9 +395,10 @@ async def arrive_at_random(
     await asyncio.gather(*tasks)
     end = max(end, time.perf_counter())
     event_seconds = 0.0 if event is None else await event
-    if not latencies:
+    if not answers:
         raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
-    return Load(end - start, latencies, failed, None, None, event_seconds)
+    latencies, pause = [at - due for due, at in answers], longest_pause(*zip(*answers, strict=True))
+    return Load(end - start, latencies, failed, None, None, event_seconds, pause)
 
 
 def submit_at_random(
@@ -419,10 +460,53 @@ def submit_at_random(
     for _, _, failure in ends:
         if failure is not None and not isinstance(failure, refusals):
             raise failure
-    measured = [(answered - due, failure) for due, answered, failure in ends if due >= start]
-    latencies = [latency for latency, failure in measured if failure is None]
-    failed = len(measured) - len(latencies)
-    if not latencies:
+    measured = [each for each in ends if each[0] >= start]
+    answers = [(due, answered) for due, answered, failure in measured if failure is None]
+    failed = len(measured) - len(answers)
+    if not answers:
         raise RuntimeError(f"no request was answered in {seconds} s ({failed} failed)")
     end = max(end, *(answered for _, answered, _ in ends))
-    return Load(end - start, latencies, failed, before, snapshot(), event_seconds)
+    latencies, pause = [at - due for due, at in answers], longest_pause(*zip(*answers, strict=True))
+    return Load(end - start, latencies, failed, before, snapshot(), event_seconds, pause)
+
+
+def at_loads(
+    under_way: float,
+    run: Callable[[float, Callable[[], object] | None], Load[T]],
+    loads: Sequence[float],
+    events: Mapping[str, Callable[[], object]],
+) -> Iterator[tuple[Record, Load[T]]]:
+    """Yields what an overload tells, then each load, then the first load with each event.
+
+    The capacity is what is answered of an overload, in which half as many requests again arrive as
+    are answered when a number of them is always under way. The loads are fractions of the capacity.
+
+    Args:
+        under_way: the requests that are answered when a number of them is always under way, a
+            second.
+        run: has requests arrive at random. It gets how many, a second, and what happens in the
+            middle, as `arrive_at_random` does.
+        loads: the fractions.
+        events: what may happen in the middle, by name.
+
+    Yields:
+        The fields `capacity` (requests/s), `load`, `event`, `event_seconds` and `pause_ms` of a
+        record, and what was measured.
+    """
+    load = run(_OVERLOAD * under_way, None)
+    capacity = load.rate
+
+    def record(number: float | None, event: str) -> Record:
+        return {
+            "capacity": rounded(capacity),
+            "load": number,
+            "event": event,
+            "event_seconds": rounded(load.event_seconds),
+            "pause_ms": rounded(1e3 * load.pause),
+        }
+
+    yield record(rounded(_OVERLOAD * under_way / capacity), ""), load
+    runs = [(each, "") for each in loads] + [(loads[0], event) for event in events]
+    for number, event in runs:
+        load = run(number * capacity, events.get(event))
+        yield record(number, event), load

@@ -136,6 +136,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
         "arrivals": engine_arrivals,
         "soak": soaks,
     },
+    ROOT / "docs/serving_events.md": {"startup": partial(tables, "startup")},
     ROOT / "docs/distributed.md": {
         "train": partial(tables, "train"),
         "context": partial(tables, "context"),

@@ -157,7 +157,7 @@ def print_origin(record: Record) -> None:
 
 _NAMES = (
     *("case", "head_dim", "division", "gpus", "pass", "impl", "model"),
-    *("concurrency", "graphs", "load", "event"),
+    *("concurrency", "graphs", "load", "event", "store"),
 )
 _FIGURES = {
     "ms": "ms",
@@ -168,6 +168,7 @@ _FIGURES = {
     "share_of_matmul": "of the product",
     "p50_ms": "ms (median)",
     "qps": "requests/s",
+    "ready_seconds": "s to ready",
 }
 
 

@@ -13,12 +13,16 @@ the best 10 items that the user has not seen. The threads and the server share t
 the server alone would be faster. `others` are the processors that other work kept busy in the
 second before the start.
 
-With `--loads` requests arrive at random instead, at these fractions of what is answered if
-`--concurrency` requests are always under way (the last of these numbers). Users are drawn by a Zipf
-distribution; their histories are those of the data. Events are stored in SQLite or, with
-`--replicas`, in a Redis server that so many replicas on Ray Serve share. At the first load there
-are further runs, in the middle of which the model changes or a replica is killed by SIGKILL. A run
-goes on until the new model has taken over, and for half of `--seconds` after it.
+With `--loads` requests arrive at random instead, as in `benchmarks.engine`: first half as many
+again as are answered if `--concurrency` of them are always under way (the last of these numbers),
+which tells the capacity, then these fractions of it. Users are drawn by a Zipf distribution; their
+histories are those of the data. A request that is not answered within a second counts as failed, as
+does one of the overload that is due while as many are under way as are answered in a fifth of a
+second. Events are stored in SQLite or, with `--replicas`, in a Redis server that so many replicas
+on Ray Serve share.
+At the first load there are further runs, in the middle of which the model changes or a replica is
+killed by SIGKILL. A run goes on until the new model has taken over, and for half of `--seconds`
+after it. `pause` is the longest time in which requests waited and none was answered.
 """
 
 from __future__ import annotations
@@ -58,15 +62,28 @@ if __name__ == "__main__":
 from hstu_attn.data import EventLog, open_event_log
 from hstu_attn.serving.client import Client
 
-from .load import CpuUse, Load, arrive_at_random, capacity, keep_under_way, no_collections, zipf
+from .load import (
+    PATIENCE,
+    CpuUse,
+    Load,
+    arrive_at_random,
+    at_loads,
+    keep_under_way,
+    no_collections,
+    rate_under_way,
+    zipf,
+)
 from .record import ROOT, Record, rounded
 from .runner import Benchmark
 from .timing import Run, environment
 
-__all__ = ["BENCHMARK", "drive", "main", "running_server"]
+__all__ = ["BENCHMARK", "drive", "main", "redis_server", "running_server"]
 
 SERVER = ROOT / "examples/serve.py"
 WARM_UP_SECONDS = 2.0
+PAUSE_SECONDS = 1.0  # between loads
+CONNECTIONS = 400
+REDIS_SECONDS = 10.0  # in which Redis must have started
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
 CHANGE, KILL = "the model changes", "a replica is killed"
 
@@ -137,6 +154,40 @@ def one_process(model: Path, data: Path, device: str) -> Iterator[Serving]:
         yield Serving(f"http://127.0.0.1:{port}", "one process", {CHANGE: change})
 
 
+def free_port() -> int:
+    """Returns a port of loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def redis_server() -> Iterator[str]:
+    """Runs a Redis server with an append-only file; yields its URL when it accepts connections.
+
+    Raises:
+        OSError: if there is no such program, or it accepts none in `REDIS_SECONDS`.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1"]
+        command += ["--dir", folder, "--appendonly", "yes", "--save", ""]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            end = time.monotonic() + REDIS_SECONDS
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except ConnectionRefusedError:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.02)
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            server.terminate()
+            server.wait()
+
+
 @contextmanager
 def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving]:
     """Runs replicas on a Ray of their own, over a Redis server of their own."""
@@ -144,10 +195,6 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
     import ray
     import serve_ray
     from ray import serve
-
-    def free_port() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            return int(free.getsockname()[1])
 
     def deploy(model: Path) -> None:
         arguments = {"model": model, "data": data, "device": "cpu", "store": url}
@@ -165,23 +212,27 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
         handle = serve.get_deployment_handle("Replica", "default")
         os.kill(handle.broadcast("stats").results()[0]["pid"], signal.SIGKILL)
 
-    port, redis_port = free_port(), free_port()
-    url = f"redis://127.0.0.1:{redis_port}/0"
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["redis-server", "--port", str(redis_port), "--bind", "127.0.0.1"]
-        command += ["--dir", folder, "--appendonly", "yes", "--save", ""]
-        redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    port = free_port()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redis_server() as url,
+        environment("RAY_worker_niceness", "0"),  # Otherwise all else of the machine comes first.
+    ):
         try:
             paths = {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
-            ray.init("local", include_dashboard=False, runtime_env={"env_vars": paths})
+            # The client would print, meanwhile, what the replicas log of each request.
+            ray.init(
+                "local",
+                include_dashboard=False,
+                log_to_driver=False,
+                runtime_env={"env_vars": paths},
+            )
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             deploy(model)
             address = f"http://127.0.0.1:{port}"
             yield Serving(address, f"{replicas} replicas", {CHANGE: change, KILL: kill})
         finally:
             ray.shutdown()
-            redis.terminate()
-            redis.wait()
 
 
 def counts(port: int) -> dict[str, float]:
@@ -247,36 +298,36 @@ def sender(
     return send
 
 
-async def arrivals(serving: Serving, log: EventLog, options: Any) -> list[Record]:
-    """Returns the records of all loads."""
+def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
+    """Yields the records of an overload (the capacity), and of the loads."""
     rng = random.Random(0)
-    seconds, records = options.seconds, list[Record]()
-    warm_up = min(WARM_UP_SECONDS, seconds)
-    async with Client(serving.address, connections=400) as client:
-        concurrency = options.concurrency[-1]
-        most = await capacity(
-            sender(client, log, options.zipf, rng),
-            concurrency=concurrency,
-            seconds=seconds,
-            warm_up=warm_up,
-        )
-        print(f"{serving.servers}: {most:.0f} requests/s, {concurrency} under way", flush=True)
-        loads = [(load, "") for load in options.loads]
-        for load, event in loads + [(options.loads[0], event) for event in serving.events]:
-            found: Load[Any] = await arrive_at_random(
-                sender(client, log, options.zipf, rng),
-                rate=load * most,
-                seconds=seconds,
-                warm_up=warm_up,
-                rng=random.Random(0),
-                middle=serving.events.get(event),
-            )
-            names = {"servers": serving.servers, "zipf": options.zipf, "capacity": rounded(most)}
-            names |= {"load": load, "event": event, "event_seconds": rounded(found.event_seconds)}
-            records.append({**names, **found.figures(), "failed": found.failed})
-            print(records[-1], flush=True)
-            await asyncio.sleep(1.0)
-    return records
+    concurrency: int = options.concurrency[-1]
+    times = {"seconds": options.seconds, "warm_up": min(WARM_UP_SECONDS, options.seconds)}
+
+    async def under_way() -> float:
+        async with Client(serving.address, connections=concurrency) as client:
+            send = sender(client, log, options.zipf, rng)
+            return await rate_under_way(send, concurrency=concurrency, **times)
+
+    async def at_random(rate: float, middle: Callable[[], object] | None) -> Load[None]:
+        connect: dict[str, Any] = {"timeout": PATIENCE, "connections": CONNECTIONS}
+        async with Client(serving.address, **connect) as client:
+            send = sender(client, log, options.zipf, rng)
+            how: dict[str, Any] = {**times, "rng": random.Random(0), "middle": middle}
+            how["most"] = most if rate > answered else None
+            return await arrive_at_random(send, rate=rate, **how)
+
+    def run(rate: float, middle: Callable[[], object] | None) -> Load[None]:
+        time.sleep(PAUSE_SECONDS)  # The server drops what the last load has left.
+        return asyncio.run(at_random(rate, middle))
+
+    answered = asyncio.run(under_way())
+    print(f"{answered:.0f} requests/s, {concurrency} under way", flush=True)
+    # At an overload, more than these would be answered too late.
+    most = max(concurrency, round(PATIENCE / 5 * answered))
+    names = {"servers": serving.servers, "zipf": options.zipf, "most_under_way": most}
+    for record, found in at_loads(answered, run, options.loads, serving.events):
+        yield {**names, **record, **found.figures(), "failed": found.failed}
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
@@ -290,10 +341,9 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     model, data, device = options.model.resolve(), options.data.resolve(), options.device
     if options.loads:
         several = several_replicas(model, data, options.replicas)
-        with several if options.replicas else one_process(model, data, device) as serving:
-            with no_collections():
-                records = asyncio.run(arrivals(serving, log, options))
-            yield from records
+        started = several if options.replicas else one_process(model, data, device)
+        with started as serving, no_collections():
+            yield from arrivals(serving, log, options)
         return
     with running_server(model, data, device) as port:
         for concurrency in options.concurrency:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from .example_tables import engine, fp8_training, published, ranking, retrieval, serving
+from .example_tables import (
+    engine,
+    fp8_training,
+    published,
+    ranking,
+    retrieval,
+    serving,
+    startup,
+)
 from .record import BASELINES, Record
 from .table import (
     DTYPES,
@@ -493,7 +501,7 @@ TABLES: dict[str, Callable[[Sequence[File]], list[Table]]] = {
     make.__name__: make
     for make in (
         *(attention, context, cpu, cpu_limits, engine, fp8_training, layer, paged, published),
-        *(ranking, retrieval, serving, stack, train, training_step),
+        *(ranking, retrieval, serving, stack, startup, train, training_step),
     )
 }
 

@@ -55,6 +55,8 @@ __all__ = [
 LOG = logging.getLogger("recommender.server")
 EARLIEST_TIME = 631_152_000
 """The seconds from 1970 to 1990, which are more than the minutes or hours until now."""
+EARLIEST_NOTE = "earliest time"
+"""Names the note of a store that has the time of the first event of --data, if before 1990."""
 
 
 def make_engine(
@@ -84,8 +86,9 @@ def make_engine(
         store = make_store(options, saved, "memory")
     check_successor(served, served, cache, store, None)
     note_items(saved, store)
-    earliest = EARLIEST_TIME
-    if options.data is not None:
+    if options.data is not None and store.seeded:  # what it has had need not be read again
+        print("The store has had the events of --data, or of other data; none is added")
+    elif options.data is not None:
         log = open_event_log(
             options.data,
             options.cache_dir,
@@ -95,15 +98,7 @@ def make_engine(
             only=options.only,
         )
         add_events(store, log, saved, int(time.time()) + options.ahead_seconds)
-        earliest = max(0, int(log.timestamps.min(initial=earliest)))
-    if options.earliest_time is not None:
-        earliest = options.earliest_time
-    elif earliest < EARLIEST_TIME:
-        LOG.warning(
-            "Events from %d on are accepted, as --data has; --earliest-time names another time",
-            earliest,
-        )
-    print(f"Users with events: {len(store):,}")
+    earliest = earliest_time(options, store)
     return Engine(
         served,
         cache,
@@ -133,6 +128,19 @@ def make_store(
     if isinstance(saved, SavedRanking):  # has no cache, so histories need not be cut ahead
         return open_store(place, saved.model.config.max_history, 0, max_users=options.max_users)
     return open_store(place, saved.model.max_seq_len, max_users=options.max_users)
+
+
+def earliest_time(options: ServeOptions, store: EventStore) -> int:
+    """Returns the earliest time that an event may have: of the option, or of the store's --data."""
+    if options.earliest_time is not None:
+        return options.earliest_time
+    earliest = int(store.note(EARLIEST_NOTE) or EARLIEST_TIME)
+    if earliest < EARLIEST_TIME:
+        LOG.warning(
+            "Events from %d on are accepted, as --data has; --earliest-time names another time",
+            earliest,
+        )
+    return earliest
 
 
 def add_events(
@@ -174,8 +182,10 @@ def add_events(
 
     if late := np.count_nonzero(log.timestamps > until):
         LOG.warning("--data: left out %d events whose times are later than %d", late, until)
-    if not store.seed(histories()):
-        print("The store has had the events of --data, or of other data; none is added")
+    earliest = int(log.timestamps.min(initial=EARLIEST_TIME))
+    store.set_note(EARLIEST_NOTE, str(max(0, earliest)).encode())
+    store.seed(histories())
+    print(f"Users with events: {len(store):,}")
 
 
 class Server(uvicorn.Server):

@@ -447,6 +447,15 @@ class EventStore(ABC):
             before = Stored(found.version, self.cut(found.events))
             (stored,) = self.commit([self.append(user, before, rows)])
 
+    @property
+    def seeded(self) -> bool:
+        """Whether `seed` has stored histories in this store, as far as they were to be stored.
+
+        Raises:
+            StoreError: if the store cannot be read.
+        """
+        return self.note(_SEEDED) is not None
+
     def seed(self, histories: Iterable[tuple[User, Int64s]], users_at_once: int = 1000) -> bool:
         """Stores histories of users that have none, unless the store has been seeded before.
 
@@ -462,7 +471,7 @@ class EventStore(ABC):
         Raises:
             StoreError: if they cannot be stored.
         """
-        if self.note(_SEEDED) is not None:
+        if self.seeded:
             return False
         nothing = Stored(0, np.empty((0, 3), np.int64))
         remaining = iter(histories)

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -315,6 +316,7 @@ def test_random_arrivals_at_the_engine(tmp_path, monkeypatch):
         assert r["graphs"] is True
         assert r["graph_share"] <= 1
         assert 0 < r["p50_ms"] <= r["p95_ms"] <= r["p99_ms"] <= r["worst_ms"]
+        assert 0 < r["pause_ms"] <= r["worst_ms"]
     for r in records:
         expected = r["load"] * r["capacity"] * r["seconds"]
         assert abs(r["answered"] + r["failed"] - expected) < 5 * expected**0.5 + 5  # Poisson
@@ -326,7 +328,19 @@ def test_random_arrivals_at_the_engine(tmp_path, monkeypatch):
     assert weights[0] != weights[1]
     printed = tables.text([under_way, overload, *records])
     assert f"\n30%   {change}, in " in printed
-    assert "exponent 1:" in printed
+    assert "exponent 1, histories as long as in MovieLens 20M, cut at 40 events:" in printed
+
+
+def test_histories_are_as_long_as_in_the_log():
+    """Their quartiles are those of the fitted distribution, worked out by hand."""
+    options = engine.PARSER.parse_args(["--loads", "0.5", "--users", "50000"])
+    options.history = 1000
+    lengths = engine.lengths(options, np.random.default_rng(1))
+    assert lengths.dtype == np.int64
+    assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([33.6, 62.2, 146.7], rel=0.05)
+    assert 19 <= lengths.min() <= 21
+    assert lengths.max() == 1000
+    assert (lengths == 1000).mean() == pytest.approx(0.026, abs=0.003)
 
 
 @pytest.mark.slow

@@ -24,8 +24,10 @@ from benchmarks import serving
 from benchmarks.load import (
     Load,
     arrive_at_random,
-    capacity,
+    at_loads,
+    longest_pause,
     no_collections,
+    rate_under_way,
     submit_at_random,
     zipf,
 )
@@ -67,6 +69,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     assert len(load.latencies) + load.failed == sum(0.2 <= at < 1.2 for at in due)
     assert 0 < load.failed < len(load.latencies)
     assert min(load.latencies) >= 0.299
+    assert 0 < load.pause < max(load.latencies)
     [when] = called
     assert 0.5 < when - started[0] < 1.2
 
@@ -102,6 +105,45 @@ def test_submitting_does_not_wait_for_answers() -> None:
 
 
 @pytest.mark.slow
+def test_what_is_due_while_as_many_as_may_be_are_under_way_is_not_sent() -> None:
+    under_way = [0, 0]  # now, and the most
+
+    async def send() -> bool:
+        under_way[0] += 1
+        under_way[1] = max(under_way)
+        await asyncio.sleep(0.2)
+        under_way[0] -= 1
+        return True
+
+    how: dict[str, Any] = {"rate": 200.0, "seconds": 1.0, "warm_up": 0.0, "most": 5}
+    load = asyncio.run(arrive_at_random(send, rng=random.Random(3), **how))
+    assert under_way == [0, 5]
+    assert 5 <= len(load.latencies) <= 30  # 25 if no time is lost
+    assert len(load.latencies) + load.failed > 150
+
+
+def test_loads_are_fractions_of_what_an_overload_leaves() -> None:
+    called: list[tuple[float, Any]] = []
+
+    def run(rate: float, middle: Any) -> Load[None]:
+        called.append((rate, middle))
+        latencies = [0.01] * round(min(rate, 80.0) * 2)
+        return Load(2.0, latencies, 0, None, None, 0.0 if middle is None else 0.25, 1e-4 * rate)
+
+    change = lambda: None  # noqa: E731
+    found = list(at_loads(100.0, run, [0.5, 0.8], {"change": change}))
+    assert called == [(150.0, None), (40.0, None), (64.0, None), (40.0, change)]
+    fields = ("load", "event", "event_seconds", "pause_ms", "capacity")
+    assert [tuple(r[name] for name in fields) for r, _ in found] == [
+        (1.875, "", 0.0, 15.0, 80.0),
+        (0.5, "", 0.0, 4.0, 80.0),
+        (0.8, "", 0.0, 6.4, 80.0),
+        (0.5, "change", 0.25, 4.0, 80.0),
+    ]
+    assert [load.rate for _, load in found] == [80.0, 40.0, 64.0, 40.0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_run_goes_on_after_what_happens_in_its_middle(is_async: bool) -> None:
     ended: list[float] = []
@@ -134,6 +176,23 @@ def test_a_run_goes_on_after_what_happens_in_its_middle(is_async: bool) -> None:
     assert sum(at > ended[0] for at in sent) > 10
 
 
+@pytest.mark.parametrize(
+    ("requests", "pause"),
+    [
+        ([(1.0, 1.5)], 0.5),
+        ([(1.0, 1.5), (3.0, 3.1)], 0.5),  # Nothing waits from 1.5 to 3.
+        ([(0.0, 0.2), (0.0, 0.5), (0.0, 0.6)], 0.3),  # They wait for one another.
+        ([(0.0, 1.0), (0.1, 0.3), (0.6, 0.7)], 0.4),  # The first one is answered last.
+        ([(0.0, 0.1), (0.2, 0.3), (0.2, 2.0)], 1.7),
+    ],
+)
+def test_a_pause_is_a_time_in_which_requests_wait_and_none_is_answered(
+    requests: list[tuple[float, float]], pause: float
+) -> None:
+    due, answered = zip(*requests, strict=True)
+    assert longest_pause(due, answered) == pytest.approx(pause)
+
+
 def test_users_are_drawn_by_a_zipf_distribution() -> None:
     count, rng = 20_000, random.Random(0)
     for exponent, shares in ((1.0, (12 / 25, 6 / 25, 4 / 25, 3 / 25)), (0.0, (0.25,) * 4)):
@@ -144,12 +203,12 @@ def test_users_are_drawn_by_a_zipf_distribution() -> None:
 
 
 @pytest.mark.slow
-def test_the_capacity_is_what_is_answered_in_time() -> None:
+def test_the_rate_is_what_is_answered_in_time() -> None:
     async def send() -> bool:
         await asyncio.sleep(0.05)
         return True
 
-    found = asyncio.run(capacity(send, concurrency=10, seconds=1.0, warm_up=0.1))
+    found = asyncio.run(rate_under_way(send, concurrency=10, seconds=1.0, warm_up=0.1))
     assert 60 < found <= 210
 
 
@@ -187,7 +246,9 @@ def test_random_arrivals(
     path = tmp_path / "serving.json"
     arguments = [*files, "--seconds", "1", "--concurrency", "4", "--loads", "0.3", "0.5"]
     serving.main([*arguments, "--json", str(path)])
-    records, printed = read_records(path), capsys.readouterr().out
+    (overload, *records), printed = read_records(path), capsys.readouterr().out
+    assert overload["load"] > 1
+    assert overload["capacity"] == pytest.approx(overload["qps"], 1e-3)
     changes = "the model changes"
     assert [(r["load"], r["event"]) for r in records] == [(0.3, ""), (0.5, ""), (0.3, changes)]
     assert [record["event_seconds"] > 0 for record in records] == [False, False, True]
@@ -197,6 +258,7 @@ def test_random_arrivals(
         expected = record["load"] * record["capacity"] * record["seconds"]
         assert abs(record["answered"] - expected) < 5 * expected**0.5 + 5  # Poisson
         assert 0 < record["p50_ms"] <= record["p99_ms"] <= record["worst_ms"]
+        assert 0 < record["pause_ms"] <= record["worst_ms"]
     assert f"one process   30%  {changes}" in printed
 
 
