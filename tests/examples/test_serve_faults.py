@@ -370,10 +370,11 @@ def test_redis_hangs_and_goes_on(model: Path, own_redis: RedisServer) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def earliest_time(model: Path, *arguments: str) -> int:
+def earliest_time(model: Path, *arguments: str, place: str = "memory") -> int:
     """Returns the earliest time that a server takes."""
     options = parse_arguments("", ["--model", str(model), *arguments])
-    with make_engine(options, load_model(model, CPU)) as engine:
+    saved = load_model(model, CPU)
+    with make_store(options, saved, place) as store, make_engine(options, saved, store) as engine:
         with pytest.raises(EventTimeError) as caught:
             engine.submit_score(1, [(0, 2**61)], [1])
         earliest, latest = caught.value.limits
@@ -394,6 +395,9 @@ def test_the_earliest_time_is_1990_or_that_of_the_data(
     [line] = caplog.messages
     assert line.startswith("Events from 86400 on are accepted, as --data has")
     assert earliest_time(model, "--data", str(data), "--earliest-time", "978300000") == 978300000
+    place = str(tmp_path / "events.sqlite")
+    for arguments in (("--data", str(data)), ("--data", str(data)), ()):  # the store has the data
+        assert earliest_time(model, *arguments, place=place) == 86400
 
 
 @pytest.mark.slow
