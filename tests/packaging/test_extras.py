@@ -26,7 +26,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 FOR_GPUS = re.compile(r"\.triton_")
 VENDORED = ("colorama", "psutil", "setproctitle")  # ray brings its own
 SERVER = re.compile(
-    r"recommender\.(connections|http\w*|serve|server|serve_options|served\w*|models)$"
+    r"recommender\.(connections|http\w*|serve|server|serve_options|served\w*|models|ray_proxy)$"
 )
 
 
