@@ -30,7 +30,7 @@ from hstu_attn.serving import (
     OverloadedError,
     StoreError,
 )
-from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard
+from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard, overloaded
 from recommender.http_admin import add_admin
 from recommender.http_metrics import Metrics, OfReplicas
 from recommender.http_schemas import Problem, State, ranking_schemas, retrieval_schemas
@@ -190,7 +190,13 @@ def make_app(
     app.state.draining = False
     app.state.store = StoreProbe(engine)
     app.state.metrics = metrics = Metrics(engine, lambda: is_ready(app, engine))
-    app.add_middleware(Guard, access=access, metrics=metrics, max_body_bytes=max_body_bytes)
+    app.add_middleware(
+        Guard,
+        access=access,
+        metrics=metrics,
+        max_body_bytes=max_body_bytes,
+        check_load=engine.check_load,
+    )
     ids: Sequence[int | str] = saved.item_ids.tolist()
     service = Service(engine, saved, timeout, {item: index for index, item in enumerate(ids)})
     # NOTE: paths are added to the application itself; those of a router take longer to be found.
@@ -368,8 +374,8 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(OverloadedError)
     @app.exception_handler(EngineClosedError)
     async def unavailable(_: object, error: Exception) -> JSONResponse:
-        seconds = math.ceil(getattr(error, "retry_after", 0.0))
-        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(max(seconds, 1))})
+        answer = overloaded(error)
+        return JSONResponse({"detail": answer.detail}, answer.status_code, answer.headers)
 
     @app.exception_handler(StoreError)
     async def not_stored(_: object, error: Exception) -> JSONResponse:

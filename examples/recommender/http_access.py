@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,14 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hstu_attn.serving import OverloadedError
 from recommender.http_metrics import Metrics
 
-__all__ = ["ARRIVED", "BEARER", "CLIENT", "Access", "Guard", "read_tokens"]
+__all__ = ["ARRIVED", "BEARER", "CLIENT", "Access", "Guard", "overloaded", "read_tokens"]
 
 ARRIVED, CLIENT = "hstu_attn.arrived", "hstu_attn.client"  # keys of a request's scope
+PATH = "hstu_attn.path"  # the same, of a request that was refused before its route was found
+MODEL_PATHS = frozenset({"/score", "/recommend", "/rank"})
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/docs", "/openapi.json"})
 ADMIN_PATHS = "/admin/"
 SHORTEST_TOKEN = 16
@@ -100,6 +104,12 @@ class Access:
             raise HTTPException(403, "An administrator's token is needed")
 
 
+def overloaded(error: Exception) -> HTTPException:
+    """Returns the answer to a request that cannot be computed now, with Retry-After."""
+    seconds = math.ceil(getattr(error, "retry_after", 0.0))
+    return HTTPException(503, str(error), {"Retry-After": str(max(seconds, 1))})
+
+
 def _hash(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
@@ -119,13 +129,22 @@ class Guard:
         access: who may ask.
         metrics: where answers are counted.
         max_body_bytes: no body is larger.
+        check_load: raises OverloadedError if no request of a client can be computed now.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        metrics: Metrics,
+        max_body_bytes: int,
+        check_load: Callable[[str], None],
+    ) -> None:
         self.app = app
         self.access = access
         self.metrics = metrics
         self.max_body_bytes = max_body_bytes
+        self.check_load = check_load
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -157,7 +176,7 @@ class Guard:
                 answer = JSONResponse({"detail": error.detail}, error.status_code, error.headers)
                 await answer(scope, receive, watched_send)
         finally:  # an exception is answered 500 further out
-            path = getattr(scope.get("route"), "path", "other")
+            path = getattr(scope.get("route"), "path", scope.get(PATH, "other"))
             self.metrics.responses.labels(path, status).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - arrived)
 
@@ -176,6 +195,13 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             return self.too_large()
+        if path in MODEL_PATHS and scope["method"] == "POST":
+            # NOTE: to read and check a body takes most of the time of a request that is refused.
+            try:
+                self.check_load(scope[CLIENT])
+            except OverloadedError as error:
+                scope[PATH] = path
+                return overloaded(error)
         return None
 
     def too_large(self) -> HTTPException:

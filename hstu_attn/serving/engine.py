@@ -137,8 +137,9 @@ class Engine:
         self.max_candidates = max_candidates
         self._time_range = time_range
         self._store = store
-        self._graphs = graphs
-        self._scorer = self._scorer_of(model, cache)  # the worker's alone, as are the histories
+        limits = StepLimits(max_batch_size, store.max_events, max_candidates)
+        self._make_scorer = partial(Scorer, graphs=graphs, limits=limits)
+        self._scorer = self._make_scorer(model, cache)  # the worker's alone, as are the histories
         self._previous: Scorer | None = None
         self._changing = threading.Lock()  # is held while a model is changed
         self._scorer.clear()
@@ -301,7 +302,7 @@ class Engine:
             old = self._scorer
             new_cache = old.cache if cache is None else cache
             check_successor(model, old.model, new_cache, self._store, probe)
-            scorer = self._scorer_of(model, new_cache)
+            scorer = self._make_scorer(model, new_cache)
             with_pauses(scorer.captures(old), self._between_batches)
             self._between_batches(lambda: self._take_over(scorer, previous=old))
 
@@ -399,6 +400,15 @@ class Engine:
         """Returns whether the computing thread runs, or has ended because the engine was closed."""
         return self._closed or self._worker.is_alive()
 
+    def check_load(self, client: str = "") -> None:
+        """Checks that a request of a client may be let in, without one: this takes less time.
+
+        Raises:
+            OverloadedError: if it would be refused whoever its user is.
+        """
+        with self._changed:
+            self._waiting.check(client)
+
     def check_store(self) -> None:
         """Reads something from the store, from the calling thread.
 
@@ -412,16 +422,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _scorer_of(self, model: ServedModel | UncachedModel, cache: PagedKVCache | None) -> Scorer:
-        graphs = self._graphs
-        if graphs is None:
-            graphs = cache is not None and cache.kv_cache.is_cuda
-        if isinstance(graphs, bool):
-            graphs = GraphBuckets() if graphs else None
-        candidates = self.max_candidates if model.candidates_are_rows else 0
-        limits = StepLimits(self.max_batch_size, self._store.max_events, candidates)
-        return Scorer(model, cache, graphs, limits)
 
     def _between_batches(self, job: Callable[[], object]) -> None:
         """Lets the worker do something when no batch is under way, and waits for it."""

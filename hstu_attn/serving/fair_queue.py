@@ -67,6 +67,15 @@ class _Client:
                 del self.users[user]
 
 
+def too_long(wait: float, longest: float) -> LongWaitError:
+    """Returns the error of a request that would wait for too long."""
+    return LongWaitError(
+        f"the engine is overloaded: expected a wait of at most {longest:.3g} s "
+        f"(max_queue_seconds, or the deadline), got {wait:.3g} s",
+        retry_after=wait - longest,
+    )
+
+
 class FairQueue:
     """Requests of clients and their users. It reads no clock, and is not thread-safe.
 
@@ -107,14 +116,15 @@ class FairQueue:
         """Returns when the batch that is computed now was taken; None if there is none."""
         return self._started
 
-    def expected_wait(self, client: str, user: User, now: float) -> float:
+    def expected_wait(self, client: str, user: User | None, now: float) -> float:
         """Returns the seconds that a request would wait at most, at the pace of the latest batches.
 
+        Without a user these are the seconds of one who has no request waiting.
         What fits into the next batch counts as no wait, so that however slow batches are some
         requests are let in, by which it is seen when batches are quicker again.
         """
         own = self._clients.get(client, _Client())
-        mine = own.waiting(user)
+        mine = 0 if user is None else own.waiting(user)
         if self._size < self.max_batch_size and not mine:
             return 0.0
         ahead = sum(min(len(requests), mine + 1) for requests in own.users.values())
@@ -144,6 +154,18 @@ class FairQueue:
         rest = 0.0 if self._started is None else max(self.batch_seconds - running, 0.0)
         return batches * max(self.batch_seconds, running) + rest
 
+    def check(self, client: str, now: float) -> None:
+        """Refuses a client whose requests would all wait for too long.
+
+        Raises:
+            LongWaitError: if a request of the client would wait for more than `max_seconds`,
+                whoever its user is and whatever is removed.
+        """
+        if self._longest_wait(0, now) > self.max_seconds and not self._may_remove(now):
+            wait = self.expected_wait(client, None, now)
+            if wait > self.max_seconds:
+                raise too_long(wait, self.max_seconds)
+
     def put(
         self, request: Request, now: float, unwanted: Callable[[Request], bool]
     ) -> Request | None:
@@ -170,11 +192,7 @@ class FairQueue:
                 wait = self.expected_wait(request.client, request.user, now)
                 own = self._clients.get(request.client) or _Client()
         if wait > longest:
-            raise LongWaitError(
-                f"the engine is overloaded: expected a wait of at most {longest:.3g} s "
-                f"(max_queue_seconds, or the deadline), got {wait:.3g} s",
-                retry_after=wait - longest,
-            )
+            raise too_long(wait, longest)
         displaced = None
         if self._size >= self.max_size:
             largest = max(self._clients.values(), key=lambda client: client.size)

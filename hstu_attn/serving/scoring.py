@@ -52,8 +52,8 @@ class Scorer:
     Args:
         model: is in evaluation mode, and fits the cache (`check_fit`).
         cache: knows users by the keys of their histories; None for an `UncachedModel`.
-        graphs: the shapes to capture in CUDA graphs; None computes without.
-        limits: those of every batch.
+        graphs: as in `Engine`.
+        limits: those of every batch, if candidates are rows.
     """
 
     @torch.no_grad()
@@ -61,19 +61,21 @@ class Scorer:
         self,
         model: ServedModel | UncachedModel,
         cache: PagedKVCache | None,
-        graphs: GraphBuckets | None,
+        graphs: GraphBuckets | bool | None,
         limits: StepLimits,
     ) -> None:
         self.model = model
         self.cache = cache
         self._graphs: StackGraphs | None = None
-        if graphs is not None and cache is not None:
+        if graphs is None:
+            graphs = cache is not None and cache.kv_cache.is_cuda
+        if graphs and cache is not None:
             model = cast(ServedModel, model)
             self._graphs = StackGraphs(
                 model.stack,
                 cache.kv_cache,
-                graphs,
-                limits,
+                GraphBuckets() if graphs is True else graphs,
+                limits if model.candidates_are_rows else limits._replace(candidates=0),
                 reads_times=model.reads_times,
                 with_targets=model.candidates_are_rows,
                 kv_scales=cache.kv_scales,

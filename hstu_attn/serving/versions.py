@@ -180,7 +180,7 @@ def _check_scores(
         for key, (candidates, top_k) in enumerate(kinds)
     ]
     try:
-        answers = Scorer(model, cache, None, limits).compute(plans).answers
+        answers = Scorer(model, cache, False, limits).compute(plans).answers
     except Exception as error:
         raise ModelCheckError(f"model: expected an answer to the probe, got {error!r}") from error
     if any(answer is None for answer in answers):

@@ -58,6 +58,19 @@ class Waiting:
         if displaced is not None:
             self._displace(displaced)
 
+    def check(self, client: str) -> None:
+        """Refuses what `admit` would refuse in any case.
+
+        Raises:
+            LongWaitError: as `FairQueue.check`.
+        """
+        try:
+            self.queue.check(client, time.monotonic())
+        except LongWaitError:
+            with self._counters.change() as stats:
+                stats.shed += 1
+            raise
+
     @property
     def patience(self) -> float:
         """Returns for how many seconds more a batch that is not full waits for further requests."""

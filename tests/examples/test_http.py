@@ -161,10 +161,14 @@ def test_overload_is_shed_by_the_time_to_wait() -> None:
         status, headers, answer = server.client.send("POST", "/score", body(3))
         assert (status, int(headers["Retry-After"])) == (503, 1)
         assert re.search(r"a wait of at most 0\.1 s .*, got 0\.\d+ s", answer["detail"])
+        status, headers, answer = server.client.send("POST", "/score", b"{")  # it is not read
+        assert (status, int(headers["Retry-After"])) == (503, 1)
+        assert server.client.send("GET", "/health")[0] == 200
         server.release()
         assert [one.result()[0] for one in held] == [200, 200]
         metrics = server.client.metrics()
-        assert (metrics["hstu_engine_shed_total"], metrics["hstu_engine_rejected_total"]) == (1, 0)
+        assert (metrics["hstu_engine_shed_total"], metrics["hstu_engine_rejected_total"]) == (2, 0)
+        assert metrics["hstu_http_responses_total{/score,503}"] == 2
 
 
 def test_what_the_store_cannot_keep_is_said(server: Running, monkeypatch: Any) -> None:

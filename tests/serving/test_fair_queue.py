@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import OverloadedError
 from hstu_attn.serving.batch import Request
+from hstu_attn.serving.errors import LongWaitError
 from hstu_attn.serving.fair_queue import FairQueue
 
 NOTHING = np.empty((0, 3), np.int64)
@@ -40,6 +42,15 @@ def refusal(queue: FairQueue, one: Request, displaced: list[Request] | None = No
     if gone is not None and displaced is not None:
         displaced.append(gone)
     return None
+
+
+def told(call: Callable[[], object]) -> str:
+    """Returns what a refusal for time says, or an empty text."""
+    try:
+        call()
+    except LongWaitError as error:
+        return str(error)
+    return ""
 
 
 def names(requests: list[Request]) -> list[tuple[str, Any]]:
@@ -186,6 +197,35 @@ def test_no_wait_is_longer_than_the_bound(seed: int) -> None:
             queue.finish(now)
             queue.take(now, wanted)
     assert sum(wait > 0 for wait in told) > 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_client_is_refused_without_a_request_if_any_of_its_users_would_be(seed: int) -> None:
+    queue, rng, refusals = FairQueue(10**6, 4, max_seconds=2.0), random.Random(seed), 0
+    now = 0.0
+    for n in range(600):
+        client = rng.choice("aab")
+        one = request(client, n, now)
+        early = told(lambda: queue.check(client, now))  # noqa: B023  # it is called at once
+        assert early == told(lambda: queue.put(one, now, wanted))  # noqa: B023
+        refusals += bool(early)
+        now += 0.1 * rng.random()
+        if rng.random() < 0.2:
+            queue.finish(now)
+            queue.take(now, wanted)
+    assert 100 < refusals < 500
+
+
+def test_what_may_make_room_is_no_reason_to_refuse_a_client() -> None:
+    queue = FairQueue(1000, 1, max_seconds=0.5)
+    fill(queue, "a", [1])
+    queue.take(0.0, wanted)
+    waiting = fill(queue, "a", [2, 3])
+    queue.check("a", 0.0)  # how long a batch takes is not known
+    with pytest.raises(LongWaitError, match=r"at most 0\.5 s .*, got 2 s"):
+        queue.check("a", 1.0)
+    waiting[0].future.cancel()
+    queue.check("a", 1.0)
 
 
 def test_a_batch_that_runs_for_long_lengthens_the_wait() -> None:
