@@ -71,8 +71,8 @@ def commit_of(root: Path = ROOT) -> str:
 
     `HSTU_ATTN_COMMIT` says what the commit of this tree is where it has no repository.
     """
-    if root == ROOT and (told := os.environ.get("HSTU_ATTN_COMMIT")):
-        return told
+    if root == ROOT and (commit := os.environ.get("HSTU_ATTN_COMMIT")):
+        return commit
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

@@ -37,7 +37,7 @@ CudaDevice cuda_device(int index);
 // supports (0 without a driver). Versions are encoded as CUDA does: 1000 * major + 10 * minor.
 std::string describe_build();
 
-// How a call is to run.
+// The device and stream that a call runs on, and the kernels that it gets.
 struct CudaLaunch {
   CudaDevice device;
   cudaStream_t stream = nullptr;
@@ -46,7 +46,7 @@ struct CudaLaunch {
   void* workspace = nullptr;   // uninitialized device memory, aligned to 256 bytes
 };
 
-// How a call of the forward runs. It is decided once and then passed on.
+// The plan of a forward, which is made once and then passed on.
 struct ForwardPlan {
   int64_t workspace_bytes = 0;
   SplitKVPlan split_kv;

@@ -38,7 +38,7 @@ struct PackedTensor {
   int head_dim = 0;
 };
 
-// Where each sequence of the batch lies and what it consists of.
+// The place of each sequence of the batch, and the tokens that it consists of.
 struct BatchParams {
   int batch = 0;
   int64_t total_q = 0;

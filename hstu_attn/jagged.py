@@ -465,7 +465,7 @@ def add_position_time_embeddings(
     if isinstance(x, Proxy):
         return record_call(add_position_time_embeddings, (x,), **locals())
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x: expected floating (total, width), got {_told(x)}")
+        raise ValueError(f"x: expected floating (total, width), got {_kind(x)}")
     _check_offsets("offsets", offsets, x.device)
     total, batch = x.shape[0], offsets.shape[0] - 1
     _check_table("position_table", position_table, x)
@@ -582,7 +582,7 @@ def _in_order(offsets: Tensor, total: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def _told(tensor: Tensor) -> str:
+def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
@@ -610,14 +610,14 @@ def _check_like(name: str, values: Tensor, other: str, like: Tensor, rows: bool 
     fits = values.dim() == like.dim() and values.shape[first:] == like.shape[first:]
     if not fits or values.dtype != like.dtype or values.device != like.device:
         what = "a tensor like" if rows else "rows like those of"
-        raise ValueError(f"{name}: expected {what} {other}, {_told(like)}, got {_told(values)}")
+        raise ValueError(f"{name}: expected {what} {other}, {_kind(like)}, got {_kind(values)}")
 
 
 def _check_table(name: str, table: Tensor, x: Tensor) -> None:
     fits = table.dim() == 2 and table.shape[1] == x.shape[1] and table.shape[0] > 0
     if not fits or not table.is_floating_point() or table.device != x.device:
         raise ValueError(
-            f"{name}: expected floating (1 or more, {x.shape[1]}) on {x.device}, got {_told(table)}"
+            f"{name}: expected floating (1 or more, {x.shape[1]}) on {x.device}, got {_kind(table)}"
         )
 
 
@@ -626,7 +626,7 @@ def _check_integers(
 ) -> None:
     if numbers.shape != (size,) or numbers.dtype not in dtypes or numbers.device != device:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name}: expected {names} ({size},) on {device}, got {_told(numbers)}")
+        raise ValueError(f"{name}: expected {names} ({size},) on {device}, got {_kind(numbers)}")
 
 
 def _check_size(name: str, size: int) -> None:

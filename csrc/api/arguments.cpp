@@ -134,7 +134,7 @@ void check_func(const TensorView& func, const Arguments& args, MaskParams& mask)
   mask.func_causal = args.window_right == 0;
 }
 
-// Which masks have a meaning is checked by hstu_attn.Mask. Numbers are clamped here, so that the
+// hstu_attn.Mask checks which masks have a meaning. Numbers are clamped here, so that the
 // arithmetic of common/mask.h cannot overflow or divide by 0 if the operator is called without it.
 void check_mask(const Arguments& args, MaskParams& mask) {
   if (args.row_spans) return check_row_spans(*args.row_spans, args, mask);

@@ -58,7 +58,7 @@ struct Arguments {
   OptionalView q_descale, k_descale, v_descale;
   bool deterministic;
   int64_t sm_margin;
-  // Whether check_values() refuses counts and lengths that a sequence cannot have. If not, the
+  // If true, check_values() refuses counts and lengths that a sequence cannot have. If false, the
   // kernels clamp them (load_sequence in common/sequence.h).
   bool strict;
   OptionalView kv_cache, page_offsets, page_ids, last_page_lens, kv_scales;

@@ -1,11 +1,11 @@
-// Where the keys and values of a sequence are in a paged cache.
+// Finds the keys and values of a sequence in a paged cache.
 #pragma once
 
 #include "sequence.h"
 
 namespace hstu {
 
-// Where a kernel finds keys and values. kPacked: all are in packed rows. kPaged: the history is in
+// The place of keys and values. kPacked: all are in packed rows. kPaged: the history is in
 // pages, and targets are in the last packed rows of the sequence's queries.
 enum class KeySource { kPacked, kPaged };
 

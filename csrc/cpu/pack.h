@@ -123,7 +123,7 @@ template <typename Arithmetic, typename T>
 struct Packer {
   using Unit = typename Arithmetic::Unit;
   static constexpr int kPair = Arithmetic::kPair;
-  // Whether rows of a tensor are rows of a left operand without conversion.
+  // True if rows of a tensor are rows of a left operand without conversion.
   static constexpr bool kUnitRows = std::is_same_v<T, Unit> || kPair == 2;
 
   // Returns rows in left form: m is the row, k the column.

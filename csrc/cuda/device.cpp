@@ -1,4 +1,4 @@
-// Which GPU this is, and which kernels it gets.
+// Finds the properties of a GPU, and the kernels that it gets.
 #include <algorithm>
 #include <map>
 #include <mutex>

@@ -6,14 +6,14 @@
 
 namespace hstu {
 
-// Where the partial O of the splits of a tile of rows are added.
+// The memory in which the partial O of the splits of a tile of rows are added.
 enum class SplitKVReduction : int {
   kNone,          // there is one split
   kCluster,       // in distributed shared memory: each split is one block of a cluster
   kGlobalMemory,  // in global memory, by the last split to arrive
 };
 
-// How many splits the keys of each tile of rows have, and which keys a split gets.
+// Divides the keys of each tile of rows among splits.
 struct SplitKVPlan {
   SplitKVReduction reduction = SplitKVReduction::kNone;
   int num_splits = 1;

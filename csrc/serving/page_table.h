@@ -49,7 +49,7 @@ struct StepSize {
   int64_t tokens = 0;  // tokens to write
 };
 
-// What write_tables() fills in for a step of B users, P pages and N tokens to write. The tokens are
+// The tables that write_tables() writes for a step of B users, P pages and N tokens to write. The tokens are
 // in the order of the users, and of each user first those that are written again.
 struct StepTables {
   int32_t* page_offsets;    // [B + 1]

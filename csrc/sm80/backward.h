@@ -83,7 +83,7 @@ struct Backward {
   // A short sequence has one tile of keys, which stores dQ itself.
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
 
-  // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
+  // The product for dQ reads its operands so. With a relative bias, head dim 256 would spill if
   // more copies were in flight.
   static constexpr Reading kRowReading =
       kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;

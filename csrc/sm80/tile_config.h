@@ -22,7 +22,7 @@ constexpr bool is_for_short_sequences(Tiling tiling) { return tiling >= Tiling::
 // The bias that is added to Q K^T: none, a matrix, or one computed from tables.
 enum class ScoreBias { kNone, kDense, kRelative };
 
-// How a product reads its operands from shared memory.
+// Tells how a product reads its operands from shared memory.
 struct Reading {
   int ahead;          // copies of the right operand in flight; as many as registers allow
   bool hides_thread;  // uses opaque_thread_idx(): avoids spills, but costs time

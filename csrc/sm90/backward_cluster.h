@@ -277,9 +277,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
                                               cutlass::arch::ClusterTransactionBarrier& barrier) {
     const uint32_t other = Traits::rank() ^ 1;
     const uint32_t source = cast_smem_ptr_to_uint(from);
-    const uint32_t told = cast_smem_ptr_to_uint(&barrier);
+    const uint32_t own_barrier = cast_smem_ptr_to_uint(&barrier);
     ptx::bulk_copy_to_cluster<kBytes>(source, set_block_rank(source, other),
-                                      set_block_rank(told, other));
+                                      set_block_rank(own_barrier, other));
   }
 
   // Tells the producers in both blocks that a warp has read P and dS.

@@ -29,8 +29,8 @@ struct BackwardBuffers {
   TableSums sums;  // for the gradients of a relative bias's tables; zeroed
 };
 
-// How the consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64 keys, except
-// in a cluster.
+// The ways in which consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64
+// keys, except in a cluster.
 enum class DqPartition {
   // One warpgroup computes dQ of a step, the other dQ of the next step.
   kAlternateSteps,

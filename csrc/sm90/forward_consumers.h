@@ -202,7 +202,7 @@ struct ForwardConsumer {
     return kFindsVisibleEarly && tile.is_partial() ? find_visible() : 0;
   }
 
-  // Which of 64 keys one row sees, as visible_to_lane() expects it.
+  // Returns which of 64 keys one row sees, as visible_to_lane() expects it.
   HSTU_DEVICE uint64_t find_visible() const {
     static_assert(kKeys <= 128, "two lanes find what a row sees");
     const WorkTile& work_tile = work_tile_at(work_state);

@@ -19,7 +19,7 @@ struct ForwardMaps {
   PageMap pages;
 };
 
-// What the tile scheduler and the epilogue read: which work there is, and how keys are split.
+// The work that there is, and how keys are split. The tile scheduler and the epilogue read it.
 struct SchedulerMetadata {
   WorkList list;
   SplitKVPlan split_kv;

@@ -89,8 +89,8 @@ inline DenseBias aligned_copy(const DenseBias& bias) {
   return copy;
 }
 
-// Whether a copy of params.rab takes less time than these kernels gain on the sm80 kernels. Both
-// times are in fs (1e-15 s), as on an H200: copying an element takes 2,000, allocating and
+// Returns whether copying params.rab takes less time than these kernels gain on the sm80 kernels.
+// Both times are in fs (1e-15 s), as on an H200: copying an element takes 2,000, allocating and
 // launching 1e10; and a score of the whole square takes 4 fewer in the forward and 10 in the
 // backward for each column of K, as for 16 sequences of 2048 rows with a causal mask.
 inline bool gains_by_aligned_copy(const ForwardParams& params, bool is_backward) {

@@ -1,4 +1,4 @@
-// Where the forward finds keys and values: the policies of ForwardTraits::Source.
+// The policies of ForwardTraits::Source, which find and load keys and values in the forward.
 //
 //   PackedKeys           packed rows of k and v
 //   PagedKeys            the history in pages, the targets in packed rows of k and v
@@ -158,7 +158,7 @@ struct PagedKeys {
       const bool is_target = padded.is_target(first);
       if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim * sizeof(*to));
       if (!is_target) {
-        window.enter(work_tile.pages);
+        window.set_sequence(work_tile.pages);
         start_copy_pages<kPart, kKeys, kHeadDim>(params.paged, maps.pages, window, sequence,
                                                  work_tile.head, first, to, full);
       } else if (is_leader()) {
@@ -221,7 +221,7 @@ struct QuantizedPagedKeys : PagedKeys {
       const Sequence& sequence = work_tile.tile.sequence;
       const PaddedKeys<kKeys> padded(sequence);
       __syncwarp();
-      window.enter(work_tile.pages);
+      window.set_sequence(work_tile.pages);
       for (int first = work_tile.tile_from(0); first != Traits::kNoKey;
            first = work_tile.tile_from(first + kKeys)) {
         const int stage = kv_state.index();

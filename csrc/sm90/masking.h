@@ -35,7 +35,7 @@ HSTU_DEVICE void apply_mask(uint64_t visible, Weights& weights) {
   }
 }
 
-// The same for weights in e4m3, in the order of pack_e4m3().
+// The same for weights in e4m3, in the order of E4m3Weights::round().
 template <int kKeys, typename Words>
 HSTU_DEVICE void apply_mask_to_e4m3(uint64_t visible, Words& words) {
   const int lane = reload_thread_idx() % 32;

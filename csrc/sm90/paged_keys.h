@@ -69,13 +69,13 @@ PageMap make_page_map(const PagedParams& paged, int head_dim, int heads, int key
 class PageWindow {
  public:
   // Chooses the sequence. Called before the other methods.
-  HSTU_DEVICE void enter(const PageList& list) {
+  HSTU_DEVICE void set_sequence(const PageList& list) {
     if (list.first == list_.first && list.count == list_.count) return;
     list_ = list;
     first_ = kNone;
   }
   // Loads the ids of pages [begin, end), at most 32, unless the lanes have them.
-  HSTU_DEVICE void show(const PagedParams& paged, int begin, int end) {
+  HSTU_DEVICE void load_ids(const PagedParams& paged, int begin, int end) {
     if (begin >= first_ && end <= first_ + 32) return;
     if (begin != first_ + 32) next_ = load(paged, begin);
     const int64_t id = clamp(static_cast<int>(next_), 0, paged.num_pages - 1);
@@ -83,7 +83,7 @@ class PageWindow {
     next_ = load(paged, begin + 32);
     first_ = begin;
   }
-  // The id of page n, which show() has loaded; -1: the sequence has no such page.
+  // The id of page n, which load_ids() has loaded; -1: the sequence has no such page.
   HSTU_DEVICE int page(int n) const { return __shfl_sync(0xffffffff, id_, n - first_); }
 
  private:
@@ -114,7 +114,7 @@ HSTU_DEVICE void start_copy_pages(const PagedParams& paged, const PageMap& pages
   constexpr int kFar = kRaggedRows;
   static_assert(kKeys / kSmallestPage * kPanels <= 32, "a lane has at most one box");
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  window.show(paged, paged.page_of(first), paged.page_of(first + kKeys - 1) + 1);
+  window.load_ids(paged, paged.page_of(first), paged.page_of(first + kKeys - 1) + 1);
   const int row = lane / kPanels * min(paged.page_size, kKeys);  // in the tile
   const int panel = lane % kPanels;
   const int key = first + row;
@@ -135,7 +135,7 @@ HSTU_DEVICE void start_copy_pages(const PagedParams& paged, const PageMap& pages
 
 // Returns in all lanes of a warp the value that one lane has.
 template <typename Value>
-HSTU_DEVICE Value of_lane(Value value, int lane) {
+HSTU_DEVICE Value broadcast_from_lane(Value value, int lane) {
   static_assert(sizeof(Value) % sizeof(uint32_t) == 0);
   uint32_t words[sizeof(Value) / sizeof(uint32_t)];
   memcpy(words, &value, sizeof(Value));
@@ -163,8 +163,9 @@ HSTU_DEVICE bool find_paged_tile(const ForwardParams& params, int tile_index, in
     const unsigned begun = __ballot_sync(0xffffffff, first + lane < batch.batch && tile >= 0);
     if (begun == 0) break;
     const int owner = 31 - __clz(begun);
-    const SequenceTile last = of_lane(SequenceTile{sequence, b, static_cast<int>(tile)}, owner);
-    const PageList last_pages = of_lane(list, owner);
+    const SequenceTile last =
+        broadcast_from_lane(SequenceTile{sequence, b, static_cast<int>(tile)}, owner);
+    const PageList last_pages = broadcast_from_lane(list, owner);
     exists = int64_t{last.index} * size < last.sequence.q_len;
     if (lane == 0) {
       found = exists ? last : SequenceTile{};

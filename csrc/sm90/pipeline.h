@@ -8,7 +8,7 @@
 
 namespace hstu::sm90 {
 
-// How often a warp arrives at a barrier: its first lane does, after __syncwarp(). The racecheck
+// A warp arrives at a barrier once: its first lane does, after __syncwarp(). The racecheck
 // tool of compute-sanitizer knows only what the arriving thread did before, so in a build for it,
 // all lanes arrive.
 #if defined(HSTU_ATTN_RACECHECK)
@@ -56,16 +56,16 @@ struct Pipeline {
   HSTU_DEVICE void producer_acquire(const PipelineState<kStages>& state) const {
     empty[state.index()].wait(state.phase() ^ 1);
   }
-  // For a producer that is a warp. Called by all of its threads.
+  // Called by all threads of a warp, which is one producer.
   HSTU_DEVICE void producer_commit_by_warp(const PipelineState<kStages>& state) const {
     __syncwarp();
     if (arrives_for_warp()) full[state.index()].arrive();
   }
-  // For a consumer that is one thread.
+  // Called by a thread, which is one consumer.
   HSTU_DEVICE void consumer_release(const PipelineState<kStages>& state) const {
     empty[state.index()].arrive();
   }
-  // For a consumer that is a warp. Called by all of its threads.
+  // Called by all threads of a warp, which is one consumer.
   HSTU_DEVICE void consumer_release_by_warp(const PipelineState<kStages>& state) const {
     __syncwarp();
     if (arrives_for_warp()) empty[state.index()].arrive();

@@ -159,7 +159,7 @@ class RelativeBiasConsumer {
   static constexpr int kKeys = Traits::kKeys;
   static constexpr int kChunks = kKeys / 8;
   static constexpr int kBatch = 4;  // chunks that are added up together
-  // How many chunks of the bias are computed before the wait for S.
+  // This many chunks of the bias are computed before the wait for S.
   static constexpr int kEarly =
       early_chunks(Traits::kHeadDim, Traits::kConsumers, Traits::Source::kIsPaged, Traits::kIsFp8);
   static constexpr uint32_t kAllLanes = 0xffffffff;
@@ -294,7 +294,7 @@ class RelativeBiasConsumer {
     __syncwarp();
   }
 
-  // How many buckets a block has.
+  // The number of buckets of a block.
   enum class Buckets {
     kOne,
     kTwo,

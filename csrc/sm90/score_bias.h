@@ -75,9 +75,9 @@ struct DenseScoreBias {
     return head / (params.heads / params.rab.heads);
   }
 
-  // Whether consumers read the bias of the key tile that begins with padded key `first` from device
-  // memory: TMA copies begin at a multiple of 16 bytes, and the first target of a paged sequence
-  // begins a tile at any key.
+  // Returns whether consumers read the bias of the key tile that begins with padded key `first`
+  // from device memory: TMA copies begin at a multiple of 16 bytes, and the first target of a paged
+  // sequence begins a tile at any key.
   template <typename Traits>
   static HSTU_DEVICE bool is_unaligned(const typename Traits::WorkTile& work_tile, int first) {
     using Source = typename Traits::Source;

@@ -41,14 +41,14 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
 
 // There are three consumers where S, P and O of 64 rows fit into 160 registers, and as many stages
 // as fit into shared memory.
-template <int kHeadDim, bool kHasBias, bool kIsRelative, bool kIsPaged, bool kIsQuantized>
+template <int kHeadDim, bool kHasBias, bool kHasTimeBias, bool kIsPaged, bool kIsQuantized>
 constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32 || kHeadDim == 64) {
     // Two stages of a dense bias take 32 KB for each consumer, patches of a relative one 16 KB.
     if constexpr (kHasBias) {
       // A third consumer hides more of the time to find a relative bias than two more stages of K
       // and V, and than the registers that it takes.
-      if constexpr (kIsRelative && kHeadDim == 64 && !kIsPaged) {
+      if constexpr (kHasTimeBias && kHeadDim == 64 && !kIsPaged) {
         return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 3};
       }
       return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
@@ -82,8 +82,8 @@ constexpr ForwardTiles forward_tiles() {
   }
 }
 
-// How many chunks of 8 keys of a relative bias a consumer computes while the product for S runs: as
-// many as there are registers for.
+// Returns how many chunks of 8 keys of a relative bias a consumer computes while the product for S
+// runs: as many as there are registers for.
 constexpr int early_chunks(int head_dim, int consumers, bool is_paged, bool is_fp8) {
   if (consumers == 3 || (is_fp8 && head_dim == 256)) return 0;
   if (head_dim <= 64) return is_paged ? 8 : 12;
@@ -111,15 +111,15 @@ constexpr ForwardTiles fp8_tiles() {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
-constexpr Registers fp8_registers(int head_dim, int consumers, bool is_relative) {
-  if (is_relative && consumers == 3) return {.producer = 56, .consumer = 152};
+constexpr Registers fp8_registers(int head_dim, int consumers, bool has_time_bias) {
+  if (has_time_bias && consumers == 3) return {.producer = 56, .consumer = 152};
   if (head_dim == 256) return {.producer = 24, .consumer = 240};
   if (consumers == 2) return {.producer = 40, .consumer = 232};
   return {.producer = 32, .consumer = 160};
 }
 
-// How many of each 4 pairs of fp16 scores get their tanh from a polynomial on the FMA units, while
-// the MUFU units compute that of the others.
+// Returns how many of each 4 pairs of fp16 scores get their tanh from a polynomial on the FMA
+// units, while the MUFU units compute that of the others.
 constexpr int fp8_polynomial_quarters(int head_dim) { return head_dim == 256 ? 0 : 1; }
 
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is

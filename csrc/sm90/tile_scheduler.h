@@ -1,6 +1,6 @@
 // The tile scheduler of the forward: hands a block one work tile after another.
 //
-// Where work tiles come from:
+// Work tiles come from one of these:
 //   no list      each block (or cluster) has one work tile, the number of which is blockIdx
 //   list         a block begins with the work tile of its number, and takes the next one by an
 //                atomic counter. The first row tiles of the batch are not listed, so that blocks

@@ -89,7 +89,7 @@ struct TimeBlockWeights {
   alignas(16) uint16_t blocks[kKeys / 8][8];
 };
 
-// Where the sums of a work tile are added.
+// The entries of the tables to which the sums of a work tile are added.
 struct TableEntries {
   const TableSums& sums;
   const Sequence& sequence;
@@ -409,7 +409,7 @@ class TimeBlocks {
     }
   }
 
-  // Where the weights of 8 rows and of key n of a block are.
+  // Returns the place of the weights of 8 rows and of key n of a block.
   static HSTU_DEVICE uint32_t* patch_of(const Block& block, int n, uint32_t* patches) {
     return patches + block.place * 32 + n * 4;
   }

@@ -207,8 +207,8 @@ def make_app(
 
     @app.get("/metrics", response_class=Response)
     def show_metrics() -> Response:
-        told = metrics.registry if all_metrics is None else OfReplicas(all_metrics())
-        return Response(generate_latest(told), media_type=CONTENT_TYPE_LATEST)
+        shown = metrics.registry if all_metrics is None else OfReplicas(all_metrics())
+        return Response(generate_latest(shown), media_type=CONTENT_TYPE_LATEST)
 
     admin = APIRouter(prefix="/admin", dependencies=[Depends(access.require_admin)])
 
@@ -363,7 +363,7 @@ def is_ready(app: FastAPI, engine: Engine) -> bool:
 
 
 def state_of(engine: Engine, status: str, code: int = 200) -> JSONResponse:
-    """Returns an answer by which a `State` is told."""
+    """Returns an answer with a `State`."""
     stats = engine.stats()
     return JSONResponse({"status": status, "users": stats.users, "queued": stats.queued}, code)
 

@@ -1,4 +1,4 @@
-"""Lines of the log about what clients can cause as often as they like."""
+"""A log that limits how often it warns of what clients can cause at any rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["SparingLog"]
 
 
 class SparingLog:
-    """Warns of each kind of thing at once, and then at most once in some seconds, with a count.
+    """Logs the first warning of each kind at once, and further ones rarely, with their count.
 
     It is not thread-safe: the event loop of the server is to call it.
 
@@ -23,19 +23,19 @@ class SparingLog:
     def __init__(self, log: logging.Logger, seconds: float = 10.0) -> None:
         self._log = log
         self._seconds = seconds
-        self._untold: Counter[str] = Counter()
-        self._told: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+        self._logged_at: dict[str, float] = {}
 
     def warn(self, what: str, *values: object) -> None:
-        """Counts a thing, and logs it unless one of its kind has been logged a moment ago.
+        """Counts a warning, and logs it unless one of its kind was logged in the last seconds.
 
         Args:
-            what: its kind: a text with places for the values, as `logging` takes it.
-            values: the values of this one.
+            what: its kind, a text with places for the values as `logging` takes it.
+            values: the values of this warning.
         """
-        self._untold[what] += 1
+        self._counts[what] += 1
         now = time.monotonic()
-        if now - self._told.get(what, -math.inf) >= self._seconds:
-            self._told[what] = now
-            self._log.warning(f"{what} (%d since the last such line)", *values, self._untold[what])
-            del self._untold[what]
+        if now - self._logged_at.get(what, -math.inf) >= self._seconds:
+            self._logged_at[what] = now
+            self._log.warning(f"{what} (%d since the last such line)", *values, self._counts[what])
+            del self._counts[what]

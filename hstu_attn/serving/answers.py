@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class How(TypedDict, total=False):
-    """The circumstances of a request, such as who makes it; each may be left out.
+    """Keyword arguments of a request, such as the client that makes it; all are optional.
 
     Attributes:
         at: the time at which the model is asked; None is that of the user's last event.

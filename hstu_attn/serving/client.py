@@ -43,7 +43,7 @@ class RequestError(RuntimeError):
 
 
 class UnavailableError(RuntimeError):
-    """No server took the request, in as many attempts as there may be."""
+    """No server took the request in any of the attempts."""
 
 
 class RecommendedItem(NamedTuple):

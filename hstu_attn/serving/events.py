@@ -449,7 +449,7 @@ class EventStore(ABC):
 
     @property
     def seeded(self) -> bool:
-        """Whether `seed` has stored histories in this store, as far as they were to be stored.
+        """Returns whether `seed` has stored all histories that it was given.
 
         Raises:
             StoreError: if the store cannot be read.

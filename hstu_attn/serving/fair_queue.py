@@ -99,7 +99,7 @@ class FairQueue:
         self.max_batch_size = max_batch_size
         self.max_seconds = max_seconds
         self.batch_seconds = 0.0
-        """How long the latest batches took on average; 0 before the first one."""
+        """The seconds that the latest batches took on average; 0 before the first one."""
         self.oldest = math.inf
         """No waiting request was submitted earlier."""
         self._clients: OrderedDict[str, _Client] = OrderedDict()  # in the order of their turns
@@ -119,9 +119,9 @@ class FairQueue:
     def expected_wait(self, client: str, user: User | None, now: float) -> float:
         """Returns the seconds that a request would wait at most, at the pace of the latest batches.
 
-        Without a user these are the seconds of one who has no request waiting.
-        What fits into the next batch counts as no wait, so that however slow batches are some
-        requests are let in, by which it is seen when batches are quicker again.
+        Without a user these are the seconds of one who has no request waiting. A request that fits
+        into the next batch counts as one that does not wait. So some requests are let in even if
+        batches are slow, and their batches show when they are faster again.
         """
         own = self._clients.get(client, _Client())
         mine = 0 if user is None else own.waiting(user)

@@ -1,4 +1,4 @@
-"""The requests that wait for an engine, and the end of those that it does not compute."""
+"""The requests that wait for an engine. Those that are not computed end with an error here."""
 
 from __future__ import annotations
 
