@@ -93,8 +93,8 @@ class Engine:
             True on a CPU they are padded likewise, which only costs time.
         time_range: returns the earliest and the latest time that an event may have now, in the
             model's unit; for example `lambda: (631_152_000, int(time.time()) + 300)`, from 1990
-            until in five minutes. None takes any. Stored events that are later than that, because
-            the clock was wrong when they came, are deleted when earlier ones come.
+            until in five minutes. None takes any. Stored events that are later than that are left
+            out of histories while they are; a clock is wrong, or was when they came.
         skip_unknown_items: whether stored events on items from the model's `num_items` up, which an
             engine of a later model stored, are left out of histories; False fails their users.
 
@@ -586,7 +586,7 @@ class Engine:
                 self._serve_plans(plans[half:], taken)
             return
         ended = time.monotonic()
-        new = sum(min(len(plan.change.events), len(plan.after.events)) for plan in plans)
+        new = sum(plan.new for plan in plans)
         with self._counters.change() as stats:
             stats.batches += 1
             stats.graph_batches += computed.by_graph

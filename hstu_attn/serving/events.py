@@ -106,12 +106,14 @@ class Change(NamedTuple):
             still have it.
         kept: how many of the stored events, the latest ones, stay.
         events: int64 `(n, 3)`, appended.
+        moved: how many of `events` are stored ones that do not stay where they are.
     """
 
     user: User
     version: int
     kept: int
     events: Int64s
+    moved: int = 0
 
 
 def event_rows(
@@ -342,7 +344,8 @@ class EventStore(ABC):
 
         Returns:
             The events of each user, which are more than `max_events` if a store with a larger limit
-            has stored them; None if the caller has those that are stored.
+            has stored them, or if some are later than an engine's `time_range`; None if the caller
+            has those that are stored.
 
         Raises:
             StoreError: if they cannot be read; a StoreDamagedError, if those of one cannot.
@@ -531,7 +534,7 @@ class MemoryStore(EventStore):
             return [self._make(change) for change in changes]
 
     def _make(self, change: Change) -> int:
-        user, version, kept, events = change
+        user, version, kept, events, _ = change
         stored, room = self._histories.get(user, (None, events))
         if version != (0 if stored is None else stored.version):
             return 0
