@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -35,6 +34,7 @@ from .events import (
 from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StepLimits
 from .histories import Histories
+from .jobs import Jobs
 from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
@@ -155,7 +155,7 @@ class Engine:
         self._answers = answers = Answers(self._counters)
         answer = answers.give if store.waits else answers.hold  # in the thread that has stored them
         self._commits = Commits(store, answer, answers.fail, self._settle_soon)
-        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._jobs = Jobs()
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
         self._waiting = Waiting(queue, max_wait, self._counters)
         self._closed = False
@@ -425,7 +425,6 @@ class Engine:
 
     def _between_batches(self, job: Callable[[], object]) -> None:
         """Lets the worker do something when no batch is under way, and waits for it."""
-        done: Future[None] = Future()
 
         def settled() -> None:
             self._settle()
@@ -434,7 +433,7 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            self._jobs.append((settled, done))
+            done = self._jobs.add(settled)
             self._changed.notify_all()
         done.result()
 
@@ -447,7 +446,7 @@ class Engine:
 
     def _settle_soon(self) -> None:
         with self._changed:
-            self._jobs.append((partial(self._settle, wait=False), Future()))
+            self._jobs.add_alone(partial(self._settle, wait=False))
             self._changed.notify_all()
 
     def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
@@ -489,22 +488,13 @@ class Engine:
     def _work(self) -> None:
         with torch.no_grad():
             while True:
-                self._do_jobs()
+                self._jobs.run(self._answers.hand_out)
                 if batch := self._next_batch():
                     self._serve(batch)
                 elif self._closed and not self._jobs:
                     break
             self._settle()
             self._answers.hand_out()
-
-    def _do_jobs(self) -> None:
-        while self._jobs:
-            self._answers.hand_out()
-            job, done = self._jobs.popleft()
-            try:
-                done.set_result(job())
-            except Exception as error:
-                done.set_exception(error)
 
     def _next_batch(self) -> list[Request]:
         """Returns requests of different users.

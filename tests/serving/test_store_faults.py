@@ -183,6 +183,39 @@ def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> No
 
 
 # ---------------------------------------------------------------------------------------------
+# What nobody has foreseen
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_failure_between_batches_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what the engine does when events have been stored. It goes on serving."""
+    model = make_model("retrieval")
+    with (
+        SQLiteStore(tmp_path / "events.sqlite", LONGEST) as store,
+        Engine(model, make_cache(9), store=store) as engine,
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._histories, "put", lambda *_: 1 // 0)
+            engine.score(1, [(1, 1)], [1])
+            end = time.monotonic() + 20
+            while not caplog.records:
+                assert time.monotonic() < end, "the log has no line"
+                time.sleep(0.01)
+        [record] = caplog.records
+        assert (record.levelname, record.message) == (
+            "ERROR",
+            "What was to be done between batches failed",
+        )
+        assert record.exc_info is not None
+        assert record.exc_info[0] is ZeroDivisionError
+        found = engine.score(1, [(2, 2)], [1, 2])
+        assert_close(found, model.whole(np.array([(1, 1, 0), (2, 2, 0)]), [1, 2], 2))
+        assert events_of(store, 1) == [(1, 1, 0), (2, 2, 0)]
+
+
+# ---------------------------------------------------------------------------------------------
 # Clocks
 # ---------------------------------------------------------------------------------------------
 
