@@ -145,6 +145,7 @@ def make_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     models: Models | None = None,
     forget: Callable[[int | str], None] | None = None,
+    prune: Callable[..., int] | None = None,
     all_metrics: Callable[[], Mapping[str, Iterable[Metric]]] | None = None,
 ) -> FastAPI:
     """Returns the application.
@@ -176,6 +177,7 @@ def make_app(
         max_body_bytes: no body is larger.
         models: change the model; None has no paths for that.
         forget: deletes a user's events; None is the engine's.
+        prune: deletes old events, as `Engine.prune`; None is the engine's.
         all_metrics: returns the metrics of all replicas, `app.state.metrics` of each by its name;
             None is a server without others.
     """
@@ -217,7 +219,8 @@ def make_app(
         app.state.draining = True
         return state_of(engine, "draining")
 
-    add_admin(admin, engine, saved.has_text_ids, forget or engine.forget, models)
+    deletion = (forget or engine.forget, prune or engine.prune)
+    add_admin(admin, engine.store, saved.has_text_ids, *deletion, models)
     app.include_router(admin)
     add_health(app, engine)
     add_errors(app)

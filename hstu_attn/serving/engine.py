@@ -319,10 +319,10 @@ class Engine:
                 raise ValueError("model: expected one before this to roll back to, got none")
             self._between_batches(lambda: self._take_over(previous, previous=None))
 
-    def forget(self, user: User, *, stored: bool = True) -> None:
-        """Deletes a user's events from the store, and what is computed from them.
+    def forget(self, *users: User, stored: bool = True) -> None:
+        """Deletes users' events from the store, and what is computed from them.
 
-        The cache's pages hold nothing of them afterwards. Requests of the user that are under way
+        The cache's pages hold nothing of them afterwards. Requests of the users that are under way
         may store events again. With `stored` False only what is computed is deleted, as when
         another process has deleted the events.
 
@@ -331,10 +331,10 @@ class Engine:
             EngineClosedError: if the engine is or gets closed.
         """
         try:
-            if stored:
+            for user in users if stored else ():
                 self._store.forget(user)
         finally:  # where that fails, the store may have deleted them all the same
-            self._between_batches(lambda: self._drop(user))
+            self._between_batches(lambda: self._drop(*users))
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:
         """Deletes old events of all users, and what is computed from them, as `forget` does.
@@ -352,11 +352,13 @@ class Engine:
             EngineClosedError: if the engine is or gets closed.
         """
         count = 0
-        for users in self._store.prune(before=before, latest=latest):
-            self._between_batches(partial(self._histories.drop, *users))
-            count += len(users)
-        if count:
-            self._between_batches(self._drop)
+        try:
+            for users in self._store.prune(before=before, latest=latest):
+                self._between_batches(partial(self._histories.drop, *users))
+                count += len(users)
+        finally:
+            if count:
+                self._between_batches(self._drop)
         return count
 
     @property
