@@ -411,6 +411,25 @@ class EventStore(ABC):
             StoreError: if they cannot be stored.
         """
 
+    @abstractmethod
+    def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
+        """Does as `set_note`, but only if the note is what the caller has read.
+
+        No other process can change it in between.
+
+        Args:
+            name: that of the note.
+            expected: what `note` has returned.
+            value: the new note.
+
+        Returns:
+            Whether it was as expected. If not, read it again: it may even be the new one, where the
+            answer of a server was lost and the change was sent a second time.
+
+        Raises:
+            StoreError: if it cannot be read or stored.
+        """
+
     def close(self) -> None:  # noqa: B027  # nothing to do for some stores
         """Lets go of files and connections. The engines that use the store must be closed."""
 
@@ -575,7 +594,16 @@ class MemoryStore(EventStore):
 
     def set_note(self, name: str, value: bytes) -> None:
         """Stores a few bytes of the application, as `EventStore.set_note`."""
-        self._notes[name] = value
+        with self._lock:
+            self._notes[name] = value
+
+    def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
+        """Changes a note that is as expected, as `EventStore.replace_note`."""
+        with self._lock:
+            if self._notes.get(name) != expected:
+                return False
+            self._notes[name] = value
+        return True
 
 
 def check_limits(before: int, latest: int | None) -> None:
