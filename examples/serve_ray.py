@@ -52,7 +52,7 @@ def build(replica: Replica, options: ServeOptions) -> Served:
         prune=replica.prune,
         all_metrics=replica.metrics,
     )
-    return Served(engine, app, lambda: [*app.state.metrics.registry.collect()])
+    return Served(engine, app, app.state.metrics)
 
 
 def check_file(path: Path) -> None:

@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from hstu_attn.serving import (
     DeadlineError,
@@ -178,8 +179,8 @@ def make_app(
         models: change the model; None has no paths for that.
         forget: deletes a user's events; None is the engine's.
         prune: deletes old events, as `Engine.prune`; None is the engine's.
-        all_metrics: returns the metrics of all replicas, `app.state.metrics` of each by its name;
-            None is a server without others.
+        all_metrics: returns the metrics of all replicas, by the name of each what awaiting its
+            `app.state.metrics()` gives; None is a server without others.
     """
 
     @asynccontextmanager
@@ -191,7 +192,13 @@ def make_app(
     app = FastAPI(title="hstu_attn", lifespan=lifespan)
     app.state.draining = False
     app.state.store = StoreProbe(engine)
-    app.state.metrics = metrics = Metrics(engine, lambda: is_ready(app, engine))
+    metrics = Metrics(engine, lambda: is_ready(app, engine))
+
+    async def own_metrics() -> list[Metric]:
+        await app.state.store.ask()  # they tell whether it answers
+        return [*metrics.registry.collect()]
+
+    app.state.metrics = own_metrics
     app.add_middleware(
         Guard,
         access=access,
@@ -208,9 +215,15 @@ def make_app(
         add_retrieval(app, service, saved, ids, access)
 
     @app.get("/metrics", response_class=Response)
-    def show_metrics() -> Response:
-        told = metrics.registry if all_metrics is None else OfReplicas(all_metrics())
-        return Response(generate_latest(told), media_type=CONTENT_TYPE_LATEST)
+    async def show_metrics() -> Response:
+        told: Collector
+        if all_metrics is not None:
+            told = OfReplicas(await asyncio.to_thread(all_metrics))
+        else:
+            told = metrics.registry
+            await app.state.store.ask()
+        text = await asyncio.to_thread(generate_latest, told)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     admin = APIRouter(prefix="/admin", dependencies=[Depends(access.require_admin)])
 
@@ -358,7 +371,7 @@ class StoreProbe:
 
 
 def is_ready(app: FastAPI, engine: Engine) -> bool:
-    """Returns whether requests should come here, by what the last /ready found of the store.
+    """Returns whether requests should come here, by what the last question found of the store.
 
     An engine has captured its graphs when it is made, if it captures any ahead.
     """

@@ -22,19 +22,23 @@ SCRAPE_SECONDS = 5.0
 """The metrics of a replica that takes longer to tell them are left out."""
 
 
+async def _no_metrics() -> Sequence[Any]:
+    return ()
+
+
 class Served(NamedTuple):
     """The engine and the application that a replica serves.
 
     Attributes:
         engine: over a store that all replicas share.
         app: the ASGI application of the engine, which closes it when it shuts down.
-        metrics: returns what this replica adds to `Replica.metrics`, which has to be pickled, as
-            the metrics of prometheus_client can be.
+        metrics: is awaited for what this replica adds to `Replica.metrics`, which has to be
+            pickled, as the metrics of prometheus_client can be.
     """
 
     engine: Engine
     app: Callable[..., Awaitable[None]]
-    metrics: Callable[[], Sequence[Any]] = tuple
+    metrics: Callable[[], Awaitable[Sequence[Any]]] = _no_metrics
 
 
 class Replica:
@@ -120,7 +124,7 @@ class Replica:
 
     async def own_metrics(self) -> tuple[str, Sequence[Any]]:
         """Returns the id and the metrics of this replica."""
-        return serve.get_replica_context().replica_tag, self._served.metrics()
+        return serve.get_replica_context().replica_tag, await self._served.metrics()
 
     async def release(self, users: Sequence[User]) -> None:
         """Frees what this replica has cached of users."""

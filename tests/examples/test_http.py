@@ -309,6 +309,32 @@ def test_liveness_is_not_readiness(
     ]
 
 
+def test_the_metrics_tell_of_the_store_without_a_question_for_readiness(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails, is there again, does not answer, and answers."""
+    monkeypatch.setattr(http_app, "STORE_SECONDS", 0.1)
+    answers = threading.Event()
+
+    def broken(_: str) -> bytes | None:
+        raise StoreError("unreachable")
+
+    def hangs(_: str) -> bytes | None:
+        assert answers.wait(20)
+        return None
+
+    for note in (broken, hangs):
+        assert server.client.metrics()["hstu_ready"] == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine.store, "note", note)
+            assert [server.client.metrics()["hstu_ready"] for _ in range(2)] == [0, 0]
+    answers.set()
+    limit = time.monotonic() + 10
+    while server.client.metrics()["hstu_ready"] == 0:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 def test_a_batch_that_does_not_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_app, "STUCK_SECONDS", 0.2)
     with running() as server, ThreadPoolExecutor(1) as pool:
