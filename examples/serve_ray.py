@@ -49,9 +49,10 @@ def build(replica: Replica, options: ServeOptions) -> Served:
         read_access(options),
         options.max_body_bytes,
         forget=replica.forget,
+        prune=replica.prune,
         all_metrics=replica.metrics,
     )
-    return Served(engine, app, lambda: [*app.state.metrics.registry.collect()])
+    return Served(engine, app, app.state.metrics)
 
 
 def check_file(path: Path) -> None:

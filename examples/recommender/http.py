@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from hstu_attn.serving import (
     DeadlineError,
@@ -145,6 +146,7 @@ def make_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     models: Models | None = None,
     forget: Callable[[int | str], None] | None = None,
+    prune: Callable[..., int] | None = None,
     all_metrics: Callable[[], Mapping[str, Iterable[Metric]]] | None = None,
 ) -> FastAPI:
     """Returns the application.
@@ -176,8 +178,9 @@ def make_app(
         max_body_bytes: no body is larger.
         models: change the model; None has no paths for that.
         forget: deletes a user's events; None is the engine's.
-        all_metrics: returns the metrics of all replicas, `app.state.metrics` of each by its name;
-            None is a server without others.
+        prune: deletes old events, as `Engine.prune`; None is the engine's.
+        all_metrics: returns the metrics of all replicas, by the name of each what awaiting its
+            `app.state.metrics()` gives; None is a server without others.
     """
 
     @asynccontextmanager
@@ -189,7 +192,13 @@ def make_app(
     app = FastAPI(title="hstu_attn", lifespan=lifespan)
     app.state.draining = False
     app.state.store = StoreProbe(engine)
-    app.state.metrics = metrics = Metrics(engine, lambda: is_ready(app, engine))
+    metrics = Metrics(engine, lambda: is_ready(app, engine))
+
+    async def own_metrics() -> list[Metric]:
+        await app.state.store.ask()  # they tell whether it answers
+        return [*metrics.registry.collect()]
+
+    app.state.metrics = own_metrics
     app.add_middleware(
         Guard,
         access=access,
@@ -206,9 +215,15 @@ def make_app(
         add_retrieval(app, service, saved, ids, access)
 
     @app.get("/metrics", response_class=Response)
-    def show_metrics() -> Response:
-        shown = metrics.registry if all_metrics is None else OfReplicas(all_metrics())
-        return Response(generate_latest(shown), media_type=CONTENT_TYPE_LATEST)
+    async def show_metrics() -> Response:
+        shown: Collector
+        if all_metrics is not None:
+            shown = OfReplicas(await asyncio.to_thread(all_metrics))
+        else:
+            shown = metrics.registry
+            await app.state.store.ask()
+        text = await asyncio.to_thread(generate_latest, shown)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     admin = APIRouter(prefix="/admin", dependencies=[Depends(access.require_admin)])
 
@@ -217,7 +232,8 @@ def make_app(
         app.state.draining = True
         return state_of(engine, "draining")
 
-    add_admin(admin, engine, saved.has_text_ids, forget or engine.forget, models)
+    deletion = (forget or engine.forget, prune or engine.prune)
+    add_admin(admin, engine.store, saved.has_text_ids, *deletion, models)
     app.include_router(admin)
     add_health(app, engine)
     add_errors(app)
@@ -355,7 +371,7 @@ class StoreProbe:
 
 
 def is_ready(app: FastAPI, engine: Engine) -> bool:
-    """Returns whether requests should come here, by what the last /ready found of the store.
+    """Returns whether requests should come here, by what the last question found of the store.
 
     An engine has captured its graphs when it is made, if it captures any ahead.
     """

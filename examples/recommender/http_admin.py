@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from hstu_attn.serving import Engine, StoreError
+from hstu_attn.serving import EventStore, StoreError
 from recommender.http_schemas import Id
 from recommender.models import Models
 
@@ -42,9 +42,10 @@ class Prune(BaseModel):
 
 def add_admin(
     router: APIRouter,
-    engine: Engine,
+    store: EventStore,
     text_ids: bool,
     forget: Callable[[int | str], None],
+    prune: Callable[..., int],
     models: Models | None,
 ) -> None:
     """Adds paths to those that ask for an administrator's token.
@@ -91,11 +92,11 @@ def add_admin(
     router.post("/forget", response_model=Done)(forget_user)
 
     @router.post("/prune", response_model=Done)
-    async def prune(body: Prune) -> Done:
-        count = await do(lambda: engine.prune(before=body.before, latest=body.latest))
+    async def prune_users(body: Prune) -> Done:
+        count = await do(lambda: prune(before=body.before, latest=body.latest))
         return Done(done=f"Old events of {count} users are deleted")
 
     @router.post("/compact", response_model=Done)
     async def compact() -> Done:
-        await do(engine.store.compact)
+        await do(store.compact)
         return Done(done="The store's files are being, or have been, rewritten")

@@ -26,7 +26,7 @@ class Metrics(Collector):
 
     Args:
         engine: the engine, whose statistics are among them.
-        ready: whether new requests should be sent here.
+        ready: whether new requests should be sent here; it does not wait for the store.
 
     Attributes:
         registry: the registry of the metrics.

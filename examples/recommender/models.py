@@ -73,19 +73,23 @@ def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
     Items that a later model has noted stay.
 
     Raises:
-        ValueError: another model has noted other items since the model was aligned.
+        ValueError: another model has noted others since the model was aligned.
         StoreError: the store cannot be read or written.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
-    ids, note = saved.item_ids.tolist(), store.note(CATALOGUE)
-    noted = [] if note is None else json.loads(note)["items"]
-    if noted[: len(ids)] != ids[: len(noted)]:
-        raise ValueError(
-            "--store: expected the items that the model was aligned with, got others: another "
-            "model has been started meanwhile; start this one again"
-        )
-    if len(noted) < len(ids):
-        store.set_note(CATALOGUE, json.dumps({"actions": actions, "items": ids}).encode())
+    ids = saved.item_ids.tolist()
+    mine = json.dumps({"actions": actions, "items": ids}).encode()
+    while True:  # until no other process notes others meanwhile
+        note = store.note(CATALOGUE)
+        noted = {"actions": actions, "items": []} if note is None else json.loads(note)
+        items = noted["items"]
+        if noted["actions"] != actions or items[: len(ids)] != ids[: len(items)]:
+            raise ValueError(
+                "--store: expected the items and actions that the model was aligned with, got "
+                "others: another model has been started meanwhile; start this one again"
+            )
+        if len(items) >= len(ids) or store.replace_note(CATALOGUE, note, mine):
+            return
 
 
 def names_of(saved: SavedModel | SavedRanking) -> dict[str, tuple[str, ...]]:

@@ -69,6 +69,11 @@ class Plan(NamedTuple):
             return self.request.at
         return int(self.after.events[-1, TIME]) if len(self.after.events) else 0
 
+    @property
+    def new(self) -> int:
+        """How many events of the history the request brings."""
+        return min(len(self.change.events) - self.change.moved, len(self.after.events))
+
 
 class Batch(NamedTuple):
     """A batch: `total` rows of `B` requests, `total_k` keys, `n` candidates.

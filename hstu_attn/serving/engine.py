@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -35,6 +34,7 @@ from .events import (
 from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StepLimits
 from .histories import Histories
+from .jobs import Jobs
 from .model import CatalogueModel, ServedModel, UncachedModel
 from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
@@ -93,8 +93,8 @@ class Engine:
             True on a CPU they are padded likewise, which only costs time.
         time_range: returns the earliest and the latest time that an event may have now, in the
             model's unit; for example `lambda: (631_152_000, int(time.time()) + 300)`, from 1990
-            until in five minutes. None takes any. Stored events that are later than that, because
-            the clock was wrong when they came, are deleted when earlier ones come.
+            until in five minutes. None takes any. Stored events that are later than that are left
+            out of histories while they are; a clock is wrong, or was when they came.
         skip_unknown_items: whether stored events on items from the model's `num_items` up, which an
             engine of a later model stored, are left out of histories; False fails their users.
 
@@ -155,7 +155,7 @@ class Engine:
         self._answers = answers = Answers(self._counters)
         answer = answers.give if store.waits else answers.hold  # in the thread that has stored them
         self._commits = Commits(store, answer, answers.fail, self._settle_soon)
-        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._jobs = Jobs()
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
         self._waiting = Waiting(queue, max_wait, self._counters)
         self._closed = False
@@ -319,10 +319,10 @@ class Engine:
                 raise ValueError("model: expected one before this to roll back to, got none")
             self._between_batches(lambda: self._take_over(previous, previous=None))
 
-    def forget(self, user: User, *, stored: bool = True) -> None:
-        """Deletes a user's events from the store, and what is computed from them.
+    def forget(self, *users: User, stored: bool = True) -> None:
+        """Deletes users' events from the store, and what is computed from them.
 
-        The cache's pages hold nothing of them afterwards. Requests of the user that are under way
+        The cache's pages hold nothing of them afterwards. Requests of the users that are under way
         may store events again. With `stored` False only what is computed is deleted, as when
         another process has deleted the events.
 
@@ -331,10 +331,10 @@ class Engine:
             EngineClosedError: if the engine is or gets closed.
         """
         try:
-            if stored:
+            for user in users if stored else ():
                 self._store.forget(user)
         finally:  # where that fails, the store may have deleted them all the same
-            self._between_batches(lambda: self._drop(user))
+            self._between_batches(lambda: self._drop(*users))
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:
         """Deletes old events of all users, and what is computed from them, as `forget` does.
@@ -352,11 +352,13 @@ class Engine:
             EngineClosedError: if the engine is or gets closed.
         """
         count = 0
-        for users in self._store.prune(before=before, latest=latest):
-            self._between_batches(partial(self._histories.drop, *users))
-            count += len(users)
-        if count:
-            self._between_batches(self._drop)
+        try:
+            for users in self._store.prune(before=before, latest=latest):
+                self._between_batches(partial(self._histories.drop, *users))
+                count += len(users)
+        finally:
+            if count:
+                self._between_batches(self._drop)
         return count
 
     @property
@@ -425,7 +427,6 @@ class Engine:
 
     def _between_batches(self, job: Callable[[], object]) -> None:
         """Lets the worker do something when no batch is under way, and waits for it."""
-        done: Future[None] = Future()
 
         def settled() -> None:
             self._settle()
@@ -434,7 +435,7 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            self._jobs.append((settled, done))
+            done = self._jobs.add(settled)
             self._changed.notify_all()
         done.result()
 
@@ -447,7 +448,7 @@ class Engine:
 
     def _settle_soon(self) -> None:
         with self._changed:
-            self._jobs.append((partial(self._settle, wait=False), Future()))
+            self._jobs.add_alone(partial(self._settle, wait=False))
             self._changed.notify_all()
 
     def _take_over(self, scorer: Scorer, previous: Scorer | None) -> None:
@@ -489,22 +490,13 @@ class Engine:
     def _work(self) -> None:
         with torch.no_grad():
             while True:
-                self._do_jobs()
+                self._jobs.run(self._answers.hand_out)
                 if batch := self._next_batch():
                     self._serve(batch)
                 elif self._closed and not self._jobs:
                     break
             self._settle()
             self._answers.hand_out()
-
-    def _do_jobs(self) -> None:
-        while self._jobs:
-            self._answers.hand_out()
-            job, done = self._jobs.popleft()
-            try:
-                done.set_result(job())
-            except Exception as error:
-                done.set_exception(error)
 
     def _next_batch(self) -> list[Request]:
         """Returns requests of different users.
@@ -586,7 +578,7 @@ class Engine:
                 self._serve_plans(plans[half:], taken)
             return
         ended = time.monotonic()
-        new = sum(min(len(plan.change.events), len(plan.after.events)) for plan in plans)
+        new = sum(plan.new for plan in plans)
         with self._counters.change() as stats:
             stats.batches += 1
             stats.graph_batches += computed.by_graph

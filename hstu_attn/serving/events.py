@@ -106,12 +106,14 @@ class Change(NamedTuple):
             still have it.
         kept: how many of the stored events, the latest ones, stay.
         events: int64 `(n, 3)`, appended.
+        moved: how many of `events` are stored ones that do not stay where they are.
     """
 
     user: User
     version: int
     kept: int
     events: Int64s
+    moved: int = 0
 
 
 def event_rows(
@@ -342,7 +344,8 @@ class EventStore(ABC):
 
         Returns:
             The events of each user, which are more than `max_events` if a store with a larger limit
-            has stored them; None if the caller has those that are stored.
+            has stored them, or if some are later than an engine's `time_range`; None if the caller
+            has those that are stored.
 
         Raises:
             StoreError: if they cannot be read; a StoreDamagedError, if those of one cannot.
@@ -406,6 +409,25 @@ class EventStore(ABC):
 
         Raises:
             StoreError: if they cannot be stored.
+        """
+
+    @abstractmethod
+    def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
+        """Does as `set_note`, but only if the note is what the caller has read.
+
+        No other process can change it in between.
+
+        Args:
+            name: that of the note.
+            expected: what `note` has returned.
+            value: the new note.
+
+        Returns:
+            Whether it was as expected. If not, read it again: it may even be the new one, where the
+            answer of a server was lost and the change was sent a second time.
+
+        Raises:
+            StoreError: if it cannot be read or stored.
         """
 
     def close(self) -> None:  # noqa: B027  # nothing to do for some stores
@@ -531,7 +553,7 @@ class MemoryStore(EventStore):
             return [self._make(change) for change in changes]
 
     def _make(self, change: Change) -> int:
-        user, version, kept, events = change
+        user, version, kept, events, _ = change
         stored, room = self._histories.get(user, (None, events))
         if version != (0 if stored is None else stored.version):
             return 0
@@ -572,7 +594,16 @@ class MemoryStore(EventStore):
 
     def set_note(self, name: str, value: bytes) -> None:
         """Stores a few bytes of the application, as `EventStore.set_note`."""
-        self._notes[name] = value
+        with self._lock:
+            self._notes[name] = value
+
+    def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
+        """Changes a note that is as expected, as `EventStore.replace_note`."""
+        with self._lock:
+            if self._notes.get(name) != expected:
+                return False
+            self._notes[name] = value
+        return True
 
 
 def check_limits(before: int, latest: int | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -29,6 +31,8 @@ __all__ = ["Histories", "History"]
 
 LOG = logging.getLogger("hstu_attn.serving")
 _ITEMS = 2**62  # no catalogue has so many
+_NO_EVENTS = np.empty((0, 3), np.int64)
+_SECONDS_BETWEEN_LINES = 60.0  # a clock that has stepped back may concern all users
 
 
 class History(NamedTuple):
@@ -40,8 +44,9 @@ class History(NamedTuple):
         version: that of the store; 0 for a user without events.
         events: int64 `(n, 3)`, oldest first: item, time and action. The model reads them.
         room: begins with the events, and has memory for more of them; None if it is not known.
-        stored: `(m, 3)`, all that is stored, with the events on items that the model does not know;
-            None if there are none of these.
+        stored: `(m, 3)`, with the events on items that the model does not know; None if there are
+            none of these.
+        ahead: `(k, 3)`, stored events that are later than the time range allows now.
     """
 
     key: int
@@ -49,6 +54,12 @@ class History(NamedTuple):
     events: Int64s
     room: Int64s | None = None
     stored: Int64s | None = None
+    ahead: Int64s = _NO_EVENTS
+
+    @property
+    def in_time(self) -> Int64s:
+        """All that is stored but what is ahead, `(m, 3)`."""
+        return self.events if self.stored is None else self.stored
 
 
 class Histories:
@@ -58,6 +69,10 @@ class Histories:
     changed a user's events since, and a server that crashed may have lost some. So whatever a store
     returns is compared with what is known, and keeps its key only if it begins with that. A store
     returns nothing where its version is the known one.
+
+    Stored events that are later than `time_range` allows came when a clock was ahead, or the clock
+    of this process is behind. Which of the two cannot be known here, so they stay stored. While
+    they are too late they are left out of histories, and keep out no earlier event.
 
     It is for one thread alone.
 
@@ -90,6 +105,7 @@ class Histories:
         self._time_range = time_range
         self._known: OrderedDict[User, History] = OrderedDict()
         self._size = 0  # events of all, where a user counts as one at least
+        self._told = -math.inf  # when the log last had a line on events that are ahead
         self._keys = itertools.count()
 
     def read(self, users: Sequence[User]) -> list[History | StoreDamagedError]:
@@ -104,8 +120,12 @@ class Histories:
         Raises:
             StoreError: if the store cannot be read.
         """
+        latest = LATEST_TIME if self._time_range is None else self._time_range()[1]
         known = [self._known.get(user) for user in users]
-        versions = [0 if history is None else history.version for history in known]
+        versions = [
+            0 if history is None or _is_divided_elsewhere(history, latest) else history.version
+            for history in known
+        ]
         try:
             found = self._store.read(users, versions)
         except StoreDamagedError as error:
@@ -113,21 +133,20 @@ class Histories:
                 return [error]
             return [history for user in users for history in self.read([user])]
         histories: list[History | StoreDamagedError] = []
-        for user, history, stored in zip(users, known, found, strict=True):
+        for user, history, version, stored in zip(users, known, versions, found, strict=True):
             if stored is None:
-                histories.append(
-                    history or History(next(self._keys), 0, np.empty((0, 3), np.int64))
-                )
+                unchanged = history if version else None
+                histories.append(unchanged or History(next(self._keys), 0, _NO_EVENTS))
                 continue
             try:
-                histories.append(self._renewed(user, history, stored))
+                histories.append(self._renewed(user, history, stored, latest))
             except StoreDamagedError as error:
                 self.drop(user)
                 histories.append(error)
         return histories
 
-    def _renewed(self, user: User, known: History | None, stored: Stored) -> History:
-        events = self._store.cut(stored.events)
+    def _renewed(self, user: User, known: History | None, stored: Stored, latest: int) -> History:
+        events = stored.events
         for column, what, limit in ((ITEM, "items", 0), (ACTION, "actions", 1)):
             values, most = events[:, column], self._limits[limit]
             if len(values) and not 0 <= values.min() <= values.max() < most:
@@ -135,18 +154,33 @@ class Histories:
                     f"store: expected {what} from 0 to {most - 1} of user {user!r}, got "
                     f"{values.min()} to {values.max()}: it is damaged, or of another model"
                 )
-        history = self._history(0, stored.version, events)
+        is_ahead = events[:, TIME] > latest
+        ahead = _NO_EVENTS
+        if is_ahead.any():
+            events, ahead = events[~is_ahead], events[is_ahead]
+            self._tell_of(user, ahead, latest)
+        history = self._history(0, stored.version, self._store.cut(events), ahead)
         same = known and np.array_equal(known.events, history.events[: len(known.events)])
         history = history._replace(key=known.key if known and same else next(self._keys))
         self.put(user, history)
         return history
 
-    def _history(self, key: int, version: int, stored: Int64s) -> History:
+    def _tell_of(self, user: User, ahead: Int64s, latest: int) -> None:
+        """Logs that a user has events that are ahead, if no line has said so in the last minute."""
+        if time.monotonic() - self._told >= _SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            LOG.warning(
+                "%d stored events of user %r, the last at %d, are left out while they lie ahead, "
+                "and perhaps those of others: no event is later than %d by this machine's clock",
+                *(len(ahead), user, ahead[-1, TIME], latest),
+            )
+
+    def _history(self, key: int, version: int, stored: Int64s, ahead: Int64s) -> History:
         """Returns a history of stored events, without those on items that are not known."""
         known = stored[:, ITEM] < self._num_items
         if known.all():
-            return History(key, version, stored)
-        return History(key, version, stored[known], None, stored)
+            return History(key, version, stored, ahead=ahead)
+        return History(key, version, stored[known], None, stored, ahead)
 
     def extended(self, user: User, history: History, events: Int64s) -> tuple[History, Change]:
         """Returns the history with a request's events, and the change that stores them.
@@ -156,8 +190,8 @@ class Histories:
         latest as are left of a request that is longer than a history. The others may not be older
         than the history's last event. If the oldest events are dropped, the history gets a new key.
 
-        An event of the history that is later than `time_range` allows came when a clock was wrong.
-        It would keep out all of the user's events until then, so it is dropped when one comes.
+        Events that are ahead stay stored, after the new ones. They are stored anew for that, as
+        part of the change, since a store can only append.
 
         Args:
             user: the user whose history it is.
@@ -167,36 +201,30 @@ class Histories:
         Raises:
             EventOrderError: if an event is older than the last one.
         """
-        before = history.events if history.stored is None else history.stored
+        before, ahead = history.in_time, history.ahead
         if len(events):
-            events = _unknown(before, events, self._store.max_events - self._store.drop)
+            stored = np.concatenate([before, ahead]) if len(ahead) else before
+            events = _unknown(stored, events, self._store.max_events - self._store.drop)
         if len(events) and len(before) and events[0, TIME] < before[-1, TIME]:
-            latest = LATEST_TIME if self._time_range is None else self._time_range()[1]
-            late = np.flatnonzero(before[:, TIME] > latest)
-            early = before[: late[0]] if len(late) else before
-            if len(early) and events[0, TIME] < early[-1, TIME]:
-                raise EventOrderError(
-                    f"new_events: expected times from {early[-1, TIME]} up, that of the user's "
-                    f"last stored event, got {events[0, TIME]}"
-                )
-            LOG.warning(
-                "Deleted %d stored events of user %r, the last at %d: no event is later than %d "
-                "now, and one at %d has come",
-                *(len(before) - len(early), user, before[-1, TIME], latest, events[0, TIME]),
+            raise EventOrderError(
+                f"new_events: expected times from {before[-1, TIME]} up, that of the user's last "
+                f"stored event, got {events[0, TIME]}"
             )
-            history = History(next(self._keys), history.version, before[:0])
-            before, events = before[:0], np.concatenate([early, events])
         change = self._store.append(user, Stored(history.version, before), events)
         if not len(events):
             return history, change
-        key, room = history.key, history.room
+        key, room, events = history.key, history.room, change.events
         if change.kept < len(before):
             key, room, before = next(self._keys), None, before[len(before) - change.kept :]
+        if len(ahead):
+            rows = np.concatenate([before, events, ahead])
+            rows = rows[rows[:, TIME].argsort(kind="stable")]
+            change = Change(user, history.version, 0, rows, len(before) + len(ahead))
         if history.stored is not None:
-            stored = np.concatenate([before, change.events])
-            return self._history(key, history.version, stored), change
-        after = appended(before, before if room is None else room, change.events)
-        return History(key, history.version, *after), change
+            stored = np.concatenate([before, events])
+            return self._history(key, history.version, stored, ahead), change
+        after = appended(before, before if room is None else room, events)
+        return History(key, history.version, *after, ahead=ahead), change
 
     def put(self, user: User, history: History) -> None:
         """Makes a history, which is stored, the known one."""
@@ -224,6 +252,14 @@ class Histories:
         dropped = [self._known.pop(user) for user in users if user in self._known]
         self._size -= sum(max(1, len(history.events)) for history in dropped)
         self._free([history.key for history in dropped])
+
+
+def _is_divided_elsewhere(history: History, latest: int) -> bool:
+    """Returns whether other events are ahead than when the history was read."""
+    events, ahead = history.in_time, history.ahead
+    return bool(
+        (len(events) and events[-1, TIME] > latest) or (len(ahead) and ahead[0, TIME] <= latest)
+    )
 
 
 def _unknown(before: Int64s, events: Int64s, most: int) -> Int64s:

@@ -22,27 +22,31 @@ SCRAPE_SECONDS = 5.0
 """The metrics of a replica that takes longer to tell them are left out."""
 
 
+async def _no_metrics() -> Sequence[Any]:
+    return ()
+
+
 class Served(NamedTuple):
     """The engine and the application that a replica serves.
 
     Attributes:
         engine: over a store that all replicas share.
         app: the ASGI application of the engine, which closes it when it shuts down.
-        metrics: returns what this replica adds to `Replica.metrics`, which has to be pickled, as
-            the metrics of prometheus_client can be.
+        metrics: is awaited for what this replica adds to `Replica.metrics`, which has to be
+            pickled, as the metrics of prometheus_client can be.
     """
 
     engine: Engine
     app: Callable[..., Awaitable[None]]
-    metrics: Callable[[], Sequence[Any]] = tuple
+    metrics: Callable[[], Awaitable[Sequence[Any]]] = _no_metrics
 
 
 class Replica:
     """An engine and its application in a process of Ray Serve.
 
     Args:
-        build: makes them. It gets the replica, by whose `forget` the application deletes a user's
-            events, and by whose `metrics` it tells those of all replicas.
+        build: makes them. It gets the replica, by whose `forget` and `prune` the application
+            deletes events, and by whose `metrics` it tells those of all replicas.
         arguments: are passed to `build` as well.
     """
 
@@ -77,7 +81,31 @@ class Replica:
             RayError: if a replica ended meanwhile; the events are deleted.
         """
         self._served.engine.forget(user)
-        self._ask_all("release", user).results(timeout_s=STUCK_SECONDS)
+        self._ask_all("release", [user]).results(timeout_s=STUCK_SECONDS)
+
+    def prune(self, *, before: int = 0, latest: int | None = None) -> int:
+        """Deletes old events of all users, and what all replicas have cached of them.
+
+        Args:
+            before: as in `Engine.prune`.
+            latest: likewise.
+
+        Returns:
+            How many users' events have been changed.
+
+        Raises:
+            ValueError: for a negative number.
+            StoreError: if the store cannot delete them.
+            RayError: if a replica ended meanwhile; the events are deleted.
+        """
+        changed: list[User] = []
+        try:
+            for users in self._served.engine.store.prune(before=before, latest=latest):
+                changed += users
+        finally:
+            if changed:
+                self._ask_all("release", changed).results(timeout_s=STUCK_SECONDS)
+        return len(changed)
 
     def metrics(self) -> dict[str, Sequence[Any]]:
         """Returns the metrics of each running replica by its id, the `replica` of Ray's metrics.
@@ -96,11 +124,11 @@ class Replica:
 
     async def own_metrics(self) -> tuple[str, Sequence[Any]]:
         """Returns the id and the metrics of this replica."""
-        return serve.get_replica_context().replica_tag, self._served.metrics()
+        return serve.get_replica_context().replica_tag, await self._served.metrics()
 
-    async def release(self, user: User) -> None:
-        """Frees what this replica has cached of a user."""
-        await asyncio.to_thread(self._served.engine.forget, user, stored=False)
+    async def release(self, users: Sequence[User]) -> None:
+        """Frees what this replica has cached of users."""
+        await asyncio.to_thread(self._served.engine.forget, *users, stored=False)
 
     async def stats(self) -> dict[str, Any]:
         """Returns the fields of the engine's `EngineStats`, and the `pid` of the replica."""
@@ -124,7 +152,7 @@ def deployment(**options: Any) -> serve.Deployment:
     Example:
         >>> def build(replica, model):
         ...     engine = make_engine(model, open_store("redis://host:6379/0", 1000))
-        ...     return Served(engine, make_app(engine, replica.forget))
+        ...     return Served(engine, make_app(engine, replica.forget, replica.prune))
         >>> serve.run(deployment(num_replicas=2).bind(build, "model.pt"))
     """
     chosen: dict[str, Any] = {

@@ -101,6 +101,12 @@ for n = 2, #KEYS do
 end
 return {made, tonumber(redis.call('GET', KEYS[1]) or 0)}
 """
+# The arguments are the new note and, unless none is expected, the expected one.
+_REPLACE_NOTE = """
+if (redis.call('GET', KEYS[1]) or nil) ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1])
+return 1
+"""
 
 
 class RedisStore(EventStore):
@@ -330,6 +336,13 @@ class RedisStore(EventStore):
         """Stores a few bytes of the application, as `EventStore.set_note`."""
         with self._errors("write"):
             self._client.set(self._prefix + b"note:" + name.encode(), value)
+
+    def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
+        """Changes a note that is as expected, as `EventStore.replace_note`."""
+        arguments = [value] if expected is None else [value, expected]
+        with self._errors("write"):
+            key = self._prefix + b"note:" + name.encode()
+            return bool(self._eval(_REPLACE_NOTE, [key], arguments, writes=True))
 
     def close(self) -> None:
         """Closes the connections."""

@@ -353,6 +353,16 @@ class SQLiteStore(EventStore):
         with self._errors("write"), self._writing, self._transaction(self._writer):
             self._writer.execute("REPLACE INTO notes VALUES (?, ?)", [name, value])
 
+    def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
+        """Changes a note that is as expected, in one transaction; as `EventStore.replace_note`."""
+        execute = self._writer.execute
+        with self._errors("write"), self._writing, self._transaction(self._writer):
+            row = execute("SELECT value FROM notes WHERE name = ?", [name]).fetchone()
+            found = None if row is None else bytes(row[0])
+            if found == expected:
+                execute("REPLACE INTO notes VALUES (?, ?)", [name, value])
+        return found == expected
+
     def close(self) -> None:
         """Closes the file, after moving the log's content into it where that is possible."""
         with self._reading, self._writing:

@@ -70,3 +70,33 @@ def test_one_of_two_models_that_start_at_once_starts_again(tmp_path: Path) -> No
     note = store.note(CATALOGUE)
     assert note is not None
     assert json.loads(note)["items"] == ITEMS[:52]
+
+
+@pytest.mark.parametrize("fits", [False, True], ids=["other items", "fewer items"])
+def test_a_model_that_notes_its_items_between_those_of_another(
+    fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have read that nothing is noted; the second one notes its items first."""
+    store = MemoryStore(10, LONGEST)
+    both = []
+    for name, items in (("one.pt", ITEMS[:50]), ("other.pt", ITEMS[: 40 if fits else 49])):
+        save(tmp_path / name, 1, items if fits else items[::-1])
+        both.append(aligned(load_model(tmp_path / name, CPU), store))
+    note = store.note
+
+    def overtaken(name: str) -> bytes | None:
+        found = note(name)
+        if found is None:
+            monkeypatch.undo()
+            note_items(both[1], store)
+        return found
+
+    monkeypatch.setattr(store, "note", overtaken)
+    if fits:
+        note_items(both[0], store)
+    else:
+        with pytest.raises(ValueError, match="another model has been started meanwhile"):
+            note_items(both[0], store)
+    noted = store.note(CATALOGUE)
+    assert noted is not None
+    assert json.loads(noted)["items"] == both[0 if fits else 1].item_ids.tolist()

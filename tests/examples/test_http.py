@@ -242,12 +242,16 @@ def test_events_in_another_order_are_refused(server: Running) -> None:
 def test_a_clock_that_steps_back_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Events of right clocks are refused until it is right again; other requests are answered."""
+    """Events of right clocks are refused until it is right again; others are answered.
+
+    A user with no events but those that lie ahead is new meanwhile.
+    """
     monkeypatch.setattr(http_app, "RARE", SparingLog(http_app.LOG))
     day, now = 86400, [10 * 86400]
     events = [{"item": FIRST_ID, "time": now[0]}]
     with running(time_range=lambda: (0, now[0] + day)) as server:
-        assert server.client.send("POST", "/score", body(1, events=events))[0] == 200
+        for user, sent in ((1, events), (3, [{"item": FIRST_ID, "time": 5}]), (3, events)):
+            assert server.client.send("POST", "/score", body(user, events=sent))[0] == 200
         now[0] -= 2 * day
         for _ in range(2):
             status, _, answer = server.client.send("POST", "/score", body(2, events=events))
@@ -259,14 +263,17 @@ def test_a_clock_that_steps_back_is_in_the_log(
                     "msg": f"Expected a time from 0 to {9 * day}, in seconds; got {10 * day}",
                 }
             ]
-        assert server.client.send("POST", "/score", body(1, events=[]))[0] == 200
-        [line] = caplog.messages
-        assert line.startswith(
+        for user, expected in ((3, 200), (1, 422)):
+            assert server.client.send("POST", "/score", body(user, events=[]))[0] == expected
+        refused, left_out = caplog.messages
+        assert left_out.startswith(f"1 stored events of user 3, the last at {10 * day}, are left")
+        assert refused.startswith(
             f"Refused events for their times, such as {10 * day}, which is not from 0 to {9 * day};"
             " this machine's clock says 20"
         )
         now[0] += 2 * day
         assert server.client.send("POST", "/score", body(2, events=events))[0] == 200
+        assert server.client.send("POST", "/score", body(1, events=[]))[0] == 200
 
 
 # ---------------------------------------------------------------------------------------------
@@ -300,6 +307,32 @@ def test_liveness_is_not_readiness(
         "Not ready: the store cannot be read: unreachable",
         "The store can be read again",
     ]
+
+
+def test_the_metrics_tell_of_the_store_without_a_question_for_readiness(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails, is there again, does not answer, and answers."""
+    monkeypatch.setattr(http_app, "STORE_SECONDS", 0.1)
+    answers = threading.Event()
+
+    def broken(_: str) -> bytes | None:
+        raise StoreError("unreachable")
+
+    def hangs(_: str) -> bytes | None:
+        assert answers.wait(20)
+        return None
+
+    for note in (broken, hangs):
+        assert server.client.metrics()["hstu_ready"] == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine.store, "note", note)
+            assert [server.client.metrics()["hstu_ready"] for _ in range(2)] == [0, 0]
+    answers.set()
+    limit = time.monotonic() + 10
+    while server.client.metrics()["hstu_ready"] == 0:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 def test_a_batch_that_does_not_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,12 @@ def build(replica: Replica, options: Any) -> Served:
     """
     served = serve_ray.build(replica, options)
     engine, store, pid = served.engine, served.engine.store, os.getpid()
-    forget_user, commit = engine.forget, store.commit
+    forget_users, commit = engine.forget, store.commit
 
-    def noted(user: int | str, *, stored: bool = True) -> None:
-        forget_user(user, stored=stored)
-        store.set_note(f"{pid} freed {user}", b"1")
+    def noted(*users: int | str, stored: bool = True) -> None:
+        forget_users(*users, stored=stored)
+        for user in users:
+            store.set_note(f"{pid} freed {user}", b"1")
 
     def killed(changes: Sequence[Change]) -> list[int]:
         versions = commit(changes)
@@ -215,6 +216,22 @@ def test_forgetting_reaches_all_replicas(cluster: Cluster, store: RedisStore) ->
         cluster.ask(lambda client: client.score(user, [], ITEMS[:3]))
     status, _, _ = plain.send("POST", "/admin/model", {}, headers)  # a rolling update does that
     assert status == 404
+
+
+def test_pruning_reaches_all_replicas(cluster: Cluster, store: RedisStore) -> None:
+    plain, users = http_client.Client(cluster.address), [3100, 3101]
+    old, new = [{"item": ITEMS[3], "time": at} for at in (NOW - 2 * 10**6, NOW)]
+    for user, events in ((3100, [old, new]), (3101, [old]), (3102, [new])):
+        plain.post("/score", user=user, events=events, candidates=ITEMS[:3])
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = plain.send("POST", "/admin/prune", {"before": NOW - 10**6}, headers)
+    assert (answer[0], answer[2]) == (200, {"done": "Old events of 2 users are deleted"})
+    for pid in cluster.stats():
+        freed = [store.note(f"{pid} freed {user}") for user in (*users, 3102)]
+        assert freed == [b"1", b"1", None]
+    assert stored_events(store, users) == {3100: [(ITEMS[3], NOW)], 3101: []}
+    scores = cluster.ask(lambda client: client.score(3100, [], ITEMS[:3]))
+    assert scores == pytest.approx(whole(cluster.saved, [(ITEMS[3], NOW)], ITEMS[:3]), rel=1e-4)
 
 
 class CountingClient(Client):

@@ -402,11 +402,12 @@ def test_events_out_of_order_are_refused(place: Place) -> None:
 
 
 def test_times_that_are_not_plausible_are_refused() -> None:
-    """The wall clock steps back by two days, and forward again; nothing else depends on it."""
+    """The wall clock steps back by two days, and forward again."""
     now = [1_767_225_600]
     model, store = make_model("retrieval"), MemoryStore(10, LONGEST)
     time_range = lambda: (10**9, now[0] + 86400)  # noqa: E731
     with Engine(model, make_cache(9), store=store, time_range=time_range) as engine:
+        engine.score(1, [(3, now[0] - 4 * 86400)], [1])
         engine.score(1, [(1, now[0])], [1])
         for wrong in (now[0] * 1000, now[0] + 86401, 5):
             with pytest.raises(
@@ -419,8 +420,8 @@ def test_times_that_are_not_plausible_are_refused() -> None:
         assert engine.score(1, [], [1, 2]).shape == (2,)
         now[0] += 3 * 86400
         engine.score(1, [(2, now[0])], [1])
-        assert engine.stats().completed == 3
-    assert len(events_of(store, 1)) == 2
+        assert engine.stats().completed == 4
+    assert len(events_of(store, 1)) == 3
 
 
 def test_a_store_of_another_model_is_told(place: Place, caplog: pytest.LogCaptureFixture) -> None:

@@ -183,6 +183,39 @@ def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> No
 
 
 # ---------------------------------------------------------------------------------------------
+# What nobody has foreseen
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_failure_between_batches_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what the engine does when events have been stored. It goes on serving."""
+    model = make_model("retrieval")
+    with (
+        SQLiteStore(tmp_path / "events.sqlite", LONGEST) as store,
+        Engine(model, make_cache(9), store=store) as engine,
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._histories, "put", lambda *_: 1 // 0)
+            engine.score(1, [(1, 1)], [1])
+            end = time.monotonic() + 20
+            while not caplog.records:
+                assert time.monotonic() < end, "the log has no line"
+                time.sleep(0.01)
+        [record] = caplog.records
+        assert (record.levelname, record.message) == (
+            "ERROR",
+            "What was to be done between batches failed",
+        )
+        assert record.exc_info is not None
+        assert record.exc_info[0] is ZeroDivisionError
+        found = engine.score(1, [(2, 2)], [1, 2])
+        assert_close(found, model.whole(np.array([(1, 1, 0), (2, 2, 0)]), [1, 2], 2))
+        assert events_of(store, 1) == [(1, 1, 0), (2, 2, 0)]
+
+
+# ---------------------------------------------------------------------------------------------
 # Clocks
 # ---------------------------------------------------------------------------------------------
 
@@ -190,34 +223,128 @@ def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> No
 def test_a_clock_that_was_ahead_locks_no_user_out(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The clocks of the server and of a client are wrong by ten years, and then right again."""
+    """The clocks of the server and of a client are wrong by ten years, and then right again.
+
+    What came meanwhile stays stored, and counts in ten years.
+    """
     now = [10**9]
     model, store = make_model("retrieval"), place.open(LONGEST)
     time_range = lambda: (10**8, now[0] + 300)  # noqa: E731
+    ahead = [(3, 10**9 + YEARS, 0), (4, 10**9 + YEARS + 9, 0)]
+    before: dict[int, list[tuple[int, int, int]]] = {1: [(1, 10**9 - 5, 0), (2, 10**9, 0)], 2: []}
     with Engine(model, make_cache(9), store=store, time_range=time_range) as engine:
-        engine.score(1, [(1, 10**9 - 5), (2, 10**9)], [1])
+        engine.score(1, before[1], [1])
         now[0] += YEARS
         for user in (1, 2):
-            engine.score(user, [(3, now[0]), (4, now[0] + 9)], [1])
+            engine.score(user, ahead, [1])
         now[0] -= YEARS
-        assert len(events_of(store, 1)) == 4
+        with pytest.raises(NoHistoryError):
+            engine.score(2, [], [1])
         with pytest.raises(
             EventOrderError, match=r"expected times from 1000000000 up, .* got 9999"
         ):
             engine.score(1, [(5, 10**9 - 1)], [1])
-        assert not caplog.records
-        assert len(events_of(store, 1)) == 4
-        for user, before in ((1, [(1, 10**9 - 5, 0), (2, 10**9, 0)]), (2, [])):
+        assert_close(engine.score(1, [], [1, 2]), model.whole(np.array(before[1]), [1, 2], 10**9))
+        for user, events in before.items():
             for at in (10**9 + 7, 10**9 + 8):
-                found = engine.score(user, [(5, at)], [1, 2])
-                before.append((5, at, 0))
-                assert_close(found, model.whole(np.array(before), [1, 2], at))
-                assert events_of(store, user) == before
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+                events.append((5, at, 0))
+                for _ in range(2):  # the second time, the request is repeated
+                    found = engine.score(user, [(5, at)], [1, 2])
+                    assert_close(found, model.whole(np.array(events), [1, 2], at))
+                    assert events_of(store, user) == events + ahead
+        assert engine.stats().new_tokens == 2 + 2 * 2 + 2 * 2
+        now[0] += YEARS
+        for user, events in before.items():
+            expected = model.whole(np.array(events + ahead), [1, 2], ahead[-1][1])
+            assert_close(engine.score(user, [], [1, 2]), expected)
+            with pytest.raises(EventOrderError):
+                engine.score(user, [(5, 10**9 + 9)], [1])
+            engine.score(user, [(6, ahead[-1][1])], [1])
+            assert events_of(store, user) == [*events, *ahead, (6, ahead[-1][1], 0)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # none of the other user
     assert caplog.messages[0] == (
-        f"Deleted 2 stored events of user 1, the last at {10**9 + YEARS + 9}: no event is later "
-        f"than {10**9 + 300} now, and one at {10**9 + 7} has come"
+        f"2 stored events of user 2, the last at {10**9 + YEARS + 9}, are left out while they lie "
+        "ahead, and perhaps those of others: no event is later than 1000000300 by this machine's "
+        "clock"
     )
+
+
+def test_a_clock_that_steps_back_deletes_nothing(place: Place) -> None:
+    """An event that was refused is sent again while the server's clock is two hours behind."""
+    hour, now = 3600, [10**9]
+    model, store = make_model("retrieval"), place.open(LONGEST)
+    time_range = lambda: (10**8, now[0] + 300)  # noqa: E731
+    first, between, last = (1, now[0] - 120 * hour), (2, now[0] - 24 * hour), (3, now[0] - 10)
+    with Engine(model, make_cache(9), store=store, time_range=time_range) as engine:
+        engine.score(1, [first], [1])
+        engine.score(1, [last], [1])
+        with pytest.raises(EventOrderError):
+            engine.score(1, [between], [1])
+        now[0] -= 2 * hour
+        rows = np.array([(*event, 0) for event in (first, between, last)])
+        found = engine.score(1, [between], [1, 2])
+        assert_close(found, model.whole(rows[:2], [1, 2], between[1]))
+        assert events_of(store, 1) == [*map(tuple, rows.tolist())]
+        now[0] += 2 * hour
+        for _ in range(2):
+            assert_close(engine.score(1, [last], [1, 2]), model.whole(rows, [1, 2], last[1]))
+        stats = engine.stats()
+        assert (stats.new_tokens, stats.failed) == (3, 1)
+        rows = np.concatenate([rows, [(4, now[0], 0)]])
+        assert_close(engine.score(1, [(4, now[0])], [1, 2]), model.whole(rows, [1, 2], now[0]))
+    assert events_of(store, 1) == [*map(tuple, rows.tolist())]
+
+
+def test_events_that_lie_ahead_leave_room_for_others(place: Place) -> None:
+    """A history is full when a clock steps back, and another one is filled meanwhile."""
+    now, day = [10**9], 86400
+    model, store = make_model("retrieval"), place.open(LONGEST)
+    time_range = lambda: (10**8, now[0] + 300)  # noqa: E731
+    ahead = [(n % 50, now[0] + n, 0) for n in range(LONGEST)]
+    earlier = [(n % 40, now[0] - day + n, 0) for n in range(LONGEST + 1)]
+    with Engine(model, make_cache(9), store=store, time_range=time_range) as engine:
+        engine.score(1, ahead, [1])
+        now[0] -= day
+        for event in earlier:
+            engine.score(1, [event], [1])
+        kept = earlier[-(LONGEST - LONGEST // 8) :]
+        assert events_of(store, 1) == kept + ahead
+        expected = model.whole(np.array(kept), [1, 2], earlier[-1][1])
+        assert_close(engine.score(1, [], [1, 2]), expected)
+        now[0] += day
+        expected = model.whole(np.array(ahead[LONGEST // 8 :]), [1, 2], ahead[-1][1])
+        assert_close(engine.score(1, [], [1, 2]), expected)
+        assert events_of(store, 1) == kept + ahead
+        engine.score(1, [(1, now[0] + 300)], [1])
+        assert events_of(store, 1) == [*ahead[LONGEST // 8 :], (1, now[0] + 300, 0)]
+
+
+@pytest.mark.parametrize("place", ["memory", "redis"], indirect=True)
+def test_one_of_two_servers_has_a_clock_that_is_behind(place: Place) -> None:
+    """It takes no event from the history of the other one, and an event that it takes is in its
+    place there. A user who is deleted meanwhile is new to both.
+    """
+    model, store = make_model("retrieval"), place.open(LONGEST)
+    ranges = [lambda: (10**8, 10**9 + 300), lambda: (10**8, 10**9 - 3600)]
+    right, behind = (
+        Engine(model, make_cache(9), store=store, time_range=time_range) for time_range in ranges
+    )
+    with right, behind:
+        right.score(1, [(1, 10**9 - 9000), (2, 10**9)], [1])
+        for turn in range(1, 4):
+            stored = [(1, 10**9 - 9000), *((3, 10**9 - 9000 + n) for n in range(1, turn + 1))]
+            early = np.array([(*event, 0) for event in stored])
+            found = behind.score(1, stored[-1:], [1, 2])
+            assert_close(found, model.whole(early, [1, 2], stored[-1][1]))
+            late = np.array([(2 + n, 10**9 + n, 0) for n in range(turn + 1)])
+            found = right.score(1, late[-1:], [1, 2])
+            expected = np.concatenate([early, late])
+            assert_close(found, model.whole(expected, [1, 2], late[-1, 1]))
+            assert events_of(store, 1) == [*map(tuple, expected.tolist())]
+        right.forget(1)
+        for engine in (behind, right):
+            with pytest.raises(NoHistoryError):
+                engine.score(1, [], [1])
 
 
 def test_a_client_whose_clock_is_ahead_locks_its_user_out_for_minutes_at_most(

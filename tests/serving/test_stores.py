@@ -8,6 +8,7 @@ import sqlite3
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,40 @@ def test_notes(place: Place) -> None:
     if place.kind != "memory":
         store.close()
         assert place.open().note("a") == b"x" * 10**5
+
+
+def test_a_note_is_replaced_if_it_is_as_expected(place: Place) -> None:
+    store = place.open()
+    found = None
+    for expected, value in (
+        (b"a", b"b"),  # there is none
+        (None, b""),
+        (None, b"c"),
+        (b"", b"\0\xff"),
+        (b"", b"\0\xff"),
+        (b"\0", b"d"),
+    ):
+        assert store.replace_note("a", expected, value) is (expected == found)
+        found = value if expected == found else found
+        assert store.note("a") == found
+    assert found == b"\0\xff"
+    assert store.note("b") is None
+
+
+def test_notes_of_several_threads_are_not_lost(place: Place) -> None:
+    """The threads are of two processes where these may share the store."""
+    stores = [place.open()] * 2 if place.kind != "redis" else [place.open(), place.open()]
+
+    def count(store: EventStore) -> None:
+        done = 0
+        while done < 25:
+            note = store.note("count")
+            done += store.replace_note("count", note, b"%d" % (int(note or 0) + 1))
+
+    with ThreadPoolExecutor(4) as threads:
+        for counted in [threads.submit(count, store) for store in stores * 2]:
+            counted.result(60)
+    assert stores[0].note("count") == b"100"
 
 
 def test_a_longer_history_than_is_wanted_is_cut(place: Place) -> None:

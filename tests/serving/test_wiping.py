@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
-from hstu_attn.serving import Engine, MemoryStore, PagedKVCache, Probe
+from hstu_attn.serving import Engine, MemoryStore, PagedKVCache, Probe, StoreError
+from hstu_attn.serving.events import User
 from tests.helpers.serving_models import (
     DIM,
     HEADS,
@@ -143,6 +145,28 @@ def test_a_deleted_user_is_in_no_page(host_pages: int) -> None:
         engine.forget(2)
         ask(1, 70, 1)
         assert engine.stats().recomputed_tokens == before + 1  # the last event alone
+
+
+def test_what_was_pruned_before_the_store_failed_is_in_no_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store deletes the events of some users, and fails with those of others."""
+    cache, store = make_cache(6), MemoryStore(100, LONGEST)
+
+    def prune(**_: Any) -> Iterator[list[User]]:
+        store.forget(1)
+        yield [1]
+        raise StoreError("the disk is broken")
+
+    monkeypatch.setattr(store, "prune", prune)
+    with Engine(make_model("retrieval"), cache, store=store) as engine:
+        for user in range(3):
+            engine.score(user, [(1, 1), (2, 2)], [1])
+        with pytest.raises(StoreError, match="the disk is broken"):
+            engine.prune(before=2)
+        assert cache.stats().users == 2
+        keys = [history.key for history in engine._histories._known.values()]
+        assert_nothing_else(cache, keys)
 
 
 def test_a_deleted_user_is_in_no_page_of_the_model_before() -> None:

@@ -1,0 +1,47 @@
+"""What other threads let the thread of an engine do between its batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from .commits import LOG
+
+__all__ = ["Jobs"]
+
+
+class Jobs:
+    """Functions that wait for a thread to call them, first in first out."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[tuple[Callable[[], object], Future[None] | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: Callable[[], object]) -> Future[None]:
+        """Adds a job, and returns what ends with it, by its exception if it raises one."""
+        done: Future[None] = Future()
+        self._jobs.append((job, done))
+        return done
+
+    def add_alone(self, job: Callable[[], object]) -> None:
+        """Adds a job that nobody waits for; if it raises an exception, the log tells it."""
+        self._jobs.append((job, None))
+
+    def run(self, before: Callable[[], None]) -> None:
+        """Calls all jobs, and `before` ahead of each."""
+        while self._jobs:
+            before()
+            job, done = self._jobs.popleft()
+            try:
+                job()
+            except Exception as error:
+                if done is None:
+                    LOG.exception("What was to be done between batches failed")
+                else:
+                    done.set_exception(error)
+            else:
+                if done is not None:
+                    done.set_result(None)
