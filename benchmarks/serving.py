@@ -162,7 +162,7 @@ def free_port() -> int:
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """Runs a Redis server with an append-only file; yields its URL when it accepts connections.
+    """Runs a Redis server that keeps what it has answered; yields its URL when it accepts clients.
 
     Raises:
         OSError: if there is no such program, or it accepts none in `REDIS_SECONDS`.
@@ -170,7 +170,7 @@ def redis_server() -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1"]
-        command += ["--dir", folder, "--appendonly", "yes", "--save", ""]
+        command += ["--dir", folder, "--appendonly", "yes", "--appendfsync", "always", "--save", ""]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             end = time.monotonic() + REDIS_SECONDS

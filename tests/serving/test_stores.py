@@ -8,6 +8,8 @@ import sqlite3
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -487,24 +489,48 @@ def test_stores_with_other_prefixes_are_apart(shared_redis: RedisServer, prefix:
         assert (len(first), len(second)) == (0, 1)
 
 
+@contextmanager
+def settings_of(server: RedisServer, **settings: str) -> Iterator[None]:
+    """Gives the server these settings for a while."""
+    before = {name: server.client.config_get(name)[name] for name in settings}
+    try:
+        for name, value in settings.items():
+            server.client.config_set(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            server.client.config_set(name, value)
+
+
 def test_servers_that_may_lose_events_are_told(
     shared_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {"appendonly": "no", "maxmemory": "1gb", "maxmemory-policy": "allkeys-lru"}
-    before = {name: shared_redis.client.config_get(name)[name] for name in settings}
+    def told() -> list[str]:
+        caplog.clear()
+        RedisStore(shared_redis.url, 40).close()
+        return [record.message.partition(": ")[2] for record in caplog.records]
+
+    assert told() == []
+    with settings_of(shared_redis, maxmemory="1gb"):
+        assert told() == []
+    loses = (
+        "and not always: it may lose acknowledged events when its disk is full, when it is killed, "
+        "or when the machine loses power"
+    )
+    for fsync in ("everysec", "no"):
+        with settings_of(shared_redis, appendfsync=fsync):
+            assert told() == [f"has appendfsync {fsync}, {loses}"]
+    shared_redis.client.execute_command("ACL SETUSER", "default", "-config")
     try:
-        RedisStore(shared_redis.url, 40).close()
-        assert not caplog.records
-        for name, value in settings.items():
-            shared_redis.client.config_set(name, value)
-        RedisStore(shared_redis.url, 40).close()
+        assert told() == [f"has appendfsync unknown, {loses}"]
     finally:
-        for name, value in before.items():
-            shared_redis.client.config_set(name, value)
-    assert [record.message.partition(": ")[2] for record in caplog.records] == [
-        "has appendonly no, and loses events when it ends",
-        "has maxmemory-policy allkeys-lru, and deletes events when memory is short",
-    ]
+        shared_redis.client.execute_command("ACL SETUSER", "default", "+config")
+    evicts = {"maxmemory": "1gb", "maxmemory-policy": "allkeys-lru"}
+    with settings_of(shared_redis, appendonly="no", appendfsync="everysec", **evicts):
+        assert told() == [
+            "has appendonly no, and loses events when it ends",
+            "has maxmemory-policy allkeys-lru, and deletes events when memory is short",
+        ]
 
 
 def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
