@@ -117,7 +117,7 @@ class RedisStore(EventStore):
     events of the last second or two when the machine loses power, when its disk is full, or when it
     is killed while the disk is busy. Without an append-only file all since the last snapshot are
     lost. `maxmemory-policy` must be `noeviction`, or Redis deletes histories when memory is short.
-    What is deleted stays in the append-only file until Redis rewrites it, which `compact` starts.
+    What is deleted stays in Redis's files until it writes them again, which `compact` starts.
     The log warns of settings that lose events.
 
     Args:
@@ -326,9 +326,22 @@ class RedisStore(EventStore):
         return pruned
 
     def compact(self) -> None:
-        """Lets the server rewrite its append-only file, which it does in the background."""
+        """Lets the server write its files again, without what was deleted, in the background.
+
+        These are the append-only file and, where snapshots are on (the setting `save`), the
+        snapshot, which otherwise stays as it is.
+
+        Raises:
+            StoreError: if the server does not answer, or is writing one of them already: then call
+                this again later.
+        """
         with self._errors("compact"):
-            self._client.bgrewriteaof()
+            append_only = self._client.info("persistence")["aof_enabled"]
+            snapshots = self._client.config_get("save")["save"]
+            if append_only:
+                self._client.bgrewriteaof()
+            if snapshots or not append_only:
+                self._client.bgsave(schedule=True)
 
     # --- notes -----------------------------------------------------------------------------------
 

@@ -448,23 +448,59 @@ def test_a_commit_that_is_sent_twice_is_made_once(
         assert len(store) == 1
 
 
-def test_what_is_deleted_is_not_in_redis(shared_redis: RedisServer) -> None:
-    """Neither among its keys nor, once that has been rewritten, in its append-only file."""
+def wait_for_files(server: RedisServer) -> None:
+    """Waits until the server writes neither a snapshot nor its append-only file anew."""
+    end = time.monotonic() + 20
+    names = ("rdb_bgsave_in_progress", "aof_rewrite_in_progress", "aof_rewrite_scheduled")
+    while any(server.client.info("persistence")[name] for name in names):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@contextmanager
+def settings_of(server: RedisServer, **settings: str) -> Iterator[None]:
+    """Gives the server these settings for a while."""
+    before = {name: server.client.config_get(name)[name] for name in settings}
+    try:
+        for name, value in settings.items():
+            server.client.config_set(name, value)
+        wait_for_files(server)
+        yield
+    finally:
+        for name, value in before.items():
+            server.client.config_set(name, value)
+        wait_for_files(server)
+
+
+@pytest.mark.parametrize(
+    ("append_only", "save"), [("yes", ""), ("yes", "3600 1"), ("no", "3600 1")]
+)
+def test_what_is_deleted_is_not_in_redis(
+    shared_redis: RedisServer, append_only: str, save: str
+) -> None:
+    """Neither among its keys nor, once they have been written again, in its files."""
     shared_redis.client.flushall()
-    mark = 0x6A5B4C3D2E1F0987
+    mark, snapshot = 0x6A5B4C3D2E1F0987, shared_redis.folder / "dump.rdb"
 
     def in_files(name: bytes) -> bool:
         files = [path for path in shared_redis.folder.rglob("*") if path.is_file()]
         return any(name in path.read_bytes() for path in files)
 
-    with RedisStore(shared_redis.url, 40) as store:
+    with (
+        settings_of(shared_redis, appendonly=append_only, save=save),
+        RedisStore(shared_redis.url, 40) as store,
+    ):
         for user in ("MARKED", "other"):
             store.add(user, [(mark + len(user), 1)])
+        if save:
+            shared_redis.client.save()
+            assert b"MARKED" in snapshot.read_bytes()
         assert in_files(b"MARKED")
         assert in_files((mark + 6).to_bytes(8, "little"))
         store.forget("MARKED")
         assert sorted(shared_redis.client.keys()) == [b"hstu:user:sother", b"hstu:users"]
         assert shared_redis.client.get("hstu:users") == b"1"
+        assert in_files(b"MARKED")
         store.compact()
         end = time.monotonic() + 20
         while in_files(b"MARKED") and time.monotonic() < end:
@@ -472,6 +508,8 @@ def test_what_is_deleted_is_not_in_redis(shared_redis: RedisServer) -> None:
         assert not in_files(b"MARKED")
         assert not in_files((mark + 6).to_bytes(8, "little"))
         assert in_files((mark + 5).to_bytes(8, "little"))
+        assert snapshot.exists() == bool(save)
+    snapshot.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("prefix", ["a*:", "a?:", "a[b]:", "[ab]b:", "a\\b:"])
@@ -487,19 +525,6 @@ def test_stores_with_other_prefixes_are_apart(shared_redis: RedisServer, prefix:
         assert not events_of(first, 1)
         assert events_of(second, 1) == [[2, 2, 0], [3, 3, 0]]
         assert (len(first), len(second)) == (0, 1)
-
-
-@contextmanager
-def settings_of(server: RedisServer, **settings: str) -> Iterator[None]:
-    """Gives the server these settings for a while."""
-    before = {name: server.client.config_get(name)[name] for name in settings}
-    try:
-        for name, value in settings.items():
-            server.client.config_set(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            server.client.config_set(name, value)
 
 
 def test_servers_that_may_lose_events_are_told(
