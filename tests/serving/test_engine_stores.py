@@ -438,6 +438,7 @@ def test_a_store_of_another_model_is_told(place: Place, caplog: pytest.LogCaptur
     assert "of another model" in caplog.text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -466,6 +467,7 @@ def test_users_whose_events_are_damaged_fail_alone(
     assert re.search(message, record.message)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -319,6 +319,7 @@ def damage(path: Path, kind: str) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["empty", "text", "header", "schema", "cut", "other"])
 def test_a_damaged_file_is_refused_and_left(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "events.sqlite"
@@ -332,6 +333,7 @@ def test_a_damaged_file_is_refused_and_left(tmp_path: Path, kind: str) -> None:
         assert path.read_bytes() == content
 
 
+@pytest.mark.faults
 def test_damage_that_is_found_later_is_told(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite"
     with SQLiteStore(path, 40) as store:
@@ -345,6 +347,7 @@ def test_damage_that_is_found_later_is_told(tmp_path: Path) -> None:
         store.read([*range(500)], [0] * 500)
 
 
+@pytest.mark.faults
 def test_a_lost_file_is_not_made_again(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite"
     (tmp_path / "events.sqlite-wal").write_bytes(b"log")
