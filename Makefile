@@ -6,7 +6,7 @@
 #   make ranking     train the example that ranks                              (RANKING_ARGS="...")
 #   make install     build the library, and nothing more
 #   make test        run the tests, in WORKERS=3 processes                     (PYTEST_ARGS="...")
-#   make test-faults  those that kill servers, Redis, replicas and training runs, which `make test` leaves out
+#   make test-faults  those of faults (kill -9, full disks, slow clients...), which `make test` leaves out
 #   make test-gpu    those that need a GPU, in WORKERS=8 processes on one         (PYTEST_ARGS="...")
 #   make test-quick  the tests that are not marked slow: under a minute on two cores
 #   make bench-cpu   compare the CPU kernels with plain torch

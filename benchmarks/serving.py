@@ -16,10 +16,10 @@ second before the start.
 With `--loads` requests arrive at random instead, as in `benchmarks.engine`: first half as many
 again as are answered if `--concurrency` of them are always under way (the last of these numbers),
 which tells the capacity, then these fractions of it. Users are drawn by a Zipf distribution; their
-histories are those of the data. A request that is not answered within a second counts as failed, as
-does one of the overload that is due while as many are under way as are answered in a fifth of a
-second. Events are stored in SQLite or, with `--replicas`, in a Redis server that so many replicas
-on Ray Serve share.
+histories are those of the data, and each event is a new one. A request that is not answered within
+a second counts as failed, as does one of the overload that is due while as many are under way as
+are answered in a fifth of a second. Events are stored in SQLite or, with `--replicas`, in a Redis
+server that so many replicas on Ray Serve share.
 At the first load there are further runs, in the middle of which the model changes or a replica is
 killed by SIGKILL. A run goes on until the new model has taken over, and for half of `--seconds`
 after it. `pause` is the longest time in which requests waited and none was answered.
@@ -41,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,7 +163,7 @@ def free_port() -> int:
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """Runs a Redis server with an append-only file; yields its URL when it accepts connections.
+    """Runs a Redis server that keeps what it has answered; yields its URL when it accepts clients.
 
     Raises:
         OSError: if there is no such program, or it accepts none in `REDIS_SECONDS`.
@@ -170,7 +171,7 @@ def redis_server() -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1"]
-        command += ["--dir", folder, "--appendonly", "yes", "--save", ""]
+        command += ["--dir", folder, "--appendonly", "yes", "--appendfsync", "always", "--save", ""]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             end = time.monotonic() + REDIS_SECONDS
@@ -279,20 +280,56 @@ def other_work() -> float:
     return before.others_since()
 
 
+class NewEvents:
+    """Draws events of which no two of a user are equal, so that the server stores each.
+
+    A user's events are as late as the clock says, but those that are under way together have one
+    time and different items, because they may change places.
+
+    Args:
+        items: the ids that are drawn, with equal probability.
+        rng: what draws them.
+    """
+
+    def __init__(self, items: Sequence[int | str], rng: random.Random) -> None:
+        self._items, self._rng = items, rng
+        self._times: dict[int | str, int] = {}
+        self._drawn: defaultdict[int | str, set[int | str]] = defaultdict(set)  # at that time
+        self._under_way: Counter[int | str] = Counter()
+
+    @contextmanager
+    def draw(self, user: int | str) -> Iterator[tuple[int | str, int]]:
+        """Yields an item and a time; the event is under way until the context ends."""
+        now, drawn = int(time.time()), self._drawn[user]
+        if not self._under_way[user] and now > self._times.get(user, 0):
+            self._times[user] = now
+            drawn.clear()
+        if len(drawn) == len(self._items):
+            drawn.clear()
+        while (item := self._rng.choice(self._items)) in drawn:
+            pass
+        drawn.add(item)
+        self._under_way[user] += 1
+        try:
+            yield item, self._times[user]
+        finally:
+            self._under_way[user] -= 1
+
+
 def sender(
     client: Client, log: EventLog, exponent: float, rng: random.Random
 ) -> Callable[[], Awaitable[bool]]:
     """Returns what sends a request of a random user."""
     draw = zipf(log.source_user_ids, exponent, rng)
-    items = log.source_item_ids
-    # One time for all events: those of a user that are under way together may change places.
-    now = int(time.time())
+    events = NewEvents(log.source_item_ids, rng)
 
     async def send() -> bool:
-        try:
-            await client.recommend(draw(), [(rng.choice(items), now)], 10)
-        except (RuntimeError, TimeoutError):
-            return False
+        user = draw()
+        with events.draw(user) as event:
+            try:
+                await client.recommend(user, [event], 10)
+            except (RuntimeError, TimeoutError):
+                return False
         return True
 
     return send

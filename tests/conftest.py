@@ -18,6 +18,7 @@ from tests.helpers.failures_at_once import pytest_sessionstart  # noqa: F401
 SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
 NO_GPU, NO_KERNELS = "needs a GPU", "needs a build with CUDA kernels"
 NO_REDIS = "needs redis-server, and Python's package redis"
+NO_TMPFS = "needs to mount a tmpfs, as root may"
 
 for _profile, _examples in (("suite", 100), ("quick", 15)):
     hypothesis.settings.register_profile(
@@ -62,6 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    for reason in (NO_GPU, NO_KERNELS, NO_REDIS):
+    for reason in (NO_GPU, NO_KERNELS, NO_REDIS, NO_TMPFS):
         if count := sum(reason in text for text in skipped):
             terminalreporter.write_line(f"{count} tests skipped: {reason}")

@@ -118,11 +118,13 @@ class RedisStore(EventStore):
     made; the requests fail, and when they are sent again no event is doubled.
 
     What survives a crash of Redis is as the server is configured. With `appendonly yes`,
-    `appendfsync always` keeps every acknowledged event; `everysec`, Redis's default, may lose those
-    of the last second or two when the machine loses power, and none when only the process is
-    killed; without an append-only file all since the last snapshot are lost. `maxmemory-policy`
-    must be `noeviction`, or Redis deletes histories when memory is short. What is deleted stays in
-    the append-only file until Redis rewrites it, which `compact` starts.
+    `appendfsync always` keeps every acknowledged event: if Redis cannot write, it ends before it
+    answers. With `everysec`, Redis's default, it answers before it knows, and may lose acknowledged
+    events of the last second or two when the machine loses power, when its disk is full, or when it
+    is killed while the disk is busy. Without an append-only file all since the last snapshot are
+    lost. `maxmemory-policy` must be `noeviction`, or Redis deletes histories when memory is short.
+    What is deleted stays in Redis's files until it writes them again, which `compact` starts.
+    The log warns of settings that lose events.
 
     Args:
         url: as in `redis.from_url`: `redis://[[user]:password@]host[:port]/[database]`, or
@@ -203,8 +205,18 @@ class RedisStore(EventStore):
                 if not server.get("aof_enabled"):
                     raise ValueError("wait_aof: expected a server with appendonly yes, got no")
             self._users = int(self._client.get(self._count_key) or 0)
+            try:
+                fsync = self._client.config_get("appendfsync").get("appendfsync", "unknown")
+            except self._refusal:  # of a user who may not ask for it
+                fsync = "unknown"
         if not server.get("aof_enabled"):
             LOG.warning("%s: has appendonly no, and loses events when it ends", self._place)
+        elif fsync != "always" and not self._wait_aof:
+            LOG.warning(
+                "%s: has appendfsync %s, and not always: it may lose acknowledged events when its "
+                "disk is full, when it is killed, or when the machine loses power",
+                *(self._place, fsync),
+            )
         policy = server.get("maxmemory_policy", "noeviction")
         if server.get("maxmemory") and policy != "noeviction":
             LOG.warning(
@@ -320,9 +332,22 @@ class RedisStore(EventStore):
         return pruned
 
     def compact(self) -> None:
-        """Lets the server rewrite its append-only file, which it does in the background."""
+        """Lets the server write its files again, without what was deleted, in the background.
+
+        These are the append-only file and, where snapshots are on (the setting `save`), the
+        snapshot, which otherwise stays as it is.
+
+        Raises:
+            StoreError: if the server does not answer, or is writing one of them already: then call
+                this again later.
+        """
         with self._errors("compact"):
-            self._client.bgrewriteaof()
+            append_only = self._client.info("persistence")["aof_enabled"]
+            snapshots = self._client.config_get("save")["save"]
+            if append_only:
+                self._client.bgrewriteaof()
+            if snapshots or not append_only:
+                self._client.bgsave(schedule=True)
 
     # --- notes -----------------------------------------------------------------------------------
 

@@ -158,6 +158,7 @@ def test_whole_requests_may_come_far_apart(port: int) -> None:
             time.sleep(1.5 * ARRIVAL_TIMEOUT)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "sent",
     [
@@ -173,6 +174,7 @@ def test_without_a_whole_head_the_connection_is_closed(port: int, sent: bytes) -
         assert time.monotonic() - started > 0.9 * ARRIVAL_TIMEOUT
 
 
+@pytest.mark.faults
 def test_half_a_body_is_answered_408(port: int, log: Any) -> None:
     with connect(port) as connection:
         connection.sendall(HEAD + b"h")
@@ -182,6 +184,7 @@ def test_half_a_body_is_answered_408(port: int, log: Any) -> None:
     assert "Closed a connection whose request has not arrived whole within 0.4 s" in log.text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("before", "trickled"),
     [
@@ -209,6 +212,7 @@ def test_a_trickle_does_not_keep_a_connection(port: int, before: bytes, trickled
         trickle(connection, trickled)
 
 
+@pytest.mark.faults
 def test_half_a_body_of_a_second_request_does_not_keep_a_connection(port: int) -> None:
     """It came together with the first request, so nothing arrives after its beginning."""
     with connect(port) as connection:
@@ -237,6 +241,7 @@ def wait_until_closed(server: uvicorn.Server) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("requests", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_who_reads_no_answer_is_let_go(requests: int, log: Any) -> None:
     """The client, or its machine, may be gone: it takes nothing, and closes nothing."""
@@ -252,6 +257,7 @@ def test_who_reads_no_answer_is_let_go(requests: int, log: Any) -> None:
     assert log.messages == [f"{told} (1 since the last such line)"]
 
 
+@pytest.mark.faults
 def test_who_reads_slowly_gets_the_whole_answer_if_in_time() -> None:
     with running_server(arrival_timeout=10.0) as (_, port), connect(port) as connection:
         connection.sendall(WHOLE.replace(b"/echo", b"/large").replace(b"\r\n\r\n", CLOSE))
@@ -261,6 +267,7 @@ def test_who_reads_slowly_gets_the_whole_answer_if_in_time() -> None:
         assert received.endswith(b"x" * LARGE)
 
 
+@pytest.mark.faults
 def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
     """What is left to be sent when it is closed does not keep it."""
     with running_server() as (server, port), connect(port) as connection:
@@ -269,6 +276,7 @@ def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
         wait_until_closed(server)
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_half_open_connections_make_room(log: Any) -> None:
     """Clients that vanished without a word hold no connection for long."""
@@ -286,6 +294,7 @@ def test_half_open_connections_make_room(log: Any) -> None:
     assert sum(message.startswith(told) for message in log.messages) == 1
 
 
+@pytest.mark.faults
 def test_no_more_connections_than_there_may_be(log: Any) -> None:
     with running(max_connections=2) as port, connect(port) as first, connect(port) as second:
         for connection in (first, second):

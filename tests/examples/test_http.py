@@ -239,6 +239,7 @@ def test_events_in_another_order_are_refused(server: Running) -> None:
         assert answer["detail"][0]["loc"] == ["body", "events"]
 
 
+@pytest.mark.faults
 def test_a_clock_that_steps_back_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,6 @@ stored once; the log says what happened.
 
 from __future__ import annotations
 
-import http.client
 import random
 import re
 import resource
@@ -14,11 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,87 +37,13 @@ from hstu_attn.serving import EventTimeError, MemoryStore, SQLiteStore
 from hstu_attn.serving.redis_store import RedisStore
 from tests.helpers.http_client import Client, process
 from tests.helpers.saved_models import ITEMS, LONGEST, save, stored_events, whole
-from tests.helpers.stores import RedisServer, redis_server
+from tests.helpers.stores import RedisServer, SmallDisk, redis_server, small_disk
+from tests.helpers.writers import NOW, Log, Writer
 
 pytestmark = pytest.mark.faults
 
-NOW = int(time.time()) - 10**6
 CPU = torch.device("cpu")
 TOKEN = "administrator-of-the-tests"
-
-
-class Log:
-    """The lines that a process writes to stderr."""
-
-    def __init__(self, server: subprocess.Popen[str]) -> None:
-        self.lines: list[str] = []
-        self.thread = threading.Thread(target=self.read, args=(server.stderr,), daemon=True)
-        self.thread.start()
-
-    def read(self, stream: Any) -> None:
-        self.lines.extend(iter(stream.readline, ""))
-
-    def wait_for(self, text: str) -> str:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            if found := [line for line in self.lines if text in line]:
-                return found[-1]
-            time.sleep(0.01)
-        raise AssertionError(f"{text!r} is not in {self.lines}")
-
-
-class Writer:
-    """A client that sends a user's events, some at a time, and notes what has been acknowledged."""
-
-    def __init__(self, user: int) -> None:
-        self.user = user
-        self.rng = random.Random(user)
-        self.time = NOW
-        self.sent: list[list[tuple[int, int]]] = []
-        self.acknowledged: list[list[tuple[int, int]]] = []
-        self.statuses: Counter[int] = Counter()
-
-    def make(self) -> list[tuple[int, int]]:
-        events = []
-        for _ in range(self.rng.choice([1, 1, 3])):
-            self.time += self.rng.randrange(1, 50)
-            events.append((self.rng.choice(ITEMS), self.time))
-        self.sent.append(events)
-        return events
-
-    def send(self, client: Client, events: list[tuple[int, int]]) -> int:
-        """Sends events, which are not acknowledged if the connection ends; returns the status."""
-        body = {
-            "user": self.user,
-            "events": [{"item": item, "time": at} for item, at in events],
-            "candidates": [ITEMS[0]],
-        }
-        try:
-            status, _, answer = client.send("POST", "/score", body)
-        except (OSError, http.client.HTTPException):
-            status = 0
-        self.statuses[status] += 1
-        if status == 200:
-            assert len(answer["scores"]) == 1
-            self.acknowledged.append(events)
-        return status
-
-    def stream(self, client: Client, most: int = 10**6) -> None:
-        """Sends events until the server is gone."""
-        for _ in range(most):
-            if not self.send(client, self.make()):
-                break
-
-    def check(self, stored: list[tuple[int, int]], may_be: Sequence[list[tuple[int, int]]]) -> None:
-        """Checks that what is stored are the acknowledged requests, and some of others, whole."""
-        remaining = list(stored)
-        for events in self.sent:
-            if events in self.acknowledged:
-                assert remaining[: len(events)] == events
-            elif events not in may_be or remaining[: len(events)] != events:
-                continue
-            del remaining[: len(events)]
-        assert not remaining
 
 
 @pytest.fixture
@@ -255,6 +179,87 @@ def test_a_full_disk_fails_requests_until_there_is_room(model: Path, tmp_path: P
         assert writer.statuses == {200: 10, 503: 10}
     with SQLiteStore(path, LONGEST) as store:
         writer.check(stored_events(store, [1])[1], [])
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with small_disk(folder) as disk:
+        yield disk
+
+
+def stream_until_full(
+    client: Client, disk: SmallDisk, room: int, writers: Sequence[Writer]
+) -> None:
+    """Lets writers send events until each has had three more answers of 503, and no other error."""
+
+    def stream(writer: Writer) -> None:
+        last = writer.statuses[503] + 3
+        while writer.statuses[503] < last:
+            assert writer.send(client, writer.make()) in (200, 503)
+
+    disk.fill(room)
+    before = sum(writer.statuses[200] for writer in writers)
+    with ThreadPoolExecutor(len(writers)) as pool:
+        assert len([*pool.map(stream, writers)]) == len(writers)
+    assert sum(writer.statuses[200] for writer in writers) > before + 3  # before it was full
+
+
+@pytest.mark.slow
+def test_kill_9_on_a_full_disk(model: Path, disk: SmallDisk) -> None:
+    """ENOSPC from the system: first there is room again, then the server is killed without any."""
+    path, writers = disk.folder / "events.sqlite", [Writer(user) for user in range(3)]
+    arguments = ["--model", str(model), "--store", str(path)]
+    with process(*arguments) as (server, client):
+        log = Log(server)
+        for writer in writers:
+            writer.stream(client, 3)
+        stream_until_full(client, disk, 2**18, writers)
+        line = log.wait_for("The store fails, and requests with it until it works again")
+        assert "could not write events (database or disk is full)" in line
+        assert client.send("GET", "/live")[0] == 200
+        answer = client.post("/score", user=1, candidates=[ITEMS[0]])  # brings no event
+        assert len(answer["scores"]) == 1
+        disk.clear()
+        assert [writer.send(client, writer.make()) for writer in writers] == [200] * 3
+        log.wait_for("The store works again")
+        stream_until_full(client, disk, 2**18, writers)
+        server.kill()
+        server.wait()
+    disk.clear()
+    with SQLiteStore(path, LONGEST) as store:
+        stored = stored_events(store, range(3))
+    for writer in writers:
+        writer.check(stored[writer.user], [])
+
+
+@pytest.mark.slow
+def test_kill_9_of_redis_on_a_full_disk(model: Path, disk: SmallDisk) -> None:
+    """With `appendfsync always` Redis ends itself, before it answers, when it cannot write."""
+    writers = [Writer(user) for user in range(3)]
+    with (
+        redis_server(disk.folder) as redis,
+        process("--model", str(model), "--store", redis.url) as (server, client),
+    ):
+        log = Log(server)
+        for writer in writers:
+            writer.stream(client, 3)
+        stream_until_full(client, disk, 2**14, writers)
+        log.wait_for("The store fails, and requests with it until it works again")
+        assert client.send("GET", "/ready")[0] == 503
+        assert client.send("GET", "/live")[0] == 200
+        assert redis.process is not None
+        assert redis.process.wait(10) == 1
+        redis.start()  # which needs no room
+        with RedisStore(redis.url, LONGEST) as store:
+            stored = stored_events(store, range(3))
+        for writer in writers:
+            unknown = [events for events in writer.sent if events not in writer.acknowledged]
+            writer.check(stored[writer.user], unknown)
+        disk.clear()
+        assert [writer.send(client, writer.make()) for writer in writers] == [200] * 3
+        log.wait_for("The store works again")
 
 
 @pytest.fixture

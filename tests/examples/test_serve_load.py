@@ -202,6 +202,41 @@ def test_users_are_drawn_by_a_zipf_distribution() -> None:
             assert times == pytest.approx(share * count, abs=5 * (share * count) ** 0.5)
 
 
+def test_each_event_is_new_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though requests of a user are stored in another order than they were sent in."""
+    rng, clock = random.Random(0), [1000.0]
+    monkeypatch.setattr(serving.time, "time", lambda: clock[0])
+    events = serving.NewEvents(range(60), rng)
+    stored: dict[str, list[tuple[int | str, int]]] = {"often": [], "seldom": []}
+    most = Counter[str]()
+    under_way = Counter[str]()
+
+    async def send(user: str) -> None:
+        with events.draw(user) as (item, at):
+            under_way[user] += 1
+            most[user] = max(most[user], under_way[user])
+            for _ in range(rng.randrange(9)):
+                await asyncio.sleep(0)
+            clock[0] += 0.05
+            assert (item, at) not in stored[user]
+            assert not stored[user] or at >= stored[user][-1][1]
+            stored[user].append((item, at))
+            under_way[user] -= 1
+
+    async def run() -> None:
+        for _ in range(300):
+            users = rng.choices(["often", "seldom"], [9, 1], k=rng.randrange(1, 6))
+            await asyncio.gather(*map(send, users))
+
+    asyncio.run(run())
+    assert most["often"] == 5
+    for user, least in (("often", 500), ("seldom", 50)):
+        times = {at for _, at in stored[user]}
+        assert len(stored[user]) > least
+        assert len(times) > 20
+        assert max(times) == pytest.approx(clock[0], abs=5)
+
+
 @pytest.mark.slow
 def test_the_rate_is_what_is_answered_in_time() -> None:
     async def send() -> bool:

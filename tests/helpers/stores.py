@@ -14,9 +14,41 @@ import pytest
 
 from hstu_attn.serving import EventStore, MemoryStore, SQLiteStore
 from hstu_attn.serving.redis_store import RedisStore
-from tests.conftest import NO_REDIS
+from tests.conftest import NO_REDIS, NO_TMPFS
 
 KINDS = ["memory", "sqlite", "redis"]
+
+
+class SmallDisk:
+    """A file system of its own, in memory, that can be filled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.filler = folder / "filler"
+
+    def fill(self, room: int) -> None:
+        """Leaves room for so many bytes, a multiple of 4096."""
+        with self.filler.open("ab", buffering=0) as file:
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            file.truncate(file.tell() // 4096 * 4096 - room)
+
+    def clear(self) -> None:
+        """Makes room again."""
+        self.filler.unlink()
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int = 9) -> Iterator[SmallDisk]:
+    """Mounts a file system at an empty folder; skips the test where that is not permitted."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0777", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(NO_TMPFS)
+    try:
+        yield SmallDisk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 class RedisServer:

@@ -439,6 +439,7 @@ def test_a_store_of_another_model_is_told(place: Place, caplog: pytest.LogCaptur
     assert "of another model" in caplog.text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -467,6 +468,7 @@ def test_users_whose_events_are_damaged_fail_alone(
     assert re.search(message, record.message)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("change", "message"),
     [

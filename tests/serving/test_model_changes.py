@@ -341,6 +341,7 @@ def fail(rows: Any) -> Any:
     raise RuntimeError("no such kernel")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -8,7 +8,9 @@ import sqlite3
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -352,6 +354,7 @@ def damage(path: Path, kind: str) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["empty", "text", "header", "schema", "cut", "other"])
 def test_a_damaged_file_is_refused_and_left(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "events.sqlite"
@@ -365,6 +368,7 @@ def test_a_damaged_file_is_refused_and_left(tmp_path: Path, kind: str) -> None:
         assert path.read_bytes() == content
 
 
+@pytest.mark.faults
 def test_damage_that_is_found_later_is_told(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite"
     with SQLiteStore(path, 40) as store:
@@ -378,6 +382,7 @@ def test_damage_that_is_found_later_is_told(tmp_path: Path) -> None:
         store.read([*range(500)], [0] * 500)
 
 
+@pytest.mark.faults
 def test_a_lost_file_is_not_made_again(tmp_path: Path) -> None:
     path = tmp_path / "events.sqlite"
     (tmp_path / "events.sqlite-wal").write_bytes(b"log")
@@ -481,23 +486,59 @@ def test_a_commit_that_is_sent_twice_is_made_once(
         assert len(store) == 1
 
 
-def test_what_is_deleted_is_not_in_redis(shared_redis: RedisServer) -> None:
-    """Neither among its keys nor, once that has been rewritten, in its append-only file."""
+def wait_for_files(server: RedisServer) -> None:
+    """Waits until the server writes neither a snapshot nor its append-only file anew."""
+    end = time.monotonic() + 20
+    names = ("rdb_bgsave_in_progress", "aof_rewrite_in_progress", "aof_rewrite_scheduled")
+    while any(server.client.info("persistence")[name] for name in names):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@contextmanager
+def settings_of(server: RedisServer, **settings: str) -> Iterator[None]:
+    """Gives the server these settings for a while."""
+    before = {name: server.client.config_get(name)[name] for name in settings}
+    try:
+        for name, value in settings.items():
+            server.client.config_set(name, value)
+        wait_for_files(server)
+        yield
+    finally:
+        for name, value in before.items():
+            server.client.config_set(name, value)
+        wait_for_files(server)
+
+
+@pytest.mark.parametrize(
+    ("append_only", "save"), [("yes", ""), ("yes", "3600 1"), ("no", "3600 1")]
+)
+def test_what_is_deleted_is_not_in_redis(
+    shared_redis: RedisServer, append_only: str, save: str
+) -> None:
+    """Neither among its keys nor, once they have been written again, in its files."""
     shared_redis.client.flushall()
-    mark = 0x6A5B4C3D2E1F0987
+    mark, snapshot = 0x6A5B4C3D2E1F0987, shared_redis.folder / "dump.rdb"
 
     def in_files(name: bytes) -> bool:
         files = [path for path in shared_redis.folder.rglob("*") if path.is_file()]
         return any(name in path.read_bytes() for path in files)
 
-    with RedisStore(shared_redis.url, 40) as store:
+    with (
+        settings_of(shared_redis, appendonly=append_only, save=save),
+        RedisStore(shared_redis.url, 40) as store,
+    ):
         for user in ("MARKED", "other"):
             store.add(user, [(mark + len(user), 1)])
+        if save:
+            shared_redis.client.save()
+            assert b"MARKED" in snapshot.read_bytes()
         assert in_files(b"MARKED")
         assert in_files((mark + 6).to_bytes(8, "little"))
         store.forget("MARKED")
         assert sorted(shared_redis.client.keys()) == [b"hstu:user:sother", b"hstu:users"]
         assert shared_redis.client.get("hstu:users") == b"1"
+        assert in_files(b"MARKED")
         store.compact()
         end = time.monotonic() + 20
         while in_files(b"MARKED") and time.monotonic() < end:
@@ -505,6 +546,8 @@ def test_what_is_deleted_is_not_in_redis(shared_redis: RedisServer) -> None:
         assert not in_files(b"MARKED")
         assert not in_files((mark + 6).to_bytes(8, "little"))
         assert in_files((mark + 5).to_bytes(8, "little"))
+        assert snapshot.exists() == bool(save)
+    snapshot.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("prefix", ["a*:", "a?:", "a[b]:", "[ab]b:", "a\\b:"])
@@ -525,21 +568,32 @@ def test_stores_with_other_prefixes_are_apart(shared_redis: RedisServer, prefix:
 def test_servers_that_may_lose_events_are_told(
     shared_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {"appendonly": "no", "maxmemory": "1gb", "maxmemory-policy": "allkeys-lru"}
-    before = {name: shared_redis.client.config_get(name)[name] for name in settings}
+    def told() -> list[str]:
+        caplog.clear()
+        RedisStore(shared_redis.url, 40).close()
+        return [record.message.partition(": ")[2] for record in caplog.records]
+
+    assert told() == []
+    with settings_of(shared_redis, maxmemory="1gb"):
+        assert told() == []
+    loses = (
+        "and not always: it may lose acknowledged events when its disk is full, when it is killed, "
+        "or when the machine loses power"
+    )
+    for fsync in ("everysec", "no"):
+        with settings_of(shared_redis, appendfsync=fsync):
+            assert told() == [f"has appendfsync {fsync}, {loses}"]
+    shared_redis.client.execute_command("ACL SETUSER", "default", "-config")
     try:
-        RedisStore(shared_redis.url, 40).close()
-        assert not caplog.records
-        for name, value in settings.items():
-            shared_redis.client.config_set(name, value)
-        RedisStore(shared_redis.url, 40).close()
+        assert told() == [f"has appendfsync unknown, {loses}"]
     finally:
-        for name, value in before.items():
-            shared_redis.client.config_set(name, value)
-    assert [record.message.partition(": ")[2] for record in caplog.records] == [
-        "has appendonly no, and loses events when it ends",
-        "has maxmemory-policy allkeys-lru, and deletes events when memory is short",
-    ]
+        shared_redis.client.execute_command("ACL SETUSER", "default", "+config")
+    evicts = {"maxmemory": "1gb", "maxmemory-policy": "allkeys-lru"}
+    with settings_of(shared_redis, appendonly="no", appendfsync="everysec", **evicts):
+        assert told() == [
+            "has appendonly no, and loses events when it ends",
+            "has maxmemory-policy allkeys-lru, and deletes events when memory is short",
+        ]
 
 
 def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
