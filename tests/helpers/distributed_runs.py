@@ -69,7 +69,10 @@ class RankPool:
                 except EOFError:
                     raise RuntimeError("a rank ended") from None
                 if not good:
-                    raise RuntimeError(f"rank {self.pipes.index(pipe)}: {results[pipe]}")
+                    ends = [process.exitcode for process in self.processes]  # None: it runs
+                    raise RuntimeError(
+                        f"rank {self.pipes.index(pipe)}: {results[pipe]}\nexit codes: {ends}"
+                    )
         return [results[pipe] for pipe in self.pipes]
 
     def close(self) -> None:
