@@ -49,8 +49,8 @@ struct StepSize {
   int64_t tokens = 0;  // tokens to write
 };
 
-// The tables that write_tables() writes for a step of B users, P pages and N tokens to write. The tokens are
-// in the order of the users, and of each user first those that are written again.
+// The tables that write_tables() writes for a step of B users, P pages and N tokens to write. The
+// tokens are in the order of the users, and of each user first those that are written again.
 struct StepTables {
   int32_t* page_offsets;    // [B + 1]
   int32_t* page_ids;        // [P]
