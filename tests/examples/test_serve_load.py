@@ -282,7 +282,8 @@ def test_random_arrivals(
     arguments = [*files, "--seconds", "1", "--concurrency", "4", "--loads", "0.3", "0.5"]
     serving.main([*arguments, "--json", str(path)])
     (overload, *records), printed = read_records(path), capsys.readouterr().out
-    assert overload["load"] > 1
+    offered = overload["load"] * overload["capacity"] * overload["seconds"]
+    assert overload["answered"] < offered + 5 * offered**0.5 + 5  # Poisson; a slow machine keeps up
     assert overload["capacity"] == pytest.approx(overload["qps"], 1e-3)
     changes = "the model changes"
     assert [(r["load"], r["event"]) for r in records] == [(0.3, ""), (0.5, ""), (0.3, changes)]
