@@ -1,6 +1,6 @@
 // The kernel that computes the gradient of a dense bias where the backward cannot store its own dS:
 // if heads share a bias head, in fp16, and for rows that no tensor map can describe. With it, calls
-// with shared bias heads take .42 to .60 of the time of the sm80 kernels, which would run else
+// with shared bias heads take .42 to .60 of the time of the sm80 kernels, which would otherwise run
 // (docs/log/sm90_backward.md).
 //
 // dRab = sum over heads of alpha * scale * M * dP * silu'(alpha * S). S and dP are computed once

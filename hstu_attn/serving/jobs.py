@@ -1,4 +1,4 @@
-"""What other threads let the thread of an engine do between its batches."""
+"""Jobs that other threads give to the thread of an engine, which runs them between batches."""
 
 from __future__ import annotations
 

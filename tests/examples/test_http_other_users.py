@@ -161,7 +161,7 @@ HEADS = [
 
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head[:60].decode())
 def test_requests_in_the_body_of_another(server: Running, head: bytes) -> None:
-    """What looks like the body of a request is one for another user, without a token."""
+    """A body that contains a whole request for another user, without a token, is only a body."""
     before = {user: state_of(server, user) for user in (*OTHERS, HOSTILE)}
     text = json.dumps(asked(OTHERS[0])).encode()
     start = f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()

@@ -20,7 +20,7 @@ pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("aiohttp")
-from benchmarks import serving
+from benchmarks import load, serving
 from benchmarks.load import (
     Load,
     arrive_at_random,
@@ -276,24 +276,28 @@ def test_the_load_test(
 
 @pytest.mark.slow
 def test_random_arrivals(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A machine with other work answers late, and measures its own rate too low."""
+    monkeypatch.setattr(serving, "PATIENCE", 30.0)
+    monkeypatch.setattr(load, "_OVERLOAD", 3.0)
     path = tmp_path / "serving.json"
     arguments = [*files, "--seconds", "1", "--concurrency", "4", "--loads", "0.3", "0.5"]
     serving.main([*arguments, "--json", str(path)])
     (overload, *records), printed = read_records(path), capsys.readouterr().out
-    offered = overload["load"] * overload["capacity"] * overload["seconds"]
-    assert overload["answered"] < offered + 5 * offered**0.5 + 5  # Poisson; a slow machine keeps up
+    assert overload["load"] > 1
     assert overload["capacity"] == pytest.approx(overload["qps"], 1e-3)
     changes = "the model changes"
     assert [(r["load"], r["event"]) for r in records] == [(0.3, ""), (0.5, ""), (0.3, changes)]
     assert [record["event_seconds"] > 0 for record in records] == [False, False, True]
     for record in records:
         assert record["device"] == "cpu"
+        assert record["failed"] == 0
         expected = record["load"] * record["capacity"] * record["seconds"]
-        arrived = record["answered"] + record["failed"]
-        assert abs(arrived - expected) < 5 * expected**0.5 + 5  # Poisson
-        assert record["failed"] <= record["answered"]  # a busy machine may be late for some
+        assert abs(record["answered"] - expected) < 5 * expected**0.5 + 5  # Poisson
         assert 0 < record["p50_ms"] <= record["p99_ms"] <= record["worst_ms"]
         assert 0 < record["pause_ms"] <= record["worst_ms"]
     assert f"one process   30%  {changes}" in printed

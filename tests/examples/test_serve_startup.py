@@ -79,7 +79,7 @@ def test_a_start_reads_nothing_of_the_users(places: list[Place], tmp_path: Path)
                     engine.score(users // 2, [], [1, 2])
                     assert engine.stats().recomputed_tokens == EVENTS
     assert abs(read[3] - read[1]) < 2**16
-    # What counts would tell of a start that reads the users.
+    # The control reads all users, so the measure would notice a start that does.
     place, count = places[1]
     before = count()
     with open_store(place, EVENTS) as store:

@@ -13,10 +13,17 @@ from pathlib import Path
 import pytest
 
 from hstu_attn.serving import EventStore, MemoryStore, SQLiteStore
+from hstu_attn.serving.events import User
 from hstu_attn.serving.redis_store import RedisStore
 from tests.conftest import NO_REDIS, NO_TMPFS
 
 KINDS = ["memory", "sqlite", "redis"]
+
+
+def events_of(store: EventStore, user: User) -> list[tuple[int, ...]]:
+    """Returns a user's stored events."""
+    (stored,) = store.read([user], [0])
+    return [] if stored is None else [*map(tuple, stored.events.tolist())]
 
 
 class SmallDisk:

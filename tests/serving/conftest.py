@@ -12,6 +12,15 @@ import torch
 from tests.helpers.stores import KINDS, Place, RedisServer, redis_server
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread: the threads of the tests and of the engine are enough."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
 @pytest.fixture(scope="session")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis")) as server:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -51,16 +50,9 @@ from tests.helpers.serving_models import (
     some_events,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SOME_SHAPES = GraphBuckets(batch_sizes=(2, 5), row_counts=(8, 24, 40))  # smaller than some batches
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The threads of the tests and of the engine are enough."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
 
 
 # ---------------------------------------------------------------------------------------------

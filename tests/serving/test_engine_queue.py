@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
@@ -38,14 +37,7 @@ from tests.helpers.serving_models import (
     some_events,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The threads of the tests and of the engine are enough."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass

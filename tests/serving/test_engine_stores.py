@@ -10,7 +10,6 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from hstu_attn.serving import (
     Engine,
     Event,
     EventOrderError,
-    EventStore,
     EventTimeError,
     MemoryStore,
     NoHistoryError,
@@ -35,7 +33,6 @@ from hstu_attn.serving import (
     commits,
     sqlite_store,
 )
-from hstu_attn.serving.events import User
 from hstu_attn.serving.redis_store import RedisStore
 from tests.helpers.serving_models import (
     ITEMS,
@@ -49,21 +46,9 @@ from tests.helpers.serving_models import (
     make_model,
     some_events,
 )
-from tests.helpers.stores import Place, RedisServer
+from tests.helpers.stores import Place, RedisServer, events_of
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The threads of the tests and of the engine are enough."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
-def events_of(store: EventStore, user: User) -> list[tuple[int, ...]]:
-    (stored,) = store.read([user], [0])
-    return [] if stored is None else [*map(tuple, stored.events.tolist())]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class SlowStore(MemoryStore):

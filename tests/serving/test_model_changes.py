@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -50,16 +50,9 @@ from tests.helpers.serving_models import (
 )
 from tests.helpers.stores import Place
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROBE = [(1, 10, 0), (2, 20, 0), (3, 30, 0)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The threads of the tests and of the engine are enough."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
 
 
 class Sound(ServedRetrieval):

@@ -11,12 +11,10 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import (
@@ -28,27 +26,13 @@ from hstu_attn.serving import (
     SQLiteStore,
     StoreError,
 )
-from hstu_attn.serving.events import User
 from hstu_attn.serving.redis_store import RedisStore
 from tests.helpers.serving_models import LONGEST, assert_close, make_cache, make_model
-from tests.helpers.stores import Place, RedisServer
+from tests.helpers.stores import Place, RedisServer, events_of
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("one_thread")]
 
 YEARS = 10 * 365 * 86400
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
-def events_of(store: EventStore, user: User) -> list[tuple[int, ...]]:
-    (stored,) = store.read([user], [0])
-    return [] if stored is None else [*map(tuple, stored.events.tolist())]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -128,7 +112,7 @@ def test_events_are_deleted_from_a_full_store(place: Place) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What a killed process left
+# Recovery after a kill
 # ---------------------------------------------------------------------------------------------
 
 
@@ -183,7 +167,7 @@ def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> No
 
 
 # ---------------------------------------------------------------------------------------------
-# What nobody has foreseen
+# Jobs that fail
 # ---------------------------------------------------------------------------------------------
 
 
