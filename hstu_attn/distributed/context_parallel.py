@@ -524,21 +524,26 @@ def _is_plain(mask: Mask, window: tuple[int, int]) -> bool:
 
 
 def _wait(transfers: list[dist.Work]) -> None:
-    for transfer in transfers:
-        transfer.wait()
+    """Waits until transfers are finished, and removes them from the list."""
+    while transfers:
+        transfers.pop().wait()
 
 
 def _ring(batch: ContextBatch, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yields every rank's shard in turn, this rank's first, each with the number of its rank.
 
-    While one shard is used, the next is being received.
+    While one shard is used, the next is being received. It is received even if the consumer raises
+    an exception: its memory must not be freed before, and the ranks' next messages would be
+    mistaken for one that nobody has received.
     """
     for step in range(batch.world):
         is_last = step == batch.world - 1
         incoming = shard if is_last else torch.empty_like(shard)
         transfers = [] if is_last else batch.shift(shard, incoming, _KEYS_TAG)
-        yield (batch.rank - step) % batch.world, shard
-        _wait(transfers)
+        try:
+            yield (batch.rank - step) % batch.world, shard
+        finally:
+            _wait(transfers)
         shard = incoming
 
 
@@ -576,24 +581,26 @@ class _ContextAttention(torch.autograd.Function):
         sums = dq.new_zeros((batch.num_slots, k.shape[1], k.shape[2] + v.shape[2]))
         arriving = sums
         transfers: list[dist.Work] = []
-        for source, shard in _ring(batch, _pack(batch, k, v)):
-            parts = []
-            for call in plan[source]:
-                part, *of_keys = ops.attention_gradients(
-                    _rows_of(call, dout),
-                    _rows_of(call, q),
-                    *_keys_of(batch, call, k, v, shard),
-                    call.arguments(whole),
-                )
-                _add_rows(dq, call.rows, part)
-                parts.append((call, torch.cat(of_keys, -1)))
+        try:
+            for source, shard in _ring(batch, _pack(batch, k, v)):
+                parts = []
+                for call in plan[source]:
+                    part, *of_keys = ops.attention_gradients(
+                        _rows_of(call, dout),
+                        _rows_of(call, q),
+                        *_keys_of(batch, call, k, v, shard),
+                        call.arguments(whole),
+                    )
+                    _add_rows(dq, call.rows, part)
+                    parts.append((call, torch.cat(of_keys, -1)))
+                _wait(transfers)
+                sums = arriving
+                for call, gradients in parts:
+                    _add_keys(batch, call, sums, gradients)
+                arriving = torch.empty_like(sums)
+                transfers = batch.shift(sums, arriving, _GRADIENTS_TAG)
+        finally:
             _wait(transfers)
-            sums = arriving
-            for call, gradients in parts:
-                _add_keys(batch, call, sums, gradients)
-            arriving = torch.empty_like(sums)
-            transfers = batch.shift(sums, arriving, _GRADIENTS_TAG)
-        _wait(transfers)
         dk, dv = arriving.index_select(0, batch.slots).split([k.shape[2], v.shape[2]], -1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hstu_attn import Mask, RelativeBias, hstu_attention
+from hstu_attn.distributed import context_parallel
 from hstu_attn.distributed.context_parallel import (
     ContextBatch,
     chunk_bounds,
@@ -401,6 +403,33 @@ def _check_refusals() -> None:
     times = torch.zeros(len(q), dtype=torch.int64)  # not those of the whole sequences
     with pytest.raises(ValueError, match=r"timestamps: expected shape \(total_k\) = \(11\)"):
         context.attention(q, q, q, bias=RelativeBias(None, torch.zeros(2, 5), times))
+
+
+def _check_errors_in_the_ring() -> None:
+    """Checks that ranks still understand each other after an error of any call in the ring."""
+    batch = make_batch([37, 0, 8], mask="causal", dtype=torch.float64)
+    context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
+    q, k, v = (context.shard(x).requires_grad_() for x in (batch.q, batch.k, batch.v))
+    for name in ("attention", "attention_gradients"):
+        for failing in range(context.world):
+            calls, computes = count(), getattr(context_parallel.ops, name)
+
+            def compute(*arguments: Any, failing: int = failing, calls=calls, computes=computes):
+                if next(calls) == failing:
+                    raise MemoryError("an error of every rank")
+                return computes(*arguments)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(context_parallel.ops, name, compute)
+                with pytest.raises(MemoryError, match="an error of every rank"):
+                    context.attention(q, k, v, mask=batch.mask).sum().backward()
+            answers = torch.ones(1)
+            dist.all_reduce(answers)
+            assert answers == context.world, (name, failing)
+
+
+def test_ranks_go_on_after_errors_in_the_ring():
+    run_ranks(2, _check_errors_in_the_ring)
 
 
 def _check_training(config: HSTULayerConfig) -> None:

@@ -7,14 +7,15 @@ function that can be imported and its arguments, and gets what each rank returne
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
-import os
 import socket
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +35,14 @@ class RankPool:
         context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
         context.set_forkserver_preload(PRELOADED)
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        store = os.path.join(self.directory.name, "store")
+        for rank in range(number):
+            _stacks(self.directory.name, rank).touch()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(number):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, number, backend, store, there), daemon=True
+                target=_serve, args=(rank, number, backend, self.directory.name, there), daemon=True
             )
             process.start()
             there.close()
@@ -51,7 +53,8 @@ class RankPool:
         """Returns what each rank returns of `function(*arguments)`, with generators of one seed.
 
         Raises:
-            RuntimeError: if a rank failed; the text is its trace. The pool cannot be used then.
+            RuntimeError: if a rank failed; the text is its trace, and where the ranks were that
+                did not answer in time. The pool cannot be used then.
         """
         seed = int(torch.randint(2**31, ()))
         for pipe in self.pipes:
@@ -61,19 +64,28 @@ class RankPool:
             waiting = [pipe for pipe in self.pipes if pipe not in results]
             ready = wait(waiting, timeout=2 * TIMEOUT.total_seconds())
             if not ready:
-                raise RuntimeError("ranks did not answer in time")
+                raise RuntimeError(f"ranks did not answer in time\n{self._states()}")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
                     good, results[pipe] = pipe.recv()
                 except EOFError:
-                    raise RuntimeError("a rank ended") from None
+                    raise RuntimeError(f"a rank ended\n{self._states()}") from None
                 if not good:
-                    ends = [process.exitcode for process in self.processes]  # None: it runs
-                    raise RuntimeError(
-                        f"rank {self.pipes.index(pipe)}: {results[pipe]}\nexit codes: {ends}"
-                    )
+                    rank = self.pipes.index(pipe)
+                    raise RuntimeError(f"rank {rank}: {results[pipe]}\n{self._states()}")
         return [results[pipe] for pipe in self.pipes]
+
+    def _states(self) -> str:
+        """Returns each rank's exit code, None while it runs, and the stacks of its threads if it
+        did not answer for a long time or was ended by a signal such as SIGSEGV.
+        """
+        texts = []
+        for rank, process in enumerate(self.processes):
+            process.join(timeout=1)
+            stacks = _stacks(self.directory.name, rank).read_text()
+            texts.append(f"rank {rank}: exit code {process.exitcode}\n{stacks}")
+        return "\n".join(texts)
 
     def close(self) -> None:
         for process in self.processes:
@@ -83,13 +95,24 @@ class RankPool:
         self.directory.cleanup()
 
 
-def _serve(rank: int, number: int, backend: str, store: str, pipe: Connection) -> None:
+def _stacks(directory: str, rank: int) -> Path:
+    """Returns the file with the stacks of a rank that hung or crashed."""
+    return Path(directory, f"stacks-{rank}")
+
+
+def _serve(rank: int, number: int, backend: str, directory: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    stacks = _stacks(directory, rank).open("w")
+    faulthandler.enable(stacks)
     if backend == "nccl":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=number, timeout=TIMEOUT
+        backend,
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=number,
+        timeout=TIMEOUT,
     )
     while True:
         try:
@@ -97,10 +120,12 @@ def _serve(rank: int, number: int, backend: str, store: str, pipe: Connection) -
         except EOFError:
             return
         torch.manual_seed(seed)
+        faulthandler.dump_traceback_later(0.8 * TIMEOUT.total_seconds(), file=stacks)
         try:
             answer = True, function(*arguments)
         except Exception:
             answer = False, traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
 
 
