@@ -25,6 +25,7 @@ import numpy as np
 from .record import Record, rounded
 
 __all__ = [
+    "OVERLOAD",
     "PATIENCE",
     "CpuUse",
     "Load",
@@ -52,7 +53,7 @@ _IDLE = (3, 4)  # proc(5): user, nice, system, idle, iowait, irq, softirq, steal
 _COUNTED = 8  # the columns after steal are contained in the first two
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of glibc
 _INT_MAX = 2**31 - 1
-_OVERLOAD = 1.5  # of what is answered if a number of requests is always under way
+OVERLOAD = 1.5  # of what is answered if a number of requests is always under way
 
 
 def keep_freed_memory() -> None:
@@ -493,7 +494,7 @@ def at_loads(
         The fields `capacity` (requests/s), `load`, `event`, `event_seconds` and `pause_ms` of a
         record, and what was measured.
     """
-    load = run(_OVERLOAD * under_way, None)
+    load = run(OVERLOAD * under_way, None)
     capacity = load.rate
 
     def record(number: float | None, event: str) -> Record:
@@ -505,7 +506,7 @@ def at_loads(
             "pause_ms": rounded(1e3 * load.pause),
         }
 
-    yield record(rounded(_OVERLOAD * under_way / capacity), ""), load
+    yield record(rounded(OVERLOAD * under_way / capacity), ""), load
     runs = [(each, "") for each in loads] + [(loads[0], event) for event in events]
     for number, event in runs:
         load = run(number * capacity, events.get(event))

@@ -3,7 +3,7 @@
     python -m benchmarks.serving
     python -m benchmarks.serving --concurrency 1 64 --seconds 30 --json serving.json
     python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 --seconds 20
-    python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 --seconds 20 --replicas 2
+    python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 1.5 --seconds 20 --replicas 2
     python -m benchmarks.serving --device cuda --loads 0.5 0.8 0.95 --seconds 20
 
 Starts `examples/serve.py` as a process of its own, on the CPU of this machine or on its GPU, and
@@ -17,12 +17,13 @@ With `--loads` requests arrive at random instead, as in `benchmarks.engine`: fir
 again as are answered if `--concurrency` of them are always under way (the last of these numbers),
 which tells the capacity, then these fractions of it. Users are drawn by a Zipf distribution; their
 histories are those of the data, and each event is a new one. A request that is not answered within
-a second counts as failed, as does one of the overload that is due while as many are under way as
-are answered in a fifth of a second. Events are stored in SQLite or, with `--replicas`, in a Redis
-server that so many replicas on Ray Serve share.
-At the first load there are further runs, in the middle of which the model changes or a replica is
-killed by SIGKILL. A run goes on until the new model has taken over, and for half of `--seconds`
-after it. `pause` is the longest time in which requests waited and none was answered.
+a second counts as failed, as does one of that first overload that is due while as many are under
+way as are answered in a fifth of a second; a load over 1 has no such limit. Events are stored in
+SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share; Ray's
+proxy has the limits of recommender/ray_proxy.py. At the first load there are further runs, in the
+middle of which the model changes or a replica is killed by SIGKILL. A run goes on until the new
+model has taken over, and for half of `--seconds` after it. `pause` is the longest time in which
+requests waited and none was answered.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from hstu_attn.data import EventLog, open_event_log
 from hstu_attn.serving.client import Client
 
 from .load import (
+    OVERLOAD,
     PATIENCE,
     CpuUse,
     Load,
@@ -218,6 +220,7 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
         tempfile.TemporaryDirectory() as folder,
         redis_server() as url,
         environment("RAY_worker_niceness", "0"),  # Otherwise all else of the machine comes first.
+        environment("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "recommender.ray_proxy:limit"),
     ):
         try:
             paths = {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
@@ -351,7 +354,7 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
         async with Client(serving.address, **connect) as client:
             send = sender(client, log, options.zipf, rng)
             how: dict[str, Any] = {**times, "rng": random.Random(0), "middle": middle}
-            how["most"] = most if rate > answered else None
+            how["most"] = most if rate == OVERLOAD * answered else None
             return await arrive_at_random(send, rate=rate, **how)
 
     def run(rate: float, middle: Callable[[], object] | None) -> Load[None]:

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hstu_attn.serving import OverloadedError
 from recommender.http_metrics import Metrics
+from recommender.http_schemas import MODEL_PATHS
 
 __all__ = ["ARRIVED", "BEARER", "CLIENT", "Access", "Guard", "overloaded", "read_tokens"]
 
 ARRIVED, CLIENT = "hstu_attn.arrived", "hstu_attn.client"  # keys of a request's scope
 PATH = "hstu_attn.path"  # the same, of a request that was refused before its route was found
-MODEL_PATHS = frozenset({"/score", "/recommend", "/rank"})
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/docs", "/openapi.json"})
 ADMIN_PATHS = "/admin/"
 SHORTEST_TOKEN = 16

@@ -11,6 +11,7 @@ __all__ = [
     "MAX_CANDIDATES",
     "MAX_EVENTS",
     "MAX_K",
+    "MODEL_PATHS",
     "Problem",
     "State",
     "UserBody",
@@ -18,6 +19,7 @@ __all__ = [
     "retrieval_schemas",
 ]
 
+MODEL_PATHS = ("/score", "/recommend", "/rank")
 MAX_EVENTS = 1000
 MAX_CANDIDATES = 1000
 MAX_K = 1000

@@ -1,4 +1,4 @@
-"""The limits of connections in the HTTP proxies of Ray Serve, which have none of their own.
+"""The limits of the HTTP proxies of Ray Serve, which have none of their own.
 
 Ray calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names when a proxy starts:
 
@@ -7,20 +7,139 @@ Ray calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names when
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections import Counter
 from functools import partial
+from typing import Any
 
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
 from recommender.connections import LimitedHTTP
+from recommender.http_schemas import MODEL_PATHS
 from recommender.serve_options import MAX_CONNECTIONS, TIMEOUT
+from recommender.sparing_log import SparingLog
 
-__all__ = ["limit"]
+__all__ = ["LoadShedder", "limit"]
 
-limited = partial(LimitedHTTP, arrival_timeout=TIMEOUT, max_connections=MAX_CONNECTIONS)
+LOG = SparingLog(logging.getLogger("recommender.server"))
+MAX_WAIT = 0.5  # seconds
+ALWAYS = 16  # requests that may be under way however slow they are
+SMOOTHING = 0.02  # the weight of the latest answer in the average
 
 
-def limit(max_connections: int = MAX_CONNECTIONS, arrival_timeout: float = TIMEOUT) -> None:
-    """Lets uvicorn, which the proxy starts next in this process, limit connections.
+class LoadShedder:
+    """Refuses requests for scores that would be answered too late, before anything reads them.
+
+    At an overload requests otherwise queue in the proxy and in replicas until their clients have
+    given up, while the processors are busy with answers that nobody waits for.
+
+    A request is expected to wait for those under way, at the pace of the latest answers. If that
+    takes longer than `max_wait`, it is answered 503 with Retry-After, unless its client has fewer
+    under way than an equal part of what may be: a client that sends much does not keep out others.
+    So at most twice as many are under way as are answered in `max_wait`, or as `ALWAYS`.
+
+    Args:
+        max_wait: the seconds.
+    """
+
+    def __init__(self, max_wait: float) -> None:
+        self.max_wait = max_wait
+        self.seconds_each = 0.0
+        """The seconds between two answers on average, while requests are under way."""
+        self._under_way: Counter[str] = Counter()  # of each client, which has some
+        self._answered = 0
+        self._last = 0.0  # when a request was answered, or the first of those under way came
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """Returns an application that refuses for another one."""
+
+        async def shedding(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or not scope["path"].endswith(MODEL_PATHS):
+                await app(scope, receive, send)
+                return
+            client = client_of(scope)
+            if wait := self.excess(client):
+                LOG.warn(
+                    "Refused a request: %d are under way, %.3g s of work",
+                    *(self._under_way.total(), self.max_wait + wait),
+                )
+                headers = {"Retry-After": str(math.ceil(wait))}
+                answer = JSONResponse({"detail": "There is too much to do"}, 503, headers)
+                await answer(scope, receive, send)
+                return
+            self.begin(client, time.monotonic())
+            try:
+                await app(scope, receive, send)
+            finally:
+                self.end(client, time.monotonic())
+
+        return shedding
+
+    def excess(self, client: str) -> float:
+        """Returns the seconds by which a client's next request would wait too long; 0 admits it."""
+        total, own = self._under_way.total(), self._under_way[client]
+        clients = len(self._under_way) + (not own)
+        most = max(self.max_wait / self.seconds_each if self.seconds_each else math.inf, ALWAYS)
+        if total < most or own < most / clients:
+            return 0.0
+        return max(total * self.seconds_each - self.max_wait, self.seconds_each)
+
+    def begin(self, client: str, now: float) -> None:
+        """Counts a request that is let in."""
+        if not self._under_way:
+            self._last = now
+        self._under_way[client] += 1
+
+    def end(self, client: str, now: float) -> None:
+        """Counts its answer."""
+        self._under_way[client] -= 1
+        if not self._under_way[client]:
+            del self._under_way[client]
+        self._answered += 1
+        weight = max(1 / self._answered, SMOOTHING)
+        # An outage, in which nothing is answered, is no pace.
+        self.seconds_each += weight * (min(now - self._last, self.max_wait) - self.seconds_each)
+        self._last = now
+
+
+def client_of(scope: Scope) -> str:
+    """Returns who asks, as a replica's queue tells clients apart: by token, or else by address."""
+    token = dict(scope["headers"]).get(b"authorization", b"")
+    return token.decode("latin-1") or (scope.get("client") or ("",))[0]
+
+
+class ProxyHTTP(LimitedHTTP):
+    """A connection of a proxy, whose requests pass a `LoadShedder`.
+
+    Args:
+        shedder: is shared by all connections.
+        arguments: those of `LimitedHTTP`.
+    """
+
+    def __init__(self, *, shedder: LoadShedder, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.shedder = shedder
+        self.app = shedder.wrap(self.app)
+
+
+limited = partial(
+    ProxyHTTP,
+    arrival_timeout=TIMEOUT,
+    max_connections=MAX_CONNECTIONS,
+    shedder=LoadShedder(MAX_WAIT),
+)
+
+
+def limit(
+    max_connections: int = MAX_CONNECTIONS,
+    arrival_timeout: float = TIMEOUT,
+    max_wait: float = MAX_WAIT,
+) -> None:
+    """Lets uvicorn, which the proxy starts next in this process, limit connections and requests.
 
     A function of your own that calls this one may have other limits.
 
@@ -28,6 +147,12 @@ def limit(max_connections: int = MAX_CONNECTIONS, arrival_timeout: float = TIMEO
         max_connections: how many may be open at a time, as `serve.py --max-connections`.
         arrival_timeout: seconds for a request to arrive, and for the client to take its answer, as
             `serve.py --timeout`.
+        max_wait: seconds that a request for scores may wait for others in the proxy and the
+            replicas, as far as is known: see `LoadShedder`.
     """
-    limited.keywords.update(arrival_timeout=arrival_timeout, max_connections=max_connections)
+    limited.keywords.update(
+        arrival_timeout=arrival_timeout,
+        max_connections=max_connections,
+        shedder=LoadShedder(max_wait),
+    )
     HTTP_PROTOCOLS["auto"] = f"{__name__}:limited"  # Ray does not name one

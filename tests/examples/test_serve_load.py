@@ -283,7 +283,8 @@ def test_random_arrivals(
 ) -> None:
     """A machine with other work answers late, and measures its own rate too low."""
     monkeypatch.setattr(serving, "PATIENCE", 30.0)
-    monkeypatch.setattr(load, "_OVERLOAD", 3.0)
+    monkeypatch.setattr(load, "OVERLOAD", 3.0)
+    monkeypatch.setattr(serving, "OVERLOAD", 3.0)
     path = tmp_path / "serving.json"
     arguments = [*files, "--seconds", "1", "--concurrency", "4", "--loads", "0.3", "0.5"]
     serving.main([*arguments, "--json", str(path)])

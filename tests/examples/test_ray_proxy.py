@@ -1,0 +1,187 @@
+"""Tests of the limits of Ray's proxies that need no Ray: which requests are refused, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import subprocess
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+uvicorn = pytest.importorskip("uvicorn")
+
+from recommender import ray_proxy  # noqa: E402
+from recommender.ray_proxy import ALWAYS, LoadShedder  # noqa: E402
+from uvicorn.config import HTTP_PROTOCOLS  # noqa: E402
+
+from tests.helpers.paths import EXAMPLES  # noqa: E402
+
+MAX_WAIT = 1.0
+EACH = 0.0201  # seconds between two answers, of which 50 begin in `MAX_WAIT`
+MOST = 50
+
+
+def answered(count: int = 100, each: float = EACH) -> LoadShedder:
+    """Returns one that has seen answers to requests that came together, at an even pace."""
+    shedder = LoadShedder(MAX_WAIT)
+    for _ in range(count):
+        shedder.begin("early", 0.0)
+    for number in range(count):
+        shedder.end("early", each * (number + 1))
+    return shedder
+
+
+def let_in(shedder: LoadShedder, client: str, most: int) -> int:
+    """Sends requests of a client until one is refused; returns how many are under way."""
+    for number in range(most):
+        if shedder.excess(client):
+            return number
+        shedder.begin(client, 10.0)
+    return most
+
+
+def test_as_many_as_are_answered_in_time():
+    shedder = answered()
+    assert shedder.seconds_each == pytest.approx(EACH)
+    assert let_in(shedder, "a", 1000) == MOST
+    assert shedder.excess("a") == pytest.approx(EACH)
+    shedder.end("a", 10.0 + EACH)
+    assert not shedder.excess("a")
+
+
+def test_nothing_is_known_at_first():
+    assert let_in(LoadShedder(MAX_WAIT), "a", 1000) == 1000
+
+
+def test_slow_answers_leave_room_for_some():
+    shedder = answered(each=0.9)
+    assert let_in(shedder, "a", 1000) == ALWAYS
+    assert shedder.excess("a") == pytest.approx(0.9 * ALWAYS - MAX_WAIT)
+
+
+def test_a_client_that_sends_much_does_not_keep_out_others():
+    shedder = answered()
+    assert let_in(shedder, "much", 1000) == MOST
+    assert let_in(shedder, "b", 1000) == MOST / 2
+    assert let_in(shedder, "c", 1000) == pytest.approx(MOST / 3, abs=1)
+    assert shedder.excess("much") > 0
+
+
+def test_the_pace_follows_the_latest_answers():
+    shedder = answered()
+    for number in range(300):
+        shedder.begin("a", 10 + 0.01 * number)
+        shedder.end("a", 10.01 + 0.01 * number)
+    assert shedder.seconds_each == pytest.approx(0.01, rel=0.01)
+    assert let_in(shedder, "a", 1000) == pytest.approx(2 * MOST, abs=2)
+
+
+def test_neither_idle_times_nor_outages_are_a_pace():
+    shedder = answered()
+    for number in range(300):  # requests come seldom
+        shedder.begin("a", 100.0 * number)
+        shedder.end("a", 100.0 * number + EACH)
+    assert shedder.seconds_each == pytest.approx(EACH)
+    shedder.begin("a", 1e6)
+    shedder.end("a", 2e6)
+    assert shedder.seconds_each == pytest.approx(0.98 * EACH + 0.02 * MAX_WAIT)
+
+
+def scope(path: str, token: str = "", address: str = "10.0.0.1") -> dict[str, Any]:
+    headers = [(b"authorization", token.encode())] if token else []
+    return {"type": "http", "path": path, "headers": headers, "client": (address, 1)}
+
+
+async def _answers(shedder: LoadShedder, scopes: list[dict[str, Any]]) -> list[Any]:
+    """Returns the status of each request, and its Retry-After; all are sent at once."""
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await go_on.wait()
+        if scope["path"] == "/score" and scope["headers"]:
+            raise RuntimeError("a replica died")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask(scope: dict[str, Any]) -> tuple[int, str | None]:
+        found: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            found.append(message)
+
+        try:
+            await wrapped(scope, None, send)
+        except RuntimeError:
+            return 500, None
+        after = dict(found[0]["headers"]).get(b"retry-after")
+        return found[0]["status"], after and after.decode()
+
+    wrapped = shedder.wrap(app)
+    asked = [asyncio.create_task(ask(scope)) for scope in scopes]
+    await asyncio.sleep(0)
+    go_on.set()
+    return await asyncio.gather(*asked)
+
+
+def test_answers(caplog):
+    shedder = answered(each=0.5)
+    ours = [scope("/ranking/rank", address="10.0.0.1")] * (ALWAYS + 2)
+    others = [scope("/recommend", address="10.0.0.2"), scope("/score", token="Bearer of another")]
+    free = [scope("/metrics"), scope("/admin/forget"), {"type": "lifespan", "path": ""}]
+    found = asyncio.run(_answers(shedder, ours + others + free))
+    refused = [(503, str(round(ALWAYS * 0.5 - MAX_WAIT)))] * 2
+    assert (
+        found == [(200, None)] * ALWAYS + refused + [(200, None), (500, None)] + [(200, None)] * 3
+    )
+    assert "Refused a request: 16 are under way, 8 s of work" in caplog.text
+    assert not shedder.excess("10.0.0.1")  # what has ended, by an error too, is not under way
+    assert shedder._under_way.total() == 0
+
+
+def test_what_a_proxy_imports_is_small():
+    """A proxy has no model, so it must not load torch."""
+    code = "import recommender.ray_proxy, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=False).returncode == 0
+
+
+def test_uvicorn_takes_the_limits(monkeypatch):
+    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", None)
+    monkeypatch.setattr(ray_proxy, "limited", partial(ray_proxy.ProxyHTTP))
+    ray_proxy.limit(max_connections=2, arrival_timeout=7.0, max_wait=0.3)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    def statuses(*paths: str) -> list[int]:
+        found = []
+        for path in paths:
+            connection.request("POST", path, b"{}")
+            response = connection.getresponse()
+            response.read()
+            found.append(response.status)
+        return found
+
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            connection = http.client.HTTPConnection(*listener.getsockname(), timeout=20)
+            assert statuses("/score", "/health") == [200, 200]
+            (protocol,) = server.server_state.connections
+            limits = protocol.max_connections, protocol.arrival_timeout, protocol.shedder.max_wait
+            assert limits == (2, 7.0, 0.3)
+            let_in(protocol.shedder, "127.0.0.1", ALWAYS)
+            protocol.shedder.seconds_each = 1.0
+            assert statuses("/score", "/health", "/recommend") == [503, 200, 503]
+            connection.close()
+        finally:
+            server.should_exit = True
+            thread.join(20)
+    assert not thread.is_alive()
