@@ -27,7 +27,7 @@ __all__ = ["LoadShedder", "limit"]
 
 LOG = SparingLog(logging.getLogger("recommender.server"))
 MAX_WAIT = 0.5  # seconds
-ALWAYS = 16  # requests that may be under way however slow they are
+ALWAYS = 16
 SMOOTHING = 0.02  # the weight of the latest answer in the average
 
 
@@ -38,9 +38,9 @@ class LoadShedder:
     given up, while the processors are busy with answers that nobody waits for.
 
     A request is expected to wait for those under way, at the pace of the latest answers. If that
-    takes longer than `max_wait`, it is answered 503 with Retry-After, unless its client has fewer
-    under way than an equal part of what may be: a client that sends much does not keep out others.
-    So at most twice as many are under way as are answered in `max_wait`, or as `ALWAYS`.
+    takes longer than `max_wait`, it is answered 503 with Retry-After. A client that has fewer under
+    way than an equal part of what may be is refused only at twice the wait, so that one which sends
+    much does not keep out others. `ALWAYS` requests may be under way however slow they are.
 
     Args:
         max_wait: the seconds.
@@ -84,7 +84,7 @@ class LoadShedder:
         total, own = self._under_way.total(), self._under_way[client]
         clients = len(self._under_way) + (not own)
         most = max(self.max_wait / self.seconds_each if self.seconds_each else math.inf, ALWAYS)
-        if total < most or own < most / clients:
+        if total < most or (total < 2 * most and own < most / clients):
             return 0.0
         return max(total * self.seconds_each - self.max_wait, self.seconds_each)
 

@@ -70,6 +70,12 @@ def test_a_client_that_sends_much_does_not_keep_out_others():
     assert let_in(shedder, "b", 1000) == MOST / 2
     assert let_in(shedder, "c", 1000) == pytest.approx(MOST / 3, abs=1)
     assert shedder.excess("much") > 0
+    others = sum(let_in(shedder, f"client {number}", 1) for number in range(1000))
+    assert others + MOST + MOST / 2 + MOST / 3 == pytest.approx(2 * MOST, abs=2)
+    for number in range(MOST // 2):  # requests of the first client end, and it may not send more
+        shedder.end("much", 10.0 + EACH * (number + 1))
+        assert shedder.excess("much") > 0
+    assert not shedder.excess("late")
 
 
 def test_the_pace_follows_the_latest_answers():
