@@ -210,6 +210,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from recommender.baseline_cache import cached_baselines
 from recommender.baselines import (
     CANDIDATES,
     NUM_CANDIDATES,
@@ -223,7 +224,6 @@ from recommender.curves import plot_curves
 from recommender.directory import BaselineMetrics, check_directory
 from recommender.evaluation import Evaluation, Metrics, Scorer, excluded_items, without_items
 from recommender.files import write_json
-from recommender.kept import kept_baselines
 from recommender.loop import Trainer, progress_bar, seed_everything
 from recommender.model import RetrievalModel, sampled_softmax_loss
 from recommender.processes import ALONE, Processes, device_of
@@ -369,7 +369,7 @@ def make_model(
 
 def baselines_of(log: EventLog, options: RetrievalOptions) -> BaselineMetrics:
     """Returns what `measure_baselines` finds, or an earlier run on these data has found."""
-    return kept_baselines(
+    return cached_baselines(
         log.directory,
         baselines_depend_on(log, options),
         lambda: measure_baselines(log, options),

@@ -13,11 +13,11 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from recommender.sparing_log import SparingLog
+from recommender.rate_limited_log import RateLimitedLog
 
 __all__ = ["LimitedHTTP"]
 
-LOG = SparingLog(logging.getLogger("recommender.server"))
+LOG = RateLimitedLog(logging.getLogger("recommender.server"))
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\n"
 LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"

@@ -36,15 +36,15 @@ from recommender.http_admin import add_admin
 from recommender.http_metrics import Metrics, OfReplicas
 from recommender.http_schemas import Problem, State, ranking_schemas, retrieval_schemas
 from recommender.models import Models
+from recommender.rate_limited_log import RateLimitedLog
 from recommender.saved import SavedModel
 from recommender.serve_options import MAX_BODY_BYTES
 from recommender.served_ranking import SavedRanking
-from recommender.sparing_log import SparingLog
 
 __all__ = ["Service", "make_app"]
 
 LOG = logging.getLogger("recommender.server")
-RARE = SparingLog(LOG)
+RARE = RateLimitedLog(LOG)
 SECONDS = "hstu_attn.seconds"  # a key of a request's scope: the time in which it is to be answered
 WRONG_EVENTS: dict[type[Exception], tuple[str, str]] = {
     NoHistoryError: ("no_history", "The user is new: at least one event is needed"),

@@ -20,12 +20,12 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from recommender.connections import LimitedHTTP
 from recommender.http_schemas import MODEL_PATHS
+from recommender.rate_limited_log import RateLimitedLog
 from recommender.serve_options import MAX_CONNECTIONS, TIMEOUT
-from recommender.sparing_log import SparingLog
 
 __all__ = ["LoadShedder", "limit"]
 
-LOG = SparingLog(logging.getLogger("recommender.server"))
+LOG = RateLimitedLog(logging.getLogger("recommender.server"))
 MAX_WAIT = 0.5  # seconds
 ALWAYS = 16
 SMOOTHING = 0.02  # the weight of the latest answer in the average

@@ -19,7 +19,7 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 
 
-from recommender import connections, sparing_log  # noqa: E402
+from recommender import connections, rate_limited_log  # noqa: E402
 from recommender.connections import LimitedHTTP  # noqa: E402
 
 ARRIVAL_TIMEOUT = 0.4
@@ -84,7 +84,9 @@ def running_server(
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     """Returns what is logged, by a log that has told nothing yet."""
-    monkeypatch.setattr(connections, "LOG", sparing_log.SparingLog(logging.getLogger("here")))
+    monkeypatch.setattr(
+        connections, "LOG", rate_limited_log.RateLimitedLog(logging.getLogger("here"))
+    )
     return caplog
 
 
@@ -342,8 +344,8 @@ def test_lines_that_clients_cause_are_few(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(sparing_log.time, "monotonic", lambda: now[0])
-    log = sparing_log.SparingLog(logging.getLogger("here"), seconds=10.0)
+    monkeypatch.setattr(rate_limited_log.time, "monotonic", lambda: now[0])
+    log = rate_limited_log.RateLimitedLog(logging.getLogger("here"), seconds=10.0)
     for at, what in ((0, "One of %d"), (1, "One of %d"), (2, "Another of %d"), (9, "One of %d")):
         now[0] = 100.0 + at
         log.warn(what, at)

@@ -25,8 +25,8 @@ import serve
 from recommender import http as http_app
 from recommender import serve_options
 from recommender.http_schemas import ranking_schemas, retrieval_schemas
+from recommender.rate_limited_log import RateLimitedLog
 from recommender.server import Server
-from recommender.sparing_log import SparingLog
 
 from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.serving import StoreError
@@ -247,7 +247,7 @@ def test_a_clock_that_steps_back_is_in_the_log(
 
     A user with no events but those that lie ahead is new meanwhile.
     """
-    monkeypatch.setattr(http_app, "RARE", SparingLog(http_app.LOG))
+    monkeypatch.setattr(http_app, "RARE", RateLimitedLog(http_app.LOG))
     day, now = 86400, [10 * 86400]
     events = [{"item": FIRST_ID, "time": now[0]}]
     with running(time_range=lambda: (0, now[0] + day)) as server:

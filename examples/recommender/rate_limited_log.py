@@ -7,10 +7,10 @@ import math
 import time
 from collections import Counter
 
-__all__ = ["SparingLog"]
+__all__ = ["RateLimitedLog"]
 
 
-class SparingLog:
+class RateLimitedLog:
     """Logs the first warning of each kind at once, and further ones rarely, with their count.
 
     It is not thread-safe: the event loop of the server is to call it.

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import train_retrieval
+from recommender.baseline_cache import cached_baselines
 from recommender.directory import BaselineMetrics
-from recommender.kept import kept_baselines
 
 from hstu_attn.data.synthetic import write_synthetic_movielens
 
@@ -97,7 +97,7 @@ def test_baselines_that_cannot_be_kept_are_measured(
         "note": "x",
     }
     directory = tmp_path / "absent"
-    assert kept_baselines(directory, {"version": 1}, lambda: metrics) == metrics
+    assert cached_baselines(directory, {"version": 1}, lambda: metrics) == metrics
     assert f"not kept for further runs: [Errno 2] No such file or directory: '{directory}" in (
         capsys.readouterr().err
     )

@@ -1,4 +1,4 @@
-"""Baselines that are kept with the preprocessed data, so that further runs need not tune them."""
+"""A cache of tuned baselines beside the preprocessed data, so that each is tuned once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from recommender.directory import BaselineMetrics
 from recommender.files import write_json
 
-__all__ = ["kept_baselines"]
+__all__ = ["cached_baselines"]
 
 
-def kept_baselines(
+def cached_baselines(
     directory: Path, depends_on: Mapping[str, Any], measure: Callable[[], BaselineMetrics]
 ) -> BaselineMetrics:
-    """Returns the metrics of the baselines: those of an earlier run, or new ones, which it keeps.
+    """Returns the metrics of the baselines: those of an earlier run, or new ones, which it writes.
 
     A file that is damaged, or was made for something else, is replaced. A directory that cannot be
     written to is no error.
