@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hstu_attn.data import JaggedBatch
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.serving import Engine, Event, PagedKVCache, Rows
+from hstu_attn.testing import assert_matches
 
 ITEMS, LONGEST, LAYERS, HEADS, DIM = 60, 40, 2, 2, 16
 POISON = ITEMS - 1  # the last layer fails where this item is computed
@@ -263,6 +264,7 @@ def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) ->
                 scores.append(more)
     for user in range(users):
         assert_as_near(*(torch.cat(scores[user::users]) for scores in found))
+    assert_matches("scores", *map(torch.cat, found))
 
 
 def some_events(rng: random.Random, start: int, count: int, actions: int = 1) -> list[Event]:

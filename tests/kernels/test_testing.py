@@ -12,7 +12,6 @@ from hstu_attn.mask import batch_row_spans, dense_mask
 from hstu_attn.testing import (
     BIAS_NAMES,
     MASK_NAMES,
-    _SameDtypeReferences,
     allowed_error,
     assert_matches,
     check_against_reference,
@@ -196,21 +195,3 @@ def test_the_rule_does_not_hang_on_the_order_of_a_sum():
     for _ in range(40):
         batch = make_batch([100, 60], [2, 4], dim=256, dim_v=8, dtype=torch.float32, mask="no-left")
         check_against_reference(hstu_attention, batch)
-
-
-@pytest.mark.parametrize("pages", ["none", "plain", "fp8"])
-def test_the_orders_of_the_bound_are_of_one_formula(pages):
-    def outputs(dtype):
-        torch.manual_seed(5)
-        batch = make_batch([40, 0, 7], mask="causal", dtype=dtype)
-        if pages != "none":
-            options = {"page_size": 16, "dtype": dtype, "fp8": pages == "fp8"}
-            batch = make_paged_batch([60, 0, 7], [9, 3, 0], [5, 0, 2], **options)
-        return [found["out"] for found in _SameDtypeReferences(batch, None)]
-
-    first, *others = outputs(torch.float64)
-    assert len(others) == 7
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=1e-12, atol=1e-14)
-    rounded = outputs(torch.float32)
-    assert len({tuple(out.flatten().tolist()) for out in rounded}) == 8
