@@ -96,6 +96,7 @@ def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Applicatio
             f"store: expected one that replicas share, redis://..., got {options.store}"
         )
     options.model = options.model.resolve()
+    options.probe = options.probe and options.probe.resolve()
     check_file(options.model)
     return deployment(**chosen).bind(build, options)
 

@@ -34,7 +34,13 @@ from hstu_attn.serving import (
 from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard, overloaded
 from recommender.http_admin import add_admin
 from recommender.http_metrics import Metrics, OfReplicas
-from recommender.http_schemas import Problem, State, ranking_schemas, retrieval_schemas
+from recommender.http_schemas import (
+    Problem,
+    State,
+    event_rows,
+    ranking_schemas,
+    retrieval_schemas,
+)
 from recommender.models import Models
 from recommender.rate_limited_log import RateLimitedLog
 from recommender.saved import SavedModel
@@ -293,15 +299,11 @@ def add_retrieval(
 def add_ranking(app: FastAPI, service: Service, saved: SavedRanking, access: Access) -> None:
     """Adds the path of a ranking model."""
     config = saved.model.config
-    bits = {action: 1 << bit for bit, action in enumerate(config.actions)}
 
     async def rank(request: Request, body: Any) -> JSONResponse:
         candidates = service.indices(body.candidates, "candidates")
         items = service.indices((event.item for event in body.events), "events", "item")
-        events = [
-            (item, event.time, sum(bits[action] for action in set(event.actions)))
-            for item, event in zip(items, body.events, strict=True)
-        ]
+        events = event_rows(body.events, items, config.actions)
         how = service.how(request, body)
         how["context"] = body.events_before
         future = service.engine.submit_score(body.user, events, candidates, **how)

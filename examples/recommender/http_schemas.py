@@ -14,7 +14,9 @@ __all__ = [
     "MODEL_PATHS",
     "Problem",
     "State",
+    "Strict",
     "UserBody",
+    "event_rows",
     "ranking_schemas",
     "retrieval_schemas",
 ]
@@ -162,3 +164,20 @@ def ranking_schemas(
         probabilities=(probabilities, ...),
     )
     return {"RankBody": body, "RankAnswer": answer}
+
+
+def event_rows(
+    events: Sequence[Any], items: Sequence[int], actions: Sequence[str] = ()
+) -> list[tuple[int, int, int]]:
+    """Returns the events of a body as an engine takes them.
+
+    Args:
+        events: those of the body.
+        items: the model's number of each one's item.
+        actions: the names of what a user may have done; each has a bit.
+    """
+    bits = {action: 1 << bit for bit, action in enumerate(actions)}
+    return [
+        (item, event.time, sum(bits[action] for action in set(event.actions)) if bits else 0)
+        for item, event in zip(items, events, strict=True)
+    ]

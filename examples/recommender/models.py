@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hstu_attn.serving import Engine, EventStore, PagedKVCache
+from recommender.http_probe import read_probe
 from recommender.saved import SavedModel, load_model
 from recommender.serve_options import ServeOptions
 from recommender.served import ServedRetrieval
@@ -204,7 +205,7 @@ class Models:
             The file.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the file, or that of the probe, cannot be read.
             ValueError: it is damaged, or its model is another or not sound; nothing has changed.
             RuntimeError: the device has no memory for it; nothing has changed.
         """
@@ -218,11 +219,13 @@ class Models:
                         f"{', '.join(expected) or 'none'}; got {', '.join(names) or 'none'}"
                     )
             try:
-                served = make_served(reordered(saved, self._items), self._max_candidates)
+                saved = reordered(saved, self._items)
+                served = make_served(saved, self._max_candidates)
                 cache = None
                 if isinstance(served, ServedRetrieval) and not self._fits(served):
                     cache = make_cache(self._options, served)
-                self._engine.swap(served, cache=cache)
+                probe = read_probe(self._options.probe, saved)
+                self._engine.swap(served, cache=cache, probe=probe)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
         return path

@@ -38,6 +38,7 @@ class ServeOptions(argparse.Namespace):
     """The command line."""
 
     model: Path
+    probe: Path | None
     data: list[Path] | None
     layout: LayoutName | None
     columns: dict[str, str] | None
@@ -116,6 +117,12 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     count = number(1, 10**9)
     parser.add_argument(
         "--model", type=Path, default=Path("runs/retrieval/best.pt"), help="the trained model"
+    )
+    parser.add_argument(
+        "--probe",
+        type=Path,
+        help="a request and the answer that each model must give nearly, the first and those that "
+        "take over; None is any request, and any answer that is finite",
     )
     parser.add_argument(
         "--data",
@@ -222,6 +229,8 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
             "argument --model: expected a file that train_retrieval.py or train_ranking.py saved "
             f"(make demo, make ranking); got {options.model}, which is no file"
         )
+    if options.probe is not None and not options.probe.is_file():
+        parser.error(f"argument --probe: expected a file, got {options.probe}, which is none")
     for path in options.data or ():
         if not path.exists():
             parser.error(f"argument --data: expected a file or directory; got {path}")

@@ -26,6 +26,7 @@ from hstu_attn.serving.versions import check_successor
 from recommender.connections import LimitedHTTP
 from recommender.http import make_app
 from recommender.http_access import Access, read_tokens
+from recommender.http_probe import read_probe
 from recommender.http_schemas import MAX_CANDIDATES
 from recommender.models import (
     Models,
@@ -72,8 +73,9 @@ def make_engine(
         store: keeps the events; None is a store in memory.
 
     Raises:
+        OSError: the file of the probe cannot be read.
         ValueError: the cache is too small for one history, the model has scores that are not
-            finite, or the data are not those of the model.
+            finite or not those of the probe, or the data are not those of the model.
     """
     served = make_served(saved, MAX_CANDIDATES)
     cache: PagedKVCache | None = None
@@ -84,7 +86,8 @@ def make_engine(
         graphs = GraphBuckets(ahead=True) if cache.kv_cache.is_cuda else False
     if store is None:
         store = make_store(options, saved, "memory")
-    check_successor(served, served, cache, store, None)
+    probe = read_probe(options.probe, saved)
+    check_successor(served, served, cache, store, probe)
     note_items(saved, store)
     if options.data is not None and store.seeded:  # what it has had need not be read again
         print("The store has had the events of --data, or of other data; none is added")

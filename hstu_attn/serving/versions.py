@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .batch import Plan, Request
 from .cache import PagedKVCache
-from .events import ACTION, ITEM, TIME, Change, EventStore, event_rows
+from .events import ACTION, ITEM, TIME, Change, EventStore, User, event_rows
 from .graphs import StepLimits
 from .histories import History
 from .model import CatalogueModel, ServedModel, UncachedModel
@@ -69,16 +69,20 @@ class Probe:
         events: `(n, 3)` integers, or `Event`s, oldest first; at least one.
         candidates: `(m,)` items; at least one.
         at: the time at which the model is asked; None is that of the last event.
-        expected: `(m,)` scores, as the model gave them in training, for example; None is any that
-            are finite.
+        expected: `(m,)` scores, or `(m, n)` of a model with `n` for each candidate, as the model
+            gave them in training, for example; None is any that are finite.
         tolerance: how far a score may be from the expected one `e`, as a fraction of `1 + |e|`.
+        user: who asks; matters where the model knows its users.
+        context: as of `Engine.submit_score`.
     """
 
     events: Sequence[tuple[int, ...]] | np.ndarray
     candidates: Sequence[int]
     at: int | None = None
-    expected: Sequence[float] | Tensor | None = None
+    expected: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None
     tolerance: float = 1e-2
+    user: User = "probe"
+    context: int | None = None
 
 
 def check_successor(
@@ -173,9 +177,12 @@ def _check_scores(
     limits = StepLimits(len(kinds), len(events), len(probe.candidates))
     plans = [
         Plan(
-            Request("probe", events, candidates, top_k, False, probe.at, 0.0),
+            Request(
+                *(probe.user, events, candidates, top_k, False, probe.at, 0.0),
+                context=probe.context,
+            ),
             History(key, 0, events),
-            Change("probe", 0, 0, events),
+            Change(probe.user, 0, 0, events),
         )
         for key, (candidates, top_k) in enumerate(kinds)
     ]
@@ -192,13 +199,14 @@ def _check_scores(
     expected = torch.as_tensor(probe.expected, dtype=torch.float64, device="cpu")
     if expected.shape != scores.shape:
         raise ValueError(
-            f"probe.expected: expected a score for each of {len(scores)} candidates, got shape "
-            f"{tuple(expected.shape)}"
+            f"probe.expected: expected a score for each of {len(scores)} candidates, as shape "
+            f"{tuple(scores.shape)}, got shape {tuple(expected.shape)}"
         )
     excess = (scores - expected).abs() - probe.tolerance * (1 + expected.abs())
     worst = int(excess.argmax())
-    if excess[worst] > 0:
+    if not excess.flatten()[worst] <= 0:  # nothing is near NaN
         raise ModelCheckError(
             f"model: expected the probe's scores within {probe.tolerance} * (1 + |score|), got "
-            f"{scores[worst]:.6g} for {expected[worst]:.6g} of candidate {worst}"
+            f"{scores.flatten()[worst]:.6g} for {expected.flatten()[worst]:.6g} of candidate "
+            f"{worst // scores[0].numel()}"
         )
