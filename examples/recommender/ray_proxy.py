@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
 from recommender.connections import LimitedHTTP
@@ -41,6 +41,9 @@ class LoadShedder:
     takes longer than `max_wait`, it is answered 503 with Retry-After. A client that has fewer under
     way than an equal part of what may be is refused only at twice the wait, so that one which sends
     much does not keep out others. `ALWAYS` requests may be under way however slow they are.
+
+    While Ray starts, its proxy answers 404, since it knows no application yet. That is answered 503
+    with Retry-After, too, because clients would give up for a 404.
 
     Args:
         max_wait: the seconds.
@@ -71,11 +74,23 @@ class LoadShedder:
                 answer = JSONResponse({"detail": "There is too much to do"}, 503, headers)
                 await answer(scope, receive, send)
                 return
+            known = True
+
+            async def replacing(message: Message) -> None:
+                nonlocal known
+                if is_unknown_path(message):
+                    known = False
+                    headers = {"Retry-After": "1"}
+                    detail = f"Nothing is served at {scope['path']}, or not yet"
+                    await JSONResponse({"detail": detail}, 503, headers)(scope, receive, send)
+                elif known:
+                    await send(message)
+
             self.begin(client, time.monotonic())
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, replacing)
             finally:
-                self.end(client, time.monotonic())
+                self.end(client, time.monotonic(), known)
 
         return shedding
 
@@ -94,16 +109,25 @@ class LoadShedder:
             self._last = now
         self._under_way[client] += 1
 
-    def end(self, client: str, now: float) -> None:
-        """Counts its answer."""
+    def end(self, client: str, now: float, of_replica: bool = True) -> None:
+        """Counts its answer; the pace is that of answers of replicas."""
         self._under_way[client] -= 1
         if not self._under_way[client]:
             del self._under_way[client]
+        if not of_replica:
+            return
         self._answered += 1
         weight = max(1 / self._answered, SMOOTHING)
         # An outage, in which nothing is answered, is no pace.
         self.seconds_each += weight * (min(now - self._last, self.max_wait) - self.seconds_each)
         self._last = now
+
+
+def is_unknown_path(message: Message) -> bool:
+    """Returns whether Ray's proxy begins to answer 404; the application's answers are JSON."""
+    if message["type"] != "http.response.start" or message["status"] != 404:
+        return False
+    return not dict(message["headers"])[b"content-type"].startswith(b"application/json")
 
 
 def client_of(scope: Scope) -> str:

@@ -111,7 +111,12 @@ async def _answers(shedder: LoadShedder, scopes: list[dict[str, Any]]) -> list[A
         await go_on.wait()
         if scope["path"] == "/score" and scope["headers"]:
             raise RuntimeError("a replica died")
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        kind = {"/early/score": b"text/plain", "/rank": b"application/json"}.get(scope["path"])
+        headers = [(b"content-type", kind or b"application/json")]
+        await send(
+            {"type": "http.response.start", "status": 404 if kind else 200, "headers": headers}
+        )
+        await send({"type": "http.response.body", "body": b"{}"})
 
     async def ask(scope: dict[str, Any]) -> tuple[int, str | None]:
         found: list[dict[str, Any]] = []
@@ -145,6 +150,17 @@ def test_answers(caplog):
     )
     assert "Refused a request: 16 are under way, 8 s of work" in caplog.text
     assert not shedder.excess("10.0.0.1")  # what has ended, by an error too, is not under way
+    assert shedder._under_way.total() == 0
+
+
+def test_what_is_not_there_yet_may_be_asked_for_again():
+    """Ray's 404 is one of its proxy; the application's own, of the other kind of model, stays."""
+    shedder = answered(each=0.5)
+    found = asyncio.run(_answers(shedder, [scope("/early/score"), scope("/rank")]))
+    assert found == [(503, "1"), (404, None)]
+    assert (before := shedder.seconds_each) < 0.5  # that of a replica counts
+    assert asyncio.run(_answers(shedder, [scope("/early/score")] * 3)) == [(503, "1")] * 3
+    assert shedder.seconds_each == before
     assert shedder._under_way.total() == 0
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from recommender.server import make_engine
 from hstu_attn.serving import Engine
 from hstu_attn.serving.client import Client, RequestError
 from tests.helpers import http_client
-from tests.helpers.ray_processes import processes_of_ray
+from tests.helpers.ray_processes import processes_below, processes_of_ray
 from tests.helpers.saved_models import ITEMS, save, save_ranking, whole
 from tests.helpers.stores import redis_server
 
@@ -61,10 +61,14 @@ class Site:
     Attributes:
         address: where its proxy listens.
         saved: the models whose files are `first.pt` and `later.pt`.
+        process: that of `serve run`, which has started all others.
     """
+
+    process: subprocess.Popen[bytes]
 
     def __init__(self, folder: Path, redis_url: str) -> None:
         self.folder = folder
+        self.started: dict[int, str] = {}
         save(folder / "first.pt", 1)
         save(folder / "later.pt", 2, LATER)
         self.saved = [load_model(folder / name, CPU) for name in ("first.pt", "later.pt")]
@@ -103,6 +107,7 @@ class Site:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "site_limits:limit",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 s suits an idle machine
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
         }
 
     def write(self, model: str) -> Path:
@@ -112,10 +117,10 @@ class Site:
         path.write_text(yaml.safe_dump(self.config))
         return path
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> None:
         """Runs `serve run`; returns when all replicas answer."""
         with (self.folder / "log").open("wb") as log:
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*SERVE, "run", "--address", "local", str(self.write("first.pt"))],
                 env=self.environment,
                 stdout=log,
@@ -124,16 +129,25 @@ class Site:
         self.dashboard, end = "", time.monotonic() + 180
         try:
             while not self.dashboard or set(self.statuses()) != {"RUNNING"}:
-                assert process.poll() is None, self.log()
+                assert self.process.poll() is None, self.log()
                 assert time.monotonic() < end, self.log()
                 time.sleep(0.5)
                 if found := re.search(r"dashboard at \S*?(http://[\d.:]+)", self.log()):
                     self.dashboard = found[1]
         except BaseException:
-            process.terminate()
-            process.wait(30)
+            self.stop()
             raise
-        return process
+        self.started = processes_below(self.process.pid)
+
+    def stop(self) -> None:
+        """Ends `serve run`, and what it has not ended of what it had started, as an operator."""
+        started = self.started | processes_below(self.process.pid)
+        self.process.terminate()
+        self.process.wait(60)
+        for pid, command in processes_below(1).items():
+            if started.get(pid) == command:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
@@ -179,12 +193,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     with redis_server(folder) as redis:
         site = Site(folder, redis.url)
-        process = site.start()
+        site.start()
         try:
             yield site
         finally:
-            process.terminate()
-            process.wait(60)
+            site.stop()
 
 
 @pytest.fixture(scope="module")
@@ -343,10 +356,10 @@ class Users:
             self.used[user] += right
             await asyncio.sleep(0.1)
 
-    async def meanwhile(self, call: Callable[[], object]) -> None:
+    async def meanwhile(self, call: Callable[[], object], attempts: int = 1) -> None:
         """Lets all users write until something is done, and somewhat longer."""
         self.done = False
-        async with Client(self.site.address, timeout=60.0, attempts=1) as client:
+        async with Client(self.site.address, timeout=120.0, attempts=attempts) as client:
             tasks = [asyncio.create_task(self.write(client, user)) for user in self.events]
             try:
                 await asyncio.to_thread(call)
@@ -406,3 +419,31 @@ def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> N
             assert scores == site.expected(0, users.events[user], ITEMS[:5])
 
     site.ask(ask)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_process_of_the_head_is_killed_under_load(site: Site, name: str) -> None:
+    """The service ends, which the log says; the next one has all events that were acknowledged."""
+    users = Users(site, range(5000, 5006) if name == "raylet" else range(5100, 5106))
+
+    def kill_and_start_again() -> None:
+        while not all(users.events.values()):
+            time.sleep(0.05)
+        (victim,) = [
+            pid for pid, command in site.started.items() if command.split()[0].endswith(f"/{name}")
+        ]
+        os.kill(victim, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while not re.search("Failed to connect to GCS|are UNHEALTHY", site.log()):
+            assert time.monotonic() < end, "nothing in the log"
+            time.sleep(0.2)
+        site.stop()
+        before = {user: len(events) for user, events in users.events.items()}
+        site.start()
+        end = time.monotonic() + 60
+        while any(len(events) == before[user] for user, events in users.events.items()):
+            assert time.monotonic() < end, "a user is not answered"
+            time.sleep(0.2)
+
+    asyncio.run(users.meanwhile(kill_and_start_again, attempts=10_000))
+    assert all(set(used) == {0} for used in users.used.values())

@@ -7,19 +7,28 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def processes_of_ray(name: str) -> list[int]:
-    """Returns the processes of the actors whose class begins with a name."""
-    parents, found = {}, []
+def processes_below(pid: int) -> dict[int, str]:
+    """Returns the processes that one has started, and those that these have, with their commands.
+
+    A command is what the process says of itself, with its arguments.
+    """
+    parents, commands = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
-            pid, words = int(folder.name), (folder / "cmdline").read_bytes()
-            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if words.startswith(f"ray::{name}".encode()):
-                found.append(pid)
+            stat = (folder / "stat").read_text()
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            commands[int(folder.name)] = b" ".join(words).decode(errors="replace")
 
-    def is_below(pid: int) -> bool:
-        while pid in parents and pid != os.getpid():
-            pid = parents[pid]
-        return pid == os.getpid()
+    def is_below(one: int) -> bool:
+        while one in parents and one != pid:
+            one = parents[one]
+        return one == pid
 
-    return [pid for pid in found if is_below(pid)]
+    return {one: command for one, command in commands.items() if one != pid and is_below(one)}
+
+
+def processes_of_ray(name: str) -> list[int]:
+    """Returns the processes of the actors whose class begins with a name."""
+    below = processes_below(os.getpid())
+    return [pid for pid, command in below.items() if command.startswith(f"ray::{name}")]
