@@ -19,6 +19,7 @@ SEED_VARIABLE = "HSTU_ATTN_TEST_SEED"
 NO_GPU, NO_KERNELS = "needs a GPU", "needs a build with CUDA kernels"
 NO_REDIS = "needs redis-server, and Python's package redis"
 NO_TMPFS = "needs to mount a tmpfs, as root may"
+NO_WAITAOF = "needs redis-server 7.2 or later, or Valkey's under that name"
 
 for _profile, _examples in (("suite", 100), ("quick", 15)):
     hypothesis.settings.register_profile(
@@ -63,6 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    for reason in (NO_GPU, NO_KERNELS, NO_REDIS, NO_TMPFS):
+    for reason in (NO_GPU, NO_KERNELS, NO_REDIS, NO_TMPFS, NO_WAITAOF):
         if count := sum(reason in text for text in skipped):
             terminalreporter.write_line(f"{count} tests skipped: {reason}")

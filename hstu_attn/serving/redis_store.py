@@ -135,12 +135,12 @@ class RedisStore(EventStore):
         timeout: seconds to wait for the server's answer to a command. It is sent a second time only
             if the connection has been closed, so that a server that hangs is not waited for twice.
         wait_aof: whether an event is acknowledged only when the append-only file has it on the disk
-            (WAITAOF, of Redis 7.2 and later), whatever `appendfsync` is.
+            (WAITAOF, of Redis 7.2 and later); for `appendfsync everysec`.
 
     Raises:
         ImportError: without the package `redis`.
         ValueError: for a size out of range, a wrong URL, a cluster, or a server that lacks
-            WAITAOF or the append-only file for it.
+            WAITAOF or the append-only file for it, or never has that on the disk.
         StoreError: if the server does not answer.
     """
 
@@ -209,6 +209,8 @@ class RedisStore(EventStore):
                 fsync = self._client.config_get("appendfsync").get("appendfsync", "unknown")
             except self._refusal:  # of a user who may not ask for it
                 fsync = "unknown"
+            if self._wait_aof and fsync == "no":  # WAITAOF would never return
+                raise ValueError("wait_aof: expected a server with appendfsync everysec, got no")
         if not server.get("aof_enabled"):
             LOG.warning("%s: has appendonly no, and loses events when it ends", self._place)
         elif fsync != "always" and not self._wait_aof:

@@ -89,6 +89,12 @@ class RedisServer:
             time.sleep(0.02)
         raise AssertionError("redis-server does not answer")
 
+    @property
+    def has_wait_aof(self) -> bool:
+        """Whether it has the command WAITAOF."""
+        version = str(self.client.info()["redis_version"])
+        return tuple(map(int, version.split(".")[:2])) >= (7, 2)
+
     def kill(self) -> None:
         """Ends it as by kill -9."""
         if self.process is not None:

@@ -27,8 +27,9 @@ from hstu_attn.serving import (
     StoreError,
 )
 from hstu_attn.serving.redis_store import RedisStore
+from tests.conftest import NO_WAITAOF
 from tests.helpers.serving_models import LONGEST, assert_close, make_cache, make_model
-from tests.helpers.stores import Place, RedisServer, events_of
+from tests.helpers.stores import Place, RedisServer, events_of, redis_server, small_disk
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("one_thread")]
 
@@ -164,6 +165,46 @@ def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> No
             os.kill(shared_redis.process.pid, signal.SIGCONT)
         store.add(1, [(2, 2)])
         assert events_of(store, 1) == [(1, 1, 0), (2, 2, 0)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Redis answers before it knows
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_wait_aof_acknowledges_what_is_on_the_disk(tmp_path: Path) -> None:
+    """By default a Redis whose disk is full may answer before it knows, and lose the event."""
+    with small_disk(tmp_path) as disk, redis_server(tmp_path) as server:
+        if not server.has_wait_aof:
+            pytest.skip(NO_WAITAOF)
+        server.client.config_set("appendfsync", "no")
+        with pytest.raises(ValueError, match="with appendfsync everysec, got no"):
+            RedisStore(server.url, 5000, wait_aof=True)
+        server.client.config_set("appendfsync", "everysec")
+        acknowledged: list[tuple[int, int, int]] = []
+
+        def add() -> None:
+            event = (1, len(acknowledged), 0)
+            store.add(1, [event])
+            acknowledged.append(event)
+
+        def add_until_full() -> None:
+            while len(acknowledged) < 5000:
+                add()
+
+        with RedisStore(server.url, 5000, timeout=1.0, wait_aof=True) as store:
+            disk.fill(2**12)
+            with pytest.raises(StoreError, match="the append-only file was not written in time"):
+                add_until_full()
+            server.kill()
+        assert len(acknowledged) > 3
+        disk.clear()
+        server.start()
+        with RedisStore(server.url, 5000) as store:
+            stored = events_of(store, 1)
+            assert stored[: len(acknowledged)] == acknowledged
+            assert len(stored) <= len(acknowledged) + 1  # the one that was not acknowledged
 
 
 # ---------------------------------------------------------------------------------------------
