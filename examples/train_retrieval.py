@@ -14,7 +14,7 @@ Amazon reviews (ratings only, of 2014, 2018 or 2023) or KuaiRand's logs. Of each
 is for testing, the one before it for validation, and the rest for training; `--protocol published`
 trains on all but the last, as for published figures (arXiv 2402.17152, section 4.1.1). A recipe, a
 TOML file of options, repeats one of these. Training is by sampled softmax; evaluation ranks the
-whole catalogue and compares with two baselines.
+whole catalog and compares with two baselines.
 
 The output directory holds the curves, the metrics and checkpoints, from which a killed run
 continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that holds a
@@ -340,7 +340,7 @@ def make_model(
 
     Args:
         options: the command line.
-        num_items: the size of the catalogue.
+        num_items: the size of the catalog.
         device: where the model will be.
         mesh: the ranks that divide the rows of the item embeddings; None divides nothing.
     """

@@ -1,4 +1,4 @@
-"""Leave-one-out evaluation over the whole catalogue: hit rates, NDCG and MRR."""
+"""Leave-one-out evaluation over the whole catalog: hit rates, NDCG and MRR."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Evaluation:
     Args:
         log: the events.
         windows: one per user, as `hstu_attn.data.held_out_windows` makes them.
-        tokens_per_batch: rows scored at a time; fewer where the catalogue is large.
+        tokens_per_batch: rows scored at a time; fewer where the catalog is large.
         excluded: what the ranking leaves out.
         device: where to score.
     """

@@ -101,7 +101,7 @@ class Service(NamedTuple):
         for place, item in enumerate(items):
             if item not in self.index_of:
                 where = ["body", path[0], place, *path[1:]]
-                raise invalid(where, "unknown_item", "Item is not in the catalogue")
+                raise invalid(where, "unknown_item", "Item is not in the catalog")
             found.append(self.index_of[item])
         return found
 

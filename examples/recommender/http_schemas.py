@@ -45,7 +45,7 @@ class Strict(BaseModel):
 
 
 class EventBody(Strict, Generic[Id]):
-    """An event: an item of the catalogue, by the data set's id, and when, in seconds."""
+    """An event: an item of the catalog, by the data set's id, and when, in seconds."""
 
     item: Id
     time: Time
@@ -69,7 +69,7 @@ class ScoreBody(UserBody[Id], Generic[Id]):
 
 
 class RecommendBody(UserBody[Id], Generic[Id]):
-    """Asks for the best items of the catalogue."""
+    """Asks for the best items of the catalog."""
 
     k: int = Field(default=10, ge=1, le=MAX_K)
     exclude_seen: bool = True
@@ -83,7 +83,7 @@ class ScoreAnswer(Strict, Generic[Id]):
 
 
 class ItemAnswer(Strict, Generic[Id]):
-    """An item of the catalogue and its score."""
+    """An item of the catalog and its score."""
 
     item: Id
     title: str

@@ -33,7 +33,7 @@ class ItemModel(nn.Module):
     A model of sequences derives from it, and its `forward` gives the states.
 
     Args:
-        num_items: size of the catalogue.
+        num_items: size of the catalog.
         dim: width of the embeddings, which start as N(0, 0.02) without what is beyond two standard
             deviations.
         l2_normalize: compares by cosine; False compares by dot product, with the states
@@ -105,7 +105,7 @@ class RetrievalModel(ItemModel):
     The weights start as in that paper's public experiments; positions are Xavier normal.
 
     Args:
-        num_items: size of the catalogue.
+        num_items: size of the catalog.
         config: the configuration of the layers; its `embedding_dim` is the width of the item
             embeddings. Times are read where it has a table for them.
         num_layers: how many layers.

@@ -24,7 +24,7 @@ from recommender.served_ranking import (
 
 __all__ = ["Models", "aligned", "load_served", "make_cache", "make_served"]
 
-CATALOGUE = "catalogue"  # the note of a store that says what its items and actions are
+CATALOG = "catalogue"  # the note of a store that says what its items and actions are
 
 
 def load_served(path: Path, bf16: bool, device: torch.device) -> SavedModel | SavedRanking:
@@ -53,7 +53,7 @@ def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel |
         StoreError: the store cannot be read.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
-    note = store.note(CATALOGUE)
+    note = store.note(CATALOG)
     noted = {"actions": actions, "items": []} if note is None else json.loads(note)
     if noted["actions"] != actions:
         raise ValueError(
@@ -81,7 +81,7 @@ def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
     ids = saved.item_ids.tolist()
     mine = json.dumps({"actions": actions, "items": ids}).encode()
     while True:  # until no other process notes others meanwhile
-        note = store.note(CATALOGUE)
+        note = store.note(CATALOG)
         noted = {"actions": actions, "items": []} if note is None else json.loads(note)
         items = noted["items"]
         if noted["actions"] != actions or items[: len(ids)] != ids[: len(items)]:
@@ -89,7 +89,7 @@ def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
                 "--store: expected the items and actions that the model was aligned with, got "
                 "others: another model has been started meanwhile; start this one again"
             )
-        if len(items) >= len(ids) or store.replace_note(CATALOGUE, note, mine):
+        if len(items) >= len(ids) or store.replace_note(CATALOG, note, mine):
             return
 
 

@@ -24,7 +24,7 @@ class SASRec(ItemModel):
     cross-entropy, and norms without weights. It reads no times.
 
     Args:
-        num_items: size of the catalogue.
+        num_items: size of the catalog.
         dim: width of the embeddings, of the layers and of their hidden rows.
         num_heads: heads of a layer, a divisor of `dim`.
         num_layers: how many layers.

@@ -27,7 +27,7 @@ class _OtherModelError(Exception):
 
 
 class SavedModel(NamedTuple):
-    """A trained model and its catalogue.
+    """A trained model and its catalog.
 
     Attributes:
         model: in evaluation mode.
@@ -54,7 +54,7 @@ def save_model(
     validation: Mapping[str, float] | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Writes the model and its catalogue, as in `SavedModel`, in place of what was there.
+    """Writes the model and its catalog, as in `SavedModel`, in place of what was there.
 
     The file also holds the validation metrics of the model, by name. `weights` is the state of the
     model; None is what it has here.

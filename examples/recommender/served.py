@@ -11,7 +11,7 @@ __all__ = ["ServedRetrieval"]
 
 
 class ServedRetrieval:
-    """A trained model as a `hstu_attn.serving.CatalogueModel`.
+    """A trained model as a `hstu_attn.serving.CatalogModel`.
 
     Candidates are compared with the state after a user's last event. The constructor puts the model
     into evaluation mode.
@@ -41,6 +41,6 @@ class ServedRetrieval:
         """Scores `(n,)` fp32 of candidates `(n,)` by states `(n, embedding_dim)`."""
         return (self.model.state_vectors(states) * self.item_vectors[candidates]).sum(dim=1)
 
-    def score_catalogue(self, states: Tensor) -> Tensor:
+    def score_catalog(self, states: Tensor) -> Tensor:
         """Scores `(n, num_items)` fp32 by states `(n, embedding_dim)`."""
         return self.model.state_vectors(states) @ self.item_vectors.T

@@ -79,7 +79,7 @@ class _Film:
     sequel: int | None
 
 
-class _Catalogue:
+class _Catalog:
     """The films, and ways to draw one."""
 
     def __init__(self, films: list[_Film]) -> None:
@@ -157,12 +157,12 @@ def write_synthetic_movielens(
     Raises:
         ValueError: more films, or more events per viewer, than can be made.
     """
-    catalogue, events = _simulate(num_users, num_items, mean_events, seed)
+    catalog, events = _simulate(num_users, num_items, mean_events, seed)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
 
     def write_films(file: TextIO) -> None:
-        for number, film in enumerate(catalogue.films, start=1):
+        for number, film in enumerate(catalog.films, start=1):
             genres = "|".join(GENRES[genre] for genre in film.genres)
             file.write(f"{number}::{film.title} ({film.year})::{genres}\n")
 
@@ -187,7 +187,7 @@ def synthetic_events(
 
 def _simulate(
     num_users: int, num_items: int, mean_events: int, seed: int
-) -> tuple[_Catalogue, Iterator[tuple[int, int, int, int]]]:
+) -> tuple[_Catalog, Iterator[tuple[int, int, int, int]]]:
     if not 0 < num_items <= len(ADJECTIVES) * len(NOUNS):
         raise ValueError(
             f"num_items: expected 1 to {len(ADJECTIVES) * len(NOUNS)}, got {num_items}"
@@ -198,16 +198,16 @@ def _simulate(
             f"got {mean_events}"
         )
     generator = random.Random(seed)
-    catalogue = _Catalogue(_make_films(num_items, generator))
+    catalog = _Catalog(_make_films(num_items, generator))
 
     def events() -> Iterator[tuple[int, int, int, int]]:
         for user in range(num_users):
             spread = generator.lognormvariate(-0.32, 0.8)  # its mean is 1
             count = FEWEST_EVENTS + round((mean_events - FEWEST_EVENTS) * spread)
-            for event in _view(catalogue, min(count, num_items // 2), generator):
+            for event in _view(catalog, min(count, num_items // 2), generator):
                 yield user, *event
 
-    return catalogue, events()
+    return catalog, events()
 
 
 def write_whole(path: Path, write: Callable[[TextIO], None]) -> None:
@@ -256,7 +256,7 @@ def _make_films(num_items: int, generator: random.Random) -> list[_Film]:
 
 
 def _view(
-    catalogue: _Catalogue, num_events: int, generator: random.Random
+    catalog: _Catalog, num_events: int, generator: random.Random
 ) -> Iterator[tuple[int, int, int]]:
     """Yields one viewer's film, rating and timestamp, event by event."""
     genres = range(len(GENRES))
@@ -278,30 +278,30 @@ def _view(
             session = _Session.begin(genre, period, generator)
             now += DAY / 3 + generator.expovariate(1 / (DAYS_BETWEEN_SESSIONS * DAY))
         session.advance()
-        last = _next_film(catalogue, session, last, seen, generator)
+        last = _next_film(catalog, session, last, seen, generator)
         seen.add(last)
         now += MINUTE / 2 + generator.expovariate(1 / (3 * MINUTE))
-        film = catalogue.films[last]
+        film = catalog.films[last]
         liking = 3.3 + film.quality + 0.5 * (session.genre in film.genres)
         yield last, min(5, max(1, round(generator.gauss(liking, 0.8)))), int(now)
 
 
 def _next_film(
-    catalogue: _Catalogue,
+    catalog: _Catalog,
     session: _Session,
     last: int | None,
     seen: set[int],
     generator: random.Random,
 ) -> int:
     """Draws an unseen film, for one of the three reasons that the module's text gives."""
-    sequel = None if last is None else catalogue.films[last].sequel
+    sequel = None if last is None else catalog.films[last].sequel
     if sequel is not None and sequel not in seen and generator.random() < SEQUEL_PROBABILITY:
         return sequel
     popular = generator.random() < POPULAR_PROBABILITY
     for _ in range(0 if popular else ATTEMPTS):
-        film = catalogue.draw_near(session.genre, session.year, generator)
+        film = catalog.draw_near(session.genre, session.year, generator)
         if film not in seen:
             return film
-    while (film := catalogue.draw(generator)) in seen:
+    while (film := catalog.draw(generator)) in seen:
         pass
     return film

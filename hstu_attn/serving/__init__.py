@@ -1,7 +1,7 @@
 """Serving: an inference server around the operator (`pip install hstu_attn[serving]`).
 
 Engine           scores for many users at once, on keys and values that it keeps
-ServedModel      what an engine needs of a model; CatalogueModel, of one for retrieval;
+ServedModel      what an engine needs of a model; CatalogModel, of one for retrieval;
                  UncachedModel, of one that computes each request whole
 GraphBuckets     the shapes that an engine captures in CUDA graphs
 EventStore       the users' latest events, from which an engine recomputes what is not cached:
@@ -28,7 +28,7 @@ from .events import (
 )
 from .export import ScoringStep
 from .graphs import GraphBuckets
-from .model import CatalogueModel, Requests, Rows, ServedModel, UncachedModel
+from .model import CatalogModel, Requests, Rows, ServedModel, UncachedModel
 from .redis_store import RedisStore
 from .scoring import Recommendation
 from .sqlite_store import SQLiteStore
@@ -40,7 +40,7 @@ __all__ = [
     "CacheStats",
     "CacheStep",
     "CachedRows",
-    "CatalogueModel",
+    "CatalogModel",
     "DeadlineError",
     "Engine",
     "EngineClosedError",

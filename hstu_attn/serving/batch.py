@@ -27,8 +27,8 @@ class Request:
     Attributes:
         user: the user whose events these are.
         events: `(n, 3)` new ones.
-        candidates: `(m,)` items to score; none where the best of the catalogue are asked for.
-        top_k: how many of the catalogue; 0 where candidates are scored.
+        candidates: `(m,)` items to score; none where the best of the catalog are asked for.
+        top_k: how many of the catalog; 0 where candidates are scored.
         exclude_seen: whether items of the user's history are left out of those.
         at: the time at which the model is asked; None is the time of the last event.
         submitted: when it was submitted, by `time.monotonic`.

@@ -47,7 +47,7 @@ class UnavailableError(RuntimeError):
 
 
 class RecommendedItem(NamedTuple):
-    """An item of the catalogue, and its score."""
+    """An item of the catalog, and its score."""
 
     item: Id
     title: str
@@ -172,12 +172,12 @@ class Client:
         at: int | None = None,
         timeout: float | None = None,
     ) -> list[RecommendedItem]:
-        """Returns the best items of the catalogue for a user, best first.
+        """Returns the best items of the catalog for a user, best first.
 
         Args:
             user: as in `score`, as are events, `at`, the timeout and the errors.
             events: likewise.
-            k: how many; fewer where the catalogue has no more.
+            k: how many; fewer where the catalog has no more.
             exclude_seen: whether items of the user's history are left out.
             at: likewise.
             timeout: likewise.

@@ -35,7 +35,7 @@ from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StepLimits
 from .histories import Histories
 from .jobs import Jobs
-from .model import CatalogueModel, ServedModel, UncachedModel
+from .model import CatalogModel, ServedModel, UncachedModel
 from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
 from .tracing import current_span, record_spans
@@ -183,7 +183,7 @@ class Engine:
                 may be left out.
             candidates: `(m,)` items; may be none.
             at: the time at which the model is asked; None is that of the user's last event.
-            timeout: seconds to wait for the answer; None is for ever.
+            timeout: seconds to wait for the answer; None is forever.
             client: the client on whose behalf it asks; clients take turns in the queue.
 
         Returns:
@@ -218,14 +218,14 @@ class Engine:
         timeout: float | None = None,
         client: str = "",
     ) -> Recommendation:
-        """Stores a user's new events and finds the best items of the catalogue after them.
+        """Stores a user's new events and finds the best items of the catalog after them.
 
         Args:
-            k: how many items; fewer where the catalogue has no more.
+            k: how many items; fewer where the catalog has no more.
             exclude_seen: whether items in the user's history (what the engine keeps of it) are
                 left out.
 
-        The other arguments and the errors are those of `score`; a model that is no `CatalogueModel`
+        The other arguments and the errors are those of `score`; a model that is no `CatalogModel`
         is a ValueError, too.
         """
         how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
@@ -260,9 +260,9 @@ class Engine:
         **how: Unpack[How],
     ) -> Future[Recommendation]:
         """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
-        if not isinstance(self.model, CatalogueModel):
+        if not isinstance(self.model, CatalogModel):
             raise ValueError(
-                "model: expected one that scores its whole catalogue (score_catalogue), got "
+                "model: expected one that scores its whole catalog (score_catalog), got "
                 f"{type(self.model).__name__}"
             )
         if k < 1:
@@ -524,7 +524,7 @@ class Engine:
                 self._settle()
             taken = time.monotonic()
             self._serve_plans(self._plan(requests), taken)
-        except Exception as error:  # none may wait for ever, nor find rows that have no history
+        except Exception as error:  # none may wait forever, nor find rows that have no history
             LOG.exception("A batch failed in a way that was not foreseen")
             self._settle()
             self._answers.hand_out()

@@ -30,7 +30,7 @@ from .events import (
 __all__ = ["Histories", "History"]
 
 LOG = logging.getLogger("hstu_attn.serving")
-_ITEMS = 2**62  # no catalogue has so many
+_ITEMS = 2**62  # no catalog has so many
 _NO_EVENTS = np.empty((0, 3), np.int64)
 _SECONDS_BETWEEN_LINES = 60.0  # a clock that has stepped back may concern all users
 

@@ -13,7 +13,7 @@ from ..layer import HSTUStack
 from .events import Int64s, User
 
 __all__ = [
-    "CatalogueModel",
+    "CatalogModel",
     "Requests",
     "Rows",
     "ServedModel",
@@ -98,10 +98,10 @@ class ServedModel(ModelSizes, Protocol):
 
 
 @runtime_checkable
-class CatalogueModel(ServedModel, Protocol):
+class CatalogModel(ServedModel, Protocol):
     """A retrieval model, which can score all items at once."""
 
-    def score_catalogue(self, states: Tensor) -> Tensor:
+    def score_catalog(self, states: Tensor) -> Tensor:
         """Returns the scores of all items, `(n, num_items)`.
 
         `states` `(n, embedding_dim)` are the stack's output after the last event of each user.

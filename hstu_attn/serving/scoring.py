@@ -14,7 +14,7 @@ from .batch import Batch, Plan, pack, whole_requests
 from .cache import CacheStep, PagedKVCache
 from .events import ITEM, EventStore
 from .graphs import GraphBuckets, StackGraphs, StepLimits
-from .model import CatalogueModel, ServedModel, UncachedModel, check_model, row_dtype
+from .model import CatalogModel, ServedModel, UncachedModel, check_model, row_dtype
 
 __all__ = ["Computed", "Recommendation", "Scorer", "check_fit"]
 
@@ -24,7 +24,7 @@ UNCACHED_EVENTS = 2**20
 
 
 class Recommendation(NamedTuple):
-    """The best items of the catalogue, best first: int64 `(k,)`, and their scores `(k,)`."""
+    """The best items of the catalog, best first: int64 `(k,)`, and their scores `(k,)`."""
 
     items: Tensor
     scores: Tensor
@@ -200,10 +200,10 @@ class Scorer:
         scores = scores.cpu()
         answers = _finite_or_none(scores, plans)
         asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
-        if asking and isinstance(model, CatalogueModel):
+        if asking and isinstance(model, CatalogModel):
             chosen = torch.tensor(asking, device=states.device)
-            catalogue = model.score_catalogue(states[batch.last_rows[chosen]])
-            best = _best(catalogue, [plans[number] for number in asking])
+            catalog = model.score_catalog(states[batch.last_rows[chosen]])
+            best = _best(catalog, [plans[number] for number in asking])
             for number, recommendation in zip(asking, best, strict=True):
                 finite = recommendation.scores.isfinite().all()
                 answers[number] = recommendation if finite else None
@@ -218,7 +218,7 @@ def _finite_or_none(scores: Tensor, plans: Sequence[Plan]) -> list[Tensor | Reco
     return [found if found.isfinite().all() else None for found in listed]
 
 
-def _best(catalogue: Tensor, plans: Sequence[Plan]) -> list[Recommendation]:
+def _best(catalog: Tensor, plans: Sequence[Plan]) -> list[Recommendation]:
     """Returns the best items of each row of scores `(len(plans), num_items)`."""
     if any(plan.request.exclude_seen for plan in plans):
         seen = [
@@ -226,12 +226,12 @@ def _best(catalogue: Tensor, plans: Sequence[Plan]) -> list[Recommendation]:
             for plan in plans
         ]
         rows = np.repeat(np.arange(len(plans)), [len(items) for items in seen])
-        indices = torch.from_numpy(np.stack([rows, np.concatenate(seen)])).to(catalogue.device)
-        catalogue = catalogue.index_put(
-            tuple(indices), torch.tensor(-torch.inf, dtype=catalogue.dtype, device=catalogue.device)
+        indices = torch.from_numpy(np.stack([rows, np.concatenate(seen)])).to(catalog.device)
+        catalog = catalog.index_put(
+            tuple(indices), torch.tensor(-torch.inf, dtype=catalog.dtype, device=catalog.device)
         )
-    most = min(max(plan.request.top_k for plan in plans), catalogue.shape[1])
-    best = catalogue.topk(most)
+    most = min(max(plan.request.top_k for plan in plans), catalog.shape[1])
+    best = catalog.topk(most)
     recommendations = []
     for plan, scores, items in zip(plans, best.values.cpu(), best.indices.cpu(), strict=True):
         unseen = scores[: plan.request.top_k] != -torch.inf

@@ -18,7 +18,7 @@ from .cache import PagedKVCache
 from .events import ACTION, ITEM, TIME, Change, EventStore, User, event_rows
 from .graphs import StepLimits
 from .histories import History
-from .model import CatalogueModel, ServedModel, UncachedModel
+from .model import CatalogModel, ServedModel, UncachedModel
 from .scoring import Scorer, check_fit
 
 __all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns", "with_pauses"]
@@ -99,7 +99,7 @@ def check_successor(
         served: what it takes over from.
         cache: what it is to be served from; is only looked at.
         store: the users' events.
-        probe: None is a history of `store.max_events` events on items of the whole catalogue.
+        probe: None is a history of `store.max_events` events on items of the whole catalog.
 
     Raises:
         ModelCheckError: if it cannot.
@@ -110,8 +110,8 @@ def check_successor(
             raise ModelCheckError(
                 f"model: expected {name} of the served model, {expected}, got {got}"
             )
-    if isinstance(served, CatalogueModel) and not isinstance(model, CatalogueModel):
-        raise ModelCheckError("model: expected one that scores its whole catalogue, as the served")
+    if isinstance(served, CatalogModel) and not isinstance(model, CatalogModel):
+        raise ModelCheckError("model: expected one that scores its whole catalog, as the served")
     try:
         check_fit(model, cache, store)
     except ValueError as error:
@@ -160,7 +160,7 @@ def _check_scores(
             f"{len(events)} and {len(probe.candidates)}"
         )
     kinds = [(np.array(probe.candidates, np.int64), 0)]
-    if isinstance(model, CatalogueModel):
+    if isinstance(model, CatalogModel):
         kinds.append((np.empty(0, np.int64), 1))  # the best item: NaN is taken for the best
     cache = None
     if like is not None:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("fastapi")
-from recommender.models import CATALOGUE, aligned, note_items
+from recommender.models import CATALOG, aligned, note_items
 from recommender.saved import load_model
 from recommender.serve_options import parse_arguments
 from recommender.server import make_engine
@@ -46,7 +46,7 @@ def test_a_model_serves_again_after_one_with_more_items(tmp_path: Path) -> None:
         read = [event for event in events if event[0] in known]
         expected = whole(load_model(path, CPU), read, candidates)
         assert scores.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-        note = store.note(CATALOGUE)
+        note = store.note(CATALOG)
         assert note is not None
         assert json.loads(note)["items"] == noted
     save(paths[0], 1, ITEMS[11:51])  # has not been served
@@ -67,7 +67,7 @@ def test_one_of_two_models_that_start_at_once_starts_again(tmp_path: Path) -> No
     save(tmp_path / "other.pt", 1, ITEMS[:52])
     note_items(aligned(load_model(tmp_path / "other.pt", CPU), store), store)
     note_items(aligned_with_nothing[0], store)
-    note = store.note(CATALOGUE)
+    note = store.note(CATALOG)
     assert note is not None
     assert json.loads(note)["items"] == ITEMS[:52]
 
@@ -97,6 +97,6 @@ def test_a_model_that_notes_its_items_between_those_of_another(
     else:
         with pytest.raises(ValueError, match="another model has been started meanwhile"):
             note_items(both[0], store)
-    noted = store.note(CATALOGUE)
+    noted = store.note(CATALOG)
     assert noted is not None
     assert json.loads(noted)["items"] == both[0 if fits else 1].item_ids.tolist()

@@ -157,7 +157,7 @@ def _as_new(saved: SavedRanking) -> SavedRanking:
 def test_users_of_the_data_are_known_with_their_events(
     client: Client, saved: SavedRanking, data: RankingData
 ) -> None:
-    """The request is made at the last event's time, for items of the whole catalogue."""
+    """The request is made at the last event's time, for items of the whole catalog."""
     log = data.log
     assert client.send("GET", "/health")[2]["users"] >= log.num_users
     for user in (0, 7, 39):
@@ -245,7 +245,7 @@ def test_nobody_and_nothing(saved: SavedRanking) -> None:
         assert (scores[0] - scores[2]).abs().max() > 1e-3
         with pytest.raises(ValueError, match="candidates: expected items from 0 to 99, got 100"):
             engine.score(-5, [], [100])
-        with pytest.raises(ValueError, match="model: expected one that scores its whole catalogue"):
+        with pytest.raises(ValueError, match="model: expected one that scores its whole catalog"):
             engine.recommend(-5, [], 3)
 
 

@@ -111,7 +111,7 @@ def test_ranks_of_ties_and_nan() -> None:
 
 
 def test_a_target_that_the_ranking_leaves_out_is_a_miss() -> None:
-    """Also where the catalogue is small, and most of it is left out with the target."""
+    """Also where the catalog is small, and most of it is left out with the target."""
     scores = torch.tensor([[-math.inf, -math.inf, -math.inf, 1.0], [0.0, -math.inf, 2.0, 1.0]])
     metrics = metrics_of_ranks(ranks_of_targets(scores, torch.tensor([0, 0])))
     assert (metrics.hit_rate_200, metrics.mrr) == (0.5, 1 / 6)
@@ -307,7 +307,7 @@ def test_a_run_from_end_to_end(
     assert list(history["validation"]) == ["8", "16", "24"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    # The file of the best model holds the whole model and its catalogue.
+    # The file of the best model holds the whole model and its catalog.
     saved = load_model(out / "best.pt", torch.device("cpu"))
     log = open_event_log(ratings)
     assert (saved.item_ids == log.item_ids).all()

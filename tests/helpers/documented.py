@@ -52,7 +52,7 @@ def make_checkout(path: Path) -> Path:
 
 
 def save_some_model(path: Path, items: list[int]) -> None:
-    """Saves an untrained model of a catalogue, as train_retrieval.py saves its best."""
+    """Saves an untrained model of a catalog, as train_retrieval.py saves its best."""
     from recommender.model import RetrievalModel
     from recommender.saved import save_model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from recommender.model import RetrievalModel
-from recommender.models import CATALOGUE
+from recommender.models import CATALOG
 from recommender.ranking import RankingConfig, RankingModel, save_ranking_model
 from recommender.ranking_data import ACTIVITY_BUCKETS
 from recommender.saved import SavedModel, save_model
@@ -47,7 +47,7 @@ def whole(saved: SavedModel, events: Sequence[Sequence[int]], candidates: list[i
 
 def stored_events(store: EventStore, users: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Returns the ids of items, and the times, of the users' stored events."""
-    note = store.note(CATALOGUE)
+    note = store.note(CATALOG)
     assert note is not None
     ids = json.loads(note)["items"]
     found = store.read(users, [0] * len(users))

@@ -20,7 +20,7 @@ from hstu_attn.layer import HSTULayerConfig
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from hstu_attn.serving import (
-    CatalogueModel,
+    CatalogModel,
     Engine,
     Event,
     GraphBuckets,
@@ -292,7 +292,7 @@ def test_a_cache_that_does_not_evict_fills_up() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Users, events and the catalogue
+# Users, events and the catalog
 # ---------------------------------------------------------------------------------------------
 
 
@@ -377,7 +377,7 @@ def test_recommendations(exclude_seen: bool) -> None:
 def test_nothing_is_recommended_to_who_has_no_events() -> None:
     """Though candidates are rows: there is no row of the user, and those of others are no use."""
     model = make_model("ranking")
-    model.score_catalogue = lambda states: model.head(states) * torch.arange(ITEMS)
+    model.score_catalog = lambda states: model.head(states) * torch.arange(ITEMS)
     with Engine(model, make_cache(12), max_batch_size=2, max_wait=30.0) as engine:
         known = engine.submit_recommend(1, [(2, 3), (4, 5)], 3)
         unknown = engine.submit_recommend(2, [], 3)
@@ -423,7 +423,7 @@ def test_bad_requests_are_refused(arguments: dict[str, Any], message: str) -> No
 def test_bad_recommendations_are_refused() -> None:
     with (
         Engine(make_model("ranking"), make_cache(3)) as engine,
-        pytest.raises(ValueError, match="model: expected one that scores its whole catalogue"),
+        pytest.raises(ValueError, match="model: expected one that scores its whole catalog"),
     ):
         engine.recommend(1, [], 5)
     with (
@@ -492,5 +492,5 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_models_are_told_apart() -> None:
-    assert isinstance(make_model("retrieval"), CatalogueModel)
-    assert not isinstance(make_model("ranking"), CatalogueModel)
+    assert isinstance(make_model("retrieval"), CatalogModel)
+    assert not isinstance(make_model("ranking"), CatalogModel)

@@ -348,7 +348,7 @@ def fail(rows: Any) -> Any:
         ),
         (
             lambda: spoil(
-                lambda m: setattr(m, "score_catalogue", lambda x: x.float() @ m.item_vectors.T / 0)
+                lambda m: setattr(m, "score_catalog", lambda x: x.float() @ m.item_vectors.T / 0)
             ),
             "model: expected finite scores of the probe, got NaN or Inf",
         ),
