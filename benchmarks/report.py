@@ -36,6 +36,7 @@ __all__ = ["DOCUMENTS", "render"]
 SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")  # the cases of other libraries in README.md
 SHOWN = {"attention": "table", "stack": "host tier"}  # the group that is shown if none is named
 OTHERS = ("rab", "deterministic", "masks", "latency", "host")  # further groups of attention
+SOURCES = "Stored in `benchmarks/results/h200/`: `attention.json` and `peers.json`."
 
 
 def stored(benchmark: str, group: str | None = None) -> list[File]:
@@ -63,13 +64,13 @@ def tables(*benchmarks: str, group: str | None = None) -> list[str]:
 def with_others(*cases: str) -> list[str]:
     """Renders the table that compares this library with others on an H200 as Markdown."""
     [ours], [theirs] = stored("attention"), stored("peers")
-    return peers(ours, theirs, cases).markdown()
+    return [*peers(ours, theirs, cases).markdown(), "", SOURCES]
 
 
 def speed_lines() -> list[str]:
     """Renders the lines of README.md about speed."""
     [ours], [theirs] = stored("attention"), stored("peers")
-    return speed(ours, theirs)
+    return [*speed(ours, theirs), SOURCES]
 
 
 def soaks() -> list[str]:

@@ -72,15 +72,14 @@ class TorchrecTables(nn.Module):
         names = list(self.num_embeddings)
         totals = [ids[name].shape[0] for name in names]
         bags = max(1, max(totals) // IDS_PER_BAG)
-        lengths = [
-            total // bags + (torch.arange(bags) < total % bags).to(torch.int32) for total in totals
-        ]
         values = torch.cat([ids[name].long() for name in names])
+        bag = torch.arange(bags, dtype=torch.int32, device=values.device)
+        lengths = [total // bags + (bag < total % bags).int() for total in totals]
         rows = self.collection(
             KeyedJaggedTensor(
                 keys=names,
                 values=values,
-                lengths=torch.cat(lengths).to(values.device, non_blocking=True),
+                lengths=torch.cat(lengths),
             )
         )
         return {name: rows[name].values() for name in names}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import subprocess
@@ -13,13 +12,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import against, cpu, layer, tables
-from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases, scan_cases
+from benchmarks import against, cpu, layer
+from benchmarks.cases import HEAD_DIMS, Case, Inputs, attention_cases
 from benchmarks.gpu import Gpu
 from benchmarks.paged_cases import Request, requests
-from benchmarks.profile import busy_ms, kernels_of
 from benchmarks.record import ROOT
-from benchmarks.timing import Run, Variant, take_turns
+from benchmarks.timing import Variant, take_turns
 from hstu_attn import Mask
 from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.mask import dense_mask
@@ -55,30 +53,6 @@ def test_pairs_and_tiles_are_those_of_the_mask(name):
     assert case.executed_tiles(8, 16) == 2 * tiles
 
 
-def test_the_speed_over_plain_causal():
-    """Masks are compared by executed tiles, and baselines that take plain causal alone left out."""
-    case = {"group": "masks", "head_dim": 64, "flops": 1e9, "share_of_matmul": 0.5}
-    origin = dict.fromkeys(("gpu", "torch", "cuda", "triton", "date", "commit", "command"), "x")
-    records = [
-        {**origin, **case, "case": name, "impl": impl, "pass": each, "ms": ms, "matmul_tflops": 8.0}
-        | {"executed_tiles": tiles}
-        for name, impl, each, ms, tiles in (
-            ("8 x 4096", "hstu_attn", "forward", 2.0, 100),
-            ("8 x 4096", "hstu_attn", "backward", 5.0, 100),
-            ("8 x 4096", "flash2", "forward", 4.0, 100),
-            ("8 x 4096, local", "hstu_attn", "forward", 1.0, 40),
-            ("8 x 4096, local", "hstu_attn", "backward", None, 40),
-        )
-    ]
-    (table,) = tables.attention([records])
-    assert table.header == ["sequences x lengths", "D", "hstu_attn", "hstu_attn over plain"]
-    assert [row[-1] for row in table.rows] == ["1.00 / 1.00", "0.80 / -"]
-    for record in records:
-        record |= {"group": "deterministic", "executed_tiles": None}
-    (table,) = tables.attention([records])
-    assert [row[-1] for row in table.rows] == ["1.00 / 1.00", "2.00 / -"]
-
-
 def test_cases_of_attention():
     table = [c for c in attention_cases() if c.group == "table"]
     assert [c.head_dim for c in table] == [dim for dim in HEAD_DIMS for _ in range(6)]
@@ -89,16 +63,6 @@ def test_cases_of_attention():
     rows, bias = 2 * 32 * 3 * 8, 2 * 2 * 16 * 16
     assert biased.least_bytes(backward=False) == 4 * rows + bias
     assert biased.least_bytes(backward=True) == 7 * rows + 2 * bias
-
-
-def test_cases_of_the_scan():
-    cases = scan_cases()
-    shapes = {(c.batch, c.longest, c.heads, c.head_dim) for c in cases}
-    assert len(shapes) == len(cases) == 7 * 30 + 1
-    assert cases == scan_cases()
-    assert all(c.batch * c.longest <= 2**17 and c.is_dense_causal for c in cases[:-1])
-    assert cases[0].name == "1 x 58, 2 heads"
-    assert scan_cases((40,)) == [c for c in cases if c.head_dim == 40]
 
 
 @pytest.mark.parametrize(("new", "candidates"), [(40, 70), (0, 1), (300, 8)])
@@ -131,31 +95,6 @@ def test_flops_of_layers_are_those_of_a_count():
     found = layer.layer_flops(config, batch * [length])
     attention = 2 * batch * 2 * (8 + 16) * length**2 / 2
     assert found == {layer.FORWARD: forward + attention, layer.BOTH: both + 3.5 * attention}
-
-
-def test_kernels_belong_to_the_function_that_launched_them():
-    def operator(name, start, duration, number, thread=1):
-        times = {"ts": start, "dur": duration, "tid": thread}
-        return {"cat": "cpu_op", "name": name, **times, "args": {"External id": number}}
-
-    def kernel(start, duration, number):
-        times = {"ts": start, "dur": duration}
-        return {"cat": "kernel", "name": "some", **times, "args": {"External id": number}}
-
-    events = [
-        operator("_Attention", 10, 20, 1),
-        operator("aten::empty", 12, 3, 2),
-        operator("aten::mul", 15, 5, 3, thread=2),
-        operator("aten::add", 30, 5, 4),
-        *(kernel(100, 10, 1), kernel(105, 10, 2), kernel(200, 10, 3), kernel(300, 10, 4)),
-        {**kernel(130, 5, 2), "cat": "gpu_memset"},
-        {**kernel(140, 5, 1), "cat": "gpu_user_annotation"},
-    ]
-    found = kernels_of("_Attention", events)
-    assert sorted(event["ts"] for event in found) == [100, 105, 130]
-    assert busy_ms(found) == pytest.approx(0.020)
-    with pytest.raises(RuntimeError, match="got those of 0 of 0 calls"):
-        kernels_of("_AttentionBackward", events)
 
 
 def test_a_wrong_result_of_the_cpu_benchmark_is_an_error():
@@ -234,23 +173,6 @@ def test_variants_take_turns():
     assert called == ["a0", "b0", "b1", "a1", "a0", "b0"]
     assert variants[0].figures() == {"ms": 4.0, "fastest_ms": 1.0, "rounds": 3, "error": ""}
     assert variants[2].figures() == {"ms": None, "error": "it is out"}
-
-
-def test_a_worker_answers():
-    """Warm-up does not count, and a variant that fails has no time."""
-
-    def variants(run, case):
-        times = iter([50.0, 60.0, 3.0, 1.0, 2.0])
-        good = Variant("good", case, lambda: [lambda: None], lambda call: next(times))
-        bad = Variant("bad", case, lambda: [lambda: 1 / 0], lambda call: 0.0)
-        return [good, bad]
-
-    parser = cpu.cli.parser("cpu", "", rounds=3, cases="", against=True)
-    requests, answers = io.StringIO('1\n"time"\n'), io.StringIO()
-    against.serve(Run(parser.parse_args([])), ["x", "y"], variants, requests, answers)
-    prepared, times = map(json.loads, answers.getvalue().splitlines())
-    assert prepared == ["bad, y: ZeroDivisionError: division by zero"]
-    assert times == [["good", "y", 2.0], ["bad", "y", None]]
 
 
 def test_ratios_of_two_libraries():

@@ -11,7 +11,7 @@ import train_retrieval
 from recommender.ranking import RankingConfig
 from recommender.saved import load_model
 
-from benchmarks import fp8_training, plots, tables
+from benchmarks import fp8_training, plots
 from hstu_attn import FP8, Quantization
 from hstu_attn.data.synthetic import write_synthetic_movielens
 
@@ -75,22 +75,6 @@ def test_precisions_side_by_side(ratings, tmp_path, capsys):
     is_other = losses["attention"] != losses["attention without smooth_k"]
     assert is_other.float().mean() > 0.9
     assert plots.draw(path, tmp_path)[0].read_bytes()[:4] == b"\x89PNG"
-
-
-def test_differences_are_of_the_same_seed():
-    about = {"recipe": "r", "shared": "", "data": "d", "row": "HSTU", "epochs": 2, "seeds": 3}
-    origin = dict.fromkeys(("gpu", "cpu", "torch", "cuda", "triton", "date", "commit", "command"))
-    names = ("loss", "hit_rate_10", "ndcg_10", "hit_rate_50")
-
-    def record(precision: str, values: dict[str, float]) -> dict[str, object]:
-        of_seeds = {seed: dict.fromkeys(names, value) for seed, value in values.items()}
-        return {**about, **origin, "precision": precision, "of_seeds": of_seeds}
-
-    bf16 = record("bf16", {"0": 0.1, "1": 0.2, "2": 0.3})
-    fp8 = record("layer", {"2": 0.3, "1": 0.19, "0": 0.08})
-    (table,) = tables.fp8_training([[bf16, fp8]])
-    assert table.rows[0][1:] == ["0.2000 ± 0.1000"] * 4 + ["-"] * 4
-    assert table.rows[1][1:] == ["0.1900 ± 0.1100"] * 4 + ["-0.0100 ± 0.0100"] * 4
 
 
 def test_a_model_trained_in_fp8_in_a_file(ratings, tmp_path):
