@@ -66,7 +66,7 @@ def describe(run: Run) -> Record:
 
 
 class Clock(ranks.Clock):
-    """A clock that also tells how long context parallel attention waited."""
+    """A clock that also measures how long context parallel attention waited."""
 
     @contextmanager
     def waits(self) -> Iterator[list[tuple[Any, Any]]]:

@@ -6,8 +6,8 @@ r"""Loads an `Engine` without a server.
 A ranking model with random weights and without a relative bias, in bf16, scores candidates for
 users whose histories are cached. One thread sends all requests, as the event loop of a server does,
 each with one new event of a random user, and the next one whenever one is answered. The engine runs
-with its steps captured in CUDA graphs and without, by turns; what capturing took is told, and not
-in the times. The thread shares a process with the engine, and so its interpreter lock.
+with its steps captured in CUDA graphs and without, by turns; what capturing took is reported, and
+is not in the times. The thread shares a process with the engine, and so its interpreter lock.
 
     python -m benchmarks.engine --loads 0.5 0.8 0.95 --concurrency 64 --seconds 20
 
@@ -24,7 +24,7 @@ lets it take over; the run goes on until it has, and for half of `--seconds` aft
     python -m benchmarks.engine --soak 1000000 --layers 1 --width 16 --heads 1 --head-dim 16 \
       --history 24 --candidates 4 --users 4000 --device cpu
 
-answers that many requests instead, and tells the resident memory of the process after each
+answers that many requests instead, and reports the resident memory of the process after each
 hundredth of them. The pages hold a quarter of the users, and the store half of them, so that users
 are evicted and forgotten all the time, and histories are cut.
 """

@@ -477,7 +477,7 @@ def at_loads(
     loads: Sequence[float],
     events: Mapping[str, Callable[[], object]],
 ) -> Iterator[tuple[Record, Load[T]]]:
-    """Yields what an overload tells, then each load, then the first load with each event.
+    """Yields the result of an overload, then each load, then the first load with each event.
 
     The capacity is what is answered of an overload, in which half as many requests again arrive as
     are answered when a number of them is always under way. The loads are fractions of the capacity.

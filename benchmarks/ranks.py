@@ -19,7 +19,7 @@ __all__ = ["Clock", "over_all", "start", "wait_for_all"]
 
 
 def start(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Runs a benchmark as the rank that torchrun's environment tells; returns the exit status."""
+    """Runs a benchmark as the rank in torchrun's environment; returns the exit status."""
     if not torch.cuda.is_available():
         sys.exit(f"benchmarks.{benchmark.name}: expected NVIDIA GPUs and a CUDA build of torch")
     return run(lambda world: benchmark.main(arguments, world=world))

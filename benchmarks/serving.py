@@ -15,11 +15,11 @@ second before the start.
 
 With `--loads` requests arrive at random instead, as in `benchmarks.engine`: first half as many
 again as are answered if `--concurrency` of them are always under way (the last of these numbers),
-which tells the capacity, then these fractions of it. Users are drawn by a Zipf distribution; their
-histories are those of the data, and each event is a new one. A request that is not answered within
-a second counts as failed, as does one of that first overload that is due while as many are under
-way as are answered in a fifth of a second; a load over 1 has no such limit. Events are stored in
-SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share; Ray's
+which measures the capacity, then these fractions of it. Users are drawn by a Zipf distribution;
+their histories are those of the data, and each event is a new one. A request that is not answered
+within a second counts as failed, as does one of that first overload that is due while as many are
+under way as are answered in a fifth of a second; a load over 1 has no such limit. Events are stored
+in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share; Ray's
 proxy has the limits of recommender/ray_proxy.py. At the first load there are further runs, in the
 middle of which the model changes or a replica is killed by SIGKILL. A run goes on until the new
 model has taken over, and for half of `--seconds` after it. `pause` is the longest time in which

@@ -8,10 +8,11 @@
     python examples/train_ranking.py --data ml-1m/ratings.dat --out runs/late --held-out-share 0.1
     python examples/train_ranking.py --data Video_Games.csv.gz --out runs/games --no-baselines
 
-Data are KuaiRand's logs, whose tasks are its actions, MovieLens ratings or Amazon reviews, whose
-tasks are ratings of that many stars or more. Of each user the last events are for testing, those
-before them for validation, and the rest for training; with `--held-out-share`, two times divide the
-events of all users so.
+Data are KuaiRand's logs, whose tasks are its actions; MovieLens ratings or Amazon reviews, whose
+tasks are ratings of that many stars or more; or Parquet or CSV files, whose columns `--columns`
+names, with either kind of tasks. Of each user the last events are for testing, those before them
+for validation, and the rest for training; with `--held-out-share`, two times divide the events of
+all users so.
 
 A sequence is a request: contextual features, a history of items and actions by turns, and
 candidates that see all of it but not each other. In training the candidates are a user's next

@@ -10,11 +10,12 @@
     python examples/train_retrieval.py --data KuaiRand-Pure/data --out runs/views --only long_view
 
 Data are MovieLens ratings (`u.data`, `ratings.dat` or `ratings.csv`, with the titles next to them),
-Amazon reviews (ratings only, of 2014, 2018 or 2023) or KuaiRand's logs. Of each user the last event
-is for testing, the one before it for validation, and the rest for training; `--protocol published`
-trains on all but the last, as for published figures (arXiv 2402.17152, section 4.1.1). A recipe, a
-TOML file of options, repeats one of these. Training is by sampled softmax; evaluation ranks the
-whole catalog and compares with two baselines.
+Amazon reviews (ratings only, of 2014, 2018 or 2023), KuaiRand's logs, or Parquet or CSV files whose
+columns `--columns` names. Of each user the last event is for testing, the one before it for
+validation, and the rest for training; `--protocol published` trains on all but the last, as for
+published figures (arXiv 2402.17152, section 4.1.1). A recipe, a TOML file of options, repeats one
+of these. Training is by sampled softmax; evaluation ranks the whole catalog and compares with two
+baselines.
 
 The output directory holds the curves, the metrics and checkpoints, from which a killed run
 continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that holds a
@@ -377,7 +378,7 @@ def baselines_of(log: EventLog, options: RetrievalOptions) -> BaselineMetrics:
 
 
 class RetrievalTrainer(Trainer[JaggedBatch]):
-    """Trains the model to tell each row's next item from others.
+    """Trains the model to distinguish each row's next item from others.
 
     Args:
         options: the command line.

@@ -175,7 +175,9 @@ class CapturedStep(Generic[AnyBatch]):
 
         try:
             return _Graph(inputs, self._capture(call), output)
-        except Exception as error:  # torch's generator for the GPU may not go on
+        except Exception as error:
+            # A failed capture may leave torch's CUDA generator unusable, so training cannot
+            # continue.
             raise RuntimeError(
                 f"step: expected one that a CUDA graph can capture, got {error!r}"
             ) from error

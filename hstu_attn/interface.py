@@ -77,7 +77,8 @@ def hstu_attention(
         cu_seqlens_q: int32 or int64 `(batch + 1,)`: offsets of the sequences in q, from 0 up.
         max_seqlen_q: at least the longest query sequence, in tokens.
         cu_seqlens_k: offsets of the sequences in k and v; None means `cu_seqlens_q`.
-        max_seqlen_k: at least the longest key sequence, and `max_seqlen_q`; None means that.
+        max_seqlen_k: at least the longest key sequence, and not below `max_seqlen_q`; None means
+            `max_seqlen_q`.
         seqused_q: int32 or int64 `(batch,)`: valid query rows of each sequence; None means all.
         seqused_k: the same for keys.
         mask: what each row sees; None means everything in its sequence (`Mask.full()`).

@@ -446,12 +446,13 @@ def add_position_time_embeddings(
         num_targets: `(batch,)` int32 or int64, the rows at the end of each sequence that are
             targets, two for each where they are interleaved with actions; None gives every row a
             position of its own.
-        contextual_seq_len: this many rows at the start of every sequence are context. Their
-            positions have the first entries of the table to themselves; 0 if counted from the
-            start, where they always do.
+        contextual_seq_len: this many rows at the start of every sequence are context. With
+            `count_from="end"` they use the first entries of the table, which no other row uses. It
+            must be 0 with `count_from="start"`.
         count_from: `"end"`, so that a position says how recent a row is, or `"start"`.
         time_bucket: `f`, `"sqrt"` or the natural `"log"`.
-        time_bucket_width: the width in the unit of the timestamps; 60 for seconds there.
+        time_bucket_width: the width in the unit of the timestamps; Meta's model has 60, with
+            timestamps in seconds.
         scale: factor on `x`.
 
     Returns:

@@ -105,8 +105,9 @@ class HSTULayerConfig:
             nothing. The state is the same, so a layer may be trained with it and served without it:
             `dataclasses.replace(config, fp8=None)`.
 
-    How it is computed. The results are the same up to rounding, and those of the three last are the
-    same bit for bit where the device's steps are those of plain torch; a row is c bytes an element.
+    How it is computed. These fields change results by rounding at most. The `recompute` fields do
+    not change a bit where the device runs the layer's steps in plain torch. Below, `c` is the
+    number of bytes of an element of `x`.
         fused: True runs the layer as one autograd function, with kernels of its own between the
             matrix products on GPUs; False composes it of torch's functions. None fuses it where
             `x` is bf16 or fp16 on a GPU and Triton is installed, but for autocast and

@@ -3,8 +3,8 @@
 The CUDA kernels (csrc/quantize/quantize.cu) and `quantize_qkv` give bitwise equal codes and
 descales. Every function works for any floating dtype, so that tests can compute in fp64.
 
-A block is 128 keys of one sequence. Blocks are numbered so that offsets alone tell the number: the
-block with keys `[128 * j, 128 * j + 128)` of sequence `b` has `cu_seqlens_k[b] // 128 + b + j`.
+A block is 128 keys of one sequence. The offsets alone determine a block's number: that with keys
+`[128 * j, 128 * j + 128)` of sequence `b` is number `cu_seqlens_k[b] // 128 + b + j`.
 """
 
 from __future__ import annotations
@@ -292,7 +292,8 @@ def _growth_of_descales(squares: Tensor) -> Tensor:
     """Returns the least powers of two, from 2 to 32, that make norms of rows at most 225.
 
     Args:
-        squares: sums of squares, each rounded up to an integer, for the growth 2.
+        squares: for each row, the sum of the squares of `x / (2 * descale)`, each square rounded up
+            to an integer; in mode 2, the largest of these sums in the row's block.
     """
     growth = torch.full_like(squares, 2)
     for n in range(4):

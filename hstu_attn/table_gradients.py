@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["PositionGradient", "TimeGradient", "sum_heads"]
 
-# Parts of a bucket that are summed at the same time: a sum by one block of threads each.
+# A bucket is summed in this many parts at the same time, each by one block of threads.
 _PARTS = 32
 
 

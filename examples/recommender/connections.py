@@ -26,11 +26,13 @@ LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"
 class LimitedHTTP(H11Protocol):
     """A connection that the server closes in three cases that uvicorn tolerates.
 
-    There are `max_connections` open ones besides: it is answered 503 and closed at once. Or a
-    request does not arrive whole within `arrival_timeout` of its first byte (the first request:
-    of the connection's start): it is closed, after an answer 408 if the headers have arrived. Or
-    the client, which may be gone, does not take what is sent within that time: it is aborted. The
-    log tells each case, but not each time.
+    1. `max_connections` others are open: it is answered 503 and closed at once.
+    2. A request has not arrived whole `arrival_timeout` after its first byte (for the first
+       request, after the connection was made): it is closed, after an answer 408 if the headers
+       have arrived.
+    3. The client does not take what is sent within that time: it is aborted.
+
+    The log reports each case, at a limited rate.
 
     Args:
         arrival_timeout: the time in seconds.

@@ -25,7 +25,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # A checkpoint's error is no Exception; an interrupt is not to be taken for one.
+        # CheckpointException derives from BaseException, so interrupts are told apart from it here.
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         found = _system_error(error)

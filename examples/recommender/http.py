@@ -26,9 +26,9 @@ from hstu_attn.serving import (
     EngineClosedError,
     EventOrderError,
     EventTimeError,
-    How,
     NoHistoryError,
     OverloadedError,
+    RequestOptions,
     StoreError,
 )
 from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard, overloaded
@@ -85,7 +85,7 @@ class Service(NamedTuple):
 
     Attributes:
         engine: serves the saved model.
-        saved: tells its items and titles.
+        saved: the saved model, for its items and titles.
         timeout: seconds that a request may take.
         index_of: the model's item of each of the data set's ids.
     """
@@ -105,7 +105,7 @@ class Service(NamedTuple):
             found.append(self.index_of[item])
         return found
 
-    def how(self, request: Request, body: Any) -> How:
+    def options(self, request: Request, body: Any) -> RequestOptions:
         """Returns who asks, when, and until when, as the engine takes it."""
         seconds = self.timeout
         if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
@@ -178,15 +178,15 @@ def make_app(
 
     Args:
         engine: serves the saved model; closed when the application shuts down.
-        saved: tells its items and titles.
+        saved: the saved model, for its items and titles.
         timeout: seconds that a request may take; it may ask for less by X-Request-Timeout-Ms.
         access: who may ask; None is everybody, but no administrator.
         max_body_bytes: no body is larger.
         models: change the model; None has no paths for that.
         forget: deletes a user's events; None is the engine's.
         prune: deletes old events, as `Engine.prune`; None is the engine's.
-        all_metrics: returns the metrics of all replicas, by the name of each what awaiting its
-            `app.state.metrics()` gives; None is a server without others.
+        all_metrics: returns a dict from the name of each replica to the result of its
+            `app.state.metrics()`; None for a server without replicas.
     """
 
     @asynccontextmanager
@@ -201,7 +201,7 @@ def make_app(
     metrics = Metrics(engine, lambda: is_ready(app, engine))
 
     async def own_metrics() -> list[Metric]:
-        await app.state.store.ask()  # they tell whether it answers
+        await app.state.store.ask()  # whether it answers is one of the metrics
         return [*metrics.registry.collect()]
 
     app.state.metrics = own_metrics
@@ -274,17 +274,17 @@ def add_retrieval(
 
     async def score(request: Request, body: Any) -> JSONResponse:
         candidates = service.indices(body.candidates, "candidates")
-        how = service.how(request, body)
-        future = engine.submit_score(body.user, events_of(body), candidates, **how)
-        scores = await service.answer(future, how["deadline"])
+        options = service.options(request, body)
+        future = engine.submit_score(body.user, events_of(body), candidates, **options)
+        scores = await service.answer(future, options["deadline"])
         return JSONResponse({"user": body.user, "scores": scores.tolist()})
 
     async def recommend(request: Request, body: Any) -> JSONResponse:
-        how = service.how(request, body)
+        options = service.options(request, body)
         future = engine.submit_recommend(
-            body.user, events_of(body), body.k, exclude_seen=body.exclude_seen, **how
+            body.user, events_of(body), body.k, exclude_seen=body.exclude_seen, **options
         )
-        best = await service.answer(future, how["deadline"])
+        best = await service.answer(future, options["deadline"])
         items = [
             {"item": ids[index], "title": saved.titles[index], "score": value}
             for index, value in zip(best.items.tolist(), best.scores.tolist(), strict=True)
@@ -304,10 +304,10 @@ def add_ranking(app: FastAPI, service: Service, saved: SavedRanking, access: Acc
         candidates = service.indices(body.candidates, "candidates")
         items = service.indices((event.item for event in body.events), "events", "item")
         events = event_rows(body.events, items, config.actions)
-        how = service.how(request, body)
-        how["context"] = body.events_before
-        future = service.engine.submit_score(body.user, events, candidates, **how)
-        columns = (await service.answer(future, how["deadline"])).T.tolist()
+        options = service.options(request, body)
+        options["context"] = body.events_before
+        future = service.engine.submit_score(body.user, events, candidates, **options)
+        columns = (await service.answer(future, options["deadline"])).T.tolist()
         probabilities = dict(zip(config.tasks, columns, strict=True))
         return JSONResponse({"user": body.user, "probabilities": probabilities})
 

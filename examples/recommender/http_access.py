@@ -38,7 +38,7 @@ def read_tokens(
     Raises:
         OSError: the file cannot be read.
         ValueError: there is a file or a variable without a token, or a token that is too short or
-            has characters that a header cannot have. The message does not tell the token.
+            has characters that a header cannot have. The message does not contain the token.
     """
     texts = {} if path is None else {str(path): path.read_text()}
     if variable in environment:

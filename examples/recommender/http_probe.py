@@ -16,7 +16,7 @@ __all__ = ["read_probe"]
 
 
 def read_probe(path: Path | None, saved: SavedModel | SavedRanking) -> Probe | None:
-    """Reads a probe: JSON with `body`, `answer` and `tolerance`, of which the last two may lack.
+    """Reads a probe: JSON with `body`, `answer` and `tolerance`; the last two may be missing.
 
     The first two are a body and an answer of POST /score, or of POST /rank, for which the user's
     events are all in the body.

@@ -460,8 +460,10 @@ class Trainer(ABC, Generic[AnyBatch]):
         unread, self.unread = self.unread, []
         for made, (loss, norm, local) in zip(unread, rows, strict=True):
             numbers = {"loss": loss, "gradient_norm": norm}
-            if not all(map(math.isfinite, numbers.values())):  # so on all processes or on none
-                # A loss that is not finite comes from some of them, a gradient's norm from anyone.
+            if not all(map(math.isfinite, numbers.values())):
+                # Both numbers are the same on all processes. If the loss is not finite, only the
+                # processes whose own sum is not finite report their batch; if only the norm is not,
+                # every process does.
                 is_here = math.isfinite(loss) or not math.isfinite(local)
                 problem = self._what_is_not_finite(made, numbers) if is_here else None
                 self.processes.stop(problem, TrainingError)

@@ -34,12 +34,12 @@ class ItemModel(nn.Module):
 
     Args:
         num_items: size of the catalog.
-        dim: width of the embeddings, which start as N(0, 0.02) without what is beyond two standard
+        dim: width of the embeddings, which start as N(0, 0.02) truncated at two standard
             deviations.
         l2_normalize: compares by cosine; False compares by dot product, with the states
             layer-normalized.
-        mesh: the ranks that have a part of the rows of the embeddings each, which start without
-            that limit; all of them call a method together. None has the whole table here.
+        mesh: the ranks that have a part of the rows of the embeddings each, which start
+            untruncated; all of them call a method together. None has the whole table here.
     """
 
     item_embedding: nn.Embedding | ShardedEmbedding

@@ -300,7 +300,7 @@ def make_parser(
 def add_reading_options(files: argparse._ActionsContainer) -> None:
     """Adds the options that say how `--data` is read, which the server has too."""
     files.add_argument(
-        "--layout", choices=LAYOUT_NAMES, help="of --data; None is told by its first line"
+        "--layout", choices=LAYOUT_NAMES, help="of --data; None finds it in the first line"
     )
     files.add_argument(
         "--columns",

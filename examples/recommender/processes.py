@@ -100,8 +100,6 @@ class Processes:
         """Scales the gradients down to a norm over all parameters; returns the scalar norm before.
 
         If that norm is not finite, the gradients stay as they are, so that they can be inspected.
-
-        If that norm is not finite, the gradients stay as they are, so that they can be inspected.
         """
         return clip_gradients(model.parameters(), largest)
 

@@ -277,7 +277,7 @@ def save_ranking_model(
         model: the model, of which parts may be elsewhere.
         parameters: its whole state by the names that it has on one process; None is the model's.
         validation: what the model reached in validation, by name.
-        log: the log whose ids of items and users the file tells; a server needs them.
+        log: the log whose ids of items and users the file gets; a server needs them.
     """
     state: dict[str, Any] = {
         "ranking": asdict(model.config),

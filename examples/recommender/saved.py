@@ -19,7 +19,10 @@ from recommender.model import RetrievalModel
 __all__ = ["SASREC", "SavedModel", "load_model", "save_model"]
 
 SASREC = "SASRec"
-"""The `kind` in a file of a model that is not read here; files of `save_model` have none."""
+"""The `kind` in files of SASRec models, which `load_model` refuses.
+
+Files of `save_model` have no `kind`.
+"""
 
 
 class _OtherModelError(Exception):
@@ -94,7 +97,7 @@ def load_model(
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, of which SASRec is named.
+        ValueError: it holds something else; the message names a SASRec model as such.
     """
     with path.open("rb") as file:
         try:

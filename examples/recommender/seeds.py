@@ -35,7 +35,8 @@ def train_seeds(options: AnyOptions, train: Callable[[AnyOptions], Table]) -> Ta
         The means of each row and, where the runs differ, their standard deviations.
 
     Raises:
-        ValueError: a directory of a run must not be used, before any run begins.
+        ValueError: the directory of one of the runs may not be used; this is checked before any run
+            begins.
     """
     parent = copy.copy(options)
     parent.resume = False

@@ -89,7 +89,8 @@ def make_engine(
     probe = read_probe(options.probe, saved)
     check_successor(served, served, cache, store, probe)
     note_items(saved, store)
-    if options.data is not None and store.seeded:  # what it has had need not be read again
+    if options.data is not None and store.seeded:
+        # The store has had its first events, so --data is not read again.
         print("The store has had the events of --data, or of other data; none is added")
     elif options.data is not None:
         log = open_event_log(
@@ -113,7 +114,8 @@ def make_engine(
         max_candidates=MAX_CANDIDATES,
         graphs=graphs,
         time_range=lambda: (earliest, int(time.time()) + options.ahead_seconds),
-        skip_unknown_items=True,  # `aligned` has seen that the others are this model's
+        # `aligned` has checked that all items below num_items are those of this model.
+        skip_unknown_items=True,
     )
 
 
@@ -170,7 +172,8 @@ def add_events(
     if item_ids.dtype.kind != saved.item_ids.dtype.kind:
         got, expected = ("numbers", "text") if saved.has_text_ids else ("text", "numbers")
         raise ValueError(f"--data: expected ids that are {expected}, as the model's; got {got}")
-    order = np.argsort(saved.item_ids)  # of the ids, which a store may have in another one
+    # The store may number the items in another order than that of their ids.
+    order = np.argsort(saved.item_ids)
     sorted_ids = saved.item_ids[order]
 
     def histories() -> Iterator[tuple[int | str, np.ndarray[Any, Any]]]:
@@ -192,11 +195,11 @@ def add_events(
 
 
 class Server(uvicorn.Server):
-    """A server that can be drained: SIGTERM first tells it by /ready, then waits, then stops it.
+    """A server that can be drained: at SIGTERM, /ready says 503; then the server waits, and stops.
 
     Args:
         config: uvicorn's.
-        app: the application; its `state.draining` is what /ready tells.
+        app: the application; while its `state.draining` is true, /ready says 503.
         drain_seconds: how long requests are accepted after SIGTERM. Those that have arrived are
             answered in any case. A second signal, or SIGINT, does not wait.
     """

@@ -28,7 +28,7 @@ are clamped as there. What the operators add to it:
 
 Errors are those of `hstu_attn_varlen_func`. The arguments of FP8 (`quant_mode`, `vt`, the descales
 and so on) raise NotImplementedError: FBGEMM quantizes in Python before it calls these operators,
-and `hstu_attn_varlen_func` does so in its own.
+and this library's `hstu_attn_varlen_func` quantizes within the call.
 
 For code that imports the package `hstu` and its module `hstu.hstu_ops_gpu`, `install_as_hstu` lets
 both imports find this module.

@@ -58,7 +58,7 @@ def hstu_mha(
         seq_offsets: `(batch + 1,)` int32 or int64 offsets of the sequences.
         causal: must be True.
         dropout_pr: must be 0.
-        training: decides about dropout alone, so here about nothing.
+        training: has no effect, since it only controls dropout.
         num_targets: `(batch,)` candidates, last in each sequence; a candidate sees the history and
             itself. A sequence that was emptied may keep its old number of candidates.
         attn_scale: the scale instead of `1 / scaling_seqlen`: a scalar tensor, or one factor for

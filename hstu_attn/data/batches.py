@@ -45,7 +45,7 @@ class JaggedBatch:
         target_items: `(total,)` int64, the next event of each row.
         target_timestamps: `(total,)` int64, when that happens: the time of the prediction.
         actions: `(total,)` int64, what the user did about `items`, as the bits of
-            `hstu_attn.data.kuairand.ACTIONS`; None where the log does not tell.
+            `hstu_attn.data.kuairand.ACTIONS`; None where the log does not have them.
         target_actions: `(total,)` int64, the same of `target_items`: what a ranking model
             learns.
     """

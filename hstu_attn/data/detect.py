@@ -1,4 +1,4 @@
-"""Finds the layout of a source: the caller names it, or its first line tells it."""
+"""Finds the layout of a source: the caller names it, or its first line shows it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class EventLog:
         items: `(num_events,)` int32, indices into `item_ids`.
         ratings: `(num_events,)` float32.
         timestamps: `(num_events,)` int64, seconds.
-        columns: what else the layout tells of each event, by name, `(num_events,)` each.
+        columns: what else the layout has of each event, by name, `(num_events,)` each.
         titles: one per item; its id where the source has no title.
         directory: holds the preprocessed form.
         manifest: what was read, kept and refused, and the fingerprint.

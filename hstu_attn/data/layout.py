@@ -46,7 +46,7 @@ class Events:
         items: the same of items.
         ratings: float32.
         timestamps: int64, of which `ticks_per_second` make a second.
-        columns: what else the layout tells of each event, by name.
+        columns: what else the layout has of each event, by name.
     """
 
     users: NDArray[Any]

@@ -9,7 +9,7 @@ double quotes.
 * `user`, `item`: whole numbers from 0, or text. Those of a text file are always text, so that
   `007` stays what it is.
 * `timestamp`: a timestamp or a date of Parquet, in text files as ISO 8601 has it, or whole numbers:
-  seconds, or milliseconds, which their size tells.
+  seconds or milliseconds, distinguished by their size.
 * `rating`: numbers. It may be absent, and each event then has a rating of 1.
 * What a user did, as `hstu_attn.data.kuairand` has it: columns named as `ACTIONS`, each true or
   false (or 1 or 0). `EventLog.columns` holds `actions` where there is one of these columns.
@@ -168,7 +168,7 @@ class CsvLayout(ParquetLayout):
             header = file.readline().decode("utf-8-sig", errors="backslashreplace")
         delimiter = max(DELIMITERS, key=header.count)
         names = self._names(source, next(csv.reader([header], delimiter=delimiter), []))
-        # Types that are told by the first rows would not fit ids and ratings of later ones.
+        # Types that are inferred from the first rows may not fit ids and ratings of later ones.
         types = {names[feature]: pa.string() for feature in ("user", "item")}
         if "rating" in names:
             types[names["rating"]] = pa.float32()

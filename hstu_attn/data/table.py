@@ -76,7 +76,7 @@ class Block:
         most: int = 10**LONGEST_NATURAL_NUMBER - 1,
         unit: str | None = None,
     ) -> NDArray[np.int64]:
-        """Converts a column of whole numbers, whose unit an error tells.
+        """Converts a column of whole numbers, whose unit is in the message of an error.
 
         Raises:
             ValueError: a field that is something else, or is not from `least` to `most`, where
@@ -182,7 +182,7 @@ def read_table(
             in any order and among others.
         has_header: whether the first line names the columns.
         progress: shows a progress bar.
-        delimiter: between the fields of a line, one byte or more; None is told by the header.
+        delimiter: between the fields of a line, one byte or more; None finds it in the header.
         malformed: where malformed lines go, which `Block.report` leaves out; None means that they
             are errors.
 

@@ -1,7 +1,7 @@
 """Attention with a bias under context parallelism: ranks exchange rows for heads.
 
 A bias depends on where rows and keys are in the whole sequence, which a part of its keys does not
-tell. So each rank gets all rows of a part of the heads, calls the operator as one process would,
+show. So each rank gets all rows of a part of the heads, calls the operator as one process would,
 and returns the outputs to the ranks that hold the rows, as in Jacobs et al. 2023, "DeepSpeed
 Ulysses" (arXiv 2309.14509). Gradients take the same way back.
 

@@ -67,8 +67,8 @@ def run(
 
     Args:
         main: the program.
-        device_type: `"cuda"` or `"cpu"`; None is CUDA where there is any. Collectives go by
-            NCCL between GPUs and by gloo between CPUs, which a run on GPUs has too.
+        device_type: `"cuda"` or `"cpu"`; None is CUDA where there is any. Collectives of GPU
+            tensors use NCCL, those of CPU tensors gloo; a run on GPUs has both backends.
         timeout: a collective that waits longer than this for another rank is an error.
 
     Returns:

@@ -1,10 +1,10 @@
 """The kernels of triton_steps.py; torch_steps.py has the formulas.
 
 Each reads and writes its tensors once. Kernels whose result is rows alone have a program for each
-tile of `ROWS` rows. Those that also sum over rows have a few programs, each of which visits every
-so many tiles, with the loads of the next ones on their way, and keeps its sums in registers; the
-last step over the programs is torch's, in an order that never changes. `COLS` is a power of two
-that holds `WIDTH` columns, and all arithmetic is in fp32.
+tile of `ROWS` rows. Those that also sum over rows have a few programs, each of which visits tiles
+at a stride of the number of programs, with the loads of the next ones on their way, and keeps its
+sums in registers; the last step over the programs is torch's, in an order that never changes.
+`COLS` is a power of two that holds `WIDTH` columns, and all arithmetic is in fp32.
 
 NOTE: a row's number is widened before it is multiplied by a stride: a batch can have more than 2^31
 elements.

@@ -13,7 +13,7 @@ check_cacheable  refuses layers whose keys and values cannot be cached
 """
 
 from ..cached import CachedRows, StepTensors, check_cacheable
-from .answers import How
+from .answers import RequestOptions
 from .cache import CacheStats, CacheStep, OutOfPagesError, PagedKVCache
 from .engine import Engine
 from .errors import DeadlineError, EngineClosedError, NoHistoryError, OverloadedError
@@ -51,7 +51,6 @@ __all__ = [
     "EventTimeError",
     "GraphBuckets",
     "Histogram",
-    "How",
     "MemoryStore",
     "ModelCheckError",
     "NoHistoryError",
@@ -61,6 +60,7 @@ __all__ = [
     "Probe",
     "Recommendation",
     "RedisStore",
+    "RequestOptions",
     "Requests",
     "Rows",
     "SQLiteStore",

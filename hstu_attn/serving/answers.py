@@ -1,4 +1,4 @@
-"""The circumstances in which an engine is asked, and the answers for which its callers wait."""
+"""The options with which an engine is asked, and the answers for which its callers wait."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .batch import Request
 from .errors import DeadlineError
 from .stats import Counters
 
-__all__ = ["Answers", "How", "deadline_after", "result_of"]
+__all__ = ["Answers", "RequestOptions", "deadline_after", "result_of"]
 
 Answer = TypeVar("Answer")
 
 
-class How(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
     """Keyword arguments of a request, such as the client that makes it; all are optional.
 
     Attributes:

@@ -60,18 +60,19 @@ class Client:
     A request is made again, after a pause that grows and is drawn at random, if the server was not
     reached; if it answers 503, not before the time of its Retry-After; if the connection was lost
     or an attempt took too long; and for an answer of 500 or 502, which a proxy gives when its
-    server has died. In the latter cases nobody knows whether the server has stored the events. It
-    may be asked again all the same, because for the server an event that is equal to a stored one
-    of the user is that event. Other answers are not asked for again.
+    server has died. After a lost connection, a timeout, a 500 or a 502, nobody knows whether the
+    server has stored the events, and after a 503 it may have. It may be asked again all the same,
+    because for the server an event that is equal to a stored one of the user is that event. Other
+    answers are not asked for again.
 
-    The header `X-Session-Id` has the user, so that what distributes requests to several servers can
-    send those of a user to the server that has the user's pages.
+    The header `X-Session-Id` has the user, so that a load balancer can send a user's requests to
+    the server that has the user's pages.
 
-    Each attempt tells the server how much time is left, so that it does not compute what would come
+    Each attempt sends the server the time that is left, so that it does not compute what would come
     too late.
 
     Args:
-        address: the address of the server, or of what distributes requests to several: `http://host:port`.
+        address: the address of the server or of a load balancer: `http://host:port`.
         token: the token for servers that want one.
         timeout: seconds in which an answer is of use, all attempts and pauses included; each
             request may have its own.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .answers import Answers, How, deadline_after, result_of
+from .answers import Answers, RequestOptions, deadline_after, result_of
 from .batch import Plan, Request
 from .cache import PagedKVCache
 from .commits import LOG, Commits
@@ -65,13 +65,14 @@ class Engine:
     depend on when the user is asked or acts next. Evicted users are recomputed from their events.
 
     A request that fails, times out or is cancelled has no effect: its events are not stored. One
-    whose deadline passes while it waits is not computed. If the queue is full, the client with most
-    requests in it gives way to one with fewer, and so do users; other requests are refused. If a
-    batch fails, its halves are computed apart, so that a request fails alone. What is answered has
-    been stored: the events of a batch by one `commit` of the store, while the next batch is
-    computed if that has no user in common. Where a store cannot tell whether it has stored a
-    request's events, the request fails with a StoreError. It may be sent again: an event that is
-    equal to one of the user's stored ones in item, time and action is that event.
+    whose deadline passes while it waits is not computed. If the queue is full, the latest request
+    of the client with the most waiting requests is dropped in favor of a client with fewer, and
+    likewise among the users of a client; other requests are refused. If a batch fails, its halves
+    are computed apart, so that a request fails alone. What is answered has been stored: the events
+    of a batch by one `commit` of the store, while the next batch is computed if that has no user in
+    common. Where a store does not know whether it has stored a request's events, the request fails
+    with a StoreError. It may be sent again: an event that is equal to one of the user's stored ones
+    in item, time and action is that event.
 
     Args:
         model: its layers must be cacheable (`check_cacheable`) and in evaluation mode. An
@@ -82,7 +83,8 @@ class Engine:
         store: the users' events; None is a `MemoryStore` for 100000 users, whose `drop` is 0 with
             an `UncachedModel`. It is not closed with the engine.
         max_batch_size: requests computed together, at most.
-        max_wait: seconds that a request may wait for others; with 0 a batch is what has come.
+        max_wait: seconds that a request may wait for others; with 0, a batch has the requests that
+            wait already.
         max_queue: requests that may wait.
         max_queue_seconds: a request is refused if it would wait for longer, as far as is known
             from what waits and how long the latest batches took.
@@ -204,8 +206,8 @@ class Engine:
                 user's last stored event, and is none of the stored ones.
             StoreError: if the store cannot be read or written.
         """
-        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
-        return result_of(self.submit_score(user, new_events, candidates, **how), timeout)
+        options: RequestOptions = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        return result_of(self.submit_score(user, new_events, candidates, **options), timeout)
 
     def recommend(
         self,
@@ -228,12 +230,12 @@ class Engine:
         The other arguments and the errors are those of `score`; a model that is no `CatalogModel`
         is a ValueError, too.
         """
-        how: How = {"at": at, "client": client, "deadline": deadline_after(timeout)}
-        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, **how)
+        options: RequestOptions = {"at": at, "client": client, "deadline": deadline_after(timeout)}
+        future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, **options)
         return result_of(future, timeout)
 
     def submit_score(
-        self, user: User, new_events: Events, candidates: Ints, **how: Unpack[How]
+        self, user: User, new_events: Events, candidates: Ints, **options: Unpack[RequestOptions]
     ) -> Future[Tensor]:
         """Starts `score` and returns its future.
 
@@ -245,10 +247,10 @@ class Engine:
             user: as in `score`, as are events and candidates.
             new_events: likewise.
             candidates: likewise.
-            how: who asks, and until when, as in `How`.
+            options: who asks, and until when, as in `RequestOptions`.
         """
         items = checked_candidates(candidates, self.model.num_items, self.max_candidates)
-        return self._submit(user, new_events, items, 0, False, how)
+        return self._submit(user, new_events, items, 0, False, options)
 
     def submit_recommend(
         self,
@@ -257,7 +259,7 @@ class Engine:
         k: int,
         *,
         exclude_seen: bool = True,
-        **how: Unpack[How],
+        **options: Unpack[RequestOptions],
     ) -> Future[Recommendation]:
         """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
         if not isinstance(self.model, CatalogModel):
@@ -267,7 +269,7 @@ class Engine:
             )
         if k < 1:
             raise ValueError(f"k: expected a positive count, got {k}")
-        return self._submit(user, new_events, np.empty(0, np.int64), k, exclude_seen, how)
+        return self._submit(user, new_events, np.empty(0, np.int64), k, exclude_seen, options)
 
     # --- what operators do -----------------------------------------------------------------------
 
@@ -463,19 +465,19 @@ class Engine:
         candidates: Int64s,
         top_k: int,
         exclude_seen: bool,
-        how: How,
+        options: RequestOptions,
     ) -> Future[Any]:
         check_user(user)
         events = checked_events(
             new_events, self.model.num_items, self.model.num_actions, self._time_range
         )
-        check_at(at := how.get("at"))
+        check_at(at := options.get("at"))
         request = Request(
             *(user, events, candidates, top_k, exclude_seen, at, time.monotonic()),
-            client=how.get("client", ""),
-            deadline=how.get("deadline", math.inf),
-            request_id=how.get("request_id"),
-            context=how.get("context"),
+            client=options.get("client", ""),
+            deadline=options.get("deadline", math.inf),
+            request_id=options.get("request_id"),
+            context=options.get("context"),
             span=current_span(),
         )
         with self._changed:

@@ -70,7 +70,7 @@ class StoreError(RuntimeError):
 
 
 class StoreDamagedError(StoreError):
-    """The store holds what no store has written, perhaps only in the events of some users."""
+    """The store's data are damaged, perhaps only those of some users."""
 
 
 class Event(NamedTuple):

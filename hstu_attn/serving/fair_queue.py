@@ -1,4 +1,4 @@
-"""A queue of requests: whose turn it is, how long they wait, and who gives way if it is full."""
+"""A queue of requests: whose turn it is, how long they wait, and which is dropped if it is full."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class FairQueue:
     it has users for these places: two requests of one user are never in one batch. What one client
     sends for one user is served in the order of arrival.
 
-    If the queue is full, the client with most requests in it gives way to one with fewer, by its
-    latest request of its user with most; a client gives way to its own other users likewise. So a
-    client that has fewer than `max_size / n` requests waiting always finds room.
+    If the queue is full, the client with the most waiting requests loses one in favor of a client
+    with fewer: the latest one of its user with the most. The users of a client are treated
+    likewise. So a client that has fewer than `max_size / n` requests waiting always finds room.
 
     Args:
         max_size: requests that may wait.
@@ -169,7 +169,7 @@ class FairQueue:
     def put(
         self, request: Request, now: float, unwanted: Callable[[Request], bool]
     ) -> Request | None:
-        """Appends a request; returns the one that had to give way to it, if any.
+        """Appends a request; returns the one that is dropped in favor of it, if any.
 
         Args:
             request: with the client and the user that it is for.
@@ -243,7 +243,7 @@ class FairQueue:
         return batch
 
     def finish(self, now: float) -> None:
-        """Tells that the batch that was taken last has been served."""
+        """Notes that the batch that was taken last has been served."""
         if self._started is not None:
             seconds = now - self._started
             if self.batch_seconds:

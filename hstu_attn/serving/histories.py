@@ -186,9 +186,10 @@ class Histories:
         """Returns the history with a request's events, and the change that stores them.
 
         An event that is equal to one of the history in item, time and action is that event, and is
-        left out: the request has been sent before. So are all, if that is true of as many of the
-        latest as are left of a request that is longer than a history. The others may not be older
-        than the history's last event. If the oldest events are dropped, the history gets a new key.
+        left out: the request has been sent before. If the request's latest `max_events - drop`
+        events are all in the history, the whole request counts as a repetition and adds nothing:
+        its older events may have been dropped since. The others may not be older than the history's
+        last event. If the oldest events are dropped, the history gets a new key.
 
         Events that are ahead stay stored, after the new ones. They are stored anew for that, as
         part of the change, since a store can only append.
@@ -265,7 +266,8 @@ def _is_divided_elsewhere(history: History, latest: int) -> bool:
 def _unknown(before: Int64s, events: Int64s, most: int) -> Int64s:
     """Returns the events that are neither among those before nor twice among themselves.
 
-    There are none if the latest `most` are among those before: older ones may have been dropped.
+    If the latest `most` events are all among those before, it returns none: the others may have
+    been stored and dropped.
     """
     first = int(events[0, TIME])  # the oldest
     if len(events) == 1 and (not len(before) or before[-1, TIME] < first):

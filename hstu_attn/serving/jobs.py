@@ -27,7 +27,7 @@ class Jobs:
         return done
 
     def add_alone(self, job: Callable[[], object]) -> None:
-        """Adds a job that nobody waits for; if it raises an exception, the log tells it."""
+        """Adds a job that nobody waits for; if it raises an exception, that is logged."""
         self._jobs.append((job, None))
 
     def run(self, before: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ __all__ = ["SCRAPE_SECONDS", "STUCK_SECONDS", "Replica", "Served", "deployment"]
 STUCK_SECONDS = 60.0
 """A batch that takes longer than this is not expected to end."""
 SCRAPE_SECONDS = 5.0
-"""The metrics of a replica that takes longer to tell them are left out."""
+"""The metrics of a replica that takes longer to return them are left out."""
 
 
 async def _no_metrics() -> Sequence[Any]:
@@ -32,8 +32,8 @@ class Served(NamedTuple):
     Attributes:
         engine: over a store that all replicas share.
         app: the ASGI application of the engine, which closes it when it shuts down.
-        metrics: is awaited for what this replica adds to `Replica.metrics`, which has to be
-            pickled, as the metrics of prometheus_client can be.
+        metrics: an async function that returns what this replica contributes to `Replica.metrics`.
+            The result is pickled, as metrics of prometheus_client can be.
     """
 
     engine: Engine
@@ -46,7 +46,7 @@ class Replica:
 
     Args:
         build: makes them. It gets the replica, by whose `forget` and `prune` the application
-            deletes events, and by whose `metrics` it tells those of all replicas.
+            deletes events, and by whose `metrics` it returns those of all replicas.
         arguments: are passed to `build` as well.
     """
 

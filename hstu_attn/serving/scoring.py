@@ -20,7 +20,10 @@ __all__ = ["Computed", "Recommendation", "Scorer", "check_fit"]
 
 
 UNCACHED_EVENTS = 2**20
-"""Events of all users that are known where there is no cache: they are not read from the store."""
+"""How many events an engine without a cache keeps in memory, over all users.
+
+It need not read these from the store.
+"""
 
 
 class Recommendation(NamedTuple):

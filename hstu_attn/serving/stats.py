@@ -50,8 +50,8 @@ class EngineStats:
         cancelled: ended by the caller, or its deadline passed while it was computed; without an
             effect.
         expired: its deadline passed before it was computed; without an effect.
-        displaced: gave way to a client or a user with fewer requests, when the queue was full;
-            without an effect.
+        displaced: dropped in favor of a client or a user with fewer requests, when the queue was
+            full; without an effect.
         rejected: refused because the queue was full; not among `requests`.
         shed: refused because it was expected to wait for too long; not among `requests`.
         batches: the batches that were computed.

@@ -88,7 +88,7 @@ class Waiting:
         return self.queue.take(time.monotonic(), self._dropped)
 
     def finish(self) -> None:
-        """Tells that the batch that was taken last has been served."""
+        """Notes that the batch that was taken last has been served."""
         self.queue.finish(time.monotonic())
 
     def level(self) -> dict[str, float]:

@@ -322,7 +322,7 @@ FIGURES = {
     "docs/log/paged.md": [
         f"| {dim} | {paged_us(dim, 1)} | {paged_us(dim, 8)} |" for dim in (64, 128, 256)
     ],
-    "docs/kernels/sm80.md": [f"takes the host {min(host_us()):.0f} to {max(host_us()):.0f} us by"],
+    "docs/kernels/sm80.md": [f"took the host {min(host_us()):.0f} to {max(host_us()):.0f} us, and"],
     "docs/layers.md": [
         f"{FUSED['ms']:.1f} ms fused ({FUSED['tflops']:.0f} TFLOP/s, "
         f"{FUSED['share_of_matmul']:.2f} of",
@@ -339,7 +339,7 @@ FIGURES = {
     ],
     "docs/quickstart/serving.md": [
         f"takes {engine_ms(True):.1f} ms instead of {engine_ms(False):.1f} (medians",
-        f"the engine answers {engine_qps(True):,.0f} a second instead of {engine_qps(False):,.0f}.",
+        f"the engine answers {engine_qps(True):,.0f} a second instead of {engine_qps(False):,.0f}",
     ],
     "docs/quickstart/training.md": [
         f"{record('train', case='equal', gpus=1)['tflops_per_gpu']:.0f} TFLOP/s on sequences",
