@@ -20,9 +20,10 @@ from tests.helpers.layers import RECOMPUTE, run, with_config
 
 BF16 = torch.bfloat16
 LENGTHS = (200, 0, 1, 37, 130)
-BASE = HSTULayerConfig(embedding_dim=64, num_heads=2, hidden_dim=32, attention_dim=16)
+# The wider a layer is, the less its errors depend on the draw.
+BASE = HSTULayerConfig(embedding_dim=128, num_heads=2, hidden_dim=64, attention_dim=16)
 STU = HSTULayerConfig.stu(
-    embedding_dim=64, num_heads=2, hidden_dim=32, attention_dim=32, output_dropout_ratio=0.0
+    embedding_dim=128, num_heads=2, hidden_dim=64, attention_dim=64, output_dropout_ratio=0.0
 )
 RESEARCH = HSTULayerConfig.research(
     embedding_dim=64, num_heads=2, linear_dim=16, attention_dim=32, max_sequence_len=200
