@@ -104,10 +104,9 @@ def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     save(tmp_path / "best.pt", 1, open_event_log(ratings).source_item_ids)
     options = ["--model", str(tmp_path / "best.pt"), "--data", str(ratings), "--rounds", "1"]
     json = tmp_path / "startup.json"
-    assert startup.main([*options, "--users", "0", "300", "--json", str(json)]) == 0
+    assert startup.main([*options, "--users", "300", "--json", str(json)]) == 0
     records, printed = read_records(json), capsys.readouterr().out
     assert [(r["store"], r["users"], r["events"]) for r in records] == [
-        ("sqlite", 0, 0),
         ("sqlite", 300, 3000),
     ]
     for r in records:
