@@ -92,6 +92,7 @@ def dtypes_in_layers(strategy: Any) -> list[tuple[torch.dtype, torch.dtype]]:
     return seen
 
 
+@pytest.mark.slow
 def test_layers_gather_weights_in_bf16() -> None:
     for rank in run_ranks(2, dtypes_in_layers, "fsdp2"):
         assert rank == [(torch.bfloat16, torch.bfloat16)] * 2

@@ -387,6 +387,7 @@ def earliest_time(model: Path, *arguments: str, place: str = "memory") -> int:
     return earliest
 
 
+@pytest.mark.slow
 def test_the_earliest_time_is_1990_or_that_of_the_data(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

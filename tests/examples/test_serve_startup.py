@@ -54,6 +54,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Plac
             ]
 
 
+@pytest.mark.slow
 def test_a_start_reads_nothing_of_the_users(places: list[Place], tmp_path: Path) -> None:
     """It reads as much with 100,000 events of 20,000 users as with none, and no data again."""
     path, data = tmp_path / "best.pt", tmp_path / "ratings.dat"

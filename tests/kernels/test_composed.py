@@ -339,7 +339,10 @@ def test_operations_are_few(lengths, forward_more, backward_more):
     assert backward.count <= plain_backward.count + backward_more, backward.names
 
 
-@pytest.mark.parametrize("bias", [None, "rab", "rab-1-head", "position-time"])
+@pytest.mark.parametrize(
+    "bias",
+    [None, "rab", "rab-1-head", pytest.param("position-time", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_no_result_is_larger_than_two_chunks(heads, bias):
     """Memory grows with the tokens, but for a dense bias."""
