@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("aiohttp")
-from benchmarks import load, serving
+from benchmarks import serving
 from benchmarks.load import (
     Load,
     arrive_at_random,
@@ -272,13 +273,12 @@ def test_random_arrivals(
 ) -> None:
     """A machine with other work answers late, and measures its own rate too low."""
     monkeypatch.setattr(serving, "PATIENCE", 30.0)
-    monkeypatch.setattr(load, "OVERLOAD", 3.0)
-    monkeypatch.setattr(serving, "OVERLOAD", 3.0)
     path = tmp_path / "serving.json"
     arguments = [*files, "--seconds", "1", "--concurrency", "4", "--loads", "0.3"]
     serving.main([*arguments, "--json", str(path)])
     (overload, *records), printed = read_records(path), capsys.readouterr().out
-    assert overload["load"] > 1
+    [under_way] = re.findall(r"^(\d+) requests/s, 4 under way$", printed, re.MULTILINE)
+    assert overload["load"] * overload["capacity"] == pytest.approx(1.5 * int(under_way), 1e-2)
     assert overload["capacity"] == pytest.approx(overload["qps"], 1e-3)
     changes = "the model changes"
     assert [(r["load"], r["event"]) for r in records] == [(0.3, ""), (0.3, changes)]
