@@ -60,6 +60,7 @@ def test_a_rank_that_raises_ends_the_run(where: str, tmp_path: Path) -> None:
     assert "LookupError: the item 17 is nowhere" in summary
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_rank_that_dies_ends_the_run(where: str, tmp_path: Path) -> None:
     skip_without_gpus(where)

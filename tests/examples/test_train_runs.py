@@ -230,6 +230,7 @@ def test_best_changes_only_for_a_better_one(
 # --- a full disk ----------------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoilt", "named"),
@@ -268,6 +269,7 @@ def test_a_full_disk_is_said_with_the_path(
     assert len(json.loads((out / "history.json").read_text())["losses"]) == STEPS
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_a_full_disk_for_preprocessed_data(
     example: ModuleType, ratings: Path, tmp_path: Path
@@ -287,6 +289,7 @@ def test_a_full_disk_for_preprocessed_data(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_a_full_disk_keeps_the_former_best(
     example: ModuleType,
@@ -316,6 +319,7 @@ def test_a_full_disk_keeps_the_former_best(
     assert (finished / "best.pt").read_bytes() == worse
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_the_curves_of_tensorboard_say_where_the_disk_is_full(tmp_path: Path) -> None:
     """TensorBoard's writer is a thread, whose error adds no text of its own."""

@@ -594,7 +594,7 @@ def test_deleting_while_users_are_served(place: Place) -> None:
                     torch.allclose(
                         scores, model.whole(np.array(sent[k:]), [1, 2, 3], n), 1e-5, 1e-5
                     )
-                    for k in range(max(0, len(sent) - LONGEST), len(sent))
+                    for k in reversed(range(max(0, len(sent) - LONGEST), len(sent)))
                 )
         except Exception as error:
             failures.append(error)
