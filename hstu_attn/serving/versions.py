@@ -85,6 +85,9 @@ class Probe:
     context: int | None = None
 
 
+# NOTE: with gradients, two threads that use a model's parameters can wait for one another forever:
+# torch then takes a lock of the parameter before the interpreter's, and elsewhere the other first.
+@torch.no_grad()
 def check_successor(
     model: ServedModel | UncachedModel,
     served: ServedModel | UncachedModel,
@@ -146,7 +149,6 @@ def _default_probe(model: ServedModel | UncachedModel, store: EventStore) -> Pro
     return Probe(events, candidates.astype(np.int64).tolist())
 
 
-@torch.no_grad()
 def _check_scores(
     model: ServedModel | UncachedModel,
     like: PagedKVCache | None,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 from recommender.model import RetrievalModel
@@ -216,6 +217,26 @@ def test_a_model_of_other_shapes_has_a_cache_of_its_own() -> None:
                 engine.roll_back()
         with pytest.raises(ModelCheckError, match="cache: expected at least 3 pages"):
             engine.swap(old, cache=make_cache(2))
+
+
+@pytest.mark.parametrize("name", ["retrieval", "ranking"])
+def test_a_check_records_no_gradients(name: str) -> None:
+    """With gradients, it and a thread that uses the same parameters could wait for one another."""
+    models, enabled = [sound(name) for _ in range(2)], list[bool]()
+
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if args and isinstance(args[0], torch.Tensor):
+                enabled.append(torch.is_grad_enabled())
+            return func(*args, **(kwargs or {}))
+
+    with Engine(models[0], make_cache(9)) as engine:
+        with Recorder():
+            engine.swap(models[1])
+        assert len(enabled) > 20
+        assert not any(enabled)
 
 
 def test_a_probe_says_what_a_model_answers() -> None:
