@@ -37,7 +37,7 @@ from recommender.http_metrics import Metrics, OfReplicas
 from recommender.http_schemas import (
     Problem,
     State,
-    event_rows,
+    engine_events,
     ranking_schemas,
     retrieval_schemas,
 )
@@ -268,9 +268,9 @@ def add_retrieval(
     """Adds the paths of a retrieval model; `ids` are those of its items."""
     engine = service.engine
 
-    def events_of(body: Any) -> list[tuple[int, int]]:
+    def events_of(body: Any) -> list[tuple[int, int, int]]:
         items = service.indices((event.item for event in body.events), "events", "item")
-        return [(item, event.time) for item, event in zip(items, body.events, strict=True)]
+        return engine_events(body.events, items)
 
     async def score(request: Request, body: Any) -> JSONResponse:
         candidates = service.indices(body.candidates, "candidates")
@@ -303,7 +303,7 @@ def add_ranking(app: FastAPI, service: Service, saved: SavedRanking, access: Acc
     async def rank(request: Request, body: Any) -> JSONResponse:
         candidates = service.indices(body.candidates, "candidates")
         items = service.indices((event.item for event in body.events), "events", "item")
-        events = event_rows(body.events, items, config.actions)
+        events = engine_events(body.events, items, config.actions)
         options = service.options(request, body)
         options["context"] = body.events_before
         future = service.engine.submit_score(body.user, events, candidates, **options)

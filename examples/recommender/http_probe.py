@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, create_model
 
 from hstu_attn.serving import Probe
-from recommender.http_schemas import Strict, event_rows, ranking_schemas, retrieval_schemas
+from recommender.http_schemas import Strict, engine_events, ranking_schemas, retrieval_schemas
 from recommender.saved import SavedModel
 from recommender.served_ranking import SavedRanking
 
@@ -66,7 +66,7 @@ def read_probe(path: Path | None, saved: SavedModel | SavedRanking) -> Probe | N
     elif read.answer is not None:
         expected = read.answer.scores
     return Probe(
-        event_rows(body.events, [numbers[item] for item in items], actions),
+        engine_events(body.events, [numbers[item] for item in items], actions),
         [numbers[item] for item in candidates],
         at=body.time,
         expected=expected,

@@ -16,7 +16,7 @@ __all__ = [
     "State",
     "Strict",
     "UserBody",
-    "event_rows",
+    "engine_events",
     "ranking_schemas",
     "retrieval_schemas",
 ]
@@ -166,7 +166,7 @@ def ranking_schemas(
     return {"RankBody": body, "RankAnswer": answer}
 
 
-def event_rows(
+def engine_events(
     events: Sequence[Any], items: Sequence[int], actions: Sequence[str] = ()
 ) -> list[tuple[int, int, int]]:
     """Returns the events of a body as an engine takes them.
@@ -174,7 +174,8 @@ def event_rows(
     Args:
         events: those of the body.
         items: the model's number of each one's item.
-        actions: the names of what a user may have done; each has a bit.
+        actions: the names of what a user may have done, each of which has a bit; without any, all
+            events have the action 0.
     """
     bits = {action: 1 << bit for bit, action in enumerate(actions)}
     return [

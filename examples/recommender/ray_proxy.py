@@ -110,7 +110,7 @@ class LoadShedder:
         self._under_way[client] += 1
 
     def end(self, client: str, now: float, of_replica: bool = True) -> None:
-        """Counts its answer; the pace is that of answers of replicas."""
+        """Counts its answer. The pace is that of the answers that replicas give."""
         self._under_way[client] -= 1
         if not self._under_way[client]:
             del self._under_way[client]
@@ -127,7 +127,8 @@ def is_unknown_path(message: Message) -> bool:
     """Returns whether Ray's proxy begins to answer 404; the application's answers are JSON."""
     if message["type"] != "http.response.start" or message["status"] != 404:
         return False
-    return not dict(message["headers"])[b"content-type"].startswith(b"application/json")
+    kind = dict(message.get("headers", ())).get(b"content-type", b"")
+    return not kind.startswith(b"application/json")
 
 
 def client_of(scope: Scope) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,3 +138,19 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         parse_arguments(None, ["--model", str(path), "--probe", str(tmp_path / "none.json")])
     assert "--probe: expected a file, got" in capsys.readouterr().err
+
+
+def test_a_replica_on_ray_asks_the_probe(tmp_path: Path) -> None:
+    serve_ray = pytest.importorskip("serve_ray", reason="needs ray")
+    path = tmp_path / "model.pt"
+    save(path, 1)
+    scores = whole(load_served(path, False, CPU), EVENTS, CANDIDATES)
+    answer = {"user": 1, "scores": scores}
+    options = options_of(path, {"body": BODY, "answer": answer})
+    options.store = "memory"
+    replica = SimpleNamespace(forget=None, prune=None, metrics=None)
+    serve_ray.build(replica, options).engine.close()
+    answer["scores"] = [score + 1 for score in scores]
+    options_of(path, {"body": BODY, "answer": answer})
+    with pytest.raises(ValueError, match="the probe's scores within"):
+        serve_ray.build(replica, options)

@@ -111,10 +111,15 @@ async def _answers(shedder: LoadShedder, scopes: list[dict[str, Any]]) -> list[A
         await go_on.wait()
         if scope["path"] == "/score" and scope["headers"]:
             raise RuntimeError("a replica died")
-        kind = {"/early/score": b"text/plain", "/rank": b"application/json"}.get(scope["path"])
-        headers = [(b"content-type", kind or b"application/json")]
+        kinds = {"/early/score": b"text/plain", "/rank": b"application/json", "/bare/rank": b""}
+        kind = kinds.get(scope["path"])
+        headers = [(b"content-type", kind or b"application/json")] if kind != b"" else []
         await send(
-            {"type": "http.response.start", "status": 404 if kind else 200, "headers": headers}
+            {
+                "type": "http.response.start",
+                "status": 200 if kind is None else 404,
+                "headers": headers,
+            }
         )
         await send({"type": "http.response.body", "body": b"{}"})
 
@@ -156,8 +161,9 @@ def test_answers(caplog):
 def test_what_is_not_there_yet_may_be_asked_for_again():
     """Ray's 404 is one of its proxy; the application's own, of the other kind of model, stays."""
     shedder = answered(each=0.5)
-    found = asyncio.run(_answers(shedder, [scope("/early/score"), scope("/rank")]))
-    assert found == [(503, "1"), (404, None)]
+    paths = ("/early/score", "/rank", "/bare/rank")
+    found = asyncio.run(_answers(shedder, [scope(path) for path in paths]))
+    assert found == [(503, "1"), (404, None), (503, "1")]
     assert (before := shedder.seconds_each) < 0.5  # that of a replica counts
     assert asyncio.run(_answers(shedder, [scope("/early/score")] * 3)) == [(503, "1")] * 3
     assert shedder.seconds_each == before

@@ -174,7 +174,7 @@ def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> No
 
 @pytest.mark.slow
 def test_wait_aof_acknowledges_what_is_on_the_disk(tmp_path: Path) -> None:
-    """By default a Redis whose disk is full may answer before it knows, and lose the event."""
+    """Under `everysec` alone, Redis may answer before its full disk refuses the event."""
     with small_disk(tmp_path) as disk, redis_server(tmp_path) as server:
         if not server.has_wait_aof:
             pytest.skip(NO_WAITAOF)
