@@ -63,6 +63,7 @@ DTYPES = {"bf16": "kBFloat16", "fp16": "kFloat16"}  # names of the enum DType in
 FP8_DTYPES = {"e4m3": "kFloat8E4M3"}  # for the forward on sm90, from head dim 64 on
 FP8_SECONDS = 20  # that one core needs for its source
 HEAD_DIMS = ("32", "64", "128", "256")
+FP8_HEAD_DIMS = ("64", "128", "256")
 NVCC_GIB = 2  # memory of one nvcc: at most 1.4 GiB, measured with both dtypes at head dim 256
 
 
@@ -257,7 +258,7 @@ def dtype_groups(kind: str, head_dim: str) -> list[list[str]]:
     plain = [dtype for dtype in dtypes() if dtype in DTYPES]
     is_slow = CUDA_TARGETS[kind].seconds > 60 and nvcc_jobs() >= 8
     groups = [[dtype] for dtype in plain] if is_slow else [plain]
-    if kind == "sm90/forward" and int(head_dim) >= 64:
+    if kind == "sm90/forward" and head_dim in FP8_HEAD_DIMS:
         groups += [[dtype] for dtype in dtypes() if dtype in FP8_DTYPES]
     return groups
 
@@ -318,6 +319,7 @@ def cuda_defines() -> str:
     names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", ARCHS)]
     names += [f"DTYPE_{dtype.upper()}" for dtype in dtypes()]
     names.append(f"HEAD_DIMS={','.join(head_dims())}")
+    names.append(f"FP8_HEAD_DIMS={','.join(dim for dim in head_dims() if dim in FP8_HEAD_DIMS)}")
     return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}" for name in names)])
 
 

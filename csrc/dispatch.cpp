@@ -19,12 +19,13 @@ namespace {
 
 // The head dims that are built, in ascending order.
 using HeadDims = std::integer_sequence<int, HSTU_ATTN_HEAD_DIMS>;
+using Fp8HeadDims = std::integer_sequence<int, HSTU_ATTN_FP8_HEAD_DIMS>;
 
 template <int... kHeadDims>
 std::string names(std::integer_sequence<int, kHeadDims...>) {
   std::string text;
   ((text += (text.empty() ? "" : ", ") + std::to_string(kHeadDims)), ...);
-  return text;
+  return text.empty() ? "none" : text;
 }
 
 const char* built_dtypes() {
@@ -100,20 +101,18 @@ bool is_faster_by_sm80(const CudaDevice& device, const BackwardParams& params) {
 
 #if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
 template <int... kHeadDims>
-ForwardKernel find_fp8(std::integer_sequence<int, kHeadDims...>, const ForwardParams& params) {
+ForwardKernel find_fp8(std::integer_sequence<int, kHeadDims...> head_dims,
+                       const ForwardParams& params) {
   std::optional<ForwardKernel> kernel;
-  const auto offer = [&]<int kHeadDim>() {
-    if constexpr (kHeadDim >= 64) {
-      if (kernel || params.q.head_dim > kHeadDim || params.v.head_dim > kHeadDim) return;
-      kernel = sm90::forward<kHeadDim, DType::kFloat8E4M3>();
-    }
+  [[maybe_unused]] const auto offer = [&]<int kHeadDim>() {
+    if (kernel || params.q.head_dim > kHeadDim || params.v.head_dim > kHeadDim) return;
+    kernel = sm90::forward<kHeadDim, DType::kFloat8E4M3>();
   };
   (offer.template operator()<kHeadDims>(), ...);
   if (kernel) return *kernel;
   throw NotImplemented("q: this build has FP8 attention for head dims that fit into one of " +
-                       names(HeadDims{}) + ", except 32; got head_dim " +
-                       std::to_string(params.q.head_dim) + " and head_dim_v " +
-                       std::to_string(params.v.head_dim));
+                       names(head_dims) + "; got head_dim " + std::to_string(params.q.head_dim) +
+                       " and head_dim_v " + std::to_string(params.v.head_dim));
 }
 #endif
 
@@ -126,7 +125,7 @@ ForwardKernel fp8_forward_kernel(const CudaDevice& device, const ForwardParams& 
     throw NotImplemented(lacks + "with " + reason);
   }
   print_choice("forward in e4m3", "sm90", nullptr);
-  return find_fp8(HeadDims{}, params);
+  return find_fp8(Fp8HeadDims{}, params);
 #else
   throw NotImplemented(lacks + "in this build: HSTU_ATTN_DTYPES or HSTU_ATTN_ARCHS left it out");
 #endif

@@ -235,7 +235,7 @@ struct Fp8Params {
   bool half_sums = false;
   static constexpr float kHalfSumNorm = 240;  // 240 * 240 < 65504
   // In the workspace: [rab.heads, total_q], or [H] for a relative bias; see
-  // scheduler/bias_bounds.h.
+  // bias/bias_bounds.h.
   float* bias_bounds = nullptr;
 };
 

@@ -3,6 +3,8 @@
 
 #include <type_traits>
 
+#include "macros.h"
+
 namespace hstu {
 
 // Returns use(std::true_type()) or use(std::false_type()):
@@ -10,8 +12,11 @@ namespace hstu {
 //   bool_switch(params.deterministic, [&](auto is_deterministic) {
 //     return run<Kernel<is_deterministic>>(params);
 //   });
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable  // `use` may be for the host or for the device alone
+#endif
 template <typename Use>
-auto bool_switch(bool condition, Use use) {
+HSTU_HOST_DEVICE auto bool_switch(bool condition, Use use) {
   return condition ? use(std::true_type()) : use(std::false_type());
 }
 

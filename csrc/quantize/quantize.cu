@@ -6,6 +6,7 @@
 // one more kernel.
 #include "../common/arena.h"
 #include "../common/cuda_check.h"
+#include "../common/static_switch.h"
 #include "rows.h"
 
 namespace hstu {
@@ -136,12 +137,10 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
   using Block = Rows<Element, kLanes>;
   Block rows(params, tensor_of(params, own.part), own.block, own.head);
   float of_steps[kSteps];
-  if (own.part == Part::kK && params.smooth_k) {
-    rows.load_mean(workspace.mean);
-    rows.template find_largest<true>(of_steps);
-  } else {
-    rows.template find_largest<false>(of_steps);
-  }
+  bool_switch(own.part == Part::kK && params.smooth_k, [&](auto is_smooth) {
+    if constexpr (is_smooth) rows.load_mean(workspace.mean);
+    rows.template find_largest<is_smooth>(of_steps);
+  });
   const float largest = largest_of_block<Block::kThreads>(largest_of(of_steps), scratch);
   if (threadIdx.x == 0) {
     atomicMax(workspace.largest + largest_index(params, own.part, own.block.sequence, own.head),
@@ -351,10 +350,12 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
   Rows<Element, kLanes> rows(params, tensor_of(params, own.part), own.block, own.head);
   if (own.part == Part::kQ) return quantize_q(rows, workspace, scratch);
   if (own.part == Part::kV) return quantize_v(rows, workspace, scratch, transpose);
-  if constexpr (!Piece<Element>::kIsE4m3) {
-    if (params.smooth_k) return quantize_k<true>(rows, workspace, scratch);
+  if constexpr (Piece<Element>::kIsE4m3) {
+    quantize_k<false>(rows, workspace, scratch);
+  } else {
+    bool_switch(params.smooth_k,
+                [&](auto is_smooth) { quantize_k<is_smooth>(rows, workspace, scratch); });
   }
-  quantize_k<false>(rows, workspace, scratch);
 }
 
 // ------------------------------------------------------------------------------------- launches

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "../common/attention_launch.h"
+#include "../common/static_switch.h"
+#include "../scheduler/attention_list.h"
 #include "backward.h"
 #include "kernels.h"
 #include "tiling_switch.h"
@@ -16,14 +18,14 @@ struct BackwardLauncher {
   using Kernel = Backward<kHeadDim, Element, kTiling, kBias, kIsDeterministic>;
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
-    return with_form(params, launch, [&](auto tiling, auto is_deterministic) -> int64_t {
+    return form_switch(params, launch, [&](auto tiling, auto is_deterministic) -> int64_t {
       if constexpr (is_for_short_sequences(tiling)) return 0;
       return Plan<tiling, is_deterministic>(params, nullptr).workspace.used();
     });
   }
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
-    with_form(params, launch, [&](auto tiling, auto is_deterministic) {
+    form_switch(params, launch, [&](auto tiling, auto is_deterministic) {
       if constexpr (is_for_short_sequences(tiling)) {
         bool_switch(params.rab.data, [&](auto has_bias) {
           constexpr ScoreBias kBias = has_bias ? ScoreBias::kDense : ScoreBias::kNone;
@@ -38,7 +40,7 @@ struct BackwardLauncher {
  private:
   // NOTE: a form for short sequences repeats its bits in any case.
   template <typename Use>
-  static auto with_form(const BackwardParams& params, const CudaLaunch& launch, Use use) {
+  static auto form_switch(const BackwardParams& params, const CudaLaunch& launch, Use use) {
     const int longest = longest_if_short(params);
     const std::false_type any_order;
     if (longest <= 32 && fits<Kernel<Tiling::kUpTo32>>(launch)) {

@@ -6,9 +6,9 @@
 // passes them to the other lanes by shuffles.
 #pragma once
 
+#include "../bias/relative_bias.h"
 #include "../common/opaque.h"
 #include "../common/relative_bias.h"
-#include "../scheduler/relative_bias.h"
 #include "scores.h"
 
 namespace hstu::sm80 {

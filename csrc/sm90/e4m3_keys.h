@@ -10,12 +10,12 @@
 // v_max is the largest v_b of the work tile, and p_i the largest power of two with which P cannot
 // overflow: |silu(x)| <= |x| <= |alpha| * (|Q_i| * max |K_j| + |mean_i|). Both are the same for all
 // key tiles of a work tile, so that wgmma can accumulate O over them. A bias adds alpha / 2 * bias
-// to x / 2, and its bound (scheduler/bias_bounds.h) is added to that of |silu(x)|.
+// to x / 2, and its bound (bias/bias_bounds.h) is added to that of |silu(x)|.
 #pragma once
 
 #include <cfloat>
 
-#include "../scheduler/bias_bounds.h"
+#include "../bias/bias_bounds.h"
 #include "key_source.h"
 
 namespace hstu::sm90 {

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "../common/attention_launch.h"
+#include "../common/static_switch.h"
+#include "../scheduler/attention_list.h"
 #include "backward.h"
 #include "bias_gradient.h"
 #include "kernels.h"

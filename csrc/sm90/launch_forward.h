@@ -1,9 +1,11 @@
 // Host side of the forward: chooses the form of the kernel, and launches it.
 #pragma once
 
+#include "../bias/bias_bounds.h"
+#include "../bias/relative_bias.h"
 #include "../common/attention_launch.h"
-#include "../scheduler/bias_bounds.h"
-#include "../scheduler/relative_bias.h"
+#include "../common/static_switch.h"
+#include "../scheduler/attention_list.h"
 #include "forward.h"
 #include "kernels.h"
 #include "split_heuristic.h"
@@ -133,6 +135,7 @@ class ForwardLauncher {
     }
     return metadata;
   }
+
   // Returns how many warpgroups, over all row tiles, may have partial O.
   template <typename Form>
   static int64_t partial_slots(const WorkList& list, const ForwardParams& params) {

@@ -1,5 +1,6 @@
 // The tile sizes of the sm90 kernels, with their reasons. A new head dim gets its entries here and
-// in ../sm80/tile_config.h, and is listed in HEAD_DIMS of setup.py.
+// in ../sm80/tile_config.h, and is listed in HEAD_DIMS of setup.py, and in FP8_HEAD_DIMS if it has
+// FP8 kernels.
 #pragma once
 
 namespace hstu::sm90 {

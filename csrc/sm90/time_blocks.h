@@ -8,11 +8,11 @@
 // addition.
 #pragma once
 
+#include "../bias/relative_bias.h"
 #include "../common/fixed_point.h"
 #include "../common/mask.h"
 #include "../common/ptx.h"
 #include "../common/table_sum.h"
-#include "../scheduler/relative_bias.h"
 #include "key_times.h"
 #include "tile_config.h"
 

@@ -5,7 +5,7 @@
 #include "../common/relative_bias.h"
 #include "../common/table_sum.h"
 #include "../dispatch.h"
-#include "workspace.h"
+#include "../scheduler/workspace.h"
 
 namespace hstu {
 

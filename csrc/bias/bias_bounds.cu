@@ -4,7 +4,7 @@
 
 #include "../common/device_math.h"
 #include "../common/launch.h"
-#include "work_list.h"
+#include "../scheduler/work_list.h"
 
 namespace hstu {
 namespace {

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../dispatch.h"
-#include "workspace.h"
+#include "../scheduler/workspace.h"
 
 namespace hstu {
 

@@ -1,0 +1,88 @@
+// Host code that takes the memory of an attention kernel's work list and makes the list on the
+// device.
+#pragma once
+
+#include "../common/attention_launch.h"
+#include "prepare.h"
+#include "workspace.h"
+
+namespace hstu {
+
+// Takes the memory of the work list of forward kernel Form, with `num_splits` work tiles for each
+// tile of rows and head. There is no list if all work tiles of the batch are resident at once,
+// unless there are splits or the mask needs summaries.
+template <typename Form>
+WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
+                           const CudaLaunch& launch, int num_splits = 1) {
+  const BatchParams& batch = params.batch;
+  const int work_per_tile = params.heads * num_splits;
+  WorkList list;
+  list.capacity = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
+  const int64_t work_tiles = int64_t{list.capacity} * work_per_tile;
+  if (work_tiles > resident_blocks<Form>(launch) || is_given_by_row(params.mask) ||
+      num_splits > 1) {
+    list = workspace.take_list(batch.total_q, batch.batch, Form::kRows);
+    if (is_given_by_row(params.mask)) {
+      list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
+    } else if (Form::kBeginsUnlisted) {
+      list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / params.heads);
+    }
+  }
+  list.work_per_tile = work_per_tile;
+  return list;
+}
+
+// Makes the list on the device, if there is one, and zeroes `zero_bytes` of workspace. Returns the
+// number of blocks to launch.
+template <typename Form>
+int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
+                        void* zeros = nullptr, int64_t zero_bytes = 0) {
+  const int64_t work_tiles = int64_t{list.capacity} * list.work_per_tile;
+  if (!list.tiles) return work_tiles;
+  PrepareParams prepared;
+  prepared.batch = params.batch;
+  prepared.mask = params.mask;
+  prepared.list = list;
+  prepared.tile_rows = Form::kRows;
+  prepared.tile_keys = Form::kKeys;
+  prepared.heads = params.heads;
+  prepared.row_output = params.out;
+  prepared.zeros = zeros;
+  prepared.zero_bytes = zero_bytes;
+  // K and V of a chunk take a third of the L2 cache; the rest is for data that is used once.
+  const int element_bytes = params.dtype == DType::kFloat8E4M3 ? 1 : 2;
+  const int64_t row_bytes =
+      int64_t{params.heads} * (params.k.head_dim + params.v.head_dim) * element_bytes;
+  prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
+  // If each block has few work tiles, finishing at the same time is worth more than the reuse
+  // within chunks.
+  const int64_t blocks = persistent_blocks<Form>(launch, work_tiles);
+  if (Form::kWaitsForMemory && work_tiles >= 6 * blocks) prepared.tail_divisor = 3;
+  prepare_scheduler(prepared, launch);
+  return blocks;
+}
+
+// Returns the parameters that the backward kernels of all architectures set in the same way.
+inline PrepareParams prepare_params(const BackwardParams& params) {
+  PrepareParams prepared;
+  prepared.batch = params.batch;
+  prepared.mask = params.mask;
+  prepared.by_keys = true;
+  prepared.heads = params.heads;
+  prepared.row_output = params.dq;
+  prepared.key_outputs[0] = params.dk;
+  prepared.key_outputs[1] = params.dv;
+  return prepared;
+}
+
+// Sets chunks whose Q, K, V, dO and fp32 dQ take a third of the L2 cache. A deterministic backward
+// has no chunks: blocks wait less for dq_semaphore if they are spread over more sequences.
+inline void set_backward_chunks(PrepareParams& prepared, const BackwardParams& params,
+                                const CudaLaunch& launch) {
+  if (launch.deterministic) return;
+  const int64_t row_bytes = int64_t{params.heads} * (8 * params.k.head_dim + 4 * params.v.head_dim);
+  prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
+  prepared.tail_divisor = 3;
+}
+
+}  // namespace hstu
