@@ -19,8 +19,8 @@ __all__ = ["CapturedStep", "CudaCapture", "capture_on", "pad_offsets", "pad_rows
 
 Call = Callable[[], None]
 
-_WARM_UPS = 2
-_CAPTURING = threading.Lock()  # one capture at a time: each begins by waiting for the whole device
+_WARM_UPS = 1  # by it kernels are loaded, which a capture must not do
+_CAPTURING = threading.Lock()  # one capture at a time: each sets the GPU's random generator
 _SIZES_PER_OCTAVE = 4
 
 
@@ -58,15 +58,18 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with torch.cuda.stream(self._side):  # torch.cuda.graph does not leave it if it fails
+            with torch.cuda.stream(self._side):
                 for _ in range(self._warm_ups):
                     call()
-                # NOTE: other threads may use the GPU meanwhile, for whatever cannot be captured.
-                capturing = torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-                )
-                with _CAPTURING, _no_garbage_collection(), capturing:
-                    call()
+                with _CAPTURING, _no_garbage_collection():
+                    # NOTE: torch.cuda.graph would wait for the whole GPU, collect garbage and free
+                    # cached memory, for which requests that are served meanwhile would wait.
+                    # Other threads may use the GPU for whatever cannot be captured.
+                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                    try:
+                        call()
+                    finally:
+                        graph.capture_end()
         except BaseException:
             self._end_failed(graph)
             raise
@@ -169,6 +172,7 @@ class CapturedStep(Generic[AnyBatch]):
     def _capture_for(self, batch: AnyBatch) -> _Graph[AnyBatch]:
         inputs = replace(batch, **{name: x.clone() for name, x in _tensors(batch).items()})
         output: list[Tensor] = []
+        torch.cuda.empty_cache()  # a capture cannot use what steps without a graph have cached
 
         def call() -> None:
             output[:] = [self._step(inputs)]
