@@ -173,7 +173,8 @@ def test_the_build_writes_its_kernels_from_the_lists(
 ) -> None:
     build_machine.setenv("HSTU_ATTN_CUDA", "1")
     build_machine.setenv("MAX_JOBS", "1")
-    build_machine.setattr(setup, "HEAD_DIMS", (*setup.HEAD_DIMS, "96"))
+    for lists in ("HEAD_DIMS", "FP8_HEAD_DIMS"):
+        build_machine.setattr(setup, lists, (*getattr(setup, lists), "96"))
     build_machine.setenv("HSTU_ATTN_HEAD_DIMS", "96")
     ninja = setup.NinjaFile()
     ninja.library("_C.so", Path("torch"))
