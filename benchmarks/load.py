@@ -454,7 +454,8 @@ def submit_at_random(
             try:
                 send().add_done_callback(partial(ended, due))
             except refusals as error:
-                done.put((due, time.perf_counter(), error))
+                # A traceback refers to this frame, and so errors would be left to the collector.
+                done.put((due, time.perf_counter(), error.with_traceback(None)))
             sent += 1
         ends = [done.get() for _ in range(sent)]
         event_seconds = 0.0 if event is None else event.result()

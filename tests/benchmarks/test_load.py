@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import Future
 from functools import partial
@@ -78,12 +79,15 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 def test_submitting_does_not_wait_for_answers() -> None:
     """Every tenth request is refused at once, and every tenth later."""
     sent: list[float] = []
+    refused: list[weakref.ref[OverloadedError]] = []
 
     def send() -> Future[None]:
         sent.append(time.perf_counter())
         future: Future[None] = Future()
         if len(sent) % 10 == 5:
-            raise OverloadedError("expected room")
+            error = OverloadedError("expected room")
+            refused.append(weakref.ref(error))
+            raise error
         late = len(sent) % 10 == 0
         end = partial(future.set_exception, DeadlineError()) if late else future.set_result
         threading.Timer(0.3, end, () if late else (None,)).start()
@@ -91,7 +95,9 @@ def test_submitting_does_not_wait_for_answers() -> None:
 
     how: dict[str, Any] = {"rate": 100.0, "seconds": 1.0, "warm_up": 0.2, "rng": random.Random(3)}
     refusals = OverloadedError, DeadlineError
-    load = submit_at_random(send, lambda: len(sent), refusals=refusals, **how)
+    with no_collections():
+        load = submit_at_random(send, lambda: len(sent), refusals=refusals, **how)
+        assert not any(error() for error in refused)
     rng, due = random.Random(3), [0.0]
     while due[-1] < 1.2:
         due.append(due[-1] + rng.expovariate(100.0))
