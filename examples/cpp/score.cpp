@@ -5,7 +5,8 @@
 // steps.pt is a list that torch.save has written. It holds the shape of the cache and then, for
 // each step, a list of int64 tensors: users, new_tokens and rewritten, as PagedKVCache.step takes
 // them, and the package's inputs from seq_offsets on. scores.pt gets a tuple of each step's scores.
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
