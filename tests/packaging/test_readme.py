@@ -294,11 +294,11 @@ def layer_gib(impl: str) -> float:
 
 
 def engine_ms(graphs: bool) -> float:
-    return record("h100/engine", concurrency=1, graphs=graphs)["p50_ms"]
+    return record("engine", concurrency=1, graphs=graphs)["p50_ms"]
 
 
 def engine_qps(graphs: bool) -> float:
-    return record("h100/engine", concurrency=64, graphs=graphs)["qps"]
+    return record("engine", concurrency=64, graphs=graphs)["qps"]
 
 
 def paged_us(head_dim: int, batch: int) -> str:
