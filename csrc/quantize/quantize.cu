@@ -137,10 +137,12 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
   using Block = Rows<Element, kLanes>;
   Block rows(params, tensor_of(params, own.part), own.block, own.head);
   float of_steps[kSteps];
-  bool_switch(own.part == Part::kK && params.smooth_k, [&](auto is_smooth) {
-    if constexpr (is_smooth) rows.load_mean(workspace.mean);
-    rows.template find_largest<is_smooth>(of_steps);
-  });
+  if (own.part == Part::kK && params.smooth_k) {
+    rows.load_mean(workspace.mean);
+    rows.template find_largest<true>(of_steps);
+  } else {
+    rows.template find_largest<false>(of_steps);
+  }
   const float largest = largest_of_block<Block::kThreads>(largest_of(of_steps), scratch);
   if (threadIdx.x == 0) {
     atomicMax(workspace.largest + largest_index(params, own.part, own.block.sequence, own.head),

@@ -74,7 +74,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     for (WorkState work_state;; work_state.advance()) {
       smem.pipeline_work.consumer_wait(work_state);
       const WorkTile& work_tile = smem.work_tiles[work_state.index()];
-      if (work_tile.is_end()) return;
+      if (work_tile.head < 0) return;
       const KVState kv_state{work_state.count};
       smem.pipeline_kv.consumer_wait(kv_state);
       KeySum dk, dv;

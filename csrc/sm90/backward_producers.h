@@ -101,7 +101,7 @@ struct BackwardProducers : Traits {
         __syncwarp();
       } else {
         if (lane == 0) smem.pipeline_work.full[state.index()].arrive();
-        if (work_tile.is_end()) break;
+        if (work_tile.head < 0) break;
         if (lane == 0) copy_keys(maps, work_tile, KVState{state.count}, smem);
         if (lane == 0 && Traits::stores_ds(params)) start_zeroing_unseen(maps, work_tile, smem);
         // NOTE: the next work tile is not taken before it is needed, because an idle block could

@@ -109,8 +109,6 @@ struct BackwardTraits {
     int bias_head;       // Bias::bias_head() of `head`
     TileMap map;         // which tiles of rows are visible
     int last_row_tile;   // in the order of the main loop; -1: none is visible
-
-    HSTU_DEVICE bool is_end() const { return head < 0; }
   };
   // A tile of rows of a work tile, packed into one register: its first row, a multiple of kRows,
   // and flags.

@@ -82,15 +82,15 @@ HSTU_DEVICE void consumer_wait(const Pipeline<kStages>& a, PipelineState<kStages
   if (!b_full) b.consumer_wait(b_state);
 }
 
-// Calls visit(work_tile) for each work tile of a ring, until one says is_end(). Called by each
-// consumer thread of the ring.
+// Calls visit(work_tile) for each work tile of a ring, until one has head < 0: the end. Called by
+// each consumer thread of the ring.
 template <int kStages, typename WorkTile, typename Visit>
 HSTU_DEVICE void for_each_work_tile(const WorkTile (&work_tiles)[kStages],
                                     const Pipeline<kStages>& pipeline, Visit visit) {
   for (PipelineState<kStages> state;; state.advance()) {
     pipeline.consumer_wait(state);
     const WorkTile& work_tile = work_tiles[state.index()];
-    if (work_tile.is_end()) return;
+    if (work_tile.head < 0) return;
     visit(work_tile);
     pipeline.consumer_release(state);
   }
