@@ -35,7 +35,7 @@ __all__ = ["DOCUMENTS", "render"]
 
 SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")  # the cases of other libraries in README.md
 SHOWN = {"attention": "table", "stack": "host tier"}  # the group that is shown if none is named
-OTHERS = ("rab", "deterministic", "masks", "latency", "host")  # further groups of attention
+OTHERS = ("rab", "deterministic", "masks", "latency", "host", "scan")  # further groups of attention
 SOURCES = "Stored in `benchmarks/results/h200/`: `attention.json` and `peers.json`."
 
 
