@@ -6,7 +6,8 @@
 #   make ranking     train the example that ranks                              (RANKING_ARGS="...")
 #   make install     build the library, and nothing more
 #   make test        run the tests, in WORKERS=3 processes                     (PYTEST_ARGS="...")
-#   make test-faults  those of faults (kill -9, full disks, slow clients...), which `make test` leaves out
+#   make test-docs   those that run what the documentation shows, which `make test` leaves out
+#   make test-faults  those of faults (kill -9, full disks, slow clients...), which it leaves out, too
 #   make test-gpu    those that need a GPU, in WORKERS=8 processes on one         (PYTEST_ARGS="...")
 #   make test-quick  the tests that are not marked slow: under a minute on two cores
 #   make bench-cpu   compare the CPU kernels with plain torch
@@ -45,8 +46,8 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -
 CXX_FORMATTED := $(CXX_SOURCES) $(wildcard examples/cpp/*.cpp)
 TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
 
-.PHONY: help demo serve ranking test test-faults test-gpu test-quick bench-cpu bench-gpu install cuda ci-packages lint \
-  headers mypy format docs asan sanitize-cuda wheel wheel-cuda sdist clean
+.PHONY: help demo serve ranking test test-docs test-faults test-gpu test-quick bench-cpu bench-gpu install cuda \
+  ci-packages lint headers mypy format docs asan sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
 help: # the first target, so that it is what `make` alone does
@@ -67,7 +68,10 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 
   --no-loadscope-reorder
 
 test: $(VENV)/.built $(VENV)/.torchrec
-	$(PYTEST) -m 'not faults' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not faults and not documented' $(PYTEST_ARGS)
+
+test-docs: $(VENV)/.built
+	$(PYTEST) -m documented $(PYTEST_ARGS)
 
 # On two cores they take less than the six minutes after which they are ended, with status 124.
 test-faults: $(VENV)/.built

@@ -48,6 +48,7 @@ def test_ends_well(where: str, tmp_path: Path) -> None:
             assert "gloo" not in (tmp_path / f"threads-{rank}").read_text()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_rank_that_raises_ends_the_run(where: str, tmp_path: Path) -> None:
     """The other rank sleeps and is ended; the error is shown as that of rank 1."""
@@ -69,6 +70,7 @@ def test_a_rank_that_dies_ends_the_run(where: str, tmp_path: Path) -> None:
     assert 0 < seconds < 60
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_problem_of_a_rank_stops_all(where: str, tmp_path: Path) -> None:
     skip_without_gpus(where)

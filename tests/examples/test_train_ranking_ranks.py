@@ -176,6 +176,7 @@ def done(out: Path) -> int:
     return max(Checkpoints(out / "checkpoints").steps(), default=0)
 
 
+@pytest.mark.faults
 def test_nan_on_a_rank_stops_all(logs: list[str], tmp_path: Path) -> None:
     results = on_ranks(2, [*logs, "--device", "cpu"], tmp_path, "gloo", (1, 9))
     message = results[0].error

@@ -64,6 +64,7 @@ def test_there_are_blocks_that_print() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.documented
 @pytest.mark.parametrize(
     "block",
     [
@@ -152,7 +153,8 @@ def test_workflows_call_make_targets_and_nothing_else() -> None:
     text = (ROOT / ".github/workflows/ci.yml").read_text()
     assert re.findall(r"\brun: (.*)", text) == ["make ci-packages", "make ${{ matrix.target }}"]
     targets = re.findall(r"target: \[(.*)\]", text)[0].split(", ")
-    assert {"test", "test-faults"} <= set(targets)  # the second has what the first leaves out
+    # The others have what the first leaves out.
+    assert {"test", "test-docs", "test-faults"} <= set(targets)
     targets += ["ci-packages", *re.findall(r"target: (\w+),", text)]
     rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(targets) <= set(rules)
@@ -173,6 +175,7 @@ OPTIONS = [
 
 
 @pytest.mark.slow
+@pytest.mark.documented
 @pytest.mark.parametrize("words", dict.fromkeys(w for w in OPTIONS if "FILE" not in w))
 def test_a_program_takes_these_options(words: str) -> None:
     """The parser reads the values before it reads --help."""
@@ -180,6 +183,7 @@ def test_a_program_takes_these_options(words: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.documented
 def test_pytest_commands_find_tests() -> None:
     """One process collects for all commands, so that it imports modules once."""
     commands = [shlex.split(c, comments=True) for c in COMMANDS if "-m pytest " in c]
@@ -224,6 +228,7 @@ def test_no_command_is_refused_because_of_one_above_it(page: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.documented
 def test_the_request_is_answered(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server of `make serve` answers the curl command twice, with the data of `make demo`."""
     pytest.importorskip("hstu_attn._host", reason="_host has not been built")

@@ -216,6 +216,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.documented
 def test_the_commands_of_the_cpp_example_run(example: tuple[Path, list[str]]) -> None:
     """The program prints the scores that Python has printed."""
     _, lines = example
@@ -228,6 +229,7 @@ def test_the_commands_of_the_cpp_example_run(example: tuple[Path, list[str]]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.documented
 def test_a_package_runs_without_python(
     packaged: tuple[str, list[Step]], example: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
