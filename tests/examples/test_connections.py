@@ -136,6 +136,7 @@ def trickle(connection: socket.socket, data: bytes) -> bytes:
     raise AssertionError(f"still open after {PATIENCE} s; received {received!r}")
 
 
+@pytest.mark.slow
 def test_a_request_in_parts_is_answered(port: int) -> None:
     with connect(port) as connection:
         for part in (HEAD[:10], HEAD[10:], b"h", b"i"):

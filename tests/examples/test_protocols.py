@@ -38,6 +38,7 @@ def run(ratings: Path, out: Path, *more: str) -> int:
     return train_retrieval.main([*SMALL, "--data", str(ratings), "--out", str(out), *more])
 
 
+@pytest.mark.slow
 def test_published_tests_after_each_epoch(
     ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +83,7 @@ def test_what_is_trained_on(ratings: Path, tmp_path: Path, protocol: str, held_o
             assert int(batch.target_items[end - 1]) == log.items[last]
 
 
+@pytest.mark.slow
 def test_the_validated_protocol_tests_once(
     ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

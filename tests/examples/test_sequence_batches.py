@@ -37,6 +37,7 @@ def test_the_last_of_both_sizes_counts() -> None:
         assert (options.tokens_per_batch, options.sequences_per_batch) == expected
 
 
+@pytest.mark.slow
 def test_sequences_are_the_latest_and_padded_to_few_shapes(ratings: Path, tmp_path: Path) -> None:
     """A graph is made for each shape, so there must be few."""
     log = open_event_log(ratings)

@@ -107,6 +107,7 @@ def history(log: EventLog, user: int, longest: int = LONGEST) -> tuple[np.ndarra
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scores_of_a_user_of_the_data(client: Client, saved: SavedModel, log: EventLog) -> None:
     items, times = history(log, 3, LONGEST)
     candidates = [int(item) for item in saved.item_ids[[5, 2, 9, 2]]]
@@ -135,6 +136,7 @@ def test_scores_of_a_gpu(checkpoint: Path, ratings: Path, saved: SavedModel, log
             torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 def test_events_are_remembered(client: Client, saved: SavedModel) -> None:
     items, times = saved.item_ids[[3, 1, 4, 1, 5]], np.array([10, 99, 10**4, 10**6, 10**6])
     for start, end in ((0, 1), (1, 3), (3, 5)):
@@ -148,6 +150,7 @@ def test_events_are_remembered(client: Client, saved: SavedModel) -> None:
         assert answer["scores"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exclude_seen", [True, False])
 def test_recommendations(
     client: Client, saved: SavedModel, log: EventLog, exclude_seen: bool
@@ -168,6 +171,7 @@ def test_recommendations(
     assert len(client.post("/recommend", user=4)["items"]) == 10
 
 
+@pytest.mark.slow
 def test_health_and_metrics(client: Client) -> None:
     before = client.metrics()
     for user in (1, 2, 1):
@@ -194,6 +198,7 @@ def test_health_and_metrics(client: Client) -> None:
     assert after["hstu_engine_users"] == state["users"]
 
 
+@pytest.mark.slow
 def test_many_at_once(client: Client, saved: SavedModel, log: EventLog) -> None:
     candidates = [int(item) for item in saved.item_ids]
     users = [int(user) for user in log.user_ids[10:40]] * 2
@@ -310,6 +315,7 @@ def test_data_with_other_ids_than_the_model(
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "place"),
     [
@@ -349,12 +355,14 @@ def test_what_is_wrong_is_named(client: Client, path: str, body: Any, place: lis
     assert all(detail["msg"] for detail in answer["detail"])
 
 
+@pytest.mark.slow
 def test_a_body_that_is_no_json(client: Client) -> None:
     status, _, answer = client.send("POST", "/score", b"{]")
     assert status == 422
     assert answer["detail"][0]["type"] == "json_invalid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -382,6 +390,7 @@ def test_malformed_bodies_are_not_repeated(client: Client, path: str, text: byte
     assert client.send("GET", "/health")[0] == 200
 
 
+@pytest.mark.slow
 def test_large_bodies(client: Client) -> None:
     large = b" " * (MAX_BODY_BYTES + 1)
     for body in (large, iter([large[:1000]] * (len(large) // 1000 + 1))):

@@ -584,6 +584,7 @@ def test_a_later_model_has_its_items_in_the_order_of_the_store(tmp_path: Path) -
         aligned(load_model(path, CPU), store)
 
 
+@pytest.mark.slow
 def test_items_of_a_model_that_is_not_sound_are_not_noted(tmp_path: Path) -> None:
     """Otherwise the sound model, which lacks them, could not be served again."""
     path, store = tmp_path / "model.pt", MemoryStore(10, LONGEST)

@@ -116,6 +116,7 @@ def candidates_of(log: EventLog, first: int, last: int) -> list[int]:
     return log.item_ids[log.items[first:last]].tolist()
 
 
+@pytest.mark.slow
 def test_probabilities_are_those_of_the_training_windows(
     client: Client, saved: SavedRanking, data: RankingData
 ) -> None:
@@ -154,6 +155,7 @@ def _as_new(saved: SavedRanking) -> SavedRanking:
     return saved._replace(model=model)
 
 
+@pytest.mark.slow
 def test_users_of_the_data_are_known_with_their_events(
     client: Client, saved: SavedRanking, data: RankingData
 ) -> None:
@@ -319,6 +321,7 @@ def test_another_model_takes_over_if_it_has_the_same_tasks_and_actions(
         assert torch.equal(engine.score(1, [], [1, 2, 3]), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "place"),
     [
@@ -356,6 +359,7 @@ def test_what_is_wrong_is_named(client: Client, body: Any, place: list[Any]) -> 
     assert ["body", *place] in [detail["loc"] for detail in answer["detail"]]
 
 
+@pytest.mark.slow
 def test_the_other_kind_of_paths_is_absent(client: Client) -> None:
     for path in ("/score", "/recommend"):
         assert client.send("POST", path, {"user": 1, "candidates": []})[0] == 404
@@ -364,6 +368,7 @@ def test_the_other_kind_of_paths_is_absent(client: Client) -> None:
     assert "/score" not in paths
 
 
+@pytest.mark.slow
 def test_the_types_name_actions_and_tasks(client: Client, data: RankingData) -> None:
     schemas = client.send("GET", "/openapi.json")[2]["components"]["schemas"]
     actions = schemas["ActionEventBody"]["properties"]["actions"]["items"]["enum"]

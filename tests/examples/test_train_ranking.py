@@ -75,6 +75,7 @@ def curves(directory: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
 def test_a_run_from_end_to_end(
     logs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

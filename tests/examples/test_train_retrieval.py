@@ -281,6 +281,7 @@ def test_the_picture_of_a_run_of_one_step(
     assert longest > 20
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
 def test_a_run_from_end_to_end(
     ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -408,6 +408,7 @@ def test_options_of_ranking_are_checked_before_data_are_read(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_with_other_options_is_refused_before_data_are_read(
     example: ModuleType,
     finished: Path,

@@ -218,6 +218,7 @@ def test_compile_with_dynamic_sizes(name):
             assert_same(compiled, function, arguments(lengths))
 
 
+@pytest.mark.slow
 def test_graphs_hold_the_default_thresholds():
     """A graph with a list would copy it from the host in each call."""
     graphs: list[torch.fx.GraphModule] = []

@@ -339,6 +339,7 @@ def test_operations_are_few(lengths, forward_more, backward_more):
     assert backward.count <= plain_backward.count + backward_more, backward.names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bias",
     [None, "rab", "rab-1-head", pytest.param("position-time", marks=pytest.mark.slow)],
@@ -370,6 +371,7 @@ def test_gradcheck(device, small_chunks, mask, name):
     assert torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=name is not None)
 
 
+@pytest.mark.slow
 def test_gradcheck_of_the_tables(device):
     """Their gradients are fp32, so the comparison is a little wider."""
     batch = make_batch([9, 5], [7, 5], dim=8, dtype=FP64, device=device, mask="causal")

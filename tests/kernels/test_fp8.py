@@ -336,6 +336,7 @@ def test_errors():
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_e4m3_inputs():
     batch = e4m3_batch()
     for q_shape in shapes_of_descales("q_descale"):

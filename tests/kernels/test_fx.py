@@ -326,6 +326,7 @@ def test_appending_stays_in_the_graph():
     assert not torch.equal(layer.cache.nan_to_num(7), cache.nan_to_num(7))
 
 
+@pytest.mark.slow
 def test_a_trace_of_a_compiled_call():
     """A trace may be compiled as a whole."""
     torch._dynamo.reset()

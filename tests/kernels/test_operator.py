@@ -88,6 +88,7 @@ def test_delta_rows_of_a_longer_sequence(device, rows, bias):
     check_against_reference(hstu_attention, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [None, "position-time"])
 def test_many_tiny_sequences(device, bias):
     lengths = torch.randint(0, 4, (300,)).tolist()

@@ -347,6 +347,7 @@ def test_dropout_follows_the_seed_and_the_mode():
     torch.testing.assert_close(layer(**inputs), composed(**inputs), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_the_mean():
     layer = make_layer(replace(DROPPING, fused=True))
     inputs = make_inputs(DROPPING, set(), torch.float64)
@@ -537,6 +538,7 @@ def test_compiled_stack(config):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @COMPILED
 def test_exported_layer(config):
     layer = HSTULayer(replace(config, fused=True)).eval()

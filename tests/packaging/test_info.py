@@ -86,6 +86,7 @@ def test_the_report_of_a_machine_without_a_gpu(capsys, monkeypatch):
     assert not any(name.startswith(("cuda", "FAILED")) for name in report)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_gpu")
 def test_the_instruction_set_is_the_one_asked_for(capsys, monkeypatch):
     monkeypatch.setenv("HSTU_ATTN_CPU_ISA", "baseline")

@@ -84,6 +84,7 @@ def test_a_user_is_never_twice_in_a_batch_whichever_client_asks() -> None:
     assert names(queue.take(0, wanted)) == [("a", 2), ("b", 1)]
 
 
+@pytest.mark.slow
 def test_a_flood_takes_no_more_than_its_share_of_each_batch() -> None:
     """One client sends without end for many users; two others have their thirds of each batch."""
     queue, rng = FairQueue(600, 9), random.Random(0)

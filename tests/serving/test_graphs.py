@@ -235,6 +235,7 @@ def test_tables_are_copied_once(graphs: bool, monkeypatch: pytest.MonkeyPatch) -
     assert made == (0 if graphs else 5)
 
 
+@pytest.mark.slow
 def test_users_who_return_from_the_host(device: str) -> None:
     """Users who return are computed without a graph, because their rows come layer by layer."""
     dtype = torch.bfloat16

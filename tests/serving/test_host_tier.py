@@ -356,6 +356,7 @@ def check_everything(cache: PagedKVCache) -> None:
                 check_rows(pages, ids, first.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_copies_are_waited_for(seed):
     """The copies are made as late as possible; the next test makes them at once."""
@@ -439,6 +440,7 @@ def test_the_host_does_not_wait_for_the_gpu():
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
 def test_an_engine_recomputes_less(name):
     """More users than fit on the device: with a host tier their events are computed once."""

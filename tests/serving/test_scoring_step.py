@@ -148,6 +148,7 @@ def assert_close(scores: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["retrieval", *(pytest.param(name, marks=pytest.mark.slow) for name in RANKING)],

@@ -51,6 +51,7 @@ def limit(store: EventStore, server: RedisServer | None, limited: bool) -> None:
         server.client.config_set("maxmemory", "1" if limited else "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["sqlite", "redis"], indirect=True)
 def test_a_full_store_refuses_events_until_there_is_room(
     place: Place, caplog: pytest.LogCaptureFixture
