@@ -110,6 +110,7 @@ def test_requests_that_are_refused(server: Running) -> None:
     assert_same(server, before)
 
 
+@pytest.mark.slow
 def test_requests_that_fail(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fail in the model, in the store, or are too late, in one batch with those of others."""
     users = (*OTHERS, HOSTILE)

@@ -504,6 +504,7 @@ def test_sigterm_answers_what_has_arrived(checkpoint: Path) -> None:
         assert server.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_wrong_options_are_refused_before_torch_is_imported(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -619,6 +620,7 @@ def test_events_on_unknown_items_are_left_out(saved: SavedModel, ratings: Path) 
     assert events[:, 1].tolist() == times[known].tolist()
 
 
+@pytest.mark.slow
 def test_data_of_the_future_are_left_out(
     saved: SavedModel, ratings: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -265,6 +265,7 @@ def test_negatives_per_row_are_taken_in_parts(
     assert rows * negatives < largest <= limit < rows * negatives * 16
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
 @pytest.mark.parametrize("baselines", [{}, {"popularity": {"ndcg_10": 0.2}}])
 def test_the_picture_of_a_run_of_one_step(

@@ -467,6 +467,7 @@ def test_operator_checks(version, bias):
     torch.library.opcheck(backward_op, tuple(values), options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_compiled(version):
     torch._dynamo.reset()

@@ -43,6 +43,7 @@ def held(cache: PagedKVCache, layer: int, ids: list[int], length: int) -> Tensor
     return whole.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_pages", [0, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_steps(device: str, dtype: torch.dtype, host_pages: int) -> None:

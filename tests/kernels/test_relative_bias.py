@@ -376,6 +376,7 @@ def test_tables_that_nothing_reads_have_gradients_of_zero(device, lengths_k):
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("buckets", [pytest.param(64, marks=pytest.mark.sanitize), 300])
 @pytest.mark.parametrize("dim", HEAD_DIMS)

@@ -198,6 +198,7 @@ def test_fused_can_be_differentiated_once():
         dx.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_penalty_of_the_gradient_is_refused(checkpointed):
     """Its derivative has a path past the layer, by which alone it would be wrong."""

@@ -63,6 +63,7 @@ def test_opcheck_forward_paged(fp8):
     torch.library.opcheck(LIBRARY.hstu_varlen_fwd.default, (), arguments, **checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 def test_opcheck_append(fp8):
     batch = make_paged_batch([20, 3], [4, 1], [2, 0], dim=16)

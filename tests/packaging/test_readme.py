@@ -265,6 +265,7 @@ def test_the_tables_are_those_of_the_results(path: Path) -> None:
     assert report.render(path) == path.read_text(), "run `python -m benchmarks.report`"
 
 
+@pytest.mark.slow
 def test_every_stored_record_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are made of each group of each file, but for the scoring step of a stack of layers."""
     shown: set[tuple[str, str | None]] = {("stack", "stack")}  # in `FIGURES` of performance.md

@@ -160,11 +160,13 @@ def test_random_traffic(
     assert max(lengths) > LONGEST - 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["retrieval", "retrieval, no bias", "ranking", "ranking, times"])
 def test_bf16(name: str, device: str) -> None:
     check_answers(name, torch.bfloat16, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
 def test_fp32(name: str) -> None:
     check_answers(name, torch.float32, "cpu")

@@ -74,6 +74,7 @@ class SlowStore(MemoryStore):
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_what_is_stored(place: Place) -> None:
     """Also after the engine, and a store that is no memory, have been opened again."""
     model = make_model("retrieval")

@@ -164,6 +164,7 @@ def test_wrong_buckets_are_refused(name: str, counts: tuple[int, ...]) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("graphs", [True, GraphBuckets(ahead=True)], ids=["when needed", "ahead"])
 def test_bf16(name: str, graphs: bool | GraphBuckets, device: str) -> None:
@@ -205,6 +206,7 @@ def test_replays_are_the_padded_calls_bit_for_bit(
         assert stats.hit_tokens > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["retrieval", "ranking", "ranking, times"])
 def test_padded_answers_are_right(name: str) -> None:
     model = make_model(name)
