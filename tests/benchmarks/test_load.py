@@ -277,11 +277,14 @@ def test_random_arrivals(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine with other work answers late, and measures its own rate too low."""
+    """A machine with other work answers late, and measures its own rate too low, if at all."""
     monkeypatch.setattr(serving, "PATIENCE", 30.0)
     path = tmp_path / "serving.json"
-    arguments = [*files, "--seconds", "1", "--concurrency", "4", "--loads", "0.3"]
-    serving.main([*arguments, "--json", str(path)])
+    arguments = [*files, "--concurrency", "4", "--loads", "0.3", "--json", str(path)]
+    try:
+        serving.main([*arguments, "--seconds", "1"])
+    except RuntimeError:  # no request was answered in that time
+        serving.main([*arguments, "--seconds", "5"])
     (overload, *records), printed = read_records(path), capsys.readouterr().out
     [under_way] = re.findall(r"^(\d+) requests/s, 4 under way$", printed, re.MULTILINE)
     assert overload["load"] * overload["capacity"] == pytest.approx(1.5 * int(under_way), 1e-2)
