@@ -75,6 +75,7 @@ def without_a_break(run: Run) -> tuple[Any, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
 def test_a_break_changes_nothing(num_ranks: int, strategy: Any, tmp_path: Path) -> None:
     """A run that is interrupted and continued on as many ranks has the same bits."""
@@ -213,6 +214,7 @@ def save_until_a_rank_dies(directory: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_one_of_two_writers_is_killed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"a rank ended|Connection closed|onnection reset"):
         run_ranks(2, save_until_a_rank_dies, str(tmp_path))

@@ -14,6 +14,8 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.documented
+
 # These take long to import; hstu_attn imports torch.
 HEAVY = {"hstu_attn", "matplotlib", "numpy", "tensorboard", "torch", "triton", "uvicorn"}
 

@@ -159,6 +159,7 @@ def test_continues_on_other_ranks(
     assert_same_run(tmp_path, one)
 
 
+@pytest.mark.faults
 def test_ranks_pass_over_a_checkpoint_together(logs: list[str], one: Path, tmp_path: Path) -> None:
     """All ranks skip a checkpoint, even if only one of them cannot read its part."""
     arguments = [*logs, "--device", "cpu"]
