@@ -130,14 +130,19 @@ def env_choice(name: str, known: Iterable[str]) -> list[str]:
     return chosen
 
 
+def max_jobs() -> int:
+    """Returns MAX_JOBS, or 0 if it is not set."""
+    return int(os.environ.get("MAX_JOBS") or 0)
+
+
 def jobs() -> int:
-    return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    return max_jobs() or len(os.sched_getaffinity(0))
 
 
 def nvcc_jobs() -> int:
     """Returns MAX_JOBS if it is set, else as many jobs as fit into memory."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    return jobs() if os.environ.get("MAX_JOBS") else max(1, min(jobs(), memory_gib // NVCC_GIB))
+    return max_jobs() or max(1, min(jobs(), memory_gib // NVCC_GIB))
 
 
 def cuda_choice() -> str:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -247,7 +246,7 @@ from hstu_attn.data import (
     training_windows,
 )
 from hstu_attn.data.synthetic import write_synthetic_movielens
-from hstu_attn.distributed import World, run
+from hstu_attn.distributed import World, is_launched, run
 
 Split = Literal["validation", "test"]
 
@@ -623,7 +622,7 @@ def main(arguments: list[str] | None = None) -> int:
                 device_type=choose_device(options.device).type,
                 timeout=LONGEST_TUNING,
             )
-        elif "RANK" in os.environ:
+        elif is_launched():
             raise ValueError(
                 f"--seeds must be 1 where torchrun has started processes, got {options.seeds}"
             )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoints
     from .context_parallel import ContextBatch, context_parallel_attention
     from .embedding import RoutedIds, ShardedEmbedding, ShardedEmbeddings
-    from .launch import RunStopped, World, run, stop_together
+    from .launch import RunStopped, World, is_launched, run, stop_together
     from .parallel import clip_gradients, global_mean, parallelize, parameter_groups
     from .tensor_parallel import gather_state_dict, shard_heads, shard_state_dict
     from .torchrec_tables import torchrec_embedding_collection
@@ -37,6 +37,7 @@ __all__ = [
     "context_parallel_attention",
     "gather_state_dict",
     "global_mean",
+    "is_launched",
     "parallelize",
     "parameter_groups",
     "run",
@@ -58,6 +59,7 @@ _LAZY_NAMES = {
     "context_parallel_attention": "context_parallel",
     "gather_state_dict": "tensor_parallel",
     "global_mean": "parallel",
+    "is_launched": "launch",
     "parallelize": "parallel",
     "parameter_groups": "parallel",
     "run": "launch",

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from .embedding import device_of
 
-__all__ = ["RunStopped", "World", "run", "stop_together"]
+__all__ = ["RunStopped", "World", "is_launched", "run", "stop_together"]
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
+    if not is_launched():
         return main(World(0, 0, 1, device, None))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
@@ -111,6 +111,11 @@ def _run(main: Callable[[World], T], device_type: str | None, timeout: timedelta
     del mesh
     gc.collect()
     return result
+
+
+def is_launched() -> bool:
+    """Returns whether torchrun, or another launcher that sets `RANK`, has started this process."""
+    return "RANK" in os.environ
 
 
 def stop_together(problem: str | None, mesh: DeviceMesh | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hstu_attn.distributed import RunStopped, World, run, stop_together
+from hstu_attn.distributed import RunStopped, World, is_launched, run, stop_together
 from tests.helpers.paths import ROOT
 from tests.helpers.torchrun import torchrun
 
@@ -85,6 +85,7 @@ def test_a_problem_of_a_rank_stops_all(where: str, tmp_path: Path) -> None:
 def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    assert not is_launched()
     world = run(lambda world: world, device_type="cpu")
     assert world == World(0, 0, 1, torch.device("cpu"), None)
     stop_together(None, None)
@@ -92,3 +93,5 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         stop_together("no rows", None)
     with pytest.raises(ValueError, match="device_type: expected 'cuda' or 'cpu', got 'gpu'"):
         run(lambda world: world, device_type="gpu")
+    monkeypatch.setenv("RANK", "0")
+    assert is_launched()
