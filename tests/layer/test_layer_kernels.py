@@ -175,7 +175,7 @@ def plain_gate(
 def test_gate(steps, parts, norm, dropout):
     groups, centered = NORMS[norm]
     options = GateOptions(groups, EPS, parts, dropout, centered)
-    for (rows, width), affine in product([(0, 8), (7, 20)], [False, True]):
+    for (rows, width), affine in product([(0, 8), (1, 8), (7, 20)], [False, True]):
         columns = groups * width
         # u and its gradient are slices, as in the layer.
         attention, u = leaf(rows, columns), leaf(rows, columns + 8)

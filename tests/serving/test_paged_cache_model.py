@@ -291,7 +291,7 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_random_operations_against_a_model():
     run_state_machine_as_test(
-        CacheMachine, settings=settings(max_examples=50, stateful_step_count=200)
+        CacheMachine, settings=settings(max_examples=100, stateful_step_count=200)
     )
 
 
