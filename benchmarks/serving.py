@@ -44,7 +44,9 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,52 +193,76 @@ def redis_server() -> Iterator[str]:
             server.wait()
 
 
-@contextmanager
-def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving]:
-    """Runs replicas on a Ray of their own, over a Redis server of their own."""
+def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int) -> None:
+    """Starts a Ray of this process and the replicas, which serve at a port of loopback."""
     sys.path.insert(0, str(SERVER.parent))
     import ray
+    from ray import serve
+
+    paths = {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
+    # This process would print, meanwhile, what the replicas log of each request.
+    ray.init(
+        "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths}
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    deploy(model, data, replicas, store)
+
+
+def deploy(model: Path, data: Path, replicas: int, store: str) -> None:
+    """Has the replicas that `start_replicas` has started serve a model."""
     import serve_ray
     from ray import serve
 
-    def deploy(model: Path) -> None:
-        arguments = {"model": model, "data": data, "device": "cpu", "store": url}
-        app = serve_ray.application(
-            arguments, num_replicas=replicas, ray_actor_options={"num_cpus": 0.5}
-        )
-        serve.run(app)
+    arguments = {"model": model, "data": data, "device": "cpu", "store": store}
+    options = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.5}}
+    serve.run(serve_ray.application(arguments, **options))
 
-    def change() -> None:
-        copy = Path(folder, "another.pt")
-        shutil.copy(model, copy)
-        deploy(copy)
 
-    def kill() -> None:
-        handle = serve.get_deployment_handle("Replica", "default")
-        os.kill(handle.broadcast("stats").results()[0]["pid"], signal.SIGKILL)
+def kill_replica() -> None:
+    """Kills one of the replicas that `start_replicas` has started."""
+    from ray import serve
 
+    handle = serve.get_deployment_handle("Replica", "default")
+    os.kill(handle.broadcast("stats").results()[0]["pid"], signal.SIGKILL)
+
+
+def stop_replicas() -> None:
+    """Stops the replicas and Ray."""
+    import ray
+
+    ray.shutdown()
+
+
+@contextmanager
+def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving]:
+    """Runs replicas on a Ray of their own, over a Redis server of their own.
+
+    The process that deploys them is not this one, in whose interpreter requests would wait for it.
+    """
     port = free_port()
+    limit = "recommender.ray_proxy:limit"
     with (
         tempfile.TemporaryDirectory() as folder,
         redis_server() as url,
         environment("RAY_worker_niceness", "0"),  # Otherwise all else of the machine comes first.
-        environment("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "recommender.ray_proxy:limit"),
+        environment("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", limit),
+        ProcessPoolExecutor(1, get_context("spawn")) as operator,
     ):
+        copy = Path(folder, "another.pt")
+        shutil.copy(model, copy)
+
+        def change() -> None:
+            operator.submit(deploy, copy, data, replicas, url).result()
+
+        def kill() -> None:
+            operator.submit(kill_replica).result()
+
         try:
-            paths = {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
-            # The client would print, meanwhile, what the replicas log of each request.
-            ray.init(
-                "local",
-                include_dashboard=False,
-                log_to_driver=False,
-                runtime_env={"env_vars": paths},
-            )
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            deploy(model)
+            operator.submit(start_replicas, model, data, replicas, url, port).result()
             address = f"http://127.0.0.1:{port}"
             yield Serving(address, f"{replicas} replicas", {CHANGE: change, KILL: kill})
         finally:
-            ray.shutdown()
+            operator.submit(stop_replicas).result()
 
 
 def counts(port: int) -> dict[str, float]:

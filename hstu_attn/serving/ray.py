@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -54,6 +55,10 @@ class Replica:
         self, build: Callable[..., Served], *arguments: object, **keywords: object
     ) -> None:
         self._served = build(self, *arguments, **keywords)
+        # A full garbage collection walks over every object of torch and Ray, and no request is
+        # answered meanwhile. Frozen objects are left out of it.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return self._served.app
@@ -143,8 +148,8 @@ def deployment(**options: Any) -> serve.Deployment:
     too much to do or is gone, to another one. Any of them answers it rightly from the shared store;
     the one that has served the user before has the user's pages.
 
-    A new version's replicas are started before those of the old one are drained, one for one, so
-    that a model that cannot be served changes nothing.
+    A quarter of a new version's replicas, at least one, are started at a time, and so many of the
+    old one are drained once they serve, so that a model that cannot be served changes nothing.
 
     Args:
         options: the options of `serve.deployment`, in place of those chosen here.
@@ -164,6 +169,6 @@ def deployment(**options: Any) -> serve.Deployment:
         "max_ongoing_requests": 1024,  # the engine's queue is fair, and refuses what is too much
         "max_queued_requests": 1024,  # of each proxy, when all replicas have as many as they may
         "backpressure_config": {"retry_after_s": 1},
-        "max_surge_percent": 100,
+        "max_surge_percent": 25,  # a start takes processors (GPUs, too) that serving needs
     }
     return serve.deployment(**{**chosen, **options})(serve.ingress()(Replica))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +20,23 @@ from tests.helpers.serving_models import make_cache, make_model
 pytestmark = pytest.mark.slow  # Ray takes a while to be imported
 
 
+@pytest.fixture(autouse=True)
+def unfrozen() -> Iterator[None]:
+    """Lets the collector see again what a replica has frozen in this process."""
+    yield
+    gc.unfreeze()
+
+
 async def app(*_: Any) -> None:
     raise NotImplementedError
+
+
+def test_garbage_collection_leaves_out_what_a_replica_has_loaded() -> None:
+    with Engine(make_model("retrieval"), make_cache(12)) as engine:
+        gc.unfreeze()
+        Replica(lambda replica: Served(engine, app))
+    assert gc.get_freeze_count() > 10_000
+    assert len(gc.get_objects()) < 0.1 * gc.get_freeze_count()
 
 
 def test_a_replica_is_healthy_while_its_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
