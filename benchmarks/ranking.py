@@ -45,7 +45,7 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     arguments = ["--device", options.device, *options.options]
     about: Record = {"options": shlex.join(options.options), "seeds": options.seeds}
     if options.data is not None:
-        arguments += ["--data", str(options.data)]
+        arguments += ["--data", str(options.data.resolve())]  # the example runs elsewhere
         log = open_event_log(options.data)
         about |= {
             "data": "/".join(options.data.parts[-2:]),
