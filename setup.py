@@ -71,6 +71,7 @@ NVCC_GIB = 2  # memory of one nvcc: at most 1.4 GiB, measured with both dtypes a
 KERNELS = {
     "forward": ("ForwardKernel forward", "ForwardKernel paged_forward"),
     "backward": ("BackwardKernel backward",),
+    "backward_e4m3": ("BackwardKernel backward_e4m3",),
 }
 INSTANTIATION = """\
 // Written by setup.py.
@@ -100,6 +101,7 @@ CUDA_TARGETS = {
     "sm80/forward": CudaTarget(ANY_GPU, 50),
     "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 95),
     "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 70),
+    "sm90/backward_e4m3": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 30),
     "quantize": CudaTarget(HOPPER_OR_LATER, 10),
     "common": CudaTarget(ANY_GPU, 8),
 }
@@ -305,6 +307,8 @@ def cuda_sources() -> list[CudaSource]:
         arch, _, direction = kind.partition("/")
         if arch.removeprefix("sm") in archs:
             for head_dim in reversed(head_dims()):
+                if direction == "backward_e4m3" and head_dim != "128":
+                    continue
                 for group in dtype_groups(kind, head_dim):
                     name = f"{kind}_d{head_dim}.{'-'.join(group)}.cu"
                     text = instantiation(arch, direction, head_dim, group)

@@ -3,6 +3,7 @@
 #include "dispatch.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <utility>
@@ -210,6 +211,7 @@ BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& p
     reason_for_sm80 = sm90::backward_unsupported_reason(device, params);
     if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
+      if (std::getenv("HSTU_ATTN_E4M3")) return sm90::backward_e4m3<128, DType::kBFloat16>();
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,
                   []<int kHeadDim, DType kDType>() { return sm90::backward<kHeadDim, kDType>(); });

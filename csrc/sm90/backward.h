@@ -12,19 +12,25 @@
 #include "backward_bias.h"
 #include "backward_cluster.h"
 #include "backward_consumers.h"
+#include "backward_e4m3.h"
 #include "backward_producers.h"
 
 namespace hstu::sm90 {
 
-template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_>
-struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_> {
-  using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_>;
-  using Consumers = std::conditional_t<Traits::kIsCluster, BackwardClusterConsumers<Traits>,
-                                       BackwardConsumers<Traits>>;
+template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_,
+          typename Out_ = Element_>
+struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_> {
+  using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_>;
+  template <typename T>
+  using Consumers16 = std::conditional_t<T::kIsCluster, BackwardClusterConsumers<T>,
+                                         BackwardConsumers<T>>;
+  using Consumers = typename std::conditional_t<
+      Traits::kIsE4m3, std::type_identity<BackwardE4m3Consumers<Traits>>,
+      std::type_identity<Consumers16<Traits>>>::type;
   using typename Traits::SharedMemory;
   using DqMma = typename Consumers::DqMma;
 
-  static HSTU_DEVICE void run(const BackwardParams& params, const BackwardMaps& maps,
+  static HSTU_DEVICE void run(const BackwardParams& params, const typename Traits::Maps& maps,
                               const BackwardBuffers& buffers, SharedMemory& smem) {
     if (threadIdx.x == 0) {
       Traits::init(params, smem);
@@ -67,17 +73,16 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_> 
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     run_backward(const __grid_constant__ BackwardParams params,
-                 const __grid_constant__ BackwardMaps maps,
+                 const __grid_constant__ typename Kernel::Maps maps,
                  const __grid_constant__ BackwardBuffers buffers) {
   extern __shared__ __align__(1024) char smem[];
   Kernel::run(params, maps, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
-// Converts dQ from fp32: dQ = alpha * scale * sum, rounded once. A block takes one tile of rows of
-// one head.
-template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
-    convert_dq(const __grid_constant__ BackwardParams params, const float* sums) {
+// Converts a block's tile of dQ, of one tile of rows of one head, from fp32 with one rounding.
+// factor(tile, head) is what its sums are multiplied by.
+template <typename Kernel, typename Factor>
+HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums, Factor factor_of) {
   using Dq = typename Kernel::Dq;
   wait_for_previous_kernel();
   const int tile_index = blockIdx.x / params.heads;
@@ -87,7 +92,7 @@ __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
 
   const int part = threadIdx.x / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup;
-  const float factor = Kernel::Consumers::factor_of_ds(params);
+  const float factor = factor_of(work, head);
   Tensor dq = partition_fragment_C(typename Kernel::DqMma{},
                                    Shape<Int<kWarpgroupRows>, Int<Dq::kColumns>>{});
   const float* from = sums + int64_t{blockIdx.x} * Dq::kSize + part * Dq::kPartSize + thread * 4;
@@ -100,9 +105,31 @@ __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
     dq(n + 3) = four.w * factor;
   }
   const int first = work.index * Kernel::kRows;
-  store_sum<typename Kernel::Element, Dq::kColumns>(
+  store_sum<typename Kernel::Out, Dq::kColumns>(
       dq, params.dq, head, work.sequence.q_begin + first, work.sequence.q_len - first,
       part * Dq::kColumns);
+}
+
+// dQ = alpha * scale * sum
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
+    convert_dq(const __grid_constant__ BackwardParams params, const float* sums) {
+  convert_dq_tile<Kernel>(params, sums, [&](const SequenceTile&, int) {
+    return Kernel::Consumers::factor_of_ds(params);
+  });
+}
+
+// The same for the backward in e4m3.
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
+    convert_e4m3_dq(const __grid_constant__ BackwardParams params,
+                    const __grid_constant__ E4m3Descales descales, const float* sums) {
+  convert_dq_tile<Kernel>(params, sums, [&](const SequenceTile& tile, int head) {
+    const E4m3Factors factors =
+        find_factors(descales, tile.sequence, tile.sequence_index, head, Kernel::kHeadDim,
+                     static_cast<float>(params.alpha));
+    return factors.dq * Kernel::Consumers::factor_of_ds(params);
+  });
 }
 
 }  // namespace hstu::sm90

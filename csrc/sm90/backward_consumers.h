@@ -389,7 +389,7 @@ struct BackwardConsumers : Traits {
     for (int n = 0; n < size(sum); ++n) sum(n) *= factor;
     const Sequence& sequence = work_tile.tile.sequence;
     const int first = work_tile.tile.index * kKeys + key_group * kWarpgroupRows;
-    store_sum<Element, kColumns>(sum, tensor, work_tile.head, sequence.k_begin + first,
+    store_sum<typename Traits::Out, kColumns>(sum, tensor, work_tile.head, sequence.k_begin + first,
                                  sequence.k_len - first, Traits::rank() * kColumns);
   }
 };

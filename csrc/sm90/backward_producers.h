@@ -35,7 +35,7 @@ struct BackwardProducers : Traits {
   using Traits::kKeys;
   using Traits::kRows;
 
-  static HSTU_DEVICE void run(const BackwardParams& params, const BackwardMaps& maps,
+  static HSTU_DEVICE void run(const BackwardParams& params, const typename Traits::Maps& maps,
                               const BackwardBuffers& buffers, SharedMemory& smem) {
     static_assert(DqState::kStages == 2, "the last two warps add dQ of a stage each");
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -53,7 +53,7 @@ struct BackwardProducers : Traits {
   // Called by one warp. It gets work tiles, passes them to the other warps and copies their K and
   // V. If no row sees a key of a work tile, it zeroes dK and dV of these keys, and consumers do not
   // get the work tile.
-  static HSTU_DEVICE void find_work_tiles(const BackwardParams& params, const BackwardMaps& maps,
+  static HSTU_DEVICE void find_work_tiles(const BackwardParams& params, const typename Traits::Maps& maps,
                                           const BackwardBuffers& buffers, SharedMemory& smem) {
     const WorkList& list = buffers.list;
     const int lane = static_cast<int>(threadIdx.x);
@@ -79,6 +79,11 @@ struct BackwardProducers : Traits {
           const Sequence& sequence = work_tile.tile.sequence;
           work_tile.first_row_tile =
               static_cast<int>(first_tile(sequence.q_begin, work_tile.tile.sequence_index, kRows));
+          if constexpr (Traits::kIsE4m3) {
+            static_cast<E4m3Factors&>(work_tile) =
+                find_factors(maps.descales, sequence, work_tile.tile.sequence_index, work_tile.head,
+                             kHeadDim, static_cast<float>(params.alpha));
+          }
         }
       }
       __syncwarp();
@@ -117,22 +122,39 @@ struct BackwardProducers : Traits {
     if (Traits::stores_ds(params)) cute::tma_store_wait<0>();
   }
 
-  static HSTU_DEVICE void copy_keys(const BackwardMaps& maps, const WorkTile& work_tile,
+  static HSTU_DEVICE void copy_keys(const typename Traits::Maps& maps, const WorkTile& work_tile,
                                     KVState state, SharedMemory& smem) {
     const Sequence& sequence = work_tile.tile.sequence;
     const RaggedRows rows{sequence.k_begin, sequence.k_len, work_tile.head};
     const int first = Traits::first_key(work_tile);
     smem.pipeline_kv.producer_acquire(state);
     auto& barrier = smem.pipeline_kv.full[state.index()];
-    constexpr int kOthers = kIsCluster ? kBlockKeys * kColumns : 0;
+    constexpr int kOthers =
+        kIsCluster ? kBlockKeys * kColumns : (Traits::kIsE4m3 ? kBlockKeys * kHeadDim : 0);
     barrier.arrive_and_expect_tx((2 * kBlockKeys * kHeadDim + kOthers) * sizeof(Element));
     start_copy_rows<kBlockKeys, kHeadDim>(maps.k, rows, first, smem.k, barrier);
     start_copy_rows<kBlockKeys, kHeadDim>(maps.v, rows, first, smem.v, barrier);
+    if constexpr (Traits::kIsE4m3) {
+      copy_columns(maps.k_columns, sequence.k_begin, work_tile, first, smem.k_columns, barrier);
+    }
     if constexpr (kIsCluster) {
       const int rank = Traits::rank();
       start_copy_rows<kBlockKeys, kColumns>(maps.k, rows, first + (1 - 2 * rank) * kBlockKeys,
                                             smem.other_k, barrier, rank * kColumns);
     }
+  }
+
+  // Starts copying the columns of the rows from `first` on, which are part of one block of 128.
+  // `begin` is that of the sequence.
+  static HSTU_DEVICE void copy_columns(const CUtensorMap& map, int64_t begin,
+                                       const WorkTile& work_tile, int first, Element* to,
+                                       cutlass::arch::ClusterTransactionBarrier& full) {
+    constexpr int kBlock = Fp8Params::kBlock;
+    const int64_t block =
+        first_tile(begin, work_tile.tile.sequence_index, kBlock) + first / kBlock;
+    cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full),
+                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), to,
+                                 first % kBlock, 0, work_tile.head, static_cast<int>(block));
   }
 
   // The blocks of a cluster have the same work tiles: the first block sends work_index to the
@@ -170,7 +192,7 @@ struct BackwardProducers : Traits {
 
   // Called by one warp: copies Q, dO and the bias of each tile of rows, and, if kProducerFindsMask,
   // computes the bits of partial tiles.
-  static HSTU_DEVICE void copy_row_tiles(const BackwardParams& params, const BackwardMaps& maps,
+  static HSTU_DEVICE void copy_row_tiles(const BackwardParams& params, const typename Traits::Maps& maps,
                                          SharedMemory& smem) {
     constexpr int kTilesAhead = 3;
     const bool copies = threadIdx.x % 32 == 0;
@@ -184,6 +206,12 @@ struct BackwardProducers : Traits {
       const auto copy_dout = [&] {
         const DoutState dout_state{state.count};
         smem.pipeline_dout.producer_acquire(dout_state);
+        if constexpr (Traits::kIsE4m3) {
+          auto& full = smem.pipeline_dout.full[dout_state.index()];
+          full.expect_transaction(kRows * kHeadDim);
+          copy_columns(maps.dout_columns, work_tile.tile.sequence.q_begin, work_tile, first,
+                       smem.dout_columns[dout_state.index()], full);
+        }
         copy_rows<kRows, kHeadDim>(maps.dout, rows_of(work_tile), first,
                                    smem.dout[dout_state.index()],
                                    smem.pipeline_dout.full[dout_state.index()]);
@@ -195,6 +223,11 @@ struct BackwardProducers : Traits {
                                  (next < 0 ? RowTile::kLast : 0)};
         q_full.expect_transaction(kRows * kHeadDim * sizeof(Element));
         start_copy_rows<kRows, kHeadDim>(maps.q, rows_of(work_tile), first, smem.q[stage], q_full);
+        if constexpr (Traits::kIsE4m3) {
+          q_full.expect_transaction(kRows * kHeadDim);
+          copy_columns(maps.q_columns, work_tile.tile.sequence.q_begin, work_tile, first,
+                       smem.q_columns[stage], q_full);
+        }
         if constexpr (Traits::kHasRelativeBias) {
           copy_position(params, work_tile, first, smem.relative_bias[0].position[stage], q_full);
         }
@@ -252,7 +285,7 @@ struct BackwardProducers : Traits {
 
   // TMA-reduces the dQ tiles of one stage of pipeline_dq into the fp32 accumulators. Called by one
   // thread per stage.
-  static HSTU_DEVICE void add_dq(const BackwardParams& params, const BackwardMaps& maps,
+  static HSTU_DEVICE void add_dq(const BackwardParams& params, const typename Traits::Maps& maps,
                                  const BackwardBuffers& buffers, SharedMemory& smem, int stage) {
     DqState state;
     for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int) {
@@ -292,7 +325,7 @@ struct BackwardProducers : Traits {
     ptx::bulk_wait_complete();
   }
 
-  static HSTU_DEVICE void store_ds(const BackwardMaps& maps, const WorkTile& work_tile, int m,
+  static HSTU_DEVICE void store_ds(const typename Traits::Maps& maps, const WorkTile& work_tile, int m,
                                    DsState state, SharedMemory& smem) {
     smem.pipeline_ds.consumer_wait(state);
     const Element* const own = Traits::ds_tile(smem, state) + Traits::rank() * (kRows * kBlockKeys);
@@ -304,7 +337,7 @@ struct BackwardProducers : Traits {
 
   // Starts zeroing the tiles of the bias gradient where no row sees a key of the work tile. Called
   // by one thread.
-  static HSTU_DEVICE void start_zeroing_unseen(const BackwardMaps& maps, const WorkTile& work_tile,
+  static HSTU_DEVICE void start_zeroing_unseen(const typename Traits::Maps& maps, const WorkTile& work_tile,
                                                const SharedMemory& smem) {
     for (int m = 0; m * kRows < work_tile.tile.sequence.q_len; ++m) {
       if (!work_tile.map.contains(m))
@@ -316,7 +349,7 @@ struct BackwardProducers : Traits {
   // Starts storing a tile of the bias gradient, whose panels of 64 keys are kPanelSize elements
   // apart.
   template <int kPanelSize>
-  static HSTU_DEVICE void start_storing_bias_gradient(const BackwardMaps& maps,
+  static HSTU_DEVICE void start_storing_bias_gradient(const typename Traits::Maps& maps,
                                                       const WorkTile& work_tile, int m,
                                                       const Element* tile) {
     const SequenceTile& work = work_tile.tile;

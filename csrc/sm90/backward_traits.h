@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../scheduler/work_list.h"
+#include "backward_e4m3_factors.h"
 #include "pipeline.h"
 #include "position_window.h"
 #include "score_bias.h"
@@ -17,6 +18,15 @@ struct BackwardMaps {
   CUtensorMap dout;
   CUtensorMap bias;
   CUtensorMap bias_gradient;
+};
+
+// The inputs of the backward in e4m3, see backward_e4m3.h. Those of the columns are blocks of 128
+// rows or keys, transposed as v in Fp8Params.
+struct E4m3BackwardMaps : BackwardMaps {
+  CUtensorMap q_columns;
+  CUtensorMap k_columns;
+  CUtensorMap dout_columns;
+  E4m3Descales descales;
 };
 
 // The workspace of a backward call.
@@ -62,11 +72,18 @@ struct DqTile {
   static_assert(kRows == kWarpgroupRows);
 };
 
-// Bias is a policy of score_bias.h.
-template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_>
+// The factors of a work tile in e4m3; other dtypes have none.
+struct NoFactors {};
+
+// Bias is a policy of score_bias.h. Out is the type of the gradients.
+template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_,
+          typename Out_ = Element_>
 struct BackwardTraits {
   using Element = Element_;
   using Bias = Bias_;
+  using Out = Out_;
+  static constexpr bool kIsE4m3 = sizeof(Element) == 1;
+  using Maps = std::conditional_t<kIsE4m3, E4m3BackwardMaps, BackwardMaps>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHasRelativeBias = Bias::kWarpgroups > 0;
   static constexpr bool kHasBias = Bias::kHasTiles || kHasRelativeBias;
@@ -102,7 +119,7 @@ struct BackwardTraits {
 
   using Dq = DqTile<kRows, kHeadDim>;
 
-  struct WorkTile {
+  struct WorkTile : std::conditional_t<kIsE4m3, E4m3Factors, NoFactors> {
     SequenceTile tile;
     int first_row_tile;  // the number of the sequence's first tile of rows
     int head;            // -1: there is no more work
@@ -135,7 +152,8 @@ struct BackwardTraits {
   static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
   // One buffer of dQ is enough, except in a deterministic backward, whose blocks wait for
   // dq_semaphore: it has two where there is room. In a cluster, dQ overwrites Q.
-  static constexpr int kDqBuffers = kIsCluster ? 0 : (kIsDeterministic && kHeadDim <= 64 ? 2 : 1);
+  static constexpr int kDqBuffers =
+      kIsCluster ? 0 : (kIsE4m3 || (kIsDeterministic && kHeadDim <= 64) ? 2 : 1);
 
   // Where shared memory has no room for two copies of the window, there is one.
   using PositionWindow = sm90::PositionWindow<kRows, kBlockKeys, kIsCluster ? 1 : 2>;
@@ -157,6 +175,9 @@ struct BackwardTraits {
     alignas(1024) Element v[kBlockKeys * kHeadDim];
     alignas(1024) Element q[QState::kStages][kRows * kHeadDim];
     alignas(1024) Element dout[DoutState::kStages][kRows * kHeadDim];
+    alignas(1024) Element k_columns[kIsE4m3 ? kBlockKeys * kHeadDim : 0];
+    alignas(1024) Element q_columns[kIsE4m3 ? QState::kStages : 0][kRows * kHeadDim];
+    alignas(1024) Element dout_columns[kIsE4m3 ? DoutState::kStages : 0][kRows * kHeadDim];
     alignas(1024) Element p[kIsCluster ? kRows * kKeys : 0];
     alignas(1024) Element ds[kDsBuffers][kRows * kKeys];
     alignas(1024) BiasElement bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kBlockKeys];

@@ -112,4 +112,8 @@ ForwardKernel paged_forward();
 template <int kHeadDim, DType kDType>
 BackwardKernel backward();
 
+// The backward whose products are in e4m3, of q, k, v and dO of type kDType.
+template <int kHeadDim, DType kDType>
+BackwardKernel backward_e4m3();
+
 }  // namespace hstu::sm90

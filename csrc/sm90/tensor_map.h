@@ -108,17 +108,19 @@ CUtensorMap make_quantized_map(const PackedTensor& tensor, int heads, int box_ro
                          1, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-// Makes a map for copies of whole blocks of a head of v in e4m3, see Fp8Params.
+// Makes a map for copies of whole blocks of a head of v in e4m3, see Fp8Params, or of `count` of
+// the 128 keys of a block.
 template <int kHeadDim>
-CUtensorMap make_value_block_map(const PackedTensor& tensor, int heads, int64_t blocks) {
+CUtensorMap make_value_block_map(const PackedTensor& tensor, int heads, int64_t blocks,
+                                 int count = Fp8Params::kBlock) {
   const auto head_dim = static_cast<cuuint64_t>(tensor.head_dim);
   const cuuint64_t sizes[] = {Fp8Params::kBlock, head_dim, static_cast<cuuint64_t>(heads),
                               static_cast<cuuint64_t>(blocks)};
   const cuuint64_t head_bytes = head_dim * Fp8Params::kBlock;
   const cuuint64_t strides[] = {Fp8Params::kBlock, head_bytes, head_bytes * heads};
-  const cuuint32_t box[] = {Fp8Params::kBlock, kHeadDim, 1, 1};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(count), kHeadDim, 1, 1};
   return encode_map<4>(tensor.data, CU_TENSOR_MAP_DATA_TYPE_UINT8, sizes, strides, box,
-                       CU_TENSOR_MAP_SWIZZLE_128B);
+                       count < 128 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Makes a map for copies of 64 rows and 64 columns of a 16-bit bias.

@@ -45,12 +45,12 @@ using RegisterMma = decltype(make_tiled_mma(
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
                          sizeof(Element) == 1 ? GMMA::Major::K : GMMA::Major::MN>()));
 
-// A and B in shared memory, A K-major, B MN-major.
+// A and B in shared memory, A K-major, B MN-major, or K-major for e4m3.
 template <typename Element, int kColumns, int kDepth>
 using RowsByColumnsMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float,
                          Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kDepth>>, GMMA::Major::K,
-                         GMMA::Major::MN>()));
+                         sizeof(Element) == 1 ? GMMA::Major::K : GMMA::Major::MN>()));
 
 // A and B in shared memory, both MN-major.
 template <typename Element, int kColumns, int kDepth>
