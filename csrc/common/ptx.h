@@ -294,6 +294,15 @@ HSTU_DEVICE void bulk_reduce_add(const float* from, float* to) {
       : "memory");
 }
 
+// The same for numbers in bf16.
+template <int kBytes>
+HSTU_DEVICE void bulk_reduce_add_bf16(const void* from, void* to) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], %2;" ::"l"(to),
+      "r"(shared_address(from)), "n"(kBytes)
+      : "memory");
+}
+
 // Waits until the bulk groups of this thread are complete, where cute::tma_store_wait<0>() only
 // waits until their shared memory has been read.
 HSTU_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

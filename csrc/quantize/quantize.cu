@@ -279,6 +279,44 @@ HSTU_DEVICE float write_rows(const Rows<Element, kLanes>& rows, const Scale& sca
   return sqrtf(reduce_to_owners<kLanes>(squares, Sum())) * scale.descale * kNormMargin;
 }
 
+// Writes the codes of a block transposed, in the order of v8.
+template <typename Element, int kLanes>
+HSTU_DEVICE void write_columns(const Rows<Element, kLanes>& rows, float descale, uint8_t* to,
+                               Transpose<kLanes>& transpose) {
+  const float reciprocal = 1.0f / descale;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    transpose.write(rows.row + step * kRowsAtOnce, rows.column,
+                    rows.template codes<false>(step, reciprocal));
+  }
+  __syncthreads();
+  const int head_dim = rows.tensor.head_dim;
+  const int64_t block = rows.block.number * rows.params.heads + rows.head;
+  transpose.store(to + block * head_dim * Fp8Params::kBlock, head_dim);
+}
+
+// Quantizes rows of Q or K for the backward.
+template <typename Element, int kLanes>
+HSTU_DEVICE void quantize_for_backward(Rows<Element, kLanes>& rows, Part part,
+                                       const Workspace& workspace, float* scratch,
+                                       Transpose<kLanes>& transpose) {
+  const QuantizeParams& params = rows.params;
+  const bool is_q = part == Part::kQ;
+  const float descale = base_descale<false>(rows, part, false, workspace, scratch);
+  write_rows<false>(rows, {descale, 0.0f}, is_q ? params.q8 : params.k8);
+  if (uint8_t* const to = is_q ? params.q_columns : params.k_columns) {
+    write_columns(rows, descale, to, transpose);
+  }
+  if (is_q) {
+    if (rows.is_owner()) {
+      params.q_descale[rows.head * params.batch.total_q + rows.own_row()] = descale;
+    }
+  } else if (threadIdx.x == 0) {
+    params.k_descale[rows.head * max_blocks(params.batch.total_k, params.batch.batch) +
+                     rows.block.number] = descale;
+  }
+}
+
 template <typename Element, int kLanes>
 HSTU_DEVICE void quantize_q(Rows<Element, kLanes>& rows, const Workspace& workspace,
                             float* scratch) {
@@ -325,23 +363,13 @@ HSTU_DEVICE void quantize_v(Rows<Element, kLanes>& rows, const Workspace& worksp
                             Transpose<kLanes>& transpose) {
   const QuantizeParams& params = rows.params;
   const float descale = base_descale<false>(rows, Part::kV, false, workspace, scratch);
-  const float reciprocal = 1.0f / descale;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    transpose.write(rows.row + step * kRowsAtOnce, rows.column,
-                    rows.template codes<false>(step, reciprocal));
-  }
-  __syncthreads();
-  const int head_dim = params.v.head_dim;
-  transpose.store(
-      params.v8 + (rows.block.number * params.heads + rows.head) * head_dim * Fp8Params::kBlock,
-      head_dim);
+  write_columns(rows, descale, params.v8, transpose);
   if (threadIdx.x != 0) return;
   params.v_descale[rows.head * max_blocks(params.batch.total_k, params.batch.batch) +
                    rows.block.number] = descale;
 }
 
-template <typename Element, int kLanes>
+template <typename Element, int kLanes, bool kForBackward>
 __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
     quantize_kernel(const __grid_constant__ QuantizeParams params,
                     const __grid_constant__ Workspace workspace) {
@@ -350,6 +378,9 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
   const BlockOfPart own(params);
   if (!own.has_rows()) return;
   Rows<Element, kLanes> rows(params, tensor_of(params, own.part), own.block, own.head);
+  if constexpr (kForBackward) {
+    return quantize_for_backward(rows, own.part, workspace, scratch, transpose);
+  }
   if (own.part == Part::kQ) return quantize_q(rows, workspace, scratch);
   if (own.part == Part::kV) return quantize_v(rows, workspace, scratch, transpose);
   if constexpr (Piece<Element>::kIsE4m3) {
@@ -367,7 +398,8 @@ void launch(const QuantizeParams& params, cudaStream_t stream) {
   const Workspace workspace(params);
   const int64_t q_blocks = max_blocks(params.batch.total_q, params.batch.batch);
   const int64_t k_blocks = max_blocks(params.batch.total_k, params.batch.batch);
-  const auto grid = static_cast<unsigned>((q_blocks + 2 * k_blocks) * params.heads);
+  const int64_t blocks_of_parts = q_blocks + (params.for_backward ? 1 : 2) * k_blocks;
+  const auto grid = static_cast<unsigned>(blocks_of_parts * params.heads);
   constexpr int kThreads = kLanes * kRowsAtOnce;
   if (workspace.zeroed_bytes > 0) {
     check_cuda(cudaMemsetAsync(params.workspace, 0, workspace.zeroed_bytes, stream),
@@ -382,7 +414,13 @@ void launch(const QuantizeParams& params, cudaStream_t stream) {
       largest_kernel<Element, kLanes><<<grid, kThreads, 0, stream>>>(params, workspace);
     }
   }
-  quantize_kernel<Element, kLanes><<<grid, kThreads, 0, stream>>>(params, workspace);
+  if constexpr (!Piece<Element>::kIsE4m3) {
+    if (params.for_backward) {
+      quantize_kernel<Element, kLanes, true><<<grid, kThreads, 0, stream>>>(params, workspace);
+      return check_launch("quantize_qkv");
+    }
+  }
+  quantize_kernel<Element, kLanes, false><<<grid, kThreads, 0, stream>>>(params, workspace);
   check_launch("quantize_qkv");
 }
 

@@ -56,6 +56,12 @@ struct QuantizeParams {
   float* q_mean_product = nullptr;  // [H, total_q] with smooth_k: the row of q times K's mean
   float* k_mean = nullptr;          // [B, H, D] with smooth_k, or null: not wanted
   void* workspace = nullptr;        // quantize_workspace_bytes(), aligned to 16 bytes
+
+  // For the backward in e4m3: also writes q and k transposed, and neither v nor norms. The mode is
+  // kHead.
+  bool for_backward = false;
+  uint8_t* q_columns = nullptr;  // [blocks of total_q, H, D, 128], in the order of v8, or null
+  uint8_t* k_columns = nullptr;  // [blocks, H, D, 128], or null
 };
 
 // True if rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.

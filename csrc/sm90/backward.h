@@ -95,14 +95,17 @@ HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums
   const float factor = factor_of(work, head);
   Tensor dq = partition_fragment_C(typename Kernel::DqMma{},
                                    Shape<Int<kWarpgroupRows>, Int<Dq::kColumns>>{});
-  const float* from = sums + int64_t{blockIdx.x} * Dq::kSize + part * Dq::kPartSize + thread * 4;
+  using Element = typename Kernel::DqElement;
+  constexpr int kPiece = 16 / sizeof(Element);
+  const Element* const from = reinterpret_cast<const Element*>(sums) +
+                              int64_t{blockIdx.x} * Dq::kSize + part * Dq::kPartSize +
+                              thread * kPiece;
 #pragma unroll
-  for (int n = 0; n < size(dq); n += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(from + n * kWarpgroup);
-    dq(n) = four.x * factor;
-    dq(n + 1) = four.y * factor;
-    dq(n + 2) = four.z * factor;
-    dq(n + 3) = four.w * factor;
+  for (int n = 0; n < size(dq); n += kPiece) {
+    const auto piece =
+        *reinterpret_cast<const cutlass::AlignedArray<Element, kPiece>*>(from + n * kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) dq(n + i) = static_cast<float>(piece[i]) * factor;
   }
   const int first = work.index * Kernel::kRows;
   store_sum<typename Kernel::Out, Dq::kColumns>(

@@ -88,7 +88,7 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
         wait_for_wgmma<0>(dq);
         warpgroup_fence_operand(scores);
         smem.pipeline_ds.consumer_release_by_warp(ds_state);
-        Base::store_dq(dq, warpgroup, dq_state, smem);
+        store_dq(dq, warpgroup, dq_state, smem);
         dq_state.advance();
         if (is_last) break;
       }
@@ -186,6 +186,22 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
       *reinterpret_cast<uint32_t*>(at) = __byte_perm(low, high, 0x6240);
       *reinterpret_cast<uint32_t*>(at + 8 * kBlockKeys) = __byte_perm(low, high, 0x7351);
     }
+  }
+
+  // Stores a part of dQ, eight values of each thread after another.
+  static HSTU_DEVICE void store_dq(const DqPart& dq, int part, DqState state, SharedMemory& smem) {
+    smem.pipeline_dq.producer_acquire(state);
+    const int thread = reload_thread_idx() % kWarpgroup;
+    auto* const own = Traits::dq_tile(smem, state) + part * Traits::Dq::kPartSize + thread * 8;
+    const Tensor result = rounded<typename Traits::DqElement>(dq);
+    const Tensor words = recast<const uint32_t>(result);
+#pragma unroll
+    for (int n = 0; n < size(words); n += 4) {
+      *reinterpret_cast<uint4*>(own + 2 * n * kWarpgroup) = {words(n), words(n + 1), words(n + 2),
+                                                             words(n + 3)};
+    }
+    cutlass::arch::fence_view_async_shared();  // before TMA reads dQ
+    smem.pipeline_dq.full[state.index()].arrive();
   }
 
   static HSTU_DEVICE void start_dq(Element* ds, Element* k_columns, int part, DqPart& dq) {

@@ -305,9 +305,13 @@ struct BackwardProducers : Traits {
         ptx::fence_proxy_async_global();
       }
       smem.pipeline_dq.consumer_wait(state);
-      ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(
-          Traits::dq_tile(smem, state),
-          buffers.dq + int64_t{dq_index} * Dq::kSize + Traits::rank() * Dq::kBlockSize);
+      const auto* const tile = Traits::dq_tile(smem, state);
+      const int64_t offset = int64_t{dq_index} * Dq::kSize + Traits::rank() * Dq::kBlockSize;
+      if constexpr (Traits::kIsE4m3) {
+        ptx::bulk_reduce_add_bf16<Dq::kBlockSize * 2>(tile, static_cast<char*>(static_cast<void*>(buffers.dq)) + 2 * offset);
+      } else {
+        ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(tile, buffers.dq + offset);
+      }
       cute::tma_store_arrive();
       cute::tma_store_wait<0>();
       if constexpr (kIsCluster) {  // dQ was in the memory of Q

@@ -118,6 +118,8 @@ struct BackwardTraits {
                                               : backward_registers(kProducerFindsMask);
 
   using Dq = DqTile<kRows, kHeadDim>;
+  // In e4m3 the additions to dQ in device memory would take longer than the products, in fp32.
+  using DqElement = std::conditional_t<kIsE4m3, cutlass::bfloat16_t, float>;
 
   struct WorkTile : std::conditional_t<kIsE4m3, E4m3Factors, NoFactors> {
     SequenceTile tile;
@@ -142,9 +144,12 @@ struct BackwardTraits {
   };
   using WorkState = PipelineState<2>;
   using KVState = PipelineState<1>;
-  using QState = PipelineState<2>;
+#ifndef E4M3_STAGES
+#define E4M3_STAGES 3
+#endif
+  using QState = PipelineState<kIsE4m3 ? E4M3_STAGES : 2>;
   using MaskState = PipelineState<2>;  // of partial tiles, if kProducerFindsMask
-  using DoutState = PipelineState<kIsCluster ? 1 : 2>;
+  using DoutState = PipelineState<kIsE4m3 ? E4M3_STAGES : kIsCluster ? 1 : 2>;
   using BiasState = PipelineState<kHeadDim <= 64 ? 2 : 1>;
   using DsState = PipelineState<2>;
   using DqState = PipelineState<2>;  // one thread per stage adds its dQ
@@ -182,7 +187,7 @@ struct BackwardTraits {
     alignas(1024) Element ds[kDsBuffers][kRows * kKeys];
     alignas(1024) BiasElement bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kBlockKeys];
     alignas(1024) Element zeros[kHasDenseBias ? kRows * 64 : 0];  // source of stores that zero drab
-    alignas(1024) float dq[kDqBuffers * Dq::kSize];
+    alignas(1024) DqElement dq[kDqBuffers * Dq::kSize];
     RelativeBiasMemory relative_bias[kHasRelativeBias ? 1 : 0];
     alignas(16) uint64_t visible[QState::kStages][kKeyGroups][kRows];  // one bit per key
     WorkTile work_tiles[WorkState::kStages];
@@ -284,9 +289,9 @@ struct BackwardTraits {
   }
 
   // The block's parts of dQ in shared memory.
-  static HSTU_DEVICE float* dq_tile(SharedMemory& smem, DqState state) {
+  static HSTU_DEVICE DqElement* dq_tile(SharedMemory& smem, DqState state) {
     if constexpr (kIsCluster) {
-      return reinterpret_cast<float*>(smem.q[state.index()]);
+      return reinterpret_cast<DqElement*>(smem.q[state.index()]);
     } else {
       return smem.dq + (kDqBuffers == 2 ? state.index() * Dq::kSize : 0);
     }

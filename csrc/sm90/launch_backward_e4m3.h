@@ -52,7 +52,7 @@ struct E4m3BackwardLauncher {
     Workspace workspace;
     BackwardBuffers buffers = {};
     E4m3BackwardMaps maps = {};
-    QuantizeParams quantized[4];
+    QuantizeParams quantized[2];  // q and k; dout and v
     int64_t dq_tiles;
     int64_t zeros_begin;
     int64_t zeros_end;
@@ -68,7 +68,8 @@ struct E4m3BackwardLauncher {
       const bool is_ordered = launch.deterministic;
       buffers.dq_writers = is_ordered ? workspace.take<TileSpans>(row_tiles) : nullptr;
       zeros_begin = workspace.used();
-      buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
+      buffers.dq = reinterpret_cast<float*>(
+          workspace.take<typename Form::DqElement>(dq_tiles * Form::Dq::kSize));
       buffers.dq_semaphore = is_ordered ? workspace.take<int>(dq_tiles) : nullptr;
       zeros_end = workspace.used();
       take_quantized(params, memory != nullptr);
@@ -79,45 +80,33 @@ struct E4m3BackwardLauncher {
       const int64_t heads = params.heads;
       const int64_t q_blocks = max_blocks(batch.total_q, batch.batch);
       const int64_t k_blocks = max_blocks(batch.total_k, batch.batch);
-      BatchParams rows = batch;  // whose keys are the rows
-      rows.total_k = batch.total_q;
-      rows.cu_seqlens_k = batch.cu_seqlens_q;
-      rows.seqused_k = batch.seqused_q;
-      const auto columns_of = [&](const PackedTensor& tensor, int64_t blocks) {
+      const auto take_columns = [&](const PackedTensor& tensor, int64_t blocks) {
         return workspace.take<uint8_t>(blocks * heads * tensor.head_dim * Fp8Params::kBlock);
       };
-      const auto rows_of = [&](const PackedTensor& tensor, int64_t count) {
+      const auto take_rows = [&](const PackedTensor& tensor, int64_t count) {
         return workspace.take<uint8_t>(count * heads *
                                        round_up(tensor.head_dim, kQuantizedHeadDimUnit));
       };
-      const auto quantize = [&](int n, const PackedTensor& q, const PackedTensor& k,
-                                const PackedTensor& v, const BatchParams& of, bool has_rows) {
+      const PackedTensor* const tensors[][2] = {{&params.q, &params.k}, {&params.dout, &params.v}};
+      for (int n = 0; n < 2; ++n) {
         QuantizeParams& to = quantized[n];
-        const int64_t blocks = max_blocks(of.total_k, of.batch);
-        to.q = q;
-        to.k = k;
-        to.v = v;
+        to.q = *tensors[n][0];
+        to.k = *tensors[n][1];
+        to.v = to.k;
         to.heads = params.heads;
         to.dtype = params.dtype;
-        to.batch = of;
+        to.batch = batch;
         to.mode = QuantMode::kHead;
-        if (has_rows) {
-          to.q8 = rows_of(q, of.total_q);
-          to.k8 = rows_of(k, of.total_k);
-        }
-        to.v8 = columns_of(v, blocks);
-        to.q_descale = workspace.take<float>(heads * of.total_q);
-        to.k_descale = workspace.take<float>(heads * blocks);
-        to.v_descale = workspace.take<float>(heads * blocks);
-        to.q_norm = workspace.take<float>(heads * of.total_q);
-        to.k_norm = workspace.take<float>(heads * blocks);
+        to.for_backward = true;
+        to.q8 = take_rows(to.q, batch.total_q);
+        to.k8 = take_rows(to.k, batch.total_k);
+        to.q_columns = take_columns(to.q, q_blocks);
+        if (n == 0) to.k_columns = take_columns(to.k, k_blocks);
+        to.q_descale = workspace.take<float>(heads * batch.total_q);
+        to.k_descale = workspace.take<float>(heads * k_blocks);
         to.workspace = nullptr;
         to.workspace = workspace.take<char>(quantize_workspace_bytes(to));
-      };
-      quantize(0, params.q, params.k, params.k, batch, true);
-      quantize(1, params.dout, params.v, params.v, batch, true);
-      quantize(2, params.q, params.q, params.q, rows, false);
-      quantize(3, params.q, params.dout, params.dout, rows, false);
+      }
       if (!makes_maps) return;
       const auto map_rows = [&](uint8_t* data, const PackedTensor& from, int box_rows) {
         const int64_t head_dim = round_up(from.head_dim, kQuantizedHeadDimUnit);
@@ -133,9 +122,9 @@ struct E4m3BackwardLauncher {
         const PackedTensor tensor = {data, 0, 0, from.head_dim};
         return make_value_block_map<kHeadDim>(tensor, params.heads, blocks, count);
       };
-      maps.k_columns = map_columns(quantized[0].v8, params.k, k_blocks, Form::kKeys);
-      maps.q_columns = map_columns(quantized[2].v8, params.q, q_blocks, Form::kRows);
-      maps.dout_columns = map_columns(quantized[3].v8, params.dout, q_blocks, Form::kRows);
+      maps.k_columns = map_columns(quantized[0].k_columns, params.k, k_blocks, Form::kKeys);
+      maps.q_columns = map_columns(quantized[0].q_columns, params.q, q_blocks, Form::kRows);
+      maps.dout_columns = map_columns(quantized[1].q_columns, params.dout, q_blocks, Form::kRows);
       maps.descales = {quantized[0].q_descale, quantized[0].k_descale, quantized[1].k_descale,
                        quantized[1].q_descale, batch.total_q,          k_blocks};
     }
