@@ -64,6 +64,7 @@ FP8_DTYPES = {"e4m3": "kFloat8E4M3"}  # for the forward on sm90, at FP8_HEAD_DIM
 FP8_SECONDS = 20  # that one core needs for its source
 HEAD_DIMS = ("32", "64", "128", "256")
 FP8_HEAD_DIMS = ("64", "128", "256")
+FP8_BACKWARD_HEAD_DIMS = ("128",)
 NVCC_GIB = 2  # memory of one nvcc: at most 1.4 GiB, measured with both dtypes at head dim 256
 
 
@@ -263,6 +264,9 @@ def dtype_groups(kind: str, head_dim: str) -> list[list[str]]:
     twice: that pays for slow sources, where there are many cores.
     """
     plain = [dtype for dtype in dtypes() if dtype in DTYPES]
+    has_fp8 = any(dtype in FP8_DTYPES for dtype in dtypes())
+    if kind == "sm90/backward_e4m3" and not (has_fp8 and head_dim in FP8_BACKWARD_HEAD_DIMS):
+        return []
     is_slow = CUDA_TARGETS[kind].seconds > 60 and nvcc_jobs() >= 8
     groups = [[dtype] for dtype in plain] if is_slow else [plain]
     if kind == "sm90/forward" and head_dim in FP8_HEAD_DIMS:
@@ -307,8 +311,6 @@ def cuda_sources() -> list[CudaSource]:
         arch, _, direction = kind.partition("/")
         if arch.removeprefix("sm") in archs:
             for head_dim in reversed(head_dims()):
-                if direction == "backward_e4m3" and head_dim != "128":
-                    continue
                 for group in dtype_groups(kind, head_dim):
                     name = f"{kind}_d{head_dim}.{'-'.join(group)}.cu"
                     text = instantiation(arch, direction, head_dim, group)
@@ -328,7 +330,8 @@ def cuda_defines() -> str:
     names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", ARCHS)]
     names += [f"DTYPE_{dtype.upper()}" for dtype in dtypes()]
     names.append(f"HEAD_DIMS={','.join(head_dims())}")
-    names.append(f"FP8_HEAD_DIMS={','.join(dim for dim in head_dims() if dim in FP8_HEAD_DIMS)}")
+    for name in ("FP8_HEAD_DIMS", "FP8_BACKWARD_HEAD_DIMS"):
+        names.append(f"{name}={','.join(dim for dim in head_dims() if dim in globals()[name])}")
     return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}" for name in names)])
 
 

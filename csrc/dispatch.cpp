@@ -3,7 +3,6 @@
 #include "dispatch.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <optional>
 #include <string>
 #include <utility>
@@ -21,6 +20,7 @@ namespace {
 // The head dims that are built, in ascending order.
 using HeadDims = std::integer_sequence<int, HSTU_ATTN_HEAD_DIMS>;
 using Fp8HeadDims = std::integer_sequence<int, HSTU_ATTN_FP8_HEAD_DIMS>;
+using Fp8BackwardHeadDims = std::integer_sequence<int, HSTU_ATTN_FP8_BACKWARD_HEAD_DIMS>;
 
 template <int... kHeadDims>
 std::string names(std::integer_sequence<int, kHeadDims...>) {
@@ -132,6 +132,30 @@ ForwardKernel fp8_forward_kernel(const CudaDevice& device, const ForwardParams& 
 #endif
 }
 
+// Returns the backward whose products are in e4m3.
+BackwardKernel e4m3_backward_kernel(const CudaDevice& device, const BackwardParams& params) {
+  const std::string lacks = "backward_e4m3: there is no such backward ";
+#if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
+  if (device.arch != 90) throw NotImplemented(lacks + "but on Hopper GPUs");
+  if (params.rab.data || params.relative_bias) throw NotImplemented(lacks + "with a bias");
+  const int head_dim = larger(params.q.head_dim, params.v.head_dim);
+  if (head_dim <= 64 || head_dim > 128) {
+    throw NotImplemented(lacks + "yet but for head dims from 65 to 128; got head_dim " +
+                         std::to_string(params.q.head_dim) + " and head_dim_v " +
+                         std::to_string(params.v.head_dim));
+  }
+  if (const char* reason = sm90::backward_unsupported_reason(device, params)) {
+    throw NotImplemented(lacks + "with " + reason);
+  }
+  print_choice("backward in e4m3", "sm90", nullptr);
+  return find(Fp8BackwardHeadDims{}, params, []<int kHeadDim, DType kDType>() {
+    return sm90::backward_e4m3<kHeadDim, kDType>();
+  });
+#else
+  throw NotImplemented(lacks + "in this build: HSTU_ATTN_DTYPES or HSTU_ATTN_ARCHS left it out");
+#endif
+}
+
 }  // namespace
 
 std::string describe_build() {
@@ -205,13 +229,13 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
 }
 
 BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params) {
+  if (params.backward_e4m3) return e4m3_backward_kernel(device, params);
   const char* reason_for_sm80 = nullptr;
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     reason_for_sm80 = sm90::backward_unsupported_reason(device, params);
     if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
-      if (std::getenv("HSTU_ATTN_E4M3")) return sm90::backward_e4m3<128, DType::kBFloat16>();
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,
                   []<int kHeadDim, DType kDType>() { return sm90::backward<kHeadDim, kDType>(); });

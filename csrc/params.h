@@ -259,6 +259,7 @@ struct ForwardParams {
   double scale = 1.0;                 // 1 / scaling_seqlen; used where attn_scale is null
   const float* attn_scale = nullptr;  // [1] or [total_q], or null
   bool attn_scale_per_row = false;
+  bool backward_e4m3 = false;  // the backward quantizes q, k, v and dout; its products are in e4m3
 };
 
 struct BackwardParams : ForwardParams {

@@ -65,6 +65,7 @@ class AttentionCall(NamedTuple):
             tables of all layers.
         quant_mode, smooth_k: as in `Quantization`; -1 means that nothing is quantized.
         q_descale, k_descale, v_descale: as in `hstu_attention`.
+        backward_e4m3: whether `Quantization.backward` is "e4m3".
         deterministic, sm_margin: as in `hstu_attention`.
         strict: whether counts and lengths that the kernels clamp are errors where values are
             checked (on a CPU, or with `HSTU_ATTN_CHECK=1`): see `interface.clamped_attention`.
@@ -95,6 +96,7 @@ class AttentionCall(NamedTuple):
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    backward_e4m3: bool = False
     deterministic: bool = False
     sm_margin: int = 0
     strict: bool = True
@@ -178,6 +180,7 @@ def make_call(
         q_descale,
         k_descale,
         v_descale,
+        quantization is not None and quantization.backward == "e4m3",
         deterministic or torch.are_deterministic_algorithms_enabled(),
         sm_margin,
         strict,

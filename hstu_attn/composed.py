@@ -32,6 +32,7 @@ from .quantization import (
     E4M3,
     Quantized,
     dequantize,
+    quantize_for_backward,
     quantize_qkv,
     round_weights,
     weight_scales,
@@ -146,7 +147,11 @@ def backward(dout: Tensor, *args: Any) -> None:
     """Computes the backward into the last six arguments; the arguments are those of the schema."""
     inputs = _read_inputs(args, (None,) * _NUM_PAGES)
     dq, dk, dv, drab, dpos_weight, dts_weight = args[_NUM_INPUTS:]
+    scales: tuple[Tensor, ...] = ()
+    if inputs.call.backward_e4m3:
+        inputs, dout, scales = _quantized_for_backward(inputs, dout)
     batch = Batch(inputs)
+    packed_scales = [rows.load() for each in scales for rows in batch.rows(each)]
     packed = [rows.load() for rows in batch.rows(*inputs[:3], dout)]
     results = batch.rows(dq, dk, dv)
     for rows in results:
@@ -162,7 +167,7 @@ def backward(dout: Tensor, *args: Any) -> None:
         gradients = [torch.zeros_like(slots[:3]) for slots in gathered[: len(results)]]
         of_group = [gradient for slots in gradients for gradient in slots.unbind()]
         for chunk in _chunks(group):
-            dx = _backward_chunk(chunk, group_dout, *of_group)
+            dx = _backward_chunk(chunk, group_dout, *of_group, packed_scales)
             if drab is not None:
                 drab.index_put_(chunk.rab_index, sum_heads(dx, drab.shape[1]).to(drab.dtype))
             if dpos is not None:
@@ -179,16 +184,44 @@ def backward(dout: Tensor, *args: Any) -> None:
             table.store()
 
 
-def _backward_chunk(chunk: _Chunk, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-    """Adds to the gradients of a group, and returns that of the biases, by head."""
+def _quantized_for_backward(
+    inputs: Inputs, dout: Tensor
+) -> tuple[Inputs, Tensor, tuple[Tensor, Tensor]]:
+    """Returns inputs and `dout` that e4m3 represents, in fp32, and the scales of rows.
+
+    The scales, `(total_q, heads, 1)`, are those of weights and of gradients of scores.
+    """
+    call = inputs.call
+    sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+    x = quantize_for_backward(*inputs[:3], dout, *sequences, call.alpha)
+    of_scores = x.score_scales
+    if call.attn_scale is not None:  # dout is multiplied by it after this
+        of_scores = of_scores / call.attn_scale
+    scales = (x.weight_scales[..., None], of_scores[..., None])
+    return inputs._replace(q=x.q, k=x.k, v=x.v), x.dout, scales
+
+
+def _backward_chunk(
+    chunk: _Chunk, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, scales: Sequence[Rows]
+) -> Tensor:
+    """Adds to the gradients of a group, and returns that of the biases, by head.
+
+    With scales, weights and gradients of scores are rounded to e4m3.
+    """
     group, batch, rows, keys = chunk.group, chunk.batch, chunk.rows, chunk.keys
     dout, alpha = dout[:, rows], batch.inputs.call.alpha
     both = dout.new_empty((2, *chunk.shape))  # so that one operation hides keys from both
     x, dx = both.unbind()
     chunk.scores_(x)
-    dx.baddbmm_(dout, group.v[:, keys].transpose(1, 2), beta=0, alpha=batch.factor * alpha)
+    factor = batch.factor * alpha
+    values = group.v[:, keys].transpose(1, 2)
+    dx.baddbmm_(dout, values, beta=0, alpha=1 if scales else factor)
     torch.ops.aten.silu_backward.grad_input(dx, x, grad_input=dx)
     weights = F.silu(x, inplace=True)
+    if scales:
+        of_weights, of_scores = (chunk.row_scales(rows) for rows in scales)
+        weights.copy_(round_weights(weights, of_weights))
+        dx.copy_(round_weights(dx, of_scores)).mul_(factor)
     chunk.hide_(both)
     dv[:, keys].baddbmm_(weights.transpose(1, 2), dout, alpha=batch.factor)
     dk[:, keys].baddbmm_(dx.transpose(1, 2), group.q[:, rows])

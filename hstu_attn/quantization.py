@@ -36,6 +36,7 @@ __all__ = [
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
+_BY_SEQUENCE = 3  # the mode with a scale for each sequence and head
 
 # As in csrc/quantize: rows of q8 and k8 are padded to a multiple of this.
 _HEAD_DIM_UNIT = 16
@@ -64,15 +65,22 @@ class Quantization:
         keep: what a call keeps for its backward: "inputs", q, k and v, with the gradients that they
             have without a quantization; or "e4m3", the quantized ones in half the memory, with the
             gradients of what these stand for.
+        backward: "16-bit", or "e4m3", which is experimental: q, k, v and the gradient of the output
+            are quantized for the backward, with one scale for each sequence and head, and so are
+            the weights and the gradients of scores. On a GPU, for head dims from 65 to 128 without
+            a bias.
     """
 
     mode: int = 2
     smooth_k: bool = False
     keep: str = "inputs"
+    backward: str = "16-bit"
 
     def __post_init__(self) -> None:
         if self.keep not in ("inputs", "e4m3"):
             raise ValueError(f"keep: expected 'inputs' or 'e4m3', got {self.keep!r}")
+        if self.backward not in ("16-bit", "e4m3"):
+            raise ValueError(f"backward: expected '16-bit' or 'e4m3', got {self.backward!r}")
 
 
 class Quantized(NamedTuple):
@@ -491,3 +499,68 @@ def round_weights(weights: Tensor, scales: Tensor) -> Tensor:
     """Returns weights as e4m3 represents them with the scale of each row, in their dtype."""
     scaled = (weights * scales).clamp(-LARGEST_CODE, LARGEST_CODE)
     return scaled.to(E4M3).to(weights.dtype) / scales
+
+
+class BackwardInputs(NamedTuple):
+    """What the backward in e4m3 computes with, in fp32; rows of no sequence are 0.
+
+    Attributes:
+        q: `(total_q, heads, D)`, what the codes of q stand for.
+        k: `(total_k, heads, D)`, likewise.
+        v: `(total_k, heads, Dv)`, likewise.
+        dout: `(total_q, heads, Dv)`, likewise.
+        weight_scales: `(total_q, heads)`: powers of two that weights are multiplied by before their
+            cast.
+        score_scales: `(total_q, heads)`: likewise for the gradients of scores, without alpha and
+            the scale of the weights.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    weight_scales: Tensor
+    score_scales: Tensor
+
+
+def quantize_for_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    alpha: float,
+) -> BackwardInputs:
+    """Quantizes the inputs of the backward in e4m3 as csrc/sm90/backward_e4m3_factors.h says.
+
+    Args:
+        q, k, v, dout: bf16 or fp16, on a CPU.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alpha: as in `hstu_attention`.
+    """
+    sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    of_q_and_k = quantize_qkv(q, k, k, *sequences, _BY_SEQUENCE, False)
+    of_dout_and_v = quantize_qkv(dout, v, v, *sequences, _BY_SEQUENCE, False)
+    values = dequantize(of_q_and_k, *sequences, q.shape[2])
+    outer = dequantize(of_dout_and_v, *sequences, v.shape[2])
+    rows = _Rows(cu_seqlens_q, seqused_q, q.shape[0])
+    block = _Rows(cu_seqlens_k, seqused_k, k.shape[0]).first_block[rows.sequence]
+    # The kernel's sums have as many terms as its tiles have columns.
+    terms = 128 if max(q.shape[2], v.shape[2]) <= 128 else 256
+
+    def descale(x: Quantized) -> Tensor:
+        return x.q_descale.t()[rows.row] * x.k_descale.t()[block]
+
+    scores = weight_scales(descale(of_q_and_k) * (terms * LARGEST_CODE**2), alpha)
+    # NOTE: a sequence without keys has no descale.
+    gradients = 1 / (descale(of_dout_and_v) * (512 * terms)).clamp(min=SMALLEST_DESCALE)
+    return BackwardInputs(
+        values.q[..., :-1],
+        values.k[..., :-1],
+        outer.v,
+        outer.q[..., :-1],
+        _scatter(scores, rows.row, q.shape[0]),
+        _scatter(gradients, rows.row, q.shape[0]),
+    )

@@ -84,6 +84,7 @@ void check_scale(const Arguments& args, ForwardParams& params) {
   const int64_t length = args.scaling_seqlen == -1 ? args.max_seqlen_q : args.scaling_seqlen;
   params.scale = length > 0 ? 1.0 / static_cast<double>(length) : 0.0;
   params.alpha = args.alpha;
+  params.backward_e4m3 = args.backward_e4m3;
   if (!args.attn_scale) return;
   const TensorView& scale = *args.attn_scale;
   check_device("attn_scale", scale, args.q);

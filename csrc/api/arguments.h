@@ -28,7 +28,7 @@ namespace hstu {
   "SymInt window_left, SymInt window_right, SymInt min_full_attn_seq_len, Tensor? row_spans, " \
   "Tensor? func, Tensor? timestamps, Tensor? row_timestamps, Tensor? ts_thresholds, "          \
   "int quant_mode, bool smooth_k, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "   \
-  "bool deterministic, int sm_margin, bool strict"
+  "bool backward_e4m3, bool deterministic, int sm_margin, bool strict"
 // The schema of the arguments that only the forward has, after the others.
 #define HSTU_PAGED_SCHEMA                                                                \
   ", Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
@@ -56,6 +56,7 @@ struct Arguments {
   int64_t quant_mode;
   bool smooth_k;
   OptionalView q_descale, k_descale, v_descale;
+  bool backward_e4m3;
   bool deterministic;
   int64_t sm_margin;
   // If true, check_values() refuses counts and lengths that a sequence cannot have. If false, the
@@ -91,7 +92,7 @@ struct Arguments {
     call(self.row_spans, self.func);
     call(self.timestamps, self.row_timestamps, self.ts_thresholds);
     call(self.quant_mode, self.smooth_k, self.q_descale, self.k_descale, self.v_descale);
-    call(self.deterministic, self.sm_margin, self.strict);
+    call(self.backward_e4m3, self.deterministic, self.sm_margin, self.strict);
     if (!has_paged) return;
     call(self.kv_cache, self.page_offsets, self.page_ids, self.last_page_lens, self.kv_scales);
   }

@@ -60,6 +60,7 @@ class StackWriter {
 namespace {
 
 std::string reason(const Arguments& args) {
+  if (args.backward_e4m3) return "backward_e4m3: on a CPU e4m3";
   if (args.quant_mode >= 0) return "quant_mode: on a CPU e4m3";
   return "q: on a GPU " + describe_dtype(args.q);
 }

@@ -109,8 +109,9 @@ struct CpuOps {
     }
     cpu::run_forward(params, torch_threads());
   }
-  static void backward(const Arguments&, const TensorView&, const Gradients& gradients,
+  static void backward(const Arguments& args, const TensorView& dout, const Gradients& gradients,
                        BackwardParams& params) {
+    if (params.backward_e4m3) return composed_backward(args, dout, gradients);
     for (const auto* bias : {&gradients.drab, &gradients.dpos_weight, &gradients.dts_weight}) {
       if (*bias) fill_with_zeros(**bias);
     }
