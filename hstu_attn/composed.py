@@ -151,6 +151,8 @@ def backward(dout: Tensor, *args: Any) -> None:
     if inputs.call.backward_e4m3:
         inputs, dout, scales = _quantized_for_backward(inputs, dout)
     batch = Batch(inputs)
+    if scales and batch.row_scale is not None:  # by which dout is multiplied
+        scales = (scales[0], scales[1] / batch.row_scale)
     packed_scales = [rows.load() for each in scales for rows in batch.rows(each)]
     packed = [rows.load() for rows in batch.rows(*inputs[:3], dout)]
     results = batch.rows(dq, dk, dv)
@@ -194,10 +196,7 @@ def _quantized_for_backward(
     call = inputs.call
     sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
     x = quantize_for_backward(*inputs[:3], dout, *sequences, call.alpha)
-    of_scores = x.score_scales
-    if call.attn_scale is not None:  # dout is multiplied by it after this
-        of_scores = of_scores / call.attn_scale
-    scales = (x.weight_scales[..., None], of_scores[..., None])
+    scales = (x.weight_scales[..., None], x.score_scales[..., None])
     return inputs._replace(q=x.q, k=x.k, v=x.v), x.dout, scales
 
 

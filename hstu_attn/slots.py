@@ -145,6 +145,7 @@ class Batch:
         has_one_index: whether row n of q and row n of k are always in the same slot.
         window: the window if it alone is the mask, else None.
         factor: the factor of the weights of all rows.
+        row_scale: `attn_scale`, by which rows are multiplied besides, or None.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -170,7 +171,8 @@ class Batch:
         is_window = mask.min_full_attn_seq_len == 0 and all(x is None for x in others)
         self.window = mask.window_size if is_window else None
         length = call.max_seqlen_q if call.scaling_seqlen == -1 else call.scaling_seqlen
-        self.factor = 1.0 if call.attn_scale is not None else 1 / length
+        self.row_scale = call.attn_scale
+        self.factor = 1.0 if self.row_scale is not None else 1 / length
 
     def rows(self, *tensors: Tensor) -> list[Rows]:
         """Returns rows for the first of q, k, v and dout, in order, or for tensors like them."""
@@ -349,7 +351,7 @@ class Group:
 
     def scale_rows_(self, x: Tensor) -> None:
         """Multiplies rows in slots by their own factors."""
-        scale = self.batch.inputs.call.attn_scale
+        scale = self.batch.row_scale
         if scale is None:
             return
         scale = scale.to(x.dtype).flatten()

@@ -95,6 +95,9 @@ void check_scale(const Arguments& args, ForwardParams& params) {
          describe_shape(scale));
   }
   if (per_row) check_last_stride("attn_scale", scale);
+  if (per_row && args.backward_e4m3) {
+    throw NotImplemented("attn_scale: there is no backward_e4m3 with a scale for each row");
+  }
   params.attn_scale = static_cast<const float*>(scale.data);
   params.attn_scale_per_row = per_row;
 }

@@ -90,9 +90,6 @@ void check_quantization(const Arguments& args, const ForwardParams& params) {
   if (args.backward_e4m3 && params.dtype != DType::kBFloat16 && params.dtype != DType::kFloat16) {
     fail("q", "bfloat16 or float16 with backward_e4m3", describe_dtype(args.q));
   }
-  if (args.backward_e4m3 && params.attn_scale_per_row) {
-    throw NotImplemented("attn_scale: backward_e4m3 has no scale for each row yet");
-  }
   if (args.kv_cache && (is_e4m3 || mode != -1)) {
     throw NotImplemented("kv_cache: FP8 attention does not have it yet");
   }
