@@ -32,14 +32,14 @@ PARSER = cli.parser(
     "attention",
     __doc__,
     rounds=21,
-    cases="groups (table, rab, relative, fp8, deterministic, masks, latency, host, scan) or parts "
-    "of cases' names (default: all but scan)",
+    cases="groups (table, rab, relative, fp8, fp8_backward, deterministic, masks, latency, host, "
+    "scan) or parts of cases' names (default: all but scan)",
     against=True,
 )
 PARSER.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="(default: 64 128 256)")
 PARSER.add_argument(
     "--impls", nargs="+", metavar="NAME", help="hstu_attn, hstu_attn_smNN, hstu_attn_fp8, "
-    "hstu_attn_e4m3, dense_bias, triton, flash2, cudnn "
+    "hstu_attn_e4m3, hstu_attn_fp8_backward, dense_bias, triton, flash2, cudnn "
     "(default: hstu_attn, hstu_attn_sm80, FP8 and baselines)",
 )  # fmt: skip
 

@@ -5,6 +5,7 @@
 - relative: a relative bias with the gradients of its tables, to compare with the same batch of
   `table` and with the dense bias of `rab`
 - fp8: the forward of quantized q, k and v beside that in bf16
+- fp8_backward: the backward whose products are in e4m3 beside that in bf16
 - deterministic: the backward that gives the same bits on every run
 - masks: masks other than plain causal, by the tiles that a kernel has to work on
 - latency: one short sequence
@@ -310,6 +311,13 @@ def _fp8(head_dim: int) -> list[Case]:
     return [replace(_equal(*shape, head_dim, "fp8"), passes=("forward",)) for shape in shapes]
 
 
+def _fp8_backward(head_dim: int) -> list[Case]:
+    shapes = ((16, 2048), (8, 4096), (2, 16384)) if head_dim == 128 else ()
+    return [
+        replace(_equal(*shape, head_dim, "fp8_backward"), passes=("backward",)) for shape in shapes
+    ]
+
+
 def _deterministic(head_dim: int) -> list[Case]:
     plain = replace(_equal(4, 8192, head_dim, "deterministic"), passes=("backward",))
     return [plain, replace(plain, deterministic=True)]
@@ -359,6 +367,7 @@ _MAKERS = {
     "rab": _rab,
     "relative": _relative,
     "fp8": _fp8,
+    "fp8_backward": _fp8_backward,
     "deterministic": _deterministic,
     "masks": _masks,
     "latency": _latency,

@@ -3,6 +3,7 @@
 - hstu_attn: this library, with the kernels that it chooses for the GPU
 - hstu_attn_sm80 and the like: with those of the architecture named (HSTU_ATTN_FORCE_ARCH)
 - hstu_attn_fp8: FP8 attention, with the time that quantizing q, k and v takes
+- hstu_attn_fp8_backward: its backward in e4m3, with the time that quantizing its inputs takes
 - hstu_attn_e4m3: FP8 attention of q, k and v that have been quantized before
 - dense_bias: hstu_attn with the dense form of a relative bias, as in baselines/dense_bias.py
 - triton: the baseline of baselines/triton_hstu.py
@@ -36,9 +37,9 @@ from .timing import environment
 __all__ = ["FP8", "Implementation", "Prepared", "is_installed", "make"]
 
 ARCH_VARIABLE = "HSTU_ATTN_FORCE_ARCH"
-FP8 = ("hstu_attn_fp8", "hstu_attn_e4m3")
+FP8 = ("hstu_attn_fp8", "hstu_attn_e4m3", "hstu_attn_fp8_backward")
 MOST_DENSE_PAIRS = 16 * 2048**2  # of rows and keys; autograd holds several tensors of them
-FP8_TOLERANCE = 6e-2  # of the output, against fp64 of the unquantized inputs
+FP8_TOLERANCE = 6e-2  # of the output, or of gradients, against fp64 of the unquantized inputs
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,11 @@ class Implementation:
         return {"deterministic": True} if case.deterministic else {}
 
 
+def has_fp8_kernels() -> bool:
+    """Returns whether the GPU has FP8 attention; tests stand in for one without it."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
+
+
 class Fp8(Implementation):
     """FP8 attention, with the recommended quantization: the forward alone."""
 
@@ -113,8 +119,7 @@ class Fp8(Implementation):
         super().__init__(name, hstu_attn.hstu_attention)
 
     def takes(self, case: Case) -> bool:
-        has_kernels = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
-        return case.group == "fp8" and has_kernels
+        return case.group == "fp8" and has_fp8_kernels()
 
     def check(self, case: Case, device: str) -> None:
         """Checks the error of the output on a small batch of the same kind."""
@@ -143,6 +148,31 @@ class Fp8(Implementation):
             return out
 
         return Prepared(forward, (x.q8, x.k8, x.v8), torch.empty(0))
+
+
+class Fp8Backward(Implementation):
+    """The backward in e4m3, with the time that quantizing its inputs takes."""
+
+    def __init__(self) -> None:
+        super().__init__("hstu_attn_fp8_backward", hstu_attn.hstu_attention)
+
+    def takes(self, case: Case) -> bool:
+        return case.group == "fp8_backward" and has_fp8_kernels()
+
+    def check(self, case: Case, device: str) -> None:
+        """Checks the errors of the gradients on a small batch of the same kind."""
+        batch = case.make_small(device)
+        dout = torch.randn_like(batch.v)
+        exact = run(reference.hstu_attention, batch, dout, torch.float64)
+        found = run(functools.partial(self.function, **self._options(case)), batch, dout)
+        for name in ("dq", "dk", "dv"):
+            error = (found[name] - exact[name]).norm() / exact[name].norm()
+            assert error <= FP8_TOLERANCE, (
+                f"{self.name}: {name} has a relative error of {error:.3g}"
+            )
+
+    def _options(self, case: Case) -> dict[str, Any]:
+        return {"quantization": Quantization(backward="e4m3")}
 
 
 class DenseForm(Implementation):
@@ -220,6 +250,8 @@ def make(name: str) -> Implementation:
     """
     if match := re.fullmatch(r"hstu_attn(?:_sm(\d+))?", name):
         return Implementation(name, hstu_attn.hstu_attention, match[1])
+    if name == "hstu_attn_fp8_backward":
+        return Fp8Backward()
     if name in FP8:
         return Fp8(name)
     if name == "dense_bias":

@@ -147,6 +147,7 @@ DOCUMENTS: dict[Path, dict[str, Callable[[], list[str]]]] = {
     ROOT / "docs/kernels/paged.md": {"paged": partial(tables, "paged", "stack")},
     ROOT / "docs/kernels/fp8.md": {
         "fp8": partial(tables, "attention", group="fp8"),
+        "fp8_backward": partial(tables, "attention", group="fp8_backward"),
         "training": fp8_training,
     },
     ROOT / "docs/kernels/relative_bias.md": {

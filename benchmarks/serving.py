@@ -201,9 +201,7 @@ def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int
 
     paths = {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
     # This process would print, meanwhile, what the replicas log of each request.
-    ray.init(
-        "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths}
-    )
+    ray.init("local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths})
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     deploy(model, data, replicas, store)
 

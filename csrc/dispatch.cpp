@@ -148,9 +148,8 @@ BackwardKernel e4m3_backward_kernel(const CudaDevice& device, const BackwardPara
     throw NotImplemented(lacks + "with " + reason);
   }
   print_choice("backward in e4m3", "sm90", nullptr);
-  return find(Fp8BackwardHeadDims{}, params, []<int kHeadDim, DType kDType>() {
-    return sm90::backward_e4m3<kHeadDim, kDType>();
-  });
+  return find(Fp8BackwardHeadDims{}, params,
+              []<int kHeadDim, DType kDType>() { return sm90::backward_e4m3<kHeadDim, kDType>(); });
 #else
   throw NotImplemented(lacks + "in this build: HSTU_ATTN_DTYPES or HSTU_ATTN_ARCHS left it out");
 #endif

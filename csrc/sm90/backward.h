@@ -22,11 +22,11 @@ template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministi
 struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_> {
   using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_>;
   template <typename T>
-  using Consumers16 = std::conditional_t<T::kIsCluster, BackwardClusterConsumers<T>,
-                                         BackwardConsumers<T>>;
-  using Consumers = typename std::conditional_t<
-      Traits::kIsE4m3, std::type_identity<BackwardE4m3Consumers<Traits>>,
-      std::type_identity<Consumers16<Traits>>>::type;
+  using Consumers16 =
+      std::conditional_t<T::kIsCluster, BackwardClusterConsumers<T>, BackwardConsumers<T>>;
+  using Consumers = typename std::conditional_t<Traits::kIsE4m3,
+                                                std::type_identity<BackwardE4m3Consumers<Traits>>,
+                                                std::type_identity<Consumers16<Traits>>>::type;
   using typename Traits::SharedMemory;
   using DqMma = typename Consumers::DqMma;
 
@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 // Converts a block's tile of dQ, of one tile of rows of one head, from fp32 with one rounding.
 // factor(tile, head) is what its sums are multiplied by.
 template <typename Kernel, typename Factor>
-HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums, Factor factor_of) {
+HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums,
+                                 Factor factor_of) {
   using Dq = typename Kernel::Dq;
   wait_for_previous_kernel();
   const int tile_index = blockIdx.x / params.heads;
@@ -108,9 +109,8 @@ HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums
     for (int i = 0; i < kPiece; ++i) dq(n + i) = static_cast<float>(piece[i]) * factor;
   }
   const int first = work.index * Kernel::kRows;
-  store_sum<typename Kernel::Out, Dq::kColumns>(
-      dq, params.dq, head, work.sequence.q_begin + first, work.sequence.q_len - first,
-      part * Dq::kColumns);
+  store_sum<typename Kernel::Out, Dq::kColumns>(dq, params.dq, head, work.sequence.q_begin + first,
+                                                work.sequence.q_len - first, part * Dq::kColumns);
 }
 
 // dQ = alpha * scale * sum
@@ -128,9 +128,8 @@ __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
     convert_e4m3_dq(const __grid_constant__ BackwardParams params,
                     const __grid_constant__ E4m3Descales descales, const float* sums) {
   convert_dq_tile<Kernel>(params, sums, [&](const SequenceTile& tile, int head) {
-    const E4m3Factors factors =
-        find_factors(descales, tile.sequence, tile.sequence_index, head, Kernel::kHeadDim,
-                     static_cast<float>(params.alpha));
+    const E4m3Factors factors = find_factors(descales, tile.sequence, tile.sequence_index, head,
+                                             Kernel::kHeadDim, static_cast<float>(params.alpha));
     return factors.dq * Kernel::Consumers::factor_of_ds(params);
   });
 }

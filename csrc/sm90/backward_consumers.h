@@ -390,7 +390,7 @@ struct BackwardConsumers : Traits {
     const Sequence& sequence = work_tile.tile.sequence;
     const int first = work_tile.tile.index * kKeys + key_group * kWarpgroupRows;
     store_sum<typename Traits::Out, kColumns>(sum, tensor, work_tile.head, sequence.k_begin + first,
-                                 sequence.k_len - first, Traits::rank() * kColumns);
+                                              sequence.k_len - first, Traits::rank() * kColumns);
   }
 };
 

@@ -12,6 +12,9 @@ namespace hstu::sm90 {
 template <typename Traits>
 struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
   using Base = BackwardConsumers<Traits>;
+  using Traits::kBlockKeys;
+  using Traits::kHeadDim;
+  using Traits::kRows;
   using typename Base::DqPart;
   using typename Base::KeyMma;
   using typename Base::KeySum;
@@ -25,9 +28,6 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
   using typename Traits::SharedMemory;
   using typename Traits::WorkState;
   using typename Traits::WorkTile;
-  using Traits::kBlockKeys;
-  using Traits::kHeadDim;
-  using Traits::kRows;
   static_assert(Traits::kDqPartition == DqPartition::kColumnHalves);
 
   static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
@@ -44,8 +44,7 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
       Product scores;
       RowTile tile = Base::wait_for_rows(params, work_tile, warpgroup, q_state, smem);
-      Base::start_product(smem.k, smem.q[q_state.index()], warpgroup, scores,
-                          GMMA::ScaleOut::Zero);
+      Base::start_product(smem.k, smem.q[q_state.index()], warpgroup, scores, GMMA::ScaleOut::Zero);
       wait_for_wgmma<0>(scores);
       for (;;) {
         const int stage = q_state.index();
@@ -62,8 +61,8 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
         Fragment dscores;
         multiply(scores, gradients, dscores);
         if (tile.is_partial()) mask(visible, dscores);
-        start_gemm_registers(KeyMma{}, dscores,
-                             rows_tensor<kHeadDim, kRows>(smem.q_columns[stage]), dk, scale);
+        start_gemm_registers(KeyMma{}, dscores, rows_tensor<kHeadDim, kRows>(smem.q_columns[stage]),
+                             dk, scale);
         scale = GMMA::ScaleOut::One;
         const DsState ds_state{q_state.count};
         Element* const ds = Traits::ds_tile(smem, ds_state);
@@ -104,8 +103,7 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
  private:
   // 64 keys by kRows rows: word 2 n + m has rows 16 n + {0, 1, 8, 9} + 2 (lane % 4) of key m of the
   // two keys of a lane.
-  using Fragment =
-      Tensor<ArrayEngine<Element, kRows / 2>, Layout<Int<kRows / 2>>>;
+  using Fragment = Tensor<ArrayEngine<Element, kRows / 2>, Layout<Int<kRows / 2>>>;
 
   // P = weight * silu(2 * half_score * S), and S becomes silu' / (512 * D).
   static HSTU_DEVICE void activate(float half_score, float weight, Product& scores,
@@ -172,8 +170,8 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
     const bool is_odd = lane / 4 & 1;
     const int row = lane % 4 * 2 + is_odd;
     const int chunk = warpgroup * 4 + thread / 32;  // of 16 bytes
-    char* const own = reinterpret_cast<char*>(to) + row * kBlockKeys + ((chunk ^ row) * 16) +
-                      lane / 8 * 4;
+    char* const own =
+        reinterpret_cast<char*>(to) + row * kBlockKeys + ((chunk ^ row) * 16) + lane / 8 * 4;
     const Tensor words = recast<const uint32_t>(dscores);
 #pragma unroll
     for (int n = 0; n < size(words); n += 2) {

@@ -41,8 +41,8 @@ HSTU_DEVICE E4m3Factors find_factors(const E4m3Descales& descales, const Sequenc
                                      int sequence_index, int head, int head_dim, float alpha) {
   constexpr float kLargest = 448;
   const int64_t row = head * descales.total_q + sequence.q_begin;
-  const int64_t block = head * descales.blocks +
-                        first_tile(sequence.k_begin, sequence_index, Fp8Params::kBlock);
+  const int64_t block =
+      head * descales.blocks + first_tile(sequence.k_begin, sequence_index, Fp8Params::kBlock);
   const float q = descales.q[row], dout = descales.dout[row];
   const float k = descales.k[block], v = descales.v[block];
   E4m3Factors factors;

@@ -53,7 +53,8 @@ struct BackwardProducers : Traits {
   // Called by one warp. It gets work tiles, passes them to the other warps and copies their K and
   // V. If no row sees a key of a work tile, it zeroes dK and dV of these keys, and consumers do not
   // get the work tile.
-  static HSTU_DEVICE void find_work_tiles(const BackwardParams& params, const typename Traits::Maps& maps,
+  static HSTU_DEVICE void find_work_tiles(const BackwardParams& params,
+                                          const typename Traits::Maps& maps,
                                           const BackwardBuffers& buffers, SharedMemory& smem) {
     const WorkList& list = buffers.list;
     const int lane = static_cast<int>(threadIdx.x);
@@ -150,8 +151,7 @@ struct BackwardProducers : Traits {
                                        const WorkTile& work_tile, int first, Element* to,
                                        cutlass::arch::ClusterTransactionBarrier& full) {
     constexpr int kBlock = Fp8Params::kBlock;
-    const int64_t block =
-        first_tile(begin, work_tile.tile.sequence_index, kBlock) + first / kBlock;
+    const int64_t block = first_tile(begin, work_tile.tile.sequence_index, kBlock) + first / kBlock;
     cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full),
                                  static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), to,
                                  first % kBlock, 0, work_tile.head, static_cast<int>(block));
@@ -192,8 +192,8 @@ struct BackwardProducers : Traits {
 
   // Called by one warp: copies Q, dO and the bias of each tile of rows, and, if kProducerFindsMask,
   // computes the bits of partial tiles.
-  static HSTU_DEVICE void copy_row_tiles(const BackwardParams& params, const typename Traits::Maps& maps,
-                                         SharedMemory& smem) {
+  static HSTU_DEVICE void copy_row_tiles(const BackwardParams& params,
+                                         const typename Traits::Maps& maps, SharedMemory& smem) {
     constexpr int kTilesAhead = 3;
     const bool copies = threadIdx.x % 32 == 0;
     bool has_told = false;
@@ -308,7 +308,8 @@ struct BackwardProducers : Traits {
       const auto* const tile = Traits::dq_tile(smem, state);
       const int64_t offset = int64_t{dq_index} * Dq::kSize + Traits::rank() * Dq::kBlockSize;
       if constexpr (Traits::kIsE4m3) {
-        ptx::bulk_reduce_add_bf16<Dq::kBlockSize * 2>(tile, static_cast<char*>(static_cast<void*>(buffers.dq)) + 2 * offset);
+        ptx::bulk_reduce_add_bf16<Dq::kBlockSize * 2>(
+            tile, static_cast<char*>(static_cast<void*>(buffers.dq)) + 2 * offset);
       } else {
         ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(tile, buffers.dq + offset);
       }
@@ -329,8 +330,8 @@ struct BackwardProducers : Traits {
     ptx::bulk_wait_complete();
   }
 
-  static HSTU_DEVICE void store_ds(const typename Traits::Maps& maps, const WorkTile& work_tile, int m,
-                                   DsState state, SharedMemory& smem) {
+  static HSTU_DEVICE void store_ds(const typename Traits::Maps& maps, const WorkTile& work_tile,
+                                   int m, DsState state, SharedMemory& smem) {
     smem.pipeline_ds.consumer_wait(state);
     const Element* const own = Traits::ds_tile(smem, state) + Traits::rank() * (kRows * kBlockKeys);
     start_storing_bias_gradient<kRows * 64>(maps, work_tile, m, own);
@@ -341,7 +342,8 @@ struct BackwardProducers : Traits {
 
   // Starts zeroing the tiles of the bias gradient where no row sees a key of the work tile. Called
   // by one thread.
-  static HSTU_DEVICE void start_zeroing_unseen(const typename Traits::Maps& maps, const WorkTile& work_tile,
+  static HSTU_DEVICE void start_zeroing_unseen(const typename Traits::Maps& maps,
+                                               const WorkTile& work_tile,
                                                const SharedMemory& smem) {
     for (int m = 0; m * kRows < work_tile.tile.sequence.q_len; ++m) {
       if (!work_tile.map.contains(m))

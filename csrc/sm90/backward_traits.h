@@ -20,8 +20,8 @@ struct BackwardMaps {
   CUtensorMap bias_gradient;
 };
 
-// The inputs of the backward in e4m3, see backward_e4m3.h. Those of the columns are blocks of 128
-// rows or keys, transposed as v in Fp8Params.
+// The maps of the backward in e4m3, and its descales. Columns are blocks of 128 rows or keys that
+// are transposed as v is in Fp8Params.
 struct E4m3BackwardMaps : BackwardMaps {
   CUtensorMap q_columns;
   CUtensorMap k_columns;
@@ -118,7 +118,7 @@ struct BackwardTraits {
                                               : backward_registers(kProducerFindsMask);
 
   using Dq = DqTile<kRows, kHeadDim>;
-  // In e4m3 the additions to dQ in device memory would take longer than the products, in fp32.
+  // In e4m3, additions of fp32 to dQ in device memory would take as long as the products.
   using DqElement = std::conditional_t<kIsE4m3, cutlass::bfloat16_t, float>;
 
   struct WorkTile : std::conditional_t<kIsE4m3, E4m3Factors, NoFactors> {
@@ -144,12 +144,10 @@ struct BackwardTraits {
   };
   using WorkState = PipelineState<2>;
   using KVState = PipelineState<1>;
-#ifndef E4M3_STAGES
-#define E4M3_STAGES 3
-#endif
-  using QState = PipelineState<kIsE4m3 ? E4M3_STAGES : 2>;
+  static constexpr int kRowStages = kIsE4m3 ? 3 : 2;  // e4m3 leaves room for a third
+  using QState = PipelineState<kRowStages>;
   using MaskState = PipelineState<2>;  // of partial tiles, if kProducerFindsMask
-  using DoutState = PipelineState<kIsE4m3 ? E4M3_STAGES : kIsCluster ? 1 : 2>;
+  using DoutState = PipelineState<kIsCluster ? 1 : kRowStages>;
   using BiasState = PipelineState<kHeadDim <= 64 ? 2 : 1>;
   using DsState = PipelineState<2>;
   using DqState = PipelineState<2>;  // one thread per stage adds its dQ

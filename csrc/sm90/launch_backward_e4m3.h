@@ -14,8 +14,8 @@ namespace hstu::sm90 {
 template <int kHeadDim, DType kDType>
 struct E4m3BackwardLauncher {
   template <bool kIsDeterministic>
-  using Kernel = Backward<kHeadDim, cutlass::float_e4m3_t, NoScoreBias, kIsDeterministic,
-                          ElementOf<kDType>>;
+  using Kernel =
+      Backward<kHeadDim, cutlass::float_e4m3_t, NoScoreBias, kIsDeterministic, ElementOf<kDType>>;
   using Form = Kernel<false>;
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
