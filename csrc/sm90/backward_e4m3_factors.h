@@ -37,8 +37,10 @@ struct E4m3Factors {
   float dq, dk, dv;  // of the products, but for alpha and the scale of P
 };
 
+// Returns the factors of a head of a sequence, and zeros if it has no rows or no keys.
 HSTU_DEVICE E4m3Factors find_factors(const E4m3Descales& descales, const Sequence& sequence,
                                      int sequence_index, int head, int head_dim, float alpha) {
+  if (sequence.q_len == 0 || sequence.k_len == 0) return {};
   constexpr float kLargest = 448;
   const int64_t row = head * descales.total_q + sequence.q_begin;
   const int64_t block =

@@ -24,7 +24,9 @@ struct E4m3BackwardLauncher {
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
     const Plan plan(params, launch, launch.workspace);
-    for (const QuantizeParams& quantize : plan.quantized) quantize_qkv(quantize, launch.stream);
+    quantize_qkv(plan.q_and_k, launch.stream);
+    quantize_qkv(plan.dout_and_v, launch.stream);
+    const E4m3BackwardMaps maps = make_maps(params, plan);
     PrepareParams prepared = prepare_params(params);
     prepared.list = plan.buffers.list;
     prepared.tile_rows = Form::kRows;
@@ -40,19 +42,20 @@ struct E4m3BackwardLauncher {
       using Chosen = Kernel<is_deterministic>;
       launch_attention<Chosen>(run_backward<Chosen>, launch,
                                persistent_blocks<Chosen>(launch, work_tiles), "backward", params,
-                               plan.maps, plan.buffers);
+                               maps, plan.buffers);
     });
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
     launch_kernel(convert_e4m3_dq<Form>, per_tile, launch, "dq of the backward", params,
-                  plan.maps.descales, plan.buffers.dq);
+                  plan.descales, plan.buffers.dq);
   }
 
  private:
   struct Plan {
     Workspace workspace;
     BackwardBuffers buffers = {};
-    E4m3BackwardMaps maps = {};
-    QuantizeParams quantized[2];  // q and k; dout and v
+    QuantizeParams q_and_k;
+    QuantizeParams dout_and_v;
+    E4m3Descales descales;
     int64_t dq_tiles;
     int64_t zeros_begin;
     int64_t zeros_end;
@@ -72,10 +75,11 @@ struct E4m3BackwardLauncher {
           workspace.take<typename Form::DqElement>(dq_tiles * Form::Dq::kSize));
       buffers.dq_semaphore = is_ordered ? workspace.take<int>(dq_tiles) : nullptr;
       zeros_end = workspace.used();
-      take_quantized(params, memory != nullptr);
+      take_quantized(params);
     }
 
-    void take_quantized(const BackwardParams& params, bool makes_maps) {
+   private:
+    void take_quantized(const BackwardParams& params) {
       const BatchParams& batch = params.batch;
       const int64_t heads = params.heads;
       const int64_t q_blocks = max_blocks(batch.total_q, batch.batch);
@@ -87,12 +91,11 @@ struct E4m3BackwardLauncher {
         return workspace.take<uint8_t>(count * heads *
                                        round_up(tensor.head_dim, kQuantizedHeadDimUnit));
       };
-      const PackedTensor* const tensors[][2] = {{&params.q, &params.k}, {&params.dout, &params.v}};
-      for (int n = 0; n < 2; ++n) {
-        QuantizeParams& to = quantized[n];
-        to.q = *tensors[n][0];
-        to.k = *tensors[n][1];
-        to.v = to.k;
+      const auto take = [&](const PackedTensor& rows, const PackedTensor& keys,
+                            bool has_key_columns) {
+        QuantizeParams to;
+        to.q = rows;
+        to.k = to.v = keys;
         to.heads = params.heads;
         to.dtype = params.dtype;
         to.batch = batch;
@@ -101,34 +104,46 @@ struct E4m3BackwardLauncher {
         to.q8 = take_rows(to.q, batch.total_q);
         to.k8 = take_rows(to.k, batch.total_k);
         to.q_columns = take_columns(to.q, q_blocks);
-        if (n == 0) to.k_columns = take_columns(to.k, k_blocks);
+        if (has_key_columns) to.k_columns = take_columns(to.k, k_blocks);
         to.q_descale = workspace.take<float>(heads * batch.total_q);
         to.k_descale = workspace.take<float>(heads * k_blocks);
-        to.workspace = nullptr;
         to.workspace = workspace.take<char>(quantize_workspace_bytes(to));
-      }
-      if (!makes_maps) return;
-      const auto map_rows = [&](uint8_t* data, const PackedTensor& from, int box_rows) {
-        const int64_t head_dim = round_up(from.head_dim, kQuantizedHeadDimUnit);
-        const PackedTensor tensor = {data, heads * head_dim, head_dim, static_cast<int>(head_dim)};
-        return make_ragged_map<kHeadDim>(tensor, params.heads, box_rows, DType::kFloat8E4M3);
+        return to;
       };
-      maps.q = map_rows(quantized[0].q8, params.q, Form::kRows);
-      maps.k = map_rows(quantized[0].k8, params.k, Form::kKeys);
-      maps.dout = map_rows(quantized[1].q8, params.dout, Form::kRows);
-      maps.v = map_rows(quantized[1].k8, params.v, Form::kKeys);
-      const auto map_columns = [&](uint8_t* data, const PackedTensor& from, int64_t blocks,
-                                   int count) {
-        const PackedTensor tensor = {data, 0, 0, from.head_dim};
-        return make_value_block_map<kHeadDim>(tensor, params.heads, blocks, count);
-      };
-      maps.k_columns = map_columns(quantized[0].k_columns, params.k, k_blocks, Form::kKeys);
-      maps.q_columns = map_columns(quantized[0].q_columns, params.q, q_blocks, Form::kRows);
-      maps.dout_columns = map_columns(quantized[1].q_columns, params.dout, q_blocks, Form::kRows);
-      maps.descales = {quantized[0].q_descale, quantized[0].k_descale, quantized[1].k_descale,
-                       quantized[1].q_descale, batch.total_q,          k_blocks};
+      q_and_k = take(params.q, params.k, true);
+      dout_and_v = take(params.dout, params.v, false);
+      descales = {q_and_k.q_descale,    q_and_k.k_descale, dout_and_v.k_descale,
+                  dout_and_v.q_descale, batch.total_q,     k_blocks};
     }
   };
+
+  // NOTE: this needs the CUDA context of the thread, which the launch of a kernel creates.
+  static E4m3BackwardMaps make_maps(const BackwardParams& params, const Plan& plan) {
+    const int heads = params.heads;
+    const auto map_rows = [&](uint8_t* data, const PackedTensor& from, int box_rows) {
+      const int head_dim = round_up(from.head_dim, kQuantizedHeadDimUnit);
+      const PackedTensor tensor = {data, int64_t{heads} * head_dim, head_dim, head_dim};
+      return make_ragged_map<kHeadDim>(tensor, heads, box_rows, DType::kFloat8E4M3);
+    };
+    const auto map_columns = [&](uint8_t* data, const PackedTensor& from, int64_t total,
+                                 int count) {
+      const PackedTensor tensor = {data, 0, 0, from.head_dim};
+      return make_value_block_map<kHeadDim>(tensor, heads, max_blocks(total, params.batch.batch),
+                                            count);
+    };
+    const QuantizeParams &q_and_k = plan.q_and_k, &dout_and_v = plan.dout_and_v;
+    const int64_t total_q = params.batch.total_q, total_k = params.batch.total_k;
+    E4m3BackwardMaps maps = {};
+    maps.q = map_rows(q_and_k.q8, params.q, Form::kRows);
+    maps.k = map_rows(q_and_k.k8, params.k, Form::kKeys);
+    maps.dout = map_rows(dout_and_v.q8, params.dout, Form::kRows);
+    maps.v = map_rows(dout_and_v.k8, params.v, Form::kKeys);
+    maps.k_columns = map_columns(q_and_k.k_columns, params.k, total_k, Form::kKeys);
+    maps.q_columns = map_columns(q_and_k.q_columns, params.q, total_q, Form::kRows);
+    maps.dout_columns = map_columns(dout_and_v.q_columns, params.dout, total_q, Form::kRows);
+    maps.descales = plan.descales;
+    return maps;
+  }
 };
 
 template <int kHeadDim, DType kDType>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,8 @@ def dout_of(batch: Batch, size: float = 1.0) -> Tensor:
     return torch.randn(batch.q.shape[0], batch.q.shape[1], batch.v.shape[2]).mul(size).to(BF16)
 
 
-def gradients(batch: Batch, dout: Tensor) -> dict[str, Tensor]:
-    found = run(hstu_attention, batch, dout.to(batch.q.dtype))
+def gradients(batch: Batch, dout: Tensor, **options: Any) -> dict[str, Tensor]:
+    found = run(hstu_attention, batch, dout.to(batch.q.dtype), **options)
     return {name: found[f"d{name}"] for name in NAMES}
 
 
@@ -131,10 +132,10 @@ def test_nonfinite_values_stay_in_their_sequence(name, bad):
 
 def assert_nonfinite_values_stay(batch: Batch, name: str, bad: float) -> None:
     dout = dout_of(batch).to(batch.q.device)
-    clean = gradients(batch, dout)
+    clean = gradients(batch, dout, deterministic=True)
     tensor = dout if name == "dout" else getattr(batch, name)
     tensor[310, 0, 3] = bad  # of the second sequence
-    found = gradients(batch, dout)
+    found = gradients(batch, dout, deterministic=True)
     for each, gradient in found.items():
         assert torch.equal(gradient[:300], clean[each][:300])
         assert torch.equal(gradient[377:], clean[each][377:])
@@ -257,9 +258,7 @@ def test_sizes_of_gradients_on_a_gpu(hopper, size):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", [*NAMES, "dout"])
 def test_nonfinite_values_stay_in_their_sequence_on_a_gpu(hopper, name, bad):
-    assert_nonfinite_values_stay(
-        to_device(replace(batch_of("normal"), deterministic=True), "cuda"), name, bad
-    )
+    assert_nonfinite_values_stay(to_device(batch_of("normal"), "cuda"), name, bad)
 
 
 @pytest.mark.gpu
@@ -275,11 +274,34 @@ def test_zeros_on_a_gpu(hopper):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_it_is_deterministic_on_request(hopper):
-    batch = replace(batch_of("normal", lengths=(900, 77, 1)), deterministic=True)
+    batch = batch_of("normal", lengths=(900, 77, 1))
     dout = dout_of(batch)
-    first, second = on_gpu(batch, dout), on_gpu(batch, dout)
+    first, second = (on_gpu(batch, dout, deterministic=True) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in NAMES)
     assert_equal_to_the_emulation(batch, dout)
+
+
+@pytest.mark.gpu
+def test_sequences_without_rows_or_keys(hopper):
+    batch = make_batch([200, 150, 77], dim=128, dtype=BF16, mask="causal", heads=2)
+    batch = replace(batch, alpha=0.1, quantization=E4M3_BACKWARD)
+    batch.seqused_q = torch.tensor([200, 100, 0])
+    batch.seqused_k = torch.tensor([200, 0, 77])
+    assert_equal_to_the_emulation(batch)
+    no_rows = make_batch([100, 50], [100, 0], dim=128, dtype=BF16, mask="causal", heads=2)
+    assert_equal_to_the_emulation(replace(no_rows, alpha=0.1, quantization=E4M3_BACKWARD))
+
+
+@pytest.mark.gpu
+def test_in_a_thread_that_has_not_used_the_gpu(hopper):
+    """Tensor maps need a CUDA context, which a new thread has only after a kernel's launch."""
+    batch = batch_of("normal")
+    dout = dout_of(batch)
+    found: list[dict[str, Tensor]] = []
+    thread = threading.Thread(target=lambda: found.append(on_gpu(batch, dout)))
+    thread.start()
+    thread.join()
+    assert found
 
 
 @pytest.mark.gpu
