@@ -169,7 +169,7 @@ def backward(dout: Tensor, *args: Any) -> None:
         gradients = [torch.zeros_like(slots[:3]) for slots in gathered[: len(results)]]
         of_group = [gradient for slots in gradients for gradient in slots.unbind()]
         for chunk in _chunks(group):
-            dx = _backward_chunk(chunk, group_dout, *of_group, packed_scales)
+            dx = _backward_chunk(chunk, packed_scales, group_dout, *of_group)
             if drab is not None:
                 drab.index_put_(chunk.rab_index, sum_heads(dx, drab.shape[1]).to(drab.dtype))
             if dpos is not None:
@@ -193,15 +193,15 @@ def _quantized_for_backward(
 
     The scales, `(total_q, heads, 1)`, are those of weights and of gradients of scores.
     """
-    call = inputs.call
+    q, k, v, *_, call, _ = inputs
     sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-    x = quantize_for_backward(*inputs[:3], dout, *sequences, call.alpha)
+    x = quantize_for_backward(q, k, v, dout, sequences, call.alpha)
     scales = (x.weight_scales[..., None], x.score_scales[..., None])
     return inputs._replace(q=x.q, k=x.k, v=x.v), x.dout, scales
 
 
 def _backward_chunk(
-    chunk: _Chunk, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, scales: Sequence[Rows]
+    chunk: _Chunk, scales: Sequence[Rows], dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Tensor:
     """Adds to the gradients of a group, and returns that of the biases, by head.
 

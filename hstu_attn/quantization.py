@@ -528,19 +528,17 @@ def quantize_for_backward(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
+    sequences: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     alpha: float,
 ) -> BackwardInputs:
     """Quantizes the inputs of the backward in e4m3 as csrc/sm90/backward_e4m3_factors.h says.
 
     Args:
         q, k, v, dout: bf16 or fp16, on a CPU.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alpha: as in `hstu_attention`.
+        sequences: `cu_seqlens_q`, `cu_seqlens_k`, `seqused_q` and `seqused_k`.
+        alpha: as in `hstu_attention`.
     """
-    sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sequences
     of_q_and_k = quantize_qkv(q, k, k, *sequences, _BY_SEQUENCE, False)
     of_dout_and_v = quantize_qkv(dout, v, v, *sequences, _BY_SEQUENCE, False)
     values = dequantize(of_q_and_k, *sequences, q.shape[2])
