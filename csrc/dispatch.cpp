@@ -18,9 +18,11 @@ namespace hstu {
 namespace {
 
 // The head dims that are built, in ascending order.
-using HeadDims = std::integer_sequence<int, HSTU_ATTN_HEAD_DIMS>;
-using Fp8HeadDims = std::integer_sequence<int, HSTU_ATTN_FP8_HEAD_DIMS>;
-using Fp8BackwardHeadDims = std::integer_sequence<int, HSTU_ATTN_FP8_BACKWARD_HEAD_DIMS>;
+template <int... kHeadDims>
+using ListOf = std::integer_sequence<int, kHeadDims...>;  // may be empty
+using HeadDims = ListOf<HSTU_ATTN_HEAD_DIMS>;
+using Fp8HeadDims = ListOf<HSTU_ATTN_FP8_HEAD_DIMS>;
+using Fp8BackwardHeadDims = ListOf<HSTU_ATTN_FP8_BACKWARD_HEAD_DIMS>;
 
 template <int... kHeadDims>
 std::string names(std::integer_sequence<int, kHeadDims...>) {
@@ -45,7 +47,7 @@ template <typename Make, int... kHeadDims>
 auto find(std::integer_sequence<int, kHeadDims...> head_dims, const ForwardParams& params,
           Make make) {
   std::optional<decltype(make.template operator()<32, DType::kBFloat16>())> kernel;
-  const auto offer = [&]<int kHeadDim>() {
+  [[maybe_unused]] const auto offer = [&]<int kHeadDim>() {
     if (kernel || params.q.head_dim > kHeadDim || params.v.head_dim > kHeadDim) return;
 #if defined(HSTU_ATTN_DTYPE_BF16)
     if (params.dtype == DType::kBFloat16) {

@@ -152,7 +152,8 @@ def backward(dout: Tensor, *args: Any) -> None:
         inputs, dout, scales = _quantized_for_backward(inputs, dout)
     batch = Batch(inputs)
     if scales and batch.row_scale is not None:  # by which dout is multiplied
-        scales = (scales[0], scales[1] / batch.row_scale)
+        factor = torch.where(batch.row_scale == 0, 1, batch.row_scale)
+        scales = (scales[0], scales[1] / factor)
     packed_scales = [rows.load() for each in scales for rows in batch.rows(each)]
     packed = [rows.load() for rows in batch.rows(*inputs[:3], dout)]
     results = batch.rows(dq, dk, dv)
@@ -193,9 +194,9 @@ def _quantized_for_backward(
 
     The scales, `(total_q, heads, 1)`, are those of weights and of gradients of scores.
     """
-    q, k, v, *_, call, _ = inputs
+    q, k, v, *biases, call, _ = inputs
     sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-    x = quantize_for_backward(q, k, v, dout, sequences, call.alpha)
+    x = quantize_for_backward(q, k, v, dout, sequences, call.alpha, biases)
     scales = (x.weight_scales[..., None], x.score_scales[..., None])
     return inputs._replace(q=x.q, k=x.k, v=x.v), x.dout, scales
 

@@ -530,6 +530,7 @@ def quantize_for_backward(
     dout: Tensor,
     sequences: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     alpha: float,
+    biases: Sequence[Tensor | None] = (),
 ) -> BackwardInputs:
     """Quantizes the inputs of the backward in e4m3 as csrc/sm90/backward_e4m3_factors.h says.
 
@@ -537,6 +538,7 @@ def quantize_for_backward(
         q, k, v, dout: bf16 or fp16, on a CPU.
         sequences: `cu_seqlens_q`, `cu_seqlens_k`, `seqused_q` and `seqused_k`.
         alpha: as in `hstu_attention`.
+        biases: what is added to the scores.
     """
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sequences
     of_q_and_k = quantize_qkv(q, k, k, *sequences, _BY_SEQUENCE, False)
@@ -551,7 +553,7 @@ def quantize_for_backward(
     def descale(x: Quantized) -> Tensor:
         return x.q_descale.t()[rows.row] * x.k_descale.t()[block]
 
-    scores = weight_scales(descale(of_q_and_k) * (terms * LARGEST_CODE**2), alpha)
+    scores = weight_scales(descale(of_q_and_k) * (terms * LARGEST_CODE**2), alpha, biases)
     # NOTE: a sequence without keys has no descale.
     gradients = 1 / (descale(of_dout_and_v) * (512 * terms)).clamp(min=SMALLEST_DESCALE)
     return BackwardInputs(

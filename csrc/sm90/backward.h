@@ -3,7 +3,8 @@
 // A work tile is a tile of keys of one head, whose dK and dV stay in registers. S and dP are
 // computed transposed, keys by rows, so that P^T and dS^T are in the registers that the products
 // for dV and dK read as A operands. dS goes through shared memory for dQ = dS K; TMA reductions add
-// each tile of dQ to an fp32 accumulator in device memory, which convert_dq scales and rounds.
+// each tile of dQ to an accumulator in device memory, in fp32 (bf16 in backward_e4m3.h), which
+// convert_dq scales and rounds.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, maps, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
-// Converts a block's tile of dQ, of one tile of rows of one head, from fp32 with one rounding.
+// Scales and rounds a block's tile of dQ, of one tile of rows of one head.
 // factor(tile, head) is what its sums are multiplied by.
 template <typename Kernel, typename Factor>
 HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums,

@@ -283,7 +283,7 @@ struct BackwardProducers : Traits {
     return {sequence.q_begin, sequence.q_len, work_tile.head};
   }
 
-  // TMA-reduces the dQ tiles of one stage of pipeline_dq into the fp32 accumulators. Called by one
+  // TMA-reduces the dQ tiles of one stage of pipeline_dq into the accumulators. Called by one
   // thread per stage.
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const typename Traits::Maps& maps,
                                  const BackwardBuffers& buffers, SharedMemory& smem, int stage) {

@@ -32,7 +32,8 @@ struct E4m3BackwardMaps : BackwardMaps {
 // The workspace of a backward call.
 struct BackwardBuffers {
   WorkList list;
-  float* dq;              // [row tiles, H, rows * head dim] in the order of DqTile; zeroed
+  // [row tiles, H, rows * head dim] of Traits::DqElement in the order of DqTile; zeroed
+  float* dq;
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   // [row tiles, H, cluster size]: how many key tiles have added; zeroed; null: any order
   int* dq_semaphore;
@@ -57,8 +58,8 @@ constexpr DqPartition dq_partition_of(int head_dim) {
   return head_dim <= 128 ? DqPartition::kColumnHalves : DqPartition::kCluster;
 }
 
-// A tile of dQ in fp32, which consists of kParts groups of columns. A warpgroup stores one part in
-// the order of its registers: four values of each thread, then the next four.
+// A tile of dQ, which consists of kParts groups of columns. A warpgroup stores one part in
+// the order of its registers: 16 bytes of each thread, then the next 16.
 template <int kRows, int kHeadDim>
 struct DqTile {
   static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim);
@@ -153,8 +154,9 @@ struct BackwardTraits {
   using DqState = PipelineState<2>;  // one thread per stage adds its dQ
   using ConsumerBarrierState = PipelineState<1>;
   static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
-  // One buffer of dQ is enough, except in a deterministic backward, whose blocks wait for
-  // dq_semaphore: it has two where there is room. In a cluster, dQ overwrites Q.
+  // One buffer of dQ is enough, except in e4m3, whose steps are shorter, and in a deterministic
+  // backward, whose blocks wait for dq_semaphore: they have two where there is room. In a cluster,
+  // dQ overwrites Q.
   static constexpr int kDqBuffers =
       kIsCluster ? 0 : (kIsE4m3 || (kIsDeterministic && kHeadDim <= 64) ? 2 : 1);
 
