@@ -254,8 +254,7 @@ def test_head_dims_on_a_gpu(hopper, dim, dim_v):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["normal", "silu", "outliers"])
 def test_long_sums_on_a_gpu(hopper, kind):
-    """The accumulators of 8-bit products truncate, which does not show where terms have both signs.
-    """
+    """The accumulators of 8-bit products truncate, which terms of both signs do not show."""
     batch = batch_of(kind, lengths=(4096, 1000))
     dout = dout_of(batch)
     assert_equal_to_the_emulation(batch, dout)
