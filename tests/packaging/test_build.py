@@ -244,3 +244,19 @@ def test_the_build_says_what_it_compiles(
         "hstu_attn: building CUDA kernels for sm80 and sm90, head dims 32, 64, 128, 256,"
         f" bf16 and fp16 and e4m3: about {minutes:.0f} min, {compilers} compilers at once"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", setup.HEAD_DIMS)
+def test_the_dispatch_compiles_with_one_head_dim(
+    build_machine: pytest.MonkeyPatch, head_dim: str
+) -> None:
+    """Some kernels do not exist for it, so that their lists of head dims may be empty."""
+    home, cutlass = setup.cuda_home(), setup.cutlass_include()
+    if home is None or cutlass is None:
+        pytest.skip("needs the headers of CUDA and CUTLASS")
+    build_machine.setenv("HSTU_ATTN_HEAD_DIMS", head_dim)
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{setup.CSRC}", f"-isystem{home / 'include'}", f"-isystem{cutlass}"]
+    command += [*setup.cuda_defines().split(), str(setup.CSRC / "dispatch.cpp")]
+    subprocess.run(command, check=True)
