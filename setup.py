@@ -330,8 +330,11 @@ def cuda_defines() -> str:
     names = [f"SM{arch}" for arch in env_choice("HSTU_ATTN_ARCHS", ARCHS)]
     names += [f"DTYPE_{dtype.upper()}" for dtype in dtypes()]
     names.append(f"HEAD_DIMS={','.join(head_dims())}")
-    for name in ("FP8_HEAD_DIMS", "FP8_BACKWARD_HEAD_DIMS"):
-        names.append(f"{name}={','.join(dim for dim in head_dims() if dim in globals()[name])}")
+    for name, dims in (
+        ("FP8_HEAD_DIMS", FP8_HEAD_DIMS),
+        ("FP8_BACKWARD_HEAD_DIMS", FP8_BACKWARD_HEAD_DIMS),
+    ):
+        names.append(f"{name}={','.join(dim for dim in head_dims() if dim in dims)}")
     return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}" for name in names)])
 
 

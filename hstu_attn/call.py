@@ -135,7 +135,8 @@ def make_call(
     Raises:
         ValueError: for a mask that is no `Mask`, a quantization that is no `Quantization` or given
             beside `quant_mode`, or an `attn_scale` that requires a gradient.
-        NotImplementedError: for a `quantization.keep` that the caller does not have.
+        NotImplementedError: for a `quantization.keep` that the caller does not have, or
+            `quantization.backward="e4m3"` with lengths that kernels clamp (`strict=False`).
     """
     if mask is None:
         mask = _FULL
@@ -149,6 +150,12 @@ def make_call(
         if quantization.keep == "e4m3" and not may_keep_e4m3:
             raise NotImplementedError(
                 "quantization: only hstu_attention without pages has keep='e4m3'"
+            )
+        # NOTE: where a sequence has more rows than keys, the kernel's transposed rows begin at its
+        # first row, and its tiles at the first row that is a key.
+        if quantization.backward == "e4m3" and not strict:
+            raise NotImplementedError(
+                "quantization: lengths that kernels clamp do not have backward='e4m3'"
             )
     timestamps, row_timestamps, thresholds = times
     q_descale, k_descale, v_descale = descales

@@ -502,7 +502,7 @@ def round_weights(weights: Tensor, scales: Tensor) -> Tensor:
 
 
 class BackwardInputs(NamedTuple):
-    """What the backward in e4m3 computes with, in fp32; rows of no sequence are 0.
+    """The quantized inputs of the backward in e4m3, in fp32. Rows that belong to no sequence are 0.
 
     Attributes:
         q: `(total_q, heads, D)`, what the codes of q stand for.

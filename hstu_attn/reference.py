@@ -140,7 +140,7 @@ def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) 
     """Computes `hstu_attention(**arguments)` of quantized q, k and v, with rounded weights.
 
     The gradients are those without a quantization or, with `keep="e4m3"`, those of the quantized q,
-    k and v. With `backward="e4m3"`, too, they are not rounded.
+    k and v. `backward="e4m3"` changes nothing here, because the reference rounds no gradients.
     """
     q, k, v, bias = (arguments[name] for name in ("q", "k", "v", "bias"))
     cu_seqlens_q, cu_seqlens_k = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]

@@ -60,6 +60,7 @@ class StackWriter {
 namespace {
 
 std::string reason(const Arguments& args) {
+  if (args.backward_e4m3) return "backward_e4m3: on a CPU e4m3";
   if (args.quant_mode >= 0) return "quant_mode: on a CPU e4m3";
   return "q: on a GPU " + describe_dtype(args.q);
 }
@@ -78,8 +79,7 @@ void composed_backward(const Arguments& args, const TensorView& dout, const Grad
   stack.write(dout);
   args.for_each([&stack](const auto& value) { stack.write(value); }, false);
   gradients.for_each([&stack](const auto& gradient) { stack.write(gradient); });
-  stack.call("hstu_attn::composed_bwd", "backward",
-             args.backward_e4m3 ? "backward_e4m3: on a CPU e4m3" : reason(args));
+  stack.call("hstu_attn::composed_bwd", "backward", reason(args));
 }
 
 void composed_quantize(const QuantizeArguments& args, const QuantizeOutputs& outputs) {

@@ -90,11 +90,6 @@ void check_quantization(const Arguments& args, const ForwardParams& params) {
   if (args.backward_e4m3 && params.dtype != DType::kBFloat16 && params.dtype != DType::kFloat16) {
     fail("q", "bfloat16 or float16 with backward_e4m3", describe_dtype(args.q));
   }
-  if (args.backward_e4m3 && !args.strict) {
-    // NOTE: where a sequence has more rows than keys, the blocks of columns begin at its first row,
-    // and row tiles at the first that is a key.
-    throw NotImplemented("strict: there is no backward_e4m3 of lengths that kernels clamp");
-  }
   if (args.kv_cache && (is_e4m3 || mode != -1)) {
     throw NotImplemented("kv_cache: FP8 attention does not have it yet");
   }

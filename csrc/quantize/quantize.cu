@@ -303,7 +303,8 @@ HSTU_DEVICE void quantize_for_backward(Rows<Element, kLanes>& rows, Part part,
   const QuantizeParams& params = rows.params;
   const bool is_q = part == Part::kQ;
   const float descale = base_descale<false>(rows, part, false, workspace, scratch);
-  write_rows<false>(rows, {descale, 0.0f}, is_q ? params.q8 : params.k8);
+  // NOTE: with a bound that is given, norms are not computed.
+  write_rows<false>(rows, {descale, /*bound=*/0.0f}, is_q ? params.q8 : params.k8);
   if (uint8_t* const to = is_q ? params.q_columns : params.k_columns) {
     write_columns(rows, descale, to, transpose);
   }

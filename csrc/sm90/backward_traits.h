@@ -119,7 +119,7 @@ struct BackwardTraits {
                                               : backward_registers(kProducerFindsMask);
 
   using Dq = DqTile<kRows, kHeadDim>;
-  // In e4m3, additions of fp32 to dQ in device memory would take as long as the products.
+  // Additions to dQ in device memory are bound by bytes, and in e4m3 the products are short.
   using DqElement = std::conditional_t<kIsE4m3, cutlass::bfloat16_t, float>;
 
   struct WorkTile : std::conditional_t<kIsE4m3, E4m3Factors, NoFactors> {

@@ -141,7 +141,9 @@ def test_ranking_on_ratings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     data = in_order_only(write_synthetic_movielens(tmp_path, 40, 100, 25), tmp_path / "order", 0)
     file = tmp_path / "records.json"
     few = ["--dim", "8", "--heads", "1", "--layers", "1", "--steps", "2", "--tasks", "rating_4"]
-    asked = ["--data", str(data), "--seeds", "2", "--json", str(file), "--", *few]
+    monkeypatch.chdir(tmp_path)  # a relative path is that of the caller's folder
+    here = data.relative_to(tmp_path)
+    asked = ["--data", str(here), "--seeds", "2", "--json", str(file), "--", *few]
     assert ranking.main(asked) == 0
     records = json.loads(file.read_text())
     assert [r["model"] for r in records] == ["base rate", "item rate", "item and user rate", "HSTU"]

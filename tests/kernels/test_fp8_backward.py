@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hstu_attn import DenseBias, Mask, Quantization, hstu_attention, ops, reference
+from hstu_attn import DenseBias, Mask, Quantization, hstu_attention, reference
 from hstu_attn.call import make_call
 from hstu_attn.quantization import E4M3
 from hstu_attn.testing import MASK_NAMES, Batch, make_batch, poisoned_memory, run
@@ -67,9 +66,12 @@ def test_errors_of_silu_inputs(dim):
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes of a matrix and their one scale."""
+    """Returns codes of a matrix and their one scale.
+
+    As in `quantize_qkv`, the reciprocal is rounded: where codes of bf16 are ties, many depend on it.
+    """
     scale = x.abs().max().float() / 448
-    return (x.float() / scale).to(E4M3).double(), scale.double()
+    return (x.float() * (1 / scale)).to(E4M3).double(), scale.double()
 
 
 def test_the_emulation_is_the_formula():
@@ -93,8 +95,7 @@ def test_the_emulation_is_the_formula():
     }
     found = gradients(batch, dout)
     for name, gradient in expected.items():
-        # NOTE: sums of S in fp32 round some elements of P and dS to a neighboring code.
-        assert relative_error(found[name][:, 0], gradient) <= 1e-2, name
+        assert relative_error(found[name][:, 0], gradient) <= 4e-3, name  # gradients are in bf16
 
 
 @pytest.mark.parametrize("mask", MASK_NAMES)
@@ -167,12 +168,9 @@ def test_an_unknown_backward():
 
 
 def test_lengths_that_kernels_clamp_are_refused():
-    batch = batch_of("normal", 32)
-    call = make_call(
-        batch.cu_seqlens_q, batch.max_seqlen_q, strict=False, quantization=E4M3_BACKWARD
-    )
-    with pytest.raises(NotImplementedError, match="strict: there is no backward_e4m3 of lengths"):
-        ops.attention(batch.q, batch.k, batch.v, call)
+    offsets = torch.tensor([0, 3])
+    with pytest.raises(NotImplementedError, match="quantization: lengths that kernels clamp do"):
+        make_call(offsets, 3, strict=False, quantization=E4M3_BACKWARD)
 
 
 def test_a_scale_for_each_row_is_refused():
@@ -302,18 +300,6 @@ def test_it_is_deterministic_on_request(hopper):
 def test_sequences_without_rows(hopper):
     batch = make_batch([200, 150, 50], [200, 0, 0], dim=128, dtype=BF16, mask="causal", heads=2)
     assert_equal_to_the_emulation(replace(batch, alpha=0.1, quantization=E4M3_BACKWARD))
-
-
-@pytest.mark.gpu
-def test_in_a_thread_that_has_not_used_the_gpu(hopper):
-    """Tensor maps need a CUDA context, which a new thread has only after a kernel's launch."""
-    batch = batch_of("normal")
-    dout = dout_of(batch)
-    found: list[dict[str, Tensor]] = []
-    thread = threading.Thread(target=lambda: found.append(on_gpu(batch, dout)))
-    thread.start()
-    thread.join()
-    assert found
 
 
 @pytest.mark.gpu
