@@ -68,7 +68,7 @@ def test_errors_of_silu_inputs(dim):
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes of a matrix and their one scale.
 
-    As in `quantize_qkv`, the reciprocal is rounded: where codes of bf16 are ties, many depend on it.
+    As in `quantize_qkv`, the reciprocal is rounded: where codes are ties, many depend on it.
     """
     scale = x.abs().max().float() / 448
     return (x.float() * (1 / scale)).to(E4M3).double(), scale.double()
