@@ -176,6 +176,14 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         help="what is left out of the ranking of a user: every item seen before, those of the last "
         "--max-seq-len events, or nothing",
     )
+    retrieval.add_argument(
+        "--catalog",
+        choices=("log", "titles"),
+        default="log",
+        help="the items that are drawn as negatives and ranked: those with events in --data, or "
+        "also all others in the file of titles next to it, which MovieLens has (movies.dat, "
+        "movies.csv or u.item)",
+    )
     retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
     retrieval.add_argument(
         "--seeds",

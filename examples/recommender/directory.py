@@ -32,6 +32,7 @@ EARLIER_VALUES = {
     "relative_bias": "time",
     "exclude": "seen",
     "protocol": "validated",
+    "catalog": "log",
     "smooth_k": True,
 }
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from hstu_attn import FP8
-    from hstu_attn.data import EventLog, LayoutName
+    from hstu_attn.data import Catalog, EventLog, LayoutName
 
 __all__ = [
     "Interval",
@@ -76,6 +76,7 @@ class Options(argparse.Namespace):
     layout: LayoutName | None
     columns: dict[str, str] | None
     only: str | None
+    catalog: Catalog = "log"
     min_user_events: int
     min_item_events: int
     cache_dir: Path | None
@@ -430,6 +431,7 @@ def open_data(
             only=options.only,
             min_user_events=options.min_user_events,
             min_item_events=options.min_item_events,
+            catalog=options.catalog,
         )
     print(f"{', '.join(map(str, sources))}: {log.describe()}")
     return log

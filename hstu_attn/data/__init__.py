@@ -23,7 +23,7 @@ from .batches import (
     jagged_batch,
 )
 from .detect import LAYOUT_NAMES, LayoutName
-from .events import EventLog, open_event_log
+from .events import Catalog, EventLog, open_event_log
 from .kuairand import ACTIONS, unpack_actions
 from .split import HELD_OUT, Windows, held_out_windows, training_windows
 
@@ -34,6 +34,7 @@ __all__ = [
     "AttentionCost",
     "BalancedBatchSampler",
     "BatchSampler",
+    "Catalog",
     "EventLog",
     "JaggedBatch",
     "LayoutName",

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,16 @@ from numpy.typing import NDArray
 from .detect import LayoutName, detect_layout, source_files
 from .kuairand import ACTIONS
 from .layout import EventLayout, Events, MalformedLines
+from .movielens import MovieLensLayout
 from .preprocess import LEAST_USER_EVENTS, preprocess
 
-__all__ = ["EventLog", "open_event_log"]
+__all__ = ["Catalog", "EventLog", "open_event_log"]
+
+Catalog: TypeAlias = Literal["log", "titles"]
+"""The items of a log: those that have events, or those of the file of titles, too."""
 
 FORMAT_VERSION = 3
+CATALOG_OF_TITLES = '--catalog titles (catalog="titles")'  # in messages
 ARRAYS = ("user_ids", "item_ids", "offsets", "items", "ratings", "timestamps")
 
 
@@ -41,7 +46,8 @@ class EventLog:
     Attributes:
         user_ids: `(num_users,)` int64, the source's ids, increasing; where those are text, the
             numbers from 0.
-        item_ids: `(num_items,)` int64, the same of items.
+        item_ids: `(num_items,)` int64, the same of items. With the catalog of the titles they
+            include items without events.
         user_keys: `(num_users,)`, the source's ids where they are text (ASCII), increasing;
             otherwise None.
         item_keys: `(num_items,)`, the same of items.
@@ -120,9 +126,14 @@ class EventLog:
     def describe(self) -> str:
         """Returns some lines that say what was read and what was left out."""
         manifest = self.manifest
+        # Preprocessed forms that were made before `catalog` existed do not have this number.
+        eventless = manifest.get("eventless_items", 0)
         lines = [
-            f"{self.num_events:,} events of {self.num_users:,} users on {self.num_items:,} items"
+            f"{self.num_events:,} events of {self.num_users:,} users on "
+            f"{self.num_items - eventless:,} items"
         ]
+        if eventless:
+            lines[0] += f", and {eventless:,} items without events"
         if manifest["other_events"]:
             lines.append(
                 f"Left out: {manifest['other_events']:,} events without "
@@ -161,6 +172,7 @@ def open_event_log(
     only: str | None = None,
     min_user_events: int = 1,
     min_item_events: int = 1,
+    catalog: Catalog = "log",
 ) -> EventLog:
     """Opens files of events, preprocessing them if that has not been done.
 
@@ -192,21 +204,32 @@ def open_event_log(
         min_item_events: leaves out items with fewer events. Both are applied once, together, to
             counts of the events that `only` keeps: users and items that are left may have fewer
             events afterwards. Users with fewer than 3 events are left out in the end.
+        catalog: which items the log has. "log" is those that have events. "titles" is all items of
+            MovieLens's file of titles, with or without events, and those that have events but no
+            title; items that `min_item_events` leaves out of the events stay in the catalog.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: an unknown layout, a wrong header, a malformed line, or no user with enough
-            events.
+        ValueError: an unknown layout, a wrong header, a malformed line, no user with enough events,
+            or no titles where `catalog` wants them.
     """
     for name, least in (("min_user_events", min_user_events), ("min_item_events", min_item_events)):
         if least < 1:
             raise ValueError(f"{name}: expected 1 or more, got {least}")
+    if catalog not in get_args(Catalog):
+        raise ValueError(
+            f"catalog: expected one of {', '.join(get_args(Catalog))}, got {catalog!r}"
+        )
     sources = source_files(source)
     kind = detect_layout(sources[0], layout, columns)
+    if catalog == "titles":
+        _require_titles(sources[0], kind)
     root = Path(cache_dir) if cache_dir is not None else sources[0].parent / "hstu_cache"
     fingerprint = _fingerprint(sources, kind, only, min_user_events, min_item_events)
     if columns is not None:
         fingerprint["columns"] = dict(sorted(columns.items()))
+    if catalog != "log":
+        fingerprint["catalog"] = catalog
     digest = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=6).hexdigest()
     directory = root / f"{sources[0].name}-{digest}"
     if not (directory / "manifest.json").is_file():
@@ -268,6 +291,18 @@ def _remove_stale(root: Path, sources: list[Path], fingerprint: dict[str, Any]) 
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
+def _require_titles(source: Path, layout: EventLayout) -> None:
+    """Raises a ValueError unless there is a file of titles next to the source."""
+    if not isinstance(layout, MovieLensLayout):
+        raise ValueError(
+            f"{CATALOG_OF_TITLES}: expected MovieLens ratings, which have a file of titles next to "
+            f"them, got {source} of the layout {layout.name}"
+        )
+    if not layout.companions(source):
+        path = source.with_name(layout.titles_file)
+        raise ValueError(f"{CATALOG_OF_TITLES}: expected a file of titles {path}, got none")
+
+
 def _with_action(block: Events, only: str, layout: EventLayout) -> Events:
     """Returns the events with an action."""
     if "actions" not in block.columns:
@@ -286,6 +321,8 @@ def _preprocess(
 ) -> None:
     """Writes the arrays, the titles, the malformed lines and, last, the manifest."""
     only = fingerprint["only"]
+    needs_titles = fingerprint.get("catalog") == "titles"
+    titles: dict[int, str] = {}
     with (directory / "malformed.txt").open("w", encoding="utf-8") as report:
         malformed = MalformedLines(report)
         read_events = 0
@@ -296,6 +333,14 @@ def _preprocess(
                 read_events += len(block.users)
                 yield block if only is None else _with_action(block, only, layout)
 
+        if needs_titles:
+            titles = layout.read_titles(sources[0], malformed.reject)
+            if not titles:
+                path = layout.companions(sources[0])[0]
+                raise ValueError(
+                    f"{CATALOG_OF_TITLES}: expected titles in {path}, got "
+                    f"{malformed.count:,} malformed lines"
+                )
         with closing(layout.read(sources, malformed, progress)) as blocks:
             found = preprocess(
                 selected(blocks),
@@ -303,9 +348,11 @@ def _preprocess(
                 fingerprint["min_item_events"],
                 directory,
                 progress,
+                catalog=titles if needs_titles else (),
             )
-        titles = layout.read_titles(sources[0], malformed.reject)
-    if not len(found.item_ids):
+        if not needs_titles:
+            titles = layout.read_titles(sources[0], malformed.reject)
+    if not found.num_users:
         first = "".join(f"\n  {example}" for example in malformed.examples)
         raise ValueError(
             f"{sources[0]} has no user with at least {LEAST_USER_EVENTS} events "
@@ -326,6 +373,7 @@ def _preprocess(
         "content": found.content,
         "keys": list(found.keys),
         "columns": found.columns,
+        "eventless_items": found.eventless_items,
         "read_events": read_events,
         "other_events": read_events - found.num_events,
         "rare_events": found.rare_events,

@@ -15,7 +15,7 @@ Besides a chunk, memory holds the different ids of users and items, and a few nu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,8 @@ class Preprocessed:
         item_ids: `(num_items,)` int64, the source's ids, or numbers from 0 where those are text.
         keys: the arrays of ids that are text, by name: "user_keys", "item_keys".
         columns: the names of further columns.
+        num_users: users that have enough events.
+        eventless_items: how many of `item_ids` no event is on.
         content: a hash of all arrays.
         num_events: events that were given.
         rare_events: those of users or on items with too few events.
@@ -52,6 +54,8 @@ class Preprocessed:
     item_ids: NDArray[np.int64]
     keys: dict[str, NDArray[np.bytes_]]
     columns: list[str]
+    num_users: int
+    eventless_items: int
     content: str
     num_events: int
     rare_events: int
@@ -209,6 +213,7 @@ def preprocess(
     min_item_events: int,
     directory: Path,
     progress: bool,
+    catalog: Collection[int] = (),
 ) -> Preprocessed:
     """Writes the arrays of an `EventLog` into a directory.
 
@@ -219,9 +224,11 @@ def preprocess(
             out.
         directory: where arrays and temporary files go.
         progress: shows progress bars while sorting.
+        catalog: the source's ids of items that are kept without events, too; numbers.
 
     Returns:
-        What was written. There is nothing where no user has enough events: `item_ids` is empty.
+        What was written. Where no user has enough events, there are no arrays of events, and
+        `num_users` is 0.
     """
     users, items = _Ids(directory / "user-keys.bin"), _Ids(directory / "item-keys.bin")
     spool = _Store(directory, "spool")
@@ -255,12 +262,15 @@ def preprocess(
             files = _merge_runs(
                 runs, bounds, events_of_user, seen, ticks_per_second, directory, bar
             )
-        if not seen.all():
-            files["items"].replace(np.cumsum(seen) - 1)
     runs.remove()
+    item_ids = items.values[seen]
+    if len(catalog):
+        item_ids = np.union1d(item_ids, np.array([*catalog], np.int64))
+    if files and not np.array_equal(item_ids, items.values):
+        files["items"].replace(np.searchsorted(item_ids, items.values))
 
     keys: dict[str, NDArray[np.bytes_]] = {}
-    user_ids, item_ids = users.values[kept], items.values[seen]
+    user_ids = users.values[kept]
     if users.keys is not None:
         keys["user_keys"], user_ids = user_ids, np.arange(len(user_ids))
     if items.keys is not None:
@@ -280,6 +290,8 @@ def preprocess(
         item_ids=item_ids,
         keys=keys,
         columns=[name.removeprefix("column-") for name in columns],
+        num_users=len(user_ids),
+        eventless_items=len(item_ids) - int(seen.sum()),
         content=content.hexdigest(),
         num_events=spool.num_events,
         rare_events=spool.num_events - runs.num_events,
