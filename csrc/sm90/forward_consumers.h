@@ -38,7 +38,7 @@ struct ForwardConsumer {
   const SchedulerMetadata& metadata;
   typename Traits::SharedMemory& smem;
   const int warpgroup;
-  const WarpSchedulerBarrier<Traits::kConsumers> scheduler_barrier{warpgroup};
+  const WarpSchedulerBarrier<Traits::kConsumers, Traits::kTakesTurns> scheduler_barrier{warpgroup};
 
   WorkState work_state;
   typename Traits::QState q_state;
@@ -147,11 +147,11 @@ struct ForwardConsumer {
     bias.init_accumulator(smem, warpgroup, k_state, scores);
   }
 
-  // Issues S = Q K^T + bias, or Q K^T alone if Bias::kIsAddedAfter.
+  // Issues S = Q K^T, added to the accumulator if it has been initialized.
   HSTU_DEVICE void start_scores() {
     start_gemm(ScoreMma{},
                rows_tensor<kWarpgroupRows, kHeadDim>(smem.q[q_state.index()][warpgroup]),
-               rows_tensor<kKeys, kHeadDim>(smem.k[k_state.index()]), scores, Bias::kScaleOut);
+               rows_tensor<kKeys, kHeadDim>(smem.k[k_state.index()]), scores, Traits::kScaleOut);
   }
 
   // Issues O += P V.
@@ -192,12 +192,10 @@ struct ForwardConsumer {
   }
 
   // Finds the bits of the mask while P V still runs. At head dim 256, its branch keeps the compiler
-  // from moving a third of the activation behind the wait for P V. At other head dims nothing moves
-  // without a relative bias, and calls are slower this way. E4m3 with fp32 scores has no registers
-  // for it.
+  // from moving a third of the activation behind the wait for P V. At other head dims nothing
+  // moves, and calls are slower this way. E4m3 with fp32 scores has no registers for it.
   static constexpr bool kFindsVisibleEarly =
-      (kHeadDim == 256 && !(Traits::kIsFp8 && std::is_same_v<typename Traits::ScoreSum, float>)) ||
-      Traits::kHasTimeBias;
+      kHeadDim == 256 && !(Traits::kIsFp8 && std::is_same_v<typename Traits::ScoreSum, float>);
   HSTU_DEVICE uint64_t find_visible_early() const {
     return kFindsVisibleEarly && tile.is_partial() ? find_visible() : 0;
   }

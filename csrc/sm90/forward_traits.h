@@ -85,6 +85,13 @@ struct ForwardTraits {
   using ScoreMma = SmemMma<Element, kKeys, kHeadDim, ScoreSum>;
   using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
 
+  // Scores in e4m3 get factors of their rows and keys before anything is added to them.
+  static constexpr auto kScaleOut = kIsFp8 ? GMMA::ScaleOut::Zero : Bias::kScaleOut;
+
+  // With weights by time, a key tile takes one warpgroup longer than another, and in turns both
+  // would wait for the slower one.
+  static constexpr bool kTakesTurns = !kHasTimeBias;
+
   static constexpr int kNoKey = INT_MAX;        // tile_from(): no key tile is visible
   static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile
   static constexpr int kNoWorkIndex = INT_MAX;  // SharedMemory::work_index after the last work tile
@@ -169,11 +176,11 @@ struct ForwardTraits {
   using QState = PipelineState<kTiles.query_stages>;
   using KVState = PipelineState<kTiles.key_stages>;
   using BiasState = PipelineState<kTiles.bias_stages>;
-  // The memory of a relative bias. With weights by time, there is one more window than there are
-  // stages of K, so that consumers may read a window after they have released K of its tile.
+  // The memory of a relative bias. With e4m3, there is one more window than there are stages of K,
+  // so that consumers may read weights by position after they have released K of their tile.
   using BiasWindow = RelativeBiasWindow<kRows, kKeys, kHasTimeBias>;
   using BiasOfWarp = RelativeBiasOfWarp<kKeys>;
-  static constexpr int kBiasWindows = KVState::kStages + kHasTimeBias;
+  static constexpr int kBiasWindows = KVState::kStages + kIsFp8;
   static HSTU_DEVICE int bias_window(KVState state) {
     return static_cast<int>(state.count % kBiasWindows);
   }
@@ -191,8 +198,9 @@ struct ForwardTraits {
   // 3. Zeros. silu(0) = 0 and 0 * 0 = 0: rows past the end of a sequence and columns past the end
   //    of the head dim, which TMA fills with zeros, add nothing to O. So they need no mask, and V
   //    is never NaN where P is masked.
-  // 4. Order of the products. Warpgroups issue them in turn: each calls sync() and then arrive() of
-  //    the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
+  // 4. Order of the products. With kTakesTurns, warpgroups issue them in turn: each calls sync()
+  // and
+  //    then arrive() of the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
   // 5. Bias. The tile of a dense bias of a key tile is copied after its K, and is consumed with K:
   //    pipeline_bias advances with pipeline_k, also in drain_tiles(), except for tiles whose bias
   //    TMA cannot copy (DenseScoreBias::is_unaligned). For a relative bias, the windows of keys and

@@ -126,8 +126,8 @@ HSTU_DEVICE void sync_warpgroup(int warpgroup) {
 
 // Orders the products of the consumer warpgroups as in FlashAttention-3: each warpgroup waits in
 // sync() until the one before it has issued its products and called arrive(), so that the products
-// of one run while another applies its activation.
-template <int kConsumers>
+// of one run while another applies its activation. Without kTakesTurns, nobody waits.
+template <int kConsumers, bool kTakesTurns>
 struct WarpSchedulerBarrier {
   int warpgroup;
 
@@ -136,10 +136,12 @@ struct WarpSchedulerBarrier {
     if (warpgroup == kConsumers - 1) arrive();
   }
   HSTU_DEVICE void sync() const {
+    if constexpr (!kTakesTurns) return;
     cutlass::arch::NamedBarrier::sync(2 * kWarpgroup,
                                       barrier_id(NamedBarriers::kWarpSchedulerWG0, warpgroup));
   }
   HSTU_DEVICE void arrive() const {
+    if constexpr (!kTakesTurns) return;
     const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup,
                                         barrier_id(NamedBarriers::kWarpSchedulerWG0, next));

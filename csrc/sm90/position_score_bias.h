@@ -63,16 +63,9 @@ struct PositionBiasConsumer {
   HSTU_DEVICE void init_accumulator(typename Traits::SharedMemory& smem, int warpgroup,
                                     typename Traits::KVState state, Scores& scores) {
     constexpr int kChunks = Traits::kKeys / 8;
-    // positions[n] has the weights of chunk n for the lane's second row. The first row is 8 rows
-    // above, so its weights are those of the next chunk.
-    const int row = Traits::row_of_thread(warpgroup) + 8;
-    const float* const from = smem.bias_windows[Traits::bias_window(state)].position.of_row(row) +
-                              reload_thread_idx() % 4 * 2;
     float2 positions[kChunks + 1];
-#pragma unroll
-    for (int n = 0; n <= kChunks; ++n) {
-      positions[n] = *reinterpret_cast<const float2*>(from + 8 * n);
-    }
+    load(smem.bias_windows[Traits::bias_window(state)].position, Traits::row_of_thread(warpgroup),
+         0, positions);
 #pragma unroll
     for (int n = 0; n < kChunks; ++n) {
 #pragma unroll
@@ -80,6 +73,19 @@ struct PositionBiasConsumer {
         scores(n * 4 + m * 2) = positions[n + 1 - m].x;
         scores(n * 4 + m * 2 + 1) = positions[n + 1 - m].y;
       }
+    }
+  }
+
+  // Loads the weights of the thread's scores in the chunks of 8 keys from `chunk` on.
+  // positions[n] has those of the second row, whose first row is `row`, in chunk n. The first row
+  // is 8 rows above, so its weights are those of the next chunk.
+  template <typename Position, int kCount>
+  static HSTU_DEVICE void load(const Position& window, int row, int chunk,
+                               float2 (&positions)[kCount]) {
+    const float* const from = window.of_row(row + 8) + reload_thread_idx() % 4 * 2 + chunk * 8;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      positions[n] = *reinterpret_cast<const float2*>(from + 8 * n);
     }
   }
   HSTU_DEVICE void skip_tile(typename Traits::SharedMemory&) {}

@@ -1,10 +1,9 @@
-// The relative bias of the forward. Consumers compute it themselves while the products of a tile
-// run, and add it to Q K^T.
+// The relative bias of the forward. Consumers add weights by position as position_score_bias.h
+// says, compute weights by time themselves while the products of a tile run, and add them to S.
 //
 // A warp has 16 rows, so that 128 keys are 32 blocks of 8 x 8 scores, one for each lane: it finds
 // the buckets of its block from the ranges of times of the rows and keys. A block with one bucket
-// has one weight; the warp computes a patch of 64 weights in fp16 for each other block. Weights by
-// position are read from a window of their table.
+// has one weight; the warp computes a patch of 64 weights in fp16 for each other block.
 #pragma once
 
 #include "../common/mask.h"
@@ -159,16 +158,18 @@ class RelativeBiasConsumer {
   static constexpr int kKeys = Traits::kKeys;
   static constexpr int kChunks = kKeys / 8;
   static constexpr int kBatch = 4;  // chunks that are added up together
-  // This many chunks of the bias are computed before the wait for S.
-  static constexpr int kEarly =
-      early_chunks(Traits::kHeadDim, Traits::kConsumers, Traits::Source::kIsPaged, Traits::kIsFp8);
   static constexpr uint32_t kAllLanes = 0xffffffff;
 
  public:
   HSTU_DEVICE explicit RelativeBiasConsumer(const ForwardParams& params) : params_(params) {}
 
+  // scores = the weights by position of the key tile at `state`. With e4m3, scale() adds them.
   template <typename Scores>
-  HSTU_DEVICE void init_accumulator(SharedMemory&, int, KVState, Scores&) {}
+  HSTU_DEVICE void init_accumulator(SharedMemory& smem, int warpgroup, KVState state,
+                                    Scores& scores) {
+    if constexpr (!Traits::kIsFp8)
+      PositionBiasConsumer<Traits>(params_).init_accumulator(smem, warpgroup, state, scores);
+  }
   HSTU_DEVICE void skip_tile(SharedMemory&) {}
 
   // Starts loading the times of the warp's rows.
@@ -186,19 +187,16 @@ class RelativeBiasConsumer {
     keys_ = mask.estimate(row / 8 * 8, row / 8 * 8 + 8).end;
   }
 
-  // Computes the bias of the key tile that begins with padded key `first`, whose scores are being
-  // computed.
+  // Computes the weights by time of the key tile that begins with padded key `first`, whose scores
+  // are being computed.
   HSTU_DEVICE void find(SharedMemory& smem, const WorkTile& work_tile, int warpgroup,
                         KVState k_state, QState q_state, int first) {
-    OfWarp& own = smem.bias_warps[warp_of_rows(warpgroup)];
-    const Window& window = smem.bias_windows[Traits::bias_window(k_state)];
     mixed_ = 0;
-    if (params_.relative_bias.time.data) {
-      const int key = Traits::Source::template key_of<kKeys>(work_tile.tile.sequence, first);
-      find_blocks(smem.bias_cells[q_state.index()], window.times, work_tile, warpgroup, key, own);
-    }
-    sum_weights<0, kEarly>(own, window, warpgroup, [&](int n, float x) { early_[n] = x; });
-    add_patches<0, kEarly>(own, half_alpha(), early_);
+    if (!params_.relative_bias.time.data) return;
+    const Window& window = smem.bias_windows[Traits::bias_window(k_state)];
+    const int key = Traits::Source::template key_of<kKeys>(work_tile.tile.sequence, first);
+    find_blocks(smem.bias_cells[q_state.index()], window.times, work_tile, warpgroup, key,
+                smem.bias_warps[warp_of_rows(warpgroup)]);
   }
 
   // scores = x / 2 = alpha / 2 * (S + bias). The Factors of e4m3 have descales, too, so that
@@ -207,14 +205,9 @@ class RelativeBiasConsumer {
   HSTU_DEVICE void scale(SharedMemory& smem, int warpgroup, KVState k_state, const Factors& factors,
                          Scores& scores) {
     const OfWarp& own = smem.bias_warps[warp_of_rows(warpgroup)];
-    const Window& window = smem.bias_windows[Traits::bias_window(k_state)];
-    const float factor = half_alpha();
-    const auto add = [&](int n, float x) { scores(n) = factors.half_x(n, factor, scores(n), x); };
-    if constexpr (!Traits::kIsFp8) add_patches<kEarly, kChunks>(own, 1, scores);
-#pragma unroll
-    for (int n = 0; n < kEarly * 4; ++n) add(n, early_[n]);
-    sum_weights<kEarly, kChunks>(own, window, warpgroup, add);
-    if constexpr (Traits::kIsFp8) add_patches<kEarly, kChunks>(own, factor, scores);
+    if constexpr (!Traits::kIsFp8) add_patches(own, 1, scores);
+    add_weights(own, smem.bias_windows[Traits::bias_window(k_state)], warpgroup, factors, scores);
+    if constexpr (Traits::kIsFp8) add_patches(own, half_alpha(), scores);
   }
 
  private:
@@ -447,57 +440,46 @@ class RelativeBiasConsumer {
     }
   }
 
-  // Calls add(n, x) for the scores n of chunks [kFirst, kEnd): x is alpha / 2 times the sum of both
-  // weights, without patches.
-  template <int kFirst, int kEnd, typename Add>
-  HSTU_DEVICE void sum_weights(const OfWarp& own, const Window& window, int warpgroup,
-                               Add add) const {
-    if constexpr (kFirst == kEnd) return;
+  // scores = x / 2 without patches. With e4m3, this adds the weights by position, too.
+  template <typename Factors, typename Scores>
+  HSTU_DEVICE void add_weights(const OfWarp& own, const Window& window, int warpgroup,
+                               const Factors& factors, Scores& scores) const {
     const float factor = half_alpha();
-    // positions[n] has the weights by position of the lane's second row. The first row is 8 rows
-    // above, so its weights are those of the next chunk.
-    const int row = warp_of_rows(warpgroup) * 16 + lane() / 4 + 8;
-    const float* const from = window.position.of_row(row) + lane() % 4 * 2;
-    const auto position_of = [&](int chunk) {
-      return *reinterpret_cast<const float2*>(from + 8 * chunk);
-    };
-    float2 before = position_of(kFirst);
 #pragma unroll
-    for (int batch = kFirst; batch < kEnd; batch += kBatch) {
-      float2 positions[kBatch + 1];
+    for (int batch = 0; batch < kChunks; batch += kBatch) {
       float4 times[2];
-      positions[0] = before;
-#pragma unroll
-      for (int n = 1; n <= kBatch; ++n) positions[n] = position_of(batch + n);
 #pragma unroll
       for (int m = 0; m < 2; ++m)
         times[m] = *reinterpret_cast<const float4*>(own.weights + OfWarp::block_of(m, batch));
-#pragma unroll
-      for (int n = 0; n < kBatch; ++n) {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const float time = n == 0   ? times[m].x
-                             : n == 1 ? times[m].y
-                             : n == 2 ? times[m].z
-                                      : times[m].w;
-          const float2 position = positions[n + 1 - m];
-          add((batch + n) * 4 + m * 2, fmaf(factor, position.x, time));
-          add((batch + n) * 4 + m * 2 + 1, fmaf(factor, position.y, time));
-        }
+      float2 positions[kBatch + 1] = {};
+      if constexpr (Traits::kIsFp8) {
+        const int row = warp_of_rows(warpgroup) * 16 + lane() / 4;
+        PositionBiasConsumer<Traits>::load(window.position, row, batch, positions);
       }
-      before = positions[kBatch];
+#pragma unroll
+      for (int n = 0; n < kBatch * 4; ++n) {
+        const int chunk = n / 4;
+        const int m = n / 2 % 2;
+        const float time = chunk == 0   ? times[m].x
+                           : chunk == 1 ? times[m].y
+                           : chunk == 2 ? times[m].z
+                                        : times[m].w;
+        const float2 position = positions[chunk + 1 - m];
+        const float x = Traits::kIsFp8 ? fmaf(factor, n % 2 ? position.y : position.x, time) : time;
+        float& score = scores(batch * 4 + n);
+        score = factors.half_x(batch * 4 + n, factor, score, x);
+      }
     }
   }
 
-  // sums += factor * patches, of chunks [kFirst, kEnd).
-  template <int kFirst, int kEnd, typename Sums>
-  HSTU_DEVICE void add_patches(const OfWarp& own, float factor, Sums& sums) const {
-    if constexpr (kFirst == kEnd) return;
+  // scores += factor * patches
+  template <typename Scores>
+  HSTU_DEVICE void add_patches(const OfWarp& own, float factor, Scores& scores) const {
     // NOTE: after a shuffle, the compiler knows that all lanes have the same value.
     const uint32_t mixed = __shfl_sync(kAllLanes, mixed_, 0);
     if (mixed == 0) return;
 #pragma unroll
-    for (int first = kFirst; first < kEnd; first += kBatch) {
+    for (int first = 0; first < kChunks; first += kBatch) {
       if ((mixed >> OfWarp::block_of(0, first) & 0xf0f) == 0) continue;
       uint32_t words[kBatch][2];
 #pragma unroll
@@ -512,7 +494,7 @@ class RelativeBiasConsumer {
       for (int n = 0; n < kBatch; ++n) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          float* const x = &sums[(first + n) * 4 + m * 2];
+          float* const x = &scores((first + n) * 4 + m * 2);
           x[0] = fmaf(factor, low_half<cutlass::half_t>(words[n][m]), x[0]);
           x[1] = fmaf(factor, high_half<cutlass::half_t>(words[n][m]), x[1]);
         }
@@ -526,9 +508,7 @@ class RelativeBiasConsumer {
   TimeRange range_ = {};
   int keys_ = 0;
   uint32_t time_ = 0;
-  // Alpha / 2 times the bias of the first chunks, and the bits of blocks that have patches.
-  float early_[kEarly > 0 ? kEarly * 4 : 1];
-  uint32_t mixed_ = 0;
+  uint32_t mixed_ = 0;  // the bits of blocks that have patches
 };
 
 }  // namespace hstu::sm90

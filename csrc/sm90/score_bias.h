@@ -10,11 +10,12 @@
 //
 // In the forward, a policy has a Producer, whose load() is called by the warp that copies K for
 // each key tile, and a Consumer. The Consumer's init_accumulator() gives the scores the value that
-// Q K^T is added to; if kIsAddedAfter, scale() computes x / 2 from Q K^T and the bias; if kHasTime,
-// find() computes the bias before that, while the product runs. If kIsRelative, windows of the
-// position table are copied to shared memory. bias_head() is the head of the tensor or table whose
-// tiles or windows are copied for a head of q. In the backward, kWarpgroups further warpgroups
-// compute the weights by time and sum dS for the gradients of the tables.
+// Q K^T is added to; if kIsAddedAfter, scale() computes x / 2 from that sum and the rest of the
+// bias; if kHasTime, find() computes the weights by time before that, while the product runs. If
+// kIsRelative, windows of the position table are copied to shared memory. bias_head() is the head
+// of the tensor or table whose tiles or windows are copied for a head of q. In the backward,
+// kWarpgroups further warpgroups compute the weights by time and sum dS for the gradients of the
+// tables.
 #pragma once
 
 #include "bias.h"
@@ -240,7 +241,8 @@ struct PositionScoreBias {
   using Consumer = PositionBiasConsumer<Traits>;
 };
 
-// Weights by position and by time. In the forward, consumers compute them and there are no tiles.
+// Weights by position and by time. In the forward, the accumulator is initialized with those by
+// position, consumers compute those by time, and there are no tiles.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr int kWarpgroups = 1;
@@ -249,7 +251,7 @@ struct RelativeScoreBias {
   static constexpr bool kHasTime = true;
   template <typename Element>
   using TileElement = cutlass::half_t;
-  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::Zero;
+  static constexpr GMMA::ScaleOut kScaleOut = GMMA::ScaleOut::One;
 
   template <typename Maps>
   static HSTU_DEVICE void prefetch(const Maps&) {}

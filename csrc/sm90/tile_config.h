@@ -83,14 +83,6 @@ constexpr ForwardTiles forward_tiles() {
   }
 }
 
-// Returns how many chunks of 8 keys of a relative bias a consumer computes while the product for S
-// runs: as many as there are registers for.
-constexpr int early_chunks(int head_dim, int consumers, bool is_paged, bool is_fp8) {
-  if (consumers == 3 || (is_fp8 && head_dim == 256)) return 0;
-  if (head_dim <= 64) return is_paged ? 8 : 12;
-  return head_dim == 256 && is_paged ? 4 : 8;
-}
-
 // The tiles of e4m3, where a key tile is a block of Fp8Params.
 template <int kHeadDim, bool kHasHalfSums, bool kHasBias>
 constexpr ForwardTiles fp8_tiles() {
