@@ -7,6 +7,7 @@ import datetime
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -66,12 +67,20 @@ STORE_SECONDS = 1.0
 """A store that answers later is taken for one that does not."""
 Answer = TypeVar("Answer")
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+START_HEADER = "X-Request-Start"
 TIMEOUT: dict[str, Any] = {
     "name": TIMEOUT_HEADER,
     "in": "header",
     "description": "In how many milliseconds the answer is of use; at most the server's timeout.",
     "schema": {"type": "number", "exclusiveMinimum": 0},
 }
+START: dict[str, Any] = {
+    "name": START_HEADER,
+    "in": "header",
+    "description": "When a proxy got the request, in seconds since 1970: time counts from then.",
+    "schema": {"type": "string", "pattern": r"^t=\d+(\.\d+)?$", "example": "t=1764184221.125"},
+}
+_START = re.compile(r"t=\d{1,12}(\.\d{1,9})?")
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "A client's token is needed."},
     413: {"model": Problem, "description": "The body is too large."},
@@ -107,9 +116,9 @@ class Service(NamedTuple):
 
     def options(self, request: Request, body: Any) -> RequestOptions:
         """Returns who asks, when, and until when, as the engine takes it."""
-        seconds = self.timeout
+        # NOTE: not parameters of the path, which cost FastAPI a tenth of a request's time.
+        seconds, arrived = self.timeout, request.scope[ARRIVED]
         if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
-            # NOTE: not a parameter of the path, which costs FastAPI a tenth of a request's time.
             asked = math.nan
             with suppress(ValueError):
                 asked = float(text) / 1000
@@ -118,10 +127,17 @@ class Service(NamedTuple):
                 raise invalid(where, "timeout", "Expected a positive number of milliseconds")
             seconds = min(seconds, asked)
         request.scope[SECONDS] = seconds
+        if (text := request.headers.get(START_HEADER)) is not None:
+            if not _START.fullmatch(text):
+                where = ["header", START_HEADER]
+                raise invalid(where, "start", 'Expected "t=" and the seconds since 1970')
+            here = time.monotonic() - arrived
+            # A clock that is behind the proxy's grants no more time.
+            arrived -= max(time.time() - float(text.removeprefix("t=")) - here, 0.0)
         return {
             "at": body.time,
             "client": request.scope[CLIENT],
-            "deadline": request.scope[ARRIVED] + seconds,
+            "deadline": arrived + seconds,
             "request_id": body.request_id,
         }
 
@@ -251,7 +267,7 @@ def add_path(
 ) -> None:
     """Adds a path of a model under the name of its endpoint, whose `body` is given its type."""
     endpoint.__annotations__["body"] = body  # FastAPI checks the body by it
-    extra: dict[str, Any] = {"parameters": [TIMEOUT]}
+    extra: dict[str, Any] = {"parameters": [TIMEOUT, START]}
     if not access.is_open:  # the Guard checks it; this documents it
         extra["security"] = [{BEARER.scheme_name: []}]
     app.post(

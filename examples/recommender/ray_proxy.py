@@ -29,6 +29,7 @@ LOG = RateLimitedLog(logging.getLogger("recommender.server"))
 MAX_WAIT = 0.5  # seconds
 ALWAYS = 16
 SMOOTHING = 0.02  # the weight of the latest answer in the average
+START_HEADER = b"x-request-start"  # as nginx names it
 
 
 class LoadShedder:
@@ -41,6 +42,9 @@ class LoadShedder:
     takes longer than `max_wait`, it is answered 503 with Retry-After. A client that has fewer under
     way than an equal part of what may be is refused only at twice the wait, so that one which sends
     much does not keep out others. `ALWAYS` requests may be under way however slow they are.
+
+    A request that is let in gets the header `X-Request-Start`, so that the time that it waits for
+    a replica counts for its deadline.
 
     While Ray starts, its proxy answers 404, since it knows no application yet. That is answered 503
     with Retry-After, too, because clients would give up for a 404.
@@ -74,6 +78,10 @@ class LoadShedder:
                 answer = JSONResponse({"detail": "There is too much to do"}, 503, headers)
                 await answer(scope, receive, send)
                 return
+            if all(name != START_HEADER for name, _ in scope["headers"]):
+                # Deadlines count from here: the request may wait for a replica.
+                start = (START_HEADER, b"t=%.3f" % time.time())
+                scope = {**scope, "headers": [*scope["headers"], start]}
             known = True
 
             async def replacing(message: Message) -> None:

@@ -93,6 +93,24 @@ def test_a_deadline_is_at_most_the_servers(server: Running) -> None:
         assert answer["detail"][0]["loc"] == ["header", "X-Request-Timeout-Ms"]
 
 
+def test_time_in_a_proxy_counts(server: Running) -> None:
+    """The deadline counts from when a proxy got the request, if its clock is not ahead."""
+    before = server.engine.stats()
+    for late, status in ((-60.0, 200), (0.0, 200), (1.0, 504), (1e9, 504)):
+        start = f"t={time.time() - late:.3f}"
+        found = server.client.send(
+            "POST", "/score", body(5), {"X-Request-Timeout-Ms": "900", "X-Request-Start": start}
+        )
+        assert found[0] == status, late
+    assert server.engine.stats().expired == before.expired + 2
+    for wrong in ("", "1764184221.125", "t=", "t=-1", "t=1e9", "t=nan", "t=1764184221,5", "now"):
+        status, _, answer = server.client.send(
+            "POST", "/score", body(5), {"X-Request-Start": wrong}
+        )
+        assert status == 422, wrong
+        assert answer["detail"][0]["loc"] == ["header", "X-Request-Start"]
+
+
 def test_time_on_the_way_counts(server: Running) -> None:
     """The deadline counts from the head of the request, not from the end of its body."""
     text = json.dumps(body(4)).encode()
@@ -401,8 +419,8 @@ def test_answers_have_the_documented_types(server: Running) -> None:
         assert reference == f"#/components/schemas/{answer_type}"
         assert types["components"]["schemas"][answer_type]["additionalProperties"] is False
         assert set(operation["responses"]) == {"200", "401", "413", "422", "503", "504"}
-        [header] = operation["parameters"]
-        assert (header["in"], header["name"]) == ("header", "X-Request-Timeout-Ms")
+        headers = [(header["in"], header["name"]) for header in operation["parameters"]]
+        assert headers == [("header", "X-Request-Timeout-Ms"), ("header", "X-Request-Start")]
         answer = server.client.post(path, user=1, events=[EVENT], **more)
         assert schemas[answer_type].model_validate(answer).model_dump() == answer
         with pytest.raises(ValueError, match="user"):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -156,6 +157,28 @@ def test_answers(caplog):
     assert "Refused a request: 16 are under way, 8 s of work" in caplog.text
     assert not shedder.excess("10.0.0.1")  # what has ended, by an error too, is not under way
     assert shedder._under_way.total() == 0
+
+
+def test_the_time_of_arrival_goes_with_a_request():
+    """A replica counts deadlines from it; a proxy in front may have written it before."""
+
+    async def starts(*scopes: dict[str, Any]) -> list[list[bytes]]:
+        found = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            found.append([value for name, value in scope["headers"] if name == b"x-request-start"])
+
+        for one in scopes:
+            await LoadShedder(MAX_WAIT).wrap(app)(one, None, None)
+        return found
+
+    earlier = scope("/recommend")
+    earlier["headers"] = [(b"x-request-start", b"t=12.5")]
+    before = time.time()
+    (own,), given, other = asyncio.run(starts(scope("/score"), earlier, scope("/metrics")))
+    assert own.startswith(b"t=")
+    assert before - 0.001 <= float(own[2:]) <= time.time() + 0.001
+    assert (given, other) == ([b"t=12.5"], [])
 
 
 def test_what_is_not_there_yet_may_be_asked_for_again():
