@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
@@ -279,6 +280,39 @@ def test_overload_is_answered_503_with_retry_after(site: Site, ranking: Engine) 
         return await asyncio.gather(*asked)
 
     assert site.ask(ask, "/ranking", token=TOKEN) == [expected] * 8
+
+
+def test_time_in_the_proxy_counts_for_the_deadline(site: Site) -> None:
+    """Each replica is busy with a request that arrives slowly, so that another one waits."""
+    plain, headers = http_client.Client(site.address), {"Authorization": f"Bearer {TOKEN}"}
+    event = {"item": ITEMS[0], "time": NOW, "actions": []}
+
+    def body(user: int) -> dict[str, Any]:
+        return {"user": user, "events": [event], "candidates": ITEMS}
+
+    def send(milliseconds: int) -> tuple[int, Any, Any]:
+        more = {"X-Request-Timeout-Ms": str(milliseconds)}
+        return plain.send("POST", "/ranking/rank", body(4000), headers | more)
+
+    assert send(60_000)[0] == 200
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        slow, text = [], json.dumps(body(4001)).encode()
+        head = (
+            f"POST /ranking/rank HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        )
+        for _ in range(2):
+            slow.append(stack.enter_context(socket.create_connection((plain.host, plain.port), 60)))
+            slow[-1].sendall(head.encode() + text[:9])
+            time.sleep(0.3)  # a replica has it
+        waiting = pool.submit(send, 500)
+        time.sleep(1.0)
+        for connection in slow:
+            connection.sendall(text[9:])
+        status, _, answer = waiting.result()
+        assert all(connection.recv(100).startswith(b"HTTP/1.1 200 ") for connection in slow)
+    late = "No answer within 0.5 s; the request had no effect"
+    assert (status, answer.get("detail")) == (504, late)
 
 
 def test_bodies_and_connections_are_limited(site: Site) -> None:
