@@ -199,6 +199,13 @@ def test_what_a_proxy_imports_is_small():
     assert subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=False).returncode == 0
 
 
+@pytest.mark.slow
+def test_what_a_server_imports_has_no_distributed_tensors():
+    """They would be a quarter of what a server's imports take; only ranks that train need them."""
+    code = "import recommender.http, sys; sys.exit('torch.distributed.tensor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=False).returncode == 0
+
+
 def test_uvicorn_takes_the_limits(monkeypatch):
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", None)
     monkeypatch.setattr(ray_proxy, "limited", partial(ray_proxy.ProxyHTTP))
