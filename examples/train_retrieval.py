@@ -180,9 +180,8 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         "--catalog",
         choices=("log", "titles"),
         default="log",
-        help="the items that are drawn as negatives and ranked: those with events in --data, or "
-        "also all others in the file of titles next to it, which MovieLens has (movies.dat, "
-        "movies.csv or u.item)",
+        help="the items that are drawn as negatives and ranked: those with events, or also all "
+        "others in MovieLens's file of titles next to --data (movies.dat, movies.csv or u.item)",
     )
     retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
     retrieval.add_argument(

@@ -1,4 +1,5 @@
-// Which parts of a tile of dS each warp reads that sums the gradients of a relative bias's tables.
+// Each warp that sums the gradients of a relative bias's tables reads some blocks of a tile of dS.
+// BlocksOfWarp says which these are, and where they are in shared memory.
 #pragma once
 
 #include <cstdint>

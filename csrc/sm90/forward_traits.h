@@ -198,9 +198,9 @@ struct ForwardTraits {
   // 3. Zeros. silu(0) = 0 and 0 * 0 = 0: rows past the end of a sequence and columns past the end
   //    of the head dim, which TMA fills with zeros, add nothing to O. So they need no mask, and V
   //    is never NaN where P is masked.
-  // 4. Order of the products. With kTakesTurns, warpgroups issue them in turn: each calls sync()
-  // and
-  //    then arrive() of the WarpSchedulerBarrier exactly once per key tile, also in drain_tiles().
+  // 4. Order of the products. With kTakesTurns, warpgroups issue them in turn: each calls sync(),
+  //    and then arrive(), of the WarpSchedulerBarrier exactly once per key tile, also in
+  //    drain_tiles().
   // 5. Bias. The tile of a dense bias of a key tile is copied after its K, and is consumed with K:
   //    pipeline_bias advances with pipeline_k, also in drain_tiles(), except for tiles whose bias
   //    TMA cannot copy (DenseScoreBias::is_unaligned). For a relative bias, the windows of keys and

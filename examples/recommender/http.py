@@ -36,6 +36,7 @@ from recommender.http_access import ARRIVED, BEARER, CLIENT, Access, Guard, over
 from recommender.http_admin import add_admin
 from recommender.http_metrics import Metrics, OfReplicas
 from recommender.http_schemas import (
+    START_HEADER,
     Problem,
     State,
     engine_events,
@@ -67,7 +68,7 @@ STORE_SECONDS = 1.0
 """A store that answers later is taken for one that does not."""
 Answer = TypeVar("Answer")
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-START_HEADER = "X-Request-Start"
+START_PATTERN = r"t=[0-9]{1,12}(\.[0-9]{1,9})?"
 TIMEOUT: dict[str, Any] = {
     "name": TIMEOUT_HEADER,
     "in": "header",
@@ -78,9 +79,8 @@ START: dict[str, Any] = {
     "name": START_HEADER,
     "in": "header",
     "description": "When a proxy got the request, in seconds since 1970: time counts from then.",
-    "schema": {"type": "string", "pattern": r"^t=\d+(\.\d+)?$", "example": "t=1764184221.125"},
+    "schema": {"type": "string", "pattern": f"^{START_PATTERN}$", "example": "t=1764184221.125"},
 }
-_START = re.compile(r"t=\d{1,12}(\.\d{1,9})?")
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "A client's token is needed."},
     413: {"model": Problem, "description": "The body is too large."},
@@ -128,7 +128,7 @@ class Service(NamedTuple):
             seconds = min(seconds, asked)
         request.scope[SECONDS] = seconds
         if (text := request.headers.get(START_HEADER)) is not None:
-            if not _START.fullmatch(text):
+            if not re.fullmatch(START_PATTERN, text):
                 where = ["header", START_HEADER]
                 raise invalid(where, "start", 'Expected "t=" and the seconds since 1970')
             here = time.monotonic() - arrived

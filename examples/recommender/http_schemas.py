@@ -12,6 +12,7 @@ __all__ = [
     "MAX_EVENTS",
     "MAX_K",
     "MODEL_PATHS",
+    "START_HEADER",
     "Problem",
     "State",
     "Strict",
@@ -22,6 +23,8 @@ __all__ = [
 ]
 
 MODEL_PATHS = ("/score", "/recommend", "/rank")
+START_HEADER = "X-Request-Start"
+"""When a proxy got the request, as nginx writes it: "t=" and the seconds since 1970."""
 MAX_EVENTS = 1000
 MAX_CANDIDATES = 1000
 MAX_K = 1000

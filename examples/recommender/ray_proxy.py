@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
 from recommender.connections import LimitedHTTP
-from recommender.http_schemas import MODEL_PATHS
+from recommender.http_schemas import MODEL_PATHS, START_HEADER
 from recommender.rate_limited_log import RateLimitedLog
 from recommender.serve_options import MAX_CONNECTIONS, TIMEOUT
 
@@ -29,7 +29,6 @@ LOG = RateLimitedLog(logging.getLogger("recommender.server"))
 MAX_WAIT = 0.5  # seconds
 ALWAYS = 16
 SMOOTHING = 0.02  # the weight of the latest answer in the average
-START_HEADER = b"x-request-start"  # as nginx names it
 
 
 class LoadShedder:
@@ -78,9 +77,10 @@ class LoadShedder:
                 answer = JSONResponse({"detail": "There is too much to do"}, 503, headers)
                 await answer(scope, receive, send)
                 return
-            if all(name != START_HEADER for name, _ in scope["headers"]):
+            name = START_HEADER.lower().encode()
+            if name not in dict(scope["headers"]):
                 # Deadlines count from here: the request may wait for a replica.
-                start = (START_HEADER, b"t=%.3f" % time.time())
+                start = (name, b"t=%.3f" % time.time())
                 scope = {**scope, "headers": [*scope["headers"], start]}
             known = True
 
