@@ -51,7 +51,9 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
       BackwardProducers<Traits>::run(params, maps, buffers, smem);
     } else if (Traits::kHasRelativeBias && warpgroup > Traits::kConsumers) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.bias>();
-      if constexpr (Traits::kHasRelativeBias) BackwardBias<Traits>::run(params, buffers, smem);
+      if constexpr (Traits::kHasRelativeBias) {
+        BackwardBias<Traits>::run(params, buffers, smem, warpgroup - Traits::kConsumers - 1);
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       Consumers::run(params, smem, warpgroup - 1);

@@ -39,12 +39,13 @@ struct BackwardConsumers : Traits {
   using DqMma = RowsByColumnsMma<Element, Dq::kColumns, kBlockKeys>;  // dQ: rows by columns
 
   // Loads the bias of a tile while the products of the previous tile run; up to head dim 64 these
-  // are too short to hide it.
-  static constexpr bool kLoadsBiasEarly = kHeadDim > 64;
+  // are too short to hide it. Beside a bias by time there are no registers for it.
+  static constexpr bool kLoadsBiasEarly = kHeadDim > 64 && !Traits::kHasTimeBias;
 
   // A relative bias leaves too few registers for S and dP beside dK and dV: the accumulator of dP
   // reuses that of S, and only silu'(alpha * S) is kept, rounded to fp16.
-  static constexpr bool kReusesScores = Traits::kHasRelativeBias && kHeadDim == 128;
+  static constexpr bool kReusesScores =
+      (Traits::kHasRelativeBias && kHeadDim == 128) || (Traits::kHasTimeBias && kHeadDim == 64);
 
   // S of the next row tile is issued before dQ of this one. dQ waits for dS of both warpgroups,
   // which need not run in lockstep this way. Above head dim 64, a relative bias leaves no registers

@@ -86,7 +86,7 @@ struct BackwardTraits {
   static constexpr bool kIsE4m3 = sizeof(Element) == 1;
   using Maps = std::conditional_t<kIsE4m3, E4m3BackwardMaps, BackwardMaps>;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kHasRelativeBias = Bias::kWarpgroups > 0;
+  static constexpr bool kHasRelativeBias = Bias::kIsRelative;
   static constexpr bool kHasBias = Bias::kHasTiles || kHasRelativeBias;
   using BiasElement = std::conditional_t<kHasRelativeBias, cutlass::half_t,
                                          typename Bias::template TileElement<Element>>;
@@ -105,7 +105,10 @@ struct BackwardTraits {
   static constexpr int kKeyGroups = kBlockKeys / kWarpgroupRows;
   static constexpr int kScoreRows = kRows / kClusterSize;   // rows of S and dP per warpgroup
   static constexpr int kColumns = kHeadDim / kClusterSize;  // columns of dK and dV per block
-  static constexpr int kWarpgroups = 1 + kConsumers + Bias::kWarpgroups;
+  // Warpgroups that compute the weights by time of a relative bias and sum dS, in alternate steps.
+  static constexpr int kBiasWarpgroups =
+      kHasRelativeBias ? backward_bias_warpgroups(kHeadDim, kHasTimeBias) : 0;
+  static constexpr int kWarpgroups = 1 + kConsumers + kBiasWarpgroups;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
@@ -163,14 +166,17 @@ struct BackwardTraits {
   // Where shared memory has no room for two copies of the window, there is one.
   using PositionWindow = sm90::PositionWindow<kRows, kBlockKeys, kIsCluster ? 1 : 2>;
 
-  // Shared memory of the warpgroup that computes a relative bias; see backward_bias.h.
-  struct RelativeBiasMemory {
-    PositionWindow position[QState::kStages];  // copied with Q
+  // Shared memory of a warpgroup that computes a relative bias; see backward_bias.h.
+  struct BiasWarpgroupMemory {
     KeyTimes<kBlockKeys> keys;
-    TimeBlockWeights<kBlockKeys> times[BiasState::kStages];
     TimeBlockMemory<kRows, kBlockKeys> warps[4];
     int first_rows, last_rows;  // see TimesOfTile
     TableGradientMemory gradients;
+  };
+  struct RelativeBiasMemory {
+    PositionWindow position[QState::kStages];  // copied with Q
+    TimeBlockWeights<kBlockKeys> times[BiasState::kStages];
+    BiasWarpgroupMemory warpgroups[kBiasWarpgroups];
   };
 
   struct SharedMemory {
@@ -214,8 +220,8 @@ struct BackwardTraits {
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
   static HSTU_DEVICE void init(const BackwardParams& params, SharedMemory& smem) {
-    constexpr int kBiasThreads = Bias::kWarpgroups * kWarpgroup;
-    constexpr int kBiasArrivals = kBiasThreads / 32 * kArrivalsOfWarp;
+    constexpr int kBiasThreads = kBiasWarpgroups * kWarpgroup;
+    constexpr int kBiasArrivals = kBiasWarpgroups ? 4 * kArrivalsOfWarp : 0;  // of a step
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
     // Readers: all consumer threads, the warp that copies rows, the threads that add dQ, and those
     // that compute a relative bias.

@@ -115,10 +115,10 @@ struct BackwardLauncher {
                                  params, maps, plan.buffers.list);
     }
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
-    using Unbiased = std::conditional_t<Bias::kWarpgroups == 0, Bias, NoScoreBias>;
+    using Unbiased = std::conditional_t<Bias::kIsRelative, NoScoreBias, Bias>;
     launch_kernel(convert_dq<Kernel<Unbiased, false>>, per_tile, launch, "dq of the backward", own,
                   plan.buffers.dq);
-    if constexpr (Bias::kWarpgroups) {
+    if constexpr (Bias::kIsRelative) {
       round_table_sums(params, plan.buffers.sums, /*rest_of_scale=*/params.scale, launch);
     }
   }

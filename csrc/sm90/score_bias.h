@@ -13,8 +13,8 @@
 // Q K^T is added to; if kIsAddedAfter, scale() computes x / 2 from that sum and the rest of the
 // bias; if kHasTime, find() computes the weights by time before that, while the product runs. If
 // kIsRelative, windows of the position table are copied to shared memory. bias_head() is the head
-// of the tensor or table whose tiles or windows are copied for a head of q. In the backward,
-// kWarpgroups further warpgroups compute the weights by time and sum dS for the gradients of the
+// of the tensor or table whose tiles or windows are copied for a head of q. In the backward, if
+// kIsRelative, further warpgroups compute the weights by time and sum dS for the gradients of the
 // tables.
 #pragma once
 
@@ -27,7 +27,6 @@ namespace hstu::sm90 {
 
 struct NoScoreBias {
   static constexpr bool kHasTiles = false;  // of the bias in shared memory
-  static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
   static constexpr bool kIsRelative = false;
   static constexpr bool kHasTime = false;
@@ -59,7 +58,6 @@ struct NoScoreBias {
 
 struct DenseScoreBias {
   static constexpr bool kHasTiles = true;
-  static constexpr int kWarpgroups = 0;
   static constexpr bool kIsAddedAfter = false;
   static constexpr bool kIsRelative = false;
   static constexpr bool kHasTime = false;
@@ -221,7 +219,6 @@ struct AddedDenseBias : DenseScoreBias {
 // and Q K^T is added to it.
 struct PositionScoreBias {
   static constexpr bool kHasTiles = false;
-  static constexpr int kWarpgroups = 1;
   static constexpr bool kIsAddedAfter = false;
   static constexpr bool kIsRelative = true;
   static constexpr bool kHasTime = false;
@@ -245,7 +242,6 @@ struct PositionScoreBias {
 // position, consumers compute those by time, and there are no tiles.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
-  static constexpr int kWarpgroups = 1;
   static constexpr bool kIsAddedAfter = true;
   static constexpr bool kIsRelative = true;
   static constexpr bool kHasTime = true;

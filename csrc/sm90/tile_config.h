@@ -23,7 +23,7 @@ struct ForwardTiles {
 struct Registers {
   int producer;
   int consumer;
-  int bias = 0;  // of the warpgroup that computes a relative bias
+  int bias = 0;  // of the warpgroups that compute a relative bias
 };
 
 // Splits the registers that a block begins with (65536 / threads, rounded down to a multiple of 8,
@@ -138,10 +138,16 @@ constexpr Registers backward_registers(bool producer_finds_mask) {
   return {.producer = 24, .consumer = 240};
 }
 
-// The same with a relative bias. The warpgroup that computes it spills registers.
+// Warpgroups of the backward that compute a relative bias: two where consumers leave registers for
+// the second.
+constexpr int backward_bias_warpgroups(int head_dim, bool has_time) {
+  return has_time && head_dim <= 64 ? 2 : 1;
+}
+
+// The same with a relative bias. The warpgroups that compute it spill registers.
 constexpr Registers backward_registers_with_bias(int head_dim, bool has_time) {
   if (!has_time) return {.producer = 24, .consumer = 216, .bias = 56};
-  if (head_dim <= 64) return {.producer = 40, .consumer = 192, .bias = 88};
+  if (head_dim <= 64) return {.producer = 24, .consumer = 160, .bias = 64};
   if (head_dim == 128) return {.producer = 24, .consumer = 208, .bias = 72};
   return {.producer = 24, .consumer = 200, .bias = 88};
 }

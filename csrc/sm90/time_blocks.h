@@ -37,12 +37,15 @@ struct TimeBlockMemory {
     HSTU_DEVICE int row() const { return place % 8 * 8; }  // the first one
   };
   static constexpr int kBlocks = kRows * kKeys / 64 / 4;  // of a warp
+  // With 64 keys, at head dim 256, there are registers instead, and no shared memory is left.
+  static constexpr bool kHasKept = kKeys > 64;
   alignas(16) TimeRange ranges[kRows / 8];  // of the rows of the tile to be found next
   // Index 0 belongs to tiles with an even number, 1 to those with an odd one. `rows` has the low
   // words of the times of rows, and later sums by time; `blocks` lists blocks with two buckets,
   // then others.
   alignas(16) uint32_t rows[2][kRows];
   Block blocks[2][kBlocks];
+  alignas(16) DifferenceRange kept[kHasKept ? 32 : 0];  // see TimeBlocks::kept()
 };
 
 // The weights by time of the blocks of a tile, in fp16, by chunk of 8 keys and by 8 rows.
@@ -115,8 +118,7 @@ class TimeBlocks {
 
   // Begins a work tile.
   HSTU_DEVICE void enter() {
-    low_ = 1;
-    high_ = 0;
+    kept() = {1, 0};
     state_ = kNone;
   }
 
@@ -148,8 +150,9 @@ class TimeBlocks {
     __syncwarp();
     const TimeRange rows = ptx::ld_shared_volatile(&memory_.ranges[row_block]);
     const DifferenceRange differences = find_difference_range(rows, keys);
-    const bool is_same =
-        (low_ <= differences.least && differences.most < high_) || !Blocks::has_block(lane());
+    const DifferenceRange same = kept();
+    const bool is_same = (same.least <= differences.least && differences.most <= same.most) ||
+                         !Blocks::has_block(lane());
     previous_ = state_;
     if (!__all_sync(kAllLanes, is_same)) {
       Block block;
@@ -229,6 +232,16 @@ class TimeBlocks {
 
   HSTU_DEVICE int lane() const { return thread_ % 32; }
 
+  // The differences that all have the bucket of the lane's block in the tile found last; none if it
+  // has several.
+  HSTU_DEVICE DifferenceRange& kept() {
+    if constexpr (Memory::kHasKept) {
+      return memory_.kept[lane()];
+    } else {
+      return kept_;
+    }
+  }
+
   // The place of the lane's block in the list: first those with two buckets, then those with more.
   HSTU_DEVICE int place_in_list(int kind, uint32_t two, uint32_t many) const {
     const uint32_t before = (1u << lane()) - 1;
@@ -267,12 +280,8 @@ class TimeBlocks {
     const auto* const list = reinterpret_cast<const uint64_t*>(bias.thresholds) + first;
     const uint64_t next = first < thresholds ? __ldg(list) : UINT64_MAX;
     const bool is_one = first == last;
-    low_ = 1;
-    high_ = 0;
-    if (is_one) {
-      low_ = first > 0 ? __ldg(list - 1) : 0;
-      high_ = next;
-    }
+    kept() = {1, 0};
+    if (is_one) kept() = {first > 0 ? __ldg(list - 1) : 0, next - 1};
     const bool is_short = differences.most - differences.least < uint64_t{1} << 31;
     const int kind = is_one                          ? kOne
                      : last - first == 1 && is_short ? kTwo
@@ -328,30 +337,32 @@ class TimeBlocks {
 #pragma unroll 1
     for (int own = first + lane() / 8; own < count + lane() / 8; own += 4) {
       const Block block = ptx::ld_shared_volatile(&memory_.blocks[parity][min(own, count - 1)]);
-      int differences[8];
-      find_differences_of_key(block, 0, parity, differences);
-      uint32_t words[4];
+      const uint32_t key = keys_.blocks[block.chunk()].times[lane() % 8];
       uint32_t buckets = 0;
-      // Loads of four cells are in flight at once.
-#pragma unroll
-      for (int half = 0; half < 8; half += 4) {
+      // NOTE: the loop is not unrolled, to save space in the instruction cache.
+#pragma unroll 1
+      for (int first_row = 0; first_row < 8; first_row += 4) {
+        uint32_t rows[4];
+        ptx::ld_shared(memory_.rows[parity] + block.row() + first_row, rows);
+        uint32_t differences[4];
         NarrowCell found[4];
         float x[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          found[n] = ptx::ld_global_nc_volatile(
-              cells + difference_cell(static_cast<uint32_t>(differences[half + n])));
+          differences[n] = abs(static_cast<int>(rows[n] - key));
+          found[n] = ptx::ld_global_nc_volatile(cells + difference_cell(differences[n]));
         }
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           buckets |= found[n].bucket;
-          const bool is_high = static_cast<uint32_t>(differences[half + n]) >= found[n].threshold;
-          x[n] = is_high ? found[n].high : found[n].low;
+          x[n] = differences[n] >= found[n].threshold ? found[n].high : found[n].low;
         }
-        words[half / 2] = ptx::cvt_satfinite_f16x2(x[0], x[1]);
-        words[half / 2 + 1] = ptx::cvt_satfinite_f16x2(x[2], x[3]);
+        if (own < count) {
+          uint32_t* const to = patch_of(block, lane() % 8, patches) + first_row / 2;
+          *reinterpret_cast<uint2*>(to) = {ptx::cvt_satfinite_f16x2(x[0], x[1]),
+                                           ptx::cvt_satfinite_f16x2(x[2], x[3])};
+        }
       }
-      if (own < count) store_patch(block, words, patches);
       const bool has_search = buckets & NarrowCell::kSeveral;
       if (__any_sync(kAllLanes, has_search)) {
         if (has_search && own < count) patch_key(times, block, m, patches);
@@ -426,11 +437,14 @@ class TimeBlocks {
   // Makes sums_ hold buckets `first` and `first` + 1. Sums of other buckets are added to the table.
   HSTU_DEVICE void move_to(const TableEntries& entries, int first) {
     const int distance = first - base_;
-    const int entry = entries.first_time + base_;
     const bool keeps_first = distance == 0 || distance == -1;
     const bool keeps_second = distance == 0 || distance == 1;
-    if (!keeps_first) entries.sums.time.add(entry, sums_[0]);
-    if (!keeps_second) entries.sums.time.add(entry + 1, sums_[1]);
+    // NOTE: the loop is not unrolled, to save space in the instruction cache.
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n) {
+      if (n == 0 ? keeps_first : keeps_second) continue;
+      entries.sums.time.add(entries.first_time + base_ + n, n == 0 ? sums_[0] : sums_[1]);
+    }
     const float low = keeps_first ? sums_[0] : 0;
     const float high = keeps_second ? sums_[1] : 0;
     sums_[0] = distance == 0 ? low : distance == 1 ? high : 0;
@@ -527,17 +541,12 @@ class TimeBlocks {
 #pragma unroll
     for (int bin = 0; bin < kTimeBins; bin += 32) bins[bin + lane()] = 0;
     __syncwarp();
-    bool is_slow = false;  // the lane's block needs an exact search, and is not in the bins
 #pragma unroll 1
     for (int first = list; first < count; first += 4) {
       const int n = min(first + lane() / 8, count - 1);
       const Block block = ptx::ld_shared_volatile(&memory_.blocks[parity][n]);
-      const bool exists = first + lane() / 8 < count;
-      const bool is_past_bins = static_cast<int>(block.threshold) - lowest >= kTimeBins;
-      const bool has_search =
-          add_to_bins(times, block, exists && !is_past_bins, rows, ds, fixed, bins - lowest);
-      const uint32_t slow = __ballot_sync(kAllLanes, exists && (is_past_bins || has_search));
-      if (is_own && own - first >= 0 && own - first < 4) is_slow = slow >> (own - first) * 8 & 1;
+      const bool is_added = first + lane() / 8 < count && is_in_bins(block.threshold, lowest);
+      add_to_bins(times, block, is_added, rows, ds, fixed, bins - lowest);
     }
     __syncwarp();
 #pragma unroll
@@ -547,39 +556,52 @@ class TimeBlocks {
       entries.sums.time.add(entries.first_time + lowest + bin, fixed.to_float(addend));
     }
     __syncwarp();
+    const bool is_slow = is_own && !is_in_bins(memory_.blocks[parity][own].threshold, lowest);
     const uint32_t slow = __ballot_sync(kAllLanes, is_slow);
     if (__builtin_expect(slow != 0, 0)) add_exactly(entries, times, slow, m, ds);
   }
 
-  // Adds the lane's row of a block, if `exists`. Returns true in all lanes of a block, and adds
-  // nothing of it, if it needs an exact search.
-  HSTU_DEVICE bool add_to_bins(const TimesOfTile& times, const Block& block, bool exists,
+  // True if there is a bin for each bucket of a block whose last one is `last_bucket`.
+  static HSTU_DEVICE bool is_in_bins(uint32_t last_bucket, int lowest) {
+    return static_cast<int>(last_bucket) - lowest < kTimeBins;
+  }
+
+  // Adds the lane's row of a block, if `is_added`.
+  HSTU_DEVICE void add_to_bins(const TimesOfTile& times, const Block& block, bool is_added,
                                const uint32_t (&rows)[kTimeBins / 32], const Element* ds,
                                const FixedPoint& fixed, int* bins) const {
     const int row = block.row() + lane() % 8;
     const uint32_t low_row = __shfl_sync(kAllLanes, rows[0], row);
     const uint32_t high_row = __shfl_sync(kAllLanes, rows[1], row);
-    uint32_t differences[8];
-    find_differences_of_row(block, row < 32 ? low_row : high_row, differences);
-    uint32_t buckets[8];
-    uint32_t all = 0;
+    if (!is_added) return;
+    const uint32_t row_time = row < 32 ? low_row : high_row;
+    const auto* const elements = reinterpret_cast<const uint2*>(
+        Blocks::chunk_at(ds + lane() % 8 * 64, block.row(), lane() % 8, block.chunk()));
+    // NOTE: the loop is not unrolled, to save space in the instruction cache.
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      uint32_t keys[4];
+      ptx::ld_shared(keys_.blocks[block.chunk()].times + half * 4, keys);
+      const uint2 words = elements[half];
+      const float x[4] = {low_half<Element>(words.x), high_half<Element>(words.x),
+                          low_half<Element>(words.y), high_half<Element>(words.y)};
+      uint32_t differences[4];
+      NarrowCell cells[4];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const NarrowCell cell = load_cell(times.cells() + difference_cell(differences[n]));
-      buckets[n] = cell.bucket + (differences[n] >= cell.threshold ? 1 : 0);
-      all |= cell.bucket;
-    }
-    const uint32_t search = __ballot_sync(kAllLanes, all & NarrowCell::kSeveral);
-    const bool has_search = search >> (lane() & 24) & 0xff;
-    if (!exists || has_search) return has_search;
-    float x[8];
-    unpack(read_row(block, ds), x);
+      for (int n = 0; n < 4; ++n) {
+        differences[n] = abs(static_cast<int>(row_time - keys[n]));
+        cells[n] = load_cell(times.cells() + difference_cell(differences[n]));
+      }
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const int addend = fixed.small_to_integer(x[n]);
-      if (addend != 0) atomicAdd(bins + static_cast<int>(buckets[n]), addend);
+      for (int n = 0; n < 4; ++n) {
+        int bucket = cells[n].bucket + (differences[n] >= cells[n].threshold ? 1 : 0);
+        if (cells[n].bucket & NarrowCell::kSeveral) {
+          bucket = hstu::bucket_of(times.bias, differences[n]);
+        }
+        const int addend = fixed.small_to_integer(x[n]);
+        if (addend != 0) atomicAdd(bins + bucket, addend);
+      }
     }
-    return false;
   }
 
   // Adds the blocks of some lanes to the TableSum, score by score. Times and elements of dS may
@@ -606,9 +628,7 @@ class TimeBlocks {
   int thread_;
   const KeyTimes<kKeys>& keys_;
   Memory& memory_;
-  // All differences in [low_, high_) have the bucket of the tile found last.
-  uint64_t low_ = 1;
-  uint64_t high_ = 0;
+  DifferenceRange kept_ = {1, 0};  // if shared memory has no room for it
   uint16_t weight_ = 0;
   int state_ = kNone;
   int previous_ = kNone;  // the state of the tile before
