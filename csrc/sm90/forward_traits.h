@@ -184,6 +184,10 @@ struct ForwardTraits {
   static HSTU_DEVICE int bias_window(KVState state) {
     return static_cast<int>(state.count % kBiasWindows);
   }
+  // Arrivals at the barrier of K of those that fill the window. With pages, a warp stores times.
+  static constexpr int kBiasArrivals = !kHasRelativeBias                  ? 0
+                                       : Source::kIsPaged && kHasTimeBias ? kArrivalsOfWarp
+                                                                          : 1;
   using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:
@@ -251,7 +255,7 @@ struct ForwardTraits {
     constexpr int kProducers = 1 + kIsFp8;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
     smem.pipeline_q.init(kConsumerArrivals, kProducers + kHasTimeBias);
-    smem.pipeline_k.init(kConsumerArrivals, kProducers + kHasRelativeBias);
+    smem.pipeline_k.init(kConsumerArrivals, kProducers + kBiasArrivals);
     smem.pipeline_v.init(kConsumerArrivals);
     smem.pipeline_bias.init(kConsumerArrivals);
     smem.next_work_wanted.init(/*arrivals=*/1);

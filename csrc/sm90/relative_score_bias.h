@@ -93,7 +93,10 @@ class RelativeBiasProducer {
         is_copied = false;
       }
     }
-    if (!Source::is_leader()) return;
+    if (!Source::is_leader()) {
+      if (Traits::kBiasArrivals > 1) full.arrive();
+      return;
+    }
     full.arrive_and_expect_tx((is_copied ? Window::kTimeBytes : 0) +
                               (bias.position.data ? Window::Position::kBytes : 0));
     if (is_copied) {
@@ -260,6 +263,7 @@ class RelativeBiasConsumer {
     const uint32_t highest = last.bucket + is_last_second;
     const float low = is_second ? first.high : first.low;
     const bool is_one = lowest == highest && lowest < NarrowCell::kSeveral && !differences.is_wide;
+    __syncwarp();  // all lanes have read the weights of the tile before
     own.weights[block] = is_one ? half_alpha() * low : 0;
     const bool is_visible = key + chunk * 8 < keys_ && lane() < OfWarp::kBlocks;
     const uint32_t mixed = __ballot_sync(kAllLanes, is_visible && !is_one);
