@@ -89,7 +89,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = dequantized_rows(codes, call.cu_seqlens_k, ctx.head_dim, ctx.dtype)
         dq, dk, dv, drab, dpos, dts = _run(
             torch.ops.hstu_attn.hstu_varlen_bwd,
-            dout if dout.stride(-1) == 1 else dout.contiguous(),
+            ops.packed_rows(dout),
             *(q, k, v, rab, pos_weight, ts_weight, *_plain(call)),
             has_drab,
             has_dpos or has_dts,

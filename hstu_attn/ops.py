@@ -37,6 +37,7 @@ __all__ = [
     "explain_types",
     "has_cuda_kernels",
     "only_once",
+    "packed_rows",
     "refuse_tangents",
 ]
 
@@ -338,6 +339,19 @@ def only_once(
     return [None if gradient is None else next(guarded) for gradient in gradients]
 
 
+def packed_rows(dout: Tensor) -> Tensor:
+    """Returns the gradient of an output with a contiguous last dimension and without strides of 0.
+
+    An expanded gradient, such as that of a mean over rows, is copied: Hopper's kernels take no
+    strides of 0, and the sm80 kernels, which take them, are slower there.
+
+    Args:
+        dout: `(total_q, heads, D)`, of any strides.
+    """
+    is_packed = dout.stride(-1) == 1 and 0 not in dout.stride()
+    return dout if is_packed else dout.contiguous()
+
+
 class _Attention(torch.autograd.Function):
     """The autograd function of eager calls with separate q, k and v."""
 
@@ -361,9 +375,8 @@ class _Attention(torch.autograd.Function):
         # NOTE: each access unpacks all of them, which activation checkpointing allows once.
         *_, pos_weight, ts_weight = saved = ctx.saved_tensors
         _, _, _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
-        dout_rows = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dk, dv, drab, dpos, dts = below_autograd(
-            _bwd, dout_rows, *saved, *ctx.call, has_drab, has_dpos or has_dts
+            _bwd, packed_rows(dout), *saved, *ctx.call, has_drab, has_dpos or has_dts
         )
         gradients: Sequence[Tensor | None] = (
             dq,
@@ -401,7 +414,7 @@ class _AttentionPacked(torch.autograd.Function):
         _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         drab, dpos, dts = attention_backward(
-            dout if dout.stride(-1) == 1 else dout.contiguous(),
+            packed_rows(dout),
             qkv.unbind(1),
             ctx.call,
             (rab, pos_weight, ts_weight),

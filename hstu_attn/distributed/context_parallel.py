@@ -574,7 +574,7 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         batch, plan, whole = ctx.rest
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = ops.packed_rows(dout)
         dq = torch.zeros(q.shape, dtype=_sum_dtype(q), device=q.device)
         # The gradients of the shard at hand, which follow it around the ring and then come home.
         sums = dq.new_zeros((batch.num_slots, k.shape[1], k.shape[2] + v.shape[2]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hstu_attn import DenseBias, Mask, RelativeBias, hstu_attention
+from hstu_attn.ops import packed_rows
 from hstu_attn.testing import (
     MASK_NAMES,
     Batch,
@@ -78,7 +79,7 @@ def test_one_head_of_q_and_k_for_all(device):
 
 @pytest.mark.parametrize("kind", ["sum", "transposed", "expanded-rows"])
 def test_any_gradient_of_the_output(device, kind):
-    """On sm90, a stride of 0 makes the sm80 kernels run."""
+    """An expanded gradient is copied."""
     batch = make_batch([50, 3], heads=2, dim_v=16, dtype=BF16, device=device, mask="causal")
     shape = (53, 2, 16)
     dout = {
@@ -89,6 +90,15 @@ def test_any_gradient_of_the_output(device, kind):
     results = run(hstu_attention, batch, dout)
     assert_matches_reference(results, batch, dout)
     assert results["dq"].any()
+
+
+def test_only_an_expanded_gradient_is_copied(device):
+    expanded = torch.randn(1, 2, 16, device=device).expand(5, 2, 16)
+    packed = packed_rows(expanded)
+    assert 0 not in packed.stride()
+    assert torch.equal(packed, expanded)
+    part = torch.randn(5, 2, 32, device=device)[..., 8:24]
+    assert packed_rows(part) is part
 
 
 def test_rows_of_spans_and_func_may_be_strided(device):
