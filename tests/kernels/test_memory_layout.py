@@ -101,6 +101,16 @@ def test_only_an_expanded_gradient_is_copied(device):
     assert packed_rows(part) is part
 
 
+def test_the_operator_takes_an_expanded_gradient(device):
+    """On sm90, a stride of 0 makes the sm80 kernels run."""
+    batch = make_batch([50, 3], heads=2, dim_v=16, dtype=BF16, device=device, mask="causal")
+    dout = torch.randn((1, 1, 16), dtype=BF16, device=device).expand(53, 2, 16)
+    dq, dk, dv, *_ = raw_ops.backward(batch, dout, has_drab=False, has_dtables=False)
+    results = {**run(hstu_attention, batch, dout), "dq": dq, "dk": dk, "dv": dv}
+    assert_matches_reference(results, batch, dout)
+    assert dq.any()
+
+
 def test_rows_of_spans_and_func_may_be_strided(device):
     lengths = [33, 12]
     batch = make_batch(lengths, dtype=BF16, device=device, mask="spans-by-head")
