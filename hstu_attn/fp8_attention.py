@@ -1,8 +1,11 @@
-"""FP8 attention that keeps q, k and v in e4m3 for its backward: `Quantization(keep="e4m3")`.
+"""FP8 attention in two steps: q, k and v are quantized, and attention is computed of their codes.
 
-The backward is that of the 16-bit kernels, of the values that the codes stand for. It widens them
-to 16 bits when it begins. The quantization itself counts as the identity: the gradients of a
-quantized value are those of the value.
+`attention_keeping_e4m3` keeps the codes for its backward: `Quantization(keep="e4m3")`. That is the
+backward of the 16-bit kernels, of the values that the codes stand for. It widens them to 16 bits
+when it begins. The quantization itself counts as the identity: the gradients of a quantized value
+are those of the value.
+
+`attention_of_silu` applies SiLU to q, k and v where it quantizes them, without gradients.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
 from .call import NO_BIAS, AttentionCall, BiasTensors
 from .quantization import Quantized, dequantized_rows
 
-__all__ = ["attention_keeping_e4m3"]
+__all__ = ["attention_keeping_e4m3", "attention_of_silu"]
 
 
 def attention_keeping_e4m3(
@@ -56,27 +60,14 @@ class _Attention(torch.autograd.Function):
         ts_weight: Tensor | None,
         call: AttentionCall,
     ) -> Tensor:
-        sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-        namespace = torch.ops.hstu_attn
-        x = Quantized(
-            *_run(namespace.quantize_qkv, q, k, v, *sequences, call.quant_mode, call.smooth_k)
-        )
+        x = _quantize(q, k, v, call)
         bias = (rab, pos_weight, ts_weight)
         if q.is_cuda:
-            out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-            of_codes = _plain(call)._replace(
-                q_descale=x.q_descale, k_descale=x.k_descale, v_descale=x.v_descale
-            )
-            product = x.q_mean_product if call.smooth_k else None
-            limits_norms = call.quant_mode in (1, 2)
-            _run(
-                namespace.forward_fp8,
-                *(x.q8, x.k8, x.v8, *bias, *of_codes),
-                *(x.q_norm, x.k_norm, product, limits_norms, out),
-            )
+            out = _attention_of_codes(x, q.new_empty((*q.shape[:2], v.shape[2])), call, bias)
         else:
             # NOTE: this quantizes once more: there is no operator for codes on a CPU.
-            out = _run(namespace.hstu_varlen_fwd, q, k, v, *bias, *call, *ops.NO_PAGES)
+            op = torch.ops.hstu_attn.hstu_varlen_fwd
+            out = _run(op, q, k, v, *bias, *call, *ops.NO_PAGES)
         ctx.save_for_backward(*bias, *x.kept)
         ctx.call, ctx.head_dim, ctx.dtype = call, q.shape[2], q.dtype
         return out
@@ -109,9 +100,52 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None)
 
 
+def attention_of_silu(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors = NO_BIAS
+) -> Tensor:
+    """Computes FP8 attention of SiLU of q, k and v, which on a GPU is not stored in 16 bits.
+
+    Arguments, result and errors are those of `attention_keeping_e4m3`. Gradients are not recorded.
+    """
+    if not q.is_cuda:
+        # torch computes SiLU of 16-bit numbers in fp32, as the kernel does.
+        return ops.attention(F.silu(q), F.silu(k), F.silu(v), call, bias)
+    codes = _quantize(q, k, v, call, silu=True)
+    return _attention_of_codes(codes, q.new_empty((*q.shape[:2], v.shape[2])), call, bias)
+
+
+def _quantize(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, silu: bool = False
+) -> Quantized:
+    sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+    op = torch.ops.hstu_attn.quantize_qkv
+    return Quantized(*_run(op, q, k, v, *sequences, call.quant_mode, call.smooth_k, silu=silu))
+
+
+def _attention_of_codes(
+    x: Quantized, out: Tensor, call: AttentionCall, bias: BiasTensors
+) -> Tensor:
+    """Writes attention of the codes to `out`, on a GPU, and returns it."""
+    of_codes = _plain(call)._replace(
+        q_descale=x.q_descale, k_descale=x.k_descale, v_descale=x.v_descale
+    )
+    _run(
+        torch.ops.hstu_attn.forward_fp8,
+        *(x.q8, x.k8, x.v8, *bias, *of_codes),
+        x.q_norm,
+        x.k_norm,
+        x.q_mean_product if call.smooth_k else None,
+        call.quant_mode in (1, 2),  # then norms of rows are limited
+        out,
+    )
+    return out
+
+
 def _plain(call: AttentionCall) -> AttentionCall:
     return call._replace(quant_mode=-1, smooth_k=False)
 
 
-def _run(op: Callable[..., Any], *args: Any) -> Any:
-    return op(*args) if torch.compiler.is_compiling() else ops.below_autograd(op, *args)
+def _run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return op(*args, **kwargs)
+    return ops.below_autograd(op, *args, **kwargs)

@@ -20,13 +20,24 @@ from torch.autograd.function import once_differentiable
 
 from .quantization import E4M3, LARGEST_CODE, SMALLEST_DESCALE
 
-__all__ = ["QuantizeRows", "check_rows", "fp8_linear", "input_product", "product", "quantize_rows"]
+__all__ = [
+    "Factor",
+    "QuantizeRows",
+    "check_rows",
+    "fp8_linear",
+    "input_product",
+    "product",
+    "quantize_rows",
+]
 
-QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
+Factor = tuple[Tensor, Tensor]
+"""Codes and descales of a matrix, as `quantize_rows` returns them."""
+
+QuantizeRows = Callable[[Tensor], Factor]
 """`quantize_rows`, or a kernel for it."""
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> Factor:
     """Quantizes each row of `x` `(rows, width)` to e4m3.
 
     Returns:
@@ -44,9 +55,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_finite, scaled, torch.nan).to(E4M3), descales
 
 
-def product(
-    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], bias: Tensor | None = None
-) -> Tensor:
+def product(x: Factor, weight: Factor, bias: Tensor | None = None) -> Tensor:
     """Computes `x @ weight.T + bias` of quantized factors, bf16.
 
     Args:

@@ -117,7 +117,8 @@ class HSTULayerConfig:
         recompute_linear: it does not keep the first linear's output, which saves
             `c * sum(split_sizes)` bytes a row for a second product of that size.
         recompute_silu: it does not keep the SiLU of the first linear's output, which saves
-            `c * sum(split_sizes)` bytes a row, or `c * num_heads * hidden_dim` with "silu_u".
+            `c * sum(split_sizes)` bytes a row, or `c * num_heads * hidden_dim` with "silu_u". With
+            FP8 attention, the SiLU of all columns is never kept.
         recompute_gate: it does not keep what the output linear reads, which saves
             `c * output_features` bytes a row.
     """

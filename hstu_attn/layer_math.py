@@ -12,7 +12,7 @@ How attention is called (packed, cached, or with keys from other ranks) is the c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -79,8 +79,11 @@ class UnitShape(Protocol):
     def linear_activation(self) -> LinearActivation: ...
 
 
-class UnitSteps(Protocol):
-    """The steps of the formula."""
+_Gated = TypeVar("_Gated")
+
+
+class UnitSteps(Protocol[_Gated]):
+    """The steps of the formula; the output linear reads a `_Gated`, which is a matrix of rows."""
 
     def project(self, x: Tensor) -> Tensor:
         """Computes `linear(norm(x))`: `(total, columns of u, v, q and k)`."""
@@ -88,7 +91,7 @@ class UnitSteps(Protocol):
     def silu(self, z: Tensor) -> Tensor:
         """Computes SiLU of all columns that `project` returned, or of u, a slice of them."""
 
-    def gate(self, attention: Tensor, u: Tensor) -> Tensor:
+    def gate(self, attention: Tensor, u: Tensor) -> _Gated:
         """Returns what the output linear reads, after dropout.
 
         That is `norm(attention) * u` and what the configuration concatenates to it. `attention` is
@@ -96,11 +99,11 @@ class UnitSteps(Protocol):
         hidden_dim)`.
         """
 
-    def add_output(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_output(self, x: Tensor, y: _Gated) -> Tensor:
         """Computes `x + linear(y)`."""
 
 
-def hstu_unit(x: Tensor, shape: UnitShape, steps: UnitSteps, attend: Attend) -> Tensor:
+def hstu_unit(x: Tensor, shape: UnitShape, steps: UnitSteps[_Gated], attend: Attend) -> Tensor:
     """Computes the layer's output for rows `(total, embedding_dim)`."""
     u, v, q, k = activate(steps.project(x), shape, steps.silu)
     attention = attend(q, k, v)

@@ -285,12 +285,15 @@ def refuse_tangents(*values: Any) -> None:
             raise NotImplementedError(NO_FORWARD_MODE)
 
 
-def below_autograd(op: Callable[..., _Result], *args: Any) -> _Result:
-    """Calls `op`, a raw operator, below autograd; errors get the types that they have in C++."""
+def below_autograd(op: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Calls `op`, a raw operator, below autograd; errors get the types that they have in C++.
+
+    Tensors are among `args`.
+    """
     refuse_tangents(*args)
     try:
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+            return op(*args, **kwargs)
     except RuntimeError as error:
         _raise_what_is_meant(error)
         raise

@@ -15,6 +15,7 @@ from functools import reduce
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
@@ -186,6 +187,7 @@ def quantize_qkv(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    silu: bool = False,
 ) -> Quantized:
     """Computes `torch.ops.hstu_attn.quantize_qkv`, which also checks the arguments.
 
@@ -202,7 +204,11 @@ def quantize_qkv(
         mode, smooth_k: as in `Quantization`; mode -1 if q, k and v are float8_e4m3fn.
         q_descale, k_descale, v_descale: those of float8_e4m3fn q, k and v: fp32, `()`, `(1,)`,
             `(batch,)`, `(batch, heads)` or `(heads, blocks)`; also `(heads, total_q)` for q.
+        silu: whether to quantize SiLU of q, k and v, computed in fp32 and rounded to their dtype. A
+            GPU approximates SiLU, so that codes may differ from those of a CPU.
     """
+    if silu:
+        q, k, v = (F.silu(x.float()).to(x.dtype) for x in (q, k, v))
     q_rows = _Rows(cu_seqlens_q, seqused_q, q.shape[0])
     k_rows = _Rows(cu_seqlens_k, seqused_k, k.shape[0])
     mean = _mean_by_sequence(k, k_rows) if smooth_k else None

@@ -33,12 +33,12 @@ namespace hstu {
 #define HSTU_PAGED_SCHEMA                                                                \
   ", Tensor? kv_cache, Tensor? page_offsets, Tensor? page_ids, Tensor? last_page_lens, " \
   "Tensor? kv_scales"
-// The schema of quantize_qkv, in the order in which QuantizeArguments reads it. `Default` is empty,
-// or "=None".
-#define HSTU_QUANTIZE_SCHEMA(Default)                                                        \
-  "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "                 \
-  "Tensor? seqused_q, Tensor? seqused_k, int mode, bool smooth_k, Tensor? q_descale" Default \
-  ", Tensor? k_descale" Default ", Tensor? v_descale" Default
+// The schema of quantize_qkv, in the order in which QuantizeArguments reads it. `None` and `False`
+// are empty, or the defaults "=None" and "=False".
+#define HSTU_QUANTIZE_SCHEMA(None, False)                                                 \
+  "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "              \
+  "Tensor? seqused_q, Tensor? seqused_k, int mode, bool smooth_k, Tensor? q_descale" None \
+  ", Tensor? k_descale" None ", Tensor? v_descale" None ", bool silu" False
 
 // The arguments of the attention operators. The views own nothing: `in` keeps the tensors.
 struct Arguments {
@@ -144,6 +144,7 @@ struct QuantizeArguments {
   int64_t mode;
   bool smooth_k;
   OptionalView q_descale, k_descale, v_descale;
+  bool silu;
 
   template <typename Reader>
   explicit QuantizeArguments(Reader& in) {
@@ -162,7 +163,7 @@ struct QuantizeArguments {
     const auto call = [&function](auto&... values) { (function(values), ...); };
     call(self.q, self.k, self.v, self.cu_seqlens_q, self.cu_seqlens_k);
     call(self.seqused_q, self.seqused_k, self.mode, self.smooth_k);
-    call(self.q_descale, self.k_descale, self.v_descale);
+    call(self.q_descale, self.k_descale, self.v_descale, self.silu);
   }
 };
 

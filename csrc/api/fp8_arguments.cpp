@@ -183,10 +183,12 @@ void to_params(const QuantizeArguments& args, QuantizeParams& params) {
   batch.seqused_k = to_index_array("seqused_k", args.seqused_k, q, b, "(batch)");
 
   params.smooth_k = args.smooth_k;
+  params.silu = args.silu;
   if (is_e4m3) {
     params.dtype = DType::kFloat8E4M3;
     check_range("mode", args.mode, -1, -1, "-1 with float8_e4m3fn");
     if (args.smooth_k) fail("smooth_k", "false with float8_e4m3fn", "true");
+    if (args.silu) fail("silu", "false with float8_e4m3fn", "true");
   } else {
     params.dtype = to_dtype("q", q);
     check_range("mode", args.mode, 0, 5, "a mode from 0 to 5");

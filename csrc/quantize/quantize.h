@@ -39,6 +39,7 @@ struct QuantizeParams {
   BatchParams batch;               // max_seqlen_q and max_seqlen_k are not used
   QuantMode mode = QuantMode::kBlock;
   bool smooth_k = false;  // subtract K's mean over each sequence and head
+  bool silu = false;      // quantize SiLU of q, k and v, rounded to their dtype
 
   // Descales of e4m3 inputs.
   GivenDescale given_q, given_k, given_v;

@@ -1,6 +1,7 @@
 // The rows that a block of threads quantizes, in registers: 128 rows of a head of Q, K or V.
 #pragma once
 
+#include "../common/activation.h"
 #include "../common/ptx.h"
 #include "../scheduler/work_list.h"
 #include "codes.h"
@@ -81,6 +82,8 @@ struct BlockOfPart {
 
 // -------------------------------------------------------------------------------------- pieces
 
+HSTU_DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
 // kPiece elements of a row.
 template <typename Element>
 struct Piece {
@@ -103,6 +106,16 @@ struct Piece {
 
   HSTU_DEVICE float operator[](int n) const {
     return n % 2 ? high_half<Element>(words[n / 2]) : low_half<Element>(words[n / 2]);
+  }
+
+  // Applies SiLU, and rounds.
+  HSTU_DEVICE void activate() {
+    static_assert(!kIsE4m3);
+#pragma unroll
+    for (uint32_t& word : words) {
+      const float low = low_half<Element>(word), high = high_half<Element>(word);
+      word = rounded_pair<Element>(silu(low, sigmoid(low)), silu(high, sigmoid(high)));
+    }
   }
 
   HSTU_DEVICE void set_nan(int n) { words[n / 2] |= n % 2 ? 0x7fff0000u : 0x7fffu; }
@@ -206,6 +219,12 @@ struct Rows {
       const int r = row + n * kRowsAtOnce;
       pieces[n].load(tensor, block.begin + r, head, column,
                      r < block.rows && column < tensor.head_dim);
+    }
+    if constexpr (!Piece<Element>::kIsE4m3) {
+      if (params.silu) {
+#pragma unroll
+        for (Piece<Element>& piece : pieces) piece.activate();
+      }
     }
 #pragma unroll
     for (float& x : mean) x = 0.0f;

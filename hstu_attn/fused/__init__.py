@@ -4,5 +4,6 @@ steps            what a layer computes between its matrix products and attention
                  which there are, and which implementation serves a tensor
 torch_steps      the steps in plain torch, on any device: their definition
 triton_steps     the steps on GPUs, one pass over memory each; triton_kernels has the kernels
+settings         a call's settings, and what its forward keeps for its backward
 operator         the layer's forward and backward, as operators and as an autograd function
 """

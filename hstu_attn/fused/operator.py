@@ -16,13 +16,17 @@ through SiLU, and y has p parts. Of each row, the forward keeps for the backward
     z          c * w            unless `recompute_linear`
     attention  c * h
     normed     c * e            unless `recompute_norm`
-    silu(z)    c * s            unless `recompute_silu`
+    silu(z)    c * s            unless `recompute_silu`, or attention quantizes q, k and v
     y          c * p * h        unless `recompute_gate`
 
 and one seed for dropout. The norm and the gate are recomputed by kernels of the backward that read
 their inputs anyway, so they cost a write; SiLU takes a pass of its own, and z a norm and the larger
 product. No statistics of the norms are kept, because the backward reads whole rows. Weights are
 cast to the dtype of `x` where they are used, in both directions, and the casts are not kept.
+
+In FP8, what a product or attention reads is quantized by the kernel that computes it: by the norm,
+by the gate, and for q, k and v by the kernel that applies SiLU to them. Their SiLU is in 16 bits in
+the backward alone, so it is always recomputed.
 
 As in ops.py, eager calls go through one `torch.autograd.Function` that calls the functions below,
 and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile`,
@@ -33,7 +37,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,10 +45,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import ops
 from ..call import AttentionCall, BiasTensors
-from ..fp8_linear import check_rows, input_product, product
-from ..layer_config import LinearActivation
+from ..fp8_attention import attention_of_silu
+from ..fp8_linear import Factor, check_rows, input_product, product
 from ..layer_math import Attend, Weights, activate, hstu_unit, linear, split_uvqk
-from .options import GateOptions
+from .settings import Kept, Settings
 from .steps import HAS_TRITON, Steps, steps_for
 
 __all__ = [
@@ -54,81 +58,6 @@ __all__ = [
     "is_traced",
     "suits",
 ]
-
-
-class Settings(NamedTuple):
-    """The layer's configuration, and whether this call has a backward.
-
-    Attributes:
-        num_heads, hidden_dim, attention_dim, linear_activation, norm_eps: as in `HSTULayerConfig`.
-        input_centered, output_centered: whether a norm is a layer norm; else it is RMSNorm.
-        groups: the groups of columns in which attention's output is normalized: 1 or `num_heads`.
-        parts: the parts of y: see `GateOptions`.
-        dropout: the dropout ratio of y.
-        fp8_linears: as `FP8.linears`.
-        recompute_norm, recompute_linear, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
-        has_backward: whether anything is kept for a backward.
-    """
-
-    num_heads: int
-    hidden_dim: int
-    attention_dim: int
-    linear_activation: LinearActivation
-    norm_eps: float
-    input_centered: bool
-    output_centered: bool
-    groups: int
-    parts: Sequence[str]
-    dropout: float
-    fp8_linears: bool
-    recompute_norm: bool
-    recompute_linear: bool
-    recompute_silu: bool
-    recompute_gate: bool
-    has_backward: bool = False
-
-    @property
-    def gate(self) -> GateOptions:
-        """The options of the gate."""
-        parts = tuple(self.parts)
-        return GateOptions(self.groups, self.norm_eps, parts, self.dropout, self.output_centered)
-
-    @property
-    def split_sizes(self) -> tuple[int, int, int, int]:
-        """Columns of u, v, q and k."""
-        hidden, attention = self.num_heads * self.hidden_dim, self.num_heads * self.attention_dim
-        return hidden, hidden, attention, attention
-
-    @property
-    def activated(self) -> int:
-        """Returns how many of the first columns of z go through SiLU: all, those of u, or none."""
-        sizes = self.split_sizes
-        return {"silu": sum(sizes), "silu_u": sizes[0], "none": 0}[self.linear_activation]
-
-    @property
-    def kept(self) -> list[str]:
-        """The fields of `Kept` that the forward leaves to the backward, in order."""
-        is_kept = {
-            "attention": True,
-            "z": not self.recompute_linear,
-            "normed": not self.recompute_norm,
-            "activated": self.activated and not self.recompute_silu,
-            "y": not self.recompute_gate,
-        }
-        return [name for name, kept in is_kept.items() if kept and self.has_backward]
-
-
-class Kept(NamedTuple):
-    """The contiguous tensors that the forward keeps for the backward; the module says which.
-
-    `activated` is `silu(z)` of the columns that have an activation.
-    """
-
-    attention: Tensor
-    z: Tensor | None = None
-    normed: Tensor | None = None
-    activated: Tensor | None = None
-    y: Tensor | None = None
 
 
 def suits(x: Tensor) -> bool:
@@ -187,11 +116,13 @@ def _normalize(x: Tensor, weights: Weights, settings: Settings, functions: Steps
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, functions: Steps
+    x: Tensor | Factor, weight: Tensor, bias: Tensor | None, settings: Settings, functions: Steps
 ) -> Tensor:
-    if not settings.fp8_linears:
-        return linear(x, weight, bias)
-    return product(functions.quantize_rows(x), functions.quantize_rows(weight), bias)
+    if isinstance(x, Tensor):
+        if not settings.fp8_linears:
+            return linear(x, weight, bias)
+        x = functions.quantize_rows(x)
+    return product(x, functions.quantize_rows(weight), bias)
 
 
 def _linear_backward(
@@ -227,10 +158,21 @@ class FusedSteps:
         self._names = settings.kept
 
     def project(self, x: Tensor) -> Tensor:
-        normed = _normalize(x, self.weights, self.settings, self.functions)
-        self._keep(normed=normed)
-        z = self._linear(normed, self.weights.uvqk_weight, self.weights.uvqk_bias)
-        self._keep(z=z)
+        weights, settings, functions = self.weights, self.settings, self.functions
+        read: Tensor | Factor
+        if settings.fp8_linears:
+            normed, read = functions.quantized_layer_norm(
+                x,
+                weights.input_norm_weight,
+                weights.input_norm_bias,
+                settings.norm_eps,
+                settings.input_centered,
+                keep="normed" in self._names,
+            )
+        else:
+            normed = read = _normalize(x, weights, settings, functions)
+        z = self._linear(read, weights.uvqk_weight, weights.uvqk_bias)
+        self._keep(normed=normed, z=z)
         return z
 
     def silu(self, z: Tensor) -> Tensor:
@@ -238,21 +180,27 @@ class FusedSteps:
         self._keep(activated=activated)
         return activated
 
-    def gate(self, attention: Tensor, u: Tensor) -> Tensor:
+    def gate(self, attention: Tensor, u: Tensor) -> Tensor | Factor:
         attention = attention.flatten(1)
         weight, bias = self.weights.gate_weight, self.weights.gate_bias
-        y = self.functions.gate(attention, u, weight, bias, self.seed, self.settings.gate)
+        of_call = (attention, u, weight, bias, self.seed, self.settings.gate)
+        y: Tensor | None
+        read: Tensor | Factor
+        if self.settings.fp8_linears:
+            y, read = self.functions.quantized_gate(*of_call, keep="y" in self._names)
+        else:
+            y = read = self.functions.gate(*of_call)
         self._keep(attention=attention, y=y)
-        return y
+        return read
 
-    def add_output(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_output(self, x: Tensor, y: Tensor | Factor) -> Tensor:
         """Computes `x + linear(y)` with one addition in the epilogue of the product.
 
         Without a bias that is the addition of `x`. With one, cuBLASLt adds it at no cost and `x` is
         added in place afterwards: the same traffic as that of `addmm`, which copies its matrix
         first. A product of e4m3 adds no matrix.
         """
-        if self.settings.fp8_linears:
+        if not isinstance(y, Tensor):
             result = self._linear(y, self.weights.output_weight, self.weights.output_bias)
             return result.add_(x)
         weight, bias = self.weights.output_weight.to(x.dtype).t(), self.weights.output_bias
@@ -260,11 +208,13 @@ class FusedSteps:
             return torch.addmm(x, y, weight)
         return torch.addmm(bias.to(x.dtype), y, weight).add_(x)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Tensor | Factor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _linear(x, weight, bias, self.settings, self.functions)
 
-    def _keep(self, **tensors: Tensor) -> None:
-        self.kept |= {name: tensor for name, tensor in tensors.items() if name in self._names}
+    def _keep(self, **tensors: Tensor | None) -> None:
+        for name, tensor in tensors.items():
+            if name in self._names and tensor is not None:
+                self.kept[name] = tensor
 
 
 def _bias_tensors(weights: Weights) -> BiasTensors:
@@ -283,8 +233,20 @@ def _forward(
     return out, [steps.kept[name] for name in settings.kept]
 
 
-def _attend(weights: Weights, call: AttentionCall) -> Attend:
-    return lambda q, k, v: ops.attention(q, k, v, call, _bias_tensors(weights))
+def _fuses_silu(call: AttentionCall, settings: Settings) -> bool:
+    """Returns whether attention applies SiLU to q, k and v, where it quantizes them."""
+    return call.quant_mode >= 0 and settings.linear_activation == "silu"
+
+
+def _forward_of_call(
+    x: Tensor, weights: Weights, call: AttentionCall, seed: Tensor | None, settings: Settings
+) -> tuple[Tensor, list[Tensor]]:
+    """Calls `_forward` with attention of packed rows."""
+    attention: Callable[..., Tensor] = ops.attention
+    if _fuses_silu(call, settings):
+        attention, settings = attention_of_silu, settings._replace(linear_activation="silu_u")
+    attend = functools.partial(attention, call=call, bias=_bias_tensors(weights))
+    return _forward(x, weights, seed, settings, attend)
 
 
 @torch.no_grad()
@@ -476,7 +438,7 @@ def _forward_operator(*arguments: Any) -> list[Tensor]:
     """Implements the forward operator: the result, and the tensors that the backward needs."""
     x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
-        out, kept = _forward(x, weights, seed, settings, _attend(weights, call))
+        out, kept = _forward_of_call(x, weights, call, seed, settings)
     return [out, *kept]
 
 
@@ -567,7 +529,7 @@ class _Layer(torch.autograd.Function):
         *parameters: Any,
     ) -> Tensor:
         weights = Weights(*parameters)
-        out, kept = _forward(x, weights, seed, settings, _attend(weights, call))
+        out, kept = _forward_of_call(x, weights, call, seed, settings)
         ctx.call, ctx.settings = call, settings
         ctx.save_for_backward(seed, x, *weights, *kept)
         return out
@@ -616,7 +578,10 @@ def hstu_layer(
     records = torch.is_grad_enabled() and (
         x.requires_grad or any(w is not None and w.requires_grad for w in weights)
     )
-    settings = settings._replace(has_backward=records)
+    settings = settings._replace(
+        has_backward=records,
+        recompute_silu=settings.recompute_silu or _fuses_silu(call, settings),
+    )
     try:
         if is_traced(x):
             results = torch.ops.hstu_attn.hstu_layer_forward(x, *weights, *call, seed, *settings)
@@ -624,7 +589,8 @@ def hstu_layer(
         ops.refuse_tangents(x, *weights)
         if records:
             return cast(Tensor, _Layer.apply(call, seed, settings, x, *weights))
-        return infer(x, weights, seed, settings, _attend(weights, call))
+        with torch.no_grad():
+            return _forward_of_call(x, weights, call, seed, settings)[0]
     except (AttributeError, RuntimeError, TypeError):
         op = torch.ops.hstu_attn.hstu_layer_forward.default
         ops.explain_types(op, x, *weights, *call, seed, *settings)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..fp8_linear import Factor
 from . import torch_steps
 from .options import MAX_WIDTH, GateOptions
 
@@ -27,7 +28,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Steps(Protocol):
     """The steps of the layer that an implementation provides."""
 
-    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+    def quantize_rows(self, x: Tensor) -> Factor: ...
 
     def layer_norm(
         self,
@@ -37,6 +38,16 @@ class Steps(Protocol):
         eps: float,
         centered: bool = True,
     ) -> Tensor: ...
+
+    def quantized_layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centered: bool,
+        keep: bool,
+    ) -> tuple[Tensor | None, Factor]: ...
 
     def layer_norm_backward(
         self,
@@ -66,6 +77,17 @@ class Steps(Protocol):
         seed: Tensor | None,
         options: GateOptions,
     ) -> Tensor: ...
+
+    def quantized_gate(
+        self,
+        attention: Tensor,
+        u: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        options: GateOptions,
+        keep: bool,
+    ) -> tuple[Tensor | None, Factor]: ...
 
     def gate_backward(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fp8_linear import quantize_rows
+from ..fp8_linear import Factor, quantize_rows
 from .options import PHILOX_ROUNDS, GateOptions, dropout_threshold
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "quantize_rows",
+    "quantized_gate",
+    "quantized_layer_norm",
     "silu",
 ]
 
@@ -68,6 +70,19 @@ def layer_norm(
     RMSNorm.
     """
     return _affine(_normalized(x, eps, centered)[0], weight, bias).to(x.dtype)
+
+
+def quantized_layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    keep: bool,
+) -> tuple[Tensor | None, Factor]:
+    """Returns `layer_norm` if `keep`, else None, and its result quantized by rows."""
+    normed = layer_norm(x, weight, bias, eps, centered)
+    return normed if keep else None, quantize_rows(normed)
 
 
 def layer_norm_backward(
@@ -235,6 +250,20 @@ def gate(
     rows, _, width = attention.shape
     factors = _dropout_factors(seed, rows, width, options, unit.dtype)
     return _assemble(attention, u.to(unit.dtype), normed, factors, options)
+
+
+def quantized_gate(
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: GateOptions,
+    keep: bool,
+) -> tuple[Tensor | None, Factor]:
+    """Returns `gate` if `keep`, else None, and its result quantized by rows."""
+    y = gate(attention, u, weight, bias, seed, options)
+    return y if keep else None, quantize_rows(y)
 
 
 def gate_backward(

@@ -97,6 +97,12 @@ def _store_sums(pointer, place, column, WIDTH: tl.constexpr, value):
 
 
 @triton.jit
+def _rounded(value, like):
+    """Returns what a tensor with the dtype of `like` would hold, in fp32."""
+    return value.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _magnitude(x):
     """Returns the magnitudes of finite elements, and 0 for others."""
     magnitude = tl.abs(x)
@@ -114,6 +120,12 @@ def _to_codes(x, factor):
     scaled = tl.minimum(tl.maximum(x * factor, -_LARGEST_CODE), _LARGEST_CODE)
     scaled = tl.where(tl.abs(x) < float("inf"), scaled, float("nan"))
     return scaled.to(tl.float8e4nv)
+
+
+@triton.jit
+def _factor(descale):
+    """Returns what rows are multiplied by to become codes."""
+    return tl.div_rn(tl.zeros_like(descale) + 1.0, descale)[:, None]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -140,7 +152,7 @@ def quantize_rows(
         largest = tl.maximum(largest, tl.max(_magnitude(tile), axis=1))
     descale = _descale(largest)
     tl.store(descales + row, descale, mask=row < rows)
-    factor = tl.div_rn(tl.zeros_like(descale) + 1.0, descale)[:, None]
+    factor = _factor(descale)
     if WIDTH <= COLS:
         _store(codes, row, WIDTH, column, inside, _to_codes(tile, factor))
     else:
@@ -162,6 +174,8 @@ def layer_norm(
     normed,
     weight,
     bias,
+    codes,
+    descales,
     rows,
     stride_x,
     eps,
@@ -170,6 +184,7 @@ def layer_norm(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    """Stores the normalized rows, their codes and descales, or both."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -178,7 +193,13 @@ def layer_norm(
         value *= _parameter(weight, 0, column, WIDTH, False)[None, :]
     if bias is not None:
         value += _parameter(bias, 0, column, WIDTH, False)[None, :]
-    _store(normed, row, WIDTH, column, inside, value)
+    if normed is not None:
+        _store(normed, row, WIDTH, column, inside, value)
+    if codes is not None:
+        value = _rounded(value, x)
+        descale = _descale(tl.max(_magnitude(value), axis=1))
+        tl.store(descales + row, descale, mask=row < rows)
+        _store(codes, row, WIDTH, column, inside, _to_codes(value, _factor(descale)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -333,6 +354,26 @@ def _dropout(value, seed, row, unit, THRESHOLD: tl.constexpr):
     return tl.where(bits >= THRESHOLD, value * SCALE, 0.0)
 
 
+@triton.jit
+def _part(
+    part: tl.constexpr,
+    attention,
+    u,
+    normed,
+    U_PART: tl.constexpr,
+    X_PART: tl.constexpr,
+    NORMED_PART: tl.constexpr,
+):
+    if part == U_PART:
+        return u
+    elif part == X_PART:
+        return attention
+    elif part == NORMED_PART:
+        return normed
+    else:
+        return normed * u
+
+
 @triton.jit(do_not_specialize=["rows"])
 def gate(
     attention,
@@ -341,6 +382,8 @@ def gate(
     bias,
     seed,
     y,
+    codes,
+    descales,
     rows,
     stride_u,
     eps,
@@ -355,7 +398,10 @@ def gate(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Computes the gate; program `(n, m)` has the columns of group `m`. Absent parts are -1."""
+    """Stores the gate, its codes and descales, or both. Program `(n, m)` has group `m`.
+
+    Absent parts are -1. Codes need one group: their scale is that of all parts of a row.
+    """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)
@@ -371,18 +417,26 @@ def gate(
         normed *= _parameter(weight, group, column, WIDTH, GROUPS > 1)[None, :]
     if bias is not None:
         normed += _parameter(bias, group, column, WIDTH, GROUPS > 1)[None, :]
+    if codes is not None:
+        largest = tl.zeros([ROWS], dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            value = _part(part, a_tile, u_tile, normed, U_PART, X_PART, NORMED_PART)
+            value = _dropout(value, seed_value, row, part * GROUPS + group, THRESHOLD)
+            value = _rounded(value, attention)
+            largest = tl.maximum(largest, tl.max(_magnitude(value), axis=1))
+        descale = _descale(largest)
+        tl.store(descales + row, descale, mask=row < rows)
+        factor = _factor(descale)
     for part in tl.static_range(PARTS):
-        if part == U_PART:
-            value = u_tile
-        elif part == X_PART:
-            value = a_tile
-        elif part == NORMED_PART:
-            value = normed
-        else:
-            value = normed * u_tile
+        value = _part(part, a_tile, u_tile, normed, U_PART, X_PART, NORMED_PART)
         value = _dropout(value, seed_value, row, part * GROUPS + group, THRESHOLD)
         place_in_y = part * GROUPS * WIDTH + place
-        _store(y, row, PARTS * GROUPS * WIDTH, place_in_y, inside, value)
+        stride_y = PARTS * GROUPS * WIDTH
+        if y is not None:
+            _store(y, row, stride_y, place_in_y, inside, value)
+        if codes is not None:
+            value = _to_codes(_rounded(value, attention), factor)
+            _store(codes, row, stride_y, place_in_y, inside, value)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..fp8_linear import Factor
 from ..quantization import E4M3
 from . import triton_kernels as kernels
 from .options import MAX_WIDTH, GateOptions, dropout_threshold
@@ -25,6 +26,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "quantize_rows",
+    "quantized_gate",
+    "quantized_layer_norm",
     "silu",
 ]
 
@@ -105,11 +108,15 @@ def _columns_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_factor(x: Tensor, width: int) -> Factor:
+    codes = torch.empty((x.shape[0], width), dtype=E4M3, device=x.device)
+    return codes, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+
+
+def quantize_rows(x: Tensor) -> Factor:
     x = _columns_contiguous(x)
     rows, width = x.shape
-    codes = torch.empty((rows, width), dtype=E4M3, device=x.device)
-    descales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    codes, descales = _empty_factor(x, width)
     tile = _tile(width, QUANTIZE_ROWS)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]),)
@@ -121,9 +128,36 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool = True
 ) -> Tensor:
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _layer_norm(x, weight, bias, eps, centered, normed, (None, None))
+    return normed
+
+
+def quantized_layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    keep: bool,
+) -> tuple[Tensor | None, Factor]:
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
+    factor = _empty_factor(x, x.shape[1])
+    _layer_norm(x, weight, bias, eps, centered, normed, factor)
+    return normed, factor
+
+
+def _layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    normed: Tensor | None,
+    factor: Factor | tuple[None, None],
+) -> None:
     x = _columns_contiguous(x)
     rows, width = x.shape
-    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     tile = _tile(width, LAYER_NORM)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]),)
@@ -133,6 +167,7 @@ def layer_norm(
                 normed,
                 weight,
                 bias,
+                *factor,
                 rows,
                 x.stride(0),
                 eps,
@@ -140,7 +175,6 @@ def layer_norm(
                 WIDTH=width,
                 **tile,
             )
-    return normed
 
 
 def layer_norm_backward(
@@ -229,10 +263,46 @@ def gate(
     seed: Tensor | None,
     options: GateOptions,
 ) -> Tensor:
+    y = _empty_gate(attention, options)
+    _gate(attention, u, weight, bias, seed, options, y, (None, None))
+    return y
+
+
+def quantized_gate(
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: GateOptions,
+    keep: bool,
+) -> tuple[Tensor | None, Factor]:
+    if options.groups > 1:  # a program has not all columns of a row, which share a scale
+        y = gate(attention, u, weight, bias, seed, options)
+        return y if keep else None, quantize_rows(y)
+    kept = _empty_gate(attention, options) if keep else None
+    factor = _empty_factor(attention, len(options.parts) * attention.shape[1])
+    _gate(attention, u, weight, bias, seed, options, kept, factor)
+    return kept, factor
+
+
+def _empty_gate(attention: Tensor, options: GateOptions) -> Tensor:
     rows, columns = attention.shape
-    y = torch.empty(
-        (rows, len(options.parts) * columns), dtype=attention.dtype, device=attention.device
-    )
+    shape = (rows, len(options.parts) * columns)
+    return torch.empty(shape, dtype=attention.dtype, device=attention.device)
+
+
+def _gate(
+    attention: Tensor,
+    u: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: GateOptions,
+    y: Tensor | None,
+    factor: Factor | tuple[None, None],
+) -> None:
+    rows, columns = attention.shape
     tile = _tile(columns // options.groups, GATE)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]), options.groups)
@@ -244,13 +314,13 @@ def gate(
                 bias,
                 seed,
                 y,
+                *factor,
                 rows,
                 u.stride(0),
                 options.eps,
                 **_gate_constants(columns, seed, options),
                 **tile,
             )
-    return y
 
 
 def gate_backward(

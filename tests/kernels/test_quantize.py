@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hstu_attn.quantization import BLOCK, Quantized, dequantize
 from hstu_attn.testing import Batch, make_batch
 from tests.helpers import raw_ops
+from tests.helpers.fp8 import relative_error
 
 MODES = range(6)
 LENGTHS = [0, 1, 127, 128, 129, 1000, 0]
@@ -84,6 +86,34 @@ def limited_descale(rows: Tensor) -> Tensor:
     while squares > 225**2:
         descale, squares = descale * 2, squares / 4
     return descale
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@with_modes
+@with_smooth_k
+@with_dtypes
+def test_silu(mode, smooth_k, dtype, device):
+    """SiLU in the kernel loses no more than SiLU that was rounded to 16 bits before."""
+    batch = batch_of(dtype, heads=3)
+    batch.q[300, 1] *= 40
+    batch.k[310, 0] *= -40
+
+    def run(silu: bool) -> Quantized:
+        inputs = [x.to(device) if isinstance(x, Tensor) else x for x in arguments(batch)]
+        op = torch.ops.hstu_attn.quantize_qkv
+        return Quantized(*(x.cpu() for x in op(*inputs, mode, smooth_k, silu=silu)))
+
+    fused = run(True)
+    exact = [F.silu(x.double()) for x in (batch.q, batch.k, batch.v)]
+    batch.q, batch.k, batch.v = (F.silu(x) for x in (batch.q, batch.k, batch.v))
+    apart = run(False)
+    if device == "cpu":
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(fused, apart, strict=True))
+    found, usual = (values(batch, x) for x in (fused, apart))
+    for name, x, y, wanted in zip("qkv", found, usual, exact, strict=False):
+        assert relative_error(x, y) < 0.02
+        if name != "k" or not smooth_k:
+            assert relative_error(x, wanted) < 1.01 * relative_error(y, wanted)
 
 
 def test_granularity():
@@ -395,6 +425,7 @@ def test_errors_of_e4m3():
     for rest, text in (
         ((2, False, one, one, one), "mode: expected -1 with float8_e4m3fn, got 2"),
         ((-1, True, one, one, one), "smooth_k: expected false with float8_e4m3fn"),
+        ((-1, False, one, one, one, True), "silu: expected false with float8_e4m3fn, got true"),
         ((-1, False, None, one, one), "q_descale: expected a tensor with float8_e4m3fn, got None"),
         ((-1, False, one, torch.ones(3), one), r"k_descale: expected shape .*got shape \(3\)"),
         ((-1, False, one, one, one.double()), "v_descale: expected float32"),

@@ -223,3 +223,34 @@ def test_what_is_refused():
     check_cacheable(replace(cached, fp8=LINEARS), with_targets=True)
     with pytest.raises(ValueError, match=r"fp8: expected, for a cache, None, or FP8\(attention="):
         check_cacheable(replace(cached, fp8=LAYER), with_targets=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# On a GPU
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [BASE, STU], ids=["base", "stu"])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_fused_layer_on_a_gpu(name, config):
+    """Its errors are those of the same layer composed of torch's functions, on the same GPU."""
+    fp8, bound = BOUNDS[name]
+    layer, inputs = HSTULayer(replace(config, fused=False)), make_inputs(config)
+    cotangent = torch.randn_like(inputs["x"])
+    exact_inputs = {**inputs, "x": inputs["x"].double()}
+    exact = run(layer, exact_inputs, cotangent.double())
+    inputs = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in inputs.items()}
+    layer, cotangent = layer.cuda(), cotangent.cuda()
+    composed = run(with_config(layer, fp8=fp8), inputs, cotangent)
+    fused = with_config(layer, fp8=fp8, fused=True)
+    found = run(fused, inputs, cotangent)
+    for key, wanted in exact.items():
+        residual = {"output": inputs["x"], "d x": cotangent}.get(key)
+        residual = 0 if residual is None else residual.double().cpu()
+        wanted = wanted - residual
+        error = relative_error(found[key].double().cpu() - residual, wanted)
+        usual = relative_error(composed[key].double().cpu() - residual, wanted)
+        assert error < min(1.1 * usual + 2e-3, 1.2 * bound), (key, error, usual)
+    with torch.no_grad():
+        assert torch.equal(fused(**inputs), found["output"])
