@@ -133,6 +133,26 @@ HSTU_DEVICE T ld_global_nc_volatile(const T* address) {
   return result;
 }
 
+// Loads 8 or 16 bytes of device memory that no thread writes, or returns zeros. The loads of
+// several calls are in flight at once, because there is no branch.
+HSTU_DEVICE uint2 ld_global_nc_if(bool exists, const uint2* address) {
+  uint2 words;
+  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; mov.b32 %1, 0;"
+      " @p ld.global.nc.v2.b32 {%0, %1}, [%3];}"
+      : "=&r"(words.x), "=&r"(words.y)
+      : "r"(static_cast<int>(exists)), "l"(address));
+  return words;
+}
+HSTU_DEVICE uint4 ld_global_nc_if(bool exists, const uint4* address) {
+  uint4 words;
+  asm("{.reg .pred p; setp.ne.b32 p, %4, 0;"
+      " mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+      " @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%5];}"
+      : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
+      : "r"(static_cast<int>(exists)), "l"(address));
+  return words;
+}
+
 HSTU_DEVICE void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -188,6 +208,16 @@ HSTU_DEVICE uint32_t cvt_e4m3x4(uint32_t a, uint32_t b) {
 HSTU_DEVICE float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / (1 + exp(-x)), within some units of the last place.
+HSTU_DEVICE float sigmoid_approx(float x) {
+  float y;
+  asm("{.reg .f32 t; mul.f32 t, %1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+      " rcp.approx.ftz.f32 %0, t;}"
+      : "=f"(y)
+      : "f"(x));
   return y;
 }
 

@@ -27,26 +27,16 @@ HSTU_DEVICE float2 from_e4m3(uint32_t pair) {
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
 }
 
-// Calls sum = add(sum, x) for the four codes x of each word. NaN does not count.
-template <typename Add>
-HSTU_DEVICE float add_codes(const uint2& codes, float begin, Add add) {
-  float sum = begin;
+// The sum of the squares of eight codes. NaN does not count.
+HSTU_DEVICE float sum_of_squares(const uint2& codes) {
+  float sum = 0.0f;
 #pragma unroll
   for (const uint32_t pair : {codes.x & 0xffff, codes.x >> 16, codes.y & 0xffff, codes.y >> 16}) {
     const float2 x = from_e4m3(pair);
-    sum = add(add(sum, x.x), x.y);
-  }
-  if (is_finite(sum)) return sum;
-  sum = begin;
-#pragma unroll
-  for (const uint32_t pair : {codes.x & 0xffff, codes.x >> 16, codes.y & 0xffff, codes.y >> 16}) {
-    const float2 x = from_e4m3(pair);
-    sum = add(add(sum, is_finite(x.x) ? x.x : 0.0f), is_finite(x.y) ? x.y : 0.0f);
+    sum += fmaxf(x.x * x.x, 0.0f);
+    sum += fmaxf(x.y * x.y, 0.0f);
   }
   return sum;
-}
-HSTU_DEVICE float sum_of_squares(const uint2& codes) {
-  return add_codes(codes, 0.0f, [](float sum, float x) { return sum + x * x; });
 }
 
 // The norm rule of modes 1 and 2. It adds up the squares of a row's elements divided by twice the

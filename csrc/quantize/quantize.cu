@@ -235,47 +235,50 @@ struct Scale {
   float bound;  // of the norm of its codes times the descale; negative if not known
 };
 
+// `base` is the base_descale() of the rows.
 template <bool kSubtracts, typename Element, int kLanes>
-HSTU_DEVICE Scale row_scale(Rows<Element, kLanes>& rows, Part part, const Workspace& workspace,
+HSTU_DEVICE Scale row_scale(const Rows<Element, kLanes>& rows, float base, bool is_by_row,
                             float* scratch) {
-  const QuantMode mode = rows.params.mode;
-  const bool is_by_row = mode == QuantMode::kRow && part == Part::kQ;
-  const float descale = base_descale<kSubtracts>(rows, part, is_by_row, workspace, scratch);
   if constexpr (!Piece<Element>::kIsE4m3) {
-    if (mode == QuantMode::kRow || mode == QuantMode::kBlock) {
+    if (limits_norms(rows.params)) {
       float sums[kSteps];
-      rows.template find_squares<kSubtracts>(0.5f / descale, sums);
+      rows.template find_squares<kSubtracts>(0.5f / base, sums);
       const float squares = reduce_to_owners<kLanes>(sums, Sum());
       constexpr int kThreads = Rows<Element, kLanes>::kThreads;
       const float most = is_by_row ? squares : largest_of_block<kThreads>(squares, scratch);
-      return {descale * growth_of_descale(most), sqrtf(squares) * (2.0f * descale) * kRounding};
+      return {base * growth_of_descale(most), sqrtf(squares) * (2.0f * base) * kRounding};
     }
   }
-  return {descale, -1.0f};
+  return {base, -1.0f};
 }
 
 // Writes the codes of the rows of Q or K, and returns the bound of the norm of the row that the
 // lane owns.
 template <bool kSubtracts, typename Element, int kLanes>
-HSTU_DEVICE float write_rows(const Rows<Element, kLanes>& rows, const Scale& scale, uint8_t* to) {
+HSTU_DEVICE float write_rows(Rows<Element, kLanes>& rows, const Scale& scale, uint8_t* to) {
   const QuantizeParams& params = rows.params;
   const int head_dim8 = round_up(rows.tensor.head_dim, kQuantizedHeadDimUnit);
   const bool is_in_head = rows.column < head_dim8;
   const float reciprocal = 1.0f / scale.descale;
-  const bool knows_bound = scale.bound >= 0.0f;
+  const auto codes_of = [&](int step) {
+    return rows.template codes<kSubtracts>(step, read_from_owner<kLanes>(reciprocal, step));
+  };
+  const int64_t first = (rows.block.begin + rows.row) * params.heads + rows.head;
+  uint8_t* out = to + first * head_dim8 + rows.column;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const uint2 codes = codes_of(step);
+    if (to && rows.has_row(step) && is_in_head) *reinterpret_cast<uint2*>(out) = codes;
+    out += kRowsAtOnce * params.heads * head_dim8;
+  }
+  if (scale.bound >= 0.0f) return scale.bound;
+  rows.forget_values();
   float squares[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t row = rows.block.begin + rows.row + step * kRowsAtOnce;
-    const uint2 codes =
-        rows.template codes<kSubtracts>(step, read_from_owner<kLanes>(reciprocal, step));
-    if (to && rows.has_row(step) && is_in_head) {
-      *reinterpret_cast<uint2*>(to + (row * params.heads + rows.head) * head_dim8 + rows.column) =
-          codes;
-    }
-    squares[step] = knows_bound ? 0.0f : sum_of_squares(codes);
+    const float sum = sum_of_squares(codes_of(step));
+    squares[step] = rows.has_row(step) ? sum : 0.0f;
   }
-  if (knows_bound) return scale.bound;
   return sqrtf(reduce_to_owners<kLanes>(squares, Sum())) * scale.descale * kNormMargin;
 }
 
@@ -295,42 +298,17 @@ HSTU_DEVICE void write_columns(const Rows<Element, kLanes>& rows, float descale,
   transpose.store(to + block * head_dim * Fp8Params::kBlock, head_dim);
 }
 
-// Quantizes rows of Q or K for the backward.
-template <typename Element, int kLanes>
-HSTU_DEVICE void quantize_for_backward(Rows<Element, kLanes>& rows, Part part,
-                                       const Workspace& workspace, float* scratch,
-                                       Transpose<kLanes>& transpose) {
+// Writes what belongs to the rows of Q, beside their codes. `bound` is that of write_rows().
+template <bool kIsSmooth, typename Element, int kLanes>
+HSTU_DEVICE void write_factors_of_q(Rows<Element, kLanes>& rows, float descale, float bound,
+                                    const Workspace& workspace) {
   const QuantizeParams& params = rows.params;
-  const bool is_q = part == Part::kQ;
-  const float descale = base_descale<false>(rows, part, false, workspace, scratch);
-  // NOTE: with a bound that is given, norms are not computed.
-  write_rows<false>(rows, {descale, /*bound=*/0.0f}, is_q ? params.q8 : params.k8);
-  if (uint8_t* const to = is_q ? params.q_columns : params.k_columns) {
-    write_columns(rows, descale, to, transpose);
-  }
-  if (is_q) {
-    if (rows.is_owner()) {
-      params.q_descale[rows.head * params.batch.total_q + rows.own_row()] = descale;
-    }
-  } else if (threadIdx.x == 0) {
-    params.k_descale[rows.head * max_blocks(params.batch.total_k, params.batch.batch) +
-                     rows.block.number] = descale;
-  }
-}
-
-template <typename Element, int kLanes>
-HSTU_DEVICE void quantize_q(Rows<Element, kLanes>& rows, const Workspace& workspace,
-                            float* scratch) {
-  const QuantizeParams& params = rows.params;
-  const Scale scale = row_scale<false>(rows, Part::kQ, workspace, scratch);
-  const float bound = write_rows<false>(rows, scale, params.q8);
   const int64_t out = rows.head * params.batch.total_q + rows.own_row();
   if (rows.is_owner()) {
-    params.q_descale[out] = scale.descale;
-    params.q_norm[out] = bound;
+    params.q_descale[out] = descale;
+    if (params.q_norm) params.q_norm[out] = bound;
   }
-  if constexpr (!Piece<Element>::kIsE4m3) {
-    if (!params.smooth_k) return;
+  if constexpr (kIsSmooth) {
     rows.load_mean(workspace.mean);
     float products[kSteps];
 #pragma unroll
@@ -344,33 +322,22 @@ HSTU_DEVICE void quantize_q(Rows<Element, kLanes>& rows, const Workspace& worksp
   }
 }
 
-template <bool kSubtracts, typename Element, int kLanes>
-HSTU_DEVICE void quantize_k(Rows<Element, kLanes>& rows, const Workspace& workspace,
-                            float* scratch) {
+// The same for K.
+template <typename Element, int kLanes>
+HSTU_DEVICE void write_factors_of_k(const Rows<Element, kLanes>& rows, float descale, float bound,
+                                    float* scratch) {
   const QuantizeParams& params = rows.params;
-  if (kSubtracts) rows.load_mean(workspace.mean);
-  const Scale scale = row_scale<kSubtracts>(rows, Part::kK, workspace, scratch);
-  const float bound = largest_of_block<Rows<Element, kLanes>::kThreads>(
-      write_rows<kSubtracts>(rows, scale, params.k8), scratch);
+  if (params.k_norm) bound = largest_of_block<Rows<Element, kLanes>::kThreads>(bound, scratch);
   if (threadIdx.x != 0) return;
   const int64_t out =
       rows.head * max_blocks(params.batch.total_k, params.batch.batch) + rows.block.number;
-  params.k_descale[out] = scale.descale;
-  params.k_norm[out] = bound;
+  params.k_descale[out] = descale;
+  if (params.k_norm) params.k_norm[out] = bound;
 }
 
-template <typename Element, int kLanes>
-HSTU_DEVICE void quantize_v(Rows<Element, kLanes>& rows, const Workspace& workspace, float* scratch,
-                            Transpose<kLanes>& transpose) {
-  const QuantizeParams& params = rows.params;
-  const float descale = base_descale<false>(rows, Part::kV, false, workspace, scratch);
-  write_columns(rows, descale, params.v8, transpose);
-  if (threadIdx.x != 0) return;
-  params.v_descale[rows.head * max_blocks(params.batch.total_k, params.batch.batch) +
-                   rows.block.number] = descale;
-}
-
-template <typename Element, int kLanes, bool kForBackward>
+// NOTE: this is little code, and the same for Q, K and V as far as possible: each instruction is
+// executed once, and fetching it takes as long as executing it.
+template <typename Element, int kLanes, bool kIsSmooth, bool kForBackward>
 __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
     quantize_kernel(const __grid_constant__ QuantizeParams params,
                     const __grid_constant__ Workspace workspace) {
@@ -378,17 +345,34 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
   __shared__ Transpose<kLanes> transpose;
   const BlockOfPart own(params);
   if (!own.has_rows()) return;
-  Rows<Element, kLanes> rows(params, tensor_of(params, own.part), own.block, own.head);
-  if constexpr (kForBackward) {
-    return quantize_for_backward(rows, own.part, workspace, scratch, transpose);
+  const Part part = own.part;
+  Rows<Element, kLanes> rows(params, tensor_of(params, part), own.block, own.head);
+  if (kIsSmooth && part == Part::kK) rows.load_mean(workspace.mean);
+  const bool is_by_row = params.mode == QuantMode::kRow && part == Part::kQ;
+  const float base = base_descale<kIsSmooth>(rows, part, is_by_row, workspace, scratch);
+  rows.forget_values();
+  if (part == Part::kV) {
+    write_columns(rows, base, params.v8, transpose);
+    if (threadIdx.x != 0) return;
+    params.v_descale[rows.head * max_blocks(params.batch.total_k, params.batch.batch) +
+                     rows.block.number] = base;
+    return;
   }
-  if (own.part == Part::kQ) return quantize_q(rows, workspace, scratch);
-  if (own.part == Part::kV) return quantize_v(rows, workspace, scratch, transpose);
-  if constexpr (Piece<Element>::kIsE4m3) {
-    quantize_k<false>(rows, workspace, scratch);
+  const bool is_q = part == Part::kQ;
+  // NOTE: with a bound that is given, write_rows() computes no norms; the backward needs none.
+  Scale scale{base, /*bound=*/0.0f};
+  if constexpr (!kForBackward) scale = row_scale<kIsSmooth>(rows, base, is_by_row, scratch);
+  rows.forget_values();
+  const float bound = write_rows<kIsSmooth>(rows, scale, is_q ? params.q8 : params.k8);
+  if constexpr (kForBackward) {
+    rows.forget_values();
+    if (uint8_t* const to = is_q ? params.q_columns : params.k_columns)
+      write_columns(rows, base, to, transpose);
+  }
+  if (is_q) {
+    write_factors_of_q<kIsSmooth>(rows, scale.descale, bound, workspace);
   } else {
-    bool_switch(params.smooth_k,
-                [&](auto is_smooth) { quantize_k<is_smooth>(rows, workspace, scratch); });
+    write_factors_of_k(rows, scale.descale, bound, scratch);
   }
 }
 
@@ -406,22 +390,19 @@ void launch(const QuantizeParams& params, cudaStream_t stream) {
     check_cuda(cudaMemsetAsync(params.workspace, 0, workspace.zeroed_bytes, stream),
                "quantize_qkv");
   }
+  auto* kernel = quantize_kernel<Element, kLanes, false, false>;
   if constexpr (!Piece<Element>::kIsE4m3) {
     if (params.smooth_k) {
       const auto blocks = static_cast<unsigned>(k_blocks * params.heads);
       mean_kernel<Element, kLanes><<<blocks, kThreads, 0, stream>>>(params, workspace);
+      kernel = quantize_kernel<Element, kLanes, true, false>;
     }
     if (workspace.largest) {
       largest_kernel<Element, kLanes><<<grid, kThreads, 0, stream>>>(params, workspace);
     }
+    if (params.for_backward) kernel = quantize_kernel<Element, kLanes, false, true>;
   }
-  if constexpr (!Piece<Element>::kIsE4m3) {
-    if (params.for_backward) {
-      quantize_kernel<Element, kLanes, true><<<grid, kThreads, 0, stream>>>(params, workspace);
-      return check_launch("quantize_qkv");
-    }
-  }
-  quantize_kernel<Element, kLanes, false><<<grid, kThreads, 0, stream>>>(params, workspace);
+  kernel<<<grid, kThreads, 0, stream>>>(params, workspace);
   check_launch("quantize_qkv");
 }
 

@@ -66,7 +66,7 @@ struct QuantizeParams {
 };
 
 // True if rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.
-inline bool limits_norms(const QuantizeParams& params) {
+HSTU_HOST_DEVICE bool limits_norms(const QuantizeParams& params) {
   return params.dtype != DType::kFloat8E4M3 &&
          (params.mode == QuantMode::kRow || params.mode == QuantMode::kBlock);
 }

@@ -82,8 +82,6 @@ struct BlockOfPart {
 
 // -------------------------------------------------------------------------------------- pieces
 
-HSTU_DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-
 // kPiece elements of a row.
 template <typename Element>
 struct Piece {
@@ -93,15 +91,9 @@ struct Piece {
 
   alignas(Words) uint32_t words[sizeof(Words) / 4];
 
-  HSTU_DEVICE void load(const PackedTensor& tensor, int64_t row, int head, int column,
-                        bool exists) {
-    Words loaded = {};
-    if (exists) {
-      const int64_t element = row * tensor.row_stride + head * tensor.head_stride + column;
-      loaded = __ldg(reinterpret_cast<const Words*>(static_cast<const char*>(tensor.data) +
-                                                    element * kElementBytes));
-    }
-    *reinterpret_cast<Words*>(words) = loaded;
+  HSTU_DEVICE void load(const char* from, bool exists) {
+    *reinterpret_cast<Words*>(words) =
+        ptx::ld_global_nc_if(exists, reinterpret_cast<const Words*>(from));
   }
 
   HSTU_DEVICE float operator[](int n) const {
@@ -114,7 +106,8 @@ struct Piece {
 #pragma unroll
     for (uint32_t& word : words) {
       const float low = low_half<Element>(word), high = high_half<Element>(word);
-      word = rounded_pair<Element>(silu(low, sigmoid(low)), silu(high, sigmoid(high)));
+      word = rounded_pair<Element>(silu(low, ptx::sigmoid_approx(low)),
+                                   silu(high, ptx::sigmoid_approx(high)));
     }
   }
 
@@ -214,11 +207,15 @@ struct Rows {
         head(head),
         row(threadIdx.x / kLanes),
         column(threadIdx.x % kLanes * kPiece) {
+    constexpr int kBytes = Piece<Element>::kElementBytes;
+    const int64_t first =
+        (block.begin + row) * tensor.row_stride + head * tensor.head_stride + column;
+    const char* from = static_cast<const char*>(tensor.data) + first * kBytes;
+    const bool is_in_head = column < tensor.head_dim;
 #pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      const int r = row + n * kRowsAtOnce;
-      pieces[n].load(tensor, block.begin + r, head, column,
-                     r < block.rows && column < tensor.head_dim);
+    for (int step = 0; step < kSteps; ++step) {
+      pieces[step].load(from, has_row(step) && is_in_head);
+      from += tensor.row_stride * (kRowsAtOnce * kBytes);
     }
     if constexpr (!Piece<Element>::kIsE4m3) {
       if (params.silu) {
@@ -257,6 +254,15 @@ struct Rows {
     return kSubtracts ? x - mean[n] : x;
   }
 
+  // Keeps the compiler from holding unpacked elements in registers until it needs them again.
+  HSTU_DEVICE void forget_values() {
+#pragma unroll
+    for (Piece<Element>& piece : pieces) {
+#pragma unroll
+      for (uint32_t& word : piece.words) asm volatile("" : "+r"(word));
+    }
+  }
+
   // Finds the largest finite magnitude of each piece. Infinities in `pieces` become NaN.
   template <bool kSubtracts>
   HSTU_DEVICE void find_largest(float (&largest)[kSteps]) {
@@ -267,7 +273,7 @@ struct Rows {
       zero += 0.0f * largest[step];
     }
     is_all_finite = zero == 0.0f;
-    if (!is_all_finite) find_largest_finite<kSubtracts>(largest);
+    if (__builtin_expect(!is_all_finite, 0)) find_largest_finite<kSubtracts>(largest);
   }
   // The codes of a piece, with reciprocal `scale` of the descale.
   template <bool kSubtracts>
@@ -275,15 +281,9 @@ struct Rows {
     if constexpr (Piece<Element>::kIsE4m3) {
       return {pieces[step].words[0], pieces[step].words[1]};
     } else {
-      if (kSubtracts && !has_row(step)) return {};
-      uint32_t pairs[kPiece / 2];
-#pragma unroll
-      for (int n = 0; n < kPiece; n += 2) {
-        const float2 two = {value<kSubtracts>(step, n) * scale,
-                            value<kSubtracts>(step, n + 1) * scale};
-        pairs[n / 2] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
-      }
-      return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+      const auto scaled = [&](int n) { return value<kSubtracts>(step, n) * scale; };
+      return {ptx::cvt_e4m3x4(scaled(0), scaled(1), scaled(2), scaled(3)),
+              ptx::cvt_e4m3x4(scaled(4), scaled(5), scaled(6), scaled(7))};
     }
   }
 
@@ -291,12 +291,21 @@ struct Rows {
   // multiplied by the `scale` of the lane that owns their row. NaN does not count.
   template <bool kSubtracts>
   HSTU_DEVICE void find_squares(float scale, float (&sums)[kSteps]) const {
+    float scales[kSteps];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const float own = read_from_owner<kLanes>(scale, step);
-      sums[step] = kSubtracts && !has_row(step) ? 0.0f
-                   : is_all_finite              ? rounded_squares<kSubtracts, false>(step, own)
-                                                : rounded_squares<kSubtracts, true>(step, own);
+    for (int step = 0; step < kSteps; ++step) scales[step] = read_from_owner<kLanes>(scale, step);
+    if (__builtin_expect(is_all_finite, 1)) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        sums[step] = rounded_squares<kSubtracts, false>(step, scales[step]);
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        sums[step] = rounded_squares<kSubtracts, true>(step, scales[step]);
+    }
+    if constexpr (kSubtracts) {  // a row that does not exist has no mean to subtract
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) sums[step] = has_row(step) ? sums[step] : 0.0f;
     }
   }
 
