@@ -128,15 +128,17 @@ def layer_flops(config: HSTULayerConfig, lengths: Sequence[int]) -> dict[str, fl
 
 def step_bytes(config: HSTULayerConfig, rows: int) -> dict[str, int]:
     """Returns the bytes of rows that a launch of each kernel of triton_kernels.py moves."""
-    width, (u, *_), columns = config.embedding_dim, config.split_sizes, sum(config.split_sizes)
-    activated = {"silu": columns, "silu_u": u, "none": 0}[config.linear_activation]
+    width, (u, *vqk) = config.embedding_dim, config.split_sizes
+    activated = sum(vqk) if config.linear_activation == "silu" else 0
     read_by_output = config.output_features
     elements: dict[str, float] = {
         "layer_norm": 2 * width,
         "layer_norm_backward": (4 + config.recompute_norm) * width,
         "silu": 2 * activated,
-        # With a bias every column is read once for its gradient.
-        "activation_backward": 2 * activated + (columns if config.linear_bias else activated),
+        # With a bias all columns are read for its gradient, by two launches: u, and the others.
+        "activation_backward": (u + 2 * activated + sum(vqk)) / 2
+        if config.linear_bias
+        else 3 * activated,
         "gate": 2 * u + read_by_output,
         "gate_backward": 4 * u + (1 + config.recompute_gate) * read_by_output,
     }
@@ -144,8 +146,6 @@ def step_bytes(config: HSTULayerConfig, rows: int) -> dict[str, int]:
         # Codes are half an element. 16 bits are stored beside them where the backward reads them.
         elements["layer_norm"] += (0.5 - config.recompute_norm) * width
         elements["gate"] += (0.5 - config.recompute_gate) * read_by_output
-    if config.quantization is not None:
-        del elements["silu"]  # that of u in the forward, and of all columns in the backward
     return {name: int(DTYPE.itemsize * rows * n) for name, n in elements.items()}
 
 

@@ -225,7 +225,7 @@ class HSTULayer(nn.Module):
                 return context.attend(q, k, v, call, bias)
             return ops.attention(q, k, v, call, bias)
 
-        return hstu_unit(x, self.config, self._steps(), attend)
+        return hstu_unit(x, self._steps(), attend)
 
     @torch.no_grad()
     def forward_cached(
@@ -283,7 +283,7 @@ class HSTULayer(nn.Module):
         # The compiler fuses torch's functions, and sees no steps of an operator here.
         if self._is_fused(x) and not fused.is_traced(x):
             return fused.infer(x, self._weights(), self._seed(x), self._settings(), attend)
-        return hstu_unit(x, self.config, self._steps(), attend)
+        return hstu_unit(x, self._steps(), attend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.config.num_heads}, alpha={self.config.alpha:.4g}"

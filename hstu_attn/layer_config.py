@@ -116,9 +116,9 @@ class HSTULayerConfig:
             saves `c * embedding_dim` bytes a row.
         recompute_linear: it does not keep the first linear's output, which saves
             `c * sum(split_sizes)` bytes a row for a second product of that size.
-        recompute_silu: it does not keep the SiLU of the first linear's output, which saves
-            `c * sum(split_sizes)` bytes a row, or `c * num_heads * hidden_dim` with "silu_u". With
-            FP8 attention, the SiLU of all columns is never kept.
+        recompute_silu: it does not keep SiLU of v, q and k, which saves
+            `c * sum(split_sizes[1:])` bytes a row with `linear_activation="silu"`. With FP8
+            attention it never does. SiLU of u is always recomputed.
         recompute_gate: it does not keep what the output linear reads, which saves
             `c * output_features` bytes a row.
     """

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fp8_linear import fp8_linear
-from .layer_config import HSTULayerConfig, LinearActivation
+from .layer_config import HSTULayerConfig
 
 __all__ = [
     "Attend",
@@ -27,7 +27,6 @@ __all__ = [
     "UnitShape",
     "UnitSteps",
     "Weights",
-    "activate",
     "cast_like",
     "hstu_unit",
     "linear",
@@ -75,9 +74,6 @@ class UnitShape(Protocol):
     @property
     def split_sizes(self) -> tuple[int, int, int, int]: ...
 
-    @property
-    def linear_activation(self) -> LinearActivation: ...
-
 
 _Gated = TypeVar("_Gated")
 
@@ -88,8 +84,11 @@ class UnitSteps(Protocol[_Gated]):
     def project(self, x: Tensor) -> Tensor:
         """Computes `linear(norm(x))`: `(total, columns of u, v, q and k)`."""
 
-    def silu(self, z: Tensor) -> Tensor:
-        """Computes SiLU of all columns that `project` returned, or of u, a slice of them."""
+    def activate(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Splits what `project` returned as `split_uvqk` does, and applies SiLU where it belongs.
+
+        SiLU of u, which only `gate` reads, may be left to it.
+        """
 
     def gate(self, attention: Tensor, u: Tensor) -> _Gated:
         """Returns what the output linear reads, after dropout.
@@ -103,26 +102,11 @@ class UnitSteps(Protocol[_Gated]):
         """Computes `x + linear(y)`."""
 
 
-def hstu_unit(x: Tensor, shape: UnitShape, steps: UnitSteps[_Gated], attend: Attend) -> Tensor:
+def hstu_unit(x: Tensor, steps: UnitSteps[_Gated], attend: Attend) -> Tensor:
     """Computes the layer's output for rows `(total, embedding_dim)`."""
-    u, v, q, k = activate(steps.project(x), shape, steps.silu)
+    u, v, q, k = steps.activate(steps.project(x))
     attention = attend(q, k, v)
     return steps.add_output(x, steps.gate(attention, u))
-
-
-def activate(
-    z: Tensor, shape: UnitShape, silu: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits the output of `project` into u, v, q and k, after SiLU where the configuration has it.
-
-    The shapes are those of `split_uvqk`.
-    """
-    if shape.linear_activation == "silu":
-        z = silu(z)
-    u, v, q, k = split_uvqk(z, shape)
-    if shape.linear_activation == "silu_u":
-        u = silu(u)
-    return u, v, q, k
 
 
 def split_uvqk(z: Tensor, shape: UnitShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -161,8 +145,13 @@ class ComposedSteps:
         normed = self.normalize_input(x)
         return self.linear(normed, self.weights.uvqk_weight, self.weights.uvqk_bias)
 
-    def silu(self, z: Tensor) -> Tensor:
-        return F.silu(z)
+    def activate(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self.config.linear_activation == "silu":
+            z = F.silu(z)
+        u, v, q, k = split_uvqk(z, self.config)
+        if self.config.linear_activation == "silu_u":
+            u = F.silu(u)
+        return u, v, q, k
 
     def gate(self, attention: Tensor, u: Tensor) -> Tensor:
         return self.dropout(self.concat_parts(attention, u))

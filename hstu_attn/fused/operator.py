@@ -9,8 +9,11 @@ The forward is `hstu_unit` of layer_math.py:
     y = dropout(norm(attention) * u)                  with what is concatenated to it
     output = x + y @ output_weight.T + output_bias
 
-An element has c bytes, e = embedding_dim, h = heads * hidden_dim, z has w columns, s of them go
-through SiLU, and y has p parts. Of each row, the forward keeps for the backward, in bytes,
+SiLU of u is computed by the kernels of the gate, and is never in memory.
+
+An element has c bytes, e = embedding_dim, h = heads * hidden_dim, z has w columns, s of those of v,
+q and k go through SiLU, and y has p parts. Of each row, the forward keeps for the backward, in
+bytes,
 
     x          c * e            which the layer before usually keeps, too
     z          c * w            unless `recompute_linear`
@@ -47,7 +50,7 @@ from .. import ops
 from ..call import AttentionCall, BiasTensors
 from ..fp8_attention import attention_of_silu
 from ..fp8_linear import Factor, check_rows, input_product, product
-from ..layer_math import Attend, Weights, activate, hstu_unit, linear, split_uvqk
+from ..layer_math import Attend, Weights, hstu_unit, linear, split_uvqk
 from .settings import Kept, Settings
 from .steps import HAS_TRITON, Steps, steps_for
 
@@ -88,6 +91,18 @@ def is_traced(x: Tensor) -> bool:
 
 _Rest = ParamSpec("_Rest")
 _Result = TypeVar("_Result")
+
+
+def _split(
+    z: Tensor, activated: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Splits `z` as `split_uvqk` does, with v, q and k of `activated`, if that is given."""
+    u, *vqk = split_uvqk(z, settings)
+    if activated is not None:
+        parts = activated.split(settings.split_sizes[1:], dim=1)
+        vqk = [part.unflatten(1, (settings.num_heads, -1)) for part in parts]
+    v, q, k = vqk
+    return u, v, q, k
 
 
 def _without_autocast(
@@ -175,10 +190,13 @@ class FusedSteps:
         self._keep(normed=normed, z=z)
         return z
 
-    def silu(self, z: Tensor) -> Tensor:
-        activated = self.functions.silu(z, in_place=not self.settings.has_backward)
+    def activate(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        activated, settings = None, self.settings
+        if settings.activated:
+            of_vqk = z[:, settings.split_sizes[0] :]
+            activated = self.functions.silu(of_vqk, in_place=not settings.has_backward)
         self._keep(activated=activated)
-        return activated
+        return _split(z, activated, settings)
 
     def gate(self, attention: Tensor, u: Tensor) -> Tensor | Factor:
         attention = attention.flatten(1)
@@ -229,7 +247,7 @@ def _forward(
     if settings.fp8_linears:
         check_rows(x)
     steps = FusedSteps(x, weights, seed, settings)
-    out = hstu_unit(x, settings, steps, attend)
+    out = hstu_unit(x, steps, attend)
     return out, [steps.kept[name] for name in settings.kept]
 
 
@@ -279,13 +297,6 @@ def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(doutput.t(), read).to(weight.dtype)
 
 
-def _silu_of_forward(functions: Steps, activated: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns the SiLU that the forward kept, or computes it again."""
-    if activated is None:
-        return lambda z: functions.silu(z, in_place=False)
-    return lambda z: activated
-
-
 @_without_autocast
 def _backward(
     dout: Tensor,
@@ -308,7 +319,10 @@ def _backward(
         again = _normalize(x, weights, settings, functions) if normed is None else normed
         z = _linear(again, weights.uvqk_weight, weights.uvqk_bias, settings, functions)
         del again
-    u, v, q, k = activate(z, settings, _silu_of_forward(functions, activated))
+    columns_of_u = settings.split_sizes[0]
+    if settings.activated and activated is None:
+        activated = functions.silu(z[:, columns_of_u:], in_place=False)
+    u, v, q, k = _split(z, activated, settings)
     dout = dout.contiguous()
     duvqk = torch.empty_like(z)
     du, dv, dq, dk = split_uvqk(duvqk, settings)
@@ -341,9 +355,15 @@ def _backward(
         (False, True, True),
     )
     del dattention, activated, u, v, q, k
-    duvqk_bias = functions.activation_backward(
-        duvqk, z, settings.activated, weights.uvqk_bias is not None
-    )
+    has_bias = weights.uvqk_bias is not None
+    sums = [
+        functions.activation_backward(duvqk[:, columns], z[:, columns], activated, has_bias)
+        for columns, activated in (
+            (slice(columns_of_u), 0),
+            (slice(columns_of_u, None), settings.activated),
+        )
+    ]
+    duvqk_bias = torch.cat(cast(list[Tensor], sums)) if has_bias else None
 
     dnormed = _linear_backward(duvqk, weights.uvqk_weight, settings, functions)
     dx, normed_again, dnorm_weight, dnorm_bias, doutput_bias = functions.layer_norm_backward(

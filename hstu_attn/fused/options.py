@@ -25,6 +25,7 @@ class GateOptions(NamedTuple):
             same normalized; and last, always, "gated", the product of "normed" and "u".
         dropout: ratio of the result's elements that are dropped.
         centered: False leaves the mean in, so that the norm is RMSNorm.
+        activates_u: whether "u" is SiLU of the given u, which is then not in memory.
     """
 
     groups: int
@@ -32,6 +33,7 @@ class GateOptions(NamedTuple):
     parts: tuple[str, ...]
     dropout: float
     centered: bool = True
+    activates_u: bool = False
 
 
 def dropout_threshold(ratio: float) -> int:

@@ -47,8 +47,14 @@ class Settings(NamedTuple):
     @property
     def gate(self) -> GateOptions:
         """The options of the gate."""
-        parts = tuple(self.parts)
-        return GateOptions(self.groups, self.norm_eps, parts, self.dropout, self.output_centered)
+        return GateOptions(
+            groups=self.groups,
+            eps=self.norm_eps,
+            parts=tuple(self.parts),
+            dropout=self.dropout,
+            centered=self.output_centered,
+            activates_u=self.linear_activation != "none",
+        )
 
     @property
     def split_sizes(self) -> tuple[int, int, int, int]:
@@ -58,9 +64,8 @@ class Settings(NamedTuple):
 
     @property
     def activated(self) -> int:
-        """Returns how many of the first columns of z go through SiLU: all, those of u, or none."""
-        sizes = self.split_sizes
-        return {"silu": sum(sizes), "silu_u": sizes[0], "none": 0}[self.linear_activation]
+        """Returns how many columns of z go through SiLU before attention: those of v, q and k."""
+        return sum(self.split_sizes[1:]) if self.linear_activation == "silu" else 0
 
     @property
     def kept(self) -> list[str]:
@@ -78,7 +83,7 @@ class Settings(NamedTuple):
 class Kept(NamedTuple):
     """The contiguous tensors that the forward keeps for the backward; operator.py says which.
 
-    `activated` is `silu(z)` of the columns that have an activation.
+    `activated` is `silu(z)` of v, q and k.
     """
 
     attention: Tensor

@@ -227,6 +227,10 @@ def _assemble(
     return y.flatten(1).to(attention.dtype)
 
 
+def _activated(u: Tensor, options: GateOptions) -> Tensor:
+    return torch.nn.functional.silu(u) if options.activates_u else u
+
+
 def gate(
     attention: Tensor,
     u: Tensor,
@@ -249,7 +253,7 @@ def gate(
     normed = _affine(unit, _by_column(weight, groups), _by_column(bias, groups))
     rows, _, width = attention.shape
     factors = _dropout_factors(seed, rows, width, options, unit.dtype)
-    return _assemble(attention, u.to(unit.dtype), normed, factors, options)
+    return _assemble(attention, _activated(u.to(unit.dtype), options), normed, factors, options)
 
 
 def quantized_gate(
@@ -288,7 +292,8 @@ def gate_backward(
     unit, factor = _normalized(attention, options.eps, options.centered)
     weight, bias = _by_column(weight, groups), _by_column(bias, groups)
     normed = _affine(unit, weight, bias)
-    u = u.to(unit.dtype)
+    given_u = u.to(unit.dtype)
+    u = _activated(given_u, options)
     rows, _, width = attention.shape
     factors = _dropout_factors(seed, rows, width, options, unit.dtype)
 
@@ -299,6 +304,9 @@ def gate_backward(
     du_wide = of_part["gated"] * normed
     if "u" in of_part:
         du_wide = du_wide + of_part["u"]
+    if options.activates_u:
+        sigmoid = given_u.sigmoid()
+        du_wide = du_wide * sigmoid * (1 + given_u * (1 - sigmoid))
     du.copy_(du_wide.flatten(1))
     dnormed = of_part["gated"] * u
     if "normed" in of_part:

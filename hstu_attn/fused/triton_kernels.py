@@ -394,6 +394,7 @@ def gate(
     PARTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     CENTERED: tl.constexpr,
+    ACTIVATES_U: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -412,6 +413,8 @@ def gate(
         seed_value = tl.load(seed)
     a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
     u_tile = _load(u, row, stride_u, place, inside)
+    if ACTIVATES_U:
+        u_tile *= tl.sigmoid(u_tile)
     normed, _ = _normalized(a_tile, column, eps, CENTERED, WIDTH)
     if weight is not None:
         normed *= _parameter(weight, group, column, WIDTH, GROUPS > 1)[None, :]
@@ -463,6 +466,7 @@ def gate_backward(
     PARTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     CENTERED: tl.constexpr,
+    ACTIVATES_U: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -487,6 +491,10 @@ def gate_backward(
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         a_tile = _load(attention, row, GROUPS * WIDTH, place, inside)
         u_tile = _load(u, row, stride_u, place, inside)
+        if ACTIVATES_U:
+            sigmoid = tl.sigmoid(u_tile)
+            derivative = sigmoid * (1 + u_tile * (1 - sigmoid))
+            u_tile *= sigmoid
         unit, factor = _normalized(a_tile, column, eps, CENTERED, WIDTH)
         normed = unit
         if weight is not None:
@@ -518,6 +526,8 @@ def gate_backward(
             if y is not None:
                 value = _dropout(value, seed_value, row, random, THRESHOLD)
                 _store(y, row, stride_y, place_in_y, inside, value)
+        if ACTIVATES_U:
+            du_tile *= derivative
         _store(du, row, stride_du, place, inside, du_tile)
         if bias is not None:
             dbias += dnormed

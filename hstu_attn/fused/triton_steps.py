@@ -377,6 +377,7 @@ def _gate_constants(columns: int, seed: Tensor | None, options: GateOptions) -> 
         "PARTS": len(places),
         "THRESHOLD": 0 if seed is None else dropout_threshold(options.dropout),
         "CENTERED": options.centered,
+        "ACTIVATES_U": options.activates_u,
         "WIDTH": columns // options.groups,
     }
 

@@ -85,6 +85,6 @@ def test_quantized_gate(parts, groups, dropout, keep, device, monkeypatch):
     size = 48 if groups == 1 else groups
     weight, bias = torch.randn(size, device=device), torch.randn(size, device=device)
     seed = torch.tensor([7], device=device) if dropout else None
-    options = GateOptions(groups, 1e-6, parts, dropout)
+    options = GateOptions(groups, 1e-6, parts, dropout, activates_u=dropout > 0)
     inputs = (attention, u, weight, bias, seed, options)
     assert_quantized(triton_steps.quantized_gate(*inputs, keep), triton_steps.gate(*inputs), keep)

@@ -388,11 +388,7 @@ def test_flags_save_what_they_promise(activation):
     saved = {
         "recompute_norm": config.embedding_dim,
         "recompute_linear": sum(config.split_sizes),
-        "recompute_silu": {
-            "silu": sum(config.split_sizes),
-            "silu_u": heads_times_hidden,
-            "none": 0,
-        }[activation],
+        "recompute_silu": sum(config.split_sizes[1:]) if activation == "silu" else 0,
         "recompute_gate": config.output_features,
     }
     row = 8 * len(inputs["x"])

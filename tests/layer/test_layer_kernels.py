@@ -165,16 +165,18 @@ def plain_gate(
         normed = F.rms_norm(attention, (columns,), weight, options.eps)
     else:
         normed = F.layer_norm(attention, (columns,), weight, bias, options.eps)
+    u = F.silu(u) if options.activates_u else u
     values = {"u": u, "x": attention, "normed": normed, "gated": normed * u}
     y = torch.cat([values[name] for name in options.parts], dim=1)
     return y if kept is None else y * kept.flatten(1)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("activates_u", [False, True], ids=["u", "silu_u"])
 @pytest.mark.parametrize(("parts", "norm", "dropout"), _gates())
-def test_gate(steps, parts, norm, dropout):
+def test_gate(steps, parts, norm, dropout, activates_u):
     groups, centered = NORMS[norm]
-    options = GateOptions(groups, EPS, parts, dropout, centered)
+    options = GateOptions(groups, EPS, parts, dropout, centered, activates_u)
     for (rows, width), affine in product([(0, 8), (1, 8), (7, 20)], [False, True]):
         columns = groups * width
         # u and its gradient are slices, as in the layer.
@@ -334,6 +336,7 @@ def test_activation_on_a_gpu(rows, width, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("activates_u", [False, True], ids=["u", "silu_u"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("groups", "centered"), [(1, True), (4, True), (1, False)], ids=["layer", "group", "rms"]
@@ -347,8 +350,8 @@ def test_activation_on_a_gpu(rows, width, dtype):
         pytest.param(32768, 1024, marks=pytest.mark.gpu_memory(7)),
     ],
 )
-def test_gate_on_a_gpu(rows, columns, parts, groups, centered, dropout):
-    options = GateOptions(groups, EPS, parts, dropout, centered)
+def test_gate_on_a_gpu(rows, columns, parts, groups, centered, dropout, activates_u):
+    options = GateOptions(groups, EPS, parts, dropout, centered, activates_u)
     attention, uvqk = (
         torch.randn(rows, n * columns, dtype=torch.bfloat16, device="cuda") for n in (1, 4)
     )
