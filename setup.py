@@ -64,7 +64,7 @@ FP8_DTYPES = {"e4m3": "kFloat8E4M3"}  # for the forward on sm90, at FP8_HEAD_DIM
 FP8_SECONDS = 20  # that one core needs for its source
 HEAD_DIMS = ("32", "64", "128", "256")
 FP8_HEAD_DIMS = ("64", "128", "256")
-FP8_BACKWARD_HEAD_DIMS = ("128",)
+FP8_BACKWARD_HEAD_DIMS = ("128", "256")
 NVCC_GIB = 2  # memory of one nvcc: at most 1.4 GiB, measured with both dtypes at head dim 256
 
 

@@ -355,11 +355,11 @@ def training_step(files: Sequence[File]) -> list[Table]:
 
 
 def layer(files: Sequence[File]) -> list[Table]:
-    """Returns for each file a table of the passes and, for one layer, one of its kernels."""
+    """Returns for each file a table of the passes and, for one layer, of the kernels of two."""
     tables = []
     for records in files:
         first = records[0]
-        rows, kernels = [], []
+        rows, of_kernels = [], []
         for r in records:
             if r["error"]:
                 continue
@@ -368,7 +368,7 @@ def layer(files: Sequence[File]) -> list[Table]:
                 memory = [r["kept_memory_bytes"], r["peak_memory_bytes"]]
                 sizes = [f"{size / 2**30:.2f}" for size in memory]
                 rows.append([f"{r['impl']}, {r['pass']}", *map(number, numbers), *sizes])
-            elif first["layers"] == 1 and r["impl"] == "fused":
+            elif first["layers"] == 1 and r["impl"] in ("fused", "fused_fp8"):
                 kernels = [
                     [
                         *(name.rpartition("::")[2], kernel["group"], f"{kernel['launches']:g}"),
@@ -377,6 +377,8 @@ def layer(files: Sequence[File]) -> list[Table]:
                     ]
                     for name, kernel in r["kernels"].items()
                 ]
+                header = [f"kernel of {r['impl']}, both passes", "", "launches", "ms", "of copy"]
+                of_kernels.append(Table(header, kernels))
         before = (
             f"{first['case']}, width {first['dim']}, {first['heads']} heads of "
             f"{first['head_dim']}, dropout {first['dropout']}, layers: {first['layers']}; product "
@@ -384,10 +386,7 @@ def layer(files: Sequence[File]) -> list[Table]:
             f"{gpu_origin(first)}:"
         )
         header = ["", "ms", "TFLOP/s", "of product", "MFU", "kept GiB", "peak GiB"]
-        tables.append(Table(header, rows, before))
-        if kernels:
-            header = ["kernel of fused, both passes", "", "launches", "ms", "of copy"]
-            tables.append(Table(header, kernels))
+        tables += [Table(header, rows, before), *of_kernels]
     return tables
 
 

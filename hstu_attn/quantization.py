@@ -68,8 +68,8 @@ class Quantization:
             gradients of what these stand for.
         backward: "16-bit", or "e4m3", which is experimental: q, k, v and the gradient of the output
             are quantized for the backward, with one scale for each sequence and head, and so are
-            the weights and the gradients of scores. On a GPU, for head dims from 65 to 128 without
-            a bias.
+            the weights and the gradients of scores. On a GPU, for head dims from 65 on without a
+            bias.
     """
 
     mode: int = 2

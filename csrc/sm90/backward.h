@@ -56,7 +56,11 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
-      Consumers::run(params, smem, warpgroup - 1);
+      if constexpr (Traits::kIsE4m3) {
+        Consumers::run(params, buffers, smem, warpgroup - 1);
+      } else {
+        Consumers::run(params, smem, warpgroup - 1);
+      }
     }
     // NOTE: a block must not exit while the other one still writes to its shared memory.
     if constexpr (Traits::kIsCluster) sync_blocks();

@@ -345,9 +345,11 @@ struct BackwardConsumers : Traits {
     const RowTile tile = read_by_warp(smem.row_tiles[state.index()]);
     if constexpr (!Traits::kProducerFindsMask) {
       if (tile.is_partial()) {
+        const int group = key_group(warpgroup);
         Traits::template find_row_bits<kScoreRows, kWarpgroup>(
-            params, work_tile, tile.first_row() + first_row(warpgroup), key_group(warpgroup),
-            smem.visible[state.index()][key_group(warpgroup)] + first_row(warpgroup));
+            params, work_tile, tile.first_row() + first_row(warpgroup), group,
+            smem.visible[state.index()][Traits::kSharesKeys ? warpgroup : group] +
+                first_row(warpgroup));
         sync_warpgroup(warpgroup);  // each thread reads bits of many rows
       }
     }
@@ -358,7 +360,9 @@ struct BackwardConsumers : Traits {
   static HSTU_DEVICE int first_row(int warpgroup) {
     return kIsCluster ? warpgroup * kScoreRows : 0;
   }
-  static HSTU_DEVICE int key_group(int warpgroup) { return kIsCluster ? 0 : warpgroup; }
+  static HSTU_DEVICE int key_group(int warpgroup) {
+    return kIsCluster || Traits::kSharesKeys ? 0 : warpgroup;
+  }
 
   // Multiplies each row of dO in shared memory by the scale of the row, which scales dV, dP and all
   // that is computed from dP.
@@ -383,15 +387,16 @@ struct BackwardConsumers : Traits {
     cutlass::arch::fence_view_async_shared();  // before wgmma reads dO
   }
 
-  // Stores dK or dV: the block's columns of the 64 keys of group `key_group` of the work tile.
+  // Stores dK or dV: kColumns columns of the 64 keys of group `key_group` of the work tile.
   static HSTU_DEVICE void store_keys(const PackedTensor& tensor, const WorkTile& work_tile,
-                                     int key_group, KeySum& sum, float factor) {
+                                     int key_group, KeySum& sum, float factor,
+                                     int column = Traits::rank() * kColumns) {
 #pragma unroll
     for (int n = 0; n < size(sum); ++n) sum(n) *= factor;
     const Sequence& sequence = work_tile.tile.sequence;
     const int first = work_tile.tile.index * kKeys + key_group * kWarpgroupRows;
     store_sum<typename Traits::Out, kColumns>(sum, tensor, work_tile.head, sequence.k_begin + first,
-                                              sequence.k_len - first, Traits::rank() * kColumns);
+                                              sequence.k_len - first, column);
   }
 };
 

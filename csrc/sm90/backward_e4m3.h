@@ -6,6 +6,7 @@
 #pragma once
 
 #include "backward_consumers.h"
+#include "promotion.h"
 
 namespace hstu::sm90 {
 
@@ -13,9 +14,10 @@ template <typename Traits>
 struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
   using Base = BackwardConsumers<Traits>;
   using Traits::kBlockKeys;
+  using Traits::kColumns;
   using Traits::kHeadDim;
   using Traits::kRows;
-  using typename Base::DqPart;
+  using Traits::kSharesKeys;
   using typename Base::KeyMma;
   using typename Base::KeySum;
   using typename Base::Product;
@@ -28,11 +30,17 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
   using typename Traits::SharedMemory;
   using typename Traits::WorkState;
   using typename Traits::WorkTile;
-  static_assert(Traits::kDqPartition == DqPartition::kColumnHalves);
+  static_assert(Traits::kDqPartition == DqPartition::kColumnHalves || kSharesKeys);
 
-  static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
+  static constexpr int kPromotedTiles = kPromotedRows / kRows;
+
+  static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
+                              SharedMemory& smem, int warpgroup) {
     QState q_state;
     DqState dq_state;
+    const int own = (static_cast<int>(blockIdx.x) * Traits::kConsumers + warpgroup) * 2;
+    WorkspacePromotion<KeySum, kPromotedTiles> dk_promotion{buffers.totals, own};
+    WorkspacePromotion<KeySum, kPromotedTiles> dv_promotion{buffers.totals, own + 1};
     for (WorkState work_state;; work_state.advance()) {
       smem.pipeline_work.consumer_wait(work_state);
       const WorkTile& work_tile = smem.work_tiles[work_state.index()];
@@ -43,26 +51,25 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
       KeySum dk, dv;
       GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
       Product scores;
+      const int key_group = Base::key_group(warpgroup);
       RowTile tile = Base::wait_for_rows(params, work_tile, warpgroup, q_state, smem);
-      Base::start_product(smem.k, smem.q[q_state.index()], warpgroup, scores, GMMA::ScaleOut::Zero);
+      Base::start_product(smem.k, smem.q[q_state.index()], key_group, scores, GMMA::ScaleOut::Zero);
       wait_for_wgmma<0>(scores);
       for (;;) {
         const int stage = q_state.index();
         const uint64_t* const visible = smem.visible[stage][warpgroup];
         smem.pipeline_dout.consumer_wait(q_state);
         Product gradients;
-        Base::start_product(smem.v, smem.dout[stage], warpgroup, gradients, GMMA::ScaleOut::Zero);
+        Base::start_product(smem.v, smem.dout[stage], key_group, gradients, GMMA::ScaleOut::Zero);
         Fragment weights;
         activate(half_score, weight, scores, weights);
         if (tile.is_partial()) mask(visible, weights);
-        start_gemm_registers(KeyMma{}, weights,
-                             rows_tensor<kHeadDim, kRows>(smem.dout_columns[stage]), dv, scale);
+        add_to_keys(weights, smem.dout_columns[stage], warpgroup, dv, scale);
         wait_for_wgmma<1>(gradients);
         Fragment dscores;
         multiply(scores, gradients, dscores);
         if (tile.is_partial()) mask(visible, dscores);
-        start_gemm_registers(KeyMma{}, dscores, rows_tensor<kHeadDim, kRows>(smem.q_columns[stage]),
-                             dk, scale);
+        add_to_keys(dscores, smem.q_columns[stage], warpgroup, dk, scale);
         scale = GMMA::ScaleOut::One;
         const DsState ds_state{q_state.count};
         Element* const ds = Traits::ds_tile(smem, ds_state);
@@ -78,29 +85,49 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
         q_state.advance();
         if (!is_last) {
           tile = Base::wait_for_rows(params, work_tile, warpgroup, q_state, smem);
-          Base::start_product(smem.k, smem.q[q_state.index()], warpgroup, scores,
+          Base::start_product(smem.k, smem.q[q_state.index()], key_group, scores,
                               GMMA::ScaleOut::Zero);
+          const bool is_due = dk_promotion.add_if_due(dk);
+          dv_promotion.add_if_due(dv);
+          if (is_due) scale = GMMA::ScaleOut::Zero;
         }
         smem.pipeline_ds.consumer_wait(ds_state);
-        DqPart dq;
-        start_dq(ds, smem.k_columns, warpgroup, dq);
-        wait_for_wgmma<0>(dq);
-        warpgroup_fence_operand(scores);
-        smem.pipeline_ds.consumer_release_by_warp(ds_state);
-        store_dq(dq, warpgroup, dq_state, smem);
+#pragma unroll
+        for (int piece = 0; piece < kDqPieces; ++piece) {
+          DqPiece dq;
+          start_dq(ds, smem.k_columns, warpgroup * kDqPieces + piece, dq);
+          wait_for_wgmma<0>(dq);
+          if (piece == 0) warpgroup_fence_operand(scores);
+          if (piece == kDqPieces - 1) smem.pipeline_ds.consumer_release_by_warp(ds_state);
+          if (piece == 0) acquire_dq(dq_state, smem);
+          store_dq(dq, warpgroup * kDqPieces + piece, dq_state, smem);
+        }
+        cutlass::arch::fence_view_async_shared();  // before TMA reads dQ
+        smem.pipeline_dq.full[dq_state.index()].arrive();
         dq_state.advance();
         if (is_last) break;
       }
       smem.pipeline_kv.consumer_release_by_warp(kv_state);
-      Base::store_keys(params.dk, work_tile, warpgroup, dk,
-                       work_tile.dk * Base::full_factor(params));
-      Base::store_keys(params.dv, work_tile, warpgroup, dv,
-                       work_tile.dv * Base::uniform_scale(params));
+      dk_promotion.finish(dk);
+      dv_promotion.finish(dv);
+      const int column = kSharesKeys ? warpgroup * kColumns : 0;
+      Base::store_keys(params.dk, work_tile, key_group, dk,
+                       work_tile.dk * Base::full_factor(params), column);
+      Base::store_keys(params.dv, work_tile, key_group, dv,
+                       work_tile.dv * Base::uniform_scale(params), column);
       smem.pipeline_work.consumer_release(work_state);
     }
   }
 
  private:
+  // A warpgroup computes its columns of dQ in pieces of at most 64: beside dK, dV and the next S it
+  // has no registers for more.
+  static constexpr int kDqPieces = Traits::Dq::kColumns / 64;
+  static constexpr int kPieceColumns = Traits::Dq::kColumns / kDqPieces;
+  using DqPieceMma = RowsByColumnsMma<Element, kPieceColumns, kBlockKeys>;
+  using DqPiece = decltype(partition_fragment_C(DqPieceMma{},
+                                                Shape<Int<kWarpgroupRows>, Int<kPieceColumns>>{}));
+
   // 64 keys by kRows rows: word 2 n + m has rows 16 n + {0, 1, 8, 9} + 2 (lane % 4) of key m of the
   // two keys of a lane.
   using Fragment = Tensor<ArrayEngine<Element, kRows / 2>, Layout<Int<kRows / 2>>>;
@@ -162,19 +189,31 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
     }
   }
 
+  // Starts sum = scale * sum + fragment * rows, of the warpgroup's columns of the rows.
+  static HSTU_DEVICE void add_to_keys(Fragment& fragment, Element* columns, int warpgroup,
+                                      KeySum& sum, GMMA::ScaleOut scale) {
+    const auto own =
+        local_tile(rows_tensor<kHeadDim, kRows>(columns), Shape<Int<kColumns>, Int<kRows>>{},
+                   make_coord(kSharesKeys ? warpgroup : 0, _0{}));
+    start_gemm_registers(KeyMma{}, fragment, own, sum, scale);
+  }
+
   // Stores the transpose: kRows rows of kBlockKeys bytes. Two lanes with neighboring keys exchange
-  // words, so that each has the four keys of a word in two of four rows.
+  // words, so that each has the four keys of a word in two of four rows. Of keys that both
+  // warpgroups have, each stores half of the rows.
   static HSTU_DEVICE void store_dscores(const Fragment& dscores, int warpgroup, Element* to) {
+    static_assert(kBlockKeys == 64 || kBlockKeys == 128, "the swizzle of 64 or 128 bytes");
     const int thread = reload_thread_idx() % kWarpgroup;
     const int lane = thread % 32;
     const bool is_odd = lane / 4 & 1;
     const int row = lane % 4 * 2 + is_odd;
-    const int chunk = warpgroup * 4 + thread / 32;  // of 16 bytes
-    char* const own =
-        reinterpret_cast<char*>(to) + row * kBlockKeys + ((chunk ^ row) * 16) + lane / 8 * 4;
+    const int chunk = Base::key_group(warpgroup) * 4 + thread / 32;  // of 16 bytes
+    const int place = chunk ^ (kBlockKeys == 64 ? row / 2 : row);
+    char* const own = reinterpret_cast<char*>(to) + row * kBlockKeys + place * 16 + lane / 8 * 4;
     const Tensor words = recast<const uint32_t>(dscores);
 #pragma unroll
     for (int n = 0; n < size(words); n += 2) {
+      if (kSharesKeys && n * 2 / size(words) != warpgroup) continue;
       const uint32_t even_rows = __byte_perm(words(n), words(n + 1), 0x6420);
       const uint32_t odd_rows = __byte_perm(words(n), words(n + 1), 0x7531);
       const uint32_t kept = is_odd ? odd_rows : even_rows;
@@ -186,11 +225,17 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
     }
   }
 
-  // Stores a part of dQ, eight values of each thread after another.
-  static HSTU_DEVICE void store_dq(const DqPart& dq, int part, DqState state, SharedMemory& smem) {
-    smem.pipeline_dq.producer_acquire(state);
+  // Waits until there is room for dQ of a tile.
+  // NOTE: with one buffer for both stages, that is when the tile before it has been added.
+  static HSTU_DEVICE void acquire_dq(DqState state, SharedMemory& smem) {
+    smem.pipeline_dq.producer_acquire(DqState{state.count + (Traits::kDqBuffers == 1)});
+  }
+
+  // Stores a piece of dQ, eight values of each thread after another.
+  static HSTU_DEVICE void store_dq(const DqPiece& dq, int piece, DqState state,
+                                   SharedMemory& smem) {
     const int thread = reload_thread_idx() % kWarpgroup;
-    auto* const own = Traits::dq_tile(smem, state) + part * Traits::Dq::kPartSize + thread * 8;
+    auto* const own = Traits::dq_tile(smem, state) + piece * (kRows * kPieceColumns) + thread * 8;
     const Tensor result = rounded<typename Traits::DqElement>(dq);
     const Tensor words = recast<const uint32_t>(result);
 #pragma unroll
@@ -198,16 +243,14 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
       *reinterpret_cast<uint4*>(own + 2 * n * kWarpgroup) = {words(n), words(n + 1), words(n + 2),
                                                              words(n + 3)};
     }
-    cutlass::arch::fence_view_async_shared();  // before TMA reads dQ
-    smem.pipeline_dq.full[state.index()].arrive();
   }
 
-  static HSTU_DEVICE void start_dq(Element* ds, Element* k_columns, int part, DqPart& dq) {
+  // Starts a piece of dQ = dS K.
+  static HSTU_DEVICE void start_dq(Element* ds, Element* k_columns, int piece, DqPiece& dq) {
     const auto columns =
         local_tile(rows_tensor<kHeadDim, kBlockKeys>(k_columns),
-                   Shape<Int<Traits::Dq::kColumns>, Int<kBlockKeys>>{}, make_coord(part, _0{}));
-    start_gemm(typename Base::DqMma{}, rows_tensor<kRows, kBlockKeys>(ds), columns, dq,
-               GMMA::ScaleOut::Zero);
+                   Shape<Int<kPieceColumns>, Int<kBlockKeys>>{}, make_coord(piece, _0{}));
+    start_gemm(DqPieceMma{}, rows_tensor<kRows, kBlockKeys>(ds), columns, dq, GMMA::ScaleOut::Zero);
   }
 };
 

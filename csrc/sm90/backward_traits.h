@@ -38,6 +38,7 @@ struct BackwardBuffers {
   // [row tiles, H, cluster size]: how many key tiles have added; zeroed; null: any order
   int* dq_semaphore;
   TableSums sums;  // for the gradients of a relative bias's tables; zeroed
+  float* totals;   // [blocks, warpgroups, 2, 64 keys * columns], of WorkspacePromotion, in e4m3
 };
 
 // The ways in which consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64
@@ -51,18 +52,21 @@ enum class DqPartition {
   // The two blocks of a cluster divide it, because dK and dV of 64 keys would take all registers of
   // a warpgroup: see backward_cluster.h.
   kCluster,
+  // The same in e4m3, whose products are short: a block has 64 keys, of which both warpgroups
+  // compute S and dP, and each has half of the columns of dK, dV and dQ.
+  kSharedKeys,
 };
 
-constexpr DqPartition dq_partition_of(int head_dim) {
+constexpr DqPartition dq_partition_of(int head_dim, bool is_e4m3) {
   if (head_dim <= 64) return DqPartition::kAlternateSteps;
-  return head_dim <= 128 ? DqPartition::kColumnHalves : DqPartition::kCluster;
+  if (head_dim <= 128) return DqPartition::kColumnHalves;
+  return is_e4m3 ? DqPartition::kSharedKeys : DqPartition::kCluster;
 }
 
 // A tile of dQ, which consists of kParts groups of columns. A warpgroup stores one part in
 // the order of its registers: 16 bytes of each thread, then the next 16.
-template <int kRows, int kHeadDim>
+template <int kRows, int kHeadDim, DqPartition kDqPartition>
 struct DqTile {
-  static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim);
   // Warpgroups of a block that compute the dQ of one step.
   static constexpr int kWarpgroups = kDqPartition == DqPartition::kAlternateSteps ? 1 : 2;
   static constexpr int kParts = kWarpgroups * (kDqPartition == DqPartition::kCluster ? 2 : 1);
@@ -93,18 +97,20 @@ struct BackwardTraits {
   static constexpr bool kHasTimeBias = Bias::kHasTime;
   static constexpr bool kHasDenseBias = kHasBias && !kHasRelativeBias;
   static constexpr bool kIsDeterministic = kIsDeterministic_;
-  static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim);
+  static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim, kIsE4m3);
   static constexpr bool kIsCluster = kDqPartition == DqPartition::kCluster;
+  static constexpr bool kSharesKeys = kDqPartition == DqPartition::kSharedKeys;
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kRows = kBackwardRows;
-  static constexpr int kKeys = kConsumers * kWarpgroupRows;
+  static constexpr int kKeys = (kSharesKeys ? 1 : kConsumers) * kWarpgroupRows;
   static constexpr int kClusterSize = kIsCluster ? 2 : 1;
   // Keys and rows of one block. In a cluster, a block has the keys of its rank.
   static constexpr int kBlockKeys = kKeys / kClusterSize;
   static constexpr int kKeyGroups = kBlockKeys / kWarpgroupRows;
-  static constexpr int kScoreRows = kRows / kClusterSize;   // rows of S and dP per warpgroup
-  static constexpr int kColumns = kHeadDim / kClusterSize;  // columns of dK and dV per block
+  static constexpr int kScoreRows = kRows / kClusterSize;  // rows of S and dP per warpgroup
+  // Columns of dK and dV of a warpgroup.
+  static constexpr int kColumns = kHeadDim / (kSharesKeys ? kConsumers : kClusterSize);
   // Warpgroups that compute the weights by time of a relative bias and sum dS, in alternate steps.
   static constexpr int kBiasWarpgroups =
       kHasRelativeBias ? backward_bias_warpgroups(kHeadDim, kHasTimeBias) : 0;
@@ -121,7 +127,7 @@ struct BackwardTraits {
                                               ? backward_registers_with_bias(kHeadDim, kHasTimeBias)
                                               : backward_registers(kProducerFindsMask);
 
-  using Dq = DqTile<kRows, kHeadDim>;
+  using Dq = DqTile<kRows, kHeadDim, kDqPartition>;
   // Additions to dQ in device memory are bound by bytes, and in e4m3 the products are short.
   using DqElement = std::conditional_t<kIsE4m3, cutlass::bfloat16_t, float>;
 
@@ -148,7 +154,7 @@ struct BackwardTraits {
   };
   using WorkState = PipelineState<2>;
   using KVState = PipelineState<1>;
-  static constexpr int kRowStages = kIsE4m3 ? 3 : 2;  // e4m3 leaves room for a third
+  static constexpr int kRowStages = kIsE4m3 && kHeadDim <= 128 ? 3 : 2;  // as many as have room
   using QState = PipelineState<kRowStages>;
   using MaskState = PipelineState<2>;  // of partial tiles, if kProducerFindsMask
   using DoutState = PipelineState<kIsCluster ? 1 : kRowStages>;
@@ -160,8 +166,9 @@ struct BackwardTraits {
   // One buffer of dQ is enough, except in e4m3, whose steps are shorter, and in a deterministic
   // backward, whose blocks wait for dq_semaphore: they have two where there is room. In a cluster,
   // dQ overwrites Q.
+  static constexpr bool kHasRoomForDq = kIsE4m3 ? kHeadDim <= 128 : kHeadDim <= 64;
   static constexpr int kDqBuffers =
-      kIsCluster ? 0 : (kIsE4m3 || (kIsDeterministic && kHeadDim <= 64) ? 2 : 1);
+      kIsCluster ? 0 : ((kIsE4m3 || kIsDeterministic) && kHasRoomForDq ? 2 : 1);
 
   // Where shared memory has no room for two copies of the window, there is one.
   using PositionWindow = sm90::PositionWindow<kRows, kBlockKeys, kIsCluster ? 1 : 2>;
@@ -195,7 +202,8 @@ struct BackwardTraits {
     alignas(1024) Element zeros[kHasDenseBias ? kRows * 64 : 0];  // source of stores that zero drab
     alignas(1024) DqElement dq[kDqBuffers * Dq::kSize];
     RelativeBiasMemory relative_bias[kHasRelativeBias ? 1 : 0];
-    alignas(16) uint64_t visible[QState::kStages][kKeyGroups][kRows];  // one bit per key
+    // One bit per key. Where warpgroups share keys, each has its own copy.
+    alignas(16) uint64_t visible[QState::kStages][kSharesKeys ? kConsumers : kKeyGroups][kRows];
     WorkTile work_tiles[WorkState::kStages];
     RowTile row_tiles[QState::kStages];
     int work_index;                   // of the next work tile

@@ -5,6 +5,7 @@
 #include "epilogue.h"
 #include "forward_traits.h"
 #include "masking.h"
+#include "promotion.h"
 #include "weights.h"
 
 namespace hstu::sm90 {
@@ -31,8 +32,9 @@ struct ForwardConsumer {
                          E4m3Weights<Traits, Scores>, HalfE4m3Weights<Traits, Scores>>>;
   using Promotion =
       std::conditional_t<!Traits::kIsFp8, NoPromotion,
-                         std::conditional_t<Traits::kPromotesInRegisters, RegisterPromotion<Out>,
-                                            WorkspacePromotion<Out>>>;
+                         std::conditional_t<Traits::kPromotesInRegisters,
+                                            RegisterPromotion<Out, Traits::kPromotedTiles>,
+                                            WorkspacePromotion<Out, Traits::kPromotedTiles>>>;
 
   const ForwardParams& params;
   const SchedulerMetadata& metadata;

@@ -66,6 +66,7 @@ struct ForwardTraits {
   static constexpr Registers kRegisters =
       kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
              : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+  static constexpr int kPromotedTiles = 1024 / kKeys;  // key tiles between two promotions of O
   static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2 && !kHasBias;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kWarpgroups = 1 + kConsumers;

@@ -56,7 +56,7 @@ struct BackwardLauncher {
   // The layout of the workspace.
   struct Plan {
     Workspace workspace;
-    BackwardBuffers buffers;
+    BackwardBuffers buffers = {};
     PreparedBias prepared_bias;
     int64_t dq_tiles;     // row tiles * heads
     int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed

@@ -75,6 +75,8 @@ struct E4m3BackwardLauncher {
           workspace.take<typename Form::DqElement>(dq_tiles * Form::Dq::kSize));
       buffers.dq_semaphore = is_ordered ? workspace.take<int>(dq_tiles) : nullptr;
       zeros_end = workspace.used();
+      buffers.totals = workspace.take<float>(resident_blocks<Form>(launch) * Form::kConsumers * 2 *
+                                             (kWarpgroupRows * Form::kColumns));
       take_quantized(params);
     }
 

@@ -1,5 +1,4 @@
-// The weights P of the forward and the sums of P V: policies of its consumers for 16 bits and for
-// e4m3.
+// The weights P of the forward: policies of its consumers for 16 bits and for e4m3.
 #pragma once
 
 #include "../common/activation.h"
@@ -7,7 +6,6 @@
 #include "../common/ptx.h"
 #include "e4m3_keys.h"
 #include "masking.h"
-#include "split_reduction.h"
 #include "tensors.h"
 
 namespace hstu::sm90 {
@@ -218,80 +216,6 @@ struct HalfE4m3Weights : E4m3Fragment<Traits> {
       return ptx::mul_f16x2(w, q);
     }
   };
-};
-
-// ---------------------------------------------------------------------------------- sums of P V
-
-// The accumulators of 16-bit products are fp32.
-struct NoPromotion {
-  HSTU_DEVICE NoPromotion(float*, int) {}
-  template <typename Out>
-  HSTU_DEVICE bool add_if_due(Out&) {
-    return false;
-  }
-  template <typename Out>
-  HSTU_DEVICE void finish(Out&) {}
-};
-
-// The accumulators of 8-bit products keep about 14 bits and truncate the rest, so after every 1024
-// keys O is added to a total in fp32 ("promotion").
-constexpr int kPromotedTiles = 1024 / Fp8Params::kBlock;
-
-// The total is in registers.
-template <typename Out>
-struct RegisterPromotion {
-  Out total;
-  int tiles = 0;  // since the last one
-
-  HSTU_DEVICE RegisterPromotion(float*, int) { clear(total); }
-
-  // Called after each key tile but the last one of a work tile. If true, O has been added, and the
-  // next products begin with 0.
-  HSTU_DEVICE bool add_if_due(Out& out) {
-    if (++tiles < kPromotedTiles) return false;
-    add(out);
-    tiles = 0;
-    return true;
-  }
-  // Adds the total to O, before the epilogue.
-  HSTU_DEVICE void finish(Out& out) {
-    add(out);
-#pragma unroll
-    for (int n = 0; n < size(out); ++n) out(n) = total(n);
-    clear(total);
-    tiles = 0;
-  }
-
- private:
-  HSTU_DEVICE void add(const Out& out) {
-#pragma unroll
-    for (int n = 0; n < size(total); ++n) total(n) += out(n);
-  }
-};
-
-// The total is in device memory, where each consumer warpgroup of a block has 64 rows. It stays in
-// the L2 cache.
-template <typename Out>
-struct WorkspacePromotion {
-  float* const total;
-  int tiles = 0;  // of the work tile
-
-  HSTU_DEVICE WorkspacePromotion(float* totals, int index)
-      : total(totals + index * (size(Out{}) * kWarpgroup)) {}
-
-  HSTU_DEVICE bool add_if_due(Out& out) {
-    if (++tiles % kPromotedTiles != 0) return false;
-    if (tiles == kPromotedTiles) {
-      store_partial(out, total);
-    } else {
-      add_to_partial(out, total);
-    }
-    return true;
-  }
-  HSTU_DEVICE void finish(Out& out) {
-    if (tiles >= kPromotedTiles) add_partial<16>(total, out);
-    tiles = 0;
-  }
 };
 
 }  // namespace hstu::sm90

@@ -54,6 +54,7 @@ class Form(NamedTuple):
 
 QUANTIZE_ROWS = Form(2048, 4)
 LAYER_NORM = Form(2048, 2)
+QUANTIZED_LAYER_NORM = Form(2048, 1)
 SILU = Form(2048, 4)
 GATE = Form(2048, 4)
 LAYER_NORM_BACKWARD = Form(1024, 1, programs=8, stages=3, rows_read=3)
@@ -158,7 +159,7 @@ def _layer_norm(
 ) -> None:
     x = _columns_contiguous(x)
     rows, width = x.shape
-    tile = _tile(width, LAYER_NORM)
+    tile = _tile(width, LAYER_NORM if factor[0] is None else QUANTIZED_LAYER_NORM)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]),)
         with _on_device(x):

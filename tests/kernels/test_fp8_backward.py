@@ -222,7 +222,11 @@ def assert_equal_to_the_emulation(batch: Batch, dout: Tensor | None = None) -> N
         assert relative_error(found[name], expected[name].double()) <= limit, name
 
 
+with_kernels = pytest.mark.parametrize("dim", [128, 256])  # one kernel each
+
+
 @pytest.mark.gpu
+@with_kernels
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize(
     "mask",
@@ -231,9 +235,9 @@ def assert_equal_to_the_emulation(batch: Batch, dout: Tensor | None = None) -> N
         for m in MASK_NAMES
     ],
 )
-def test_masks_on_a_gpu(hopper, mask, dtype):
+def test_masks_on_a_gpu(hopper, mask, dtype, dim):
     batch = make_batch(
-        [270, 0, 500, 1, 128], [270, 0, 60, 1, 127], dim=128, dtype=dtype, mask=mask, heads=3
+        [270, 0, 500, 1, 128], [270, 0, 60, 1, 127], dim=dim, dtype=dtype, mask=mask, heads=3
     )
     batch = replace(batch, alpha=0.1, quantization=E4M3_BACKWARD)
     assert_equal_to_the_emulation(batch)
@@ -243,17 +247,21 @@ def test_masks_on_a_gpu(hopper, mask, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "dim_v"), [(72, 72), (96, 96), (40, 128), (104, 8), (128, 80)])
+@pytest.mark.parametrize(
+    ("dim", "dim_v"),
+    [(72, 72), (96, 96), (40, 128), (104, 8), (128, 80), (136, 136), (192, 256), (256, 40)],
+)
 def test_head_dims_on_a_gpu(hopper, dim, dim_v):
     batch = make_batch([300, 129, 5], dim=dim, dim_v=dim_v, dtype=BF16, mask="causal", heads=2)
     assert_equal_to_the_emulation(replace(batch, alpha=0.1, quantization=E4M3_BACKWARD))
 
 
 @pytest.mark.gpu
+@with_kernels
 @pytest.mark.parametrize("kind", ["normal", "silu", "outliers"])
-def test_long_sums_on_a_gpu(hopper, kind):
+def test_long_sums_on_a_gpu(hopper, kind, dim):
     """The accumulators of 8-bit products truncate, which terms of both signs do not show."""
-    batch = batch_of(kind, lengths=(4096, 1000))
+    batch = batch_of(kind, dim, lengths=(4096, 1000))
     dout = dout_of(batch)
     assert_equal_to_the_emulation(batch, dout)
     if kind != "outliers":
@@ -262,9 +270,10 @@ def test_long_sums_on_a_gpu(hopper, kind):
 
 
 @pytest.mark.gpu
+@with_kernels
 @pytest.mark.parametrize("size", [1e-6, 1e3])
-def test_sizes_of_gradients_on_a_gpu(hopper, size):
-    batch = batch_of("normal")
+def test_sizes_of_gradients_on_a_gpu(hopper, size, dim):
+    batch = batch_of("normal", dim)
     assert_equal_to_the_emulation(batch, dout_of(batch, size))
     assert_equal_to_the_emulation(replace(batch, attn_scale=torch.tensor(0.3)))
 
@@ -277,8 +286,9 @@ def test_nonfinite_values_stay_in_their_sequence_on_a_gpu(hopper, name, bad):
 
 
 @pytest.mark.gpu
-def test_zeros_on_a_gpu(hopper):
-    batch = batch_of("normal")
+@with_kernels
+def test_zeros_on_a_gpu(hopper, dim):
+    batch = batch_of("normal", dim)
     for name in NAMES:
         zeros = replace(batch, **{name: torch.zeros_like(getattr(batch, name))})
         assert all(x.isfinite().all() for x in on_gpu(zeros, dout_of(batch)).values())
@@ -288,8 +298,9 @@ def test_zeros_on_a_gpu(hopper):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-def test_it_is_deterministic_on_request(hopper):
-    batch = batch_of("normal", lengths=(900, 77, 1))
+@with_kernels
+def test_it_is_deterministic_on_request(hopper, dim):
+    batch = batch_of("normal", dim, lengths=(900, 77, 1))
     dout = dout_of(batch)
     first, second = (on_gpu(batch, dout, deterministic=True) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in NAMES)
@@ -332,8 +343,7 @@ def test_a_cuda_graph(hopper):
 @pytest.mark.parametrize(
     ("dim", "bias", "message"),
     [
-        (64, False, "yet but for head dims from 65 to 128; got head_dim 64 and head_dim_v 64"),
-        (256, False, "yet but for head dims from 65 to 128"),
+        (64, False, "but for head dims from 65 on; got head_dim 64 and head_dim_v 64"),
         (128, True, "with a bias"),
     ],
 )
