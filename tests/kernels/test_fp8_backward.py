@@ -271,6 +271,20 @@ def test_long_sums_on_a_gpu(hopper, kind, dim):
 
 @pytest.mark.gpu
 @with_kernels
+def test_sums_of_one_sign_on_a_gpu(hopper, dim):
+    """Terms of one sign lose most: dV of 8,192 rows would be a tenth too small without promotion."""
+    batch = batch_of("silu", dim, lengths=(8192,))
+    dout = dout_of(batch).abs()
+    in_16_bits = on_gpu(replace(batch, quantization=None), dout)
+    found = on_gpu(batch, dout)
+    for name in NAMES:
+        wanted = in_16_bits[name].double()
+        size = (found[name].double() * wanted).sum() / wanted.square().sum()
+        assert abs(size - 1) < 0.04, (name, size)
+
+
+@pytest.mark.gpu
+@with_kernels
 @pytest.mark.parametrize("size", [1e-6, 1e3])
 def test_sizes_of_gradients_on_a_gpu(hopper, size, dim):
     batch = batch_of("normal", dim)
