@@ -272,7 +272,7 @@ def test_long_sums_on_a_gpu(hopper, kind, dim):
 @pytest.mark.gpu
 @with_kernels
 def test_sums_of_one_sign_on_a_gpu(hopper, dim):
-    """Without promotion, dV would be a tenth too small at 8,192 rows: terms of one sign lose most."""
+    """Without promotion, dV of 8,192 rows would be a tenth too small."""
     batch = batch_of("silu", dim, lengths=(8192,))
     dout = dout_of(batch).abs()
     in_16_bits = on_gpu(replace(batch, quantization=None), dout)
