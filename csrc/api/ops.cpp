@@ -319,7 +319,8 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.def("quantize_qkv(" HSTU_QUANTIZE_SCHEMA("=None", "=False") ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
         "Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("composed_quantize(" HSTU_QUANTIZE_SCHEMA(
-      "", "") ", Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, Tensor(d!) out_q_descale, "
+      "",
+      "") ", Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, Tensor(d!) out_q_descale, "
           "Tensor(e!) out_k_descale, Tensor(f!) out_v_descale, Tensor(g!) q_norm, "
           "Tensor(h!) k_norm, Tensor(i!) q_mean_product, Tensor(j!) k_mean) -> bool");
   m.def(

@@ -120,8 +120,7 @@ struct E4m3Keys : PackedKeys {
         factors[n] = {0.5f * alpha * copied.score, 0.5f * alpha * copied.mean, scale / largest.v,
                       largest.v / scale};
       }
-      __syncwarp();  // one lane arrives for what all lanes have written
-      if (threadIdx.x % 32 == 0) smem.pipeline_q.full[state.index()].arrive();
+      smem.pipeline_q.producer_commit_by_warp(state);
       state.advance();
     }
 

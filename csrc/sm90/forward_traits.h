@@ -253,10 +253,9 @@ struct ForwardTraits {
     }
     // Further arrivals at the barriers of Q and K are for further inputs: the factors and descales
     // of e4m3, and the cells, times and weights of a relative bias.
-    constexpr int kProducers = 1 + kIsFp8;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
-    smem.pipeline_q.init(kConsumerArrivals, kProducers + kHasTimeBias);
-    smem.pipeline_k.init(kConsumerArrivals, kProducers + kBiasArrivals);
+    smem.pipeline_q.init(kConsumerArrivals, 1 + kIsFp8 * kArrivalsOfWarp + kHasTimeBias);
+    smem.pipeline_k.init(kConsumerArrivals, 1 + kIsFp8 + kBiasArrivals);
     smem.pipeline_v.init(kConsumerArrivals);
     smem.pipeline_bias.init(kConsumerArrivals);
     smem.next_work_wanted.init(/*arrivals=*/1);
