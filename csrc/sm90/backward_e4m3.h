@@ -84,13 +84,12 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
         smem.pipeline_dout.consumer_release_by_warp(q_state);
         q_state.advance();
         if (!is_last) {
-          // NOTE: no product is in flight here. Behind the next one, this would cost 9 %.
-          const bool is_due = dk_promotion.add_if_due(dk);
-          dv_promotion.add_if_due(dv);
-          if (is_due) scale = GMMA::ScaleOut::Zero;
           tile = Base::wait_for_rows(params, work_tile, warpgroup, q_state, smem);
           Base::start_product(smem.k, smem.q[q_state.index()], key_group, scores,
                               GMMA::ScaleOut::Zero);
+          const bool is_due = dk_promotion.add_if_due(dk);
+          dv_promotion.add_if_due(dv);
+          if (is_due) scale = GMMA::ScaleOut::Zero;
         }
         smem.pipeline_ds.consumer_wait(ds_state);
 #pragma unroll
