@@ -130,8 +130,8 @@ constexpr int kKeysToAddPartial = 128;
 // and dP of more rows.
 constexpr int kBackwardRows = 64;
 
-// In e4m3, the rows after which dK and dV are added to totals in fp32: see promotion.h. With half as
-// many the backward takes some percent longer.
+// In e4m3, the rows after which dK and dV are added to totals in fp32: see promotion.h. With half
+// as many the backward takes some percent longer.
 constexpr int kPromotedRows = 2048;
 
 // Splits the registers of the backward. A producer that computes masks needs up to 88 of them.
