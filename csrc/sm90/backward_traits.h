@@ -42,7 +42,7 @@ struct BackwardBuffers {
 };
 
 // The ways in which consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64
-// keys, except in a cluster.
+// keys, except in the last two.
 enum class DqPartition {
   // One warpgroup computes dQ of a step, the other dQ of the next step.
   kAlternateSteps,
