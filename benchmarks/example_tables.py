@@ -172,6 +172,7 @@ ARRIVALS: Cells = {
     **number_columns(qps="a second", p50_ms="median ms", p95_ms="p95 ms", p99_ms="p99 ms"),
     **number_columns(worst_ms="worst ms"),
     "pause ms": lambda r: number(r.get("pause_ms")),
+    "fsync ms": lambda r: number(r.get("fsync_ms")),
     **number_columns(failed="failed"),
 }
 
@@ -243,6 +244,8 @@ def arrivals(records: File) -> Table:
     """Returns the table of the loads of an engine or of servers."""
     first = records[0]
     columns = dict(ARRIVALS)
+    if first.get("fsync_ms") is None:
+        del columns["fsync ms"]
     if "servers" in first:
         columns = {"served by": lambda r: r["servers"], **columns}
     else:

@@ -23,7 +23,8 @@ in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray 
 proxy has the limits of recommender/ray_proxy.py. At the first load there are further runs, in the
 middle of which the model changes or a replica is killed by SIGKILL. A run goes on until the new
 model has taken over, and for half of `--seconds` after it. `pause` is the longest time in which
-requests waited and none was answered.
+requests waited and none was answered, and `fsync_ms` the longest `fsync` of Redis in the run, for
+which every answer waits that stores an event.
 """
 
 from __future__ import annotations
@@ -130,11 +131,14 @@ class Serving(NamedTuple):
         address: where requests go.
         servers: what it is called in the records.
         events: what may happen in the middle of a run.
+        longest_fsync: returns the longest fsync of the store since it was last called, in ms; None
+            where it is not known.
     """
 
     address: str
     servers: str
     events: Mapping[str, Callable[[], object]]
+    longest_fsync: Callable[[], float | None] = lambda: None
 
 
 @contextmanager
@@ -191,6 +195,22 @@ def redis_server() -> Iterator[str]:
         finally:
             server.terminate()
             server.wait()
+
+
+def fsyncs_of_redis(url: str) -> Callable[[], float]:
+    """Has a Redis server record its fsyncs, and returns `Serving.longest_fsync`."""
+    import redis
+
+    server = redis.Redis.from_url(url)
+    server.config_set("latency-monitor-threshold", 1)
+
+    def longest() -> float:
+        events = server.execute_command("LATENCY", "LATEST")
+        server.execute_command("LATENCY", "RESET")
+        found = [ms for name, _, _, ms in events if name == b"aof-fsync-always"]
+        return float(max(found, default=0))  # Redis records none that is shorter than 1 ms
+
+    return longest
 
 
 def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int) -> None:
@@ -257,8 +277,8 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
 
         try:
             operator.submit(start_replicas, model, data, replicas, url, port).result()
-            address = f"http://127.0.0.1:{port}"
-            yield Serving(address, f"{replicas} replicas", {CHANGE: change, KILL: kill})
+            address, events = f"http://127.0.0.1:{port}", {CHANGE: change, KILL: kill}
+            yield Serving(address, f"{replicas} replicas", events, fsyncs_of_redis(url))
         finally:
             operator.submit(stop_replicas).result()
 
@@ -383,6 +403,7 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
 
     def run(rate: float, middle: Callable[[], object] | None) -> Load[None]:
         time.sleep(PAUSE_SECONDS)  # The server drops what the last load has left.
+        serving.longest_fsync()
         return asyncio.run(at_random(rate, middle))
 
     answered = asyncio.run(under_way())
@@ -391,7 +412,8 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
     most = max(concurrency, round(PATIENCE / 5 * answered))
     names = {"servers": serving.servers, "zipf": options.zipf, "most_under_way": most}
     for record, found in at_loads(answered, run, options.loads, serving.events):
-        yield {**names, **record, **found.figures(), "failed": found.failed}
+        fsync = {"fsync_ms": serving.longest_fsync()}
+        yield {**names, **record, **found.figures(), **fsync, "failed": found.failed}
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:

@@ -37,6 +37,18 @@ from hstu_attn.data import open_event_log
 from hstu_attn.data.synthetic import write_synthetic_movielens
 from hstu_attn.serving import DeadlineError, OverloadedError
 from tests.helpers.saved_models import save
+from tests.helpers.stores import redis_server
+
+
+@pytest.mark.slow
+def test_the_longest_fsync_of_redis(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        longest = serving.fsyncs_of_redis(server.url)
+        begin = time.monotonic()
+        server.client.set("key", bytes(64 * 2**20))  # long enough to be recorded
+        server.client.ping()  # which is answered after the fsync
+        assert 0 < longest() <= 1e3 * (time.monotonic() - begin)
+        assert longest() == 0
 
 
 def test_a_client_collects_no_garbage_meanwhile() -> None:
