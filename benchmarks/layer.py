@@ -87,7 +87,7 @@ __all__ = ["BENCHMARK", "IMPLS", "group_of", "layer_flops", "main", "step_bytes"
 
 FORWARD, BOTH = "forward", "forward and backward"
 SMALL_BATCH, SMALL_LENGTH = 2, 160
-# Of the norm of what the composed layer in 16 bits computes, on the small batch.
+# The allowed relative error (norm) on the small batch, beside the composed layer in 16 bits.
 TOLERANCE, FP8_TOLERANCE = 0.1, 0.2
 PROFILED_ROUNDS = 3
 DTYPE = torch.bfloat16

@@ -93,18 +93,6 @@ _Rest = ParamSpec("_Rest")
 _Result = TypeVar("_Result")
 
 
-def _split(
-    z: Tensor, activated: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits `z` as `split_uvqk` does, with v, q and k of `activated`, if that is given."""
-    u, *vqk = split_uvqk(z, settings)
-    if activated is not None:
-        parts = activated.split(settings.split_sizes[1:], dim=1)
-        vqk = [part.unflatten(1, (settings.num_heads, -1)) for part in parts]
-    v, q, k = vqk
-    return u, v, q, k
-
-
 def _without_autocast(
     function: Callable[Concatenate[Tensor, _Rest], _Result],
 ) -> Callable[Concatenate[Tensor, _Rest], _Result]:
@@ -128,6 +116,18 @@ def _functions(x: Tensor, settings: Settings) -> Steps:
 def _normalize(x: Tensor, weights: Weights, settings: Settings, functions: Steps) -> Tensor:
     weight, bias = weights.input_norm_weight, weights.input_norm_bias
     return functions.layer_norm(x, weight, bias, settings.norm_eps, settings.input_centered)
+
+
+def _split(
+    z: Tensor, activated: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Splits `z` as `split_uvqk` does, with v, q and k of `activated`, if that is given."""
+    u, *vqk = split_uvqk(z, settings)
+    if activated is not None:
+        parts = activated.split(settings.split_sizes[1:], dim=1)
+        vqk = [part.unflatten(1, (settings.num_heads, -1)) for part in parts]
+    v, q, k = vqk
+    return u, v, q, k
 
 
 def _linear(
