@@ -11,14 +11,15 @@ caches:
 
     paged     attention that reads pages, launched from Python
     graph     the same, captured in a CUDA graph and replayed
+    e4m3      the same, of pages of e4m3 with scales
     append    the new events' keys and values into their pages, captured and replayed
     gather    pages copied into packed keys and values first, then attention without pages
     recompute attention of all rows of the history and the candidates, as if nothing were cached
 
-The outputs of `paged` and `gather` are first compared with the reference. "needs" is what the bytes
-and the FLOPs need at the least: the longer of the two, bytes at the rate of a copy and FLOPs at
-that of an 8192^3 bf16 product in the same run. Keys and values of pages count once, q, k, v and the
-output once each.
+The outputs of `paged`, `e4m3` and `gather` are first compared with the reference. "needs" is what
+the bytes in 16 bits and the FLOPs need at the least: the longer of the two, bytes at the rate of a
+copy and FLOPs at that of an 8192^3 bf16 product in the same run. Keys and values of pages count
+once, q, k, v and the output once each.
 
 `--stack` measures a stack of layers instead, and users who return to it from host memory, as the
 head of `benchmarks/stack.py` explains.
@@ -47,7 +48,8 @@ if __name__ == "__main__":
 
 import torch
 
-from hstu_attn import append_paged_kv, hstu_attention
+from hstu_attn import PagedKV, append_paged_kv, hstu_attention
+from hstu_attn.paged import quantize_rows
 from hstu_attn.reference import hstu_attention as reference_attention
 from hstu_attn.testing import Batch, assert_matches, make_paged_batch, run
 
@@ -82,6 +84,15 @@ def cases(options: argparse.Namespace) -> Sequence[Any]:
 def paged(batch: Batch) -> torch.Tensor:
     """Computes attention that reads pages, or of a batch without them."""
     return run(hstu_attention, batch)["out"]
+
+
+def quantized(batch: Batch) -> Batch:
+    """Returns the batch with pages of e4m3."""
+    pages = batch.paged_kv
+    assert pages is not None
+    codes, scales = quantize_rows(pages.kv_cache)
+    lists = (pages.page_offsets, pages.page_ids, pages.last_page_lens)
+    return replace(batch, paged_kv=PagedKV(codes, *lists, scales))
 
 
 def append(batch: Batch) -> None:
@@ -126,7 +137,7 @@ def recomputed(batch: Batch, request: Request) -> Batch:
 
 
 def check(request: Request, device: str) -> None:
-    """Compares `paged` and `gather` with the reference, on a small batch of the same kind."""
+    """Compares forms with the reference, on a small batch of the same kind."""
     small = replace(
         request,
         batch=2,
@@ -144,10 +155,15 @@ def check(request: Request, device: str) -> None:
         dtype=torch.bfloat16,
         device=device,
     )
-    exact = run(reference_attention, inputs, dtype=torch.float64)["out"]
-    same_dtype_reference = run(reference_attention, inputs, compute_dtype=torch.bfloat16)["out"]
-    assert_matches("paged", paged(inputs), exact, same_dtype_reference)
-    assert_matches("gather", gather(inputs, small), exact, same_dtype_reference)
+    of_codes = quantized(inputs)
+    for name, out, batch in (
+        ("paged", paged(inputs), inputs),
+        ("e4m3", paged(of_codes), of_codes),
+        ("gather", gather(inputs, small), inputs),
+    ):
+        exact = run(reference_attention, batch, dtype=torch.float64)["out"]
+        same_dtype_reference = run(reference_attention, batch, compute_dtype=torch.bfloat16)["out"]
+        assert_matches(name, out, exact, same_dtype_reference)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -165,17 +181,31 @@ def variants(bench: Run, request: Request) -> list[Variant]:
         sets = min(8, max(2, -(-CACHE_BYTES // request.bytes)))
         return [make_inputs(request, gpu.device) for _ in range(sets)]
 
+    @functools.cache
+    def of_codes() -> list[Batch]:
+        return [quantized(batch) for batch in inputs()]
+
     def microseconds(call: Call) -> float:
         return 1e3 * gpu.milliseconds(call)
 
-    def variant(impl: str, make: Callable[[Batch], Call], count: int = 8) -> Variant:
+    def variant(
+        impl: str,
+        make: Callable[[Batch], Call],
+        count: int = 8,
+        batches: Callable[[], list[Batch]] = inputs,
+    ) -> Variant:
         return Variant(
-            impl, "call", lambda: [make(batch) for batch in inputs()[:count]], microseconds
+            impl, "call", lambda: [make(batch) for batch in batches()[:count]], microseconds
         )
 
     forms = {
         "paged": variant("paged", lambda batch: functools.partial(paged, batch)),
         "graph": variant("graph", lambda batch: gpu.captured(functools.partial(paged, batch))),
+        "e4m3": variant(
+            "e4m3",
+            lambda batch: gpu.captured(functools.partial(paged, batch)),
+            batches=of_codes,
+        ),
         "append": variant("append", lambda batch: gpu.captured(functools.partial(append, batch))),
         "gather": variant("gather", lambda batch: functools.partial(gather, batch, request)),
         "recompute": variant(

@@ -28,6 +28,8 @@ MAY_SPILL = {
         # In the backward, that warpgroup has 56 registers where it only sums dS, so that the
         # consumers have 216.
         "17PositionScoreBiasELb",
+        # A converter takes registers, so that others spill some for each work tile.
+        "18QuantizedPagedKeys",
         # Consumers keep the address of a tile of the bias beside their accumulators.
         "AddedDenseBias",
         # The consumers leave 24 registers to the producer, which spills once per work tile.

@@ -8,7 +8,7 @@
 //   forward_traits.h              tiles, shared memory, and five invariants
 //   forward_consumers.h           S, activation, mask, O: the main loop
 //   weights.h, masking.h          how P is activated, rounded and masked, in 16 bits and in e4m3
-//   forward_producers.h           copies of Q, K and V
+//   forward_producers.h           copies of Q, K and V, and the conversion of e4m3 pages
 //   tile_scheduler.h              which work tiles a block gets
 //   epilogue.h                    how O is stored, and how the partial O of splits are added
 //   key_source.h, score_bias.h    policies: packed, paged or e4m3 keys; a bias or none
@@ -53,6 +53,11 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
       ForwardProducer<Traits>::run(params, maps, metadata, smem);
+    } else if (Traits::kHasConverter && warpgroup > Traits::kConsumers) {
+      if constexpr (Traits::kHasConverter) {
+        cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.converter>();
+        convert_pages<Traits>(smem);
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       ForwardConsumer<Traits>(params, metadata, smem, warpgroup - 1).run();

@@ -7,6 +7,22 @@
 
 namespace hstu::sm90 {
 
+// Calls visit(work_tile, first key, first key of the next tile or kNoKey, state of its stage) for
+// each visible key tile of each work tile.
+template <typename Traits, typename Visit>
+HSTU_DEVICE void for_each_key_tile(typename Traits::SharedMemory& smem, Visit visit) {
+  typename Traits::KVState state;
+  for_each_work_tile(smem.work_tiles, smem.pipeline_work,
+                     [&](const typename Traits::WorkTile& work_tile) {
+                       for (int first = work_tile.tile_from(0); first != Traits::kNoKey;) {
+                         const int next = work_tile.tile_from(first + Traits::kKeys);
+                         visit(work_tile, first, next, state);
+                         state.advance();
+                         first = next;
+                       }
+                     });
+}
+
 template <typename Traits>
 class ForwardProducer {
   using KeyTile = typename Traits::KeyTile;
@@ -56,27 +72,28 @@ class ForwardProducer {
     typename Source::template Loader<Traits, PagePart::kKeys> loader;
     typename Traits::Bias::template Producer<Traits> bias;
     bool is_next_wanted = false;
-    for_each_key_tile(smem, [&](const WorkTile& work_tile, int first, int next, KVState state) {
-      // NOTE: a split may end between the history and the targets, and then its last key tile ends
-      // before its keys do.
-      const bool is_end =
-          next == Traits::kNoKey || first + Traits::kTilesLeft * Traits::kKeys >= work_tile.end();
-      if (Source::is_leader() && !is_next_wanted && is_end) {
-        smem.next_work_wanted.arrive();
-        is_next_wanted = true;
-      }
-      if (next == Traits::kNoKey) is_next_wanted = false;
-      smem.pipeline_k.producer_acquire(state);
-      if (Source::is_leader()) smem.key_tiles[state.index()] = key_tile(work_tile, first, next);
-      loader.load(params, maps, smem, work_tile, first, state.index());
-      bias.load(params, maps, smem, work_tile, first, state);
-    });
+    for_each_key_tile<Traits>(
+        smem, [&](const WorkTile& work_tile, int first, int next, KVState state) {
+          // NOTE: a split may end between the history and the targets, and then its last key tile
+          // ends before its keys do.
+          const bool is_end = next == Traits::kNoKey ||
+                              first + Traits::kTilesLeft * Traits::kKeys >= work_tile.end();
+          if (Source::is_leader() && !is_next_wanted && is_end) {
+            smem.next_work_wanted.arrive();
+            is_next_wanted = true;
+          }
+          if (next == Traits::kNoKey) is_next_wanted = false;
+          smem.pipeline_k.producer_acquire(state);
+          if (Source::is_leader()) smem.key_tiles[state.index()] = key_tile(work_tile, first, next);
+          loader.load(params, maps, smem, work_tile, first, state.index());
+          bias.load(params, maps, smem, work_tile, first, state);
+        });
   }
 
   static HSTU_DEVICE void copy_values(const ForwardParams& params, const ForwardMaps& maps,
                                       SharedMemory& smem) {
     typename Source::template Loader<Traits, PagePart::kValues> loader;
-    for_each_key_tile(smem, [&](const WorkTile& work_tile, int first, int, KVState state) {
+    for_each_key_tile<Traits>(smem, [&](const WorkTile& work_tile, int first, int, KVState state) {
       smem.pipeline_v.producer_acquire(state);
       loader.load(params, maps, smem, work_tile, first, state.index());
     });
@@ -95,21 +112,30 @@ class ForwardProducer {
     }
     return {bits};
   }
-
-  // Calls visit(work_tile, first key, first key of the next tile or kNoKey, state of its stage) for
-  // each visible key tile of each work tile.
-  template <typename Visit>
-  static HSTU_DEVICE void for_each_key_tile(SharedMemory& smem, Visit visit) {
-    KVState state;
-    for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
-      for (int first = work_tile.tile_from(0); first != Traits::kNoKey;) {
-        const int next = work_tile.tile_from(first + Traits::kKeys);
-        visit(work_tile, first, next, state);
-        state.advance();
-        first = next;
-      }
-    });
-  }
 };
+
+// Converts the tiles of history, whose bytes the warp of Q copies, to 16 bits. Called by the
+// converter warpgroup, which arrives at the barriers of tiles of targets, too.
+template <typename Traits>
+HSTU_DEVICE void convert_pages(typename Traits::SharedMemory& smem) {
+  typename Traits::ByteState bytes;
+  for_each_key_tile<Traits>(
+      smem, [&](const typename Traits::WorkTile& work_tile, int first, int, auto state) {
+        const PaddedKeys<Traits::kKeys> padded(work_tile.tile.sequence);
+        const auto convert = [&](auto& pipeline, auto* tile) {
+          pipeline.producer_acquire(state);
+          if (!padded.is_target(first)) {
+            smem.pipeline_bytes.consumer_wait(bytes);
+            dequantize_tile<Traits::kKeys, Traits::kHeadDim>(smem.bytes[bytes.index()],
+                                                             smem.scales[bytes.index()], tile);
+            smem.pipeline_bytes.consumer_release_by_warp(bytes);
+            bytes.advance();
+          }
+          pipeline.producer_commit_by_warp(state);
+        };
+        convert(smem.pipeline_k, smem.k[state.index()]);
+        convert(smem.pipeline_v, smem.v[state.index()]);
+      });
+}
 
 }  // namespace hstu::sm90

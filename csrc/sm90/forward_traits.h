@@ -69,22 +69,29 @@ struct ForwardTraits {
   static constexpr int kPromotedTiles = 1024 / kKeys;  // key tiles between two promotions of O
   static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2 && !kHasBias;
   static constexpr int kConsumerWarps = kConsumers * 4;
-  static constexpr int kWarpgroups = 1 + kConsumers;
+  static constexpr bool kHasConverter = Source::kIsQuantized;
+  static constexpr int kWarpgroups = 1 + kConsumers + kHasConverter;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
-  static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for scales");
-  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer <=
+  static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for the bytes of pages");
+  static_assert(kRegisters.producer + kConsumers * kRegisters.consumer + kRegisters.converter <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
 
-  // Read by attention_launch.h: blocks begin with tiles that are not in the list, and wait for
-  // device memory if sequences are short.
+  // Read by attention_list.h: blocks begin with tiles that are not in the list, and wait for device
+  // memory if sequences are short. There is no list if each sequence has one tile, or up to
+  // kUnlistedTiles of them and each block at most kUnlistedRounds work tiles.
   static constexpr bool kBeginsUnlisted = true;
   static constexpr bool kWaitsForMemory = true;
+  static constexpr int kUnlistedTiles = 4;
+  static constexpr int kUnlistedRounds = 2;
 
   using ScoreMma = SmemMma<Element, kKeys, kHeadDim, ScoreSum>;
-  using OutMma = RegisterMma<Element, kHeadDim, kKeys>;
+  // NOTE: beside a converter, ptxas compiles for 128 registers a thread, and a product of more than
+  // 128 columns has more accumulators than that.
+  static constexpr int kOutColumns = kHasConverter ? std::min(kHeadDim, 128) : kHeadDim;
+  using OutMma = RegisterMma<Element, kOutColumns, kKeys>;
 
   // Scores in e4m3 get factors of their rows and keys before anything is added to them.
   static constexpr auto kScaleOut = kIsFp8 ? GMMA::ScaleOut::Zero : Bias::kScaleOut;
@@ -189,7 +196,7 @@ struct ForwardTraits {
   static constexpr int kBiasArrivals = !kHasRelativeBias                  ? 0
                                        : Source::kIsPaged && kHasTimeBias ? kArrivalsOfWarp
                                                                           : 1;
-  using Quantized = QuantizedTiles<KVState::kStages, kKeys>;
+  using ByteState = PipelineState<Source::kIsQuantized ? kTiles.byte_stages : 1>;
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:
   //
@@ -215,17 +222,20 @@ struct ForwardTraits {
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) BiasElement bias[kHasBiasTiles ? BiasState::kStages : 0][kRows * kKeys];
+    alignas(128) uint8_t bytes[kTiles.byte_stages][kKeys * kHeadDim];  // of e4m3 pages
+    float scales[kTiles.byte_stages][kKeys];                           // of the rows of `bytes`
     WorkTile work_tiles[WorkState::kStages];
-    Quantized quantized[Source::kIsQuantized ? 2 : 0];  // of K, of V
     KeyTile key_tiles[KVState::kStages];
     BlockDescales block_descales[kIsFp8 ? KVState::kStages : 0];
-    int work_index;  // of the work tile that the scheduler looks for, or kNoWorkIndex
+    int work_index;    // of the work tile that the scheduler looks for, or kNoWorkIndex
+    int tiles_beyond;  // see TileScheduler::advance()
     cutlass::arch::ClusterBarrier next_work_wanted;
     Pipeline<WorkState::kStages> pipeline_work;
     Pipeline<QState::kStages> pipeline_q;
     Pipeline<KVState::kStages> pipeline_k;
     Pipeline<KVState::kStages> pipeline_v;
     Pipeline<BiasState::kStages> pipeline_bias;
+    Pipeline<ByteState::kStages> pipeline_bytes;
     BiasWindow bias_windows[kHasRelativeBias ? kBiasWindows : 0];
     NarrowCells bias_cells[kHasTimeBias ? QState::kStages : 0];
     BiasOfWarp bias_warps[kHasTimeBias ? kConsumerWarps : 0];
@@ -245,19 +255,21 @@ struct ForwardTraits {
 
   // Called by one thread.
   static HSTU_DEVICE void init(SharedMemory& smem) {
-    constexpr int kCopyThreads = Source::kQueryCopyLanes + 2 * Source::kCopyLanes;
+    constexpr int kCopyThreads =
+        Source::kQueryCopyLanes + 2 * Source::kCopyLanes + kHasConverter * kWarpgroup;
     smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + kCopyThreads,
                             /*producers=*/kSchedulerLanes);
-    if constexpr (Source::kIsQuantized) {
-      for (Quantized& quantized : smem.quantized) quantized.init();
-    }
     // Further arrivals at the barriers of Q and K are for further inputs: the factors and descales
-    // of e4m3, and the cells, times and weights of a relative bias.
+    // of e4m3, and the cells, times and weights of a relative bias. Those of the converter are at
+    // the barriers of K and V.
+    constexpr int kConverterArrivals = kHasConverter * 4 * kArrivalsOfWarp;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
     smem.pipeline_q.init(kConsumerArrivals, 1 + kIsFp8 * kArrivalsOfWarp + kHasTimeBias);
-    smem.pipeline_k.init(kConsumerArrivals, 1 + kIsFp8 + kBiasArrivals);
-    smem.pipeline_v.init(kConsumerArrivals);
+    smem.pipeline_k.init(kConsumerArrivals, 1 + kIsFp8 + kBiasArrivals + kConverterArrivals);
+    smem.pipeline_v.init(kConsumerArrivals, 1 + kConverterArrivals);
     smem.pipeline_bias.init(kConsumerArrivals);
+    // One arrival expects the bytes, and each lane of the warp that copies arrives for its scales.
+    smem.pipeline_bytes.init(4 * kArrivalsOfWarp, 1 + 32);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }

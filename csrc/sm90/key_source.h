@@ -176,11 +176,10 @@ struct QuantizedPagedKeys : PagedKeys {
   static constexpr bool kIsQuantized = true;
   static constexpr int kQueryCopyLanes = 32;
 
-  // Converts a tile that QueryWarpLoader has copied, or copies a tile of targets.
+  // Copies a tile of targets. Those of history are copied by QueryWarpLoader and converted by a
+  // warpgroup of their own (convert_pages()).
   template <typename Traits, PagePart kPart>
   struct Loader {
-    typename Traits::Quantized::State state;
-
     // Called by a warp.
     HSTU_DEVICE void load(const ForwardParams&, const typename Traits::Maps& maps,
                           typename Traits::SharedMemory& smem,
@@ -191,13 +190,10 @@ struct QuantizedPagedKeys : PagedKeys {
       auto* const to = kv_stage<kPart>(smem, stage);
       auto& full = kv_full<kPart>(smem, stage);
       const PaddedKeys<kKeys> padded(sequence);
+      if (!is_leader()) return;
       if (!padded.is_target(first)) {
-        dequantize_tile<kKeys, kHeadDim>(smem.quantized[static_cast<int>(kPart)], state, to);
-        state.advance();
-        if (is_leader()) full.arrive();
-        return;
-      }
-      if (is_leader()) {
+        full.arrive();
+      } else {
         full.arrive_and_expect_tx(kKeys * kHeadDim * sizeof(*to));
         start_copy_rows<kKeys, kHeadDim>(kv_map<kPart>(maps), target_rows(sequence, work_tile.head),
                                          first - padded.first_target(), to, full);
@@ -208,8 +204,7 @@ struct QuantizedPagedKeys : PagedKeys {
   // Copies the bytes and scales of the tiles of K and V that are in pages.
   template <typename Traits>
   struct QueryWarpLoader {
-    typename Traits::KVState kv_state;
-    typename Traits::Quantized::State state;
+    typename Traits::ByteState state;
     PageWindow window;
 
     // Called by a warp for each work tile.
@@ -217,27 +212,35 @@ struct QuantizedPagedKeys : PagedKeys {
                           typename Traits::SharedMemory& smem,
                           const typename Traits::WorkTile& work_tile) {
       constexpr int kKeys = Traits::kKeys;
-      constexpr int kHeadDim = Traits::kHeadDim;
-      const Sequence& sequence = work_tile.tile.sequence;
-      const PaddedKeys<kKeys> padded(sequence);
+      const PaddedKeys<kKeys> padded(work_tile.tile.sequence);
       __syncwarp();
       window.set_sequence(work_tile.pages);
       for (int first = work_tile.tile_from(0); first != Traits::kNoKey;
            first = work_tile.tile_from(first + kKeys)) {
-        const int stage = kv_state.index();
-        if (!padded.is_target(first)) {
-          smem.pipeline_k.producer_acquire(kv_state);
-          start_copy_quantized<PagePart::kKeys, kKeys, kHeadDim>(
-              params.paged, maps.pages, window, sequence, work_tile.head, first, smem.k[stage],
-              smem.quantized[0], state);
-          smem.pipeline_v.producer_acquire(kv_state);
-          start_copy_quantized<PagePart::kValues, kKeys, kHeadDim>(
-              params.paged, maps.pages, window, sequence, work_tile.head, first, smem.v[stage],
-              smem.quantized[1], state);
-          state.advance();
-        }
-        kv_state.advance();
+        if (padded.is_target(first)) continue;
+        load_part<PagePart::kKeys>(params, maps, smem, work_tile, first);
+        load_part<PagePart::kValues>(params, maps, smem, work_tile, first);
       }
+    }
+
+   private:
+    template <PagePart kPart>
+    HSTU_DEVICE void load_part(const ForwardParams& params, const typename Traits::Maps& maps,
+                               typename Traits::SharedMemory& smem,
+                               const typename Traits::WorkTile& work_tile, int first) {
+      constexpr int kKeys = Traits::kKeys;
+      const Sequence& sequence = work_tile.tile.sequence;
+      const int stage = state.index();
+      auto& full = smem.pipeline_bytes.full[stage];
+      smem.pipeline_bytes.producer_acquire(state);
+      if (is_leader()) full.arrive_and_expect_tx(sizeof(smem.bytes[stage]));
+      start_copy_pages<kPart, kKeys, Traits::kHeadDim>(params.paged, maps.pages, window, sequence,
+                                                       work_tile.head, first, smem.bytes[stage],
+                                                       full);
+      start_copy_scales<kPart>(params.paged, window, sequence, work_tile.head, first,
+                               smem.scales[stage]);
+      cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+      state.advance();
     }
   };
 };

@@ -17,22 +17,26 @@ struct ForwardTiles {
   int query_stages;     // of Q; with 2, Q of the next work tile is copied early
   int key_stages;       // of K and V
   int bias_stages = 2;  // of a dense bias
+  int byte_stages = 0;  // of K or V as it is in e4m3 pages
 };
 
 // Registers per thread, which setmaxnreg moves from the producer to the consumers.
 struct Registers {
   int producer;
   int consumer;
-  int bias = 0;  // of the warpgroups that compute a relative bias
+  int bias = 0;       // of the warpgroups that compute a relative bias
+  int converter = 0;  // of the warpgroup that converts pages of e4m3
 };
 
 // Splits the registers that a block begins with (65536 / threads, rounded down to a multiple of 8,
-// for each thread) so that no role spills. Producers that look up pages need more of them.
+// for each thread) so that no role spills, or few registers beside a converter. Producers that look
+// up pages need more of them.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged,
                                       bool is_quantized) {
+  if (is_quantized && head_dim <= 64) return {.producer = 72, .consumer = 184, .converter = 72};
+  if (is_quantized && head_dim == 128) return {.producer = 64, .consumer = 200, .converter = 48};
+  if (is_quantized) return {.producer = 56, .consumer = 208, .converter = 40};
   if (is_paged && head_dim <= 64) return {.producer = 88, .consumer = 208};
-  if (is_quantized && head_dim == 128) return {.producer = 88, .consumer = 208};
-  if (is_quantized) return {.producer = 72, .consumer = 216};
   if (is_paged) return {.producer = 56, .consumer = 224};
   if (head_dim == 256) return {.producer = 40, .consumer = 232};
   if (consumers == 2) return {.producer = 56, .consumer = 224};
@@ -54,9 +58,8 @@ constexpr ForwardTiles forward_tiles() {
       }
       return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
     }
-    // Six stages do not fit beside the scales of e4m3 pages.
     if constexpr (kIsQuantized) {
-      return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 4};
+      return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 3, .byte_stages = 8};
     }
     // Producers that look up pages take the registers of a third consumer. Pages arrive late, often
     // from device memory, so more stages are in flight.
@@ -68,15 +71,21 @@ constexpr ForwardTiles forward_tiles() {
     if constexpr (kHasBias) {
       return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 2};
     }
-    // For 16-bit pages, a third stage of K and V is worth more than a second stage of Q. It does
-    // not fit beside the scales of e4m3 pages.
-    if constexpr (kIsPaged && !kIsQuantized) {
+    // A third stage of K and V, or stages of bytes, are worth more than a second stage of Q.
+    if constexpr (kIsQuantized) {
+      return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .byte_stages = 3};
+    }
+    if constexpr (kIsPaged) {
       return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 3};
     }
     return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
   } else if constexpr (kHeadDim == 256) {
     // O takes 128 registers, and a stage of K or V takes 32 KB for 64 keys.
-    return {.consumers = 2, .keys = 64, .query_stages = 1, .key_stages = 2};
+    return {.consumers = 2,
+            .keys = 64,
+            .query_stages = 1,
+            .key_stages = 2,
+            .byte_stages = kIsQuantized ? 2 : 0};
   } else {
     static_assert(kHeadDim == 0,
                   "sm90/tile_config.h: forward_tiles has no entry for this head dim");
