@@ -9,8 +9,9 @@
 namespace hstu {
 
 // Takes the memory of the work list of forward kernel Form, with `num_splits` work tiles for each
-// tile of rows and head. There is no list if all work tiles of the batch are resident at once,
-// unless there are splits or the mask needs summaries.
+// tile of rows and head. A list takes time to make. There is none if all work tiles of the batch
+// are resident at once, or if sequences are short (WorkList::sequence_tiles), unless there are
+// splits or the mask needs summaries.
 template <typename Form>
 WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
                            const CudaLaunch& launch, int num_splits = 1) {
@@ -19,8 +20,20 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
   WorkList list;
   list.capacity = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
   const int64_t work_tiles = int64_t{list.capacity} * work_per_tile;
-  if (work_tiles > resident_blocks<Form>(launch) || is_given_by_row(params.mask) ||
-      num_splits > 1) {
+  const int64_t resident = resident_blocks<Form>(launch);
+  const bool needs_list = is_given_by_row(params.mask) || num_splits > 1;
+  if constexpr (Form::kBeginsUnlisted) {
+    const int tiles = ceil_div(batch.max_seqlen_q, Form::kRows);
+    const int64_t most = tiles == 1 ? INT32_MAX : Form::kUnlistedRounds * resident;
+    if (!needs_list && 0 < tiles && tiles <= Form::kUnlistedTiles &&
+        int64_t{tiles} * batch.batch * params.heads <= most) {
+      list.sequence_tiles = tiles;
+      list.capacity = tiles * batch.batch;
+      list.work_per_tile = work_per_tile;
+      return list;
+    }
+  }
+  if (work_tiles > resident || needs_list) {
     list = workspace.take_list(batch.total_q, batch.batch, Form::kRows);
     if (is_given_by_row(params.mask)) {
       list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
@@ -38,6 +51,7 @@ template <typename Form>
 int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
                         void* zeros = nullptr, int64_t zero_bytes = 0) {
   const int64_t work_tiles = int64_t{list.capacity} * list.work_per_tile;
+  if (list.sequence_tiles > 0) return persistent_blocks<Form>(launch, work_tiles);
   if (!list.tiles) return work_tiles;
   PrepareParams prepared;
   prepared.batch = params.batch;

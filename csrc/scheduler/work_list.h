@@ -42,8 +42,12 @@ struct SpanSummaries {
 struct WorkList {
   int* next = nullptr;   // [1]: how many work tiles were handed out beyond the first of each block
   int* count = nullptr;  // [1]: number of tiles in the list
-  SequenceTile* tiles = nullptr;  // [capacity]; null: no list, each block has one work tile
+  SequenceTile* tiles = nullptr;  // [capacity]; null: no list
   int capacity = 0;
+  // If this is > 0, there is no list because sequences are short: none has more tiles than this, if
+  // max_seqlen_q is right. Work tile n of a block has the number blockIdx + n * gridDim, where the
+  // last tile of each sequence comes first, then the one before it, and so on.
+  int sequence_tiles = 0;
   int work_per_tile = 1;  // work tiles of each listed tile
   int unlisted = 0;       // how many of the first tiles are not listed: blocks begin with them
   SpanSummaries summaries;

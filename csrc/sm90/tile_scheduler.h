@@ -1,7 +1,8 @@
 // The tile scheduler of the forward: hands a block one work tile after another.
 //
 // Work tiles come from one of these:
-//   no list      each block (or cluster) has one work tile, the number of which is blockIdx
+//   no list      each block (or cluster) has one work tile, the number of which is blockIdx; or
+//                every gridDim-th of the tiles of short sequences (WorkList::sequence_tiles)
 //   list         a block begins with the work tile of its number, and takes the next one by an
 //                atomic counter. The first row tiles of the batch are not listed, so that blocks
 //                begin before prepare_scheduler() has written the list
@@ -54,13 +55,16 @@ class TileScheduler {
                               SharedMemory& smem) {
     const int lane = static_cast<int>(threadIdx.x);
     typename Traits::WorkState state;
-    if (lane == 0) smem.work_index = static_cast<int>(blockIdx.x) / Traits::kClusterSize;
+    if (lane == 0) {
+      smem.work_index = static_cast<int>(blockIdx.x) / Traits::kClusterSize;
+      smem.tiles_beyond = 0;
+    }
     __syncwarp();
     for (;;) {
       // NOTE: the work tile stays in shared memory, because the producer has few registers.
       WorkTile& work_tile = smem.work_tiles[state.index()];
       smem.pipeline_work.producer_acquire(state);
-      get_next_work(params, metadata, smem.work_index, work_tile);
+      get_next_work(params, metadata, smem, work_tile);
       __syncwarp();
       if (!Traits::kIsSplitByCluster && !work_tile.is_end() && work_tile.is_empty()) {
         zero_output(params, work_tile);
@@ -71,24 +75,35 @@ class TileScheduler {
         if (!Traits::kIsSplitByCluster) smem.next_work_wanted.wait(state.count % 2);
         state.advance();
       }
-      if (lane == 0) smem.work_index = next_work_index(metadata.list);
+      if (lane == 0) advance(metadata.list, work_tile.tile, smem);
       __syncwarp();
     }
   }
 
  private:
-  static HSTU_DEVICE int next_work_index(const WorkList& list) {
-    if (!list.tiles) return Traits::kNoWorkIndex;
-    wait_for_previous_kernel();
-    return reload_grid_dim() + atomicAdd(list.next, 1);
+  // Goes on to the work tile after `tile`. Called by one thread.
+  static HSTU_DEVICE void advance(const WorkList& list, const SequenceTile& tile,
+                                  SharedMemory& smem) {
+    if (Traits::kReduction == SplitKVReduction::kNone && list.sequence_tiles > 0) {
+      // NOTE: max_seqlen_q, from which sequence_tiles was computed, may be understated.
+      const bool has_more =
+          tile.index + 1 >= list.sequence_tiles && (tile.index + 1) * kRows < tile.sequence.q_len;
+      smem.tiles_beyond = has_more ? smem.tiles_beyond + 1 : 0;
+      if (!has_more) smem.work_index += reload_grid_dim();
+    } else if (list.tiles) {
+      wait_for_previous_kernel();
+      smem.work_index = reload_grid_dim() + atomicAdd(list.next, 1);
+    } else {
+      smem.work_index = Traits::kNoWorkIndex;
+    }
   }
 
-  // Describes work tile `work_index`: its rows and the keys that they see; there may be none. It is
-  // the end (kEndOfWork) only if no later work tile of the block can have rows.
+  // Describes work tile smem.work_index: its rows and the keys that they see; there may be none. It
+  // is the end (kEndOfWork) only if no later work tile of the block can have rows.
   static HSTU_DEVICE void get_next_work(const ForwardParams& params,
-                                        const SchedulerMetadata& metadata, int work_index,
+                                        const SchedulerMetadata& metadata, const SharedMemory& smem,
                                         WorkTile& work_tile) {
-    find_rows(params, metadata, work_index, work_tile);
+    find_rows(params, metadata, smem, work_tile);
     __syncwarp();
     const int lane = static_cast<int>(threadIdx.x);
     if (work_tile.is_end() || lane >= Traits::kSchedulerLanes) return;
@@ -98,7 +113,8 @@ class TileScheduler {
 
   // Writes the row tile, heads and split of a work tile.
   static HSTU_DEVICE void find_rows(const ForwardParams& params, const SchedulerMetadata& metadata,
-                                    int work_index, WorkTile& work_tile) {
+                                    const SharedMemory& smem, WorkTile& work_tile) {
+    const int work_index = smem.work_index;
     const WorkList& list = metadata.list;
     const SplitKVPlan& split_kv = metadata.split_kv;
     const int work_tiles = list.capacity * params.heads;  // of each split
@@ -108,12 +124,23 @@ class TileScheduler {
     const bool is_listed = list.tiles && tile >= list.unlisted;
     bool exists =
         Traits::kIsSplitByList ? split < split_kv.num_splits : work_index != Traits::kNoWorkIndex;
-    if (exists && !is_listed) {
+    const bool is_by_sequence =
+        Traits::kReduction == SplitKVReduction::kNone && list.sequence_tiles > 0;
+    if (is_by_sequence) {
+      exists = work_index < work_tiles;
+    } else if (exists && !is_listed) {
       const bool has_rows = Source::template find_row_tile<kRows>(params, tile, work_tile);
       exists = has_rows || list.tiles != nullptr;
     }
     if (threadIdx.x != 0) return;
-    if (exists && is_listed) {
+    if (exists && is_by_sequence) {
+      int b = tile;
+      int n = list.sequence_tiles - 1 + smem.tiles_beyond;
+      for (; b >= params.batch.batch; b -= params.batch.batch) --n;
+      const Sequence sequence = load_sequence(params.batch, b);
+      work_tile.tile = n * kRows < sequence.q_len ? SequenceTile{sequence, b, n} : SequenceTile{};
+      Source::find_pages(params, work_tile);
+    } else if (exists && is_listed) {
       wait_for_previous_kernel();
       const bool has_rows = tile - list.unlisted < *list.count;
       work_tile.tile = has_rows ? list.tiles[tile - list.unlisted] : SequenceTile{};

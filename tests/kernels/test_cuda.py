@@ -138,6 +138,20 @@ def test_many_short_sequences(dim):
     check(batch)
 
 
+@pytest.mark.parametrize("bias", [None, "position-time"])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(("count", "longest", "heads"), [(300, 120, 4), (60, 500, 1), (5, 500, 2)])
+def test_short_sequences_without_a_list(count, longest, heads, dim, bias):
+    """On Hopper the forward has no list, and a block has 9 work tiles, 2 or 1."""
+    lengths = [0, longest, *make_lengths(count - 3, longest), 0]
+    options = {"dim": dim, "heads": heads, "dtype": DTYPES[0], "device": "cuda", "bias": bias}
+    batch = make_batch(lengths, mask="context-target", **options)
+    check_against_reference(hstu_attention, batch, backward=False)
+    rows = [int(torch.randint(length + 1, ())) for length in lengths]
+    batch = make_batch(lengths, rows, mask="local", **options)
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("stated", [20, 64])
 def test_sequences_longer_than_stated(stated, dim):
