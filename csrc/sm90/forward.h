@@ -1,6 +1,6 @@
 // The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
-// A work tile is a tile of rows of one head, 64 rows for each of two or three consumer warpgroups.
+// A work tile is a tile of rows of one head, 64 rows for each of one to three consumer warpgroups.
 // The producer warpgroup schedules work tiles and copies Q, K and V by TMA; consumers multiply by
 // wgmma. To read:
 //
@@ -28,13 +28,17 @@
 namespace hstu::sm90 {
 
 template <int kHeadDim, typename Element, typename Source, typename Bias,
-          SplitKVReduction kReduction = SplitKVReduction::kNone, int kClusterSize = 1>
-struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize> {
-  using Traits = ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize>;
+          SplitKVReduction kReduction = SplitKVReduction::kNone, int kClusterSize = 1,
+          bool kHasSmallTiles = false>
+struct Forward
+    : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize, kHasSmallTiles> {
+  using Traits =
+      ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize, kHasSmallTiles>;
   using SharedMemory = typename Traits::SharedMemory;
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
                               const SchedulerMetadata& metadata, SharedMemory& smem) {
+    constexpr bool kMovesRegisters = Traits::kRegisters.consumer > 0;
     const bool has_list = metadata.list.tiles != nullptr;
     if (threadIdx.x == 0) {
       Traits::init(smem);
@@ -51,7 +55,9 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
     // NOTE: after a shuffle, the compiler knows that all lanes have the same value.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
+      if constexpr (kMovesRegisters) {
+        cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
+      }
       ForwardProducer<Traits>::run(params, maps, metadata, smem);
     } else if (Traits::kHasConverter && warpgroup > Traits::kConsumers) {
       if constexpr (Traits::kHasConverter) {
@@ -59,7 +65,9 @@ struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClu
         convert_pages<Traits>(smem);
       }
     } else {
-      cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
+      if constexpr (kMovesRegisters) {
+        cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
+      }
       ForwardConsumer<Traits>(params, metadata, smem, warpgroup - 1).run();
       if (!has_list) {  // then prepare_scheduler() has not zeroed them
         const int warp = static_cast<int>(blockIdx.x) * Traits::kConsumerWarps +

@@ -32,7 +32,7 @@ struct SchedulerMetadata {
 // Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h, or E4m3Keys; Bias is a
 // policy of score_bias.h. The blocks of a cluster are the splits of SplitKVReduction::kCluster.
 template <int kHeadDim_, typename Element_, typename Source_, typename Bias_,
-          SplitKVReduction kReduction_, int kClusterSize_>
+          SplitKVReduction kReduction_, int kClusterSize_, bool kHasSmallTiles>
 struct ForwardTraits {
   using Element = Element_;
   using Source = Source_;
@@ -56,6 +56,7 @@ struct ForwardTraits {
   static constexpr bool kHasTimeBias = Bias::kHasTime;
   static constexpr bool kHasBiasTiles = kHasBias && !kHasRelativeBias;
   static constexpr ForwardTiles kTiles = [] {
+    if constexpr (kHasSmallTiles) return small_forward_tiles<kHeadDim>();
     if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2, kHasBias>();
     return forward_tiles<kHeadDim, kHasBias, kHasTimeBias, Source::kIsPaged,
                          Source::kIsQuantized>();
@@ -98,7 +99,7 @@ struct ForwardTraits {
 
   // With weights by time, a key tile takes one warpgroup longer than another, and in turns both
   // would wait for the slower one.
-  static constexpr bool kTakesTurns = !kHasTimeBias;
+  static constexpr bool kTakesTurns = !kHasTimeBias && kConsumers > 1;
 
   static constexpr int kNoKey = INT_MAX;        // tile_from(): no key tile is visible
   static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile

@@ -49,6 +49,8 @@ class ForwardLauncher {
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,
             int kClusterSize = 1>
   using Kernel = Forward<kHeadDim, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
+  using SmallKernel = Forward<kHeadDim, ElementOf<kDType>, PackedKeys, NoScoreBias,
+                              Reduction::kNone, 1, /*kHasSmallTiles=*/true>;
 
   static ForwardPlan plan_packed(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.relative_bias.time.data) {
@@ -57,9 +59,16 @@ class ForwardLauncher {
     if (params.relative_bias) {
       return plan_form<Kernel<PackedKeys, PositionScoreBias>>(params, launch, {});
     }
-    return bool_switch(params.rab.data, [&](auto has_bias) {
-      return plan_form<Kernel<PackedKeys, ScoreBias<has_bias>>>(params, launch, {});
-    });
+    if (params.rab.data) {
+      return plan_form<Kernel<PackedKeys, DenseScoreBias>>(params, launch, {});
+    }
+    const BatchParams& batch = params.batch;
+    const int64_t small_tiles =
+        WorkList::max_tiles(batch.total_q, batch.batch, SmallKernel::kRows) * int64_t{params.heads};
+    if (small_tiles <= resident_blocks<SmallKernel>(launch)) {
+      return plan_form<SmallKernel>(params, launch, {});
+    }
+    return plan_form<Kernel<PackedKeys, NoScoreBias>>(params, launch, {});
   }
 
   template <typename Source, typename Bias>

@@ -22,8 +22,8 @@ struct ForwardTiles {
 
 // Registers per thread, which setmaxnreg moves from the producer to the consumers.
 struct Registers {
-  int producer;
-  int consumer;
+  int producer = 0;
+  int consumer = 0;
   int bias = 0;       // of the warpgroups that compute a relative bias
   int converter = 0;  // of the warpgroup that converts pages of e4m3
 };
@@ -38,6 +38,7 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   if (is_quantized) return {.producer = 56, .consumer = 208, .converter = 40};
   if (is_paged && head_dim <= 64) return {.producer = 88, .consumer = 208};
   if (is_paged) return {.producer = 56, .consumer = 224};
+  if (consumers == 1) return {};  // there are enough, and none are moved
   if (head_dim == 256) return {.producer = 40, .consumer = 232};
   if (consumers == 2) return {.producer = 56, .consumer = 224};
   if (head_dim == 32) return {.producer = 56, .consumer = 152};
@@ -89,6 +90,17 @@ constexpr ForwardTiles forward_tiles() {
   } else {
     static_assert(kHeadDim == 0,
                   "sm90/tile_config.h: forward_tiles has no entry for this head dim");
+  }
+}
+
+// The tiles of batches that are resident at once with 64 rows a block. More blocks then share their
+// work. A tile has as many keys as usual, so that sums have the same order.
+template <int kHeadDim>
+constexpr ForwardTiles small_forward_tiles() {
+  if constexpr (kHeadDim <= 64) {
+    return {.consumers = 1, .keys = 128, .query_stages = 1, .key_stages = 4};
+  } else {
+    return {.consumers = 1, .keys = kHeadDim == 256 ? 64 : 128, .query_stages = 1, .key_stages = 3};
   }
 }
 
