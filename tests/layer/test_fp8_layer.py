@@ -29,6 +29,8 @@ STU = HSTULayerConfig.stu(
 RESEARCH = HSTULayerConfig.research(
     embedding_dim=64, num_heads=2, linear_dim=16, attention_dim=32, max_sequence_len=200
 )
+# The head dim is one for which kernels have the backward in e4m3.
+WIDE = replace(STU, num_heads=1, hidden_dim=128, attention_dim=128)
 ATTENTION = FP8(Quantization(smooth_k=True))
 LINEARS = FP8(None, linears=True)
 LAYER = FP8(Quantization(smooth_k=True), linears=True)
@@ -116,10 +118,14 @@ TABLES = {"d position_weight": 0.2, "d time_weight": 0.2}
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["composed", "fused"])
-@pytest.mark.parametrize("config", [BASE, STU, RESEARCH], ids=["base", "stu", "research"])
+@pytest.mark.parametrize(
+    "config", [BASE, STU, WIDE, RESEARCH], ids=["base", "stu", "e4m3-backward", "research"]
+)
 @pytest.mark.parametrize("name", BOUNDS)
 def test_errors_of_a_layer(name, config, fused):
     fp8, bound = BOUNDS[name]
+    if config is WIDE and fp8.attention is not None:
+        fp8 = replace(fp8, attention=replace(fp8.attention, backward="e4m3"))
     layer = HSTULayer(replace(config, fused=fused))
     inputs = make_inputs(config)
     cotangent = torch.randn_like(inputs["x"])
@@ -232,11 +238,13 @@ def test_what_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [BASE, STU], ids=["base", "stu"])
+@pytest.mark.parametrize("config", [BASE, STU, WIDE], ids=["base", "stu", "e4m3-backward"])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_fused_layer_on_a_gpu(name, config):
     """Its errors are those of the same layer composed of torch's functions, on the same GPU."""
     fp8, bound = BOUNDS[name]
+    if config is WIDE and fp8.attention is not None:
+        fp8 = replace(fp8, attention=replace(fp8.attention, backward="e4m3"))
     if fp8.attention is not None and os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
         pytest.skip("only sm90 has FP8 attention")
     layer, inputs = HSTULayer(replace(config, fused=False)), make_inputs(config)
