@@ -350,8 +350,8 @@ def test_too_little_shared_memory(monkeypatch, bias):
 def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", memory)
     batch = make_batch(
-        [136, 0, 67],  # rows of the bias are aligned to 16 bytes
-        [136, 0, 40],
+        [200, 0, 67],  # rows of the bias are aligned to 16 bytes
+        [200, 0, 40],
         heads=2,
         dim=dim,
         dim_v=dim - 8,
