@@ -84,7 +84,7 @@ bool is_faster_by_sm80(const CudaDevice& device, const ForwardParams& params) {
   if (device.is_forced) return false;
   const int longest = sm80::longest_if_short(params);
   if (longest <= 64) return true;
-  // With up to 128 tokens they only save the time of making a list, which many blocks outweigh.
+  // With up to 128 tokens they are only faster in few blocks.
   return longest <= 128 && params.q.head_dim <= 64 && params.v.head_dim <= 64 &&
          int64_t{params.batch.batch} * params.heads <= 4 * device.multiprocessors;
 #else

@@ -29,7 +29,10 @@ MAY_SPILL = {
         # consumers have 216.
         "17PositionScoreBiasELb",
         # A converter takes registers, so that others spill some for each work tile.
-        "18QuantizedPagedKeys",
+        "ForwardILi128EN7cutlass10bfloat16_tENS0_18QuantizedPagedKeys",
+        "ForwardILi128EN7cutlass6half_tENS0_18QuantizedPagedKeys",
+        "ForwardILi256EN7cutlass10bfloat16_tENS0_18QuantizedPagedKeys",
+        "ForwardILi256EN7cutlass6half_tENS0_18QuantizedPagedKeys",
         # Consumers keep the address of a tile of the bias beside their accumulators.
         "AddedDenseBias",
         # The consumers leave 24 registers to the producer, which spills once per work tile.

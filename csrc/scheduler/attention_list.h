@@ -24,9 +24,13 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
   const bool needs_list = is_given_by_row(params.mask) || num_splits > 1;
   if constexpr (Form::kBeginsUnlisted) {
     const int tiles = ceil_div(batch.max_seqlen_q, Form::kRows);
-    const int64_t most = tiles == 1 ? INT32_MAX : Form::kUnlistedRounds * resident;
-    if (!needs_list && 0 < tiles && tiles <= Form::kUnlistedTiles &&
-        int64_t{tiles} * batch.batch * params.heads <= most) {
+    const int64_t possible = int64_t{tiles} * batch.batch * params.heads;
+    // Otherwise one block could have two work tiles, and another none.
+    const bool is_even = work_tiles > resident || possible <= resident;
+    const bool is_short =
+        tiles > 0 && std::max(batch.max_seqlen_q, batch.max_seqlen_k) <= Form::kUnlistedLength;
+    const int64_t most = tiles == 1 ? INT32_MAX - resident : Form::kUnlistedRounds * resident;
+    if (!needs_list && is_short && is_even && possible <= most) {
       list.sequence_tiles = tiles;
       list.capacity = tiles * batch.batch;
       list.work_per_tile = work_per_tile;

@@ -81,11 +81,11 @@ struct ForwardTraits {
                 "warpgroups would wait for registers that a block does not have");
 
   // Read by attention_list.h: blocks begin with tiles that are not in the list, and wait for device
-  // memory if sequences are short. There is no list if each sequence has one tile, or up to
-  // kUnlistedTiles of them and each block at most kUnlistedRounds work tiles.
+  // memory if sequences are short. There is no list if no sequence has more than kUnlistedLength
+  // rows or keys, and each of them has one tile, or each block at most kUnlistedRounds work tiles.
   static constexpr bool kBeginsUnlisted = true;
   static constexpr bool kWaitsForMemory = true;
-  static constexpr int kUnlistedTiles = 4;
+  static constexpr int kUnlistedLength = 4 * kRows;
   static constexpr int kUnlistedRounds = 2;
 
   using ScoreMma = SmemMma<Element, kKeys, kHeadDim, ScoreSum>;

@@ -174,13 +174,14 @@ struct PagedKeys {
 
 struct QuantizedPagedKeys : PagedKeys {
   static constexpr bool kIsQuantized = true;
+  static constexpr int kCopyLanes = 1;  // of targets
   static constexpr int kQueryCopyLanes = 32;
 
   // Copies a tile of targets. Those of history are copied by QueryWarpLoader and converted by a
   // warpgroup of their own (convert_pages()).
   template <typename Traits, PagePart kPart>
   struct Loader {
-    // Called by a warp.
+    // Called by one thread.
     HSTU_DEVICE void load(const ForwardParams&, const typename Traits::Maps& maps,
                           typename Traits::SharedMemory& smem,
                           const typename Traits::WorkTile& work_tile, int first, int stage) {
@@ -190,7 +191,6 @@ struct QuantizedPagedKeys : PagedKeys {
       auto* const to = kv_stage<kPart>(smem, stage);
       auto& full = kv_full<kPart>(smem, stage);
       const PaddedKeys<kKeys> padded(sequence);
-      if (!is_leader()) return;
       if (!padded.is_target(first)) {
         full.arrive();
       } else {

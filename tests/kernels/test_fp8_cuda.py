@@ -23,6 +23,7 @@ from hstu_attn.testing import (
     Batch,
     make_batch,
     make_bias,
+    make_lengths,
     offsets,
     poisoned_memory,
     run,
@@ -309,6 +310,15 @@ def test_e4m3_inputs(hopper, dim):
     out = torch.empty(found.shape, dtype=torch.float16, device="cuda")
     raw_ops.forward_out(to_device(batch, "cuda"), out, **there)
     assert relative_error(out.cpu(), found.double()) <= 4e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_short_sequences_without_a_list(hopper, dim):
+    """There are several times as many work tiles as blocks."""
+    lengths = [0, *make_lengths(300, 120), 0]
+    batch = make_batch(lengths, dim=dim, dtype=BF16, mask="context-target")
+    batch.quantization = Quantization(2)
+    assert_as_good_as_the_emulation(batch)
 
 
 def test_strided_inputs(hopper):

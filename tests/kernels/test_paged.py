@@ -332,6 +332,16 @@ def test_many_tiles(dim, page_size, blocks, fp8):
 
 @with_and_without_fp8
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_many_short_histories(dim, fp8):
+    """There are more row tiles than multiprocessors, and on Hopper no list of them."""
+    counts = [[int(torch.randint(n, ())) for _ in range(150)] for n in (200, 30, 60)]
+    batch = make_paged_batch(*counts, page_size=32, dim=dim, dtype=BF16, device="cuda", fp8=fp8)
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
+@with_and_without_fp8
+@pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("bias", [None, "rab", "relative"])
