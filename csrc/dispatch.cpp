@@ -84,9 +84,11 @@ bool is_faster_by_sm80(const CudaDevice& device, const ForwardParams& params) {
   if (device.is_forced) return false;
   const int longest = sm80::longest_if_short(params);
   if (longest <= 64) return true;
-  // With up to 128 tokens they are only faster in few blocks.
+  // With up to 128 tokens, the small tiles of the sm90 kernels are faster for few sequences, and
+  // their usual ones for many.
+  const int64_t sequences = int64_t{params.batch.batch} * params.heads;
   return longest <= 128 && params.q.head_dim <= 64 && params.v.head_dim <= 64 &&
-         int64_t{params.batch.batch} * params.heads <= 4 * device.multiprocessors;
+         4 * sequences > device.multiprocessors && sequences <= 4 * device.multiprocessors;
 #else
   return false;
 #endif

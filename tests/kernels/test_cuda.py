@@ -7,6 +7,7 @@ shared memory and 32-bit offsets matter. All of them need a GPU.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -170,21 +171,26 @@ def test_sequences_longer_than_stated(stated, dim):
 
 
 @pytest.mark.parametrize(
-    ("dim", "longest", "expected"),
+    ("dim", "longest", "count", "expected"),
     [
-        (256, 64, ["sm80", "sm80"]),
-        (128, 65, ["sm90", "sm90"]),
-        (64, 128, ["sm80", "sm90"]),
-        (64, 129, ["sm90", "sm90"]),
+        (256, 64, 2, ["sm80", "sm80"]),
+        (128, 65, 50, ["sm90", "sm90"]),
+        (64, 128, 2, ["sm90", "sm90"]),
+        (64, 128, 50, ["sm80", "sm90"]),
+        (64, 128, 300, ["sm90", "sm90"]),
+        (64, 129, 50, ["sm90", "sm90"]),
     ],
 )
-def test_hopper_has_short_sequences_computed_by_sm80(dim, longest, expected, monkeypatch, capfd):
+def test_hopper_has_short_sequences_computed_by_sm80(
+    dim, longest, count, expected, monkeypatch, capfd
+):
     """The forward and the backward, unless HSTU_ATTN_FORCE_ARCH says otherwise."""
     forced = "sm" + os.environ["HSTU_ATTN_FORCE_ARCH"]
     if forced == "sm80":
         pytest.skip("is about a choice that a GPU has which runs sm90's kernels")
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
-    batch = make_batch([longest, 3], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
+    lengths = [longest, *[3] * (count - 1)]
+    batch = make_batch(lengths, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
 
     def chosen():
         run(hstu_attention, batch, random_dout(batch))
@@ -194,6 +200,27 @@ def test_hopper_has_short_sequences_computed_by_sm80(dim, longest, expected, mon
     monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
     assert chosen() == expected
     check(batch)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_few_rows_have_small_tiles(dim):
+    """Up to 132 tiles of 64 rows, on Hopper."""
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
+        pytest.skip("only sm90 has them")
+
+    def has_small_tiles(length: int) -> bool:
+        batch = make_batch([length], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            run(hstu_attention, batch)
+            torch.cuda.synchronize()
+        [name] = {event.name for event in profile.events() if "run_forward" in event.name}
+        # The last argument of Forward<...> is kHasSmallTiles.
+        return bool(re.search(r"(true|\(bool\)1)> ?>", name))
+
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    assert has_small_tiles(64 * (blocks // 2 - 1))  # of 2 heads
+    assert not has_small_tiles(64 * (blocks // 2))
 
 
 # ---------------------------------------------------------------------------------------------
