@@ -1,5 +1,6 @@
 // The producer warpgroup of the forward: one warp schedules work tiles, and one warp each copies Q,
-// K (and the bias) and V, so that none waits for a stage of another.
+// K (and the bias) and V, so that none waits for a stage of another. Beneath is the converter
+// warpgroup, which calls with pages of e4m3 have.
 #pragma once
 
 #include "forward_traits.h"

@@ -1,0 +1,128 @@
+"""Tests of what the CUDA kernels do for short sequences and for few rows. All need a GPU.
+
+The sm80 kernels have tiles for batches of at most 32 and of at most 64 tokens. On Hopper, forwards
+of longer ones may have no list of work tiles, and those of few rows have small tiles.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hstu_attn import hstu_attention
+from hstu_attn.testing import MASK_NAMES, check_against_reference, make_batch, make_lengths, run
+from tests.helpers.cuda_checks import DENSE_BIASES, DTYPES, check, random_dout
+from tests.helpers.head_dims import HEAD_DIMS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("mask", MASK_NAMES)
+@pytest.mark.parametrize("longest", [32, 64])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_short_sequences(dim, longest, mask):
+    lengths = [longest, 0, 1, 17, longest - 1, *make_lengths(40, longest)]
+    number = dim // 32 + longest // 32 + MASK_NAMES.index(mask)
+    options = {"dim": dim, "dtype": DTYPES[number % 2], "device": "cuda", "mask": mask}
+    check(make_batch(lengths, bias=DENSE_BIASES[number % len(DENSE_BIASES)], **options))
+    rows = [int(torch.randint(length + 1, ())) for length in lengths]
+    scales = {"attn_scale": torch.rand(sum(rows), device="cuda"), "scaling_seqlen": 1}
+    batch = make_batch(lengths, rows, dim_v=max(8, dim - 24), **scales, **options)
+    used = {
+        "seqused_q": torch.tensor([n - n // 3 for n in rows], device="cuda"),
+        "seqused_k": torch.tensor([n - n // 6 for n in lengths], device="cuda"),
+    }
+    check(batch)
+    check(replace(batch, **used))
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_many_short_sequences(dim):
+    """There are 4,000 work tiles, several times as many as blocks."""
+    batch = make_batch(
+        make_lengths(1000, 20), heads=4, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
+    )
+    check(batch)
+
+
+@pytest.mark.parametrize("bias", [None, "position-time"])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(("count", "longest", "heads"), [(300, 120, 4), (60, 500, 1), (5, 250, 2)])
+def test_short_sequences_without_a_list(count, longest, heads, dim, bias):
+    """On Hopper the forward has no list, and a block has up to 10 work tiles, 2 or 1."""
+    lengths = [0, longest, *make_lengths(count - 3, longest), 0]
+    options = {"dim": dim, "heads": heads, "dtype": DTYPES[0], "device": "cuda", "bias": bias}
+    batch = make_batch(lengths, mask="context-target", **options)
+    check_against_reference(hstu_attention, batch, backward=False)
+    rows = [int(torch.randint(length + 1, ())) for length in lengths]
+    batch = make_batch(lengths, rows, mask="local", **options)
+    check_against_reference(hstu_attention, batch, backward=False)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("stated", [20, 64, 100, 200])
+def test_sequences_longer_than_stated(stated, dim):
+    """Nothing checks max_seqlen on a GPU, so that it need not be copied to the host."""
+    batch = make_batch(
+        [30, 200, 64, 0, 500, 129], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
+    )
+    batch.scaling_seqlen = 200
+    batch.max_seqlen_q = batch.max_seqlen_k = stated
+    check(batch)
+
+
+@pytest.mark.parametrize(
+    ("dim", "longest", "count", "expected"),
+    [
+        (256, 64, 2, ["sm80", "sm80"]),
+        (128, 65, 50, ["sm90", "sm90"]),
+        (64, 128, 2, ["sm90", "sm90"]),
+        (64, 128, 50, ["sm80", "sm90"]),
+        (64, 128, 300, ["sm90", "sm90"]),
+        (64, 129, 50, ["sm90", "sm90"]),
+    ],
+)
+def test_hopper_has_short_sequences_computed_by_sm80(
+    dim, longest, count, expected, monkeypatch, capfd
+):
+    """The forward and the backward, unless HSTU_ATTN_FORCE_ARCH says otherwise."""
+    forced = "sm" + os.environ["HSTU_ATTN_FORCE_ARCH"]
+    if forced == "sm80":
+        pytest.skip("is about a choice that a GPU has which runs sm90's kernels")
+    monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
+    lengths = [longest, *[3] * (count - 1)]
+    batch = make_batch(lengths, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
+
+    def chosen():
+        run(hstu_attention, batch, random_dout(batch))
+        return [line.split()[3].rstrip(",") for line in capfd.readouterr().err.splitlines()]
+
+    assert chosen() == [forced, forced]
+    monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
+    assert chosen() == expected
+    check(batch)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_few_rows_have_small_tiles(dim):
+    """Up to 132 tiles of 64 rows, on Hopper."""
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
+        pytest.skip("only sm90 has them")
+
+    def has_small_tiles(length: int) -> bool:
+        batch = make_batch([length], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            run(hstu_attention, batch)
+            torch.cuda.synchronize()
+        [name] = {event.name for event in profile.events() if "run_forward" in event.name}
+        # The last argument of Forward<...> is kHasSmallTiles.
+        return bool(re.search(r"(true|\(bool\)1)> ?>", name))
+
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    assert has_small_tiles(64 * (blocks // 2 - 1))  # of 2 heads
+    assert not has_small_tiles(64 * (blocks // 2))
