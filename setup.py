@@ -294,7 +294,6 @@ def instantiation(arch: str, direction: str, head_dim: str, group: list[str]) ->
         f"template {kernel}<{head_dim}, DType::{names[dtype]}>();\n"
         for dtype in group
         for kernel in KERNELS[direction]
-        if dtype in DTYPES or "paged" not in kernel
     )
     return INSTANTIATION.format(arch=arch, direction=direction, kernels=kernels)
 

@@ -12,14 +12,15 @@ caches:
     paged     attention that reads pages, launched from Python
     graph     the same, captured in a CUDA graph and replayed
     e4m3      the same, of pages of e4m3 with scales
+    fp8       the same, with products in e4m3, for which q, k and v are quantized
     append    the new events' keys and values into their pages, captured and replayed
     gather    pages copied into packed keys and values first, then attention without pages
     recompute attention of all rows of the history and the candidates, as if nothing were cached
 
-The outputs of `paged`, `e4m3` and `gather` are first compared with the reference. "needs" is what
-the bytes in 16 bits and the FLOPs need at the least: the longer of the two, bytes at the rate of a
-copy and FLOPs at that of an 8192^3 bf16 product in the same run. Keys and values of pages count
-once, q, k, v and the output once each.
+The outputs of `paged`, `e4m3`, `fp8` and `gather` are first compared with the reference. "needs"
+is what the bytes in 16 bits and the FLOPs need at the least: the longer of the two, bytes at the
+rate of a copy and FLOPs at that of an 8192^3 bf16 product in the same run. Keys and values of pages
+count once, q, k, v and the output once each.
 
 `--stack` measures a stack of layers instead, and users who return to it from host memory, as the
 head of `benchmarks/stack.py` explains.
@@ -48,7 +49,7 @@ if __name__ == "__main__":
 
 import torch
 
-from hstu_attn import PagedKV, append_paged_kv, hstu_attention
+from hstu_attn import PagedKV, Quantization, append_paged_kv, hstu_attention
 from hstu_attn.paged import quantize_rows
 from hstu_attn.reference import hstu_attention as reference_attention
 from hstu_attn.testing import Batch, assert_matches, make_paged_batch, run
@@ -62,6 +63,8 @@ from .timing import Call, Run, Variant, take_turns
 __all__ = ["BENCHMARK", "main"]
 
 CACHE_BYTES = 2**27  # input sets hold more together; twice an H200's L2 cache
+QUANTIZATION = Quantization(mode=1)
+FP8_ERROR = 0.06  # of the output, relative, in the Frobenius norm
 APPEND = Request(128, history=2048, new=2048, candidates=64, batch=64)  # 256 MB of new events
 
 
@@ -164,6 +167,11 @@ def check(request: Request, device: str) -> None:
         exact = run(reference_attention, batch, dtype=torch.float64)["out"]
         same_dtype_reference = run(reference_attention, batch, compute_dtype=torch.bfloat16)["out"]
         assert_matches(name, out, exact, same_dtype_reference)
+    out = paged(replace(of_codes, quantization=QUANTIZATION)).double()
+    exact = run(reference_attention, of_codes, dtype=torch.float64)["out"]
+    error = float((out - exact).norm() / exact.norm())
+    if not error <= FP8_ERROR:
+        raise RuntimeError(f"fp8: expected an error of at most {FP8_ERROR}, got {error:.4f}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -185,6 +193,13 @@ def variants(bench: Run, request: Request) -> list[Variant]:
     def of_codes() -> list[Batch]:
         return [quantized(batch) for batch in inputs()]
 
+    @functools.cache
+    def fp8() -> list[Batch]:
+        return [replace(batch, quantization=QUANTIZATION) for batch in of_codes()]
+
+    def graph(batch: Batch) -> Call:
+        return gpu.captured(functools.partial(paged, batch))
+
     def microseconds(call: Call) -> float:
         return 1e3 * gpu.milliseconds(call)
 
@@ -200,12 +215,9 @@ def variants(bench: Run, request: Request) -> list[Variant]:
 
     forms = {
         "paged": variant("paged", lambda batch: functools.partial(paged, batch)),
-        "graph": variant("graph", lambda batch: gpu.captured(functools.partial(paged, batch))),
-        "e4m3": variant(
-            "e4m3",
-            lambda batch: gpu.captured(functools.partial(paged, batch)),
-            batches=of_codes,
-        ),
+        "graph": variant("graph", graph),
+        "e4m3": variant("e4m3", graph, batches=of_codes),
+        "fp8": variant("fp8", graph, batches=fp8),
         "append": variant("append", lambda batch: gpu.captured(functools.partial(append, batch))),
         "gather": variant("gather", lambda batch: functools.partial(gather, batch, request)),
         "recompute": variant(

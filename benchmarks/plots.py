@@ -140,7 +140,7 @@ def bars(records: Sequence[Record], head_dim: int, path: Path) -> None:
 
 def paged(records: Sequence[Record], path: Path) -> None:
     """Draws benchmarks.paged at batch 8 and pages of 128: each form and the least possible time."""
-    forms = ("graph", "e4m3", "gather", "recompute")
+    forms = ("graph", "e4m3", "fp8", "gather", "recompute")
     found: dict[tuple[int, ...], dict[str, Record]] = {}
     for r in records:
         if (r["batch"], r["page_size"]) == (8, 128):
@@ -152,7 +152,7 @@ def paged(records: Sequence[Record], path: Path) -> None:
         cases = {key[1:]: value for key, value in found.items() if key[0] == dim}
         for n, name in enumerate(forms):
             heights = [case[name]["us"] for case in cases.values()]
-            axis.bar([x + 0.2 * n for x in range(len(cases))], heights, 0.18, label=name)
+            axis.bar([x + 0.16 * n for x in range(len(cases))], heights, 0.15, label=name)
         needs = [case["graph"]["needs_us"] for case in cases.values()]
         axis.hlines(
             needs,

@@ -434,7 +434,7 @@ def context(files: Sequence[File]) -> list[Table]:
 # ---------------------------------------------------------------------------------------------
 
 PAGED_FIELDS = ("head_dim", "history", "new", "candidates", "batch", "page_size")
-PAGED_FORMS = ("graph", "e4m3", "paged", "append", "gather", "recompute")
+PAGED_FORMS = ("graph", "e4m3", "fp8", "paged", "append", "gather", "recompute")
 HOST_TIER_TIMES = ("resident", "returning", "with_evictions", "copies")
 
 

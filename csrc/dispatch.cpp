@@ -111,7 +111,8 @@ ForwardKernel find_fp8(std::integer_sequence<int, kHeadDims...> head_dims,
   std::optional<ForwardKernel> kernel;
   [[maybe_unused]] const auto offer = [&]<int kHeadDim>() {
     if (kernel || params.q.head_dim > kHeadDim || params.v.head_dim > kHeadDim) return;
-    kernel = sm90::forward<kHeadDim, DType::kFloat8E4M3>();
+    kernel = params.paged.kv_cache ? sm90::paged_forward<kHeadDim, DType::kFloat8E4M3>()
+                                   : sm90::forward<kHeadDim, DType::kFloat8E4M3>();
   };
   (offer.template operator()<kHeadDims>(), ...);
   if (kernel) return *kernel;
@@ -126,10 +127,14 @@ ForwardKernel fp8_forward_kernel(const CudaDevice& device, const ForwardParams& 
   const std::string lacks = "quant_mode, or float8_e4m3fn: there is no FP8 attention ";
 #if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
   if (device.arch != 90) throw NotImplemented(lacks + "but on Hopper GPUs");
+  if (params.paged.kv_cache && (params.rab.data || params.relative_bias)) {
+    throw NotImplemented(lacks + "with both a kv_cache and a bias");
+  }
   if (const char* reason = sm90::unsupported_reason(device, params)) {
     throw NotImplemented(lacks + "with " + reason);
   }
-  print_choice("forward in e4m3", "sm90", nullptr);
+  print_choice(params.paged.kv_cache ? "paged forward in e4m3" : "forward in e4m3", "sm90",
+               nullptr);
   return find_fp8(Fp8HeadDims{}, params);
 #else
   throw NotImplemented(lacks + "in this build: HSTU_ATTN_DTYPES or HSTU_ATTN_ARCHS left it out");

@@ -29,6 +29,7 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
             the call, or that the pages of a cache cannot hold.
     """
     windowed = config.max_attn_len > 0
+    quantization = config.quantization
     for name, holds, expected in (
         ("causal", config.causal, "True: else a row sees later ones"),
         (
@@ -58,8 +59,8 @@ def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
         ),
         (
             "fp8",
-            config.quantization is None,
-            "None, or FP8(attention=None): FP8 attention has no pages",
+            quantization is None or (quantization.mode, quantization.smooth_k) == (1, False),
+            "None, or attention=None or Quantization(mode=1): pages have a scale for each row",
         ),
     ):
         if not holds:

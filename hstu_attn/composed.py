@@ -28,6 +28,7 @@ from torch import Tensor
 from .bias import time_bucket, time_difference
 from .call import AttentionCall
 from .mask import key_range, visible_keys
+from .paged_quantization import quantize_for_pages
 from .quantization import (
     E4M3,
     Quantized,
@@ -127,12 +128,16 @@ def forward(*args: Any) -> None:
 
 def _quantized(inputs: Inputs) -> tuple[Inputs, Tensor]:
     """Returns inputs that e4m3 represents, in fp32, and scales `(total_q, heads, 1)` of weights."""
-    q, k, v, rab, pos_weight, ts_weight, call, _ = inputs
+    q, k, v, rab, pos_weight, ts_weight, call, pages = inputs
+    biases = (rab, pos_weight, ts_weight)
+    if pages[0] is not None:
+        q, k, v, scales = quantize_for_pages(q, k, v, call, pages, biases)
+        return inputs._replace(q=q, k=k, v=v), scales[..., None]
     sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
     descales = (call.q_descale, call.k_descale, call.v_descale)
     quantized = quantize_qkv(q, k, v, *sequences, call.quant_mode, call.smooth_k, *descales)
     values = dequantize(quantized, *sequences, q.shape[2])
-    scales = weight_scales(values.score_bound, call.alpha, (rab, pos_weight, ts_weight))
+    scales = weight_scales(values.score_bound, call.alpha, biases)
     return inputs._replace(q=values.q, k=values.k, v=values.v), scales[..., None]
 
 

@@ -96,7 +96,8 @@ def hstu_attention(
         quantization: how bf16 or fp16 q, k, v and the weights are quantized to e4m3 in the forward
             (experimental); None means that they are not. The gradients are those of the inputs
             without it, unless `Quantization.keep` or `backward` says otherwise. It needs a Hopper
-            GPU, and has no pages; on a CPU torch's functions compute it.
+            GPU; on a CPU torch's functions compute it. With `paged_kv`, pages are of float8_e4m3fn,
+            and it is `Quantization(mode=1)`; on a GPU, there is no bias.
         q_descale, k_descale, v_descale: what elements of float8_e4m3fn q, k and v are multiplied
             by; with that dtype, all are needed. fp32, of shape `()` or `(1,)`, `(batch,)`,
             `(batch, heads)`, or `(heads, total // 128 + batch)`, where rows `128 * j` to

@@ -398,6 +398,7 @@ def cached_call(
         times=_times(config, timestamps, row_timestamps),
         alpha=config.alpha,
         scaling_seqlen=config.scaling_seqlen,
+        quantization=config.quantization,
     )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import ops
 from .fx import Proxy, record_call
+from .paged_quantization import dequantize_rows, quantize_rows
 
 __all__ = [
     "PAGE_SIZES",
@@ -150,26 +151,6 @@ def append_paged_kv(
         num_targets,
         paged_kv.kv_scales,
     )
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes rows as `append_paged_kv` does for a float8_e4m3fn cache.
-
-    Returns the elements of rows `(..., head dim)`, and a float32 scale `(...)` of each row.
-    """
-    x = x.float()
-    largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
-    # NOTE: the divisor is a tensor, because torch on a GPU would multiply by the rounded reciprocal
-    # of a number.
-    scales = largest / torch.full_like(largest, 448)
-    scales = torch.where(scales > 0, scales, 1)
-    elements = (x / scales[..., None]).clamp(-448, 448)
-    return torch.where(x.isfinite(), elements, torch.nan).to(torch.float8_e4m3fn), scales
-
-
-def dequantize_rows(elements: Tensor, scales: Tensor) -> Tensor:
-    """Returns float64 `(..., head dim)`: the exact values that `quantize_rows` has stored."""
-    return elements.to(torch.float64) * scales.to(torch.float64)[..., None]
 
 
 def _one_of(name: str, value: Tensor | None, alias: str, alias_value: Tensor | None) -> Tensor:

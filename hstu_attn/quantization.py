@@ -26,6 +26,7 @@ __all__ = [
     "Dequantized",
     "Quantization",
     "Quantized",
+    "bias_bound",
     "dequantize",
     "dequantized_rows",
     "max_blocks",
@@ -491,14 +492,20 @@ def weight_scales(
             since silu is at least -0.2785, the largest `-alpha * bias` up to 0.2785: a bias of
             -1e9, which hides a key, costs weights no precision.
     """
-    bound = abs(alpha) * score_bound.float()
-    for bias in biases:
-        if bias is not None and bias.numel() > 0:
-            added = alpha * bias.detach().float().nan_to_num(0, 0, 0)
-            bound = bound + max(float(added.max()), min(float(-added.min()), 0.2785), 0.0)
+    bound = abs(alpha) * score_bound.float() + bias_bound(alpha, biases)
     exponent = torch.frexp(LARGEST_CODE / bound).exponent - 1
     scales = torch.ldexp(torch.ones_like(bound), exponent).clamp(2.0**-90, 2.0**46)
     return torch.where(bound.isfinite(), torch.where(bound > 0, scales, 2.0**46), 1)
+
+
+def bias_bound(alpha: float, biases: Sequence[Tensor | None]) -> float:
+    """Returns what biases add to the bound of silu of the scores, as `weight_scales` explains."""
+    bound = 0.0
+    for bias in biases:
+        if bias is not None and bias.numel() > 0:
+            added = alpha * bias.detach().float().nan_to_num(0, 0, 0)
+            bound += max(float(added.max()), min(float(-added.min()), 0.2785), 0.0)
+    return bound
 
 
 def round_weights(weights: Tensor, scales: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from .bias import (
     time_bucket,
     time_difference,
 )
-from .call import bias_tensors
+from .call import AttentionCall, bias_tensors
 from .mask import Mask, dense_mask, mask_heads
-from .paged import PagedKV, dequantize_rows
+from .paged import PagedKV
+from .paged_quantization import dequantize_rows, quantize_for_pages
 from .quantization import (
     E4M3,
     Quantization,
@@ -155,10 +156,22 @@ def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) 
     with torch.no_grad():
         wide = torch.float64 in (compute_dtype, q.dtype)
         dtype = torch.float64 if wide else torch.float32
-        x = quantize_qkv(q, k, v, *sequences, quantization.mode, quantization.smooth_k, *descales)
-        values = dequantize(x, *sequences, q.shape[2], dtype)
-        scales = weight_scales(values.score_bound, arguments["alpha"], bias_tensors(bias))
-        changes = {"q": values.q, "k": values.k, "v": values.v, "scales": scales}
+        biases = bias_tensors(bias)
+        if (paged := arguments["paged_kv"]) is not None:
+            mask: Mask | None = arguments["mask"]
+            call = AttentionCall(
+                *(*sequences[:2], 0, 0, *sequences[2:]),
+                alpha=arguments["alpha"],
+                num_targets=None if mask is None else mask.num_targets,
+            )
+            values = quantize_for_pages(q, k, v, call, paged.arguments, biases, dtype)
+            changes = dict(zip(("q", "k", "v", "scales"), values, strict=True))
+        else:
+            mode, smooth_k = quantization.mode, quantization.smooth_k
+            x = quantize_qkv(q, k, v, *sequences, mode, smooth_k, *descales)
+            inputs = dequantize(x, *sequences, q.shape[2], dtype)
+            scales = weight_scales(inputs.score_bound, arguments["alpha"], biases)
+            changes = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "scales": scales}
         out = hstu_attention(**{**arguments, **changes})
     if q.dtype == E4M3:
         return out.to(compute_dtype or torch.bfloat16)

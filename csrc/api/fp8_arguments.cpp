@@ -90,8 +90,16 @@ void check_quantization(const Arguments& args, const ForwardParams& params) {
   if (args.backward_e4m3 && params.dtype != DType::kBFloat16 && params.dtype != DType::kFloat16) {
     fail("q", "bfloat16 or float16 with backward_e4m3", describe_dtype(args.q));
   }
-  if (args.kv_cache && (is_e4m3 || mode != -1)) {
-    throw NotImplemented("kv_cache: FP8 attention does not have it yet");
+  if (args.kv_cache && is_e4m3) {
+    throw NotImplemented("q: with kv_cache, FP8 attention quantizes bfloat16 or float16 itself");
+  }
+  if (args.kv_cache && mode != -1) {
+    check_range("quant_mode", mode, 1, 1, "-1, or 1, scales of rows, with kv_cache");
+    if (args.smooth_k) fail("smooth_k", "false with kv_cache", "true");
+    if (!params.paged.scales) {
+      throw NotImplemented("kv_cache: FP8 attention reads pages of float8_e4m3fn, got " +
+                           describe_dtype(*args.kv_cache));
+    }
   }
   QuantizeParams descales;
   set_descales(args, params.batch, descales);

@@ -80,6 +80,21 @@ HSTU_DEVICE void ldmatrix_x4(uint32_t address, uint32_t (&words)[4]) {
                : "r"(address));
 }
 
+// The same, with each matrix transposed.
+HSTU_DEVICE void ldmatrix_x4_transposed(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Stores four matrices, whose rows have the addresses that ldmatrix_x4() loads from.
+HSTU_DEVICE void stmatrix_x4(uint32_t address, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Returns `word`, or what is at an address of shared memory if all bits of `word` are ones.
 HSTU_DEVICE uint32_t ld_shared_if_ones(uint32_t word, const uint32_t* address) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0xffffffff; @p ld.shared.b32 %0, [%1];}"

@@ -27,6 +27,15 @@ class Epilogue {
     }
   }
 
+  // Multiplies O of e4m3 by the factors of its rows.
+  template <typename Out>
+  static HSTU_DEVICE void scale_rows(const WorkTile& work_tile, int warpgroup, Out& out) {
+    const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
+    const float factors[] = {rows[0].out, rows[8].out};
+#pragma unroll
+    for (int n = 0; n < size(out); ++n) out(n) *= factors[n / 2 % 2];
+  }
+
   // Adds the partial O of the blocks of a cluster, and stores O.
   template <typename Out>
   static HSTU_DEVICE void reduce_over_cluster(const ForwardParams& params, SharedMemory& smem,
@@ -42,11 +51,14 @@ class Epilogue {
       const int row = first + 8 * m;
       if (work_tile.is_end() || row >= sequence.q_len || column >= params.out.head_dim) return;
       const float scale = scale_of(params, sequence, row);
-      Element* to = static_cast<Element*>(params.out.data) +
-                    (sequence.q_begin + row) * params.out.row_stride +
-                    work_tile.head * params.out.head_stride + column;
-      const cutlass::NumericArrayConverter<Element, float, 2> convert;
-      *reinterpret_cast<cutlass::Array<Element, 2>*>(to) = convert({scale * x, scale * y});
+      visit_out_element(params, [&](auto element) {
+        using OutElement = decltype(element);
+        auto* const to = static_cast<OutElement*>(params.out.data) +
+                         (sequence.q_begin + row) * params.out.row_stride +
+                         work_tile.head * params.out.head_stride + column;
+        const cutlass::NumericArrayConverter<OutElement, float, 2> convert;
+        *reinterpret_cast<cutlass::Array<OutElement, 2>*>(to) = convert({scale * x, scale * y});
+      });
     };
     reduce_sums_over_cluster<Traits::kClusterSize>(out, sums, store);
   }
@@ -149,17 +161,22 @@ class Epilogue {
     for (int n = 0; n < size(sum); ++n) sum(n) *= scales.scale[n / 2 % 2];
     const Sequence& sequence = work_tile.tile.sequence;
     const int first = work_tile.tile.index * Traits::kRows + warpgroup * kWarpgroupRows;
-    const auto store = [&](auto element) {
+    visit_out_element(params, [&](auto element) {
       store_sum<decltype(element), kStoredColumns>(sum, params.out, work_tile.head,
                                                    sequence.q_begin + first, sequence.q_len - first,
                                                    column);
-    };
+    });
+  }
+
+  // Calls visit() with an element of the type of `out`.
+  template <typename Visit>
+  static HSTU_DEVICE void visit_out_element(const ForwardParams& params, Visit visit) {
     if constexpr (!Traits::kIsFp8) {
-      store(Element{});
+      visit(Element{});
     } else if (params.out_dtype == DType::kFloat16) {
-      store(cutlass::half_t{});
+      visit(cutlass::half_t{});
     } else {
-      store(cutlass::bfloat16_t{});
+      visit(cutlass::bfloat16_t{});
     }
   }
 };

@@ -12,6 +12,7 @@
 //   tile_scheduler.h              which work tiles a block gets
 //   epilogue.h                    how O is stored, and how the partial O of splits are added
 //   key_source.h, score_bias.h    policies: packed, paged or e4m3 keys; a bias or none
+//   e4m3_pages.h                  pages of e4m3 that are multiplied as they are
 //   position_score_bias.h         how consumers add weights by position alone
 //   relative_score_bias.h         how consumers compute a relative bias with weights by time
 //   split_heuristic.h             how many splits there are

@@ -28,8 +28,10 @@ struct ForwardConsumer {
   using Out = decltype(partition_fragment_C(OutMma{}, Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}));
   using Weights = std::conditional_t<
       !Traits::kIsFp8, PlainWeights<Traits, Scores>,
-      std::conditional_t<std::is_same_v<typename Traits::ScoreSum, float>,
-                         E4m3Weights<Traits, Scores>, HalfE4m3Weights<Traits, Scores>>>;
+      std::conditional_t<
+          std::is_same_v<typename Traits::ScoreSum, float>, E4m3Weights<Traits, Scores>,
+          std::conditional_t<Traits::kTransposesValues, PagedE4m3Weights<Traits, Scores>,
+                             HalfE4m3Weights<Traits, Scores>>>>;
   using Promotion =
       std::conditional_t<!Traits::kIsFp8, NoPromotion,
                          std::conditional_t<Traits::kPromotesInRegisters,
@@ -114,7 +116,11 @@ struct ForwardConsumer {
       epilogue(work_state.prev());
     }
     if constexpr (Traits::kIsSplitByCluster) {
-      if (work_state.count == 0) clear(out);  // this block has no visible key tile
+      if (work_state.count == 0) {
+        clear(out);  // this block has no visible key tile
+      } else if constexpr (Traits::kIsFp8) {
+        Epilogue<Traits>::scale_rows(smem.work_tiles[0], warpgroup, out);
+      }
       Epilogue<Traits>::reduce_over_cluster(params, smem, warpgroup, out);
     }
   }
@@ -164,6 +170,7 @@ struct ForwardConsumer {
   }
 
   HSTU_DEVICE auto load_factors() const {
+    if constexpr (Traits::kTransposesValues) smem.pipeline_v.consumer_wait(k_state);  // key_factors
     return weights.load_factors(smem, work_tile_at(work_state), warpgroup, k_state.index());
   }
 

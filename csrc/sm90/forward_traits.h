@@ -3,7 +3,7 @@
 
 #include "../scheduler/split_kv.h"
 #include "../scheduler/work_list.h"
-#include "e4m3_keys.h"
+#include "e4m3_pages.h"
 #include "key_source.h"
 #include "pipeline.h"
 #include "score_bias.h"
@@ -29,8 +29,9 @@ struct SchedulerMetadata {
   float* totals = nullptr;       // [blocks, warpgroups, 64 * head dim], of WorkspacePromotion
 };
 
-// Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h, or E4m3Keys; Bias is a
-// policy of score_bias.h. The blocks of a cluster are the splits of SplitKVReduction::kCluster.
+// Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h, E4m3Keys or E4m3PagedKeys;
+// Bias is a policy of score_bias.h. The blocks of a cluster are the splits of
+// SplitKVReduction::kCluster.
 template <int kHeadDim_, typename Element_, typename Source_, typename Bias_,
           SplitKVReduction kReduction_, int kClusterSize_, bool kHasSmallTiles>
 struct ForwardTraits {
@@ -51,12 +52,15 @@ struct ForwardTraits {
   static_assert(kIsFp8 == (sizeof(Element) == 1), "e4m3 has its own source");
   static_assert(!kIsFp8 || Bias::kIsAddedAfter || !Bias::kHasTiles, "e4m3 has its own dense bias");
 
+  static constexpr bool kTransposesValues = Source::kTransposesValues;
+
   static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kIsRelative;
   static constexpr bool kHasTimeBias = Bias::kHasTime;
   static constexpr bool kHasBiasTiles = kHasBias && !kHasRelativeBias;
   static constexpr ForwardTiles kTiles = [] {
     if constexpr (kHasSmallTiles) return small_forward_tiles<kHeadDim>();
+    if constexpr (kTransposesValues) return fp8_paged_tiles<kHeadDim>();
     if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2, kHasBias>();
     return forward_tiles<kHeadDim, kHasBias, kHasTimeBias, Source::kIsPaged,
                          Source::kIsQuantized>();
@@ -65,10 +69,12 @@ struct ForwardTraits {
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
-             : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+      kTransposesValues ? fp8_paged_registers(kHeadDim)
+      : kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
+               : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr int kPromotedTiles = 1024 / kKeys;  // key tiles between two promotions of O
-  static constexpr bool kPromotesInRegisters = kHeadDim == 128 && kConsumers == 2 && !kHasBias;
+  static constexpr bool kPromotesInRegisters =
+      kHeadDim == 128 && kConsumers == 2 && !kHasBias && !Source::kIsPaged;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr bool kHasConverter = Source::kIsQuantized;
   static constexpr int kWarpgroups = 1 + kConsumers + kHasConverter;
@@ -120,6 +126,7 @@ struct ForwardTraits {
     int head;              // kEndOfWork: there is no more work
     int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
     RowFactors row_factors[kIsFp8 ? kRows : 0];
+    BlockDescales largest_descales;  // of the sequence, of E4m3PagedKeys
     PageList pages;
     Interval split;    // the keys of this split, if kIsSplitByList
     int other_splits;  // how many other splits have visible keys
@@ -197,7 +204,12 @@ struct ForwardTraits {
   static constexpr int kBiasArrivals = !kHasRelativeBias                  ? 0
                                        : Source::kIsPaged && kHasTimeBias ? kArrivalsOfWarp
                                                                           : 1;
-  using ByteState = PipelineState<Source::kIsQuantized ? kTiles.byte_stages : 1>;
+  using ByteState = PipelineState<std::max(kTiles.byte_stages, 1)>;
+  static constexpr int kHalfKeys = kKeys / 2;
+  static constexpr int kValueBoxRows = kTransposesValues ? kHalfKeys : kKeys;  // of a copy of V
+
+  using Scales = std::conditional_t<kTransposesValues, float[2][kHalfKeys], float[kKeys]>;
+  static constexpr bool kHasBlockDescales = kIsFp8 && !kTransposesValues;
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:
   //
@@ -223,11 +235,14 @@ struct ForwardTraits {
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) BiasElement bias[kHasBiasTiles ? BiasState::kStages : 0][kRows * kKeys];
-    alignas(128) uint8_t bytes[kTiles.byte_stages][kKeys * kHeadDim];  // of e4m3 pages
-    float scales[kTiles.byte_stages][kKeys];                           // of the rows of `bytes`
+    // Of pages of e4m3: rows of K or V with their scales. If products are in e4m3, half as many
+    // rows, of V, with the scales of K and V.
+    alignas(1024) uint8_t bytes[kTiles.byte_stages][kKeys * kHeadDim >> kTransposesValues];
+    alignas(16) Scales scales[kTiles.byte_stages];
     WorkTile work_tiles[WorkState::kStages];
     KeyTile key_tiles[KVState::kStages];
-    BlockDescales block_descales[kIsFp8 ? KVState::kStages : 0];
+    BlockDescales block_descales[kHasBlockDescales ? KVState::kStages : 0];
+    KeyFactors<kKeys> key_factors[kTransposesValues ? KVState::kStages : 0];
     int work_index;    // of the work tile that the scheduler looks for, or kNoWorkIndex
     int tiles_beyond;  // see TileScheduler::advance()
     cutlass::arch::ClusterBarrier next_work_wanted;
@@ -263,14 +278,17 @@ struct ForwardTraits {
     // Further arrivals at the barriers of Q and K are for further inputs: the factors and descales
     // of e4m3, and the cells, times and weights of a relative bias. Those of the converter are at
     // the barriers of K and V.
-    constexpr int kConverterArrivals = kHasConverter * 4 * kArrivalsOfWarp;
+    constexpr int kConverterArrivals = 4 * kArrivalsOfWarp;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
     smem.pipeline_q.init(kConsumerArrivals, 1 + kIsFp8 * kArrivalsOfWarp + kHasTimeBias);
-    smem.pipeline_k.init(kConsumerArrivals, 1 + kIsFp8 + kBiasArrivals + kConverterArrivals);
-    smem.pipeline_v.init(kConsumerArrivals, 1 + kConverterArrivals);
+    smem.pipeline_k.init(kConsumerArrivals, 1 + kHasBlockDescales + kBiasArrivals +
+                                                Source::kIsQuantized * kConverterArrivals);
+    smem.pipeline_v.init(kConsumerArrivals, kTransposesValues
+                                                ? 2 * kArrivalsOfWarp
+                                                : 1 + Source::kIsQuantized * kConverterArrivals);
     smem.pipeline_bias.init(kConsumerArrivals);
     // One arrival expects the bytes, and each lane of the warp that copies arrives for its scales.
-    smem.pipeline_bytes.init(4 * kArrivalsOfWarp, 1 + 32);
+    smem.pipeline_bytes.init((kTransposesValues ? 1 : 4) * kArrivalsOfWarp, 1 + 32);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }

@@ -4,6 +4,7 @@
 //   PagedKeys            the history in pages, the targets in packed rows of k and v
 //   QuantizedPagedKeys   the same with pages of e4m3, which become tiles of 16 bits
 //   E4m3Keys             packed rows of k and blocks of v in e4m3, see e4m3_keys.h
+//   E4m3PagedKeys        e4m3 in pages, and targets in packed rows, see e4m3_pages.h
 //
 // A policy says how many threads copy (kCopyLanes K and as many V, kQueryCopyLanes Q), which row
 // tile a number stands for (find_row_tile), how keys are counted (pad_keys, key_of, visible_keys),
@@ -36,6 +37,7 @@ struct PackedKeys {
   static constexpr bool kIsPaged = false;
   static constexpr bool kIsQuantized = false;
   static constexpr bool kIsFp8 = false;
+  static constexpr bool kTransposesValues = false;
   static constexpr int kCopyLanes = 1;
   static constexpr int kQueryCopyLanes = 1;
   using ScoreSum = float;  // type of the accumulators of S
@@ -99,6 +101,7 @@ struct PagedKeys {
   static constexpr bool kIsPaged = true;
   static constexpr bool kIsQuantized = false;
   static constexpr bool kIsFp8 = false;
+  static constexpr bool kTransposesValues = false;
   using ScoreSum = float;
   static constexpr int kCopyLanes = 32;  // a lane copies the part of a tile that is in one page
   static constexpr int kQueryCopyLanes = 1;

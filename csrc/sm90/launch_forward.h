@@ -33,6 +33,15 @@ class ForwardLauncher {
   }
 
   static ForwardPlan plan_paged(const ForwardParams& params, const CudaLaunch& launch) {
+    if constexpr (kDType == DType::kFloat8E4M3) {
+      return plan_splits<E4m3PagedKeys, NoScoreBias>(params, launch);
+    } else {
+      return plan_paged_16_bits(params, launch);
+    }
+  }
+
+ private:
+  static ForwardPlan plan_paged_16_bits(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.paged.scales) {
       return plan_splits<QuantizedPagedKeys, NoScoreBias>(params, launch);
     }
@@ -42,7 +51,6 @@ class ForwardLauncher {
     });
   }
 
- private:
   using Reduction = SplitKVReduction;
   template <bool kHasBias>
   using ScoreBias = std::conditional_t<kHasBias, DenseScoreBias, NoScoreBias>;
@@ -180,15 +188,15 @@ class ForwardLauncher {
     ForwardMaps maps = {};
     maps.q = make_ragged_map<kHeadDim>(params.q, heads, kWarpgroupRows, kDType);
     maps.k = make_ragged_map<kHeadDim>(params.k, heads, Form::kKeys, kDType);
-    if constexpr (Form::kIsFp8) {
+    if constexpr (Form::kHasBlockDescales) {
       maps.v = make_value_block_map<kHeadDim>(params.v, heads, params.fp8.blocks);
     } else {
-      maps.v = make_ragged_map<kHeadDim>(params.v, heads, Form::kKeys, kDType);
+      maps.v = make_ragged_map<kHeadDim>(params.v, heads, Form::kValueBoxRows, kDType);
     }
     if (params.rab.data) maps.bias = make_bias_map(params.rab, params.batch.batch);
     if constexpr (Form::Source::kIsPaged) {
-      maps.pages =
-          make_page_map<kHeadDim>(params.paged, params.q.head_dim, heads, Form::kKeys, kDType);
+      maps.pages = make_page_map<kHeadDim>(params.paged, params.q.head_dim, heads,
+                                           Form::kValueBoxRows, kDType);
     }
     return maps;
   }

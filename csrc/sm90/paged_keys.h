@@ -56,7 +56,8 @@ PageMap make_page_map(const PagedParams& paged, int head_dim, int heads, int key
                              paged.head_stride, head_dim};
   PageMap pages;
   const int box_rows = std::min(paged.page_size, keys);
-  pages.map = paged.scales ? make_quantized_map<kHeadDim>(rows, heads, box_rows)
+  const bool is_converted = paged.scales && dtype != DType::kFloat8E4M3;
+  pages.map = is_converted ? make_quantized_map<kHeadDim>(rows, heads, box_rows)
                            : make_ragged_map<kHeadDim>(rows, heads, box_rows, dtype);
   pages.page_rows = static_cast<int>(paged.page_stride / paged.slot_stride);
   pages.value_rows = static_cast<int>(paged.kv_stride / paged.slot_stride);

@@ -125,6 +125,25 @@ constexpr ForwardTiles fp8_tiles() {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
+// The tiles of e4m3 pages that are multiplied as they are, whose stages of bytes have 64 rows.
+template <int kHeadDim>
+constexpr ForwardTiles fp8_paged_tiles() {
+  if constexpr (kHeadDim == 64) {
+    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 6, .byte_stages = 8};
+  } else if constexpr (kHeadDim == 128) {
+    return {.consumers = 3, .keys = 128, .query_stages = 1, .key_stages = 4, .byte_stages = 6};
+  } else {
+    static_assert(kHeadDim == 256,
+                  "sm90/tile_config.h: fp8_paged_tiles has no entry for this head dim");
+    return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .byte_stages = 3};
+  }
+}
+constexpr Registers fp8_paged_registers(int head_dim) {
+  if (head_dim == 256) return {.producer = 88, .consumer = 208};
+  if (head_dim == 128) return {.producer = 56, .consumer = 152};
+  return {.producer = 80, .consumer = 144};
+}
+
 constexpr Registers fp8_registers(int head_dim, int consumers, bool has_time_bias) {
   if (has_time_bias && consumers == 3) return {.producer = 56, .consumer = 152};
   if (head_dim == 256) return {.producer = 24, .consumer = 240};

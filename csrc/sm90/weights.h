@@ -4,7 +4,7 @@
 #include "../common/activation.h"
 #include "../common/device_math.h"
 #include "../common/ptx.h"
-#include "e4m3_keys.h"
+#include "e4m3_pages.h"
 #include "masking.h"
 #include "tensors.h"
 
@@ -121,6 +121,43 @@ struct E4m3Weights : E4m3Fragment<Traits> {
   }
 };
 
+// tanh(x / 2) by a polynomial for |x| < 5, and beyond it +-1, in fp16. With w = x / 10, it is w *
+// q(w^2), where q(1 / 4) is 2 without a rounding error, and q is fitted to the least error of
+// tanh(x / 2) / (x + 1 / 5). silu(x) is off by at most .053 near x = -5, by .001 x at x < 1, and
+// its mean over scores by .2 %, while the rounding of P is off by up to 6 %.
+struct SaturatedTanh {
+  static constexpr uint32_t kSlope = twice_half(0x3266);  // 1 / 5, from x / 2 to w
+
+  // `u` is w + 1 / 2, limited to [0, 1].
+  static HSTU_DEVICE uint32_t of(uint32_t u) {
+    const uint32_t w = ptx::add_f16x2(u, twice_half(0xb800));  // -0.5
+    const uint32_t z = ptx::mul_f16x2(w, w);
+    uint32_t q = twice_half(0xdad6);               // -218.75
+    q = ptx::fma_f16x2(q, z, twice_half(0x583b));  // 135.375
+    q = ptx::fma_f16x2(q, z, twice_half(0xcffa));  // -31.90625
+    q = ptx::fma_f16x2(q, z, twice_half(0x44ef));  // 4.93359375
+    return ptx::mul_f16x2(w, q);
+  }
+};
+
+// What both forms of P from fp16 scores share.
+template <typename Traits, typename Scores>
+struct HalfE4m3Fragment : E4m3Fragment<Traits> {
+  using E4m3Fragment<Traits>::fragment;
+  static constexpr int kQuarters = fp8_polynomial_quarters(Traits::kHeadDim);
+
+  // The order is that of E4m3Weights::round().
+  HSTU_DEVICE void round(const Scores& scores) {
+    const Tensor pairs = recast<const uint32_t>(scores);
+    Tensor words = recast<uint32_t>(fragment);
+#pragma unroll
+    for (int n = 0; n < size(words); ++n) {
+      const int first = n / 2 * 4 + n % 2;
+      words(n) = ptx::cvt_e4m3x4(pairs(first), pairs(first + 2));
+    }
+  }
+};
+
 // The same from fp16 scores S of at most 57600, see Fp8Params::half_sums, in fp16:
 //
 //   h = (p_i * v_b / v_max) * x / 2 = weight * S + weight_mean, of at most 224
@@ -130,9 +167,8 @@ struct E4m3Weights : E4m3Fragment<Traits> {
 // In h, that is less than the smallest number of e4m3, 2^-9; in x / 2, it is harmless. Scores x / 2
 // beyond 65504 become infinity, whose tanh is 1.
 template <typename Traits, typename Scores>
-struct HalfE4m3Weights : E4m3Fragment<Traits> {
-  using E4m3Fragment<Traits>::fragment;
-  static constexpr int kQuarters = fp8_polynomial_quarters(Traits::kHeadDim);
+struct HalfE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
+  using HalfE4m3Fragment<Traits, Scores>::kQuarters;
 
   // For the two rows of a thread, each twice in a word.
   struct Factors {
@@ -185,37 +221,61 @@ struct HalfE4m3Weights : E4m3Fragment<Traits> {
       pairs(n) = ptx::fma_f16x2(h, t, h);
     }
   }
+};
 
-  // The order is that of E4m3Weights::round().
-  HSTU_DEVICE void round(const Scores& scores) {
-    const Tensor pairs = recast<const uint32_t>(scores);
-    Tensor words = recast<uint32_t>(fragment);
+// The same with factors of keys, as e4m3_pages.h says.
+template <typename Traits, typename Scores>
+struct PagedE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
+  using HalfE4m3Fragment<Traits, Scores>::kQuarters;
+
+  // For the two rows of a thread, each twice in a word.
+  struct Factors {
+    uint32_t score[2];
+    uint32_t score_of_polynomial[2];
+    const KeyFactors<Traits::kKeys>& keys;
+  };
+
+  HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory& smem,
+                                   const typename Traits::WorkTile& work_tile, int warpgroup,
+                                   int stage) const {
+    const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
+    Factors factors{.keys = smem.key_factors[stage]};
 #pragma unroll
-    for (int n = 0; n < size(words); ++n) {
-      const int first = n / 2 * 4 + n % 2;
-      words(n) = ptx::cvt_e4m3x4(pairs(first), pairs(first + 2));
+    for (int m = 0; m < 2; ++m) {
+      const float score = rows[8 * m].score;
+      factors.score[m] = ptx::cvt_satfinite_f16x2(score, score);
+      factors.score_of_polynomial[m] = ptx::mul_f16x2(factors.score[m], SaturatedTanh::kSlope);
+    }
+    return factors;
+  }
+
+  HSTU_DEVICE void activate(const ForwardParams&, const Factors& factors, Scores& scores) const {
+    Tensor pairs = recast<uint32_t>(scores);  // of 2 keys, for row m = 0, then for row m = 1
+#pragma unroll
+    for (int i = 0; i < size(pairs) / 8; ++i) {
+      const uint4 of_scores = factors.keys.score.of_thread(i);
+      const uint4 of_weights = factors.keys.weight.of_thread(i);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int m = n % 2;
+        const uint32_t s = ptx::mul_f16x2(pairs(8 * i + n), word(of_scores, n / 2));
+        const uint32_t h = ptx::mul_f16x2(s, word(of_weights, n / 2));
+        uint32_t t;
+        if (n / 2 < kQuarters) {
+          t = SaturatedTanh::of(
+              ptx::fma_sat_f16x2(s, factors.score_of_polynomial[m], twice_half(0x3800)));  // + 0.5
+        } else {
+          t = ptx::tanh_approx_f16x2(ptx::mul_f16x2(s, factors.score[m]));
+        }
+        pairs(8 * i + n) = ptx::fma_f16x2(h, t, h);
+      }
     }
   }
 
  private:
-  // tanh(x / 2) by a polynomial for |x| < 5, and beyond it +-1, in fp16. With w = x / 10, it is w *
-  // q(w^2), where q(1 / 4) is 2 without a rounding error, and q is fitted to the least error of
-  // tanh(x / 2) / (x + 1 / 5). silu(x) is off by at most .053 near x = -5, by .001 x at x < 1, and
-  // its mean over scores by .2 %, while the rounding of P is off by up to 6 %.
-  struct SaturatedTanh {
-    static constexpr uint32_t kSlope = twice_half(0x3266);  // 1 / 5, from x / 2 to w
-
-    // `u` is w + 1 / 2, limited to [0, 1].
-    static HSTU_DEVICE uint32_t of(uint32_t u) {
-      const uint32_t w = ptx::add_f16x2(u, twice_half(0xb800));  // -0.5
-      const uint32_t z = ptx::mul_f16x2(w, w);
-      uint32_t q = twice_half(0xdad6);               // -218.75
-      q = ptx::fma_f16x2(q, z, twice_half(0x583b));  // 135.375
-      q = ptx::fma_f16x2(q, z, twice_half(0xcffa));  // -31.90625
-      q = ptx::fma_f16x2(q, z, twice_half(0x44ef));  // 4.93359375
-      return ptx::mul_f16x2(w, q);
-    }
-  };
+  static HSTU_DEVICE uint32_t word(const uint4& words, int n) {
+    return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w;
+  }
 };
 
 }  // namespace hstu::sm90

@@ -228,8 +228,10 @@ def test_what_is_refused():
         HSTULayer(replace(BASE, fp8=ATTENTION))(**make_inputs(BASE, torch.float32))
     cached = replace(STU, scaling_seqlen=100)
     check_cacheable(replace(cached, fp8=LINEARS), with_targets=True)
-    with pytest.raises(ValueError, match=r"fp8: expected, for a cache, None, or FP8\(attention="):
-        check_cacheable(replace(cached, fp8=LAYER), with_targets=True)
+    check_cacheable(replace(cached, fp8=FP8(Quantization(1))), with_targets=True)
+    for attention in (Quantization(2), Quantization(1, smooth_k=True)):
+        with pytest.raises(ValueError, match=r"fp8: expected, for a cache, None, or attention="):
+            check_cacheable(replace(cached, fp8=FP8(attention)), with_targets=True)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
 #include "../../common/cuda_check.h"
 #include "../../dispatch.h"
 #include "../../environment.h"
+#include "../../quantize/paged.h"
 #include "../composed.h"
 #include "../stable_tensor.h"
 
@@ -255,6 +256,39 @@ int64_t lay_out(QuantizeParams& quantize, void* memory, ForwardParams& params) {
   return arena.used();
 }
 
+// The same for a call with pages.
+int64_t lay_out(PagedQuantizeParams& quantize, void* memory, ForwardParams& params) {
+  Arena<256> arena(memory);
+  const int64_t rows = quantize.batch.total_q, heads = quantize.heads;
+  const auto take_rows = [&](PackedTensor& to) {
+    to.head_stride = round_up(to.head_dim, kQuantizedHeadDimUnit);
+    to.row_stride = heads * to.head_stride;
+    auto* codes = arena.take<uint8_t>(rows * to.row_stride);
+    to.data = codes;
+    return codes;
+  };
+  quantize.q8 = take_rows(params.q);
+  quantize.k8 = take_rows(params.k);
+  quantize.v8 = take_rows(params.v);
+  for (float** to : {&quantize.q_descale, &quantize.k_descale, &quantize.v_descale}) {
+    *to = arena.take<float>(heads * rows);
+  }
+  const int64_t page_heads = quantize.paged.num_page_ids * 2 * heads;
+  quantize.page_scales = arena.take<float>(page_heads * quantize.paged.page_size);
+  quantize.page_descales = arena.take<float>(page_heads);
+  params.dtype = DType::kFloat8E4M3;
+  params.fp8 = {.q_descale = quantize.q_descale,
+                .k_descale = quantize.k_descale,
+                .v_descale = quantize.v_descale,
+                .page_scales = quantize.page_scales,
+                .page_descales = quantize.page_descales};
+  return arena.used();
+}
+void launch_quantize(const QuantizeParams& params, void* stream) { quantize_qkv(params, stream); }
+void launch_quantize(const PagedQuantizeParams& params, void* stream) {
+  quantize_paged_call(params, stream);
+}
+
 // -------------------------------------------------------------------------------------- launches
 
 // One call of an operator. While it exists, the device of q is the current one.
@@ -276,13 +310,14 @@ class Call {
   }
   // Quantizes q, k and v, and runs the e4m3 forward with them. `params` describes the call before
   // quantization.
-  void run_quantized(QuantizeParams& quantize, ForwardParams params) {
+  template <typename Quantize>
+  void run_quantized(Quantize& quantize, ForwardParams params) {
     const int64_t bytes = lay_out(quantize, nullptr, params);
     const ForwardPlan plan = forward_kernel(device(), params).plan(params, launch_);
     const std::optional<Tensor> workspace = take_workspace(bytes + plan.workspace_bytes);
     lay_out(quantize, launch_.workspace, params);
     launch_.workspace = static_cast<char*>(launch_.workspace) + bytes;
-    quantize_qkv(quantize, launch_.stream);
+    launch_quantize(quantize, launch_.stream);
     plan.run(plan, params, launch_);
   }
   void run(const BackwardKernel& kernel, const BackwardParams& params) {
@@ -324,7 +359,16 @@ void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParam
   AlignedCopies copies;
   copies.inputs(args, params);
   copies.output(out, params.out);
-  if (args.quant_mode >= 0 || params.dtype == DType::kFloat8E4M3) {
+  if (args.quant_mode >= 0 && args.kv_cache) {
+    PagedQuantizeParams quantize = {.q = params.q,
+                                    .k = params.k,
+                                    .v = params.v,
+                                    .heads = params.heads,
+                                    .dtype = params.dtype,
+                                    .batch = params.batch,
+                                    .paged = params.paged};
+    call.run_quantized(quantize, params);
+  } else if (args.quant_mode >= 0 || params.dtype == DType::kFloat8E4M3) {
     copies.fp8_bias(args.rab, params.rab);
     QuantizeParams quantize;
     to_params(args, params, quantize);

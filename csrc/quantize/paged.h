@@ -1,0 +1,36 @@
+// Quantizes what a call with pages of e4m3 multiplies with them: Q, and the targets' K and V.
+#pragma once
+
+#include "quantize.h"
+
+namespace hstu {
+
+struct PagedQuantizeParams {
+  PackedTensor q;  // [total_q, H, D]
+  PackedTensor k;  // [total_q, H, D]
+  PackedTensor v;  // [total_q, H, Dv]
+  int heads = 0;
+  DType dtype = DType::kBFloat16;
+  BatchParams batch;
+  PagedParams paged;
+
+  // Outputs, contiguous. D and Dv are rounded up to kQuantizedHeadDimUnit in codes.
+  //
+  // The descale of a row of q is its norm, so that codes of a row have a norm of at most 18 / 17,
+  // and sums of products with codes of at most 448 fit into fp16. Such a code is about 1 / sqrt(D),
+  // at least 2^-4, and e4m3 has all its bits down to 2^-6.
+  uint8_t* q8 = nullptr;           // [total_q, H, D]
+  uint8_t* k8 = nullptr;           // [total_q, H, D]
+  uint8_t* v8 = nullptr;           // [total_q, H, Dv]
+  float* q_descale = nullptr;      // [H, total_q]
+  float* k_descale = nullptr;      // [H, total_q]
+  float* v_descale = nullptr;      // [H, total_q]
+  float* page_scales = nullptr;    // [num_page_ids, 2, H, page_size], as in Fp8Params
+  float* page_descales = nullptr;  // [num_page_ids, 2, H], likewise
+};
+
+// Launches the kernel on `stream`, a cudaStream_t. q, k and v must be aligned to 16 bytes, with
+// strides that are multiples of 8 elements.
+void quantize_paged_call(const PagedQuantizeParams& params, void* stream);
+
+}  // namespace hstu

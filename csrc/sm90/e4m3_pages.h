@@ -1,0 +1,351 @@
+// Pages of e4m3 that are multiplied as they are: the policy of ForwardTraits::Source for a paged
+// cache and products in e4m3. Q and the targets' K and V are quantized row by row before the call.
+//
+// For row i and key j, with descales q_i, k_j and v_j, whose largest ones of the sequence are k_max
+// and v_max:
+//
+//   s_ij   = k_j / k_max * (Q K^T)_ij           in fp16, as all sums of products of Q and K
+//   x / 2  = score_i * s_ij                     score_i = alpha / 2 * q_i * k_max
+//   P_ij   = silu(x) / score_i * v_j / v_max * 2^-n = (v_j / v_max * 2^-n) * s * (1 + tanh(x / 2))
+//   O_i    = score_i * v_max * 2^n * (P V)_i    P rounded to e4m3, V without its descale
+//
+// The codes of a row of Q have a norm of at most 18 / 17 (quantize/paged.h), and those of a row of
+// K one of at most 448 * sqrt(D). So P cannot overflow, whatever the scales of the rows are.
+//
+// The producer's warps have other work than usual: the warp of K also copies the bytes of V, half a
+// key tile at a time, and the warps of Q and V transpose one half each, since wgmma reads 8-bit
+// operands K-major only. They also write the factors k_j / k_max and v_j / v_max * 2^-n.
+#pragma once
+
+#include "../common/opaque.h"
+#include "../common/ptx.h"
+#include "e4m3_keys.h"
+
+namespace hstu::sm90 {
+
+// The factors of the keys of a tile in fp16, for pairs of neighboring keys. A consumer's thread
+// reads those of its columns of S: word n % 4 of pairs[n / 4][thread % 4] is for columns
+// 8 n + 2 (thread % 4) and the next one.
+template <int kKeys>
+struct KeyFactors {
+  struct Words {
+    alignas(16) uint32_t pairs[kKeys / 32][4][4];
+
+    HSTU_DEVICE void set(int key, float factor) {
+      const int n = key / 8, word = n / 4 * 16 + key % 8 / 2 * 4 + n % 4;
+      reinterpret_cast<__half*>(pairs)[2 * word + key % 2] = __float2half_rn(factor);
+    }
+    HSTU_DEVICE uint4 of_thread(int n) const {
+      return *reinterpret_cast<const uint4*>(pairs[n][threadIdx.x % 4]);
+    }
+  };
+
+  Words score;   // k_j / k_max
+  Words weight;  // v_j / v_max
+};
+
+// The limit of k_max and v_max keeps factors from over- and underflow.
+constexpr float kLeastDescale = 0x1p-80f;
+
+// 2^-n, with which |P| <= 448.
+template <int kHeadDim>
+constexpr float kPagedWeightScale = kHeadDim == 256 ? 0x1p-6f : 0x1p-5f;
+
+// The byte where row `row` of a tile begins, as TMA writes it. Its 16 bytes number n, in a panel of
+// kPanelBytes, are at this address with n * 16 added by exclusive or.
+template <int kPanelBytes>
+HSTU_DEVICE constexpr uint32_t swizzled_row(int row) {
+  const uint32_t at = row * kPanelBytes;
+  return at | (at >> 3 & (kPanelBytes < 128 ? 0x30 : 0x70));
+}
+
+// Transposes the codes of a half of a tile of V, [kKeys / 2, kHeadDim], to columns of [kHeadDim,
+// kKeys], where each 32 keys have the order of key_at() in quantize/quantize.h. Called by a warp.
+template <int kKeys, int kHeadDim>
+HSTU_DEVICE void transpose_half(const uint8_t* rows, int half, void* columns) {
+  static_assert(kKeys == 128, "a row of the result is a panel");
+  constexpr int kHalf = kKeys / 2;
+  constexpr int kPanelBytes = kPanel<kHeadDim, 1>;
+  constexpr int kAtOnce = kHeadDim == 256 ? 8 : 4;  // groups of 32 keys and 16 columns
+  // NOTE: the lane is read again, so that what depends on it is in no register meanwhile.
+  const int lane = static_cast<int>(reload_thread_idx()) % 32;
+  // Lane n passes the address of row n % 8 of matrix n / 8: of 8 keys each to load, and to store of
+  // the low and the high 16 keys, of half of the columns of V. Rows of a matrix that is stored are
+  // the even ones of 8 columns and the odd ones of the next 8, or the others, since 8 even ones
+  // would have bank conflicts.
+  const uint32_t from = ptx::shared_address(rows) + swizzled_row<kPanelBytes>(lane);
+  const uint32_t to = (ptx::shared_address(columns) +
+                       swizzled_row<kKeys>(2 * (lane % 8) + (lane / 16 ^ lane / 4 % 2))) ^
+                      (half * kHalf + lane / 8 % 2 * 16);
+  const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ (0x6420 ^ 0x7531);
+#pragma unroll
+  for (int first = 0; first < kHalf * kHeadDim / 512; first += kAtOnce) {
+    const auto key_of = [&](int n) { return (first + n) / (kHeadDim / 16) * 32; };
+    const auto column_of = [&](int n) { return (first + n) % (kHeadDim / 16) * 16; };
+    uint32_t pairs[kAtOnce][4];  // of each 8 keys, two columns of two neighboring ones
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int column = column_of(n);
+      const int at = column / kPanelBytes * (kHalf * kPanelBytes) + key_of(n) * kPanelBytes;
+      ptx::ldmatrix_x4_transposed((from ^ column % kPanelBytes) + at, pairs[n]);
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const uint32_t words[] = {
+          __byte_perm(pairs[n][0], pairs[n][1], even), __byte_perm(pairs[n][2], pairs[n][3], even),
+          __byte_perm(pairs[n][0], pairs[n][1], odd), __byte_perm(pairs[n][2], pairs[n][3], odd)};
+      ptx::stmatrix_x4((to ^ key_of(n)) + column_of(n) * kKeys, words);
+    }
+  }
+}
+
+struct E4m3PagedKeys : PagedKeys {
+  static constexpr bool kIsFp8 = true;
+  static constexpr bool kTransposesValues = true;
+  using ScoreSum = cutlass::half_t;
+  static constexpr int kQueryCopyLanes = 32;
+
+  // Transposes one of the halves of each V, and writes the factors of its keys.
+  template <typename Traits, int kHalf>
+  struct HalfTransposer {
+    static constexpr int kKeys = Traits::kHalfKeys;
+
+    typename Traits::ByteState byte_state = {kHalf};
+
+    // Called by a warp, which has acquired the stage of V.
+    HSTU_DEVICE void run(typename Traits::SharedMemory& smem, const BlockDescales& largest,
+                         typename Traits::KVState state) {
+      const int from = byte_state.index(), to = state.index();
+      smem.pipeline_bytes.consumer_wait(byte_state);
+      transpose_half<Traits::kKeys, Traits::kHeadDim>(smem.bytes[from], kHalf, smem.v[to]);
+      const float score = 1 / largest.k;
+      const float weight = kPagedWeightScale<Traits::kHeadDim> / largest.v;
+#pragma unroll
+      for (int key = static_cast<int>(reload_thread_idx()) % 32; key < kKeys; key += 32) {
+        KeyFactors<Traits::kKeys>& factors = smem.key_factors[to];
+        factors.score.set(kHalf * kKeys + key, smem.scales[from][0][key] * score);
+        factors.weight.set(kHalf * kKeys + key, smem.scales[from][1][key] * weight);
+      }
+      cutlass::arch::fence_view_async_shared();  // before wgmma reads V
+      smem.pipeline_bytes.consumer_release_by_warp(byte_state);
+      smem.pipeline_v.producer_commit_by_warp(state);
+      byte_state.count += 2;
+    }
+  };
+
+  // Keys: copies K to its stage, and V and the descales of K and V to stages of bytes. Values:
+  // transposes the second half of V.
+  template <typename Traits, PagePart kPart>
+  struct Loader {
+    static constexpr int kKeys = Traits::kKeys;
+    static constexpr int kHalf = Traits::kHalfKeys;
+    static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kColumns = kPanel<kHeadDim, 1>;
+    using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+    PageWindow window;
+    typename Traits::ByteState byte_state;
+
+    // Called by a warp.
+    HSTU_DEVICE void load(const ForwardParams& params, const typename Traits::Maps& maps,
+                          typename Traits::SharedMemory& smem,
+                          const typename Traits::WorkTile& work_tile, int first, int stage) {
+      const PaddedKeys<kKeys> padded(work_tile.tile.sequence);
+      Barrier& full = smem.pipeline_k.full[stage];
+      if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim);
+      if (!padded.is_target(first)) {
+        window.set_sequence(work_tile.pages);
+        load_history(params, maps, smem, work_tile, first, smem.k[stage], full);
+      } else {
+        load_targets(params, maps, smem, work_tile, first - padded.first_target(), smem.k[stage],
+                     full);
+      }
+    }
+
+   private:
+    // Acquires two stages of bytes, one after another, and calls visit(half, rows, descales,
+    // barrier) to fill each.
+    template <typename Visit>
+    HSTU_DEVICE void for_each_half(typename Traits::SharedMemory& smem, Visit visit) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int stage = byte_state.index();
+        Barrier& full = smem.pipeline_bytes.full[stage];
+        smem.pipeline_bytes.producer_acquire(byte_state);
+        if (is_leader()) full.arrive_and_expect_tx(kHalf * kHeadDim);
+        visit(half, smem.bytes[stage], smem.scales[stage], full);
+        cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+        byte_state.advance();
+      }
+    }
+
+    // Each lane copies at most one box of K, and the same rows of V. NOTE: as start_copy_pages(),
+    // but what both need is computed once.
+    HSTU_DEVICE void load_history(const ForwardParams& params, const typename Traits::Maps& maps,
+                                  typename Traits::SharedMemory& smem,
+                                  const typename Traits::WorkTile& work_tile, int first,
+                                  typename Traits::Element* keys, Barrier& keys_full) {
+      constexpr int kPanels = kHeadDim / kColumns;
+      constexpr int kFar = kRaggedRows;
+      static_assert(kKeys / kSmallestPage * kPanels <= 32, "a lane has at most one box");
+      const PagedParams& paged = params.paged;
+      const int lane = static_cast<int>(reload_thread_idx()) % 32;
+      window.load_ids(paged, paged.page_of(first), paged.page_of(first + kKeys - 1) + 1);
+      const int row = lane / kPanels * min(paged.page_size, kHalf);  // in the tile
+      const int panel = lane % kPanels;
+      const int page = paged.page_of(first + row);
+      const int id = window.page(page);
+      // NOTE: with a count of 0, all rows of the box are past the end.
+      const int history = work_tile.tile.sequence.history_end - (page << paged.page_size_log2);
+      const int count = id < 0 ? 0 : clamp(history, 0, paged.page_size);
+      const int begin = max(id, 0) * maps.pages.page_rows + count;
+      const auto copy = [&](int begin, void* to, Barrier& full) {
+        cute::SM90_TMA_LOAD_5D::copy(
+            &maps.pages.map, reinterpret_cast<uint64_t*>(&full),
+            static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), to, panel * kColumns,
+            kFar - count + paged.slot_of(first + row), work_tile.head, begin, kFar);
+      };
+      if (row < kKeys) copy(begin, keys + (panel * kKeys + row) * kColumns, keys_full);
+      for_each_half(smem, [&](int half, uint8_t* values, auto& descales, Barrier& full) {
+        if (row / kHalf == half) {
+          copy(begin + maps.pages.value_rows, values + (panel * kHalf + row % kHalf) * kColumns,
+               full);
+        }
+        copy_descales(params, work_tile, first + half * kHalf, descales);
+      });
+    }
+
+    // Starts copying the descales of 64 keys of history, 4 in a lane.
+    static HSTU_DEVICE void copy_descales(const ForwardParams& params,
+                                          const typename Traits::WorkTile& work_tile, int first,
+                                          float (&descales)[2][kHalf]) {
+      static_assert(kHalf == 64);
+      const PagedParams& paged = params.paged;
+      const int lane = static_cast<int>(reload_thread_idx()) % 32;
+      const int n = lane % 16 * 4;
+      const int page = paged.page_of(first + n);
+      const bool exists = page < work_tile.pages.count;
+      const int64_t entry = work_tile.pages.first + (exists ? page : 0);
+      const int64_t at = (entry * 2 + lane / 16) * params.heads + work_tile.head;
+      ptx::cp_async_16_or_zeros(
+          params.fp8.page_scales + at * paged.page_size + paged.slot_of(first + n),
+          &descales[lane / 16][n], exists);
+    }
+
+    HSTU_DEVICE void load_targets(const ForwardParams& params, const typename Traits::Maps& maps,
+                                  typename Traits::SharedMemory& smem,
+                                  const typename Traits::WorkTile& work_tile, int first,
+                                  typename Traits::Element* keys, Barrier& keys_full) {
+      const TargetRows targets(work_tile.tile.sequence);
+      const RaggedRows rows = {targets.begin, targets.count, work_tile.head};
+      if (is_leader()) start_copy_rows<kKeys, kHeadDim>(maps.k, rows, first, keys, keys_full);
+      for_each_half(smem, [&](int half, uint8_t* values, auto& descales, Barrier& full) {
+        const int target = first + half * kHalf;
+        if (is_leader()) start_copy_rows<kHalf, kHeadDim>(maps.v, rows, target, values, full);
+        const int64_t begin = work_tile.head * params.batch.total_q + targets.begin;
+#pragma unroll 1
+        for (int n = static_cast<int>(threadIdx.x) % 32; n < kHalf; n += 32) {
+          const bool exists = target + n < targets.count;
+          const int64_t at = begin + (exists ? target + n : 0);
+          ptx::cp_async_4_or_zeros(params.fp8.k_descale + at, &descales[0][n], exists);
+          ptx::cp_async_4_or_zeros(params.fp8.v_descale + at, &descales[1][n], exists);
+        }
+      });
+    }
+  };
+
+  template <typename Traits>
+  struct Loader<Traits, PagePart::kValues> {
+    HalfTransposer<Traits, 1> half;
+    typename Traits::QState q_state;
+    const typename Traits::WorkTile* last = nullptr;
+    typename Traits::KVState state;
+
+    // Called by a warp, which has acquired the stage of V.
+    HSTU_DEVICE void load(const ForwardParams&, const typename Traits::Maps&,
+                          typename Traits::SharedMemory& smem,
+                          const typename Traits::WorkTile& work_tile, int, int) {
+      if (&work_tile != last) {  // NOTE: two consecutive work tiles are in different stages
+        last = &work_tile;
+        smem.pipeline_q.consumer_wait(q_state);  // for largest_descales; consumers release Q
+        q_state.advance();
+      }
+      half.run(smem, work_tile.largest_descales, state);
+      state.advance();
+    }
+  };
+
+  // Finds the largest descale of K and of V of the sequence, also those of keys that the work tile
+  // does not see. So all splits of a row tile have the same factors.
+  template <typename WorkTile>
+  static HSTU_DEVICE BlockDescales find_largest(const ForwardParams& params,
+                                                const WorkTile& work_tile) {
+    const Fp8Params& fp8 = params.fp8;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const PageList& pages = work_tile.pages;
+    const TargetRows targets(work_tile.tile.sequence);
+    BlockDescales largest = {};
+#pragma unroll 4
+    for (int n = lane; n < pages.count; n += 32) {
+      const float* const page =
+          fp8.page_descales + (pages.first + n) * 2 * params.heads + work_tile.head;
+      largest.k = larger_finite(largest.k, page[0]);
+      largest.v = larger_finite(largest.v, page[params.heads]);
+    }
+    const int64_t begin = work_tile.head * params.batch.total_q + targets.begin;
+#pragma unroll 4
+    for (int n = lane; n < targets.count; n += 32) {
+      largest.k = larger_finite(largest.k, fp8.k_descale[begin + n]);
+      largest.v = larger_finite(largest.v, fp8.v_descale[begin + n]);
+    }
+    return {fmaxf(largest_of_warp(largest.k), kLeastDescale),
+            fmaxf(largest_of_warp(largest.v), kLeastDescale)};
+  }
+
+  // Finds the factors of the rows of a work tile, and transposes the first halves of its V.
+  template <typename Traits>
+  struct QueryWarpLoader {
+    HalfTransposer<Traits, 0> half;
+    typename Traits::QState q_state;
+    typename Traits::KVState state;
+
+    HSTU_DEVICE void load(const ForwardParams& params, const typename Traits::Maps&,
+                          typename Traits::SharedMemory& smem,
+                          const typename Traits::WorkTile& work_tile) {
+      __syncwarp();
+      auto& to = smem.work_tiles[&work_tile - smem.work_tiles];
+      const BlockDescales largest = find_largest(params, work_tile);
+      if (is_leader()) to.largest_descales = largest;
+      find_factors(params, work_tile, largest, to.row_factors);
+      smem.pipeline_q.producer_commit_by_warp(q_state);
+      q_state.advance();
+      for (int first = work_tile.tile_from(0); first != Traits::kNoKey;
+           first = work_tile.tile_from(first + Traits::kKeys)) {
+        smem.pipeline_v.producer_acquire(state);
+        half.run(smem, largest, state);
+        state.advance();
+      }
+    }
+
+   private:
+    static HSTU_DEVICE void find_factors(const ForwardParams& params,
+                                         const typename Traits::WorkTile& work_tile,
+                                         const BlockDescales& largest,
+                                         RowFactors (&factors)[Traits::kRows]) {
+      const Sequence& sequence = work_tile.tile.sequence;
+      const int64_t begin = work_tile.head * params.batch.total_q + sequence.q_begin;
+      const int first = work_tile.tile.index * Traits::kRows;
+      const float alpha = 0.5f * static_cast<float>(params.alpha);
+#pragma unroll
+      for (int n = static_cast<int>(threadIdx.x) % 32; n < Traits::kRows; n += 32) {
+        const bool exists = first + n < sequence.q_len;
+        const float descale = exists ? params.fp8.q_descale[begin + first + n] : 0;
+        const float score = alpha * descale * largest.k;
+        factors[n].score = score;
+        factors[n].out = score * largest.v / kPagedWeightScale<Traits::kHeadDim>;
+      }
+    }
+  };
+};
+
+}  // namespace hstu::sm90
