@@ -130,6 +130,10 @@ ForwardKernel fp8_forward_kernel(const CudaDevice& device, const ForwardParams& 
   if (params.paged.kv_cache && (params.rab.data || params.relative_bias)) {
     throw NotImplemented(lacks + "with both a kv_cache and a bias");
   }
+  if (params.paged.kv_cache && params.q.head_dim % 16 != 0) {
+    throw NotImplemented(lacks + "over pages but for head dims that are multiples of 16; got " +
+                         std::to_string(params.q.head_dim));
+  }
   if (const char* reason = sm90::unsupported_reason(device, params)) {
     throw NotImplemented(lacks + "with " + reason);
   }

@@ -239,7 +239,8 @@ struct Fp8Params {
   float* bias_bounds = nullptr;
   // With pages of e4m3, q, k and v have the codes of rows, and k_descale and v_descale are [H,
   // total_q]. For each entry of page_ids, these are the scales of the rows of its page that belong
-  // to the sequence, else 0, and the largest of them; a row of zeros has the scale 0, too.
+  // to the sequence, else 0, and the largest of them. A row without a finite code but zero has the
+  // scale 0, too.
   const float* page_scales = nullptr;    // [num_page_ids, 2, H, page_size]
   const float* page_descales = nullptr;  // [num_page_ids, 2, H]
 };

@@ -78,7 +78,7 @@ def quantize_for_pages(
         _to_codes(x.float() * scales.reciprocal()[..., None])
         for x, scales in ((q, q_scales), (k, k_scales), (v, v_scales))
     )
-    largest = _largest_key_scales(_without_zeros(k_codes, k_scales), call, pages)
+    largest = _largest_key_scales(_needed(k_scales, k_codes), call, pages)
     # The weight whose code is 1.
     unit = abs(call.alpha) / 2 * q_scales * largest / _WEIGHT_SCALES[q.shape[2] > 128]
     unit = unit + bias_bound(call.alpha, biases) / LARGEST_CODE
@@ -108,10 +108,11 @@ def _to_codes(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), codes, torch.nan).to(E4M3)
 
 
-def _without_zeros(codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns the scales with 0 for rows of zeros, whose scale is 1, and for those not finite."""
-    is_zero = (codes.view(torch.uint8) & 0x7F).amax(-1) == 0
-    return scales.masked_fill(is_zero | ~scales.isfinite(), 0)
+def _needed(scales: Tensor, codes: Tensor) -> Tensor:
+    """Returns the scales, or 0 where a row has no number but zero, or the scale is not finite."""
+    magnitudes = codes.view(torch.uint8) & 0x7F
+    has_number = ((magnitudes > 0) & (magnitudes < 0x7F)).any(-1)
+    return torch.where(has_number & scales.isfinite(), scales, 0)
 
 
 def _largest_key_scales(
@@ -133,7 +134,7 @@ def _largest_key_scales(
         end = q_offsets[b] + q_len
         ids = page_ids[int(page_offsets[b]) : int(page_offsets[b + 1])].to(torch.int64)
         codes = kv_cache.view(torch.uint8)[ids][:, 0]
-        history = _without_zeros(codes, kv_scales[ids][:, 0]).flatten(0, 1)[: k_len - targets]
+        history = _needed(kv_scales[ids][:, 0], codes).flatten(0, 1)[: k_len - targets]
         of_keys = torch.cat([history, k_scales[end - targets : end]])
         if of_keys.shape[0] > 0:
             result[q_offsets[b] : end] = of_keys.amax(0)

@@ -59,8 +59,9 @@ class Quantization:
     Attributes:
         mode: what shares a scale: 0 nothing is scaled, 1 rows of q and blocks of 128 keys of k and
             v, 2 blocks of 128 rows of a head, 3 a sequence of a head, 4 a sequence, 5 everything.
-            Use 2: it takes one pass. In mode 5 a huge value in one sequence costs all others
-            precision; NaN and infinity never leave their sequence.
+            Use 2: it takes one pass. With pages, use 1, in which rows of k and v have scales then.
+            In mode 5 a huge value in one sequence costs all others precision; NaN and infinity
+            never leave their sequence.
         smooth_k: whether to quantize k without its mean over each sequence and head, whose product
             with q is then added to the scores in fp32. Where k is not centered, as after SiLU, this
             halves the error.

@@ -105,16 +105,18 @@ HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, int64_t row, i
   quantize_row<false>(v, lanes, columns, column, index, at, exists, params.v8, params.v_descale);
 }
 
-// True if all codes of a row of a page are zero. Such a row has the scale 1.
-HSTU_DEVICE bool is_zero(const PagedQuantizeParams& params, int64_t page, int part, int slot,
-                         int head) {
+// True if no code of a row of a page is a number but zero: the rest is NaN. Such a row has the
+// scale 1, and needs none.
+HSTU_DEVICE bool needs_no_scale(const PagedQuantizeParams& params, int64_t page, int part, int slot,
+                                int head) {
   const PagedParams& paged = params.paged;
   const auto* const codes = static_cast<const uint8_t*>(paged.kv_cache) + page * paged.page_stride +
                             part * paged.kv_stride + slot * paged.slot_stride +
                             head * paged.head_stride;
   const int columns = part == 0 ? params.k.head_dim : params.v.head_dim;
   for (int n = 0; n < columns; ++n) {
-    if (codes[n] & 0x7f) return false;
+    const int magnitude = codes[n] & 0x7f;
+    if (magnitude != 0 && magnitude != 0x7f) return false;
   }
   return true;
 }
@@ -147,8 +149,12 @@ HSTU_DEVICE void gather_scales(const PagedQuantizeParams& params, int64_t entry,
 #pragma unroll 4
   for (int slot = lane; slot < paged.page_size; slot += 32) {
     float scale = slot < rows ? scales[slot * paged.scale_slot_stride] : 0;
-    if (scale == 1.0f && is_zero(params, id, part, slot, head)) scale = 0;
-    if (is_finite(scale)) largest = fmaxf(largest, fabsf(scale));
+    if (scale == 1.0f && needs_no_scale(params, id, part, slot, head)) scale = 0;
+    if (is_finite(scale)) {
+      largest = fmaxf(largest, fabsf(scale));
+    } else {
+      scale = __int_as_float(0x7fffffff);  // NOTE: infinite weights would become 448
+    }
     params.page_scales[to * paged.page_size + slot] = scale;
   }
   largest = combine_lanes(largest, 32, [](float a, float b) { return fmaxf(a, b); });

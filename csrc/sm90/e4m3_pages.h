@@ -41,10 +41,10 @@ struct KeyFactors {
   };
 
   Words score;   // k_j / k_max
-  Words weight;  // v_j / v_max
+  Words weight;  // v_j / v_max * 2^-n
 };
 
-// The limit of k_max and v_max keeps factors from over- and underflow.
+// The least k_max and v_max, which keeps factors from over- and underflow.
 constexpr float kLeastDescale = 0x1p-80f;
 
 // 2^-n, with which |P| <= 448.

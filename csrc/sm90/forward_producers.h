@@ -1,6 +1,7 @@
 // The producer warpgroup of the forward: one warp schedules work tiles, and one warp each copies Q,
-// K (and the bias) and V, so that none waits for a stage of another. Beneath is the converter
-// warpgroup, which calls with pages of e4m3 have.
+// K (and the bias) and V, so that none waits for a stage of another. e4m3_pages.h says what they do
+// where pages of e4m3 are multiplied as they are. Beneath is the converter warpgroup, which calls
+// have that convert such pages to 16 bits.
 #pragma once
 
 #include "forward_traits.h"

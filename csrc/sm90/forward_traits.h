@@ -81,6 +81,7 @@ struct ForwardTraits {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
+  static_assert(!kTransposesValues || kTiles.key_stages >= 2, "see invariant 2");
   static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for the bytes of pages");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer + kRegisters.converter <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
@@ -219,7 +220,8 @@ struct ForwardTraits {
   // 2. Depth of the rings. Consumers release a work tile after they have waited for the next one,
   //    which the scheduler finds when kTilesLeft key tiles are left to be copied. So pipeline_work
   //    needs 2 stages, and has 4 for short work tiles. pipeline_k and pipeline_v would work with
-  //    one stage, because K is released before V of the same key tile is waited for.
+  //    one stage, because K is released before V of the same key tile is waited for. With
+  //    kTransposesValues they need two, because V of the next tile is waited for, too.
   // 3. Zeros. silu(0) = 0 and 0 * 0 = 0: rows past the end of a sequence and columns past the end
   //    of the head dim, which TMA fills with zeros, add nothing to O. So they need no mask, and V
   //    is never NaN where P is masked.

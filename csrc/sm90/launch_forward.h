@@ -137,6 +137,8 @@ class ForwardLauncher {
       const BatchParams& batch = params.batch;
       metadata.list.work_per_tile = params.heads;
       metadata.list.capacity = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
+      const int64_t tiles = int64_t{metadata.list.capacity} * params.heads;
+      take_totals<Form>(workspace, tiles * Form::kClusterSize, metadata);
       return metadata;
     }
     metadata.list = take_forward_list<Form>(workspace, params, launch, split_kv.num_splits);
@@ -146,11 +148,17 @@ class ForwardLauncher {
           workspace.take<float>(slots * split_kv.num_splits * kWarpgroupRows * kHeadDim);
       metadata.arrived = workspace.take<int>(slots);
     }
-    if constexpr (Form::kIsFp8 && !Form::kPromotesInRegisters) {
-      metadata.totals = workspace.take<float>(resident_blocks<Form>(launch) * Form::kConsumers *
-                                              kWarpgroupRows * kHeadDim);
-    }
+    take_totals<Form>(workspace, resident_blocks<Form>(launch), metadata);
     return metadata;
+  }
+
+  // Takes the totals of WorkspacePromotion, of `blocks` blocks.
+  template <typename Form>
+  static void take_totals(Workspace& workspace, int64_t blocks, SchedulerMetadata& metadata) {
+    if constexpr (Form::kIsFp8 && !Form::kPromotesInRegisters) {
+      metadata.totals =
+          workspace.take<float>(blocks * Form::kConsumers * kWarpgroupRows * kHeadDim);
+    }
   }
 
   // Returns how many warpgroups, over all row tiles, may have partial O.

@@ -45,7 +45,7 @@ struct PaddedKeys {
 
 // The tensor map of the cache, whose rows are [num_pages, 2, page_size], and distances in rows.
 struct PageMap {
-  CUtensorMap map;  // a box has the rows of a page or of a tile, whichever are fewer
+  CUtensorMap map;  // a box has the rows of a page or of a copy, whichever are fewer
   int page_rows;    // from one page to the next
   int value_rows;   // from the keys of a page to its values
 };

@@ -93,7 +93,7 @@ def load_model(
         path: the path of the file.
         device: the device of the model.
         compute_dtype: the dtype of the layers; None is as in training.
-        fp8: whether what was trained in FP8 is computed in it; pages of a cache have no FP8.
+        fp8: whether what was trained in FP8 is computed in it; a cache has it in mode 1 alone.
 
     Raises:
         OSError: the file cannot be read.

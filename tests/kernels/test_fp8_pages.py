@@ -17,6 +17,7 @@ from hstu_attn.layer import HSTULayerConfig, HSTUStack
 from hstu_attn.paged import quantize_rows
 from hstu_attn.testing import Batch, make_paged_batch, offsets, run
 from tests.helpers.fp8 import relative_error, to_device
+from tests.helpers.paged_tiles import TILES, with_tiles
 
 BF16 = torch.bfloat16
 ROWS = Quantization(mode=1)
@@ -121,17 +122,30 @@ def test_outputs(name: str, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize(("batch", "cached"), [(1, 4000), (8, 2000), (40, 300)])
+@pytest.mark.parametrize(("batch", "cached"), [(1, 9400), (1, 300), (8, 4700), (40, 1300)])
 def test_long_histories(batch: int, cached: int, dim: int) -> None:
-    """Keys are divided among several blocks, and sums are promoted."""
+    """Keys are divided among the blocks of clusters of both sizes, or through global memory.
+
+    A block has more than 1,024 of them, after which sums are promoted, but with 300.
+    """
     x = fp8_batch(
         [max(cached - 17 * b, 0) for b in range(batch)],
-        [64 + b for b in range(batch)],
-        [100 - 2 * b for b in range(batch)],
+        [20 + b for b in range(batch)],
+        [60 - b for b in range(batch)],
         dim=dim,
         page_size=128,
     )
     check(x, "cuda", NORMAL)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("blocks", TILES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_kernel(dim: int, blocks: str) -> None:
+    cached = 2500 if "split" in blocks else 300
+    batch = fp8_batch([cached, 40], [37, 70], [80, 9], dim=dim, page_size=32)
+    check(with_tiles(batch, blocks, 128 if dim == 256 else 192), "cuda", NORMAL)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -141,7 +155,7 @@ def test_rows_of_many_magnitudes(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_rows_of_zeros(device: str) -> None:
-    """Their scale is 1, which says nothing of the other rows, which are much smaller."""
+    """Their scale is 1, and so is that of rows of NaN, where those of other rows are small."""
     batch = fp8_batch([200, 31], [40, 8], [35, 6], dim=64)
     pages = batch.paged_kv
     assert pages is not None
@@ -156,10 +170,18 @@ def test_rows_of_zeros(device: str) -> None:
     batch.v.mul_(2.0**-12)
     batch.alpha *= 2.0**12
     check(batch, device, NORMAL)
+    spoilt = fp8_batch([200], [40], [0], dim=64, window=(20, 0))
+    pages = spoilt.paged_kv
+    assert pages is not None
+    assert pages.kv_scales is not None
+    first = int(pages.page_ids[0])
+    pages.kv_cache.view(torch.uint8)[first, 0, 0] = 0x7F  # NaN, which the rows do not see
+    pages.kv_scales[first, 0, 0] = 1
+    check(spoilt, device, NORMAL)
     pages.kv_cache.view(torch.uint8).zero_()
-    for x in (batch.q, batch.k, batch.v):
+    for x in (spoilt.q, spoilt.k, spoilt.v):
         x.zero_()
-    assert not output(batch, device).any()
+    assert not output(spoilt, device).any()
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -184,7 +206,7 @@ def test_other_masks(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_values_that_are_not_finite(device: str) -> None:
-    """They stay in the rows that see them."""
+    """Those of q and k stay in the rows that see them."""
     batch = fp8_batch([100, 60], [30, 20], [20, 10], dim=64)
     before = output(batch, device)
     pages = batch.paged_kv

@@ -21,6 +21,7 @@ from hstu_attn import (
 from hstu_attn.paged import PAGE_SIZES
 from hstu_attn.testing import Batch, check_against_reference, make_paged_batch, run
 from tests.helpers.head_dims import HEAD_DIMS
+from tests.helpers.paged_tiles import TILES, with_tiles
 from tests.helpers.small_batches import check_small_batch
 
 BF16 = torch.bfloat16
@@ -291,22 +292,6 @@ def test_gradients_are_refused(device, fp8):
 # ---------------------------------------------------------------------------------------------
 # Many tiles, on a GPU
 # ---------------------------------------------------------------------------------------------
-
-# On Hopper, blocks share the keys of a tile of rows if the shape of a call has few tiles: as a
-# cluster, or as splits through device memory. These are numbers of tiles of 128 rows.
-TILES = {"8 blocks": 10, "4 blocks": 30, "splits": 50, "two splits": 80, "1 block": 132}
-
-
-def with_tiles(batch: Batch, blocks: str) -> Batch:
-    """Returns the batch with a `max_seqlen_q` that gives `TILES` tiles of rows and heads."""
-    items = len(batch.cu_seqlens_q[1:]) * batch.q.shape[1]
-    longest = max(TILES[blocks] // items * 128, batch.max_seqlen_q)
-    return replace(
-        batch,
-        max_seqlen_q=longest,
-        max_seqlen_k=max(longest, batch.max_seqlen_k),
-        scaling_seqlen=500,
-    )
 
 
 @with_and_without_fp8
