@@ -78,23 +78,22 @@ HSTU_DEVICE void transpose_half(const uint8_t* rows, int half, void* columns) {
                        swizzled_row<kKeys>(2 * (lane % 8) + (lane / 16 ^ lane / 4 % 2))) ^
                       (half * kHalf + lane / 8 % 2 * 16);
   const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ (0x6420 ^ 0x7531);
-#pragma unroll
+  // NOTE: more code would take longer to be read than to be executed.
+#pragma unroll 1
   for (int first = 0; first < kHalf * kHeadDim / 512; first += kAtOnce) {
-    const auto key_of = [&](int n) { return (first + n) / (kHeadDim / 16) * 32; };
-    const auto column_of = [&](int n) { return (first + n) % (kHeadDim / 16) * 16; };
+    const int key = first / (kHeadDim / 16) * 32, column = first % (kHeadDim / 16) * 16;
+    const int panel = column / kPanelBytes;
+    const uint32_t load_from = (from ^ column % kPanelBytes) + (panel * kHalf + key) * kPanelBytes;
+    const uint32_t store_to = (to ^ key) + column * kKeys;
     uint32_t pairs[kAtOnce][4];  // of each 8 keys, two columns of two neighboring ones
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int column = column_of(n);
-      const int at = column / kPanelBytes * (kHalf * kPanelBytes) + key_of(n) * kPanelBytes;
-      ptx::ldmatrix_x4_transposed((from ^ column % kPanelBytes) + at, pairs[n]);
-    }
+    for (int n = 0; n < kAtOnce; ++n) ptx::ldmatrix_x4_transposed(load_from ^ 16 * n, pairs[n]);
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const uint32_t words[] = {
           __byte_perm(pairs[n][0], pairs[n][1], even), __byte_perm(pairs[n][2], pairs[n][3], even),
           __byte_perm(pairs[n][0], pairs[n][1], odd), __byte_perm(pairs[n][2], pairs[n][3], odd)};
-      ptx::stmatrix_x4((to ^ key_of(n)) + column_of(n) * kKeys, words);
+      ptx::stmatrix_x4(store_to + 16 * n * kKeys, words);
     }
   }
 }
@@ -105,36 +104,7 @@ struct E4m3PagedKeys : PagedKeys {
   using ScoreSum = cutlass::half_t;
   static constexpr int kQueryCopyLanes = 32;
 
-  // Transposes one of the halves of each V, and writes the factors of its keys.
-  template <typename Traits, int kHalf>
-  struct HalfTransposer {
-    static constexpr int kKeys = Traits::kHalfKeys;
-
-    typename Traits::ByteState byte_state = {kHalf};
-
-    // Called by a warp, which has acquired the stage of V.
-    HSTU_DEVICE void run(typename Traits::SharedMemory& smem, const BlockDescales& largest,
-                         typename Traits::KVState state) {
-      const int from = byte_state.index(), to = state.index();
-      smem.pipeline_bytes.consumer_wait(byte_state);
-      transpose_half<Traits::kKeys, Traits::kHeadDim>(smem.bytes[from], kHalf, smem.v[to]);
-      const float score = 1 / largest.k;
-      const float weight = kPagedWeightScale<Traits::kHeadDim> / largest.v;
-#pragma unroll
-      for (int key = static_cast<int>(reload_thread_idx()) % 32; key < kKeys; key += 32) {
-        KeyFactors<Traits::kKeys>& factors = smem.key_factors[to];
-        factors.score.set(kHalf * kKeys + key, smem.scales[from][0][key] * score);
-        factors.weight.set(kHalf * kKeys + key, smem.scales[from][1][key] * weight);
-      }
-      cutlass::arch::fence_view_async_shared();  // before wgmma reads V
-      smem.pipeline_bytes.consumer_release_by_warp(byte_state);
-      smem.pipeline_v.producer_commit_by_warp(state);
-      byte_state.count += 2;
-    }
-  };
-
-  // Keys: copies K to its stage, and V and the descales of K and V to stages of bytes. Values:
-  // transposes the second half of V.
+  // Copies K to its stage, and V and the descales of K and V to stages of bytes.
   template <typename Traits, PagePart kPart>
   struct Loader {
     static constexpr int kKeys = Traits::kKeys;
@@ -167,7 +137,7 @@ struct E4m3PagedKeys : PagedKeys {
     // barrier) to fill each.
     template <typename Visit>
     HSTU_DEVICE void for_each_half(typename Traits::SharedMemory& smem, Visit visit) {
-#pragma unroll
+#pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         const int stage = byte_state.index();
         Barrier& full = smem.pipeline_bytes.full[stage];
@@ -254,58 +224,48 @@ struct E4m3PagedKeys : PagedKeys {
     }
   };
 
-  template <typename Traits>
-  struct Loader<Traits, PagePart::kValues> {
-    HalfTransposer<Traits, 1> half;
-    typename Traits::QState q_state;
-    const typename Traits::WorkTile* last = nullptr;
-    typename Traits::KVState state;
-
-    // Called by a warp, which has acquired the stage of V.
-    HSTU_DEVICE void load(const ForwardParams&, const typename Traits::Maps&,
-                          typename Traits::SharedMemory& smem,
-                          const typename Traits::WorkTile& work_tile, int, int) {
-      if (&work_tile != last) {  // NOTE: two consecutive work tiles are in different stages
-        last = &work_tile;
-        smem.pipeline_q.consumer_wait(q_state);  // for largest_descales; consumers release Q
-        q_state.advance();
-      }
-      half.run(smem, work_tile.largest_descales, state);
-      state.advance();
-    }
-  };
-
   // Finds the largest descale of K and of V of the sequence, also those of keys that the work tile
-  // does not see. So all splits of a row tile have the same factors.
+  // does not see. So all splits of a row tile have the same factors. NOTE: in most calls, each loop
+  // has one round, whose loads do not wait for each other.
   template <typename WorkTile>
   static HSTU_DEVICE BlockDescales find_largest(const ForwardParams& params,
                                                 const WorkTile& work_tile) {
     const Fp8Params& fp8 = params.fp8;
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    BlockDescales largest = {kLeastDescale, kLeastDescale};
+    const auto add = [&largest](const float* k, const float* v, bool exists) {
+      largest.k = fmaxf(largest.k, exists ? *k : 0);
+      largest.v = fmaxf(largest.v, exists ? *v : 0);
+    };
     const PageList& pages = work_tile.pages;
+    const int heads = params.heads;
+    const float* const page = fp8.page_descales + pages.first * 2 * heads + work_tile.head;
+#pragma unroll 1
+    for (int first = lane; first < pages.count; first += 64) {
+#pragma unroll
+      for (int n = first; n < first + 64; n += 32) {
+        add(page + 2 * n * heads, page + (2 * n + 1) * heads, n < pages.count);
+      }
+    }
     const TargetRows targets(work_tile.tile.sequence);
-    BlockDescales largest = {};
-#pragma unroll 4
-    for (int n = lane; n < pages.count; n += 32) {
-      const float* const page =
-          fp8.page_descales + (pages.first + n) * 2 * params.heads + work_tile.head;
-      largest.k = larger_finite(largest.k, page[0]);
-      largest.v = larger_finite(largest.v, page[params.heads]);
-    }
     const int64_t begin = work_tile.head * params.batch.total_q + targets.begin;
-#pragma unroll 4
-    for (int n = lane; n < targets.count; n += 32) {
-      largest.k = larger_finite(largest.k, fp8.k_descale[begin + n]);
-      largest.v = larger_finite(largest.v, fp8.v_descale[begin + n]);
+#pragma unroll 1
+    for (int first = lane; first < targets.count; first += 256) {
+#pragma unroll
+      for (int n = first; n < first + 256; n += 32) {
+        add(fp8.k_descale + begin + n, fp8.v_descale + begin + n, n < targets.count);
+      }
     }
-    return {fmaxf(largest_of_warp(largest.k), kLeastDescale),
-            fmaxf(largest_of_warp(largest.v), kLeastDescale)};
+    return {largest_of_warp(largest.k), largest_of_warp(largest.v)};
   }
 
-  // Finds the factors of the rows of a work tile, and transposes the first halves of its V.
+  // What the warps of Q and V do for each work tile, beside the copy of Q: one finds the factors of
+  // its rows, and each transposes a half of each V and writes the factors of its keys. NOTE: both
+  // run the same code, which takes long to be read for the first time.
   template <typename Traits>
   struct QueryWarpLoader {
-    HalfTransposer<Traits, 0> half;
+    const int half = static_cast<int>(threadIdx.x) / 64;  // 0 in warp 1, and 1 in warp 3
+    typename Traits::ByteState byte_state = {static_cast<uint32_t>(half)};
     typename Traits::QState q_state;
     typename Traits::KVState state;
 
@@ -313,36 +273,65 @@ struct E4m3PagedKeys : PagedKeys {
                           typename Traits::SharedMemory& smem,
                           const typename Traits::WorkTile& work_tile) {
       __syncwarp();
-      auto& to = smem.work_tiles[&work_tile - smem.work_tiles];
-      const BlockDescales largest = find_largest(params, work_tile);
-      if (is_leader()) to.largest_descales = largest;
-      find_factors(params, work_tile, largest, to.row_factors);
-      smem.pipeline_q.producer_commit_by_warp(q_state);
+      if (half == 0) {
+        auto& to = smem.work_tiles[&work_tile - smem.work_tiles];
+        find_factors(params, work_tile, to.largest_descales, to.row_factors);
+        smem.pipeline_q.producer_commit_by_warp(q_state);
+      }
+      smem.pipeline_q.consumer_wait(q_state);  // for largest_descales; consumers release Q
+      compiler_barrier();                      // keeps the plain loads behind the wait
       q_state.advance();
+      const float score = __fdividef(1, work_tile.largest_descales.k);
+      const float weight =
+          __fdividef(kPagedWeightScale<Traits::kHeadDim>, work_tile.largest_descales.v);
       for (int first = work_tile.tile_from(0); first != Traits::kNoKey;
            first = work_tile.tile_from(first + Traits::kKeys)) {
         smem.pipeline_v.producer_acquire(state);
-        half.run(smem, largest, state);
+        transpose(smem, score, weight);
         state.advance();
       }
     }
 
    private:
+    HSTU_DEVICE void transpose(typename Traits::SharedMemory& smem, float score, float weight) {
+      const int from = byte_state.index(), to = state.index();
+      smem.pipeline_bytes.consumer_wait(byte_state);
+      compiler_barrier();
+      transpose_half<Traits::kKeys, Traits::kHeadDim>(smem.bytes[from], half, smem.v[to]);
+#pragma unroll
+      for (int n = 0; n < Traits::kHalfKeys; n += 32) {
+        const int key = n + static_cast<int>(reload_thread_idx()) % 32;
+        KeyFactors<Traits::kKeys>& factors = smem.key_factors[to];
+        factors.score.set(half * Traits::kHalfKeys + key, smem.scales[from][0][key] * score);
+        factors.weight.set(half * Traits::kHalfKeys + key, smem.scales[from][1][key] * weight);
+      }
+      cutlass::arch::fence_view_async_shared();  // before wgmma reads V
+      smem.pipeline_bytes.consumer_release_by_warp(byte_state);
+      smem.pipeline_v.producer_commit_by_warp(state);
+      byte_state.count += 2;
+    }
+
     static HSTU_DEVICE void find_factors(const ForwardParams& params,
                                          const typename Traits::WorkTile& work_tile,
-                                         const BlockDescales& largest,
+                                         BlockDescales& largest_descales,
                                          RowFactors (&factors)[Traits::kRows]) {
       const Sequence& sequence = work_tile.tile.sequence;
       const int64_t begin = work_tile.head * params.batch.total_q + sequence.q_begin;
-      const int first = work_tile.tile.index * Traits::kRows;
-      const float alpha = 0.5f * static_cast<float>(params.alpha);
+      const int first = work_tile.tile.index * Traits::kRows + static_cast<int>(threadIdx.x) % 32;
+      float descales[Traits::kRows / 32];  // NOTE: these loads do not wait for find_largest()
 #pragma unroll
-      for (int n = static_cast<int>(threadIdx.x) % 32; n < Traits::kRows; n += 32) {
-        const bool exists = first + n < sequence.q_len;
-        const float descale = exists ? params.fp8.q_descale[begin + first + n] : 0;
-        const float score = alpha * descale * largest.k;
-        factors[n].score = score;
-        factors[n].out = score * largest.v / kPagedWeightScale<Traits::kHeadDim>;
+      for (int n = 0; n < Traits::kRows / 32; ++n) {
+        const int row = first + 32 * n;
+        descales[n] = row < sequence.q_len ? params.fp8.q_descale[begin + row] : 0;
+      }
+      const BlockDescales largest = find_largest(params, work_tile);
+      if (is_leader()) largest_descales = largest;
+      const float alpha = 0.5f * static_cast<float>(params.alpha) * largest.k;
+#pragma unroll
+      for (int n = 0; n < Traits::kRows / 32; ++n) {
+        RowFactors& to = factors[32 * n + static_cast<int>(threadIdx.x) % 32];
+        to.score = alpha * descales[n];
+        to.out = to.score * largest.v / kPagedWeightScale<Traits::kHeadDim>;
       }
     }
   };

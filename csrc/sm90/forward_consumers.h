@@ -170,7 +170,10 @@ struct ForwardConsumer {
   }
 
   HSTU_DEVICE auto load_factors() const {
-    if constexpr (Traits::kTransposesValues) smem.pipeline_v.consumer_wait(k_state);  // key_factors
+    if constexpr (Traits::kTransposesValues) {
+      smem.pipeline_v.consumer_wait(k_state);  // for key_factors
+      compiler_barrier();
+    }
     return weights.load_factors(smem, work_tile_at(work_state), warpgroup, k_state.index());
   }
 

@@ -37,9 +37,12 @@ class ForwardProducer {
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
                               const SchedulerMetadata& metadata, SharedMemory& smem) {
     if (threadIdx.x < 32) TileScheduler<Traits>::run(params, metadata, smem);
-    if (is_in_warp(1, Source::kQueryCopyLanes)) copy_queries(params, maps, smem);
+    const bool transposes = Traits::kTransposesValues && is_in_warp(3, Source::kCopyLanes);
+    if (is_in_warp(1, Source::kQueryCopyLanes) || transposes) copy_queries(params, maps, smem);
     if (is_in_warp(2, Source::kCopyLanes)) copy_keys(params, maps, smem);
-    if (is_in_warp(3, Source::kCopyLanes)) copy_values(params, maps, smem);
+    if constexpr (!Traits::kTransposesValues) {
+      if (is_in_warp(3, Source::kCopyLanes)) copy_values(params, maps, smem);
+    }
   }
 
  private:

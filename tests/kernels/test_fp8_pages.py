@@ -99,7 +99,7 @@ def check(batch: Batch, device: str, most: float | None = None) -> None:
 
 
 BATCHES: dict[str, Callable[[], Batch]] = {
-    "one row": lambda: fp8_batch([300], [1], [0], dim=64, heads=4),
+    "one row": lambda: fp8_batch([300] * 16, [1] * 16, [0] * 16, dim=64, heads=4),
     "targets": lambda: fp8_batch([70, 0, 200], [5, 9, 128], [30, 2, 150], dim=64, page_size=32),
     "no history": lambda: fp8_batch([0, 0], [0, 1], [40, 3], dim=128),
     "target groups": lambda: fp8_batch([90, 3], [2, 1], [30, 31], dim=128, target_group_size=4),
