@@ -101,7 +101,7 @@ def check(batch: Batch, device: str, most: float | None = None) -> None:
 BATCHES: dict[str, Callable[[], Batch]] = {
     "one row": lambda: fp8_batch([300] * 16, [1] * 16, [0] * 16, dim=64, heads=4),
     "targets": lambda: fp8_batch([70, 0, 200], [5, 9, 128], [30, 2, 150], dim=64, page_size=32),
-    "no history": lambda: fp8_batch([0, 0], [0, 1], [40, 3], dim=128),
+    "no history": lambda: fp8_batch([0] * 9, [0] * 8 + [1], [40] * 8 + [3], dim=128),
     "target groups": lambda: fp8_batch([90, 3], [2, 1], [30, 31], dim=128, target_group_size=4),
     "window": lambda: fp8_batch([900, 20], [60, 1], [20, 7], dim=128, window=(100, 0)),
     "full": lambda: fp8_batch([150, 20], [60, 1], [0, 0], dim=64, window=(-1, -1)),
@@ -117,7 +117,18 @@ BATCHES: dict[str, Callable[[], Batch]] = {
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("name", BATCHES)
 def test_outputs(name: str, device: str) -> None:
-    check(BATCHES[name](), device, NORMAL)
+    # A row that sees one key has the error of one weight, and no others make up for it.
+    check(BATCHES[name](), device, 7e-2 if name == "no history" else NORMAL)
+
+
+@pytest.mark.gpu
+def test_repeated_calls() -> None:
+    """Blocks have several tiles of rows, and splits of them. All calls have the same result."""
+    batch = fp8_batch([1280] * 40, [20] * 40, [60] * 40, dim=256, page_size=128)
+    on_gpu = replace(to_device(batch, "cuda"), paged_kv=pages_on(batch, "cuda"))
+    first = run(hstu_attention, on_gpu)["out"]
+    for _ in range(300):
+        assert torch.equal(run(hstu_attention, on_gpu)["out"], first)
 
 
 @pytest.mark.gpu
