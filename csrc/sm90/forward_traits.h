@@ -82,6 +82,8 @@ struct ForwardTraits {
   static constexpr int kBlocksPerSm = 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
   static_assert(!kTransposesValues || kTiles.key_stages >= 2, "see invariant 2");
+  static_assert(!kTransposesValues || kTiles.byte_stages % 2 == 0,
+                "each warp that transposes has stages of its own");
   static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for the bytes of pages");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer + kRegisters.converter <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),

@@ -125,7 +125,9 @@ constexpr ForwardTiles fp8_tiles() {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
-// The tiles of e4m3 pages that are multiplied as they are, whose stages of bytes have 64 rows.
+// The tiles of e4m3 pages that are multiplied as they are, whose stages of bytes have 64 rows. Each
+// warp that transposes has every second of these stages: their number is even, since it would else
+// miss phases of their barriers.
 template <int kHeadDim>
 constexpr ForwardTiles fp8_paged_tiles() {
   if constexpr (kHeadDim == 64) {
@@ -135,7 +137,7 @@ constexpr ForwardTiles fp8_paged_tiles() {
   } else {
     static_assert(kHeadDim == 256,
                   "sm90/tile_config.h: fp8_paged_tiles has no entry for this head dim");
-    return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .byte_stages = 3};
+    return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .byte_stages = 2};
   }
 }
 constexpr Registers fp8_paged_registers(int head_dim) {
