@@ -127,7 +127,7 @@ def test_paged(monkeypatch, tmp_path):
     requests = [paged.Request(32, 50, new, 9, 3, page_size=16) for new in (7, 0)]
     monkeypatch.setattr(paged, "requests", lambda head_dims: requests)
     records = run(paged.main, tmp_path, "--rounds 3")
-    forms = ["paged", "graph", "e4m3", "append", "gather", "recompute"]
+    forms = ["paged", "graph", "e4m3", "fp8", "append", "gather", "recompute"]
     assert [r["impl"] for r in records] == [*forms, *(f for f in forms if f != "append")]
     assert {r["us"] for r in records} == {r["fastest_us"] for r in records} == {1e3 * FakeGpu.MS}
     moved = 2 * 2 * paged.APPEND.heads * 128 * 2 * 2 * 64  # read and written, k and v, bf16

@@ -197,7 +197,8 @@ def test_the_build_writes_its_kernels_from_the_lists(
         "}  // namespace hstu::sm90\n"
     )
     e4m3 = (tmp_path / "sm90/forward_d96.e4m3.cu").read_text()
-    assert "template ForwardKernel forward<96, DType::kFloat8E4M3>();\n\n}" in e4m3
+    assert "template ForwardKernel forward<96, DType::kFloat8E4M3>();\n" in e4m3
+    assert "template ForwardKernel paged_forward<96, DType::kFloat8E4M3>();\n\n}" in e4m3
     # An unchanged file keeps its time, so that ninja does not compile it again.
     os.utime(source, (1, 1))
     ninja.write(tmp_path)
