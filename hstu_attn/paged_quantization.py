@@ -96,7 +96,8 @@ def quantize_for_pages(
 
 def _largest(x: Tensor) -> Tensor:
     """Returns the largest finite magnitude of each row as a share of that of e4m3."""
-    largest = torch.where(x.isfinite(), x, 0).abs().amax(-1).float()
+    x = x.float()
+    largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
     # NOTE: the divisor is a tensor, because torch on a GPU would multiply by the rounded reciprocal
     # of a number.
     return largest / torch.full_like(largest, LARGEST_CODE)
