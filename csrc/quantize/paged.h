@@ -16,7 +16,7 @@ struct PagedQuantizeParams {
 
   // Outputs, contiguous. D and Dv are rounded up to kQuantizedHeadDimUnit in codes.
   //
-  // The descale of a row of q is its norm, so that codes of a row have a norm of at most 18 / 17,
+  // The descale of a row of q is its norm, so that codes of a row have a norm of at most 1.08,
   // and sums of products with codes of at most 448 fit into fp16. Such a code is about 1 / sqrt(D),
   // at least 2^-4, and e4m3 has all its bits down to 2^-6.
   uint8_t* q8 = nullptr;           // [total_q, H, D]

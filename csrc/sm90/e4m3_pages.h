@@ -9,8 +9,8 @@
 //   P_ij   = silu(x) / score_i * v_j / v_max * 2^-n = (v_j / v_max * 2^-n) * s * (1 + tanh(x / 2))
 //   O_i    = score_i * v_max * 2^n * (P V)_i    P rounded to e4m3, V without its descale
 //
-// The codes of a row of Q have a norm of at most 18 / 17 (quantize/paged.h), and those of a row of
-// K one of at most 448 * sqrt(D). So P cannot overflow, whatever the scales of the rows are.
+// The codes of a row of Q have a norm of at most 1.08 (quantize/paged.h), and those of a row of K
+// one of at most 448 * sqrt(D). So P cannot overflow, whatever the scales of the rows are.
 //
 // The producer's warps have other work than usual: the warp of K also copies the bytes of V, half a
 // key tile at a time, and the warps of Q and V transpose one half each, since wgmma reads 8-bit
@@ -78,7 +78,7 @@ HSTU_DEVICE void transpose_half(const uint8_t* rows, int half, void* columns) {
                        swizzled_row<kKeys>(2 * (lane % 8) + (lane / 16 ^ lane / 4 % 2))) ^
                       (half * kHalf + lane / 8 % 2 * 16);
   const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ (0x6420 ^ 0x7531);
-  // NOTE: more code would take longer to be read than to be executed.
+  // NOTE: unrolled code would take longer to be fetched for the first time than to be executed.
 #pragma unroll 1
   for (int first = 0; first < kHalf * kHeadDim / 512; first += kAtOnce) {
     const int key = first / (kHeadDim / 16) * 32, column = first % (kHeadDim / 16) * 16;
@@ -259,9 +259,9 @@ struct E4m3PagedKeys : PagedKeys {
     return {largest_of_warp(largest.k), largest_of_warp(largest.v)};
   }
 
-  // What the warps of Q and V do for each work tile, beside the copy of Q: one finds the factors of
-  // its rows, and each transposes a half of each V and writes the factors of its keys. NOTE: both
-  // run the same code, which takes long to be read for the first time.
+  // Runs in the warps of Q and of V for each work tile. The warp of Q finds the factors of its
+  // rows, and both warps transpose a half of each V and write the factors of its keys. NOTE: they
+  // share this code, because to fetch it for the first time takes long.
   template <typename Traits>
   struct QueryWarpLoader {
     const int half = static_cast<int>(threadIdx.x) / 64;  // 0 in warp 1, and 1 in warp 3

@@ -239,8 +239,8 @@ struct ForwardTraits {
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) BiasElement bias[kHasBiasTiles ? BiasState::kStages : 0][kRows * kKeys];
-    // Of pages of e4m3: rows of K or V with their scales. If products are in e4m3, half as many
-    // rows, of V, with the scales of K and V.
+    // A stage of bytes holds the rows of e4m3 pages of a tile of K or V, and their scales. If
+    // products are in e4m3, it holds half of the rows of V, and the scales of K and V.
     alignas(1024) uint8_t bytes[kTiles.byte_stages][kKeys * kHeadDim >> kTransposesValues];
     alignas(16) Scales scales[kTiles.byte_stages];
     WorkTile work_tiles[WorkState::kStages];

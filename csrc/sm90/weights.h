@@ -140,7 +140,7 @@ struct SaturatedTanh {
   }
 };
 
-// What both forms of P from fp16 scores share.
+// The base of both forms of P from fp16 scores: how they are rounded.
 template <typename Traits, typename Scores>
 struct HalfE4m3Fragment : E4m3Fragment<Traits> {
   using E4m3Fragment<Traits>::fragment;

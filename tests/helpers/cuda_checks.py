@@ -1,4 +1,4 @@
-"""What tests that only run on a GPU share."""
+"""Checks that tests of GPU kernels in several files use."""
 
 from __future__ import annotations
 

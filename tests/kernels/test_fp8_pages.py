@@ -217,7 +217,7 @@ def test_other_masks(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_values_that_are_not_finite(device: str) -> None:
-    """Those of q and k stay in the rows that see them."""
+    """NaN and infinity in q and k stay in the rows that see them."""
     batch = fp8_batch([100, 60], [30, 20], [20, 10], dim=64)
     before = output(batch, device)
     pages = batch.paged_kv
